@@ -11,7 +11,9 @@ RESULTS = Path(__file__).parent / "results"
 
 def provenance(*packages: str) -> dict[str, Any]:
     """What a record says of the code that ran: versions, also of ``packages``, and the commit."""
-    from lsrdecomp.training.record import commit  # some commands set the number of threads before NumPy is imported
+    from lsrdecomp.training.record import (
+        commit,
+    )  # some commands set the number of threads before NumPy is imported
 
     names = ("lsrdecomp", "numpy", "scipy", *packages)
     versions = {"python": platform.python_version()} | {name: version(name) for name in names}

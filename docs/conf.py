@@ -1,4 +1,7 @@
-"""Sphinx: one site from the pages here, the gallery in ../examples and the docstrings. `make docs` builds it."""
+"""Sphinx: one site from these pages, the gallery in ../examples and the docstrings.
+
+`make docs` builds it.
+"""
 
 import sys
 import warnings

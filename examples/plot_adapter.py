@@ -2,8 +2,9 @@
 The adapter, drawn to scale
 ===========================
 
-What the paper's missing figure should show. A frozen weight W gets ΔW = B̂ Â of low rank r = r1·r2, as in LoRA; but each
-side is itself a sum of a few Kronecker products, and only their small factors are stored and trained.
+What the paper's missing figure should show. A frozen weight W gets ΔW = B̂ Â of low rank r = r1·r2,
+as in LoRA; but each side is itself a sum of a few Kronecker products, and only their small factors
+are stored and trained.
 """
 
 import matplotlib.pyplot as plt
@@ -19,7 +20,9 @@ rng = np.random.default_rng(7)
 
 
 def side(split):
-    return SeparatedMatrix.from_factors([rng.standard_normal((terms, m, n)) for m, n in split.factors])
+    return SeparatedMatrix.from_factors(
+        [rng.standard_normal((terms, m, n)) for m, n in split.factors]
+    )
 
 
 adapter = SeparatedProduct(side(shape.left), side(shape.right))
@@ -52,7 +55,10 @@ def row(name, stacks, left, middle, colour):
     for k in range(terms):
         for stack, sign in ((first, "=" if k == 0 else "+"), (second, "⊗")):
             fig.text(left, middle, sign, ha="center", va="center", fontsize=12)
-            left = show(stack[k], left + 0.018, middle, "×".join(map(str, stack[k].shape)), colour) + 0.018
+            left = (
+                show(stack[k], left + 0.018, middle, "×".join(map(str, stack[k].shape)), colour)
+                + 0.018
+            )
 
 
 up, down = adapter.to_lora()

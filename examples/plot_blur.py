@@ -2,9 +2,9 @@
 A blur: the separation rank of an operator is that of its point spread
 ======================================================================
 
-Blurring an n × n image is an n² × n² matrix. With Kronecker factors of n × n its separation rank is the rank of the
-point spread function, a small table: one for a Gaussian along the axes, three for this disk. A tilted Gaussian has full
-rank, but its singular values fall fast.
+Blurring an n × n image is an n² × n² matrix. With Kronecker factors of n × n its separation rank is
+the rank of the point spread function, a small table: one for a Gaussian along the axes, three for
+this disk. A tilted Gaussian has full rank, but its singular values fall fast.
 """
 
 import matplotlib.pyplot as plt
@@ -42,7 +42,9 @@ for name, spread in spreads.items():
     kept = tuple(value for value in spectrum.values if value > 1e-12 * spectrum.values[0])
     spectra.append(Spectrum(f"{name}: rank {np.linalg.matrix_rank(spread)}", kept))
 
-fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.6), layout="constrained", width_ratios=(1, 1.7))
+fig, (left, right) = plt.subplots(
+    1, 2, figsize=(8.6, 3.6), layout="constrained", width_ratios=(1, 1.7)
+)
 left.imshow(spreads["tilted"], cmap="cividis")
 left.set(title="tilted point spread", xticks=[], yticks=[])
 plot_spectra(spectra, ax=right)
@@ -62,7 +64,11 @@ fig, axes = plt.subplots(1, 3, figsize=(8.6, 3.0), layout="constrained")
 approximation: SeparatedMatrix = result.approximation
 for ax, picture, title in zip(
     axes,
-    (image, (operator @ image.ravel()).reshape(n, n), (approximation @ image.ravel()).reshape(n, n)),
+    (
+        image,
+        (operator @ image.ravel()).reshape(n, n),
+        (approximation @ image.ravel()).reshape(n, n),
+    ),
     ("image", "blurred", f"by {result.separation_rank} terms, error {result.relative_error:.1e}"),
     strict=True,
 ):

@@ -2,9 +2,10 @@
 Compress and recover
 ====================
 
-The paper's route treats the two sides of a LoRA one by one. But B A = (B G)(G⁻¹A) for any invertible G, and how a side
-decomposes depends on that gauge, which training leaves arbitrary. Going to the gauge of the singular values first
-helps; solving for all factors of both sides together recovers most of the rest.
+The paper's route treats the two sides of a LoRA one by one. But B A = (B G)(G⁻¹A) for any
+invertible G, and how a side decomposes depends on that gauge, which training leaves arbitrary.
+Going to the gauge of the singular values first helps; solving for all factors of both sides
+together recovers most of the rest.
 """
 
 import matplotlib.pyplot as plt
@@ -17,7 +18,8 @@ from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
 from lsrdecomp.solvers.pair.joint_als import JointALS
 
 # %%
-# A layer that *has* the structure, hidden by a random gauge: two terms a side, 48 × 48, inner rank 4.
+# A layer that *has* the structure, hidden by a random gauge: two terms a side, 48 × 48, inner rank
+# 4.
 
 rng = np.random.default_rng(3)
 shape = ProductShape(out=(8, 6), inner=(2, 2), into=(8, 6))
@@ -34,8 +36,14 @@ layer = LowRank(side(shape.left) @ gauge, np.linalg.solve(gauge, side(shape.righ
 as_found = FactorwiseSVD(gauge="given").truncations(layer, shape).truncate(2)
 balanced = FactorwiseSVD().truncations(layer, shape).truncate(2)
 together = JointALS(sweeps=60).solve(layer, shape, 2)
-for name, product in (("as found", as_found), ("singular gauge", balanced), ("jointly", together.product)):
-    print(f"{name:15s} {product.parameters} parameters, error {layer.residual_norm(product) / layer.norm:.3f}")
+for name, product in (
+    ("as found", as_found),
+    ("singular gauge", balanced),
+    ("jointly", together.product),
+):
+    print(
+        f"{name:15s} {product.parameters} parameters, error {layer.residual_norm(product) / layer.norm:.3f}"
+    )
 
 # %%
 # How the joint solve gets there, beside the two that stay where they are.

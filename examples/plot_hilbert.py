@@ -2,8 +2,9 @@
 The Hilbert matrix, and where rounding stops a curve
 ====================================================
 
-Smooth matrices have rearrangements whose singular values fall geometrically. How fast depends on the Kronecker sizes;
-how far it helps depends on the type the factors are stored in: below γ·μ there is nothing left to gain.
+Smooth matrices have rearrangements whose singular values fall geometrically. How fast depends on
+the Kronecker sizes; how far it helps depends on the type the factors are stored in: below γ·μ there
+is nothing left to gain.
 """
 
 import matplotlib.pyplot as plt
@@ -15,7 +16,9 @@ from lsrdecomp.plots import plot_error_curves
 
 i = np.arange(64.0)
 hilbert = 1.0 / (1.0 + i[:, None] + i[None, :])
-shapes = [KroneckerShape(((m, m), (64 // m, 64 // m))) for m in (8, 4, 2)] + [KroneckerShape(((64, 1), (1, 64)))]
+shapes = [KroneckerShape(((m, m), (64 // m, 64 // m))) for m in (8, 4, 2)] + [
+    KroneckerShape(((64, 1), (1, 64)))
+]
 
 fig, ax = plt.subplots(figsize=(6.8, 4.4), layout="constrained")
 plot_error_curves(error_curves(hilbert, shapes), storages=("float16", "float32"), ax=ax)

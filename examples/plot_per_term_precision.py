@@ -2,8 +2,9 @@
 A number format for each term
 =============================
 
-Terms differ in size by orders of magnitude, and so may their precision: rounding a term of weight λ costs λρ.
-Choosing a format for each factor of each term, or dropping it, saves bytes at the same certified error.
+Terms differ in size by orders of magnitude, and so may their precision: rounding a term of weight λ
+costs λρ. Choosing a format for each factor of each term, or dropping it, saves bytes at the same
+certified error.
 """
 
 import matplotlib.pyplot as plt
@@ -42,7 +43,15 @@ for (name, options), colour in zip(sizes.items(), COLOURS, strict=False):
             continue
     reached = np.array(points)
     ax.loglog(*reached.T, marker="o", markersize=4, color=colour)
-    ax.annotate(name, reached[-1], (6, 0), textcoords="offset points", va="center", fontsize=8.5, color=colour)
+    ax.annotate(
+        name,
+        reached[-1],
+        (6, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8.5,
+        color=colour,
+    )
 ax.set(xlabel="tolerance ε, relative", ylabel="bytes, certified error ≤ ε", xlim=(8e-4, 0.9))
 ax.spines[["top", "right"]].set_visible(False)
 ax.grid(linewidth=0.4, alpha=0.5)

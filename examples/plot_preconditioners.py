@@ -2,8 +2,8 @@
 An inverse of few Kronecker terms as a preconditioner
 =====================================================
 
-Three Kronecker terms have no closed inverse. A sum of a few terms comes near: alternating least squares on ‖I − A X‖.
-More terms leave a smaller residual, and GMRES needs fewer iterations.
+Three Kronecker terms have no closed inverse. A sum of a few terms comes near: alternating least
+squares on ‖I − A X‖. More terms leave a smaller residual, and GMRES needs fewer iterations.
 """
 
 import matplotlib.pyplot as plt
@@ -30,7 +30,9 @@ print(inverses[-1])
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
 for rank, inverse in zip(ranks, inverses, strict=True):
-    left.semilogy(range(1, len(inverse.residuals) + 1), inverse.residuals, marker=".", label=f"{rank} terms")
+    left.semilogy(
+        range(1, len(inverse.residuals) + 1), inverse.residuals, marker=".", label=f"{rank} terms"
+    )
 left.set(xlabel="sweep", ylabel="‖I − AX‖ / ‖I‖")
 left.legend(fontsize="small")
 right.plot(ranks, counts, marker="o", label="with X")

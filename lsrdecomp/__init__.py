@@ -27,9 +27,10 @@ Rooms
     `checkpoints`, `compression`, `fleet`    adapters on disk, one at a time or by the hundred
     `errors`       `ShapeError`, `BudgetError`, `CheckpointError`, …, each an `LsrError`
 
-To be imported by name, since each needs more packages: `lsrdecomp.adapters` (LSR inside PEFT), `lsrdecomp.calibration`,
-`lsrdecomp.training`, `lsrdecomp.fidelity` (torch), `lsrdecomp.testing` (tests; hypothesis),
-`lsrdecomp.serving` (what a server makes of an adapter; gguf for llama.cpp's files).
+To be imported by name, since each needs more packages: `lsrdecomp.adapters` (LSR inside PEFT),
+`lsrdecomp.calibration`, `lsrdecomp.training`, `lsrdecomp.fidelity` (torch), `lsrdecomp.testing`
+(tests; hypothesis), `lsrdecomp.serving` (what a server makes of an adapter; gguf for llama.cpp's
+files).
 """
 
 import sys
@@ -41,7 +42,9 @@ _lazy, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 _MOVED = {
     **dict.fromkeys(("BlockGolubKahan", "Decomposition", "Gram", "JointALS", "Status"), "solvers"),
-    **dict.fromkeys(("BudgetError", "CheckpointError", "ConvergenceError", "MatrixError"), "errors"),
+    **dict.fromkeys(
+        ("BudgetError", "CheckpointError", "ConvergenceError", "MatrixError"), "errors"
+    ),
     **dict.fromkeys(("PrecisionError", "ShapeError"), "errors"),
     "ErrorCurve": "analysis",
     "SeparatedProduct": "kronecker",
@@ -54,15 +57,25 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     if name in __all__ or name.startswith("__"):
-        return _lazy(name) if name != "__version__" else import_module("importlib.metadata").version("lsrdecomp")
+        return (
+            _lazy(name)
+            if name != "__version__"
+            else import_module("importlib.metadata").version("lsrdecomp")
+        )
     if name in _MOVED:
         from warnings import warn
 
         room = _MOVED[name]
-        warn(f"lsrdecomp.{name} is lsrdecomp.{room}.{name} from version 0.4 on", DeprecationWarning, stacklevel=2)
+        warn(
+            f"lsrdecomp.{name} is lsrdecomp.{room}.{name} from version 0.4 on",
+            DeprecationWarning,
+            stacklevel=2,
+        )
         return getattr(import_module(f"lsrdecomp.{room}"), name)
     text = f"lsrdecomp has no {name!r}{_hint(name)}"
-    caller = sys._getframe(1)  # of `from lsrdecomp import name` Python would raise an error of its own words
+    caller = sys._getframe(
+        1
+    )  # of `from lsrdecomp import name` Python would raise an error of its own words
     if caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]:
         raise ImportError(text, name=name)
     raise AttributeError(text, name=name)

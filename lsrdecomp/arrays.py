@@ -1,7 +1,7 @@
 """The one file that asks which array library it was handed.
 
-Everything numerical is written against the array API standard [1]_, so the same lines run on NumPy, on torch tensors
-where they lie, and on any other library that `array_api_compat` knows.
+Everything numerical is written against the array API standard [1]_, so the same lines run on NumPy,
+on torch tensors where they lie, and on any other library that `array_api_compat` knows.
 
 References
 ----------
@@ -28,10 +28,12 @@ Array: TypeAlias = Any
 Namespace: TypeAlias = Any
 
 ROW_ENTRIES = 2**14
-"""Entries of a block of rows in a QR factorization without Q, of each matrix: 128 KiB in float64, for a fast cache."""
+"""Entries of a block of rows in a QR factorization without Q, of each matrix: 128 KiB in float64,
+for a fast cache."""
 
 PANEL = 16
-"""Columns that such a factorization takes together: the fastest of 4 to 32 for widths from 4 to 128."""
+"""Columns that such a factorization takes together: the fastest of 4 to 32 for widths from 4 to
+128."""
 
 
 NUMPY: Namespace = array_api_compat.numpy
@@ -61,9 +63,10 @@ def _numpy_name(dtype: Any) -> str:
 def as_floating(value: Any, name: str = "matrix") -> Array:
     """An array with a real or complex floating type of at least single precision.
 
-    Lists become NumPy arrays; integers and booleans become float64; half precisions become float32. Raises
-    `PrecisionError` for element types without arithmetic, such as objects and strings, for extended precision
-    (``numpy.longdouble``), which would be rounded, and for masked arrays with masked entries.
+    Lists become NumPy arrays; integers and booleans become float64; half precisions become float32.
+    Raises `PrecisionError` for element types without arithmetic, such as objects and strings, for
+    extended precision (``numpy.longdouble``), which would be rounded, and for masked arrays with
+    masked entries.
     """
     if isinstance(value, np.ma.MaskedArray):
         value = _unmasked(value, name)
@@ -83,7 +86,11 @@ def as_floating(value: Any, name: str = "matrix") -> Array:
         )
     if kind in ("float32", "float64", "complex64", "complex128"):
         return array
-    xp = namespace(array) if kind != "object" and not kind.startswith(("str", "bytes", "void")) else None
+    xp = (
+        namespace(array)
+        if kind != "object" and not kind.startswith(("str", "bytes", "void"))
+        else None
+    )
     if xp is None:
         raise PrecisionError(
             f"{name}: elements of type {kind} have no arithmetic; pass numbers, as numpy.asarray({name}, float)"
@@ -112,7 +119,10 @@ def as_double(array: Array) -> Array:
     wide = xp.complex128 if is_complex(array) else xp.float64
     if array.dtype == wide:
         return array
-    if array_api_compat.is_jax_array(array) and "float64" not in xp.__array_namespace_info__().dtypes():
+    if (
+        array_api_compat.is_jax_array(array)
+        and "float64" not in xp.__array_namespace_info__().dtypes()
+    ):
         raise PrecisionError(
             "errors are measured in float64, which JAX has switched off; "
             'call jax.config.update("jax_enable_x64", True) first, or pass numpy.asarray(matrix)'
@@ -183,16 +193,22 @@ def finite_norm(array: Array, name: str = "matrix", *, made: bool = False) -> fl
 
 def norm(array: Array) -> float:
     """Frobenius norm in double precision, safe against overflow and underflow of the squares."""
-    array = array.detach() if hasattr(array, "detach") else array  # the answer is a number: no gradient passes
+    array = (
+        array.detach() if hasattr(array, "detach") else array
+    )  # the answer is a number: no gradient passes
     xp = namespace(array)
     if 0 in array.shape:
         return 0.0
     if dtype_name(array) == "float64":
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             squared = float(xp.sum(xp.vecdot(array, array)))
-        if 1e-280 < squared < 1e280:  # neither end of the range has been near: what was lost is rounding
+        if (
+            1e-280 < squared < 1e280
+        ):  # neither end of the range has been near: what was lost is rounding
             return math.sqrt(squared)
-    magnitude = xp.abs(as_double(array) if is_complex(array) else array)  # real entries lose nothing to their abs
+    magnitude = xp.abs(
+        as_double(array) if is_complex(array) else array
+    )  # real entries lose nothing to their abs
     largest = float(xp.max(magnitude))
     if largest == 0.0 or not math.isfinite(largest):
         return largest
@@ -221,7 +237,10 @@ def placed(value: Any, device: str | None) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(placed(item, device) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: placed(getattr(value, field.name), device) for field in fields(value)})
+        return replace(
+            value,
+            **{field.name: placed(getattr(value, field.name), device) for field in fields(value)},
+        )
     if not array_api_compat.is_array_api_obj(value):
         return value
     if device is None:
@@ -245,7 +264,8 @@ def check_device(device: str) -> None:
 def like(values: np.ndarray, array: Array) -> Array:
     """NumPy ``values`` moved to the library, device and precision of ``array``.
 
-    Random starts come from a NumPy generator and pass through here, so every library starts from the same numbers.
+    Random starts come from a NumPy generator and pass through here, so every library starts from
+    the same numbers.
     """
     xp = namespace(array)
     return xp.asarray(values, dtype=array.dtype, device=device(array))
@@ -254,12 +274,12 @@ def like(values: np.ndarray, array: Array) -> Array:
 def triangular_factor(*arrays: Array) -> Array:
     """R of a thin QR factorization of arrays (…, m, n_i), side by side.
 
-    Rows go through in blocks, each below the R of those before: as stable as one factorization [1]_, in the memory of a
-    block. Q is not formed where the library can do without (NumPy, torch), half the cost; of NumPy's matrices LAPACK's
-    ``tpqrt`` makes use of the zeros in R as well.
+    Rows go through in blocks, each below the R of those before: as stable as one factorization
+    [1]_, in the memory of a block. Q is not formed where the library can do without (NumPy, torch),
+    half the cost; of NumPy's matrices LAPACK's ``tpqrt`` makes use of the zeros in R as well.
 
-    .. [1] J. Demmel, L. Grigori, M. Hoemmen and J. Langou, Communication-optimal parallel and sequential QR and LU
-       factorizations, SIAM J. Sci. Comput. 34 (2012). doi:10.1137/080731992
+    .. [1] J. Demmel, L. Grigori, M. Hoemmen and J. Langou, Communication-optimal parallel and
+       sequential QR and LU factorizations, SIAM J. Sci. Comput. 34 (2012). doi:10.1137/080731992
     """
     xp, first = namespace(*arrays), arrays[0]
     rows, width = int(first.shape[-2]), sum(int(array.shape[-1]) for array in arrays)
@@ -281,7 +301,11 @@ def _triangle(array: Array) -> Array:
     if array_api_compat.is_numpy_array(array):
         return np.linalg.qr(array, mode="r")
     xp = namespace(array)
-    return xp.linalg.qr(array, mode="r")[1] if array_api_compat.is_torch_array(array) else xp.linalg.qr(array).R
+    return (
+        xp.linalg.qr(array, mode="r")[1]
+        if array_api_compat.is_torch_array(array)
+        else xp.linalg.qr(array).R
+    )
 
 
 def _triangle_over(triangle: np.ndarray, block: np.ndarray) -> np.ndarray:
@@ -299,7 +323,9 @@ def require_matrix(array: Array, name: str = "matrix") -> None:
         stack = "; decompose_each takes a stack of matrices" if array.ndim == 3 else ""
         raise ShapeError(f"{name}: expected two dimensions, got shape {tuple(array.shape)}{stack}")
     if 0 in array.shape:
-        raise ShapeError(f"{name}: a matrix of shape {tuple(array.shape)} has no entries to approximate")
+        raise ShapeError(
+            f"{name}: a matrix of shape {tuple(array.shape)} has no entries to approximate"
+        )
 
 
 def zero_padded(array: Array, axis: int, size: int) -> Array:
@@ -308,5 +334,9 @@ def zero_padded(array: Array, axis: int, size: int) -> Array:
     if missing <= 0:
         return array
     xp = namespace(array)
-    zeros = xp.zeros((*array.shape[:axis], missing, *array.shape[axis + 1 :]), dtype=array.dtype, device=device(array))
+    zeros = xp.zeros(
+        (*array.shape[:axis], missing, *array.shape[axis + 1 :]),
+        dtype=array.dtype,
+        device=device(array),
+    )
     return xp.concat((array, zeros), axis=axis)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Real
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lsrdecomp.errors import ArgumentError, BudgetError, ConvergenceError
 from lsrdecomp.fields import takes
@@ -25,6 +24,9 @@ from lsrdecomp.solvers.svd.batched import BatchedKrylov
 from lsrdecomp.targets.base import Dense, Target
 from lsrdecomp.targets.convert import as_target
 from lsrdecomp.targets.separated import Separated
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 
 @takes()
@@ -50,29 +52,35 @@ def decompose(
     matrix : array_like, shape (m, n), or Target
         Real or complex, of any array library; it stays where it is.
     shape : KroneckerShape, "balanced", "search", or sizes
-        Sizes of the factors, also as ``((16, 16), (8, 8))`` or ``"16x16, 8x8"``. "balanced" splits both sides into two
-        factors as evenly as their divisors allow; "search" takes the two-factor shape, low rank and dense among them,
-        with the fewest parameters at the tolerance, or with a budget the fewest bytes of the best few (`best_shape`,
-        which costs tens of solves).
+        Sizes of the factors, also as ``((16, 16), (8, 8))`` or ``"16x16, 8x8"``. "balanced" splits
+        both sides into two factors as evenly as their divisors allow; "search" takes the two-factor
+        shape, low rank and dense among them, with the fewest parameters at the tolerance, or with a
+        budget the fewest bytes of the best few (`best_shape`, which costs tens of solves).
     rank : int, optional
-        Number of terms s, or, beside a tolerance, the most that may be used. More than the shape can need is clipped.
+        Number of terms s, or, beside a tolerance, the most that may be used. More than the shape
+        can need is clipped.
     rtol, atol : float, optional
-        Allowed ‖M − M̂‖_F, relative to ‖M‖_F or absolute; the fewest terms that keep it *as stored* are used.
+        Allowed ‖M − M̂‖_F, relative to ‖M‖_F or absolute; the fewest terms that keep it *as stored*
+        are used.
     budget : ErrorBudget, optional
-        Instead of a tolerance: the fewest *bytes* whose stored error is certified to keep it, each factor of each term
-        in its own number format; what is written is the record's ``stored``. See docs/error-budget.md.
+        Instead of a tolerance: the fewest *bytes* whose stored error is certified to keep it, each
+        factor of each term in its own number format; what is written is the record's ``stored``.
+        See docs/error-budget.md.
     storage : str or dtype, optional
-        Number format of the stored factors: ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"float8_e4m3fn"``,
-        ``"int8"``, …, or a dtype. Factors are scaled to its range and λ is kept beside them. Absent, nothing is
-        rounded: the factors stay in the type the solver computed in, mostly float64; `Decomposition.storage` names it.
+        Number format of the stored factors: ``"float32"``, ``"float16"``, ``"bfloat16"``,
+        ``"float8_e4m3fn"``, ``"int8"``, …, or a dtype. Factors are scaled to its range and λ is
+        kept beside them. Absent, nothing is rounded: the factors stay in the type the solver
+        computed in, mostly float64; `Decomposition.storage` names it.
     solver : Solver or str, optional
-        Any solver value, see `lsrdecomp.solvers`, or ``"svd"``, ``"gram"``, ``"golub_kahan"``, ``"als"``; absent, one
-        is chosen by order, size and kind of target.
+        Any solver value, see `lsrdecomp.solvers`, or ``"svd"``, ``"gram"``, ``"golub_kahan"``,
+        ``"als"``; absent, one is chosen by order, size and kind of target.
     seed : int, optional
-        Of the solver's random starts; absent, the solver's own, so that equal calls give equal answers.
+        Of the solver's random starts; absent, the solver's own, so that equal calls give equal
+        answers.
     init : SeparatedMatrix, optional
-        Where to start, for instance the result for a similar matrix or a lower rank. Three and more factors take its
-        terms (`ALS`); two factors need no start, for they reach the optimum from any.
+        Where to start, for instance the result for a similar matrix or a lower rank. Three and more
+        factors take its terms (`ALS`); two factors need no start, for they reach the optimum from
+        any.
     throw : bool
         Raise `ConvergenceError`, which holds the record, when the tolerance was not met.
     on_sweep : callable, optional
@@ -99,8 +107,8 @@ def decompose(
 
     References
     ----------
-    C. F. Van Loan and N. Pitsianis (1993), doi:10.1007/978-94-015-8196-7_17; G. Beylkin and M. J. Mohlenkamp (2005),
-    doi:10.1137/040604959.
+    C. F. Van Loan and N. Pitsianis (1993), doi:10.1007/978-94-015-8196-7_17; G. Beylkin and M. J.
+    Mohlenkamp (2005), doi:10.1137/040604959.
     """
     target = as_target(matrix)
     target.norm  # noqa: B018 - refuses a matrix that is not finite, or whose norm is not, before anything is solved
@@ -108,8 +116,18 @@ def decompose(
     solver = None if solver is None else named_solver(solver)
     if isinstance(shape, str) and shape == "search":
         if goal is None:
-            raise BudgetError("a search over shapes is for a tolerance: give rtol=, atol= or budget= as well")
-        again = partial(decompose, target, rank=rank, storage=storage, solver=solver, seed=seed, on_sweep=on_sweep)
+            raise BudgetError(
+                "a search over shapes is for a tolerance: give rtol=, atol= or budget= as well"
+            )
+        again = partial(
+            decompose,
+            target,
+            rank=rank,
+            storage=storage,
+            solver=solver,
+            seed=seed,
+            on_sweep=on_sweep,
+        )
         if budget is None:
             return again(best_shape(target, atol=goal).best.shape, atol=goal, throw=throw)
         return _smallest_of(partial(again, budget=budget), best_shape(target, atol=goal), throw)
@@ -119,7 +137,9 @@ def decompose(
         sizes = KroneckerShape.parse(shape, ("balanced", "search"))
     sizes.check(target.shape)
     solver = (
-        solver if solver is not None else choose_solver(target, sizes, storage, rank=rank if goal is None else None)
+        solver
+        if solver is not None
+        else choose_solver(target, sizes, storage, rank=rank if goal is None else None)
     )
     solver = with_start(solver, seed, init, sizes)
     most = None if rank is None else min(rank, sizes.max_separation_rank)
@@ -149,7 +169,8 @@ def decompose_each(
     matrices : array_like, shape (b, m, n), or a sequence of matrices
     shape : KroneckerShape, sizes or "balanced"
     rank : int, optional
-        Terms of each. Given alone, two factors are solved together, by batched products (`BatchedKrylov`).
+        Terms of each. Given alone, two factors are solved together, by batched products
+        (`BatchedKrylov`).
     **goals
         Any other argument of `decompose`; matrices are then solved one after the other.
 
@@ -168,50 +189,85 @@ def decompose_each(
     targets = [as_target(matrix) for matrix in matrices]
     if not targets:
         return ()
-    same = len({target.shape for target in targets}) == 1 and all(isinstance(target, Dense) for target in targets)
-    if not same or rank is None or any(goals.get(name) is not None for name in goals.keys() - {"storage"}):
+    same = len({target.shape for target in targets}) == 1 and all(
+        isinstance(target, Dense) for target in targets
+    )
+    if (
+        not same
+        or rank is None
+        or any(goals.get(name) is not None for name in goals.keys() - {"storage"})
+    ):
         return tuple(decompose(target, shape, rank=rank, **goals) for target in targets)
-    sizes = KroneckerShape.balanced(targets[0].shape) if shape == "balanced" else KroneckerShape.parse(shape)
+    sizes = (
+        KroneckerShape.balanced(targets[0].shape)
+        if shape == "balanced"
+        else KroneckerShape.parse(shape)
+    )
     if sizes.order != 2:
         return tuple(decompose(target, sizes, rank=rank, **goals) for target in targets)
     terms, _, storage = _goals(targets[0], rank, None, None, None, goals.get("storage"))
     solutions = BatchedKrylov(tolerance=1e-3).solve_batch(
-        [cast(Dense, target).matrix for target in targets], sizes, rank=terms
+        [cast("Dense", target).matrix for target in targets], sizes, rank=terms
     )
-    return tuple(measured(target, result, storage, None) for target, result in zip(targets, solutions, strict=True))
+    return tuple(
+        measured(target, result, storage, None)
+        for target, result in zip(targets, solutions, strict=True)
+    )
 
 
 SHAPES_STORED = 3
-"""Shapes of a search that are stored and weighed: bytes mostly follow parameters, which order them."""
+"""Shapes of a search that are stored and weighed: bytes mostly follow parameters, which order
+them."""
 
 
-def _smallest_of(run: Callable[..., Decomposition], search: ShapeSearch, throw: bool) -> Decomposition:
+def _smallest_of(
+    run: Callable[..., Decomposition], search: ShapeSearch, throw: bool
+) -> Decomposition:
     """Of the shapes with the fewest parameters the record with the fewest bytes."""
-    shapes = [choice.shape for choice in sorted(search.choices, key=lambda choice: choice.parameters)]
+    shapes = [
+        choice.shape for choice in sorted(search.choices, key=lambda choice: choice.parameters)
+    ]
     records = [run(shape) for shape in shapes[:SHAPES_STORED]]
     within = [record for record in records if record.stored is not None]
-    return min(within, key=lambda record: int(record.stored.bytes)) if within else run(shapes[0], throw=throw)
+    return (
+        min(within, key=lambda record: int(record.stored.bytes))
+        if within
+        else run(shapes[0], throw=throw)
+    )
 
 
 def _goals(
-    target: Target, rank: Any, rtol: float | None, atol: float | None, budget: ErrorBudget | None, storage: Any
+    target: Target,
+    rank: Any,
+    rtol: float | None,
+    atol: float | None,
+    budget: ErrorBudget | None,
+    storage: Any,
 ) -> tuple[int | None, float | None, str | None]:
     """Rank, absolute error and name of the storage format, checked against each other."""
     if budget is not None:
         if not isinstance(budget, ErrorBudget):
-            raise BudgetError(f"a budget is an ErrorBudget, got {budget!r}: for a relative error write rtol={budget!r}")
+            raise BudgetError(
+                f"a budget is an ErrorBudget, got {budget!r}: for a relative error write rtol={budget!r}"
+            )
         for name, value in (("rtol", rtol), ("atol", atol), ("storage", storage)):
             if value is not None:
-                raise BudgetError(f"a budget holds the goal and chooses the number formats: leave out {name} ({value})")
+                raise BudgetError(
+                    f"a budget holds the goal and chooses the number formats: leave out {name} ({value})"
+                )
         atol = budget.allowed(target.norm)
     if rank is None and rtol is None and atol is None:
         raise BudgetError("say what is wanted: rank=, rtol= or atol=")
     if rtol is not None and atol is not None:
-        raise BudgetError(f"one goal has one meaning: give rtol ({rtol}) or atol ({atol}), not both")
+        raise BudgetError(
+            f"one goal has one meaning: give rtol ({rtol}) or atol ({atol}), not both"
+        )
     if rank is not None:
         rank = positive_rank(rank)
     for name, value in (("rtol", rtol), ("atol", atol)):
-        if value is not None and not (isinstance(value, Real) and math.isfinite(value) and value >= 0):
+        if value is not None and not (
+            isinstance(value, Real) and math.isfinite(value) and value >= 0
+        ):
             raise BudgetError(f"{name} must be a number, finite and not negative, got {value!r}")
     goal = rtol * target.norm if rtol is not None else atol
     return rank, goal, None if storage is None else storage_format(storage).name
@@ -219,12 +275,17 @@ def _goals(
 
 @takes()
 def recompress(
-    matrix: SeparatedMatrix, *, rtol: float | None = None, rank: int | None = None, solver: Solver | None = None
+    matrix: SeparatedMatrix,
+    *,
+    rtol: float | None = None,
+    rank: int | None = None,
+    solver: Solver | None = None,
 ) -> SeparatedMatrix:
     """The fewest terms within ``rtol``, or the best ``rank`` terms; the matrix is not formed.
 
-    Two factors: the SVD of the rearrangement from QR factors of the terms, exact in O((p + q)·s²). More factors:
-    `ALS` on the core that the terms span, whose error is measured from QR factors of the difference.
+    Two factors: the SVD of the rearrangement from QR factors of the terms, exact in O((p + q)·s²).
+    More factors: `ALS` on the core that the terms span, whose error is measured from QR factors of
+    the difference.
 
     Parameters
     ----------
@@ -270,7 +331,12 @@ def recompress(
     if matrix.order != 2 or solver is not None:
         target = Separated(matrix)
         return decompose(
-            target, matrix.kronecker_shape, rtol=rtol, rank=rank, solver=solver, throw=rtol is not None
+            target,
+            matrix.kronecker_shape,
+            rtol=rtol,
+            rank=rank,
+            solver=solver,
+            throw=rtol is not None,
         ).approximation
     orthogonal = matrix.canonical()
     if rank is not None:

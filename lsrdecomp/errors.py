@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
 __all__ = [
     "ArgumentError",
@@ -56,7 +58,9 @@ class ConvergenceError(LsrError, RuntimeError):
 class CheckpointError(LsrError, ValueError):
     """A file cannot be read or written as asked; the message names the file and, if known, the tensor."""
 
-    def __init__(self, message: str, *, path: str | Path | None = None, tensor: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, path: str | Path | None = None, tensor: str | None = None
+    ) -> None:
         where = ": ".join(str(part) for part in (path, tensor) if part is not None)
         super().__init__(f"{where}: {message}" if where else message)
         self.path = path
@@ -91,4 +95,8 @@ def unknown(name: object, words: Iterable[str]) -> str:
     """
     words = list(words)
     near = get_close_matches(str(name), words, 1)
-    return f"{name!r}" + (f"; did you mean {near[0]!r}?" if near else ";") + f" known: {', '.join(words)}"
+    return (
+        f"{name!r}"
+        + (f"; did you mean {near[0]!r}?" if near else ";")
+        + f" known: {', '.join(words)}"
+    )

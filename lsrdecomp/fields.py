@@ -2,10 +2,11 @@
 
     batch: Annotated[int, whole(1), OPTION, "Examples per step, over all processes."] = 32
 
-From that line come the check and its error, the reading of TOML and JSON, the docstring, the keyword argument of a
-function that `takes` it, and the option or the line under ``--set`` on the command line (`lsrdecomp.cli.settings`).
-transformers' HfArgumentParser is built the same way,
-but to import it takes seconds; pydantic would say what is wrong in words that lead nowhere near a TOML file.
+From that line come the check and its error, the reading of TOML and JSON, the docstring, the
+keyword argument of a function that `takes` it, and the option or the line under ``--set`` on the
+command line (`lsrdecomp.cli.settings`). transformers' HfArgumentParser is built the same way, but
+to import it takes seconds; pydantic would say what is wrong in words that lead nowhere near a TOML
+file.
 """
 
 from __future__ import annotations
@@ -93,8 +94,12 @@ def each(check: Check, wanted: str, *, least: int = 0) -> Check:
 POSITIVE = Check(lambda value: _number(value) and value > 0, lambda: "a number above 0")
 ABOVE_ONE = Check(lambda value: _number(value) and value > 1, lambda: "a number above 1")
 SHARE = Check(lambda value: _number(value) and 0 < value < 1, lambda: "above 0 and below 1")
-SHARE_OR_NONE = Check(lambda value: _number(value) and 0 <= value < 1, lambda: "at least 0 and below 1")
-TEXT = Check(lambda value: isinstance(value, str) and bool(value), lambda: "a text that is not empty")
+SHARE_OR_NONE = Check(
+    lambda value: _number(value) and 0 <= value < 1, lambda: "at least 0 and below 1"
+)
+TEXT = Check(
+    lambda value: isinstance(value, str) and bool(value), lambda: "a text that is not empty"
+)
 BY_TYPE: Mapping[Any, Check] = {
     str: TEXT,
     bool: Check(lambda value: isinstance(value, bool), lambda: "true or false"),
@@ -103,7 +108,8 @@ BY_TYPE: Mapping[Any, Check] = {
     Mapping: Check(lambda value: isinstance(value, Mapping), lambda: "a table of names and values"),
     tuple: each(TEXT, "a list of names"),
 }
-"""What is checked where an annotation says no more than the type; a tuple without more holds names."""
+"""What is checked where an annotation says no more than the type; a tuple without more holds
+names."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,7 +143,13 @@ class Field:
     def documented(self) -> list[str]:
         """Its lines among the parameters of a docstring."""
         kind = {Mapping: "mapping", tuple: "tuple"}.get(self.type) or self.type.__name__
-        default = f", default {self.shown_default}" if self.shown_default else ", optional" if self.optional else ""
+        default = (
+            f", default {self.shown_default}"
+            if self.shown_default
+            else ", optional"
+            if self.optional
+            else ""
+        )
         return [f"{self.name} : {kind}{default}", f"    {self.help}"]
 
     @property
@@ -159,7 +171,11 @@ def _field(entry: dataclasses.Field[Any], hint: Any) -> Field:
         name=entry.name,
         type=kind,
         check=next((part for part in said if isinstance(part, Check)), BY_TYPE[kind]),
-        help="".join(part.said if isinstance(part, Mark) else part for part in said if isinstance(part, Mark | str)),
+        help="".join(
+            part.said if isinstance(part, Mark) else part
+            for part in said
+            if isinstance(part, Mark | str)
+        ),
         default=default,
         optional=NoneType in parts,
         names=(entry.name, *(part.name for part in said if isinstance(part, Also))),
@@ -183,7 +199,9 @@ class Settings:
         self.check_together()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).from_mapping, (self.to_json(),)  # a table that cannot change cannot be pickled
+        return type(self).from_mapping, (
+            self.to_json(),
+        )  # a table that cannot change cannot be pickled
 
     def check_together(self) -> None:
         """What fields must be to each other; each of them has been checked."""
@@ -213,8 +231,12 @@ class Settings:
                 raise cls.error(f"no setting is called {unknown(str(name), cls.fields)}")
         named = {spellings[name]: value for name, value in values.items()}
         if len(named) < len(values):
-            twice = [name for name in values if name != spellings[name] and spellings[name] in values]
-            raise cls.error(f"{twice[0]} is an older name of {spellings[twice[0]]}: give one of them")
+            twice = [
+                name for name in values if name != spellings[name] and spellings[name] in values
+            ]
+            raise cls.error(
+                f"{twice[0]} is an older name of {spellings[twice[0]]}: give one of them"
+            )
         return named
 
     @classmethod
@@ -242,10 +264,18 @@ def settings(cls: type[S]) -> type[S]:
     """Class decorator: a frozen dataclass that knows its `Field` s, whose docstring says what they are."""
     made: type[S] = dataclasses.dataclass(frozen=True, slots=True)(cls)
     hints = get_type_hints(made, include_extras=True)
-    made.fields = {entry.name: _field(entry, hints[entry.name]) for entry in dataclasses.fields(made)}  # type: ignore[arg-type]
+    entries = dataclasses.fields(made)  # type: ignore[arg-type]
+    made.fields = {entry.name: _field(entry, hints[entry.name]) for entry in entries}
     lines = [inspect.cleandoc(cls.__doc__ or ""), "", "Parameters", "----------"]
     lines += [line for field in made.fields.values() for line in field.documented]
-    lines += ["", "Raises", "------", made.error.__name__, "    Naming the setting, its value, and what it may be.", ""]
+    lines += [
+        "",
+        "Raises",
+        "------",
+        made.error.__name__,
+        "    Naming the setting, its value, and what it may be.",
+        "",
+    ]
     made.__doc__ = "\n".join(lines)
     fill: Callable[..., None] = made.__init__
 
@@ -264,14 +294,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 def takes(*tables: type[Settings]) -> Callable[[F], F]:
     """Decorator of a function whose ``**settings`` are the fields of tables: its signature and docstring show them.
 
-    In the docstring they stand for the entry ``**settings``. A name that is none of the arguments is refused with the
-    nearest that is; without tables that is all that is done.
+    In the docstring they stand for the entry ``**settings``. A name that is none of the arguments
+    is refused with the nearest that is; without tables that is all that is done.
     """
 
     def decorate(function: F) -> F:
         plain = inspect.signature(function)
-        own = {name: each for name, each in plain.parameters.items() if each.kind is not each.VAR_KEYWORD}
-        fields = [field for table in tables for field in table.fields.values() if field.name not in own]
+        own = {
+            name: each
+            for name, each in plain.parameters.items()
+            if each.kind is not each.VAR_KEYWORD
+        }
+        fields = [
+            field for table in tables for field in table.fields.values() if field.name not in own
+        ]
         entries = [
             inspect.Parameter(
                 field.name,
@@ -289,7 +325,9 @@ def takes(*tables: type[Settings]) -> Callable[[F], F]:
             return function(*args, **kwargs)
 
         lines = "".join(f"    {line}\n" for field in fields for line in field.documented)
-        run.__doc__ = re.sub(r" *\*\*settings\n(?: {8}.*\n)*", lambda _: lines, function.__doc__ or "")
+        run.__doc__ = re.sub(
+            r" *\*\*settings\n(?: {8}.*\n)*", lambda _: lines, function.__doc__ or ""
+        )
         run.__signature__ = signature  # type: ignore[attr-defined]
         return run  # type: ignore[return-value]
 
@@ -303,4 +341,10 @@ def _refuse_others(function: str, names: Collection[str], allowed: Collection[st
 
 
 def _shown(value: Any) -> str:
-    return repr(list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value)
+    return repr(
+        list(value)
+        if isinstance(value, tuple)
+        else dict(value)
+        if isinstance(value, Mapping)
+        else value
+    )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 SHOWN_ROWS = 12
 """Longer tables show their first and last rows."""
@@ -12,13 +15,17 @@ SHOWN_ROWS = 12
 def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table; the first column is text on the left, the others are numbers on the right."""
     head = "".join(_cell("th", name, i) for i, name in enumerate(columns))
-    body = "".join(f"<tr>{''.join(_cell('td', text, i) for i, text in enumerate(row))}</tr>" for row in rows)
+    body = "".join(
+        f"<tr>{''.join(_cell('td', text, i) for i, text in enumerate(row))}</tr>" for row in rows
+    )
     return f"<table>{_title(caption)}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def facts(caption: str, pairs: Iterable[tuple[str, str]], note: str = "") -> str:
     """A record as a table of names and values, with a sentence below."""
-    rows = "".join(f"<tr>{_cell('th', name, 0)}{_cell('td', value, 0)}</tr>" for name, value in pairs)
+    rows = "".join(
+        f"<tr>{_cell('th', name, 0)}{_cell('td', value, 0)}</tr>" for name, value in pairs
+    )
     tail = f"<p>{escape(note)}</p>" if note else ""
     return f"<table>{_title(caption)}<tbody>{rows}</tbody></table>{tail}"
 

@@ -62,12 +62,15 @@ ALIASES = {
 """What the types are called elsewhere (PyTorch, safetensors, papers)."""
 
 INTEGERS = {"int8": 127, "int4": 7}
-"""Integer formats of stored factors, with their largest code. They have no unit roundoff: small entries become zero."""
+"""Integer formats of stored factors, with their largest code. They have no unit roundoff: small
+entries become zero."""
 
 
 def type_name(dtype: Any) -> str:
     """Our name of a type: ``"fp16"`` and ``numpy.float16`` are ``"float16"``; unknown ones stay as they are."""
-    name = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype).rsplit(".", 1)[-1]
+    name = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype).rsplit(
+        ".", 1
+    )[-1]
     return ALIASES.get(name.lower(), name.lower() if name.lower() in PRECISIONS else name)
 
 
@@ -77,7 +80,9 @@ def precision(dtype: Any) -> Precision:
     try:
         return PRECISIONS[name]
     except KeyError:
-        raise PrecisionError(f"no unit roundoff is known for the type {unknown(name, PRECISIONS)}") from None
+        raise PrecisionError(
+            f"no unit roundoff is known for the type {unknown(name, PRECISIONS)}"
+        ) from None
 
 
 def unit_roundoff(dtype: Any) -> float:
@@ -117,7 +122,9 @@ def round_to(array: Array, storage: str) -> Array:
     """
     xp, target = namespace(array), precision(storage)
     if target.name == "tf32":
-        raise PrecisionError("tf32: a type for products on tensor cores, not for storage; use float32 or bfloat16")
+        raise PrecisionError(
+            "tf32: a type for products on tensor cores, not for storage; use float32 or bfloat16"
+        )
     storage = target.name
     if is_complex(array):
         return round_to(xp.real(array), storage) + 1j * round_to(xp.imag(array), storage)
@@ -125,7 +132,9 @@ def round_to(array: Array, storage: str) -> Array:
         return array
     largest = max(float(xp.max(array)), -float(xp.min(array))) if 0 not in array.shape else 0.0
     if largest > target.largest:
-        wider = [row.name for row in PRECISIONS.values() if row.largest > largest and row.name != "tf32"]
+        wider = [
+            row.name for row in PRECISIONS.values() if row.largest > largest and row.name != "tf32"
+        ]
         raise PrecisionError(
             f"{storage}: the entry {largest:.3g} lies above the largest number {target.largest:.5g}; "
             f"scale the matrix{', or store it as ' + ' or '.join(wider) if wider else ''}"
@@ -140,8 +149,8 @@ def round_to(array: Array, storage: str) -> Array:
 class ErrorBudget:
     """An allowed error ε with the precisions it has to survive.
 
-    The rule γ·μ·‖M‖_F ≤ ε of Beylkin and Mohlenkamp [1]_ bounds the rounding part of the error of a separated
-    representation of condition γ. Truncation may use what rounding leaves.
+    The rule γ·μ·‖M‖_F ≤ ε of Beylkin and Mohlenkamp [1]_ bounds the rounding part of the error of a
+    separated representation of condition γ. Truncation may use what rounding leaves.
 
     Parameters
     ----------
@@ -150,13 +159,13 @@ class ErrorBudget:
     compute : str
         Element type of the arithmetic that uses the representation.
     storage : str, optional
-        One format for all stored factors: a floating type, ``"int8"`` or ``"int4"``. Absent, each factor of each term
-        gets its own. Of it and ``compute`` the coarser one sets μ.
+        One format for all stored factors: a floating type, ``"int8"`` or ``"int4"``. Absent, each
+        factor of each term gets its own. Of it and ``compute`` the coarser one sets μ.
 
     References
     ----------
-    .. [1] G. Beylkin and M. J. Mohlenkamp, Algorithms for numerical analysis in high dimensions, SIAM J. Sci. Comput.
-       26 (2005), eq. (3.12). doi:10.1137/040604959
+    .. [1] G. Beylkin and M. J. Mohlenkamp, Algorithms for numerical analysis in high dimensions,
+       SIAM J. Sci. Comput. 26 (2005), eq. (3.12). doi:10.1137/040604959
 
     Examples
     --------
@@ -171,7 +180,9 @@ class ErrorBudget:
 
     def __post_init__(self) -> None:
         if (self.rtol is None) == (self.atol is None):
-            raise BudgetError(f"give one of rtol and atol, got rtol={self.rtol} and atol={self.atol}")
+            raise BudgetError(
+                f"give one of rtol and atol, got rtol={self.rtol} and atol={self.atol}"
+            )
         epsilon = self.rtol if self.rtol is not None else self.atol
         if epsilon is None or not math.isfinite(epsilon) or epsilon < 0:
             raise BudgetError(f"an allowed error must be finite and not negative, got {epsilon}")

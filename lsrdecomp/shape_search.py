@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,11 +17,15 @@ from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.targets.base import Dense, Rearranged, Target
 from lsrdecomp.targets.convert import as_target
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 EXACT_SIDE = 96
 """Up to this smaller side of the rearrangement the whole spectrum is the quickest answer."""
 
 LARGEST_SPACE = 256
-"""Most columns of a Krylov space; a shape that needs more is counted as unresolved and offers what was found."""
+"""Most columns of a Krylov space; a shape that needs more is counted as unresolved and offers what
+was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,9 @@ class ShapeSearch:
     best: ShapeChoice
     low_rank: ShapeChoice | None  # truncated SVD under the same goal; None: ruled out early
     dense: ShapeChoice  # the matrix itself, (m×n) ⊗ (1×1)
-    choices: tuple[ShapeChoice, ...] = field(repr=False)  # each one that was the best when it was found
+    choices: tuple[ShapeChoice, ...] = field(
+        repr=False
+    )  # each one that was the best when it was found
     candidates: int  # shapes there are
     examined: int  # shapes that cost alone did not rule out
     unresolved: int  # shapes of which a space of `LARGEST_SPACE` columns found something, perhaps not the best
@@ -72,10 +77,10 @@ def best_shape(
 ) -> ShapeSearch:
     """Search all two-factor shapes, plain low rank and dense among them.
 
-    Shapes are tried from the cheapest term upwards. What the best so far costs bounds the terms worth trying in the
-    next; rows of R(M) drawn at random, whose best approximation is better than R(M)'s own on average, and then a Krylov
-    space that grows only while the shape can still win, reject most of them early. Both are estimates: `decompose`
-    measures what the chosen shape gives.
+    Shapes are tried from the cheapest term upwards. What the best so far costs bounds the terms
+    worth trying in the next; rows of R(M) drawn at random, whose best approximation is better than
+    R(M)'s own on average, and then a Krylov space that grows only while the shape can still win,
+    reject most of them early. Both are estimates: `decompose` measures what the chosen shape gives.
 
     Parameters
     ----------
@@ -85,7 +90,8 @@ def best_shape(
     parameters : int, optional
         Find the least error with at most so many parameters.
     pad : bool
-        Also try sizes with more divisors just above a side that has few (a prime); they win only if cheaper.
+        Also try sizes with more divisors just above a side that has few (a prime); they win only if
+        cheaper.
     seed : int
 
     Returns
@@ -114,7 +120,9 @@ def best_shape(
     search = _Search(target, error, parameters, seed)
     cheapest = min(shape.parameters(1) for shape in kronecker_shapes(size))
     if parameters is not None and parameters < cheapest:
-        raise BudgetError(f"no shape of a {size[0]}×{size[1]} matrix has fewer than {cheapest} parameters a term")
+        raise BudgetError(
+            f"no shape of a {size[0]}×{size[1]} matrix has fewer than {cheapest} parameters a term"
+        )
     if total == 0.0:
         shape = min(kronecker_shapes(size), key=lambda s: s.parameters(1))
         nothing = ShapeChoice(shape, 0, 0.0)
@@ -136,7 +144,9 @@ def best_shape(
 class _Search:
     """The best choice so far, and what a shape must do to beat it."""
 
-    def __init__(self, target: Target, error: float | None, parameters: int | None, seed: int) -> None:
+    def __init__(
+        self, target: Target, error: float | None, parameters: int | None, seed: int
+    ) -> None:
         self.size, self.error, self.parameters, self.seed = target.shape, error, parameters, seed
         self.choices: list[ShapeChoice] = []
         self.examined = self.unresolved = 0
@@ -165,13 +175,17 @@ class _Search:
         if most < 1:
             return
         self.examined += 1
-        if isinstance(target, Dense) and _sample_refuses(target.matrix, shape, most, goal, self.seed):
+        if isinstance(target, Dense) and _sample_refuses(
+            target.matrix, shape, most, goal, self.seed
+        ):
             return
         answer = self._terms(target, shape, most, goal)
         if answer is not None:
             self.offer(ShapeChoice(shape, *answer, padded=shape.matrix_shape != self.size))
 
-    def _terms(self, target: Target, shape: KroneckerShape, most: int, goal: float) -> tuple[int, float] | None:
+    def _terms(
+        self, target: Target, shape: KroneckerShape, most: int, goal: float
+    ) -> tuple[int, float] | None:
         """(terms, error) with error ≤ goal in at most so many terms, or None."""
         operator, total = target.rearranged(shape), target.norm
         side = min(operator.shape)
@@ -219,7 +233,9 @@ def _spectrum(operator: Rearranged) -> Array:
     return namespace(matrix).linalg.svdvals(matrix)
 
 
-def _sample_refuses(matrix: Array, shape: KroneckerShape, most: int, goal: float, seed: int) -> bool:
+def _sample_refuses(
+    matrix: Array, shape: KroneckerShape, most: int, goal: float, seed: int
+) -> bool:
     """Whether random rows of R(M) already need more than ``most`` terms for the error, with a margin of a half."""
     (m, n), (p, q) = shape.factors
     rows = 4 * most + 64
@@ -227,12 +243,17 @@ def _sample_refuses(matrix: Array, shape: KroneckerShape, most: int, goal: float
         return False
     xp = namespace(matrix)
     drawn = np.random.default_rng(seed).choice(m * n, rows, replace=False)
-    blocks = [matrix[i * p : (i + 1) * p, j * q : (j + 1) * q] for i, j in zip(*np.divmod(drawn, n), strict=True)]
+    blocks = [
+        matrix[i * p : (i + 1) * p, j * q : (j + 1) * q]
+        for i, j in zip(*np.divmod(drawn, n), strict=True)
+    ]
     sample = xp.reshape(xp.stack(blocks), (rows, p * q))
     total = norm(sample)
     if total == 0.0:
         return False
-    values = np.maximum(to_numpy(xp.linalg.eigvalsh(sample @ adjoint(sample))).astype(np.float64)[::-1], 0.0)
+    values = np.maximum(
+        to_numpy(xp.linalg.eigvalsh(sample @ adjoint(sample))).astype(np.float64)[::-1], 0.0
+    )
     return bool(math.sqrt(float(np.sum(values[most:]))) > 1.5 * goal * total)
 
 

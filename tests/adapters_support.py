@@ -61,8 +61,14 @@ def write_lsr_directory(
     tensors: dict[str, np.ndarray] = dict(extra or {})
     deltas = {}
     for name, (out, inner, into) in modules.items():
-        right = [rng.standard_normal((terms[1], r, n)).astype("float32") for r, n in zip(inner, into, strict=True)]
-        left = [rng.standard_normal((terms[0], m, r)).astype("float32") for m, r in zip(out, inner, strict=True)]
+        right = [
+            rng.standard_normal((terms[1], r, n)).astype("float32")
+            for r, n in zip(inner, into, strict=True)
+        ]
+        left = [
+            rng.standard_normal((terms[0], m, r)).astype("float32")
+            for m, r in zip(out, inner, strict=True)
+        ]
         for side, factors in (("lsr_A", right), ("lsr_B", left)):
             for index, factor in enumerate(factors, start=1):
                 tensors[f"base_model.model.{name}.{side}.factor_{index}"] = factor

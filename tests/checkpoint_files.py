@@ -25,7 +25,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def pair(name: str, m: int = 4, n: int = 6, r: int = 2, seed: int = 0, dtype: str = "float32") -> dict[str, np.ndarray]:
+def pair(
+    name: str, m: int = 4, n: int = 6, r: int = 2, seed: int = 0, dtype: str = "float32"
+) -> dict[str, np.ndarray]:
     """The two tensors of one PEFT LoRA layer."""
     rng = np.random.default_rng(seed)
     return {
@@ -58,4 +60,8 @@ def raw_safetensors(header: Any, data: bytes = b"", length: int | None = None) -
 
 def snapshot(path: Path) -> dict[str, bytes]:
     """Every file below a directory with its content."""
-    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+    return {
+        str(file.relative_to(path)): file.read_bytes()
+        for file in sorted(path.rglob("*"))
+        if file.is_file()
+    }

@@ -1,9 +1,9 @@
 """Forks console commands from a process that has imported everything, and kills them when and where it is told.
 
-Orders come as JSON lines on stdin: ``arguments``, and either ``seconds`` (kill after so long) or ``step`` (the process
-kills itself at its n-th look at the file system, as Python's audit events count them; zero: count only), ``whole``
-(kill the workers at once, not a moment later) and ``here`` (a fleet without workers). Each answer tells exit code,
-seconds and steps.
+Orders come as JSON lines on stdin: ``arguments``, and either ``seconds`` (kill after so long) or
+``step`` (the process kills itself at its n-th look at the file system, as Python's audit events
+count them; zero: count only), ``whole`` (kill the workers at once, not a moment later) and ``here``
+(a fleet without workers). Each answer tells exit code, seconds and steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Server:
         """Run a console command and say how it ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"arguments": list(map(str, arguments)), **order}) + "\n")
+        self._process.stdin.write(
+            json.dumps({"arguments": list(map(str, arguments)), **order}) + "\n"
+        )
         self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         return answer
@@ -63,7 +65,9 @@ def _child(order: dict[str, Any], notes: str) -> None:
         os.dup2(quiet, stream)
     os.dup2(os.open(notes + ".err", os.O_WRONLY | os.O_CREAT), 2)
     if order.get("here"):
-        lsrdecomp.fleet.joblib_runner = lambda *_: lambda jobs, plan: (run_job(job, plan) for job in jobs)
+        lsrdecomp.fleet.joblib_runner = lambda *_: (
+            lambda jobs, plan: (run_job(job, plan) for job in jobs)
+        )
     if "step" in order:
         steps = 0
 
@@ -92,7 +96,13 @@ def _serve() -> None:
     from lsrdecomp import analysis, checkpoints, cli, compression, fleet, plots
     from lsrdecomp.cli.app import app
 
-    for room in (analysis, checkpoints, compression, fleet, plots):  # loaded here once, not by every child
+    for room in (
+        analysis,
+        checkpoints,
+        compression,
+        fleet,
+        plots,
+    ):  # loaded here once, not by every child
         for name in room.__all__:
             getattr(room, name)
     CliRunner().invoke(app, ["inspect", str(Path(cli.__file__).parent / "demo_adapter")])
@@ -106,10 +116,17 @@ def _serve() -> None:
             pid = os.fork()
             if pid == 0:
                 _child(order, str(notes))
-            status = _killed_after(pid, order["seconds"]) if "seconds" in order else os.waitpid(pid, 0)[1]
+            status = (
+                _killed_after(pid, order["seconds"])
+                if "seconds" in order
+                else os.waitpid(pid, 0)[1]
+            )
             time.sleep(0.0 if order.get("whole", True) else 0.3)
             _end_group(pid)
-            answer = {"code": os.waitstatus_to_exitcode(status), "seconds": time.perf_counter() - begun}
+            answer = {
+                "code": os.waitstatus_to_exitcode(status),
+                "seconds": time.perf_counter() - begun,
+            }
             answer["steps"] = int(notes.read_text()) if notes.exists() else 0
             errors = notes.with_suffix(".err")
             answer["stderr"] = errors.read_text(errors="replace")[-2000:] if errors.exists() else ""

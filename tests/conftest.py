@@ -9,7 +9,9 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy: matrices are small, and `processes` forks
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before numpy: matrices are small, and `processes` forks
 
 import numpy as np
 import pytest
@@ -19,12 +21,15 @@ from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the first import of the hub: no test needs a network
 # The embedded base is trained once per checkout, and not in the home of whoever runs the tests.
-os.environ.setdefault("LSRDECOMP_CACHE", str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "lsrdecomp"))
+os.environ.setdefault(
+    "LSRDECOMP_CACHE", str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "lsrdecomp")
+)
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("default")
 
-# Typer makes all verbs and their options at each call, 70 ms of which a command line in its own process has only one.
+# Typer makes all verbs and their options at each call, 70 ms of which a command line in its own
+# process has only one.
 typer.main.get_command = typer.testing._get_command = cache(typer.main.get_command)
 
 gc.disable()  # what modules hold is never garbage: it is looked for among the rest, once all are imported
@@ -32,7 +37,9 @@ gc.disable()  # what modules hold is never garbage: it is looked for among the r
 
 def pytest_collection_finish() -> None:
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)  # by the usual 700 a tenth of the time went into looking for it
+    gc.set_threshold(
+        50_000, 20, 20
+    )  # by the usual 700 a tenth of the time went into looking for it
     gc.enable()
 
 

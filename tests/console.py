@@ -15,12 +15,19 @@ def lsr(*arguments, cwd="."):
     command = ["lsrdecomp", *map(str, arguments)]
     out, error = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     code = 0
-    with patch.object(sys, "argv", command), chdir(cwd), redirect_stdout(out), redirect_stderr(error):
+    with (
+        patch.object(sys, "argv", command),
+        chdir(cwd),
+        redirect_stdout(out),
+        redirect_stderr(error),
+    ):
         try:
             run()
         except SystemExit as end:
             code = end.code or 0
-    return CompletedProcess(command, code, *(stream.buffer.getvalue().decode() for stream in (out, error)))
+    return CompletedProcess(
+        command, code, *(stream.buffer.getvalue().decode() for stream in (out, error))
+    )
 
 
 def process(*arguments, cwd=None):

@@ -1,7 +1,8 @@
 """A grammar of faults: adapters broken in every way we could name, as code that writes each one into a directory.
 
-`FAULTS` maps a name to a function that fills a directory and returns what to open there. Every one must end in a
-`CheckpointError` of one line, when opened or at the latest when its layers are loaded.
+`FAULTS` maps a name to a function that fills a directory and returns what to open there. Every one
+must end in a `CheckpointError` of one line, when opened or at the latest when its layers are
+loaded.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ def entry(**change: Any) -> bytes:
     """A sound safetensors file with one more tensor of 24 bytes, whose header entry is changed."""
     fields = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} | change
     fields["data_offsets"] = shifted(fields["data_offsets"])
-    return beside({HEAD: {key: value for key, value in fields.items() if value is not ...}}, bytes(24))
+    return beside(
+        {HEAD: {key: value for key, value in fields.items() if value is not ...}}, bytes(24)
+    )
 
 
 @collect("bytes")
@@ -126,7 +129,10 @@ def _bytes() -> Iterator[tuple[str, Fault]]:
     ):
         yield f"header {text!r}", weights(raw_safetensors(text))
     yield "nested header", weights(raw_safetensors(b'{"a":' * 200_000 + b"1" + b"}" * 200_000))
-    yield "nested lists", weights(raw_safetensors(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"))
+    yield (
+        "nested lists",
+        weights(raw_safetensors(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}")),
+    )
     yield "huge integer", weights(raw_safetensors(b'{"a":' + b"9" * 10_000 + b"}"))
     once = f'"{A}":{{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
     twice = f"{{{once},{once.replace('[0,4]', '[4,8]')}}}"
@@ -134,13 +140,32 @@ def _bytes() -> Iterator[tuple[str, Fault]]:
     yield "random", weights(np.random.default_rng(0).bytes(5000))
     yield "text", weights(b"<!DOCTYPE html><html><body>404: not found</body></html>")
     yield "zip as safetensors", weights(b"PK\x03\x04" + bytes(200))
-    yield "git-lfs pointer", weights(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
-    yield "git-lfs pointer without size", weights(b"version https://git-lfs.github.com/spec/v1\n\xff\n")
+    yield (
+        "git-lfs pointer",
+        weights(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"),
+    )
+    yield (
+        "git-lfs pointer without size",
+        weights(b"version https://git-lfs.github.com/spec/v1\n\xff\n"),
+    )
 
 
 @collect("header")
 def _header() -> Iterator[tuple[str, Fault]]:
-    for dtype in ("F31", "", "f32", "float32", "F4", "C64", "BF16 ", None, 3, [], "F32\n", "X" * 10_000):
+    for dtype in (
+        "F31",
+        "",
+        "f32",
+        "float32",
+        "F4",
+        "C64",
+        "BF16 ",
+        None,
+        3,
+        [],
+        "F32\n",
+        "X" * 10_000,
+    ):
         yield f"dtype {str(dtype)[:20]!r}", weights(entry(dtype=dtype))
     for shape in (
         [2, -3],
@@ -246,8 +271,14 @@ def _config_text() -> Iterator[tuple[str, Fault]]:
     yield "nested", settings(b'{"a":' * 100_000 + b"1" + b"}" * 100_000)
     yield "17 MiB", settings(b" " * (17 * 2**20) + b"{}")
     for number in ("NaN", "Infinity", "-Infinity"):
-        yield f"alpha {number}", settings(json.dumps(CONFIG | {"lora_alpha": float(number)}).encode())
-    yield "git-lfs pointer", settings(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 808\n")
+        yield (
+            f"alpha {number}",
+            settings(json.dumps(CONFIG | {"lora_alpha": float(number)}).encode()),
+        )
+    yield (
+        "git-lfs pointer",
+        settings(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 808\n"),
+    )
     yield "integer of 10,000 digits", settings(b'{"peft_type":"LORA","r":' + b"9" * 10_000 + b"}")
 
 
@@ -270,7 +301,18 @@ def _config() -> Iterator[tuple[str, Fault]]:
     for value in ("4", None, True, [], {}, 10**400):
         yield f"lora_alpha {str(value)[:12]}", configured(lora_alpha=value)
     for field in ("rank_pattern", "alpha_pattern"):
-        for value in ([1], "q", 3, {"q": "2"}, {"q": None}, {"q": True}, {"(": 2}, {"[": 2}, {"*": 2}, {"(?P<": 2}):
+        for value in (
+            [1],
+            "q",
+            3,
+            {"q": "2"},
+            {"q": None},
+            {"q": True},
+            {"(": 2},
+            {"[": 2},
+            {"*": 2},
+            {"(?P<": 2},
+        ):
             yield f"{field} {value!r}", configured(**{field: value})
         for pattern in (
             "(a+)+$",
@@ -336,20 +378,42 @@ def _layers() -> Iterator[tuple[str, Fault]]:
         ((), ()),
         ((12,), (8,)),
     ]
-    shapes += [((0, 6), (4, 0)), ((2, 0), (4, 2)), ((2, 6), (0, 2)), ((2, 6, 3), (4, 2)), ((2, 6, 3, 3), (4, 2, 1))]
-    shapes += [((2, 6, 3, 3), (4, 2, 3, 3)), ((2, 6, 3, 3), (4, 1, 1, 1)), ((1, 6), (4, 1)), ((3, 6), (4, 3))]
+    shapes += [
+        ((0, 6), (4, 0)),
+        ((2, 0), (4, 2)),
+        ((2, 6), (0, 2)),
+        ((2, 6, 3), (4, 2)),
+        ((2, 6, 3, 3), (4, 2, 1)),
+    ]
+    shapes += [
+        ((2, 6, 3, 3), (4, 2, 3, 3)),
+        ((2, 6, 3, 3), (4, 1, 1, 1)),
+        ((1, 6), (4, 1)),
+        ((3, 6), (4, 3)),
+    ]
     for a, b in shapes:
         yield f"A {a} with B {b}", tensors(_halves(a, b))
     for dtype in ("int8", "uint8", "int32", "bool"):
-        yield f"{dtype} numbers", tensors({name: array.astype(dtype) for name, array in good.items()})
+        yield (
+            f"{dtype} numbers",
+            tensors({name: array.astype(dtype) for name, array in good.items()}),
+        )
     for bad in (np.nan, np.inf, -np.inf):
         for name in (A, B):
             broken = good[name].copy()
             broken[1, 1] = bad
             yield f"{bad} in {name[-8]}", tensors({**good, name: broken})
     for dtype in ("float16", "bfloat16", "float64"):
-        yield f"nan in {dtype}", tensors({name: (array * np.nan).astype(dtype) for name, array in good.items()})
-    for key in ("q.lora_A.weight", "model.q.lora_A.weight", "base_model.q.lora_A.weight", "head.weight"):
+        yield (
+            f"nan in {dtype}",
+            tensors({name: (array * np.nan).astype(dtype) for name, array in good.items()}),
+        )
+    for key in (
+        "q.lora_A.weight",
+        "model.q.lora_A.weight",
+        "base_model.q.lora_A.weight",
+        "head.weight",
+    ):
         yield f"without prefix: {key}", tensors({**good, key: good[A]})
     for part in (
         "lora_magnitude_vector",
@@ -361,7 +425,16 @@ def _layers() -> Iterator[tuple[str, Fault]]:
     ):
         yield part, tensors({**good, f"{PREFIX}q.{part}": np.ones(2, np.float32)})
     for part in ("lora_A.default.weight", "lora_A", "lora_embedding_A.weight", "lora_a.weight"):
-        yield part, tensors({**good, f"{PREFIX}v.{part}": good[A], f"{PREFIX}v.{part.replace('A', 'B')}": good[B]})
+        yield (
+            part,
+            tensors(
+                {
+                    **good,
+                    f"{PREFIX}v.{part}": good[A],
+                    f"{PREFIX}v.{part.replace('A', 'B')}": good[B],
+                }
+            ),
+        )
     both = {f"{PREFIX}q.lora_embedding_A": good[A], f"{PREFIX}q.lora_embedding_B": good[B]}
     yield "linear and embedding at once", tensors({**good, **both})
 
@@ -399,7 +472,9 @@ class Evil:
 
 def _cut_zip(share: float) -> Fault:
     def build(path: Path) -> Path:
-        pickled(lambda torch: {name: torch.tensor(array) for name, array in pair("q").items()})(path)
+        pickled(lambda torch: {name: torch.tensor(array) for name, array in pair("q").items()})(
+            path
+        )
         file = path / "adapter_model.bin"
         content = file.read_bytes()
         file.write_bytes(content[: int(share * len(content))])
@@ -433,9 +508,17 @@ def _pickle() -> Iterator[tuple[str, Fault]]:
         "a number for a tensor": lambda torch: {A: 1.0, B: torch.ones(4, 2)},
         "keys that are numbers": lambda torch: {1: torch.ones(2, 6)},
         "a sparse tensor": lambda torch: {A: torch.eye(6).to_sparse(), B: torch.ones(4, 6)},
-        "an expanded tensor": lambda torch: {A: torch.ones(1).expand(2, 2**38), B: torch.ones(4, 2)},
-        "a quantized tensor": lambda torch: {A: torch.quantize_per_tensor(torch.ones(2, 6), 0.1, 0, torch.qint8)},
-        "a complex tensor": lambda torch: {A: torch.ones(2, 6, dtype=torch.complex64), B: torch.ones(4, 2)},
+        "an expanded tensor": lambda torch: {
+            A: torch.ones(1).expand(2, 2**38),
+            B: torch.ones(4, 2),
+        },
+        "a quantized tensor": lambda torch: {
+            A: torch.quantize_per_tensor(torch.ones(2, 6), 0.1, 0, torch.qint8)
+        },
+        "a complex tensor": lambda torch: {
+            A: torch.ones(2, 6, dtype=torch.complex64),
+            B: torch.ones(4, 2),
+        },
         "a tensor of nan": lambda torch: {A: torch.full((2, 6), float("nan")), B: torch.ones(4, 2)},
         "one half": lambda torch: {A: torch.ones(2, 6)},
         "a name with a line break": lambda torch: {"a\nb": torch.ones(2)},
@@ -461,12 +544,18 @@ def _pickle() -> Iterator[tuple[str, Fault]]:
     ):
         yield f"bytes {content[:8]!r} ({len(content)})", binary(content)
     yield "plain pickle of code", binary(pickle.dumps({"x": Evil()}))
-    yield "git-lfs pointer", binary(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 307151\n")
+    yield (
+        "git-lfs pointer",
+        binary(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 307151\n"),
+    )
     yield "empty zip", _zipped(zipfile.ZIP_STORED, {})
     yield "zip of texts", _zipped(zipfile.ZIP_STORED, {"a.txt": b"a"})
     yield "zip bomb", _zipped(zipfile.ZIP_DEFLATED, {"archive/data.pkl": bytes(2**25)})
     yield "17 MiB of pickle", _zipped(zipfile.ZIP_STORED, {"archive/data.pkl": bytes(17 * 2**20)})
-    yield "zip with an empty pickle", _zipped(zipfile.ZIP_STORED, {"archive/data.pkl": b"", "archive/version": b"3\n"})
+    yield (
+        "zip with an empty pickle",
+        _zipped(zipfile.ZIP_STORED, {"archive/data.pkl": b"", "archive/version": b"3\n"}),
+    )
 
 
 @collect("place")
@@ -491,19 +580,34 @@ def _place() -> Iterator[tuple[str, Fault]]:
         return build
 
     yield "an empty directory", made(lambda path: None)
-    yield "a directory of something else", made(lambda path: (path / "README.md").write_text("hello"))
-    yield "two weight files", made(lambda path: [(path / f"{i}.safetensors").write_bytes(VALID) for i in "ab"])
+    yield (
+        "a directory of something else",
+        made(lambda path: (path / "README.md").write_text("hello")),
+    )
+    yield (
+        "two weight files",
+        made(lambda path: [(path / f"{i}.safetensors").write_bytes(VALID) for i in "ab"]),
+    )
     yield "two adapters inside", made(lambda path: [directory(path / i) for i in "ab"])
-    yield "an unknown weight file", made(lambda path: save_file({"a": np.ones(2)}, path / "x.safetensors"))
+    yield (
+        "an unknown weight file",
+        made(lambda path: save_file({"a": np.ones(2)}, path / "x.safetensors")),
+    )
     yield "no tensor at all", made(lambda path: save_file({}, path / "x.safetensors"))
     for file in (WEIGHTS, SETTINGS):
         yield f"{file} is missing", instead(lambda path: None, file)
         yield f"{file} is a directory", instead(lambda path: path.mkdir(), file)
         yield f"{file} is a pipe", instead(lambda path: os.mkfifo(path), file)
         yield f"{file} is a device", instead(lambda path: path.symlink_to("/dev/zero"), file)
-        yield f"{file} leads nowhere", instead(lambda path: path.symlink_to("/nonexistent/file"), file)
+        yield (
+            f"{file} leads nowhere",
+            instead(lambda path: path.symlink_to("/nonexistent/file"), file),
+        )
         yield f"{file} leads in a circle", instead(lambda path: path.symlink_to(path), file)
-        yield f"{file} is another text", instead(lambda path: path.symlink_to("/etc/hostname"), file)
+        yield (
+            f"{file} is another text",
+            instead(lambda path: path.symlink_to("/etc/hostname"), file),
+        )
 
 
 def lsr(change: Callable[[dict[str, np.ndarray], dict[str, Any]], Any]) -> Fault:
@@ -512,9 +616,15 @@ def lsr(change: Callable[[dict[str, np.ndarray], dict[str, Any]], Any]) -> Fault
     def build(path: Path) -> Path:
         rng = np.random.default_rng(0)
         key = f"{PREFIX}q.lsr_"
-        given = {f"{key}A.factor_1": (2, 2, 3), f"{key}A.factor_2": (2, 1, 2), f"{key}B.factor_1": (3, 2, 2)}
+        given = {
+            f"{key}A.factor_1": (2, 2, 3),
+            f"{key}A.factor_2": (2, 1, 2),
+            f"{key}B.factor_1": (3, 2, 2),
+        }
         given[f"{key}B.factor_2"] = (3, 2, 1)
-        held = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in given.items()}
+        held = {
+            name: rng.standard_normal(shape).astype(np.float32) for name, shape in given.items()
+        }
         config = {
             "peft_type": "LSR",
             "r": 2,
@@ -537,9 +647,15 @@ def _lsr() -> Iterator[tuple[str, Fault]]:
         yield f"{side} flat", lsr(lambda held, _, key=key: held.update({key: held[key][0]}))
         yield f"{side} empty", lsr(lambda held, _, key=key: held.update({key: held[key][:0]}))
         yield f"{side} fewer terms", lsr(lambda held, _, key=key: held.update({key: held[key][:1]}))
-        yield f"{side} of int8", lsr(lambda held, _, key=key: held.update({key: held[key].astype("int8")}))
+        yield (
+            f"{side} of int8",
+            lsr(lambda held, _, key=key: held.update({key: held[key].astype("int8")})),
+        )
         yield f"{side} nan", lsr(lambda held, _, key=key: held.update({key: held[key] * np.nan}))
-        yield f"{side} renamed", lsr(lambda held, _, key=key: held.update({key[:-1] + "9": held.pop(key)}))
+        yield (
+            f"{side} renamed",
+            lsr(lambda held, _, key=key: held.update({key[:-1] + "9": held.pop(key)})),
+        )
     for key in (
         "q.lsr_A.factor_0",
         "q.lsr_C.factor_1",
@@ -547,7 +663,12 @@ def _lsr() -> Iterator[tuple[str, Fault]]:
         "q.lsr_A.default.factor_1",
         "q.lsr_magnitude_vector",
     ):
-        yield f"{key} beside", lsr(lambda held, _, key=key: held.update({PREFIX + key: np.ones((2, 2, 3), np.float32)}))
+        yield (
+            f"{key} beside",
+            lsr(
+                lambda held, _, key=key: held.update({PREFIX + key: np.ones((2, 2, 3), np.float32)})
+            ),
+        )
     yield "no prefix", lsr(lambda held, _: held.update({"head": np.ones(2)}))
     key = f"{PREFIX}q.lsr_"
 
@@ -563,7 +684,9 @@ def _lsr() -> Iterator[tuple[str, Fault]]:
     def many(held: dict[str, np.ndarray], config: dict[str, Any]) -> None:
         held.clear()
         for side in "AB":
-            held |= {f"{key}{side}.factor_{i}": np.ones((1, 1, 1), np.float32) for i in range(1, 401)}
+            held |= {
+                f"{key}{side}.factor_{i}": np.ones((1, 1, 1), np.float32) for i in range(1, 401)
+            }
         config.update(r=1, inner_shape=None, order=400, separation_rank=1)
 
     yield (
@@ -592,12 +715,18 @@ def _lsr() -> Iterator[tuple[str, Fault]]:
         ("order", 0),
         ("use_dora", True),
     ):
-        yield f"{field} {value!r}", lsr(lambda _, config, field=field, value=value: config.update({field: value}))
+        yield (
+            f"{field} {value!r}",
+            lsr(lambda _, config, field=field, value=value: config.update({field: value})),
+        )
 
 
 @collect("formats")
 def _formats() -> Iterator[tuple[str, Fault]]:
-    f = {shape: np.ones(shape, np.float32) for shape in ((2, 6), (4, 2), (4, 3), (2,), (1,), (2, 2), (0, 6))}
+    f = {
+        shape: np.ones(shape, np.float32)
+        for shape in ((2, 6), (4, 2), (4, 3), (2,), (1,), (2, 2), (0, 6))
+    }
     down, up = "lora_unet_q.lora_down.weight", "lora_unet_q.lora_up.weight"
     yield "kohya: down alone", single({down: f[2, 6]})
     yield "kohya: up alone", single({up: f[4, 2]})
@@ -605,13 +734,19 @@ def _formats() -> Iterator[tuple[str, Fault]]:
     yield "kohya: empty", single({down: f[0, 6], up: np.ones((4, 0), np.float32)})
     yield "kohya: two alphas", single({down: f[2, 6], up: f[4, 2], "lora_unet_q.alpha": f[(2,)]})
     yield "kohya: alpha alone", single({down: f[2, 6], up: f[4, 2], "lora_unet_v.alpha": f[(1,)]})
-    yield "kohya: alpha nan", single({down: f[2, 6], up: f[4, 2], "lora_unet_q.alpha": f[(1,)] * np.nan})
+    yield (
+        "kohya: alpha nan",
+        single({down: f[2, 6], up: f[4, 2], "lora_unet_q.alpha": f[(1,)] * np.nan}),
+    )
     yield "kohya: mid", single({down: f[2, 6], up: f[4, 2], "lora_unet_q.lora_mid.weight": f[2, 2]})
     for part in ("dora_scale", "diff", "diff_b", "oft_blocks", "on_input", "w_norm"):
         yield f"kohya: {part}", single({down: f[2, 6], up: f[4, 2], f"lora_unet_q.{part}": f[(2,)]})
     for name, (a, b) in {"new": ("lora_A", "lora_B"), "old": ("lora.down", "lora.up")}.items():
         yield f"diffusers {name}: A alone", single({f"unet.q.{a}.weight": f[2, 6]})
-        yield f"diffusers {name}: ranks", single({f"unet.q.{a}.weight": f[2, 6], f"unet.q.{b}.weight": f[4, 3]})
+        yield (
+            f"diffusers {name}: ranks",
+            single({f"unet.q.{a}.weight": f[2, 6], f"unet.q.{b}.weight": f[4, 3]}),
+        )
     both = {"unet.q.lora_A.weight": f[2, 6], "unet.q.lora_B.weight": f[4, 2]}
     yield "diffusers: both ages", single({**both, "unet.q.lora.down.weight": f[2, 6]})
     old = {
@@ -623,17 +758,33 @@ def _formats() -> Iterator[tuple[str, Fault]]:
         single({**old, "unet.to_q.lora_A.weight": f[2, 6], "unet.to_q.lora_B.weight": f[4, 2]}),
     )
     yield "diffusers: magnitude", single({**both, "unet.q.lora_magnitude_vector": f[(2,)]})
-    for text in ("", "[]", "{", '{"unet.use_dora": true}', '{"unet.lora_alpha": "x"}', '{"unet.peft_type": "IA3"}'):
+    for text in (
+        "",
+        "[]",
+        "{",
+        '{"unet.use_dora": true}',
+        '{"unet.lora_alpha": "x"}',
+        '{"unet.peft_type": "IA3"}',
+    ):
         yield f"diffusers: header {text}", single(both, {"lora_adapter_metadata": text})
     yield "peft file without config", single(pair("q"))
     yield "cloneofsimo: half", single({"unet:0:up": f[4, 2]})
-    yield "cloneofsimo: ranks", single({"unet:0:up": f[4, 2], "unet:0:down": np.ones((3, 6), np.float32)})
-    yield "cloneofsimo: rank in header", single({"unet:0:up": f[4, 2], "unet:0:down": f[2, 6]}, {"unet:0:rank": "7"})
+    yield (
+        "cloneofsimo: ranks",
+        single({"unet:0:up": f[4, 2], "unet:0:down": np.ones((3, 6), np.float32)}),
+    )
+    yield (
+        "cloneofsimo: rank in header",
+        single({"unet:0:up": f[4, 2], "unet:0:down": f[2, 6]}, {"unet:0:rank": "7"}),
+    )
     yield "cloneofsimo: tokens only", single({"<s1>": f[(2,)]})
     yield "loralib: no alpha", single({"q.lora_A": f[2, 6], "q.lora_B": f[4, 2]})
     yield "loralib: half", single({"q.lora_A": f[2, 6]})
     yield "loralib: merged", single({"q.lora_A": f[4, 2], "q.lora_B": f[4, 2]})
-    yield "kohya: an unknown part", single({down: f[2, 6], up: f[4, 2], "lora_unet_q.lora_gate.weight": f[(2,)]})
+    yield (
+        "kohya: an unknown part",
+        single({down: f[2, 6], up: f[4, 2], "lora_unet_q.lora_gate.weight": f[(2,)]}),
+    )
     for kind in ("LOHA", "LOKR"):
         yield f"peft {kind}: parts of LoRA", tensors(pair("q"), peft_type=kind)
         yield f"peft {kind}: nothing", tensors({HEAD: f[(2,)]}, peft_type=kind)
@@ -648,10 +799,16 @@ def _formats() -> Iterator[tuple[str, Fault]]:
         yield f"peft LOKR: {field} {value}", tensors(part, peft_type="LOKR", **{field: value})
     hada = {f"m.hada_{part}": f[2, 2] for part in ("w1_a", "w1_b", "w2_a", "w2_b")}
     for part in hada:
-        yield f"loha: without {part[-4:]}", single({name: array for name, array in hada.items() if name != part})
+        yield (
+            f"loha: without {part[-4:]}",
+            single({name: array for name, array in hada.items() if name != part}),
+        )
         yield f"loha: {part[-4:]} flat", single({**hada, part: f[(2,)]})
         yield f"loha: {part[-4:]} nan", single({**hada, part: f[2, 2] * np.nan})
-    wide = {name: np.ones((2, 40_000) if name.endswith("a") else (40_000, 2), "float16") for name in hada}
+    wide = {
+        name: np.ones((2, 40_000) if name.endswith("a") else (40_000, 2), "float16")
+        for name in hada
+    }
     yield "loha: rank of 10^9", single(wide)
     core = (
         np.ones((30_000, 1, 1, 1), "float16"),
@@ -663,7 +820,10 @@ def _formats() -> Iterator[tuple[str, Fault]]:
     yield "loha: sizes", single({**hada, "m.hada_w2_b": f[2, 6]})
     lokr = {"m.lokr_w1": f[2, 2], "m.lokr_w2_a": f[4, 2], "m.lokr_w2_b": f[2, 6]}
     for part in lokr:
-        yield f"lokr: without {part[7:]}", single({name: array for name, array in lokr.items() if name != part})
+        yield (
+            f"lokr: without {part[7:]}",
+            single({name: array for name, array in lokr.items() if name != part}),
+        )
         yield f"lokr: {part[7:]} flat", single({**lokr, part: f[(2,)]})
         yield f"lokr: {part[7:]} nan", single({**lokr, part: lokr[part] * np.nan})
     yield "lokr: whole and split", single({**lokr, "m.lokr_w2": f[2, 6]})
@@ -677,11 +837,28 @@ SOUND: dict[str, Fault] = {
     "header": weights(entry()),
     "name": weights(save({HEAD: np.ones(2, np.float32), **pair("q")})),
     "layers": tensors(_halves((2, 6), (4, 2))),
-    "pickle": pickled(lambda torch: {name: torch.tensor(array) for name, array in pair("q").items()}),
+    "pickle": pickled(
+        lambda torch: {name: torch.tensor(array) for name, array in pair("q").items()}
+    ),
     "lsr": lsr(lambda held, config: None),
-    "kohya": single({"lora_unet_q.lora_down.weight": np.ones((2, 6)), "lora_unet_q.lora_up.weight": np.ones((4, 2))}),
-    "diffusers": single({"unet.q.lora_A.weight": np.ones((2, 6)), "unet.q.lora_B.weight": np.ones((4, 2))}),
+    "kohya": single(
+        {
+            "lora_unet_q.lora_down.weight": np.ones((2, 6)),
+            "lora_unet_q.lora_up.weight": np.ones((4, 2)),
+        }
+    ),
+    "diffusers": single(
+        {"unet.q.lora_A.weight": np.ones((2, 6)), "unet.q.lora_B.weight": np.ones((4, 2))}
+    ),
     "cloneofsimo": single({"unet:0:up": np.ones((4, 2)), "unet:0:down": np.ones((2, 6))}),
-    "loha": single({f"m.hada_{part}": np.ones((2, 2)) for part in ("w1_a", "w1_b", "w2_a", "w2_b")}),
-    "lokr": single({"m.lokr_w1": np.ones((2, 2)), "m.lokr_w2_a": np.ones((4, 2)), "m.lokr_w2_b": np.ones((2, 6))}),
+    "loha": single(
+        {f"m.hada_{part}": np.ones((2, 2)) for part in ("w1_a", "w1_b", "w2_a", "w2_b")}
+    ),
+    "lokr": single(
+        {
+            "m.lokr_w1": np.ones((2, 2)),
+            "m.lokr_w2_a": np.ones((4, 2)),
+            "m.lokr_w2_b": np.ones((2, 6)),
+        }
+    ),
 }

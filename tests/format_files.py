@@ -8,7 +8,9 @@ from safetensors.numpy import save_file
 
 BLOCK = "transformer_blocks.0.attn.to_q"
 COMFY = "diffusion_model.blocks.0.self_attn.q"
-HADA = {f"hada_w{i}_{side}": shape for i in (1, 2) for side, shape in (("a", (64, 4)), ("b", (4, 64)))}
+HADA = {
+    f"hada_w{i}_{side}": shape for i in (1, 2) for side, shape in (("a", (64, 4)), ("b", (4, 64)))
+}
 
 
 def halves(name, down, up):
@@ -30,14 +32,20 @@ KEYS = {
     "cloneofsimo": halves("unet:0", ":down", ":up"),
     "loralib": halves("roberta.encoder.layer.0.attention.self.query", ".lora_A", ".lora_B"),
     "torchtune": halves("layers.0.attn.q_proj", ".lora_a.weight", ".lora_b.weight"),
-    "mlx": {f"model.layers.0.self_attn.q_proj.lora_{half}": shape for half, shape in (("a", (64, 8)), ("b", (8, 64)))},
+    "mlx": {
+        f"model.layers.0.self_attn.q_proj.lora_{half}": shape
+        for half, shape in (("a", (64, 8)), ("b", (8, 64)))
+    },
     "peft-lora": halves(f"{PREFIX}model.layers.0.self_attn.q_proj", *NEW),
     "peft-lora, experts by name": halves(f"{PREFIX}model.layers.0.mlp.experts.1.gate_proj", *NEW),
     "peft-lora, stacked experts": halves(f"{PREFIX}model.layers.0.mlp.experts", *NEW),
     "lycoris": {f"lora_unet_mid_block_attn1_to_q.{part}": shape for part, shape in HADA.items()},
 }
 CONFIGS = {
-    "mlx": {"fine_tune_type": "lora", "lora_parameters": {"rank": 8, "scale": 20.0, "dropout": 0.0}},
+    "mlx": {
+        "fine_tune_type": "lora",
+        "lora_parameters": {"rank": 8, "scale": 20.0, "dropout": 0.0},
+    },
     "peft-lora": {
         "peft_type": "LORA",
         "r": 8,
@@ -55,13 +63,20 @@ OUTSIDE = ("loralib", "torchtune")
 def write(folder, form):
     """A file in float16 as the format's own tools name it; returns what is given to the verbs."""
     rng = np.random.default_rng(0)
-    tensors = {key: rng.standard_normal(shape).astype(np.float16) for key, shape in KEYS[form].items()}
+    tensors = {
+        key: rng.standard_normal(shape).astype(np.float16) for key, shape in KEYS[form].items()
+    }
     for key in [key for key in tensors if key.endswith(".lora_down.weight")]:
         tensors[f"{key.removesuffix('.lora_down.weight')}.alpha"] = np.array(4.0, np.float16)
     if form not in CONFIGS:
-        save_file(tensors, folder / "style.safetensors", metadata={"kept": "yes", "sshs_legacy_hash": "0"})
+        save_file(
+            tensors, folder / "style.safetensors", metadata={"kept": "yes", "sshs_legacy_hash": "0"}
+        )
         return "style.safetensors"
     (folder / "style").mkdir()
     (folder / "style" / "adapter_config.json").write_text(json.dumps(CONFIGS[form]))
-    save_file(tensors, folder / "style" / f"{'adapters' if form == 'mlx' else 'adapter_model'}.safetensors")
+    save_file(
+        tensors,
+        folder / "style" / f"{'adapters' if form == 'mlx' else 'adapter_model'}.safetensors",
+    )
     return "style"

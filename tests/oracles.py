@@ -25,7 +25,13 @@ def kron_sum(weights, factors):
 def block_rearrange(matrix, first, second):
     """Rearrangement of two factors by its definition: row (i, j) is the (i, j) block, read row by row."""
     (m, n), (p, q) = first, second
-    return np.stack([matrix[i * p : (i + 1) * p, j * q : (j + 1) * q].reshape(-1) for i in range(m) for j in range(n)])
+    return np.stack(
+        [
+            matrix[i * p : (i + 1) * p, j * q : (j + 1) * q].reshape(-1)
+            for i in range(m)
+            for j in range(n)
+        ]
+    )
 
 
 def formed(weight):
@@ -44,7 +50,9 @@ def close(actual, expected, size=1, condition=1.0, dtype="float64"):
     actual, expected = to_numpy(actual), to_numpy(expected)
     scale = np.max(np.abs(expected), initial=0.0) or 1.0
     gap = np.linalg.norm((actual - expected) / scale)
-    allowed = 32 * size * condition * unit_roundoff(dtype) * max(np.linalg.norm(expected / scale), 1.0)
+    allowed = (
+        32 * size * condition * unit_roundoff(dtype) * max(np.linalg.norm(expected / scale), 1.0)
+    )
     assert gap <= allowed, f"relative difference {gap:.3g}, allowed {allowed:.3g}"
 
 
@@ -54,7 +62,9 @@ def exact_error(matrix, approximation):
     kind = np.clongdouble if any(np.iscomplexobj(f) for f in (matrix, *factors)) else np.longdouble
     residual = matrix.astype(kind)
     for k in range(len(weights)):
-        residual -= np.longdouble(weights[k]) * reduce(np.kron, [f[k].astype(kind) for f in factors])
+        residual -= np.longdouble(weights[k]) * reduce(
+            np.kron, [f[k].astype(kind) for f in factors]
+        )
     entries = np.abs(residual)
     peak = entries.max() or np.longdouble(1)
     return peak * np.sqrt(np.sum((entries / peak) ** 2))

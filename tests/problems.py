@@ -95,9 +95,33 @@ def matrix_multiplication(n: int = 2) -> np.ndarray:
 
 def strassen() -> list[np.ndarray]:
     """Seven terms of `matrix_multiplication` for n = 2 [Strassen 1969]: the rows of its three modes."""
-    a = [[1, 0, 0, 1], [0, 0, 1, 1], [1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 0, 0], [-1, 0, 1, 0], [0, 1, 0, -1]]
-    b = [[1, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, -1], [-1, 0, 1, 0], [0, 0, 0, 1], [1, 1, 0, 0], [0, 0, 1, 1]]
-    c = [[1, 0, 0, 1], [0, 1, 0, -1], [0, 0, 1, 1], [1, 1, 0, 0], [-1, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0]]
+    a = [
+        [1, 0, 0, 1],
+        [0, 0, 1, 1],
+        [1, 0, 0, 0],
+        [0, 0, 0, 1],
+        [1, 1, 0, 0],
+        [-1, 0, 1, 0],
+        [0, 1, 0, -1],
+    ]
+    b = [
+        [1, 0, 0, 1],
+        [1, 0, 0, 0],
+        [0, 1, 0, -1],
+        [-1, 0, 1, 0],
+        [0, 0, 0, 1],
+        [1, 1, 0, 0],
+        [0, 0, 1, 1],
+    ]
+    c = [
+        [1, 0, 0, 1],
+        [0, 1, 0, -1],
+        [0, 0, 1, 1],
+        [1, 1, 0, 0],
+        [-1, 0, 1, 0],
+        [0, 0, 0, 1],
+        [1, 0, 0, 0],
+    ]
     return [np.array(mode, float) for mode in (a, b, c)]
 
 
@@ -131,14 +155,24 @@ def drawn_sums(count: int, seed: int = 0) -> Iterator[DrawnSum]:
             return [part[0] + imaginary * part[1] if imaginary else part[0] for part in parts]
 
         # A sum with as many numbers as its matrix is not a short one; of one term it may be.
-        most = min(order if kind == DRAWN_KINDS[3] else 8, (math.prod(shape.sizes) - 1) // sum(shape.sizes))
+        most = min(
+            order if kind == DRAWN_KINDS[3] else 8, (math.prod(shape.sizes) - 1) // sum(shape.sizes)
+        )
         common, terms = draw(), int(rng.integers(1, 1 + max(most, 1)))
         alike = {DRAWN_KINDS[1]: 0.5, DRAWN_KINDS[2]: 0.9}.get(kind, 0.0)
         matrix = np.zeros(shape.matrix_shape)
         for term in range(terms):
-            factors = [alike * c + math.sqrt(1.0 - alike**2) * f for c, f in zip(common, draw(), strict=True)]
-            if kind == DRAWN_KINDS[3]:  # Σ C ⊗ … ⊗ A_i ⊗ … ⊗ C, whose first two terms come as near as one likes
-                factors = [f if i == term else c for i, (c, f) in enumerate(zip(common, factors, strict=True))]
+            factors = [
+                alike * c + math.sqrt(1.0 - alike**2) * f
+                for c, f in zip(common, draw(), strict=True)
+            ]
+            if (
+                kind == DRAWN_KINDS[3]
+            ):  # Σ C ⊗ … ⊗ A_i ⊗ … ⊗ C, whose first two terms come as near as one likes
+                factors = [
+                    f if i == term else c
+                    for i, (c, f) in enumerate(zip(common, factors, strict=True))
+                ]
             matrix = matrix + reduce(np.kron, factors)
         yield DrawnSum(kind, matrix, shape, terms, float(10.0 ** -rng.uniform(2.0, 13.0)))
 
@@ -175,10 +209,16 @@ def blur(n: int, psf: np.ndarray) -> np.ndarray:
     def toeplitz(column: np.ndarray) -> np.ndarray:
         return sum(column[a + radius] * np.eye(n, k=-a) for a in range(-radius, radius + 1))
 
-    return sum(w * np.kron(toeplitz(u[:, k]), toeplitz(vh[k])) for k, w in enumerate(sigma) if w > 1e-16 * sigma[0])
+    return sum(
+        w * np.kron(toeplitz(u[:, k]), toeplitz(vh[k]))
+        for k, w in enumerate(sigma)
+        if w > 1e-16 * sigma[0]
+    )
 
 
-def gaussian_psf(radius: int, wide: float = 3.0, narrow: float = 1.2, angle: float = 0.6) -> np.ndarray:
+def gaussian_psf(
+    radius: int, wide: float = 3.0, narrow: float = 1.2, angle: float = 0.6
+) -> np.ndarray:
     y, x = np.mgrid[-radius : radius + 1, -radius : radius + 1]
     u, v = x * np.cos(angle) + y * np.sin(angle), -x * np.sin(angle) + y * np.cos(angle)
     psf = np.exp(-(u**2) / (2 * wide**2) - v**2 / (2 * narrow**2))
@@ -233,7 +273,11 @@ def exact_ranks(p: int = 8, q: int = 8) -> list[tuple[str, np.ndarray, int]]:
         ("cyclic shift", np.roll(np.eye(n), 1, 0), 2),
         ("cumulative sum", np.triu(np.ones((n, n))), 2),
         ("Laplacian in one dimension", laplacian(n), 3),
-        ("Laplacian in two dimensions", np.kron(laplacian(p), np.eye(q)) + np.kron(np.eye(p), laplacian(q)), 2),
+        (
+            "Laplacian in two dimensions",
+            np.kron(laplacian(p), np.eye(q)) + np.kron(np.eye(p), laplacian(q)),
+            2,
+        ),
         ("exponential kernel", np.exp(-0.1 * np.abs(lag)), 3),
         ("absolute difference", np.abs(lag).astype(float), 3),
         ("Brownian covariance", np.minimum(i[:, None], i[None, :]) + 1.0, 4),
@@ -245,7 +289,8 @@ def exact_ranks(p: int = 8, q: int = 8) -> list[tuple[str, np.ndarray, int]]:
     ]
 
 
-# Minimax exponential sums: the optimal uniform error of k exponentials for 1/x on [1, R], checked to equioscillate.
+# Minimax exponential sums: the optimal uniform error of k exponentials for 1/x on [1, R], checked
+# to equioscillate.
 EXPONENTIAL_SUMS = {
     10: {1: 8.556e-2, 2: 8.752e-3, 3: 7.145e-4, 4: 5.577e-5, 5: 4.243e-6, 6: 3.173e-7, 7: 2.344e-8},
     1000: {5: 6.385e-4, 9: 7.468e-6},
@@ -259,11 +304,21 @@ def reciprocal_of_a_sum(interval: float, d: int = 3, n: int = 24) -> np.ndarray:
 
 
 INVERSE_LAPLACIAN = {1: 0.3726, 3: 0.0206, 7: 1.011e-5}
-INVERSE_LAPLACIAN_LONG = {2: 0.09626, 4: 3.872e-3, 5: 6.304e-4, 6: 8.650e-5, 8: 2.66e-6, 9: 4.633e-7}
+INVERSE_LAPLACIAN_LONG = {
+    2: 0.09626,
+    4: 3.872e-3,
+    5: 6.304e-4,
+    6: 8.650e-5,
+    8: 2.66e-6,
+    9: 4.633e-7,
+}
 KERNELS = {
     "Hilbert": (hilbert, {1: 3.9e-1, 2: 3.6e-2, 3: 2.6e-3, 4: 1.4e-4, 6: 2.1e-7, 8: 1.7e-10}),
     "logarithm": (log_kernel, {1: 1.2e-1, 2: 7.9e-2, 3: 1.4e-2, 4: 5.3e-3, 6: 1.2e-4, 8: 1.3e-6}),
-    "1/r": (lambda n: newton_kernel(math.isqrt(n)), {1: 3.1e-1, 2: 9.9e-2, 3: 3.0e-2, 4: 8.1e-3, 6: 4.7e-4, 8: 2.0e-5}),
+    "1/r": (
+        lambda n: newton_kernel(math.isqrt(n)),
+        {1: 3.1e-1, 2: 9.9e-2, 3: 3.0e-2, 4: 8.1e-3, 6: 4.7e-4, 8: 2.0e-5},
+    ),
     "blur": (
         lambda n: blur(math.isqrt(n), gaussian_psf(9)),
         {1: 3.9e-1, 2: 1.6e-1, 3: 6.3e-2, 4: 2.5e-2, 6: 4.1e-3, 8: 6.6e-4, 12: 1.5e-5},
@@ -277,17 +332,26 @@ def table() -> list[Problem]:
     for n, errors, slow in ((16, INVERSE_LAPLACIAN, False), (16, INVERSE_LAPLACIAN_LONG, True)):
         matrix, shape = as_matrix(inverse_laplacian_tensor(n, 3))
         for rank, error in errors.items():
-            rows.append(Problem("inverse Laplacian, d = 3", lambda m=matrix: m, shape, rank, error, 1.01, slow))
+            rows.append(
+                Problem(
+                    "inverse Laplacian, d = 3", lambda m=matrix: m, shape, rank, error, 1.01, slow
+                )
+            )
     for d in (2, 3, 4, 5):
         _, shape = sine_of_a_sum(d)
-        rows.append(Problem(f"sine of a sum of {d}", lambda d=d: sine_of_a_sum(d)[0], shape, d, 5e-15))
+        rows.append(
+            Problem(f"sine of a sum of {d}", lambda d=d: sine_of_a_sum(d)[0], shape, d, 5e-15)
+        )
     for interval, errors in EXPONENTIAL_SUMS.items():
         matrix, shape = as_matrix(reciprocal_of_a_sum(interval))
         for rank, uniform in errors.items():
-            # The minimax error is absolute, and ‖1/x‖ on this grid sets the scale of a root mean square.
+            # The minimax error is absolute, and ‖1/x‖ on this grid sets the scale of a root mean
+            # square.
             bound = uniform * math.sqrt(matrix.size) / float(np.linalg.norm(matrix))
             name = f"1/(x+y+z) on [1, {interval}]"
-            rows.append(Problem(name, lambda m=matrix: m, shape, rank, bound, slow=rank not in (1, 4)))
+            rows.append(
+                Problem(name, lambda m=matrix: m, shape, rank, bound, slow=rank not in (1, 4))
+            )
     return rows
 
 

@@ -23,7 +23,9 @@ def kernel() -> np.ndarray:
 @pytest.mark.parametrize(("shape", "rtol"), [(TWO, 3e-2), (TWO, 1e-3), (THREE, 3e-2)])
 def test_the_stored_matrix_keeps_the_budget(kernel, shape, rtol):
     result = decompose(kernel, shape, budget=ErrorBudget(rtol=rtol))
-    actual = np.linalg.norm(kernel - result.stored.approximation.to_matrix()) / np.linalg.norm(kernel)
+    actual = np.linalg.norm(kernel - result.stored.approximation.to_matrix()) / np.linalg.norm(
+        kernel
+    )
     assert actual <= result.relative_error <= rtol
     assert result.relative_error <= 1.01 * actual
     assert result.error_kind is ErrorKind.bounded

@@ -20,10 +20,17 @@ TWO = kronecker_shapes(order=2)
 @given(TWO, st.data())
 def test_truncation_error_is_the_tail_of_the_spectrum(shape, data):
     matrix = data.draw(matrices(shape.matrix_shape))
-    sigma = np.linalg.svd(rearrange(matrix, shape) / np.abs(matrix).max(), compute_uv=False) * np.abs(matrix).max()
+    sigma = (
+        np.linalg.svd(rearrange(matrix, shape) / np.abs(matrix).max(), compute_uv=False)
+        * np.abs(matrix).max()
+    )
     for rank in {1, shape.max_separation_rank // 2 + 1, shape.max_separation_rank}:
         result = lsr.decompose(matrix, shape, rank=rank, solver=SVD())
-        tail = np.linalg.norm(sigma[rank:] / sigma[0]) * sigma[0] / (np.linalg.norm(matrix / sigma[0]) * sigma[0])
+        tail = (
+            np.linalg.norm(sigma[rank:] / sigma[0])
+            * sigma[0]
+            / (np.linalg.norm(matrix / sigma[0]) * sigma[0])
+        )
         assert result.relative_error == pytest.approx(tail, rel=1e-12, abs=1e-14)
         assert result.condition == pytest.approx(1.0, abs=1e-12)
 
@@ -45,12 +52,16 @@ def test_the_fewest_terms_that_meet_a_tolerance_are_taken(shape, data, rtol):
         assert fewer.relative_error > rtol * (1 - 1e-12)
 
 
-@pytest.mark.parametrize(("storage", "floor"), [("float16", 2e-3), ("bfloat16", 1e-2), ("float32", 1e-6)])
+@pytest.mark.parametrize(
+    ("storage", "floor"), [("float16", 2e-3), ("bfloat16", 1e-2), ("float32", 1e-6)]
+)
 def test_a_tolerance_holds_for_what_is_stored(rng, storage, floor):
     matrix = rng.standard_normal((24, 24)) * np.exp(-0.5 * np.arange(24))
     result = lsr.decompose(matrix, rtol=floor, storage=storage)
     assert result.status is Status.converged
-    assert np.linalg.norm(matrix - result.approximation.to_matrix()) <= floor * np.linalg.norm(matrix)
+    assert np.linalg.norm(matrix - result.approximation.to_matrix()) <= floor * np.linalg.norm(
+        matrix
+    )
     for factor in result.approximation.folded():  # what is stored survives the cast unchanged
         again = lsr.SeparatedMatrix.from_factors((factor, np.ones((factor.shape[0], 1, 1))))
         assert np.all(np.isfinite(again.weights))
@@ -97,7 +108,11 @@ def test_primes_and_single_rows_work(shape, rng):
 
 def test_zero_matrix_needs_no_terms():
     result = lsr.decompose(np.zeros((6, 6)), rtol=1e-3)
-    assert (result.separation_rank, result.relative_error, result.status) == (0, 0.0, Status.converged)
+    assert (result.separation_rank, result.relative_error, result.status) == (
+        0,
+        0.0,
+        Status.converged,
+    )
 
 
 def test_rank_above_dimension_is_clipped(rng):
@@ -107,7 +122,9 @@ def test_rank_above_dimension_is_clipped(rng):
 def test_low_rank_pairs_are_decomposed_without_being_formed(rng):
     left, right = rng.standard_normal((30, 3)), rng.standard_normal((3, 40))
     shape = lsr.KroneckerShape(((5, 8), (6, 5)))
-    ours, theirs = (lsr.decompose(t, shape, rank=5) for t in (lsr.LowRank(left, right), left @ right))
+    ours, theirs = (
+        lsr.decompose(t, shape, rank=5) for t in (lsr.LowRank(left, right), left @ right)
+    )
     assert ours.relative_error == pytest.approx(theirs.relative_error, rel=1e-9)
 
 
@@ -120,7 +137,11 @@ def test_low_rank_pairs_are_decomposed_without_being_formed(rng):
         ({"rtol": float("nan")}, BudgetError, "finite"),
         ({"rank": 0}, lsr.errors.ShapeError, "positive"),
         ({"rank": 1.5}, lsr.errors.ShapeError, "positive"),
-        ({"rank": 1, "shape": lsr.KroneckerShape(((5, 1), (2, 4)))}, lsr.errors.ShapeError, "5 x 2 = 10 rows"),
+        (
+            {"rank": 1, "shape": lsr.KroneckerShape(((5, 1), (2, 4)))},
+            lsr.errors.ShapeError,
+            "5 x 2 = 10 rows",
+        ),
     ],
 )
 def test_contradictory_goals_are_refused(goal, error, words):
@@ -182,18 +203,26 @@ def test_a_stack_of_matrices_is_decomposed_one_by_one_or_together(rng):
 
 def test_a_start_saves_sweeps_and_reaches_the_same(rng):
     i = np.arange(64.0)
-    hilbert, shape = 1.0 / (1.0 + i[:, None] + i[None, :]), lsr.KroneckerShape(((4, 4), (4, 4), (4, 4)))
+    hilbert, shape = (
+        1.0 / (1.0 + i[:, None] + i[None, :]),
+        lsr.KroneckerShape(((4, 4), (4, 4), (4, 4))),
+    )
     cold = lsr.decompose(hilbert, shape, rank=4)
     near = hilbert * (1.0 + 1e-4 * rng.standard_normal((64, 64)))
     warm = lsr.decompose(near, shape, rank=4, init=cold)
-    assert warm.relative_error == pytest.approx(lsr.decompose(near, shape, rank=4).relative_error, rel=1e-2)
+    assert warm.relative_error == pytest.approx(
+        lsr.decompose(near, shape, rank=4).relative_error, rel=1e-2
+    )
     assert len(warm.sweeps) < len(cold.sweeps) / 2
     more = lsr.decompose(hilbert, shape, rank=6, init=cold.approximation)
     assert (more.separation_rank, more.relative_error < cold.relative_error / 10) == (6, True)
     assert lsr.decompose(near, shape, rtol=2 * warm.relative_error, init=cold).separation_rank == 4
-    assert lsr.decompose(hilbert, rank=2, init=lsr.decompose(hilbert, rank=3)).separation_rank == 2  # needs no start
+    assert (
+        lsr.decompose(hilbert, rank=2, init=lsr.decompose(hilbert, rank=3)).separation_rank == 2
+    )  # needs no start
     with pytest.raises(
-        lsr.errors.ShapeError, match="init has the shape 4×4 ⊗ 4×4 ⊗ 4×4, but the factors are 8×8 ⊗ 8×8"
+        lsr.errors.ShapeError,
+        match="init has the shape 4×4 ⊗ 4×4 ⊗ 4×4, but the factors are 8×8 ⊗ 8×8",
     ):
         lsr.decompose(hilbert, rank=2, init=cold)
     with pytest.raises(lsr.errors.ShapeError, match="init: expected a SeparatedMatrix"):
@@ -213,9 +242,16 @@ BITS = {"int8": 8, "int4": 4, "float8_e4m3fn": 8, "bfloat16": 16, "float32": 32}
 @pytest.mark.parametrize("storage", BITS)
 def test_the_zero_matrix_is_stored_in_every_format(storage):
     result = lsr.decompose(np.zeros((12, 12)), "3x3, 4x4", rank=2, storage=storage)
-    assert (result.separation_rank, result.relative_error, result.bytes, result.storage) == (0, 0.0, 0, storage)
+    assert (result.separation_rank, result.relative_error, result.bytes, result.storage) == (
+        0,
+        0.0,
+        0,
+        storage,
+    )
     assert "0 × [3×3 ⊗ 4×4]" in str(result)
     unit = lsr.decompose(np.ones((12, 12)), "3x3, 4x4", rank=1, storage=storage)
     assert unit.bytes == -(
-        -25 * {"int8": 8, "int4": 4, "float8_e4m3fn": 8, "bfloat16": 16, "float32": 32}[storage] // 8
+        -25
+        * {"int8": 8, "int4": 4, "float8_e4m3fn": 8, "bfloat16": 16, "float32": 32}[storage]
+        // 8
     )

@@ -59,7 +59,9 @@ def test_links_between_pages_lead_somewhere(page):
 def test_every_page_is_in_a_table_of_contents():
     listed = set()
     for page in PAGES:
-        for block in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        for block in re.findall(
+            r"```\{toctree\}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL
+        ):
             lines = (line for line in block.splitlines() if line and not line.startswith(":"))
             listed |= {(page.parent / line).resolve() for line in lines}
     missing = {page.name for page in PAGES if page.with_suffix("") not in listed} - {"index.md"}
@@ -67,7 +69,9 @@ def test_every_page_is_in_a_table_of_contents():
 
 
 def extension(name):
-    spec = importlib.util.spec_from_file_location(f"page_{name}", DOCS / "_extensions" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"page_{name}", DOCS / "_extensions" / f"{name}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -85,13 +89,21 @@ def test_the_tables_of_results_are_made_from_files_that_are_here():
 
 
 def test_the_reference_has_every_room():
-    listed = set(re.findall(r"^   (lsrdecomp\S*)$", (DOCS / "api" / "index.md").read_text(encoding="utf-8"), re.M))
-    rooms = {f"lsrdecomp.{stub.parent.name}" for stub in (ROOT / "lsrdecomp").glob("*/__init__.pyi")}
+    listed = set(
+        re.findall(
+            r"^   (lsrdecomp\S*)$", (DOCS / "api" / "index.md").read_text(encoding="utf-8"), re.M
+        )
+    )
+    rooms = {
+        f"lsrdecomp.{stub.parent.name}" for stub in (ROOT / "lsrdecomp").glob("*/__init__.pyi")
+    }
     assert rooms <= listed
 
 
 def test_every_public_name_says_what_it_is_in_a_sentence():
-    for room in re.findall(r"^   (lsrdecomp\S*)$", (DOCS / "api" / "index.md").read_text(encoding="utf-8"), re.M):
+    for room in re.findall(
+        r"^   (lsrdecomp\S*)$", (DOCS / "api" / "index.md").read_text(encoding="utf-8"), re.M
+    ):
         module = importlib.import_module(room)
         for name in getattr(module, "__all__", ()):
             assert len((getattr(module, name).__doc__ or "").split("\n")[0]) >= 8, f"{room}.{name}"
@@ -106,7 +118,11 @@ def test_the_commands_on_the_pages_run():
             session = session or shell.Shell()
             for command in commands:
                 # The site trains to the end
-                short = re.sub(r"--epochs \d+", "--steps 4 --set train_examples=60 --set dev_examples=20", command)
+                short = re.sub(
+                    r"--epochs \d+",
+                    "--steps 4 --set train_examples=60 --set dev_examples=20",
+                    command,
+                )
                 assert session.run(short).strip(), command
                 seen += 1
     assert seen >= 5
@@ -135,7 +151,9 @@ def test_an_example_draws_its_picture(example, monkeypatch):
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[example.stem for example in EXAMPLES])
 def test_an_example_begins_with_its_title(example):
-    title, line, _ = ast.get_docstring(ast.parse(example.read_text(encoding="utf-8"))).split("\n", 2)
+    title, line, _ = ast.get_docstring(ast.parse(example.read_text(encoding="utf-8"))).split(
+        "\n", 2
+    )
     assert set(line) == {"="}
     assert len(line) >= len(title)
 
@@ -144,8 +162,21 @@ def test_an_example_begins_with_its_title(example):
 def test_the_site_builds_without_a_warning(tmp_path):
     for package in ("sphinx", "myst_parser", "pydata_sphinx_theme", "sphinx_gallery", "numpydoc"):
         pytest.importorskip(package)
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-b",
+        "html",
+        str(DOCS),
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert (tmp_path / "index.html").exists()
     assert len(list((tmp_path / "auto_examples").glob("plot_*.html"))) == len(EXAMPLES)

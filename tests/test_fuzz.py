@@ -16,8 +16,12 @@ from lsrdecomp.errors import LsrError
 
 FOUND = {  # what fuzzing has found, kept as bytes
     "sums": [b"0" * 64 + b"  " + b"\xff" * 300 + b"\n", b"0" * 64 + b"  a\0b\n"],
-    "manifest": [b'{"plan": {"rtol": 0.1, "storage": "float32"}}\n{"name": "a/b", "3tate": "done"}\n'],
-    "packed_index": [b'[["a","terms",[2],[1],[2],[4,0,1],[4,0,1]]]\0' + bytes(8)],  # a scale of zero
+    "manifest": [
+        b'{"plan": {"rtol": 0.1, "storage": "float32"}}\n{"name": "a/b", "3tate": "done"}\n'
+    ],
+    "packed_index": [
+        b'[["a","terms",[2],[1],[2],[4,0,1],[4,0,1]]]\0' + bytes(8)
+    ],  # a scale of zero
 }
 
 

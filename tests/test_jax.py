@@ -22,32 +22,47 @@ if importlib.util.find_spec("jax") is None:
 
 SHAPE = "4x3, 5x6"
 RNG = np.random.default_rng(20260101)
-MATRIX = sum(0.3**k * np.kron(RNG.standard_normal((4, 3)), RNG.standard_normal((5, 6))) for k in range(6))
+MATRIX = sum(
+    0.3**k * np.kron(RNG.standard_normal((4, 3)), RNG.standard_normal((5, 6))) for k in range(6)
+)
 
 
 def the_error_curve_is_that_of_numpy(jax):
     with jax.enable_x64(True):
-        ours, theirs = (lsr.error_curve(each, SHAPE).relative_errors for each in (jax.numpy.asarray(MATRIX), MATRIX))
+        ours, theirs = (
+            lsr.error_curve(each, SHAPE).relative_errors
+            for each in (jax.numpy.asarray(MATRIX), MATRIX)
+        )
         np.testing.assert_allclose(ours, theirs, atol=1e-14)
 
 
 def decompose_finds_the_shape_and_the_error_that_numpy_finds_in_terms_of_jax(jax):
     with jax.enable_x64(True):
         small = MATRIX[:6, :6]  # each shape is compiled anew
-        ours, theirs = (lsr.decompose(each, rtol=1e-2) for each in (jax.numpy.asarray(small), small))
+        ours, theirs = (
+            lsr.decompose(each, rtol=1e-2) for each in (jax.numpy.asarray(small), small)
+        )
         assert ours.relative_error == pytest.approx(theirs.relative_error, rel=1e-9)
         ours, theirs = ours.approximation, theirs.approximation
         assert isinstance(ours.factors[0], jax.Array)
-        assert (ours.kronecker_shape, ours.separation_rank) == (theirs.kronecker_shape, theirs.separation_rank)
+        assert (ours.kronecker_shape, ours.separation_rank) == (
+            theirs.kronecker_shape,
+            theirs.separation_rank,
+        )
 
 
 def a_compiled_product_and_its_derivative(jax):
     factors = [jax.numpy.asarray(RNG.standard_normal((2, n, n)), dtype="float32") for n in (4, 5)]
-    operator, vector = lsr.SeparatedMatrix.from_factors(factors), jax.numpy.asarray(RNG.random(20), dtype="float32")
+    operator, vector = (
+        lsr.SeparatedMatrix.from_factors(factors),
+        jax.numpy.asarray(RNG.random(20), dtype="float32"),
+    )
     product = jax.jit(operator.matvec)
     formed = np.asarray(operator.to_matrix())
     np.testing.assert_allclose(product(vector), formed @ np.asarray(vector), rtol=1e-5)
-    np.testing.assert_allclose(jax.grad(lambda x: product(x).sum())(vector), formed.sum(axis=0), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        jax.grad(lambda x: product(x).sum())(vector), formed.sum(axis=0), rtol=1e-5, atol=1e-5
+    )
 
 
 def without_float64_the_error_says_how_to_have_it(jax):
@@ -87,7 +102,9 @@ def test_with_jax(check, apart):
 def test_the_example_on_the_page_passes_and_finds_what_cannot_be_compiled(tmp_path):
     example = Path(__file__).parents[1] / "examples" / "test_kronecker_in_jax.py"
     sound = example.read_text(encoding="utf-8")
-    branching = sound.replace("    return xp.", "    if a.size and a.max() > 1e30:\n        return a\n    return xp.")
+    branching = sound.replace(
+        "    return xp.", "    if a.size and a.max() > 1e30:\n        return a\n    return xp."
+    )
     assert branching != sound
     for text, words in ((sound, "1 passed"), (branching, "TracerBoolConversionError")):
         file = tmp_path / example.name

@@ -31,7 +31,8 @@ LAYERS = (
     ("fleet",),
     ("cli",),
 )
-"""From the ground up; a room imports only from layers below its own (its own files may import each other)."""
+"""From the ground up; a room imports only from layers below its own (its own files may import each
+other)."""
 
 HEIGHT = {room: height for height, rooms in enumerate(LAYERS) for room in rooms}
 
@@ -48,7 +49,11 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name.startswith("lsrdecomp.")}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lsrdecomp"):
-            found |= {node.module} if "." in node.module else {f"lsrdecomp.{alias.name}" for alias in node.names}
+            found |= (
+                {node.module}
+                if "." in node.module
+                else {f"lsrdecomp.{alias.name}" for alias in node.names}
+            )
     return found
 
 
@@ -66,12 +71,19 @@ def test_imports_only_go_down(path):
     for module in imports(path):
         other = room_of(module)
         if other != room:
-            assert HEIGHT[other] < HEIGHT[room], f"{room} (storey {HEIGHT[room]}) imports {module} above or beside it"
+            assert HEIGHT[other] < HEIGHT[room], (
+                f"{room} (storey {HEIGHT[room]}) imports {module} above or beside it"
+            )
 
 
 @pytest.mark.parametrize(
     ("room", "forbidden"),
-    [("solvers", "decompose"), ("plots", "solvers"), ("adapters", "solvers"), ("adapters", "decompose")],
+    [
+        ("solvers", "decompose"),
+        ("plots", "solvers"),
+        ("adapters", "solvers"),
+        ("adapters", "decompose"),
+    ],
 )
 def test_walls_with_a_reason(room, forbidden):
     for path in files():
@@ -86,15 +98,32 @@ def test_kernels_never_import_peft():
 
 def test_only_the_torch_side_imports_torch_at_the_top():
     for path in files():
-        if path.relative_to(PACKAGE).parts[0] in ("adapters", "calibration", "training", "fidelity"):
+        if path.relative_to(PACKAGE).parts[0] in (
+            "adapters",
+            "calibration",
+            "training",
+            "fidelity",
+        ):
             continue
         for node in ast.parse(path.read_text()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not {name.split(".")[0] for name in names} & {"torch", "peft", "transformers"}, path
+            assert not {name.split(".")[0] for name in names} & {"torch", "peft", "transformers"}, (
+                path
+            )
 
 
-HEAVY = ("torch", "peft", "transformers", "matplotlib", "ray", "sklearn", "pandas", "tensorly", "hypothesis")
+HEAVY = (
+    "torch",
+    "peft",
+    "transformers",
+    "matplotlib",
+    "ray",
+    "sklearn",
+    "pandas",
+    "tensorly",
+    "hypothesis",
+)
 NUMERICAL = ("numpy", "scipy", "array_api_compat", "ml_dtypes")
 
 
@@ -112,12 +141,15 @@ NUMERICAL = ("numpy", "scipy", "array_api_compat", "ml_dtypes")
 )
 def test_cold_import_loads_nothing_that_it_does_not_need(statement, absent):
     code = f"{statement}\nimport sys\nprint(*[name for name in {absent!r} if name in sys.modules])"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert loaded == []
 
 
 FACES = tuple(
-    ".".join(("lsrdecomp", *stub.relative_to(PACKAGE).parent.parts)) for stub in sorted(PACKAGE.rglob("__init__.pyi"))
+    ".".join(("lsrdecomp", *stub.relative_to(PACKAGE).parent.parts))
+    for stub in sorted(PACKAGE.rglob("__init__.pyi"))
 )
 
 
@@ -183,9 +215,9 @@ def test_help_needs_no_optional_package():
 
 def files_a_module_needs() -> dict[str, set[str]]:
     return {
-        ".".join(("lsrdecomp", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): imports(
-            path
-        )
+        ".".join(("lsrdecomp", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        ): imports(path)
         for path in files()
     }
 
@@ -200,7 +232,9 @@ def test_no_two_files_want_each_other():
     done: set[str] = set()
 
     def visit(name: str, above: tuple[str, ...]) -> None:
-        assert name not in above, f"a cycle of imports: {' -> '.join((*above[above.index(name) :], name))}"
+        assert name not in above, (
+            f"a cycle of imports: {' -> '.join((*above[above.index(name) :], name))}"
+        )
         if name in needs and name not in done:
             for other in needs[name]:
                 visit(other, (*above, name))
@@ -264,7 +298,9 @@ MOVED = {
 @pytest.mark.parametrize("name", MOVED)
 def test_a_name_that_moved_to_its_room_still_works_and_says_where_it_is(name):
     room = importlib.import_module(f"lsrdecomp.{MOVED[name]}")
-    with pytest.warns(DeprecationWarning, match=f"lsrdecomp.{name} is lsrdecomp.{MOVED[name]}.{name} from"):
+    with pytest.warns(
+        DeprecationWarning, match=f"lsrdecomp.{name} is lsrdecomp.{MOVED[name]}.{name} from"
+    ):
         assert getattr(lsrdecomp, name) is getattr(room, name)
 
 
@@ -279,7 +315,9 @@ def test_a_name_that_moved_to_its_room_still_works_and_says_where_it_is(name):
     ],
 )
 def test_a_name_that_is_not_here_is_told_where_it_is_or_what_it_is_like(name, words, monkeypatch):
-    monkeypatch.delitem(lsrdecomp.__dict__, name, raising=False)  # a module that another test imported
+    monkeypatch.delitem(
+        lsrdecomp.__dict__, name, raising=False
+    )  # a module that another test imported
     with pytest.raises(AttributeError, match=words):
         getattr(lsrdecomp, name)
 

@@ -25,7 +25,10 @@ def test_unit_roundoff_is_where_one_plus_u_rounds_to_even(name):
 
 @given(st.floats(1e-3, 100.0), st.sampled_from(STORED))
 def test_rounding_a_normal_number_is_within_the_unit_roundoff(x, name):
-    rounded, smallest = round_to(np.array([x, -x]), name), float(ml_dtypes.finfo(numpy_dtype(name)).smallest_normal)
+    rounded, smallest = (
+        round_to(np.array([x, -x]), name),
+        float(ml_dtypes.finfo(numpy_dtype(name)).smallest_normal),
+    )
     assert rounded.dtype == np.float64
     assert abs(rounded[0] - x) <= unit_roundoff(name) * x + smallest * unit_roundoff(name)
     assert rounded[1] == -rounded[0]
@@ -34,12 +37,16 @@ def test_rounding_a_normal_number_is_within_the_unit_roundoff(x, name):
 def test_libraries_and_dtypes_agree(xp):
     values = np.array([1.0, 1 / 3, 65000.0, 1e-7])
     for name in ("float64", "float32", "float16", "bfloat16"):
-        assert np.array_equal(np.asarray(round_to(xp.asarray(values), name)), round_to(values, name))
+        assert np.array_equal(
+            np.asarray(round_to(xp.asarray(values), name)), round_to(values, name)
+        )
     assert unit_roundoff(xp.float32) == unit_roundoff(np.float32) == 2.0**-24
 
 
 def test_overflow_and_unknown_types_are_refused_with_numbers():
-    with pytest.raises(PrecisionError, match="float16: the entry 1e\\+06 lies above the largest number 65504"):
+    with pytest.raises(
+        PrecisionError, match="float16: the entry 1e\\+06 lies above the largest number 65504"
+    ):
         round_to(np.array([1e6]), "float16")
     with pytest.raises(PrecisionError, match="no unit roundoff is known for the type 'int8'"):
         unit_roundoff("int8")

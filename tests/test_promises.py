@@ -23,7 +23,10 @@ def laplacian(n: int) -> np.ndarray:
 
 def kronecker_sum(order: int, n: int = 4) -> lsr.SeparatedMatrix:
     """L ⊗ I ⊗ I + I ⊗ L ⊗ I + …: the example of Beylkin and Mohlenkamp, d terms exactly, two to any accuracy."""
-    stacks = [np.stack([laplacian(n) if i == j else np.eye(n) for i in range(order)]) for j in range(order)]
+    stacks = [
+        np.stack([laplacian(n) if i == j else np.eye(n) for i in range(order)])
+        for j in range(order)
+    ]
     return lsr.SeparatedMatrix.from_factors(stacks)
 
 
@@ -43,12 +46,16 @@ def square(rng):
         (4, 1e-2, "bfloat16"),
     ],
 )
-def test_a_tolerance_that_some_number_of_terms_can_keep_is_kept_with_three_and_more_factors(order, rtol, storage):
+def test_a_tolerance_that_some_number_of_terms_can_keep_is_kept_with_three_and_more_factors(
+    order, rtol, storage
+):
     exact = kronecker_sum(order)
     matrix = exact.to_matrix()
     result = lsr.decompose(matrix, exact.kronecker_shape, rtol=rtol, storage=storage, throw=True)
     assert result.status is Status.converged
-    assert np.linalg.norm(matrix - result.approximation.to_matrix()) <= rtol * np.linalg.norm(matrix)
+    assert np.linalg.norm(matrix - result.approximation.to_matrix()) <= rtol * np.linalg.norm(
+        matrix
+    )
     assert result.separation_rank <= order
 
 
@@ -67,7 +74,9 @@ def test_a_budget_is_kept_and_costs_no_more_than_the_exact_terms_in_single_preci
     assert np.linalg.norm(matrix - ours.approximation.to_matrix()) <= rtol * np.linalg.norm(matrix)
     assert ours.bytes <= 4 * exact.parameters + 4 * order
     theirs = smallest(Dense(matrix), exact, atol=rtol * np.linalg.norm(matrix))
-    known = lsr.decompose(exact, exact.kronecker_shape, budget=lsr.ErrorBudget(rtol=rtol))  # its own terms compete
+    known = lsr.decompose(
+        exact, exact.kronecker_shape, budget=lsr.ErrorBudget(rtol=rtol)
+    )  # its own terms compete
     assert known.stored.bytes <= theirs.bytes
 
 
@@ -81,7 +90,9 @@ def test_a_tolerance_at_the_tail_of_the_spectrum_is_kept(square, rank, relative)
     assert result.separation_rank in (rank, rank + 1)
 
 
-@pytest.mark.parametrize("storage", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "storage", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "int8", "int4"]
+)
 @pytest.mark.parametrize("scale", [1e-300, 1e-8, 1e8, 1e300])
 def test_storage_loses_neither_small_nor_large_matrices(square, storage, scale):
     plain = lsr.decompose(square, FOUR, rank=8, storage=storage)
@@ -112,8 +123,12 @@ def test_storage_of_a_torch_tensor_stays_there(square):
 
 def test_one_number_format_for_a_whole_budget(square):
     for storage in ("float16", "int8", "fp32"):
-        stored = lsr.decompose(square, FOUR, budget=lsr.ErrorBudget(rtol=0.1, storage=storage)).stored
-        assert {name for term in stored.formats for name in term} == {storage.replace("fp", "float")}
+        stored = lsr.decompose(
+            square, FOUR, budget=lsr.ErrorBudget(rtol=0.1, storage=storage)
+        ).stored
+        assert {name for term in stored.formats for name in term} == {
+            storage.replace("fp", "float")
+        }
     assert lsr.ErrorBudget(rtol=0.1, storage="int8").unit_roundoff == pytest.approx(1 / 254)
 
 
@@ -141,7 +156,9 @@ def test_a_result_is_a_matrix_wherever_an_array_goes(rng):
         np.testing.assert_allclose(ours, numpys, rtol=1e-9, atol=1e-10)
     assert result.shape == (16, 16)
     assert np.allclose(result, matrix)
-    assert type(result.T) is type(result.truncate(1)) is lsr.SeparatedMatrix  # the figures are of the result alone
+    assert (
+        type(result.T) is type(result.truncate(1)) is lsr.SeparatedMatrix
+    )  # the figures are of the result alone
     assert "relative error" in repr(result)
 
 
@@ -151,10 +168,20 @@ def test_a_number_as_a_budget_is_shown_what_to_write(rng):
 
 
 @pytest.mark.parametrize(
-    "shape", [((8, 8), (2, 2)), [[8, 8], [2, 2]], "8x8, 2x2", "8×8 ⊗ 2×2", "(8x8), (2x2)", np.array([[8, 8], [2, 2]])]
+    "shape",
+    [
+        ((8, 8), (2, 2)),
+        [[8, 8], [2, 2]],
+        "8x8, 2x2",
+        "8×8 ⊗ 2×2",
+        "(8x8), (2x2)",
+        np.array([[8, 8], [2, 2]]),
+    ],
 )
 def test_shapes_as_people_write_them(square, shape):
-    assert lsr.decompose(square, shape, rank=1).kronecker_shape == lsr.KroneckerShape(((8, 8), (2, 2)))
+    assert lsr.decompose(square, shape, rank=1).kronecker_shape == lsr.KroneckerShape(
+        ((8, 8), (2, 2))
+    )
     assert lsr.error_curve(square, shape).label == "8×8 ⊗ 2×2"
 
 
@@ -169,7 +196,11 @@ def test_solvers_as_people_write_them(square, solver):
         ({"shape": "serach", "rtol": 0.1}, lsr.errors.ShapeError, "did you mean 'search'"),
         ({"shape": "8x, 2x2", "rank": 1}, lsr.errors.ShapeError, "'16x16, 8x8', one pair a factor"),
         ({"shape": 16, "rank": 1}, lsr.errors.ShapeError, "expected a KroneckerShape, pairs"),
-        ({"shape": ((4, 4), (4,)), "rank": 1}, lsr.errors.ShapeError, "expected a KroneckerShape, pairs"),
+        (
+            {"shape": ((4, 4), (4,)), "rank": 1},
+            lsr.errors.ShapeError,
+            "expected a KroneckerShape, pairs",
+        ),
         ({"rank": "two"}, lsr.errors.ShapeError, "positive integer, got 'two'"),
         ({"rank": float("nan")}, lsr.errors.ShapeError, "positive integer, got nan"),
         ({"rank": 1, "solver": "svdd"}, lsr.errors.BudgetError, "did you mean 'svd'"),
@@ -189,10 +220,16 @@ def test_other_words_are_refused_with_what_is_wanted(square, goal, error, words)
             lsr.ErrorBudget(rtol=0.1, storage=goal["storage"])
 
 
-@pytest.mark.skipif(np.longdouble(1).itemsize == 8, reason="extended precision is double precision here")
+@pytest.mark.skipif(
+    np.longdouble(1).itemsize == 8, reason="extended precision is double precision here"
+)
 @pytest.mark.parametrize("kind", [np.longdouble, np.clongdouble])
 def test_extended_precision_is_refused_rather_than_rounded(square, kind):
-    for what in (lambda m: lsr.decompose(m, rank=1), lsr.error_curve, lambda m: lsr.best_shape(m, rtol=0.1)):
+    for what in (
+        lambda m: lsr.decompose(m, rank=1),
+        lsr.error_curve,
+        lambda m: lsr.best_shape(m, rtol=0.1),
+    ):
         with pytest.raises(lsr.errors.PrecisionError, match="more digits than the float64"):
             what(square.astype(kind))
 
@@ -204,7 +241,9 @@ def test_masked_arrays_need_all_their_entries(square):
         lsr.decompose(np.ma.masked_where(np.arange(256).reshape(16, 16) < 3, square), FOUR, rank=2)
 
 
-@pytest.mark.parametrize("what", ["decompose", "error_curve", "best_shape", "sparse", "rows", "pair"])
+@pytest.mark.parametrize(
+    "what", ["decompose", "error_curve", "best_shape", "sparse", "rows", "pair"]
+)
 def test_a_norm_that_overflows_is_refused(what):
     from scipy.sparse import csr_array
 
@@ -252,7 +291,9 @@ def test_overflow_is_not_told_to_use_the_type_it_overflowed_in():
 
     with pytest.raises(lsr.errors.PrecisionError, match="store it as float64$"):
         round_to(np.array([1e39]), "bfloat16")
-    with pytest.raises(lsr.errors.PrecisionError, match="store it as float64 or float32 or bfloat16"):
+    with pytest.raises(
+        lsr.errors.PrecisionError, match="store it as float64 or float32 or bfloat16"
+    ):
         round_to(np.array([1e30]), "float16")
 
 
@@ -261,4 +302,6 @@ def test_an_answer_no_smaller_than_the_matrix_says_so(rng):
     result = lsr.decompose(prime, rtol=1e-9)
     assert result.parameters > prime.size
     assert "The matrix itself has 221 numbers" in str(result)
-    assert "The matrix itself" not in str(lsr.decompose(functools.reduce(np.kron, [np.eye(4)] * 2), FOUR, rank=1))
+    assert "The matrix itself" not in str(
+        lsr.decompose(functools.reduce(np.kron, [np.eye(4)] * 2), FOUR, rank=1)
+    )

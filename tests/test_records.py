@@ -14,7 +14,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 README, LANGUAGE, SMALL = "README.md", "docs/language-models.md", "docs/small-adapters.md"
-COMPRESS, TRAINED, SCALE = "docs/compress-a-lora.md", "docs/fine-tuning-measured.md", "docs/scale.md"
+COMPRESS, TRAINED, SCALE = (
+    "docs/compress-a-lora.md",
+    "docs/fine-tuning-measured.md",
+    "docs/scale.md",
+)
 NO_RECORD = {
     LANGUAGE: (
         "mean and half the 95 % interval over seeds",
@@ -32,7 +36,9 @@ FIGURE = re.compile(r"[^.]{0,40}(?:(?<![\w.])\.\d+|\d %|±|\d nats)[^.]{0,20}")
 
 
 def record(name):
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads(
+        (ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8")
+    )
 
 
 def plain(text):
@@ -73,7 +79,10 @@ class Suite:
         return f"{short(row['loss_share'], 3)} ± {short(row['loss_share_half_width'], 3)}"
 
     def seeds(self, structure, budget, figure="loss_share", **which):
-        return [{**row["own"], **row}[figure] for row in self.forms(structure, budget, rows="forms", **which)]
+        return [
+            {**row["own"], **row}[figure]
+            for row in self.forms(structure, budget, rows="forms", **which)
+        ]
 
     def loras(self, task, when, figure, lora="r8"):
         """Of the LoRAs (``trained``) or the base (``none``), by seed."""
@@ -83,7 +92,13 @@ class Suite:
 
 def opened(row):
     """Bytes that open a form, in kB."""
-    return sum(row["directory_bytes"][name] for name in ("adapter_model.safetensors", "adapter_config.json")) / 1000
+    return (
+        sum(
+            row["directory_bytes"][name]
+            for name in ("adapter_model.safetensors", "adapter_config.json")
+        )
+        / 1000
+    )
 
 
 def one_command(name):
@@ -108,7 +123,10 @@ def in_readme():
     yield f"→ {opened(demo):.1f} kB (each with a head of {demo['head_bytes'] / 1000:.1f} kB)"
     (options,) = {tuple(row["options"]) for row in distilled}
     yield f"With `--keep {options[1]} --distil {options[3]}` it also trains"
-    lora, sizes = suite.record["loras"][0]["file_bytes"] / 1e6, [row["weight_bytes"] / 1000 for row in distilled]
+    lora, sizes = (
+        suite.record["loras"][0]["file_bytes"] / 1e6,
+        [row["weight_bytes"] / 1000 for row in distilled],
+    )
     yield f"from {lora:.1f} MB to [{min(sizes):.1f} to {max(sizes):.1f} kB of weights]"
     assert suite.mean("LSR", 19.2, "exact", task="arithmetic") == 0.0
     yield (
@@ -116,13 +134,18 @@ def in_readme():
         f"right; with `--distil 100` [{percent(suite.mean('LSR, distilled', 96, 'exact', task='arithmetic'))} %, the "
         f"LoRA {percent(suite.loras('arithmetic', 'trained', 'exact')[0])} %]"
     )
-    small = {name: short(fmean(row["kept"] for row in rivals(name, 1000))) for name in ("Uni-LoRA", "LSR")}
+    small = {
+        name: short(fmean(row["kept"] for row in rivals(name, 1000)))
+        for name in ("Uni-LoRA", "LSR")
+    }
     yield f"In 1 kB another adapter keeps more: [Uni-LoRA {small['Uni-LoRA']}, LSR {small['LSR']}]"
 
 
 def rivals(method, budget, task="E2E"):
     """Rows of the record of small adapters, a seed each at the best of its rates; all judged on the same examples."""
-    rows = [row for row in record("rivals")["rows"] if (row["task"], row["method"]) == (task, method)]
+    rows = [
+        row for row in record("rivals")["rows"] if (row["task"], row["method"]) == (task, method)
+    ]
     rows = [row for row in rows if row["budget"] == budget and "held_out" not in row]
     best = {row["seed"]: row for row in sorted(rows, key=lambda row: row["kept"])}
     return [best[seed] for seed in sorted(best)]
@@ -131,7 +154,9 @@ def rivals(method, budget, task="E2E"):
 def lead(method, budget, task="E2E"):
     """How much more LSR keeps with the same seeds, and its standard error over the held-out examples, both read."""
     theirs = rivals(method, budget, task)
-    ours = [row for row in rivals("LSR", budget, task) if row["seed"] in {row["seed"] for row in theirs}]
+    ours = [
+        row for row in rivals("LSR", budget, task) if row["seed"] in {row["seed"] for row in theirs}
+    ]
     effects = np.array(record("rivals")["effects"][task])
     less, more = (np.mean([row["lost"] for row in rows], axis=0) for rows in (ours, theirs))
     gain = more - less
@@ -143,9 +168,14 @@ def lead(method, budget, task="E2E"):
 def ranking(budget, task):
     """Shares in falling order; in brackets how much more LSR keeps than another."""
     names = {"LSR": "LSR", "Fisher core": "cores", "Uni-LoRA": "Uni-LoRA", "SVD": "truncated SVD"}
-    shares = {method: fmean(row["kept"] for row in rows) for method in names if (rows := rivals(method, budget, task))}
+    shares = {
+        method: fmean(row["kept"] for row in rows)
+        for method in names
+        if (rows := rivals(method, budget, task))
+    }
     return ", ".join(
-        f"{names[method]} {short(share, 3)}" + ("" if method == "LSR" else f" ({lead(method, budget, task)})")
+        f"{names[method]} {short(share, 3)}"
+        + ("" if method == "LSR" else f" ({lead(method, budget, task)})")
         for method, share in sorted(shares.items(), key=lambda each: -each[1])
     )
 
@@ -191,13 +221,17 @@ def in_language_models():
     yield f"and {short(min(answers))} to {short(max(answers))} of the answers"
     large = "SVD, bits, distilled"
     yield f"twice the bytes, {suite.spread(large, 6000)} in a weight file of {mean(large, 6000, 'file_bytes'):,}"
-    assert round(mean(small, 6000, "kl_share"), 3) == round(mean("LSR, distilled", 96, "kl_share"), 3)
+    assert round(mean(small, 6000, "kl_share"), 3) == round(
+        mean("LSR, distilled", 96, "kl_share"), 3
+    )
     yield (
         f"{mean(small, 6000, 'file_bytes') / 1000:.1f} kB keep as much of the answers "
         f"({short(mean(small, 6000, 'kl_share'), 3)}) as {mean('LSR, distilled', 96, 'number_bytes') / 1000:.0f} kB "
         "in float32"
     )
-    yield (f"BLEU {mean('SVD, K-FAC', 96, 'bleu'):.0f} where the base has {loras('e2e', 'none', 'bleu')[0]:.0f}")
+    yield (
+        f"BLEU {mean('SVD, K-FAC', 96, 'bleu'):.0f} where the base has {loras('e2e', 'none', 'bleu')[0]:.0f}"
+    )
     # SST-2
     sst2, exact = {"task": "sst2"}, {"task": "sst2", "figure": "exact"}
     yield f"falls from {loras('sst2', 'none', 'loss')[0]:.3f} to {joined(loras('sst2', 'trained', 'loss'), 3)} nats"
@@ -231,7 +265,10 @@ def in_language_models():
         f"loss falls from {loras('cola', 'none', 'loss')[0]:.1f} to {short(loras('cola', 'trained', 'loss')[0])} "
         f"nats a token, and {percent(loras('cola', 'trained', 'exact')[0])} % of the answers are right"
     )
-    both = {f"{mean(structure, 96, task='cola'):.2f}" for structure in ("LSR, distilled", "SVD, K-FAC, distilled")}
+    both = {
+        f"{mean(structure, 96, task='cola'):.2f}"
+        for structure in ("LSR, distilled", "SVD, K-FAC, distilled")
+    }
     yield f"LSR and truncated SVD both keep {both.pop()} at 1/96"
     assert not both
     # Arithmetic
@@ -241,7 +278,9 @@ def in_language_models():
         f"nats and gets {percent(loras('arithmetic', 'trained', 'exact')[0])} % of the solutions right"
     )
     untrained = [
-        row for row in suite.record["means"] if row["task"] == "arithmetic" and "distilled" not in row["structure"]
+        row
+        for row in suite.record["means"]
+        if row["task"] == "arithmetic" and "distilled" not in row["structure"]
     ]
     right = {(row["structure"], row["budget"]) for row in untrained if row["exact"] > 0}
     assert right == {("SVD", 19.2), ("LoRA int4", 0)}
@@ -271,7 +310,11 @@ def in_language_models():
     yield f"a LoRA of extraction gets none of {extraction['problems']} answers right to the last token"
     # E2E, r = 16 on all linear layers
     big = {"lora": "r16-all"}
-    files = {(row["parameters"], row["file_bytes"]) for row in suite.record["loras"] if row["lora"] == "r16-all"}
+    files = {
+        (row["parameters"], row["file_bytes"])
+        for row in suite.record["loras"]
+        if row["lora"] == "r16-all"
+    }
     ((numbers, size),) = files
     yield (
         f"{numbers:,} parameters in a file of {size / 1e6:.1f} MB; loss falls from "
@@ -283,7 +326,9 @@ def in_language_models():
         f"{short(mean('LSR, bits', 9000, **big))}"
     )
     ends = {
-        (name, ratio): " to ".join(short(mean(structure, ratio, **big)) for structure in (name, f"{name}, distilled"))
+        (name, ratio): " to ".join(
+            short(mean(structure, ratio, **big)) for structure in (name, f"{name}, distilled")
+        )
         for name in ("LSR", "SVD, K-FAC")
         for ratio in (384, 96)
     }
@@ -329,7 +374,9 @@ def of_speech():
 
     def mean(key, method, budget, steps=60):
         chosen = (method, budget, steps)
-        rows = [row for row in speech["rows"] if (row["method"], row["budget"], row["steps"]) == chosen]
+        rows = [
+            row for row in speech["rows"] if (row["method"], row["budget"], row["steps"]) == chosen
+        ]
         assert len(rows) == seeds
         return fmean(row[key] for row in rows)
 
@@ -338,7 +385,9 @@ def of_speech():
         f"({joined([lora['effect'] for lora in loras])} nats a token apart)"
     )
     budgets = sorted({row["budget"] for row in speech["rows"]})
-    assert all(mean("kept", "SVD", budget, 0) > mean("kept", "LSR", budget, 0) for budget in budgets)
+    assert all(
+        mean("kept", "SVD", budget, 0) > mean("kept", "LSR", budget, 0) for budget in budgets
+    )
     most = max(mean("exact", method, budget, 0) for method in ("LSR", "SVD") for budget in budgets)
     share, more = (short(mean("kept", method, 6000, 0)) for method in ("LSR", "SVD"))
     yield f"truncated SVD keeps more at every size, in 6 kB {more} against {share}"
@@ -360,9 +409,17 @@ def on_gemma():
     rows = record("rivals-gemma")["rows"]
 
     def shares(method, budget, task="E2E", key="kept"):
-        of_form = [row for row in rows if (row["method"], row["budget"], row["task"]) == (method, budget, task)]
+        of_form = [
+            row
+            for row in rows
+            if (row["method"], row["budget"], row["task"]) == (method, budget, task)
+        ]
         best = {row["seed"]: row[key] for row in sorted(of_form, key=lambda row: row["kept"])}
-        return joined([best[seed] for seed in sorted(best)], 3) if len(best) > 1 else short(*best.values(), 3)
+        return (
+            joined([best[seed] for seed in sorted(best)], 3)
+            if len(best) > 1
+            else short(*best.values(), 3)
+        )
 
     yield (
         f"In 3 kB LSR keeps {shares('LSR', 3000)}, truncated SVD in bits {shares('SVD', 3000)}; before training "
@@ -407,7 +464,9 @@ def in_small_adapters():
     yield f"LSR keeps {kept('LSR', 3000)}, Fisher cores {cores}: apart by {lead('Fisher core', 3000)}"
     yield f"Uni-LoRA ({kept('Uni-LoRA', 3000)}) is behind LSR by {lead('Uni-LoRA', 3000)}"
     yield f"truncated SVD in bits ({kept('SVD', 3000)}) by {lead('SVD', 3000)}"
-    spread = [[row["kept"] for row in rivals(name, 3000)] for name in ("LSR", "Fisher core", "Uni-LoRA")]
+    spread = [
+        [row["kept"] for row in rivals(name, 3000)] for name in ("LSR", "Fisher core", "Uni-LoRA")
+    ]
     yield f"Seeds of LSR, cores or Uni-LoRA lie within {short(max(max(each) - min(each) for each in spread), 3)}"
     yield (
         f"Cores keep {kept('Fisher core', 1000)}, Uni-LoRA {kept('Uni-LoRA', 1000)}, LSR {kept('LSR', 1000)}. What "
@@ -420,9 +479,17 @@ def in_small_adapters():
         f"30 kB: LSR {kept('LSR', 30_000, 'extraction')}, truncated SVD {kept('SVD', 30_000, 'extraction')}; before "
         f"training {before('LSR')} and {before('SVD')}"
     )
-    names = {"XS": "LoRA-XS", "LoRAQuant": "LoRAQuant's split", "Rank one": "a LoRA of rank one in int4"}
+    names = {
+        "XS": "LoRA-XS",
+        "LoRAQuant": "LoRAQuant's split",
+        "Rank one": "a LoRA of rank one in int4",
+    }
     for budget, task in ((3000, "E2E"), (10_000, "E2E")):
-        methods = [name for name in (*names, "VeRA", "TinyLoRA", "FourierFT", "VB-LoRA") if rivals(name, budget, task)]
+        methods = [
+            name
+            for name in (*names, "VeRA", "TinyLoRA", "FourierFT", "VB-LoRA")
+            if rivals(name, budget, task)
+        ]
         methods = [name for name in methods if (name, budget) != ("LoRAQuant", 10_000)]
         behind = [(kept(name, budget, task), names.get(name, name)) for name in methods]
         (share, name), *more, (least, last) = sorted(behind, reverse=True)
@@ -432,14 +499,30 @@ def in_small_adapters():
 
     def at(method, rate, budget=3000):
         return short(
-            fmean(r["kept"] for r in rows if (r["method"], r["rate"], r["budget"]) == (method, rate, budget)), 2
+            fmean(
+                r["kept"]
+                for r in rows
+                if (r["method"], r["rate"], r["budget"]) == (method, rate, budget)
+            ),
+            2,
         )
 
     diverged = {(row["method"], row["rate"]) for row in rows if row["kept"] < 0.0}
     assert diverged == {("Uni-LoRA", 1.0), ("TinyLoRA", 0.1)}
     yield "Uni-LoRA diverged at a rate of 1, TinyLoRA at .1"
-    for method in ("Fisher core", "LSR", "XS", "LoRAQuant", "Rank one", "FourierFT", "VB-LoRA", "VeRA"):
-        tried = sorted({row["rate"] for row in rows if (row["method"], row["budget"]) == (method, 3000)})
+    for method in (
+        "Fisher core",
+        "LSR",
+        "XS",
+        "LoRAQuant",
+        "Rank one",
+        "FourierFT",
+        "VB-LoRA",
+        "VeRA",
+    ):
+        tried = sorted(
+            {row["rate"] for row in rows if (row["method"], row["budget"]) == (method, 3000)}
+        )
         shares = [f"{at(method, rate)} at {f'{rate:g}'.removeprefix('0')}" for rate in tried]
         names = {"XS": "LoRA-XS", "Fisher core": "Fisher cores", "Rank one": "rank one"}
         yield f"{names.get(method, method)} {', '.join(shares[:-1])} and {shares[-1]}"
@@ -447,12 +530,23 @@ def in_small_adapters():
     best = [row for row in rows if "held_out" not in row and row["kept"] > 0.0]
     lost = max(row["trained"] - row["kept"] for row in best if "trained" in row)
     yield f"lose up to {short(lost, 3)} by it"
-    published = json.loads((ROOT / "benchmarks" / "gpu" / "peft_arena.json").read_text(encoding="utf-8"))["rows"]
-    rows = {(row["method"].partition(" ")[0], row["kind"]): row for row in published if row["method"] != "rank 8"}
+    published = json.loads(
+        (ROOT / "benchmarks" / "gpu" / "peft_arena.json").read_text(encoding="utf-8")
+    )["rows"]
+    rows = {
+        (row["method"].partition(" ")[0], row["kind"]): row
+        for row in published
+        if row["method"] != "rank 8"
+    }
     (converted,) = (row for row in published if row["method"] == "rank 8")
     (again,) = (row for row in published if "rank64-rslora" in row["source"])
     large, small, source = (
-        rows[key] for key in (("LoKr", "trained"), ("UniLora", "trained"), ("LoRA", "source of the conversions"))
+        rows[key]
+        for key in (
+            ("LoKr", "trained"),
+            ("UniLora", "trained"),
+            ("LoRA", "source of the conversions"),
+        )
     )
     yield (
         f"{small['accuracy']:.2f} % with {small['parameters']:,} parameters (UniLora), {large['accuracy']:.2f} % with "
@@ -521,7 +615,9 @@ def in_compress_a_lora():
         f"{plain_ones[1]} and {plain_ones[2]} %"
     )
     ways = "shared terms", "each, LSR", "shared bases"
-    half, quarter = ([short(rows[way, ratio]["relative_error"]) for way in ways] for ratio in (2, 4))
+    half, quarter = (
+        [short(rows[way, ratio]["relative_error"]) for way in ways] for ratio in (2, 4)
+    )
     yield (
         f"they are {half[0]} of ΔW away where each expert alone is {half[1]}, and keep {kept(ways[0])[0]} %; bases "
         f"shared by all experts, with a core for each, {half[2]} and {kept(ways[2])[0]} %. At a quarter: "
@@ -537,7 +633,9 @@ def in_fine_tuning():
     rows = record("from_lora")["rows"]
 
     def mean(task, arm, figure="loss"):
-        return f"{fmean(row[figure] for row in rows if (row['task'], row['arm']) == (task, arm)):.3f}"
+        return (
+            f"{fmean(row[figure] for row in rows if (row['task'], row['arm']) == (task, arm)):.3f}"
+        )
 
     def coded(task, arm):
         losses = [row["int4"]["loss"] for row in rows if (row["task"], row["arm"]) == (task, arm)]
@@ -562,7 +660,12 @@ def in_fine_tuning():
 
 def numbers_for(adapter, share):
     """Of all layers, to keep a share in each."""
-    return sum(form["numbers"] for layer in adapter["layers"] for form in layer["forms"] if form["wanted"] == share)
+    return sum(
+        form["numbers"]
+        for layer in adapter["layers"]
+        for form in layer["forms"]
+        if form["wanted"] == share
+    )
 
 
 def in_scale():
@@ -571,7 +674,8 @@ def in_scale():
     fits = fit["fits"]
     yield f"by least squares of the logarithms over {fit['observations']} layers"
     (seen, unseen) = (
-        sorted(exp(left["rms"]) for left in fits[name]["left_out"].values()) for name in ("ratios", "nothing")
+        sorted(exp(left["rms"]) for left in fits[name]["left_out"].values())
+        for name in ("ratios", "nothing")
     )
     yield (
         f"The ratios explain {percent(fits['ratios']['explained'])} % of the variance. A layer of a model that the fit "
@@ -588,7 +692,11 @@ def in_scale():
     yield f"the share by answers is up to {max(n - a for n, a in norm):.2f} below that of the norm"
     said = {(each["of"], each["factor"]): each for each in fit["synthetic"] if each["of"] != "twin"}
     needed = {f"{lora['model']}, {lora['task']}": numbers_for(lora, 0.9) for lora in loras}
-    twins = [numbers_for(run, 0.9) / needed[run["like"]] for run in synthesis["wide"] if run["of"] == "twin"]
+    twins = [
+        numbers_for(run, 0.9) / needed[run["like"]]
+        for run in synthesis["wide"]
+        if run["of"] == "twin"
+    ]
     yield f"need {min(twins):.1f} to {max(twins):.1f} times the numbers"
     for name in ("7B", "70B"):
         each, guess = said[name, 1.0], said[name, 1.0]["ratios and size"]
@@ -596,11 +704,15 @@ def in_scale():
             f"{name}: {guess['numbers'] / 1000:,.0f} thousand numbers by the fit, within a factor of "
             f"{guess['factor']:.1f} for one standard error, and {each['numbers'] / 1000:,.0f} thousand by synthesis"
         )
-    apart = [said[name, 1.0]["numbers"] / said[name, 1.0]["ratios and size"]["numbers"] for name in ("7B", "70B")]
+    apart = [
+        said[name, 1.0]["numbers"] / said[name, 1.0]["ratios and size"]["numbers"]
+        for name in ("7B", "70B")
+    ]
     yield f"The two are {apart[0]:.0f} and {apart[1]:.0f} times apart"
     made = [run for run in synthesis["wide"] if run["of"] != "twin"]
     small, large = (
-        [form["share"] for run in made for form in run["forms"] if form["ratio"] == r] for r in (96.0, 48.0)
+        [form["share"] for run in made for form in run["forms"] if form["ratio"] == r]
+        for r in (96.0, 48.0)
     )
     yield (
         f"At 1/48 they keep {min(large):.2f} to {max(large):.2f} in the norm, at 1/96 from {min(small):.2f} to "
@@ -614,17 +726,23 @@ PAGES = {README: in_readme, LANGUAGE: in_language_models, SMALL: in_small_adapte
 """Pages whose every figure is claimed."""
 CLAIMS = [
     (page, sentence)
-    for page, sentences in (PAGES | {COMPRESS: in_compress_a_lora, TRAINED: in_fine_tuning, SCALE: in_scale}).items()
+    for page, sentences in (
+        PAGES | {COMPRESS: in_compress_a_lora, TRAINED: in_fine_tuning, SCALE: in_scale}
+    ).items()
     for sentence in sentences()
 ]
 
 
-@pytest.mark.parametrize(("page", "sentence"), CLAIMS, ids=[f"{page}-{i}" for i, (page, _) in enumerate(CLAIMS)])
+@pytest.mark.parametrize(
+    ("page", "sentence"), CLAIMS, ids=[f"{page}-{i}" for i, (page, _) in enumerate(CLAIMS)]
+)
 def test_a_sentence_says_what_its_record_says(page, sentence):
     assert plain(sentence) in plain((ROOT / page).read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(("page", "sentence"), [(page, each) for page, every in NO_RECORD.items() for each in every])
+@pytest.mark.parametrize(
+    ("page", "sentence"), [(page, each) for page, every in NO_RECORD.items() for each in every]
+)
 def test_a_sentence_without_a_record_is_still_there(page, sentence):
     assert plain(sentence) in plain((ROOT / page).read_text(encoding="utf-8"))
 
@@ -635,6 +753,9 @@ def test_no_other_figure_of_a_page_is_without_a_record(page):
     text = (ROOT / page).read_text(encoding="utf-8").split(UNRECORDED.get(page, "\0"))[0]
     text = FENCE.sub(lambda block: block[2] if block[1] == "text" else "", text)
     text = plain("\n".join(line for line in text.splitlines() if not line.startswith("|")))
-    for sentence in (*(sentence for other, sentence in CLAIMS if other == page), *NO_RECORD.get(page, ())):
+    for sentence in (
+        *(sentence for other, sentence in CLAIMS if other == page),
+        *NO_RECORD.get(page, ()),
+    ):
         text = text.replace(plain(sentence), "")
     assert FIGURE.findall(text) == []

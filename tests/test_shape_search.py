@@ -38,7 +38,10 @@ def brute_force(name, *, rtol=None, parameters=None):
 def problems():
     rng = np.random.default_rng(7)
     i, j = np.arange(144.0)[:, None], np.arange(160.0)[None, :]
-    blocks = sum(np.kron(rng.standard_normal((9, 20)), rng.standard_normal((16, 8))) * 0.5**k for k in range(8))
+    blocks = sum(
+        np.kron(rng.standard_normal((9, 20)), rng.standard_normal((16, 8))) * 0.5**k
+        for k in range(8)
+    )
     return {
         "kernel": 1.0 / (1.0 + np.abs(i - j)),
         "hidden shape": blocks + 1e-3 * rng.standard_normal((144, 160)),
@@ -107,7 +110,10 @@ def test_padding_pays_for_a_prime_sized_kernel():
 def test_other_targets_and_absolute_errors(rng):
     pair = LowRank(rng.standard_normal((144, 3)), rng.standard_normal((3, 160)))
     found = best_shape(pair, atol=1e-9 * pair.norm)
-    assert found.best.shape in (KroneckerShape(((144, 1), (1, 160))), KroneckerShape(((1, 160), (144, 1))))
+    assert found.best.shape in (
+        KroneckerShape(((144, 1), (1, 160))),
+        KroneckerShape(((1, 160), (144, 1))),
+    )
     assert found.best.rank == 3
 
 
@@ -130,7 +136,9 @@ def test_a_budget_below_one_term_says_what_one_costs():
 @pytest.mark.parametrize("parameters", [3000, 8000])
 def test_a_shape_whose_noise_settles_slowly_is_offered_and_not_lost(parameters):
     rng = np.random.default_rng(3)
-    terms = [np.kron(rng.standard_normal((16, 16)), rng.standard_normal((16, 16))) for _ in range(3)]
+    terms = [
+        np.kron(rng.standard_normal((16, 16)), rng.standard_normal((16, 16))) for _ in range(3)
+    ]
     found = best_shape(sum(terms) + 1e-6 * rng.standard_normal((256, 256)), parameters=parameters)
     assert found.unresolved > 0
     assert found.best.relative_error < 1e-6

@@ -12,16 +12,31 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = Path(os.environ.get("LSRDECOMP_SITE", ROOT / "docs" / "_build" / "html"))
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 PAGES = ("index", "compress-a-lora", "results", "auto_examples/index", "api/index", "notation")
 WIDTHS = (1280, 390)
 
 
 def console(url, width, place):
     """What the page wrote to the console, and its text after scripts ran."""
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000", "--dump-dom"]
-    options += ["--enable-logging=stderr", "--v=0", f"--user-data-dir={place}", f"--window-size={width},1000"]
-    done = subprocess.run([CHROMIUM, *options, url], capture_output=True, text=True, timeout=120, check=False)
+    options = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=8000",
+        "--dump-dom",
+    ]
+    options += [
+        "--enable-logging=stderr",
+        "--v=0",
+        f"--user-data-dir={place}",
+        f"--window-size={width},1000",
+    ]
+    done = subprocess.run(
+        [CHROMIUM, *options, url], capture_output=True, text=True, timeout=120, check=False
+    )
     return [line for line in done.stderr.splitlines() if ":CONSOLE" in line], done.stdout
 
 
@@ -31,7 +46,9 @@ def unwelcome(lines):
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_an_error_on_the_console_would_be_seen(tmp_path):
-    (tmp_path / "bad.html").write_text("<p>x</p><script>throw new Error('planted')</script>", encoding="utf-8")
+    (tmp_path / "bad.html").write_text(
+        "<p>x</p><script>throw new Error('planted')</script>", encoding="utf-8"
+    )
     lines, _ = console((tmp_path / "bad.html").as_uri(), 1280, tmp_path / "profile")
     assert any("planted" in line for line in unwelcome(lines))
 

@@ -41,7 +41,9 @@ def batch(encoder):
 
 def new_base(encoder):
     torch.manual_seed(0)
-    return transformers.AutoModelForSequenceClassification.from_pretrained(encoder, num_labels=2).eval()
+    return transformers.AutoModelForSequenceClassification.from_pretrained(
+        encoder, num_labels=2
+    ).eval()
 
 
 @pytest.fixture(scope="module", params=["terms", "budget", "bytes"])
@@ -80,7 +82,10 @@ def base_plus_update(encoder, directory):
     for layer in checkpoint.layers:
         update = torch.from_numpy(np.asarray(layer_product(layer).to_matrix())).float()
         modules[layer.name].weight.data += update
-    head = {key.split(".")[-1]: torch.from_numpy(np.array(t.load())) for key, t in checkpoint.extras.items()}
+    head = {
+        key.split(".")[-1]: torch.from_numpy(np.array(t.load()))
+        for key, t in checkpoint.extras.items()
+    }
     model.classifier.load_state_dict(head)
     return model
 
@@ -95,7 +100,12 @@ def test_the_opened_adapter_gives_base_plus_update(encoder, batch, written):
 def test_the_exported_lora_gives_the_same_logits(encoder, batch, written, tmp_path):
     lora = export_lora(open_checkpoint(written), tmp_path / "lora")
     ours = logits(open_with_peft(encoder, written).eval(), batch)
-    assert difference(logits(peft.PeftModel.from_pretrained(new_base(encoder), lora).eval(), batch), ours) <= 1e-5
+    assert (
+        difference(
+            logits(peft.PeftModel.from_pretrained(new_base(encoder), lora).eval(), batch), ours
+        )
+        <= 1e-5
+    )
 
 
 def test_merging_gives_the_same_logits(encoder, batch, written):
@@ -107,7 +117,10 @@ def test_merging_gives_the_same_logits(encoder, batch, written):
 def test_what_training_changes_survives_saving(encoder, batch, written, tmp_path):
     model = open_with_peft(encoder, written, is_trainable=True)
     labels = torch.tensor([0, 1, 0, 1])
-    rows = [{**{key: value[i] for key, value in batch.items()}, "labels": labels[i]} for i in range(len(SENTENCES))]
+    rows = [
+        {**{key: value[i] for key, value in batch.items()}, "labels": labels[i]}
+        for i in range(len(SENTENCES))
+    ]
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path / "run"),
         max_steps=1,

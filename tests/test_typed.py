@@ -7,7 +7,12 @@ from typing import get_type_hints
 import pytest
 
 from lsrdecomp.compression.settings import CompressionPlan, PlanKeywords
-from lsrdecomp.fidelity.settings import DistilKeywords, DistilSettings, MeasuredKeywords, MeasuredSettings
+from lsrdecomp.fidelity.settings import (
+    DistilKeywords,
+    DistilSettings,
+    MeasuredKeywords,
+    MeasuredSettings,
+)
 
 pytest.importorskip("mypy")
 
@@ -54,12 +59,24 @@ def test_a_program_of_a_user_passes_strict_checking_and_a_wrong_one_does_not(tmp
         check=False,
     )
     said = [line for line in done.stdout.splitlines() if "error:" in line]
-    kinds = {(line.split(":")[1], line.rpartition(" ")[2]) for line in said if line.startswith("wrong.py")}
-    wanted = {("6", "[assignment]"), ("7", "[call-overload]"), ("8", "[call-overload]"), ("9", "[call-arg]")}
+    kinds = {
+        (line.split(":")[1], line.rpartition(" ")[2])
+        for line in said
+        if line.startswith("wrong.py")
+    }
+    wanted = {
+        ("6", "[assignment]"),
+        ("7", "[call-overload]"),
+        ("8", "[call-overload]"),
+        ("9", "[call-arg]"),
+    }
     assert wanted <= kinds, done.stdout
     assert {line for line, _ in kinds} == {"6", "7", "8", "9"}
     assert all(line.startswith("wrong.py") for line in said), done.stdout
-    assert 'right.py:13: note: Revealed type is "float"' in done.stdout or "builtins.float" in done.stdout
+    assert (
+        'right.py:13: note: Revealed type is "float"' in done.stdout
+        or "builtins.float" in done.stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +90,9 @@ def test_a_program_of_a_user_passes_strict_checking_and_a_wrong_one_does_not(tmp
 def test_what_type_checkers_see_as_keywords_is_every_setting_with_its_type(keywords, tables):
     """Storage stands in the signatures themselves: for each, what is usual is another."""
     hints = [get_type_hints(table) for table in tables]
-    settings = {name: own[name] for table, own in zip(tables, hints, strict=True) for name in table.fields}
+    settings = {
+        name: own[name] for table, own in zip(tables, hints, strict=True) for name in table.fields
+    }
     settings.pop("storage", None)
     assert get_type_hints(keywords) == settings
     assert keywords.__total__ is False

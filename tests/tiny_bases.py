@@ -19,10 +19,19 @@ TEXTS = [(" ".join(f"w{(7 * i + j * j) % 30}" for j in range(3 + i % 5)), None) 
 def make_model(kind, labels=3, layers=2):
     torch.manual_seed(0)
     if kind == "SEQ_CLS":
-        sizes = {"hidden_size": 16, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 32}
-        config = transformers.BertConfig(**sizes, vocab_size=32, num_labels=labels, initializer_range=0.3)
+        sizes = {
+            "hidden_size": 16,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+        }
+        config = transformers.BertConfig(
+            **sizes, vocab_size=32, num_labels=labels, initializer_range=0.3
+        )
         return transformers.BertForSequenceClassification(config), ["query", "value"]
-    config = transformers.GPT2Config(n_embd=16, n_layer=layers, n_head=2, vocab_size=32, n_positions=32)
+    config = transformers.GPT2Config(
+        n_embd=16, n_layer=layers, n_head=2, vocab_size=32, n_positions=32
+    )
     config.initializer_range = 0.3
     return transformers.GPT2LMHeadModel(config), ["c_attn"]
 
@@ -31,12 +40,20 @@ def make(folder, kind, labels=3, layers=2):
     """A base with its tokenizer, a LoRA on it, the LSR made of that, and its export, as directories."""
     model, targets = make_model(kind, labels, layers)
     model.save_pretrained(folder / "base")
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    words = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]"
+    )
     tokenizer.save_pretrained(folder / "base")
-    config = LoraConfig(r=4, lora_alpha=2, target_modules=targets, init_lora_weights=False, task_type=kind)
+    config = LoraConfig(
+        r=4, lora_alpha=2, target_modules=targets, init_lora_weights=False, task_type=kind
+    )
     get_peft_model(model, config).save_pretrained(folder / "lora")
-    compress(open_checkpoint(folder / "lora"), CompressionPlan(separation_rank=2)).save(folder / "lsr")
+    compress(open_checkpoint(folder / "lora"), CompressionPlan(separation_rank=2)).save(
+        folder / "lsr"
+    )
     export_lora(open_checkpoint(folder / "lora"), folder / "same")
     return folder

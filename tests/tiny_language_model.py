@@ -40,7 +40,9 @@ def make_base(folder, **sizes):
 def make_lora(folder, **sizes):
     """The directory of a LoRA on it that does something."""
     torch.manual_seed(1)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights=False, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     get_peft_model(tiny_model(**sizes), config).save_pretrained(folder / "lora")
     return folder / "lora"
 
@@ -50,6 +52,8 @@ def write_rows(path, count=24):
     rows = []
     for i in range(count):
         word, times = WORDS[i % 6], 1 + i % 4
-        rows.append({"prompt": f"user {word} {WORDS[times]}", "completion": " ".join([word] * times)})
+        rows.append(
+            {"prompt": f"user {word} {WORDS[times]}", "completion": " ".join([word] * times)}
+        )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path

@@ -15,9 +15,17 @@ WORDS = ("one", "two", "three", "four", "five", "six", "user", "assistant")
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """Every text begins with ``<s>``; ``</s>`` is the end-of-text token and is never added."""
     known = [*MARKS, *WORDS]
-    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(known)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        WordLevel({word: index for index, word in enumerate(known)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", known.index("<s>"))])
+    tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", known.index("<s>"))]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
     )

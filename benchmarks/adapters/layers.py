@@ -1,11 +1,13 @@
 """What an LSR layer costs beside PEFT's LoRA and LoKr: forward and backward, from 1 to 4,096 tokens, in one table.
 
-    python -m benchmarks.adapters.layers [--widths 768 2048] [--tokens 1 128] [--rounds 15] [--out FILE]
+    python -m benchmarks.adapters.layers [--widths 768 2048] [--tokens 1 128] [--rounds 15] [--out
+    FILE]
 
-A chain of four square linear layers, all adapted: LoRA and LoKr with r = 8, LSR as `LsrConfig` is by default in
-`finetune` (r = 2·2, 4 terms) and with LoRA's own rank. Arms take turns within a round; what is kept is the least time
-of a round: of this process's CPU with one thread, or of a GPU. Three ways: training (forward and backward), a pass
-without a graph, and a token of an answer, within one `generate`, where the pairs are formed once for all tokens.
+A chain of four square linear layers, all adapted: LoRA and LoKr with r = 8, LSR as `LsrConfig` is
+by default in `finetune` (r = 2·2, 4 terms) and with LoRA's own rank. Arms take turns within a
+round; what is kept is the least time of a round: of this process's CPU with one thread, or of a
+GPU. Three ways: training (forward and backward), a pass without a graph, and a token of an answer,
+within one `generate`, where the pairs are formed once for all tokens.
 """
 
 from __future__ import annotations
@@ -35,18 +37,26 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 WIDTHS, TOKENS = (768, 1024, 2048, 4096), (1, 16, 128, 1024, 4096)
 LAYERS = 4
 MOST_PRODUCTS = {"cpu": 1 << 32, "cuda": 1 << 60}
-"""Multiplications of a layer on all tokens; larger cases take minutes on a CPU, and the pair vanishes in the layer."""
+"""Multiplications of a layer on all tokens; larger cases take minutes on a CPU, and the pair
+vanishes in the layer."""
 
 
 def main(given: list[str] | None = None) -> dict[str, Any]:
     """Measure every case and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=6.0, help="after which a case has no more than three rounds")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=6.0,
+        help="after which a case has no more than three rounds",
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(given)
     device = torch.device(options.device)
@@ -54,19 +64,29 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
         torch.set_num_threads(1)
     out = options.out or RESULTS / f"layers-{device.type}.json"
     where = torch.cuda.get_device_name() if device.type == "cuda" else "one thread of a CPU"
-    record: dict[str, Any] = {"device": where, "dtype": options.dtype, "layers": LAYERS, "seed": 0, "rows": []}
+    record: dict[str, Any] = {
+        "device": where,
+        "dtype": options.dtype,
+        "layers": LAYERS,
+        "seed": 0,
+        "rows": [],
+    }
     record |= {"versions": versions(), "commit": commit()}
     for width in options.widths:
         for tokens in options.tokens:
             if width * width * tokens <= MOST_PRODUCTS[device.type]:
                 dtype = getattr(torch, options.dtype)
-                record["rows"].append(case(width, tokens, device, dtype, options.rounds, options.seconds))
+                record["rows"].append(
+                    case(width, tokens, device, dtype, options.rounds, options.seconds)
+                )
                 print(line(record["rows"][-1]), flush=True)
                 out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return record
 
 
-def case(width: int, tokens: int, device: torch.device, dtype: torch.dtype, rounds: int, most: float) -> dict[str, Any]:
+def case(
+    width: int, tokens: int, device: torch.device, dtype: torch.dtype, rounds: int, most: float
+) -> dict[str, Any]:
     """Least seconds of every arm in every way, and its ratio to LoRA's."""
     models = {name: adapted(config(), width, device, dtype) for name, config in CONFIGS.items()}
     x = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
@@ -83,11 +103,18 @@ def case(width: int, tokens: int, device: torch.device, dtype: torch.dtype, roun
                 with model._enable_peft_forward_hooks() if kept else nullcontext():
                     if kept:
                         call(model, x)
-                    times[name].append(seconds(lambda model=model, call=call: call(model, x), device, repeats))
-            if number == 0:  # it warms up, and says how often to repeat short calls: for 5 ms at least
+                    times[name].append(
+                        seconds(lambda model=model, call=call: call(model, x), device, repeats)
+                    )
+            if (
+                number == 0
+            ):  # it warms up, and says how often to repeat short calls: for 5 ms at least
                 repeats = max(1, min(200, round(0.005 / max(times["LoRA"][0], 1e-9))))
         least = {name: min(each[1:]) for name, each in times.items()}
-        row[way] = {"seconds": least, "ratio": {name: round(least[name] / least["LoRA"], 3) for name in models}}
+        row[way] = {
+            "seconds": least,
+            "ratio": {name: round(least[name] / least["LoRA"], 3) for name in models},
+        }
     return row
 
 

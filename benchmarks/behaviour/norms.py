@@ -5,9 +5,10 @@
 
 Results of one adapter are kept beside it and not measured again.
 
-For each adapter: calibrate on examples it was trained on, compress all layers under one budget by truncated SVD in the
-Frobenius norm, truncated SVD and LSR in the Fisher norm, put each result in place of the adapter, and
-measure on held-out examples. No retraining. Writes ``results/functional.json``.
+For each adapter: calibrate on examples it was trained on, compress all layers under one budget by
+truncated SVD in the Frobenius norm, truncated SVD and LSR in the Fisher norm, put each result in
+place of the adapter, and measure on held-out examples. No retraining. Writes
+``results/functional.json``.
 """
 
 from __future__ import annotations
@@ -27,13 +28,26 @@ import torch
 from safetensors.numpy import load_file
 
 from benchmarks import RESULTS
-from benchmarks.behaviour.norms_model import HELD_OUT, Inputs, Subject, Upper, held_out_logits, prepare
+from benchmarks.behaviour.norms_model import (
+    HELD_OUT,
+    Inputs,
+    Subject,
+    Upper,
+    held_out_logits,
+    prepare,
+)
 from benchmarks.lab.fit import lsr_candidates
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.checkpoints.statistics import DAMPING, read_statistics
-from lsrdecomp.compression.candidates import Candidate, Layer, drop, low_rank_candidates, materialize
+from lsrdecomp.compression.candidates import (
+    Candidate,
+    Layer,
+    drop,
+    low_rank_candidates,
+    materialize,
+)
 from lsrdecomp.compression.layers import SpillCache
 from lsrdecomp.compression.shapes import shape_grid
 from lsrdecomp.formats.allocation import Options, within_cost
@@ -43,7 +57,11 @@ from lsrdecomp.targets.base import LowRank
 BUDGETS = (64, 128, 320, 640, 1408)  # parameters per matrix of 384 × 384; the LoRA has 6,144
 SAMPLES = 1024
 JUDGED = 1200  # held-out examples, the published dev split first
-OUTSIDE = {"SST-2": "MRPC", "MRPC": "SST-2", "CoLA": "SST-2"}  # whose text tells of behaviour out of distribution
+OUTSIDE = {
+    "SST-2": "MRPC",
+    "MRPC": "SST-2",
+    "CoLA": "SST-2",
+}  # whose text tells of behaviour out of distribution
 SOLVER = JointALS(sweeps=8, trials=1)
 Factors = tuple[np.ndarray, np.ndarray]
 
@@ -77,7 +95,9 @@ def read_adapter(directory: Path) -> dict[str, Factors]:
     config = json.loads((directory / "adapter_config.json").read_text())
     tensors = load_file(directory / "adapter_model.safetensors")
     scale = config["lora_alpha"] / config["r"]
-    names = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
+    names = [
+        name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")
+    ]
     return {
         name.removeprefix("base_model.model."): (
             scale * tensors[f"{name}.lora_B.weight"].astype(np.float64),
@@ -87,7 +107,9 @@ def read_adapter(directory: Path) -> dict[str, Factors]:
     }
 
 
-def statistics_of(subject: Subject, adapter: Mapping[str, Factors], directory: Path, seed: int) -> Path:
+def statistics_of(
+    subject: Subject, adapter: Mapping[str, Factors], directory: Path, seed: int
+) -> Path:
     """Calibrate with the adapter in place, unless an earlier run did."""
     if not (directory / "statistics.json").exists():
         rows = subject.train.shuffled(32, SAMPLES // 32, 1000 + seed)
@@ -113,7 +135,10 @@ def methods(layers: Sequence[Layer]) -> Iterator[tuple[str, list[list[Candidate]
 
 def under_budget(candidates: Sequence[Sequence[Candidate]], budget: int) -> list[Candidate]:
     """One candidate a layer, with at most ``budget`` parameters in all."""
-    options = [Options.of([c.parameters for c in layer], [c.squared_error for c in layer]) for layer in candidates]
+    options = [
+        Options.of([c.parameters for c in layer], [c.squared_error for c in layer])
+        for layer in candidates
+    ]
     return [layer[i] for layer, i in zip(candidates, within_cost(options, budget), strict=True)]
 
 
@@ -129,7 +154,9 @@ class Judge:
     def __init__(self, subject: Subject, adapter: Mapping[str, Factors], outside: Inputs) -> None:
         self.subject, self.outside = subject, outside
         with changed(subject.model, adapter) as model:
-            self.expected = [held_out_logits(model, inputs).double().log_softmax(-1) for inputs in self._inputs]
+            self.expected = [
+                held_out_logits(model, inputs).double().log_softmax(-1) for inputs in self._inputs
+            ]
 
     @property
     def _inputs(self) -> tuple[Inputs, Inputs]:
@@ -138,9 +165,12 @@ class Judge:
     def __call__(self, factors: Mapping[str, Factors]) -> Outcome:
         labels = self.subject.held_out.labels
         with changed(self.subject.model, factors) as model:
-            given = [held_out_logits(model, inputs).double().log_softmax(-1) for inputs in self._inputs]
+            given = [
+                held_out_logits(model, inputs).double().log_softmax(-1) for inputs in self._inputs
+            ]
         divergences = [
-            float((old.exp() * (old - new)).sum(-1).mean()) for old, new in zip(self.expected, given, strict=True)
+            float((old.exp() * (old - new)).sum(-1).mean())
+            for old, new in zip(self.expected, given, strict=True)
         ]
         loss = float(torch.nn.functional.nll_loss(given[0], labels))
         return Outcome(loss, float((given[0].argmax(-1) == labels).double().mean()), *divergences)
@@ -163,18 +193,25 @@ def run(data: Path, work: Path, task: str, seed: int) -> list[dict[str, object]]
         about | {"method": name, "parameters_per_matrix": count, "share": share, **asdict(outcome)}
         for name, count, share, outcome in (("none", 0, 0.0, none), ("lora", 6144, 1.0, whole))
     ]
-    stats = read_statistics(statistics_of(subject, adapter, work / task / f"seed-{seed}" / "statistics", seed))
+    stats = read_statistics(
+        statistics_of(subject, adapter, work / task / f"seed-{seed}" / "statistics", seed)
+    )
     layers = [Layer.of(name, LowRank(*factors), stats[name]) for name, factors in adapter.items()]
     for method, candidates in methods(layers):
         for budget in BUDGETS:
             chosen = under_budget(candidates, budget * len(layers))
-            pairs = {layer.name: factors_of(layer, pick) for layer, pick in zip(layers, chosen, strict=True)}
+            pairs = {
+                layer.name: factors_of(layer, pick)
+                for layer, pick in zip(layers, chosen, strict=True)
+            }
             outcome = judge({name: pair for name, pair in pairs.items() if pair is not None})
             figures = {
                 "budget": budget,
                 "parameters_per_matrix": sum(pick.parameters for pick in chosen) / len(layers),
                 "share": (none.loss - outcome.loss) / (none.loss - whole.loss),
-                "predicted_kl": None if method == "svd-frobenius" else sum(pick.squared_error for pick in chosen) / 2,
+                "predicted_kl": None
+                if method == "svd-frobenius"
+                else sum(pick.squared_error for pick in chosen) / 2,
                 "structures": dict(Counter(pick.structure for pick in chosen)),
             }
             records.append(about | {"method": method} | figures | asdict(outcome))
@@ -201,7 +238,9 @@ def table(records: Sequence[Mapping[str, object]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="GLUE directory")
-    parser.add_argument("--work", type=Path, required=True, help="where functional_adapters.py put the adapters")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="where functional_adapters.py put the adapters"
+    )
     parser.add_argument("--tasks", nargs="+", choices=HELD_OUT, default=list(HELD_OUT))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=RESULTS / "functional.json")
@@ -214,7 +253,9 @@ def main() -> None:
                 kept.write_text(json.dumps(run(arguments.data, arguments.work, task, seed)))
                 print(f"{task} seed {seed}: measured", flush=True)
             records += json.loads(kept.read_text())
-    libraries = {name: version(name) for name in ("lsrdecomp", "numpy", "torch", "transformers", "peft")}
+    libraries = {
+        name: version(name) for name in ("lsrdecomp", "numpy", "torch", "transformers", "peft")
+    }
     settings = {
         "budgets": BUDGETS,
         "samples": SAMPLES,
@@ -223,7 +264,9 @@ def main() -> None:
         "machine": platform.machine(),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps({"versions": libraries, **settings, "records": records}, indent=1) + "\n")
+    arguments.out.write_text(
+        json.dumps({"versions": libraries, **settings, "records": records}, indent=1) + "\n"
+    )
     print(table(records))
 
 

@@ -1,9 +1,11 @@
 """Train the LoRA adapters of the functional benchmark: SST-2, MRPC and CoLA on MiniLM, several seeds each.
 
-    python -m benchmarks.behaviour.norms_adapters --data GLUE --work DIR [--tasks SST-2 …] [--seeds 0 1 2]
+    python -m benchmarks.behaviour.norms_adapters --data GLUE --work DIR [--tasks SST-2 …] [--seeds
+    0 1 2]
 
-Each adapter is a PEFT directory ``DIR/<task>/seed-<n>``; one that is there is not trained again. A few minutes each
-on one core. Held-out examples are never trained on; their loss before and after is printed and kept in ``run.json``.
+Each adapter is a PEFT directory ``DIR/<task>/seed-<n>``; one that is there is not trained again. A
+few minutes each on one core. Held-out examples are never trained on; their loss before and after is
+printed and kept in ``run.json``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import get_linear_schedule_with_warmup
 
-from benchmarks.behaviour.norms_model import FIRST_LAYER, HELD_OUT, TARGETS, Inputs, Subject, held_out_logits, prepare
+from benchmarks.behaviour.norms_model import (
+    FIRST_LAYER,
+    HELD_OUT,
+    TARGETS,
+    Inputs,
+    Subject,
+    held_out_logits,
+    prepare,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +56,9 @@ def train(subject: Subject, choices: Training, seed: int) -> PeftModel:
         layers_to_transform=[FIRST_LAYER, FIRST_LAYER + 1, FIRST_LAYER + 2],
         layers_pattern="layer",
     )
-    model = get_peft_model(subject.model, config).eval()  # no dropout: the start and the end are one function apart
+    model = get_peft_model(
+        subject.model, config
+    ).eval()  # no dropout: the start and the end are one function apart
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=choices.rate, weight_decay=0.0)
     schedule = get_linear_schedule_with_warmup(optimizer, choices.steps // 20, choices.steps)
@@ -71,7 +83,9 @@ def score(model: torch.nn.Module, inputs: Inputs) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="GLUE directory")
-    parser.add_argument("--work", type=Path, required=True, help="where adapters and encoder outputs are kept")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="where adapters and encoder outputs are kept"
+    )
     parser.add_argument("--tasks", nargs="+", choices=HELD_OUT, default=list(HELD_OUT))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     arguments = parser.parse_args()
@@ -80,14 +94,24 @@ def main() -> None:
             out = arguments.work / task / f"seed-{seed}"
             if (out / "run.json").exists():
                 continue
-            subject = prepare(arguments.data, arguments.work, task)  # afresh: training wraps the model
+            subject = prepare(
+                arguments.data, arguments.work, task
+            )  # afresh: training wraps the model
             before, started = score(subject.model, subject.held_out), time.process_time()
             model = train(subject, CHOICES[task], seed)
             after = score(model, subject.held_out)
             model.save_pretrained(out)
-            run = {"task": task, "seed": seed, "before": before, "after": after, **asdict(CHOICES[task])}
+            run = {
+                "task": task,
+                "seed": seed,
+                "before": before,
+                "after": after,
+                **asdict(CHOICES[task]),
+            }
             run |= {"cpu_seconds": round(time.process_time() - started), "torch": torch.__version__}
-            (out / "run.json").write_text(json.dumps(run | {"peft": peft.__version__}, indent=2) + "\n")
+            (out / "run.json").write_text(
+                json.dumps(run | {"peft": peft.__version__}, indent=2) + "\n"
+            )
             print(f"{task} seed {seed}: loss {before['loss']:.4f} → {after['loss']:.4f}, ", end="")
             print(f"accuracy {before['accuracy']:.1%} → {after['accuracy']:.1%}", flush=True)
 

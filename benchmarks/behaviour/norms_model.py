@@ -1,8 +1,8 @@
 """The subject of the functional benchmark: MiniLM's last three layers, mean pooling and a fixed head, on GLUE tasks.
 
-The lower layers never change, so their outputs are computed once per task and kept; what trains and what is compressed
-lies above them. The head is a logistic regression on the plain encoder's pooled output and stays fixed, so that every
-nat gained on held-out examples is the adapter's doing.
+The lower layers never change, so their outputs are computed once per task and kept; what trains and
+what is compressed lies above them. The head is a logistic regression on the plain encoder's pooled
+output and stays fixed, so that every nat gained on held-out examples is the adapter's doing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,16 @@ from lsrdecomp.training.tasks import TASKS
 
 FIRST_LAYER = 3  # adapters sit on layers 3, 4 and 5 of 6
 TARGETS = ("query", "key", "value", "attention.output.dense")
-HELD_OUT = {"SST-2": 1600, "MRPC": 600, "CoLA": 1000}  # rows of train that are never trained on, besides dev
-TRAINED_ON = {"SST-2": 12000, "MRPC": 3068, "CoLA": 7551}  # at most; SST-2 has far more than the steps can see
+HELD_OUT = {
+    "SST-2": 1600,
+    "MRPC": 600,
+    "CoLA": 1000,
+}  # rows of train that are never trained on, besides dev
+TRAINED_ON = {
+    "SST-2": 12000,
+    "MRPC": 3068,
+    "CoLA": 7551,
+}  # at most; SST-2 has far more than the steps can see
 SPLIT_SEED = 20260101
 
 
@@ -50,7 +58,9 @@ class Upper(torch.nn.Module):
     def __init__(self, layers: Sequence[torch.nn.Module], labels: int) -> None:
         super().__init__()
         self.encoder = torch.nn.Module()
-        self.encoder.layer = torch.nn.ModuleDict({str(FIRST_LAYER + i): layer for i, layer in enumerate(layers)})
+        self.encoder.layer = torch.nn.ModuleDict(
+            {str(FIRST_LAYER + i): layer for i, layer in enumerate(layers)}
+        )
         self.classifier = torch.nn.Linear(384, labels)
         self.requires_grad_(False)
 
@@ -80,7 +90,10 @@ class Inputs:
         states = [self.states[i].float() for i in rows]
         lengths = torch.tensor([len(state) for state in states])
         padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
-        return {"hidden_states": padded, "attention_mask": (torch.arange(padded.shape[1]) < lengths[:, None]).long()}
+        return {
+            "hidden_states": padded,
+            "attention_mask": (torch.arange(padded.shape[1]) < lengths[:, None]).long(),
+        }
 
     def by_length(self, size: int) -> Iterator[list[int]]:
         """All rows in batches of near-equal length."""
@@ -112,12 +125,16 @@ class Subject:
 def encode(examples: Sequence[Example], encoder: torch.nn.Module, tokenizer) -> Inputs:
     """Run embeddings and lower layers once."""
     states: list[torch.Tensor | None] = [None] * len(examples)
-    order = sorted(range(len(examples)), key=lambda i: sum(len(text or "") for text in examples[i].choices[0]))
+    order = sorted(
+        range(len(examples)), key=lambda i: sum(len(text or "") for text in examples[i].choices[0])
+    )
     for start in range(0, len(order), 64):
         rows = order[start : start + 64]
         first, second = zip(*(examples[i].choices[0] for i in rows), strict=True)
         pairs = None if second[0] is None else list(second)
-        read = tokenizer(list(first), pairs, padding=True, truncation=True, max_length=96, return_tensors="pt")
+        read = tokenizer(
+            list(first), pairs, padding=True, truncation=True, max_length=96, return_tensors="pt"
+        )
         hidden = encoder(**read, output_hidden_states=True).hidden_states[FIRST_LAYER]
         for row, state, mask in zip(rows, hidden, read["attention_mask"], strict=True):
             states[row] = state[: int(mask.sum())].to(torch.float16).clone()
@@ -139,7 +156,9 @@ def prepare(data: Path, work: Path, task: str) -> Subject:
         parts = [encode(examples, lower, tokenizer) for examples in splits(data, task)]
         head = fit_head(Upper(encoder.encoder.layer[FIRST_LAYER:], 2).eval(), parts[0])
         work.mkdir(parents=True, exist_ok=True)
-        torch.save({"parts": [(list(part.states), part.labels) for part in parts], "head": head}, cache)
+        torch.save(
+            {"parts": [(list(part.states), part.labels) for part in parts], "head": head}, cache
+        )
     model = Upper(encoder.encoder.layer[FIRST_LAYER:], 2).eval()
     model.classifier.load_state_dict(head)
     return Subject(task, model, *parts)
@@ -161,7 +180,10 @@ def fit_head(model: Upper, train: Inputs) -> dict[str, torch.Tensor]:
         use_legacy_attributes=False,
     )
     fitted = search.fit(features, train.labels[rows].numpy())
-    weight, bias = torch.tensor(fitted.coef_, dtype=torch.float32), torch.tensor(fitted.intercept_, dtype=torch.float32)
+    weight, bias = (
+        torch.tensor(fitted.coef_, dtype=torch.float32),
+        torch.tensor(fitted.intercept_, dtype=torch.float32),
+    )
     return {"weight": torch.cat((-weight, weight)) / 2, "bias": torch.cat((-bias, bias)) / 2}
 
 

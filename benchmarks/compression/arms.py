@@ -1,7 +1,8 @@
 """What else makes a LoRA smaller: resizing by truncated SVD, PEFT's conversion, LyCORIS's LoKr, small integers.
 
-Each arm takes layers and a budget in bytes and says what every layer becomes, as stored, or None where it has nothing
-so small. Float16 is two bytes a number, so the same arms answer "at equal parameters".
+Each arm takes layers and a budget in bytes and says what every layer becomes, as stored, or None
+where it has nothing so small. Float16 is two bytes a number, so the same arms answer "at equal
+parameters".
 """
 
 from __future__ import annotations
@@ -67,17 +68,25 @@ def same_rank(layers: Sequence[Layer], budget: float) -> Outcome | None:
 
 def same_energy(layers: Sequence[Layer], budget: float) -> Outcome | None:
     """PEFT's conversion with a float as rank, kohya's ``sv_fro``: the least rank that keeps a share of ‖ΔW‖²."""
-    shares = [np.cumsum(sigma**2) / np.sum(sigma**2) for sigma in (layer.pair.svd[1] for layer in layers)]
+    shares = [
+        np.cumsum(sigma**2) / np.sum(sigma**2) for sigma in (layer.pair.svd[1] for layer in layers)
+    ]
     return by_level(layers, [share[:-1] for share in shares], budget)
 
 
 def same_ratio(layers: Sequence[Layer], budget: float) -> Outcome | None:
     """kohya's ``sv_ratio``: the singular values above a share of the largest one."""
     with np.errstate(divide="ignore"):
-        return by_level(layers, [sigma[0] / sigma[1:] for sigma in (layer.pair.svd[1] for layer in layers)], budget)
+        return by_level(
+            layers,
+            [sigma[0] / sigma[1:] for sigma in (layer.pair.svd[1] for layer in layers)],
+            budget,
+        )
 
 
-def by_level(layers: Sequence[Layer], levels: Sequence[np.ndarray], budget: float) -> Outcome | None:
+def by_level(
+    layers: Sequence[Layer], levels: Sequence[np.ndarray], budget: float
+) -> Outcome | None:
     """One threshold for all layers, the largest that the budget allows; rank one and one more for each level below."""
     ranks, left = [1] * len(layers), budget - HALF * sum(sum(layer.shape) for layer in layers)
     if left < 0:
@@ -118,7 +127,10 @@ def peft_conversion(layer: Layer, rank: int) -> tuple[np.ndarray, np.ndarray]:
     model = get_peft_model(torch.nn.ModuleDict({"only": linear}), config)
     found = model.base_model.model["only"]
     with torch.no_grad():
-        for parameter, values in ((found.lora_A, layer.pair.right), (found.lora_B, layer.pair.left)):
+        for parameter, values in (
+            (found.lora_A, layer.pair.right),
+            (found.lora_B, layer.pair.left),
+        ):
             parameter["default"].weight.copy_(torch.as_tensor(values))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*already a LoRA adapter")
@@ -130,8 +142,9 @@ def peft_conversion(layer: Layer, rank: int) -> tuple[np.ndarray, np.ndarray]:
 def lokr_arm(layers: Sequence[Layer]) -> Arm:
     """One factor and one dimension for all layers, as in LyCORIS, whichever are nearest within the budget.
 
-    LyCORIS extracts LoRAs only. So its own `factorization` says the sizes of W1 ⊗ W2, the best such product in the
-    Frobenius norm is found here, and W2 is truncated by SVD to the dimension where that is below half its size.
+    LyCORIS extracts LoRAs only. So its own `factorization` says the sizes of W1 ⊗ W2, the best such
+    product in the Frobenius norm is found here, and W2 is truncated by SVD to the dimension where
+    that is below half its size.
     """
     from lycoris.functional.general import factorization
 
@@ -160,12 +173,18 @@ class _LokrFit:
     squared_norm: float  # of the layer
 
     @classmethod
-    def of(cls, layer: Layer, factorization: Callable[[int, int], tuple[int, int]], factor: int) -> _LokrFit:
+    def of(
+        cls, layer: Layer, factorization: Callable[[int, int], tuple[int, int]], factor: int
+    ) -> _LokrFit:
         (out_1, out_2), (in_1, in_2) = (factorization(size, factor) for size in layer.shape)
         shape = KroneckerShape(((out_1, in_1), (out_2, in_2)))
         nearest = choose_solver(layer.pair, shape).solve(layer.pair, shape, rank=1).approximation
         first, second = (np.asarray(factor[0]) for factor in nearest.factors)
-        return cls(first, np.linalg.svd(float(nearest.weights[0]) * second, full_matrices=False), layer.squared_norm)
+        return cls(
+            first,
+            np.linalg.svd(float(nearest.weights[0]) * second, full_matrices=False),
+            layer.squared_norm,
+        )
 
     def _low(self, dim: int | None) -> bool:
         m, n = self.svd[0].shape[0], self.svd[2].shape[1]
@@ -182,7 +201,11 @@ class _LokrFit:
 
     def form(self, dim: int | None) -> Any:
         u, sigma, vh = self.svd
-        second = half(u[:, :dim] * sigma[:dim]) @ half(vh[:dim]) if self._low(dim) else half((u * sigma) @ vh)
+        second = (
+            half(u[:, :dim] * sigma[:dim]) @ half(vh[:dim])
+            if self._low(dim)
+            else half((u * sigma) @ vh)
+        )
         return SeparatedMatrix.from_factors((half(self.first)[None], second[None]))
 
 
@@ -208,7 +231,9 @@ def normal_float(vectors: np.ndarray, block: int = BLOCK) -> tuple[np.ndarray, i
 
     given = torch.as_tensor(vectors, dtype=torch.float32).contiguous()
     codes, state = quantize_4bit(given, blocksize=block, quant_type="nf4")
-    return dequantize_4bit(codes, state).numpy().astype(np.float64), codes.numel() + 4 * state.absmax.numel()
+    return dequantize_4bit(codes, state).numpy().astype(
+        np.float64
+    ), codes.numel() + 4 * state.absmax.numel()
 
 
 Quantizer = Callable[[np.ndarray], tuple[np.ndarray, int]]
@@ -216,12 +241,17 @@ INT8: Quantizer = partial(absmax, bits=8)
 INT4: Quantizer = partial(absmax, bits=4, block=BLOCK)
 
 
-def in_integers(pairs: Sequence[tuple[np.ndarray, np.ndarray]], quantizer: Quantizer, note: str) -> Outcome:
+def in_integers(
+    pairs: Sequence[tuple[np.ndarray, np.ndarray]], quantizer: Quantizer, note: str
+) -> Outcome:
     """Both factors of every pair (B, A), the vectors of each rank as rows."""
     forms: list[SeparatedProduct] = []
     total = 0
     for left, right in pairs:
-        (b, out_bytes), (a, in_bytes) = quantizer(np.ascontiguousarray(left.T)), quantizer(np.asarray(right))
+        (b, out_bytes), (a, in_bytes) = (
+            quantizer(np.ascontiguousarray(left.T)),
+            quantizer(np.asarray(right)),
+        )
         forms.append(low_rank_product(b.T, a))
         total += out_bytes + in_bytes
     return Outcome(forms, sum(b.size + a.size for b, a in pairs), total, note)
@@ -231,7 +261,9 @@ def quantized_lora(quantizer: Quantizer) -> Arm:
     """The factors as found, in integers: one size only."""
 
     def arm(layers: Sequence[Layer], budget: float) -> Outcome | None:
-        found = in_integers([(layer.pair.left, layer.pair.right) for layer in layers], quantizer, "as found")
+        found = in_integers(
+            [(layer.pair.left, layer.pair.right) for layer in layers], quantizer, "as found"
+        )
         return found if found.bytes <= budget else None
 
     return arm
@@ -247,7 +279,9 @@ def resized_integers_arm(layers: Sequence[Layer]) -> Arm:
             pairs.append((u[:, :rank] * root, root[:, None] * vh[:rank]))
         for name, quantizer in (("int8", INT8), ("int4", INT4)):
             outcome = in_integers(pairs, quantizer, f"rank {rank}, {name}")
-            lost = math.fsum(layer.squared_error(form) for layer, form in zip(layers, outcome.forms, strict=True))
+            lost = math.fsum(
+                layer.squared_error(form) for layer, form in zip(layers, outcome.forms, strict=True)
+            )
             table.append((lost, outcome))
 
     def arm(layers: Sequence[Layer], budget: float) -> Outcome | None:

@@ -2,11 +2,12 @@
 
     python -m benchmarks.compression.budgets ADAPTER [ADAPTER ...] [--out FILE]
 
-Budgets are "so many times fewer bytes than the LoRA in float16"; an arm in float16 then has as many times fewer
-parameters. All layers share one budget. Errors are in float64, on the numbers as stored; bytes are those of the
-factors, without a file's header. Arms that store the LoRA in integers have one size, which is made a budget for the
-others. Adapters that the file of results holds already are not measured again. Needs peft, lycoris-lora and
-bitsandbytes for some arms, and says which it left out.
+Budgets are "so many times fewer bytes than the LoRA in float16"; an arm in float16 then has as many
+times fewer parameters. All layers share one budget. Errors are in float64, on the numbers as
+stored; bytes are those of the factors, without a file's header. Arms that store the LoRA in
+integers have one size, which is made a budget for the others. Adapters that the file of results
+holds already are not measured again. Needs peft, lycoris-lora and bitsandbytes for some arms, and
+says which it left out.
 """
 
 from __future__ import annotations
@@ -49,11 +50,15 @@ def ours(layers: Sequence[Layer], budgets: dict[str, float], search: Search) -> 
         "ours, Kronecker only, float16": ("float16", kronecker),
         "ours, Kronecker only, bits chosen": (None, kronecker),
     }
-    searched = search_layers(layers, [Budget(bytes=max(budgets.values()))], search=search, storages=STORAGES)
+    searched = search_layers(
+        layers, [Budget(bytes=max(budgets.values()))], search=search, storages=STORAGES
+    )
     rows = []
     for arm, (storage, structures) in arms.items():
 
-        def allowed(candidate: Candidate, storage: Any = storage, structures: Any = structures) -> bool:
+        def allowed(
+            candidate: Candidate, storage: Any = storage, structures: Any = structures
+        ) -> bool:
             return storage in (None, candidate.storage) and isinstance(candidate, structures)
 
         for budget, most in budgets.items():
@@ -63,13 +68,21 @@ def ours(layers: Sequence[Layer], budgets: dict[str, float], search: Search) -> 
                 continue
             rows.append(row_of_fit(arm, budget, fit))
             if fit.low_rank_error is not None and "Kronecker" not in arm:
-                rows.append({"arm": arm.replace("ours", "low rank"), "budget": budget, "error": fit.low_rank_error})
+                rows.append(
+                    {
+                        "arm": arm.replace("ours", "low rank"),
+                        "budget": budget,
+                        "error": fit.low_rank_error,
+                    }
+                )
     return rows
 
 
 def row_of_fit(arm: str, budget: str, fit: Fit) -> Row:
     structures = Counter(fitted.candidate.structure for fitted in fit.layers)
-    stored = Counter(fitted.candidate.storage for fitted in fit.layers if fitted.materialized.stored is not None)
+    stored = Counter(
+        fitted.candidate.storage for fitted in fit.layers if fitted.materialized.stored is not None
+    )
     return {
         "arm": arm,
         "budget": budget,
@@ -114,7 +127,13 @@ def measured(layers: Sequence[Layer], search: Search) -> Row:
                 rows.append(row_of_outcome(name, budget, layers, outcome))
     rows += ours(layers, budgets, search)
     ranks = sorted({layer.rank for layer in layers})
-    return {"layers": len(layers), "ranks": ranks, "parameters": parameters, "missing": missing, "rows": rows}
+    return {
+        "layers": len(layers),
+        "ranks": ranks,
+        "parameters": parameters,
+        "missing": missing,
+        "rows": rows,
+    }
 
 
 def facts(options: argparse.Namespace, search: Search) -> Row:
@@ -130,7 +149,9 @@ def facts(options: argparse.Namespace, search: Search) -> Row:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("adapters", nargs="+", type=Path, help="adapter directories or files")
     parser.add_argument("--out", type=Path, default=RESULTS / "compression.json")
     parser.add_argument("--alpha", type=float, default=16.0, help="for formats that do not hold it")

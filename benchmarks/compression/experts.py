@@ -1,13 +1,15 @@
 """A LoRA on the experts of a mixture: each expert alone, or factors that all experts of a layer share?
 
-A Qwen3-MoE of two layers and eight experts is trained on the prose of our own pages, byte by byte, and then a LoRA of
-rank 8 on all its experts (PEFT's ``target_parameters``) on the sentences of the E2E challenge. The LoRA is made smaller
-in five ways, at equal numbers of parameters over all experts:
+A Qwen3-MoE of two layers and eight experts is trained on the prose of our own pages, byte by byte,
+and then a LoRA of rank 8 on all its experts (PEFT's ``target_parameters``) on the sentences of the
+E2E challenge. The LoRA is made smaller in five ways, at equal numbers of parameters over all
+experts:
 
 - each expert by truncated SVD, one threshold over all (`lsrdecomp.compression.truncate`);
 - each expert by LSR or truncated SVD, whichever is nearer (`lsrdecomp.compress`);
 - the same in the norm of statistics of each expert, of 256 rows of what the LoRA was trained on;
-- shared terms: the stack of a layer's experts as Σ_k c_k(e) · A1_k ⊗ A2_k, at the best of some splits;
+- shared terms: the stack of a layer's experts as Σ_k c_k(e) · A1_k ⊗ A2_k, at the best of some
+  splits;
 - shared bases: Uᵀ ΔW_e V with U and V of all experts, a core for each (HOSVD, then ten sweeps).
 
     python -m benchmarks.compression.experts --data devset.csv
@@ -101,7 +103,9 @@ def stacks(adapter: Any, made: Callable[[str], Array | None]) -> Deltas:
 def written(adapter: Any, path: Path, parameters: int) -> tuple[Deltas, int, dict[str, int]]:
     """ΔW of a written adapter, the parameters it needs, how many are stored, and the bytes that open it."""
     small = lsr.open_checkpoint(path)
-    formed = {layer.name: np.linalg.multi_dot(layer_product(layer).to_lora()) for layer in small.layers}
+    formed = {
+        layer.name: np.linalg.multi_dot(layer_product(layer).to_lora()) for layer in small.layers
+    }
     files = {"stored": small.adapter_parameters, "bytes": bytes_to_open(small.weights)}
     return stacks(adapter, formed.get), parameters, files
 
@@ -118,7 +122,9 @@ def shared_terms(stack: Array) -> Curve:
         shape = lsr.KroneckerShape(((count, 1), (m1, n1), (m // m1, n // n1)))
         for terms in TERMS:
             sizes = terms * (count + m1 * n1 + (m // m1) * (n // n1))
-            solved = lsr.decompose(stack.reshape(-1, n), shape, rank=terms, solver=SOLVER, throw=False)
+            solved = lsr.decompose(
+                stack.reshape(-1, n), shape, rank=terms, solver=SOLVER, throw=False
+            )
             near = np.asarray(solved.to_matrix()).reshape(stack.shape)
             curve.append((sizes, float(np.sum((stack - near) ** 2)), near))
     return curve
@@ -143,10 +149,17 @@ def allocated(curves: Mapping[str, Curve], most: float) -> tuple[Deltas, int, di
     """One price of a parameter over all stacks: the lowest at which all they take fits."""
     taken: dict[str, tuple[int, float, Array]] = {}
     for price in np.geomspace(1e3, 1e-9, 400):
-        chosen = {name: min(curve, key=lambda point: point[1] + price * point[0]) for name, curve in curves.items()}
+        chosen = {
+            name: min(curve, key=lambda point: point[1] + price * point[0])
+            for name, curve in curves.items()
+        }
         if sum(point[0] for point in chosen.values()) <= most:
             taken = chosen
-    return {name: point[2] for name, point in taken.items()}, sum(point[0] for point in taken.values()), {}
+    return (
+        {name: point[2] for name, point in taken.items()},
+        sum(point[0] for point in taken.values()),
+        {},
+    )
 
 
 def answers(base: Any, deltas: Deltas, rows: torch.Tensor) -> torch.Tensor:
@@ -162,14 +175,29 @@ def answers(base: Any, deltas: Deltas, rows: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="devset.csv of the E2E challenge")
     pages, sentences = lines(parser.parse_args().data)
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
-    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "head_dim": 16}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "mlp_only_layers": []}
-    config = Qwen3MoeConfig(**sizes, num_experts=EXPERTS, num_experts_per_tok=2, decoder_sparse_step=1)
+    sizes = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 48,
+        "head_dim": 16,
+    }
+    sizes |= {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "mlp_only_layers": [],
+    }
+    config = Qwen3MoeConfig(
+        **sizes, num_experts=EXPERTS, num_experts_per_tok=2, decoder_sparse_step=1
+    )
     base = Qwen3MoeForCausalLM(config)
     train(base, pages, "base")
     held = sentences[-256:]
@@ -178,7 +206,10 @@ def main() -> None:
         base.save_pretrained(f"{folder}/base")
         parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         model = get_peft_model(
-            base, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=[], target_parameters=parameters)
+            base,
+            LoraConfig(
+                r=RANK, lora_alpha=2 * RANK, target_modules=[], target_parameters=parameters
+            ),
         )
         train(model, sentences[:-256], "lora")
         model.save_pretrained(f"{folder}/lora")
@@ -201,7 +232,9 @@ def compared(base: Any, folder: Path, rows: torch.Tensor) -> dict[str, Any]:
     """Errors and shares of every way at every ratio."""
     adapter = lsr.open_checkpoint(folder / "lora")
     pairs = {layer.name: (layer.scale, *layer.load()) for layer in adapter.layers}
-    whole = stacks(adapter, lambda name: pairs[name][0] * pairs[name][1].astype(np.float64) @ pairs[name][2])
+    whole = stacks(
+        adapter, lambda name: pairs[name][0] * pairs[name][1].astype(np.float64) @ pairs[name][2]
+    )
     size = np.sqrt(sum(np.sum(stack**2) for stack in whole.values()))
     with_lora, without = answers(base, whole, rows), answers(base, {}, rows)
     targets = rows[:, 1:, None]
@@ -224,16 +257,24 @@ def compared(base: Any, folder: Path, rows: torch.Tensor) -> dict[str, Any]:
         cut, small = truncate(adapter, ratio=ratio), lsr.compress(adapter, ratio=ratio)
         near = lsr.compress(adapter, ratio=ratio, statistics=read_statistics(folder / "statistics"))
         made: dict[str, tuple[Deltas, int, dict[str, int]]] = {
-            "each, truncated SVD": written(adapter, cut.save(folder / f"svd{ratio}"), cut.parameters),
-            "each, LSR": written(adapter, small.save(folder / f"lsr{ratio}"), small.totals.parameters),
-            "each, calibrated": written(adapter, near.save(folder / f"near{ratio}"), near.totals.parameters),
+            "each, truncated SVD": written(
+                adapter, cut.save(folder / f"svd{ratio}"), cut.parameters
+            ),
+            "each, LSR": written(
+                adapter, small.save(folder / f"lsr{ratio}"), small.totals.parameters
+            ),
+            "each, calibrated": written(
+                adapter, near.save(folder / f"near{ratio}"), near.totals.parameters
+            ),
         }
         made |= {way: allocated(curve, most) for way, curve in curves.items()}
         for way, (deltas, used, files) in made.items():
             lost = np.sqrt(sum(np.sum((whole[name] - deltas[name]) ** 2) for name in whole))
             kept = 1.0 - divergence(with_lora, answers(base, deltas, rows)) / effect
             figures = {"relative_error": round(float(lost / size), 4), "kept": round(kept, 4)}
-            record["rows"].append({"ratio": ratio, "way": way, "parameters": used, **figures, **files})
+            record["rows"].append(
+                {"ratio": ratio, "way": way, "parameters": used, **figures, **files}
+            )
             print(record["rows"][-1], flush=True)
     return record
 

@@ -1,10 +1,12 @@
 """Frobenius error of LSR products on real adapters, against truncated SVD and the factor-wise route.
 
-    python -m benchmarks.compression.frobenius ADAPTER [ADAPTER ...] --out benchmarks/results/compression_frobenius.json
+    python -m benchmarks.compression.frobenius ADAPTER [ADAPTER ...] --out
+    benchmarks/results/compression_frobenius.json
 
-Two questions, for every adapter: what joint least squares gains at the adapter's own rank with sixteen terms, after
-thirty sweeps, at its end and where `compress` stops; and how the whole family compares with truncated SVD at equal
-parameters, layer by layer. `budgets` spends one budget on all layers, against what people use.
+Two questions, for every adapter: what joint least squares gains at the adapter's own rank with
+sixteen terms, after thirty sweeps, at its end and where `compress` stops; and how the whole family
+compares with truncated SVD at equal parameters, layer by layer. `budgets` spends one budget on all
+layers, against what people use.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def own_rank(layers: Sequence[Layer], long: int) -> list[dict[str, float]]:
         for layer, solution, last, stopped in zip(group, short, end, given_terms, strict=True):
             steering = [solution.start_error, *(sweep.relative_error for sweep in solution.sweeps)]
             given, balanced = (
-                FactorwiseSVD(gauge).truncations(layer.pair, shape).truncate(TERMS) for gauge in ("given", "balanced")
+                FactorwiseSVD(gauge).truncations(layer.pair, shape).truncate(TERMS)
+                for gauge in ("given", "balanced")
             )
             canonical = solution.product.canonical()
             record = {
@@ -113,7 +116,9 @@ def equal_parameters(layers: Sequence[Layer]) -> list[dict[str, Any]]:
     return records
 
 
-def polish(group: Sequence[Layer], searched: list[list[Candidate]], units: Sequence[float]) -> list[list[Candidate]]:
+def polish(
+    group: Sequence[Layer], searched: list[list[Candidate]], units: Sequence[float]
+) -> list[list[Candidate]]:
     """More sweeps for what would be chosen at each budget."""
     unit_size = sum(group[0].pair.shape)
     wanted: dict[Any, set[int]] = {}
@@ -121,11 +126,15 @@ def polish(group: Sequence[Layer], searched: list[list[Candidate]], units: Seque
         for unit in units:
             allowed = [c for c in found if c.parameters <= unit * unit_size]
             if allowed:
-                wanted.setdefault(min(allowed, key=lambda c: c.squared_error).configuration, set()).add(i)
+                wanted.setdefault(
+                    min(allowed, key=lambda c: c.squared_error).configuration, set()
+                ).add(i)
     better: list[list[Candidate]] = [[] for _ in group]
     for (shape, ranks), places in wanted.items():
         chosen = sorted(places)
-        for i, solution in zip(chosen, solve_together([group[i] for i in chosen], shape, ranks, POLISH), strict=True):
+        for i, solution in zip(
+            chosen, solve_together([group[i] for i in chosen], shape, ranks, POLISH), strict=True
+        ):
             better[i].append(lsr_candidate(solution, SpillCache()))
     return better
 
@@ -153,7 +162,10 @@ def summary(records: Sequence[dict[str, float]]) -> dict[str, float]:
         "median_to_svd_gauge": statistics.median(to_start),
         "worst_to_svd_gauge": max(to_start),
         "worst_to_end": max(r["joint"] / r["joint_end"] for r in records) - 1.0,
-        "median_stopped_to_end": statistics.median(r["joint_stopped"] / r["joint_end"] for r in records) - 1.0,
+        "median_stopped_to_end": statistics.median(
+            r["joint_stopped"] / r["joint_end"] for r in records
+        )
+        - 1.0,
         "worst_stopped_to_end": max(r["joint_stopped"] / r["joint_end"] for r in records) - 1.0,
         "largest_rise": max(r["largest_rise"] for r in records),
         "condition": max(r["condition"] for r in records),
@@ -186,7 +198,9 @@ def usable(path: Path, most: int, alpha: float) -> list[Layer]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("adapters", nargs="+", type=Path, help="adapter directories or files")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--alpha", type=float, default=16.0, help="for formats that do not hold it")
@@ -206,7 +220,10 @@ def main() -> None:
             curve = equal_parameters(layers)
             found["equal_parameters"] = {"summary": staircase(curve), "layers": curve}
         results[path.name] = found
-        short = {key: value.get("summary") if isinstance(value, dict) else value for key, value in found.items()}
+        short = {
+            key: value.get("summary") if isinstance(value, dict) else value
+            for key, value in found.items()
+        }
         print(path.name, json.dumps(short, default=float), file=sys.stderr, flush=True)
         facts = {
             "lsrdecomp": version("lsrdecomp"),
@@ -218,7 +235,9 @@ def main() -> None:
             "terms": TERMS,
         }
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"facts": facts, "adapters": results}, indent=1, default=float) + "\n")
+        options.out.write_text(
+            json.dumps({"facts": facts, "adapters": results}, indent=1, default=float) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python -m benchmarks.compression.integer_factors --statistics DIR [--adapter DIR] [--out FILE]
 
-``--statistics`` is what `lsrdecomp calibrate` wrote for the adapter, by default that of the demo. LSR products in the
-Fisher norm by a light search, at several budgets over all layers; errors over all layers in that norm, measured on the
-factors as a reader gets them. CPU seconds of the solving beside those of the search.
+``--statistics`` is what `lsrdecomp calibrate` wrote for the adapter, by default that of the demo.
+LSR products in the Fisher norm by a light search, at several budgets over all layers; errors over
+all layers in that norm, measured on the factors as a reader gets them. CPU seconds of the solving
+beside those of the search.
 """
 
 from __future__ import annotations
@@ -47,17 +48,29 @@ def row(fitted: tuple[FittedLayer, ...], storage: str) -> dict[str, Any]:
         rounded = quantized_product(form, bits)
         size += rounded.bytes
         forms = form, rounded.dequantized(), solved.dequantized()
-        squares = [square + layer.squared_error(each) for square, each in zip(squares, forms, strict=True)]
+        squares = [
+            square + layer.squared_error(each) for square, each in zip(squares, forms, strict=True)
+        ]
     whole = math.fsum(one.layer.squared_norm for one in fitted)
-    errors = dict(zip(("float64", "rounded", "solved"), (math.sqrt(square / whole) for square in squares), strict=True))
+    errors = dict(
+        zip(
+            ("float64", "rounded", "solved"),
+            (math.sqrt(square / whole) for square in squares),
+            strict=True,
+        )
+    )
     return {"storage": storage, "bytes": size, "errors": errors, "seconds_solving": seconds}
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--statistics", type=Path, required=True)
-    parser.add_argument("--adapter", type=Path, default=Path(str(files("lsrdecomp.cli") / "demo_adapter")))
+    parser.add_argument(
+        "--adapter", type=Path, default=Path(str(files("lsrdecomp.cli") / "demo_adapter"))
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "integer_factors.json")
     options = parser.parse_args()
     checkpoint = open_checkpoint(options.adapter)
@@ -67,13 +80,17 @@ def main() -> None:
     for ratio in RATIOS:
         begun = time.process_time()
         budget = CompressionPlan(ratio=ratio).budget(layers)
-        fit = fit_layers(layers, replace(budget, allowed=lambda candidate: not isinstance(candidate, LowRank)))
+        fit = fit_layers(
+            layers, replace(budget, allowed=lambda candidate: not isinstance(candidate, LowRank))
+        )
         searching = time.process_time() - begun
         for storage in INTEGER_BITS:
             figures = {"ratio": ratio, "parameters": fit.parameters, "seconds_searching": searching}
             rows.append(figures | row(fit.layers, storage))
             print(json.dumps(rows[-1]), flush=True)
-    versions = {"python": platform.python_version()} | {name: version(name) for name in ("lsrdecomp", "numpy", "scipy")}
+    versions = {"python": platform.python_version()} | {
+        name: version(name) for name in ("lsrdecomp", "numpy", "scipy")
+    }
     record = {"adapter": options.adapter.name, "layers": len(layers), "rows": rows}
     options.out.write_text(json.dumps(record | {"versions": versions}, indent=1) + "\n")
 

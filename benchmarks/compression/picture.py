@@ -1,6 +1,7 @@
 """The picture of `budgets`: error against parameters and against bytes, by what makes the adapter smaller.
 
-python -m benchmarks.compression.picture benchmarks/results/compression.json docs/images/compression.png
+python -m benchmarks.compression.picture benchmarks/results/compression.json
+docs/images/compression.png
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ IN_BYTES = {
 }
 
 
-def draw(axes: Any, adapters: list[dict[str, Any]], arms: dict[str, tuple[str, str, str]], size: str) -> None:
+def draw(
+    axes: Any, adapters: list[dict[str, Any]], arms: dict[str, tuple[str, str, str]], size: str
+) -> None:
     """Medians over the adapters, where an arm has something of that size for all of them."""
     unit = 2 if size == "bytes" else 1  # of a number of the LoRA in float16
     for arm, (label, colour, marker) in arms.items():
@@ -49,16 +52,29 @@ def draw(axes: Any, adapters: list[dict[str, Any]], arms: dict[str, tuple[str, s
                     share = row[size] / (unit * adapter["parameters"])
                     points.setdefault(row["budget"], []).append((share, row["error"]))
         whole = [found for found in points.values() if len(found) == len(adapters)]
-        medians = sorted(tuple(median(values) for values in zip(*found, strict=True)) for found in whole)
+        medians = sorted(
+            tuple(median(values) for values in zip(*found, strict=True)) for found in whole
+        )
         if medians:
             line = ("-", 5) if len(medians) > 1 else ("none", 9)
             style = dict(zip(("linestyle", "markersize"), line, strict=True))
-            axes.plot(*zip(*medians, strict=True), label=label, color=colour, marker=marker, linewidth=1.6, **style)
+            axes.plot(
+                *zip(*medians, strict=True),
+                label=label,
+                color=colour,
+                marker=marker,
+                linewidth=1.6,
+                **style,
+            )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks([1 / t for t in (2, 4, 8, 16, 32, 48)], [f"1/{t}" for t in (2, 4, 8, 16, 32, 48)])
+    axes.set_xticks(
+        [1 / t for t in (2, 4, 8, 16, 32, 48)], [f"1/{t}" for t in (2, 4, 8, 16, 32, 48)]
+    )
     low, high = axes.get_ylim()
-    axes.set_yticks([t for t in HEIGHTS if low < t < high], [f"{t:g}" for t in HEIGHTS if low < t < high])
+    axes.set_yticks(
+        [t for t in HEIGHTS if low < t < high], [f"{t:g}" for t in HEIGHTS if low < t < high]
+    )
     axes.minorticks_off()
     axes.grid(True, linewidth=0.4, alpha=0.5)
     axes.spines[["top", "right"]].set_visible(False)

@@ -2,10 +2,11 @@
 
 python -m benchmarks.cost.calibration [--examples 256] [--tokens 64] [--batch 16] [--out FILE]
 
-Examples are drawn tokens, seeded; a LoRA of r = 8 on q, k, v and o, random, is active; the base is in bfloat16. The
-peer is what a step of training costs without its optimizer: for each batch one forward pass, the loss of every token,
-and one backward pass to the numbers of the LoRA, with activations kept. Each measurement is a process of its own; its
-peak is what the kernel counts from the moment the model and all examples are there (Linux), without the base.
+Examples are drawn tokens, seeded; a LoRA of r = 8 on q, k, v and o, random, is active; the base is
+in bfloat16. The peer is what a step of training costs without its optimizer: for each batch one
+forward pass, the loss of every token, and one backward pass to the numbers of the LoRA, with
+activations kept. Each measurement is a process of its own; its peak is what the kernel counts from
+the moment the model and all examples are there (Linux), without the base.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def adapted(seed: int) -> Any:
     """SmolLM2 in bfloat16 with a random LoRA."""
     torch.manual_seed(seed)
     base = AutoModelForCausalLM.from_pretrained(find_base("smollm2"), dtype=torch.bfloat16)
-    config = LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS, init_lora_weights=False, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=8, lora_alpha=16, target_modules=TARGETS, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     return get_peft_model(base, config).eval()
 
 
@@ -54,7 +57,10 @@ def drawn(options: argparse.Namespace, vocabulary: int) -> list[dict[str, Tensor
     """Batches of random tokens."""
     generator = torch.Generator().manual_seed(options.seed)
     tokens = torch.randint(3, vocabulary, (options.examples, options.tokens), generator=generator)
-    return [{"input_ids": rows, "attention_mask": torch.ones_like(rows)} for rows in tokens.split(options.batch)]
+    return [
+        {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
+        for rows in tokens.split(options.batch)
+    ]
 
 
 def status(field: str) -> int:
@@ -94,7 +100,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 **wanted,
             )
             found["statistics_bytes"] = sum(file.stat().st_size for file in Path(folder).iterdir())
-    seconds = {"cpu_seconds": time.process_time() - begun, "wall_seconds": time.perf_counter() - clock}
+    seconds = {
+        "cpu_seconds": time.process_time() - begun,
+        "wall_seconds": time.perf_counter() - clock,
+    }
     found["threads"] = torch.get_num_threads()
     return {"base_bytes": held, "peak_bytes": status("VmHWM") - held, **found, **seconds}
 
@@ -113,8 +122,16 @@ def main() -> None:
     if options.job is not None:
         print(json.dumps(measure(options)))
         return
-    record: dict[str, Any] = {name: getattr(options, name) for name in ("examples", "tokens", "batch", "seed")}
-    record |= {"model": "smollm2", "dtype": "bfloat16", "layers": "q, k, v, o", "goals": GOALS, "jobs": {}}
+    record: dict[str, Any] = {
+        name: getattr(options, name) for name in ("examples", "tokens", "batch", "seed")
+    }
+    record |= {
+        "model": "smollm2",
+        "dtype": "bfloat16",
+        "layers": "q, k, v, o",
+        "goals": GOALS,
+        "jobs": {},
+    }
     record |= {"commit": commit(), "versions": versions()}
     for job in options.jobs:
         command = [sys.executable, "-m", "benchmarks.cost.calibration", *sys.argv[1:], "--job", job]

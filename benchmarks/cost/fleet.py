@@ -1,13 +1,15 @@
 """A fleet of small adapters: throughput with one worker and with two, and three kills that lose nothing.
 
 python -m benchmarks.cost.fleet [--adapters 1000] [--work DIR]
-python -m benchmarks.cost.fleet --adapters 0 --timed 0 --shared ADAPTERS --calibrated STATISTICS [--ratio 48]
+python -m benchmarks.cost.fleet --adapters 0 --timed 0 --shared ADAPTERS --calibrated STATISTICS
+[--ratio 48]
 
-Each worker has one linear-algebra thread. Throughput is counted from the first outcome to the last, workers being warm,
-as the best of several rounds that take turns; the same jobs in this process are the reference. Then the command is
-killed three times on its way, with its workers, and what it left is compared byte by byte with the undisturbed run.
-With ``--shared`` the adapters below a directory, all of one base, are searched each on its own and then with the shapes
-of the first: CPU seconds in one process, and errors in the Fisher norm of the statistics, which lie at the same places.
+Each worker has one linear-algebra thread. Throughput is counted from the first outcome to the last,
+workers being warm, as the best of several rounds that take turns; the same jobs in this process are
+the reference. Then the command is killed three times on its way, with its workers, and what it left
+is compared byte by byte with the undisturbed run. With ``--shared`` the adapters below a directory,
+all of one base, are searched each on its own and then with the shapes of the first: CPU seconds in
+one process, and errors in the Fisher norm of the statistics, which lie at the same places.
 """
 
 from __future__ import annotations
@@ -53,20 +55,32 @@ def make_fleet(folder: Path, count: int) -> None:
             )
             for k in range(LAYERS)
         ]
-        write_lora(folder / f"{i % 10}" / f"adapter{i}", layers=layers, config={"base_model_name_or_path": "base"})
+        write_lora(
+            folder / f"{i % 10}" / f"adapter{i}",
+            layers=layers,
+            config={"base_model_name_or_path": "base"},
+        )
 
 
 def throughput(folder: Path, out: Path, runner: Any) -> float:
     """Adapters a second, from the first outcome to the last."""
     seen: list[float] = []
-    run_fleet(folder, out, PLAN, runner=runner, on_step=lambda step: step.done and seen.append(time.perf_counter()))
+    run_fleet(
+        folder,
+        out,
+        PLAN,
+        runner=runner,
+        on_step=lambda step: step.done and seen.append(time.perf_counter()),
+    )
     return (len(seen) - 1) / (seen[-1] - seen[0])
 
 
 def digests(out: Path) -> dict[str, str]:
     """SHA-256 of every file but the manifest."""
     files = [path for path in out.rglob("*") if path.is_file() and path.name != MANIFEST]
-    return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
+    }
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
@@ -80,10 +94,21 @@ def killed(folder: Path, out: Path, count: int) -> dict[str, Any]:
     """Three kills at a quarter, a half and three quarters, then to the end."""
     plan = out.parent / "plan.toml"
     plan.write_text('[compress]\nseparation_rank = 4\nstorage = "float16"\n')
-    command = [sys.executable, "-m", "lsrdecomp.cli.main", "fleet", str(folder), str(out), "--plan", str(plan)]
+    command = [
+        sys.executable,
+        "-m",
+        "lsrdecomp.cli.main",
+        "fleet",
+        str(folder),
+        str(out),
+        "--plan",
+        str(plan),
+    ]
     recorded = []
     for share in (0.25, 0.5, 0.75):
-        process = subprocess.Popen([*command, "--workers", "2"], start_new_session=True, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*command, "--workers", "2"], start_new_session=True, stdout=subprocess.DEVNULL
+        )
         while len(lines(out)) < share * count and process.poll() is None:
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
@@ -145,12 +170,17 @@ def shared(folder: Path, statistics: Path, ratio: float, work: Path) -> dict[str
             for job in jobs:
                 begin = time.process_time()
                 outcome = run_job(job, plan)
-                found.setdefault(job.name, {})[into] = time.process_time() - begin, outcome.relative_error
+                found.setdefault(job.name, {})[into] = (
+                    time.process_time() - begin,
+                    outcome.relative_error,
+                )
                 print(job.name, into, found[job.name][into], flush=True)
                 yield outcome
 
         plan = CompressionPlan(ratio=ratio)
-        run_fleet(folder, work / how, plan, runner=timed, statistics=statistics, share=how == "shared")
+        run_fleet(
+            folder, work / how, plan, runner=timed, statistics=statistics, share=how == "shared"
+        )
     first = min(found)
     rows = [
         {
@@ -174,10 +204,16 @@ def shared(folder: Path, statistics: Path, ratio: float, work: Path) -> dict[str
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--adapters", type=int, default=1000, help="adapters of the run that is killed; 0: none")
-    parser.add_argument("--timed", type=int, default=80, help="adapters of a round of throughput; 0: none")
+    parser.add_argument(
+        "--adapters", type=int, default=1000, help="adapters of the run that is killed; 0: none"
+    )
+    parser.add_argument(
+        "--timed", type=int, default=80, help="adapters of a round of throughput; 0: none"
+    )
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--shared", type=Path, help="directory of adapters of one base; needs --calibrated")
+    parser.add_argument(
+        "--shared", type=Path, help="directory of adapters of one base; needs --calibrated"
+    )
     parser.add_argument("--calibrated", type=Path, help="their statistics at the same places")
     parser.add_argument("--ratio", type=float, default=48.0)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()))
@@ -185,7 +221,11 @@ def main() -> None:
     options = parser.parse_args()
     record = json.loads(options.out.read_text()) if options.out.exists() else {}
     record["versions"] = {"python": platform.python_version(), "numpy": np.__version__}
-    record |= {"cores": os.cpu_count(), "layers_of_each": [LAYERS, SIZE, SIZE, RANK], "plan": PLAN.to_json()}
+    record |= {
+        "cores": os.cpu_count(),
+        "layers_of_each": [LAYERS, SIZE, SIZE, RANK],
+        "plan": PLAN.to_json(),
+    }
     with tempfile.TemporaryDirectory(dir=options.work) as name:
         if options.timed:
             record["throughput"] = throughputs(Path(name), options.timed, options.rounds)

@@ -2,10 +2,11 @@
 
 python -m benchmarks.cost.memory [--work DIR] [--blocks 1 4 80] [--searched 1]
 
-Blocks have seven modules at full width (8192 and 28672, grouped keys and values 1024, r = 64, bfloat16): 80 of them are
-1.66 GB. Each number of blocks is one process, so that peaks are its own. ``--blocks`` solves for `TERMS` terms;
-``--searched`` runs the routes that search for shapes (a tolerance for every layer, one budget over all) with a short
-search, since a full one takes days here. What was measured before and is not measured again stays in the results.
+Blocks have seven modules at full width (8192 and 28672, grouped keys and values 1024, r = 64,
+bfloat16): 80 of them are 1.66 GB. Each number of blocks is one process, so that peaks are its own.
+``--blocks`` solves for `TERMS` terms; ``--searched`` runs the routes that search for shapes (a
+tolerance for every layer, one budget over all) with a short search, since a full one takes days
+here. What was measured before and is not measured again stays in the results.
 """
 
 from __future__ import annotations
@@ -60,18 +61,30 @@ def make_adapter(folder: Path, blocks: int) -> Path:
     targets = sorted(module.rpartition(".")[2] for module in MODULES)
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": targets}
     folder.mkdir(parents=True)
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "70b-class"}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": "70b-class"})
+    )
     rng = np.random.default_rng(0)
     with (folder / "adapter_model.safetensors").open("wb") as file:
-        file.write(encode_header({name: ("bfloat16", shape) for name, shape in shapes.items()}, {"format": "pt"}))
+        file.write(
+            encode_header(
+                {name: ("bfloat16", shape) for name, shape in shapes.items()}, {"format": "pt"}
+            )
+        )
         for shape in shapes.values():
-            file.write(rng.standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16).tobytes())
+            file.write(
+                rng.standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16).tobytes()
+            )
     return folder
 
 
 def peak() -> int:
     """Bytes this process held at most; of Linux, where ``ru_maxrss`` would count what the parent held as well."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -153,7 +166,9 @@ def main() -> None:
         adapter, job = Path(options.child[0]), options.child[1]
         print(json.dumps(times(adapter) if job == "times" else measure(adapter, job)))
         return
-    record: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"runs": []}
+    record: dict[str, Any] = (
+        json.loads(options.out.read_text()) if options.out.exists() else {"runs": []}
+    )
     record["versions"] = {"python": platform.python_version(), "numpy": np.__version__}
     jobs = [(1, "times")] if options.times else []
     jobs += [(n, "terms") for n in options.blocks]
@@ -164,8 +179,12 @@ def main() -> None:
         if job == "times":
             record["times"] = found
         else:
-            others = [run for run in record["runs"] if (run["route"], run["blocks"]) != (job, blocks)]
-            record["runs"] = sorted([*others, {"route": job, "blocks": blocks, **found}], key=_order)
+            others = [
+                run for run in record["runs"] if (run["route"], run["blocks"]) != (job, blocks)
+            ]
+            record["runs"] = sorted(
+                [*others, {"route": job, "blocks": blocks, **found}], key=_order
+            )
         print(blocks, job, json.dumps(found), flush=True)
         options.out.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -1,15 +1,18 @@
 r"""What `lsrdecomp compress --base … --keep …` costs, as it is typed: processor seconds of each stage, memory, bytes.
 
-    python -m benchmarks.cost.one_command E2E/train.jsonl --lora smollm2-e2e-r8 [--large smollm2-e2e-r16] \
+    python -m benchmarks.cost.one_command E2E/train.jsonl --lora smollm2-e2e-r8 [--large
+    smollm2-e2e-r16] \
         [--base GGUF] [--only NAME | --norms] [--seed 0]
 
-`benchmarks.language.tasks` writes the first file; 400 of its prompts, drawn by the seed, are what the command is given.
-``--large`` is another LoRA of them, with r = 16 on all linear layers; with ``--base``, the file of another base,
-``--lora`` is one of that base, and ``--only`` says which row. The adapter that ships with the package is
-compressed with 600 sentences of ``--reviews``, a text a line. Each command runs in a process of its own with one
-thread; what it wrote is weighed, and its promise read from compression.json. Rows are added to the file as they come,
-each with the commit that ran. ``--norms`` asks how the norm is to be measured: a form of one size in the norm with the
-LoRA at its full strength and at less, by 64 prompts and by fewer and more, each measured on the same held-out prompts.
+`benchmarks.language.tasks` writes the first file; 400 of its prompts, drawn by the seed, are what
+the command is given. ``--large`` is another LoRA of them, with r = 16 on all linear layers; with
+``--base``, the file of another base, ``--lora`` is one of that base, and ``--only`` says which row.
+The adapter that ships with the package is compressed with 600 sentences of ``--reviews``, a text a
+line. Each command runs in a process of its own with one thread; what it wrote is weighed, and its
+promise read from compression.json. Rows are added to the file as they come, each with the commit
+that ran. ``--norms`` asks how the norm is to be measured: a form of one size in the norm with the
+LoRA at its full strength and at less, by 64 prompts and by fewer and more, each measured on the
+same held-out prompts.
 """
 
 from __future__ import annotations
@@ -55,11 +58,17 @@ OTHER_BASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompts", type=Path, nargs="?", help="JSON lines with prompt and completion")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "prompts", type=Path, nargs="?", help="JSON lines with prompt and completion"
+    )
     parser.add_argument("--lora", type=Path, help="the LoRA of SmolLM2 that was trained on them")
     parser.add_argument("--large", type=Path, help="one with r = 16 on all linear layers")
-    parser.add_argument("--reviews", type=Path, help="SST-2's train.tsv, for the adapter that ships")
+    parser.add_argument(
+        "--reviews", type=Path, help="SST-2's train.tsv, for the adapter that ships"
+    )
     parser.add_argument("--base", default="smollm2", help="file of Gemma-3-270M, for its rows")
     parser.add_argument("--only", choices=COMMANDS | OTHER_BASES)
     parser.add_argument("--norms", action="store_true")
@@ -87,7 +96,11 @@ def main() -> None:
 
 def facts() -> dict[str, Any]:
     names = ("numpy", "torch", "transformers", "peft")
-    return {"machine": platform.machine(), "threads": 1, "versions": {name: version(name) for name in names}}
+    return {
+        "machine": platform.machine(),
+        "threads": 1,
+        "versions": {name: version(name) for name in names},
+    }
 
 
 def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -105,15 +118,24 @@ def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "texts.jsonl"
         lines = arguments.prompts.read_text(encoding="utf-8").splitlines()
-        data.write_text("\n".join(random.Random(arguments.seed).sample(lines, PROMPTS)) + "\n", encoding="utf-8")
+        data.write_text(
+            "\n".join(random.Random(arguments.seed).sample(lines, PROMPTS)) + "\n", encoding="utf-8"
+        )
         evaluator = evaluate.Evaluator("smollm2", arguments.lora, read_examples(data))
-        checkpoint, plan = open_checkpoint(arguments.lora), CompressionPlan(bytes=SIZE, storage="auto")
+        checkpoint, plan = (
+            open_checkpoint(arguments.lora),
+            CompressionPlan(bytes=SIZE, storage="auto"),
+        )
         for strength, count in NORMS:
             since, name = time.process_time(), f"{strength}-{count}"
             with patch.multiple(evaluate, SAMPLES_OF_TOKENS=count, STRENGTH=strength):
                 statistics = evaluator.statistics(Journal(Path(folder) / f"journal-{name}"))
             seconds = round(time.process_time() - since, 1)
-            out = search_adapter(checkpoint, [plan], statistics=statistics).compress(plan).save(Path(folder) / name)
+            out = (
+                search_adapter(checkpoint, [plan], statistics=statistics)
+                .compress(plan)
+                .save(Path(folder) / name)
+            )
             behaviour = evaluator.measure(out)
             row: dict[str, Any] = {"strength": strength, "examples": count, "bytes": SIZE}
             row |= {"calibration_seconds": seconds}
@@ -136,10 +158,22 @@ def measured(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str
         texts = draw.sample(arguments.prompts.read_text(encoding="utf-8").splitlines(), PROMPTS)
         lora, base = arguments.large if "r = 16" in name else arguments.lora, arguments.base
     data.write_text("\n".join(texts) + "\n", encoding="utf-8")
-    typed = ["compress", str(lora), "--base", base, "--data", str(data), *options, "--out", str(out)]
+    typed = [
+        "compress",
+        str(lora),
+        "--base",
+        base,
+        "--data",
+        str(data),
+        *options,
+        "--out",
+        str(out),
+    ]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     child = [sys.executable, "-m", "benchmarks.cost.one_command", "--child", *typed]
-    done = subprocess.run(child, env=os.environ | threads, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        child, env=os.environ | threads, stdout=subprocess.PIPE, text=True, check=True
+    )
     record = json.loads((out / "compression.json").read_text())
     promise = record["promise"]
     return {
@@ -152,7 +186,10 @@ def measured(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str
         "weight_bytes": (out / "adapter_model.safetensors").stat().st_size,
         "head_bytes": promise["head_bytes"],
         "directory_bytes": {file.name: file.stat().st_size for file in sorted(out.iterdir())},
-        **{key: promise[key] for key in ("kept", "standard_error", "kl", "effect", "agreement", "distilled")},
+        **{
+            key: promise[key]
+            for key in ("kept", "standard_error", "kl", "effect", "agreement", "distilled")
+        },
         "tried": record["tried"],
     }
 
@@ -162,7 +199,10 @@ def timed_command(typed: list[str]) -> dict[str, Any]:
     clock = Stages()
     from lsrdecomp.cli.main import run
 
-    with patch("lsrdecomp.cli.compress.follow", clock.follow), patch.object(sys, "argv", ["lsrdecomp", *typed]):
+    with (
+        patch("lsrdecomp.cli.compress.follow", clock.follow),
+        patch.object(sys, "argv", ["lsrdecomp", *typed]),
+    ):
         try:
             run()
         except SystemExit as error:

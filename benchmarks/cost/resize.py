@@ -1,7 +1,7 @@
 """What a LoRA file of 1,500 layers costs to cut as it came: CPU seconds and peak memory of the command.
 
-The files are synthetic (spectra that fall by a tenth a component, float16, rank 64), with layers of SDXL's and Wan's
-sizes.
+The files are synthetic (spectra that fall by a tenth a component, float16, rank 64), with layers of
+SDXL's and Wan's sizes.
 
     python -m benchmarks.cost.resize --layers 1500
 """
@@ -49,7 +49,17 @@ def write(path: Path, model: str, layers: int) -> None:
 
 def run(path: Path, *options: str) -> tuple[dict[str, object], float, float]:
     """Figures of the command, its CPU seconds and its peak memory in MB."""
-    command = [sys.executable, "-m", "lsrdecomp", "compress", str(path), "--ratio", str(RATIO), "--quiet", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "lsrdecomp",
+        "compress",
+        str(path),
+        "--ratio",
+        str(RATIO),
+        "--quiet",
+        *options,
+    ]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
@@ -78,7 +88,11 @@ def main() -> None:
             "bytes": sizes[0],
             "bytes_after": sizes[1],
         }
-        row |= {"cpu_seconds": round(seconds, 2), "cpu_seconds_dry_run": round(dry, 2), "peak_mb": round(memory, 1)}
+        row |= {
+            "cpu_seconds": round(seconds, 2),
+            "cpu_seconds_dry_run": round(dry, 2),
+            "peak_mb": round(memory, 1),
+        }
         rows.append(row | {"relative_error": figures["relative_error"]})
         print(rows[-1], flush=True)
     RESULT.write_text(json.dumps({"seed": SEED, **provenance(), "rows": rows}, indent=1) + "\n")

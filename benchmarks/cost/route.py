@@ -2,11 +2,12 @@
 
 python -m benchmarks.cost.route [--work DIR] [--blocks 32] [--widths 512 1024 2048 4096]
 
-A block of a 7B model has seven linear layers, 4096 and 11008 wide; 32 of them are 224 layers, r = 16, bfloat16. In the
-Frobenius norm `TERMS` terms a side, through `compress` and to disk; the same process reads the adapter, factorizes both
-halves of every layer (Q formed, float64) and writes the adapter again; the run of median ratio is kept. In the K-FAC
-norm the search of `compress` for one layer of every width, with weights of 128 eigenpairs as calibration keeps
-them for wide layers, and one sweep alone, whose time is fitted by a + b·n.
+A block of a 7B model has seven linear layers, 4096 and 11008 wide; 32 of them are 224 layers, r =
+16, bfloat16. In the Frobenius norm `TERMS` terms a side, through `compress` and to disk; the same
+process reads the adapter, factorizes both halves of every layer (Q formed, float64) and writes the
+adapter again; the run of median ratio is kept. In the K-FAC norm the search of `compress` for one
+layer of every width, with weights of 128 eigenpairs as calibration keeps them for wide layers, and
+one sweep alone, whose time is fitted by a + b·n.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def make_adapter(folder: Path, blocks: int, seed: int) -> Path:
         for block in range(blocks)
         for module, (m, n) in MODULES.items()
     )
-    return write_lora(folder, layers=layers, config={"base_model_name_or_path": "7b-class"}, storage="bfloat16")
+    return write_lora(
+        folder, layers=layers, config={"base_model_name_or_path": "7b-class"}, storage="bfloat16"
+    )
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -74,10 +77,16 @@ def frobenius(work: Path, blocks: int, seed: int) -> dict[str, Any]:
     parts = dict.fromkeys(("read", "factorize", "write", "compress", "save"), 0.0)
     for layer in checkpoint.layers:
         pairs: list[LowRank] = []
-        parts["read"] += seconds(lambda layer=layer, pairs=pairs: pairs.append(layer_pair(checkpoint, layer)))
-        parts["factorize"] += seconds(lambda pairs=pairs: (np.linalg.qr(pairs[0].left), np.linalg.qr(pairs[0].right.T)))
+        parts["read"] += seconds(
+            lambda layer=layer, pairs=pairs: pairs.append(layer_pair(checkpoint, layer))
+        )
+        parts["factorize"] += seconds(
+            lambda pairs=pairs: (np.linalg.qr(pairs[0].left), np.linalg.qr(pairs[0].right.T))
+        )
     copies = [(layer.name, *layer.load()) for layer in checkpoint.layers]
-    parts["write"] = seconds(lambda: write_lora(work / "copy", layers=copies, config={}, storage="bfloat16"))
+    parts["write"] = seconds(
+        lambda: write_lora(work / "copy", layers=copies, config={}, storage="bfloat16")
+    )
     results: list[Any] = []
     plan = CompressionPlan(separation_rank=TERMS, storage="bfloat16")
     parts["compress"] = seconds(lambda: results.append(compress(open_checkpoint(adapter), plan)))
@@ -107,13 +116,19 @@ def kfac(widths: list[int], seed: int) -> list[dict[str, Any]]:
         norm = NormWeights(weight(n, rng), weight(n, rng))
         shape = ProductShape.balanced((n, n), (2, 2))
 
-        def solve(sweeps: int, pair: LowRank = pair, shape: ProductShape = shape, norm: NormWeights = norm) -> float:
+        def solve(
+            sweeps: int, pair: LowRank = pair, shape: ProductShape = shape, norm: NormWeights = norm
+        ) -> float:
             solver = JointALS(sweeps=sweeps, tolerance=0.0, trials=0)
-            return min(seconds(lambda: solver.solve(pair, shape, 4, weights=norm)) for _ in range(3))
+            return min(
+                seconds(lambda: solver.solve(pair, shape, 4, weights=norm)) for _ in range(3)
+            )
 
         sweep = (solve(9) - solve(1)) / 8
         layers = make_layers({"layer": pair}, {"layer": norm})
-        whole = seconds(lambda layers=layers: fit_layers(layers, CompressionPlan(ratio=RATIO).budget(layers)))
+        whole = seconds(
+            lambda layers=layers: fit_layers(layers, CompressionPlan(ratio=RATIO).budget(layers))
+        )
         rows.append({"width": n, "seconds_sweep": sweep, "seconds_layer": whole})
         print(rows[-1], flush=True)
     return rows
@@ -143,7 +158,9 @@ def main() -> None:
             runs.append(frobenius(Path(folder), options.blocks, options.seed))
         print(json.dumps(runs[-1]), flush=True)
     runs.sort(key=lambda run: run["ratio"])
-    record: dict[str, Any] = {"frobenius": runs[len(runs) // 2] | {"all_ratios": [run["ratio"] for run in runs]}}
+    record: dict[str, Any] = {
+        "frobenius": runs[len(runs) // 2] | {"all_ratios": [run["ratio"] for run in runs]}
+    }
     rows = kfac(options.widths, options.seed)
     record["kfac"] = {
         "eigenpairs": EIGENPAIRS,

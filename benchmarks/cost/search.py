@@ -3,10 +3,11 @@
     python -m benchmarks.cost.search --adapter DIR --statistics DIR
     python -m benchmarks.cost.search --synthetic 224 --ratios 48 [--workers 2]
 
-The first runs on a real adapter and its statistics; the second on layers of a 7B model (4096², 11008 × 4096 both ways,
-r = 16, 128 eigenpairs a side) with the spectra that SmolLM2's layers have, so many of 224 as are asked for, from files
-as `compress` reads them (1.3 GB for all; --work names where they lie, and keeps them). Writes results/search_cost.json,
-one record a run, with versions and seed.
+The first runs on a real adapter and its statistics; the second on layers of a 7B model (4096²,
+11008 × 4096 both ways, r = 16, 128 eigenpairs a side) with the spectra that SmolLM2's layers have,
+so many of 224 as are asked for, from files as `compress` reads them (1.3 GB for all; --work names
+where they lie, and keeps them). Writes results/search_cost.json, one record a run, with versions
+and seed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ RANK, PAIRS, SEED = 16, 128, 0
 
 def write_synthetic(directory: Path, count: int) -> tuple[Path, Path]:
     """An adapter of the sizes of a 7B model, and statistics with spectra like k^-1.1 (outputs) and k^-1.8 (inputs)."""
-    from lsrdecomp.calibration.accumulators import Counts  # with them comes torch, whose memory is not to be counted
+    from lsrdecomp.calibration.accumulators import (
+        Counts,
+    )  # with them comes torch, whose memory is not to be counted
     from lsrdecomp.calibration.files import Finished, write_statistics
 
     adapter, statistics = directory / f"adapter-{count}", directory / f"statistics-{count}"
@@ -58,14 +61,21 @@ def write_synthetic(directory: Path, count: int) -> tuple[Path, Path]:
                 basis = np.linalg.qr(rng.standard_normal((size, PAIRS)))[0]
                 values = np.arange(1.0, PAIRS + 1.0) ** -power
                 parts = {"eigenvectors": basis, "eigenvalues": values, "rest": np.array(0.0)}
-                tensors.update({f"{name}.{side}.{part}": array.astype(np.float32) for part, array in parts.items()})
+                tensors.update(
+                    {
+                        f"{name}.{side}.{part}": array.astype(np.float32)
+                        for part, array in parts.items()
+                    }
+                )
 
     write_lora(adapter, layers=layers(), force=True)
     write_statistics(statistics, {}, Finished(tensors, {}, Counts(), ""))
     return adapter, statistics
 
 
-def measured(layers: Sequence[Layer], ratios: Sequence[float], workers: int) -> list[dict[str, Any]]:
+def measured(
+    layers: Sequence[Layer], ratios: Sequence[float], workers: int
+) -> list[dict[str, Any]]:
     """One search, every ratio; seconds since the start, of this process where it is the only one."""
     begun, wall, rows = time.process_time(), time.perf_counter(), []
     budgets = [CompressionPlan(ratio=ratio).budget(layers) for ratio in ratios]
@@ -88,7 +98,9 @@ def measured(layers: Sequence[Layer], ratios: Sequence[float], workers: int) -> 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--adapter", type=Path)
     parser.add_argument("--statistics", type=Path)
     parser.add_argument("--synthetic", type=int, metavar="LAYERS")
@@ -102,17 +114,30 @@ def main() -> None:
             name = f"synthetic 7B, {options.synthetic} of 224 layers"
             # In a process of its own, whose memory and time are not counted.
             with ProcessPoolExecutor(1) as other:
-                files = other.submit(write_synthetic, options.work or Path(place), options.synthetic).result()
+                files = other.submit(
+                    write_synthetic, options.work or Path(place), options.synthetic
+                ).result()
         else:
             name, files = options.adapter.name, (options.adapter, options.statistics)
         layers = open_layers(open_checkpoint(files[0]), read_statistics(files[1]))
         rows = measured(layers, options.ratios, options.workers)
-    versions = {"python": platform.python_version()} | {name: version(name) for name in ("lsrdecomp", "numpy", "scipy")}
-    record = {"of": name, "layers": len(layers), "workers": options.workers, "seed": SEED, "rows": rows}
+    versions = {"python": platform.python_version()} | {
+        name: version(name) for name in ("lsrdecomp", "numpy", "scipy")
+    }
+    record = {
+        "of": name,
+        "layers": len(layers),
+        "workers": options.workers,
+        "seed": SEED,
+        "rows": rows,
+    }
     known = json.loads(options.out.read_text())["runs"] if options.out.exists() else []
-    runs = [run for run in known if (run["of"], run["workers"]) != (name, options.workers)] + [record]
+    runs = [run for run in known if (run["of"], run["workers"]) != (name, options.workers)] + [
+        record
+    ]
     options.out.write_text(
-        json.dumps({"runs": runs, "versions": versions, "machine": platform.machine()}, indent=1) + "\n"
+        json.dumps({"runs": runs, "versions": versions, "machine": platform.machine()}, indent=1)
+        + "\n"
     )
 
 

@@ -1,24 +1,25 @@
 r"""What can be said of 7B and 70B without their weights: a fit over the models at hand, and synthetic layers as wide.
 
-    python -m benchmarks.cost.synthesis measure SmolLM2-135M E2E --base smollm2 --lora DIR --texts e2e/train.jsonl
-    python -m benchmarks.cost.synthesis wide
-    python -m benchmarks.cost.synthesis fit
+    python -m benchmarks.cost.synthesis measure SmolLM2-135M E2E --base smollm2 --lora DIR --texts
+    e2e/train.jsonl python -m benchmarks.cost.synthesis wide python -m benchmarks.cost.synthesis fit
 
-`measure` adds a LoRA to the record: of each layer the participation ratios (tr S)² / tr S² of both weights of the
-Fisher norm, as `compress --base` measures it, and of the LoRA's weighted update; the numbers that the smallest form
-takes which keeps a share of the layer in that norm; and what the whole keeps at `RATIOS`, by the norm and by its
-answers to held-out texts. The LoRA that ships with the package is measured without ``--lora``.
+`measure` adds a LoRA to the record: of each layer the participation ratios (tr S)² / tr S² of both
+weights of the Fisher norm, as `compress --base` measures it, and of the LoRA's weighted update; the
+numbers that the smallest form takes which keeps a share of the layer in that norm; and what the
+whole keeps at `RATIOS`, by the norm and by its answers to held-out texts. The LoRA that ships with
+the package is measured without ``--lora``.
 
-`wide` makes synthetic layers: weights with eigenvalues k^-a of `PAIRS` random directions, a set to a participation
-ratio; Gaussian halves that know nothing of them, combined so that the singular values of the weighted update fall by a
-factor that is set to the third. First a twin of
-each measured layer of `TWINS` in its own size, to see what synthesis is worth. Then `BLOCKS` blocks of a 7B and a 70B
-model, each layer with ratios and norm of a measured layer of its kind, drawn by the seed: as they are, and with those
-of the weights multiplied, since nobody knows how they grow. Beside it truncated SVD of the same layers by NumPy.
+`wide` makes synthetic layers: weights with eigenvalues k^-a of `PAIRS` random directions, a set to
+a participation ratio; Gaussian halves that know nothing of them, combined so that the singular
+values of the weighted update fall by a factor that is set to the third. First a twin of each
+measured layer of `TWINS` in its own size, to see what synthesis is worth. Then `BLOCKS` blocks of a
+7B and a 70B model, each layer with ratios and norm of a measured layer of its kind, drawn by the
+seed: as they are, and with those of the weights multiplied, since nobody knows how they grow.
+Beside it truncated SVD of the same layers by NumPy.
 
-`fit` explains the logarithm of the numbers that a layer takes to keep the largest of `SHARES` by its ratios and its
-size; at smaller shares many layers take the smallest form there is. Standard errors are a jackknife over LoRAs; each
-model is predicted from the others.
+`fit` explains the logarithm of the numbers that a layer takes to keep the largest of `SHARES` by
+its ratios and its size; at smaller shares many layers take the smallest form there is. Standard
+errors are a jackknife over LoRAs; each model is predicted from the others.
 """
 
 from __future__ import annotations
@@ -72,14 +73,18 @@ PREDICTORS = {
     "update": lambda row: math.log(row["update"]),
     "size": lambda row: math.log(row["rows"] + row["columns"]),
 }
-MODELS = {"nothing": (), "ratios": ("input", "output", "update"), "ratios and size": tuple(PREDICTORS)}
+MODELS = {
+    "nothing": (),
+    "ratios": ("input", "output", "update"),
+    "ratios and size": tuple(PREDICTORS),
+}
 """What explains the numbers of a layer, from less to more."""
 
 Row = dict[str, Any]
 Array = NDArray[np.float64]
 
 
-# -- what is measured ------------------------------------------------------------------------------------------------
+# -- what is measured ------------------------------------------------------------------------------
 
 
 def participation(values: Array, rest: float = 0.0, others: int = 0) -> float:
@@ -106,7 +111,13 @@ def layer_facts(layer: Layer, statistics: Statistics) -> Row:
         for side, weight in (("input", weights.input), ("output", weights.output))
     }
     sizes = {"rows": rows, "columns": columns, "rank": layer.rank}
-    return {"name": layer.name, **sizes, **ratios, "update": participation(values**2), "norm": layer.squared_norm**0.5}
+    return {
+        "name": layer.name,
+        **sizes,
+        **ratios,
+        "update": participation(values**2),
+        "norm": layer.squared_norm**0.5,
+    }
 
 
 def numbers_for_shares(checkpoint: Checkpoint, statistics: Statistics) -> Iterator[tuple[str, Row]]:
@@ -118,19 +129,28 @@ def numbers_for_shares(checkpoint: Checkpoint, statistics: Statistics) -> Iterat
             lost = float(layer.functional_error or 0.0) ** 2
             yield (
                 layer.name,
-                {"wanted": share, "share": 1.0 - lost, "numbers": layer.parameters, "structure": layer.structure},
+                {
+                    "wanted": share,
+                    "share": 1.0 - lost,
+                    "numbers": layer.parameters,
+                    "structure": layer.structure,
+                },
             )
 
 
 def described(checkpoint: Checkpoint, statistics: Statistics) -> list[Row]:
     """All layers of an adapter, each with its ratios and the numbers for every share."""
-    rows = {layer.name: layer_facts(layer, statistics) for layer in open_layers(checkpoint, statistics)}
+    rows = {
+        layer.name: layer_facts(layer, statistics) for layer in open_layers(checkpoint, statistics)
+    }
     for name, numbers in numbers_for_shares(checkpoint, statistics):
         rows[name].setdefault("forms", []).append(numbers)
     return list(rows.values())
 
 
-def whole(checkpoint: Checkpoint, statistics: Statistics, written: Callable[[Path], Row]) -> list[Row]:
+def whole(
+    checkpoint: Checkpoint, statistics: Statistics, written: Callable[[Path], Row]
+) -> list[Row]:
     """The adapter at `RATIOS`: its share in the norm, that of truncated SVD, and more of the written form."""
     plans = [CompressionPlan(ratio=ratio, storage="float16") for ratio in RATIOS]
     begun = time.process_time()
@@ -144,7 +164,10 @@ def whole(checkpoint: Checkpoint, statistics: Statistics, written: Callable[[Pat
             weights = (out / WEIGHTS).stat().st_size
             more, begun = written(out), time.process_time() - spent
         total = result.totals
-        kept = {"share": 1.0 - (total.functional_error or 0.0) ** 2, "svd": 1.0 - (total.low_rank_error or 0.0) ** 2}
+        kept = {
+            "share": 1.0 - (total.functional_error or 0.0) ** 2,
+            "svd": 1.0 - (total.low_rank_error or 0.0) ** 2,
+        }
         sizes = {"ratio": plan.ratio, "numbers": total.parameters, "weight_bytes": weights}
         rows.append({**sizes, **kept, "cpu_seconds": round(spent, 1), **more})
     return rows
@@ -174,11 +197,16 @@ def measure(options: argparse.Namespace) -> Row:
             return {"answers": behaviour.kept, "standard_error": behaviour.standard_error}
 
         forms, layers = whole(checkpoint, statistics, answers), described(checkpoint, statistics)
-    facts = {"model": options.model, "task": options.task, "texts": len(texts), "seed": options.seed}
+    facts = {
+        "model": options.model,
+        "task": options.task,
+        "texts": len(texts),
+        "seed": options.seed,
+    }
     return {**facts, "forms": forms, "layers": layers}
 
 
-# -- what is made up ------------------------------------------------------------------------------------------------
+# -- what is made up -------------------------------------------------------------------------------
 
 
 def spectrum(wanted: float, size: int) -> Array:
@@ -194,14 +222,19 @@ def spectrum(wanted: float, size: int) -> Array:
     return ranks**-power / (ranks**-power).sum()
 
 
-def synthetic_layer(like: Row, shape: tuple[int, int], factor: float, rng: np.random.Generator) -> tuple[Any, ...]:
+def synthetic_layer(
+    like: Row, shape: tuple[int, int], factor: float, rng: np.random.Generator
+) -> tuple[Any, ...]:
     """Both halves of a layer, and both weights as (vectors, values), with the ratios and the norm of a measured one."""
     sides, pair = [], []
     for side, size in zip(("output", "input"), shape, strict=True):
         values = spectrum(max(1.001, factor * like[side]), size)
-        weight = LowRankPlusIdentity(np.linalg.qr(rng.standard_normal((size, len(values))))[0], values, 0.0)
+        weight = LowRankPlusIdentity(
+            np.linalg.qr(rng.standard_normal((size, len(values))))[0], values, 0.0
+        )
         half = rng.standard_normal((size, like["rank"]))
-        # So combined that the weighted columns are orthonormal: then the update has the singular values of step 2.
+        # So combined that the weighted columns are orthonormal: then the update has the singular
+        # values of step 2.
         triangle = np.linalg.qr(damped(weight, DAMPING).root(half), mode="r")
         pair.append(solve_triangular(triangle.T, half.T, lower=True).T)
         sides.append((weight.basis, values))
@@ -226,7 +259,12 @@ def write_synthetic(
             left, right, sides = synthetic_layer(like, shape, factor, rng)
             for side, (vectors, values) in zip(("output", "input"), sides, strict=True):
                 parts = {"eigenvectors": vectors, "eigenvalues": values, "rest": np.array(0.0)}
-                tensors.update({f"{name}.{side}.{part}": array.astype(np.float32) for part, array in parts.items()})
+                tensors.update(
+                    {
+                        f"{name}.{side}.{part}": array.astype(np.float32)
+                        for part, array in parts.items()
+                    }
+                )
             yield name, left.astype(np.float32), right.astype(np.float32)
 
     write_lora(folder / "adapter", layers=pairs(), config={"base_model_name_or_path": "synthetic"})
@@ -247,14 +285,28 @@ def child(adapter: Path, statistics: Path) -> Row:
     before = peak()
     forms = whole(checkpoint, norms, lambda out: {})
     memory = {"peak_bytes": peak() - imported, "peer_peak_bytes": before - imported}
-    return {"peer_cpu_seconds": round(peer, 2), **memory, "forms": forms, "layers": described(checkpoint, norms)}
+    return {
+        "peer_cpu_seconds": round(peer, 2),
+        **memory,
+        "forms": forms,
+        "layers": described(checkpoint, norms),
+    }
 
 
-def made(layers: list[tuple[str, Row, tuple[int, int]]], factor: float, options: argparse.Namespace) -> Row:
+def made(
+    layers: list[tuple[str, Row, tuple[int, int]]], factor: float, options: argparse.Namespace
+) -> Row:
     """Synthetic layers on disk, and what a process of its own says of them."""
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         adapter, statistics = write_synthetic(Path(folder), layers, factor, options.seed)
-        command = [sys.executable, "-m", "benchmarks.cost.synthesis", "child", str(adapter), str(statistics)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.cost.synthesis",
+            "child",
+            str(adapter),
+            str(statistics),
+        ]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         sizes = {
             "source_bytes": (adapter / WEIGHTS).stat().st_size,
@@ -267,10 +319,20 @@ def wide(record: Row, options: argparse.Namespace) -> Iterator[Row]:
     """The twin of a measured adapter, then blocks of both sizes at each factor; of those that are asked for."""
     sources = {(lora["model"], lora["task"]): lora for lora in record["loras"]}
     for twin in TWINS if "twin" in options.only else ():
-        layers = [(row["name"], row, (row["rows"], row["columns"])) for row in sources[twin]["layers"]]
-        yield {"of": "twin", "like": ", ".join(twin), "blocks": 1, "made": 1, **made(layers, 1.0, options)}
+        layers = [
+            (row["name"], row, (row["rows"], row["columns"])) for row in sources[twin]["layers"]
+        ]
+        yield {
+            "of": "twin",
+            "like": ", ".join(twin),
+            "blocks": 1,
+            "made": 1,
+            **made(layers, 1.0, options),
+        }
     source = sources[TWINS[0]]
-    kinds = {kind: [row for row in source["layers"] if row["name"].endswith(kind)] for kind in KINDS}
+    kinds = {
+        kind: [row for row in source["layers"] if row["name"].endswith(kind)] for kind in KINDS
+    }
     for name, about in WIDE.items():
         draw = random.Random(options.seed)
         layers = [
@@ -288,7 +350,7 @@ def wide(record: Row, options: argparse.Namespace) -> Iterator[Row]:
             }
 
 
-# -- what explains it -----------------------------------------------------------------------------------------------
+# -- what explains it ------------------------------------------------------------------------------
 
 
 def observations(loras: list[Row]) -> list[Row]:
@@ -308,7 +370,9 @@ def design(rows: list[Row], names: tuple[str, ...]) -> Array:
 
 def solved(rows: list[Row], names: tuple[str, ...]) -> Array:
     """Coefficients of least squares of the logarithm of the numbers."""
-    return np.linalg.lstsq(design(rows, names), np.log([row["numbers"] for row in rows]), rcond=None)[0]
+    return np.linalg.lstsq(
+        design(rows, names), np.log([row["numbers"] for row in rows]), rcond=None
+    )[0]
 
 
 def misses(rows: list[Row], names: tuple[str, ...], coefficients: Array) -> Array:
@@ -320,15 +384,25 @@ def fitted(rows: list[Row], names: tuple[str, ...]) -> Row:
     """Coefficients with the jackknife over LoRAs, what is explained, and each model predicted from the others."""
     coefficients = solved(rows, names)
     loras = sorted({row["lora"] for row in rows})
-    without = np.array([solved([row for row in rows if row["lora"] != lora], names) for lora in loras])
+    without = np.array(
+        [solved([row for row in rows if row["lora"] != lora], names) for lora in loras]
+    )
     errors = np.sqrt((len(loras) - 1) / len(loras) * ((without - without.mean(0)) ** 2).sum(0))
     values = np.log([row["numbers"] for row in rows])
     left_out = {}
     for model in sorted({row["model"] for row in rows}):
-        others, own = ([row for row in rows if (row["model"] == model) is same] for same in (False, True))
+        others, own = (
+            [row for row in rows if (row["model"] == model) is same] for same in (False, True)
+        )
         missed = misses(own, names, solved(others, names))
-        left_out[model] = {"rms": float(np.sqrt((missed**2).mean())), "mean": float(missed.mean()), "layers": len(own)}
-    explained = 1.0 - float((misses(rows, names, coefficients) ** 2).sum() / ((values - values.mean()) ** 2).sum())
+        left_out[model] = {
+            "rms": float(np.sqrt((missed**2).mean())),
+            "mean": float(missed.mean()),
+            "layers": len(own),
+        }
+    explained = 1.0 - float(
+        (misses(rows, names, coefficients) ** 2).sum() / ((values - values.mean()) ** 2).sum()
+    )
     labels = ("one", *names)
     return {
         "coefficients": dict(zip(labels, coefficients.tolist(), strict=True)),
@@ -350,7 +424,9 @@ def growth(loras: list[Row]) -> Row:
     models, result = sorted({lora["model"] for lora in loras}), {}
     for side, size in (("input", "columns"), ("output", "rows")):
         without = np.array([exponent(model, side, size) for model in models])
-        spread = math.sqrt((len(models) - 1) / len(models) * float(((without - without.mean()) ** 2).sum()))
+        spread = math.sqrt(
+            (len(models) - 1) / len(models) * float(((without - without.mean()) ** 2).sum())
+        )
         result[side] = {"exponent": exponent(None, side, size), "standard_error": spread}
     return result
 
@@ -365,7 +441,8 @@ def fit(record: Row) -> Row:
         "fits": fits,
         "growth": growth(record["loras"]),
         "synthetic": [
-            {**{key: run[key] for key in ("of", "like", "factor")}, **extrapolated(run, fits, rows)} for run in runs
+            {**{key: run[key] for key in ("of", "like", "factor")}, **extrapolated(run, fits, rows)}
+            for run in runs
         ],
     }
 
@@ -373,8 +450,9 @@ def fit(record: Row) -> Row:
 def extrapolated(run: Row, fits: Row, rows: list[Row]) -> Row:
     """Numbers of all layers of a synthetic run: what they took, and what each fit says.
 
-    The factor of error of an extrapolation: how far models are missed on average when the others predict them, and the
-    standard error of the exponent of the size over the distance to the sizes that were measured.
+    The factor of error of an extrapolation: how far models are missed on average when the others
+    predict them, and the standard error of the exponent of the size over the distance to the sizes
+    that were measured.
     """
     own, size = observations([{**run, "model": run["of"], "task": ""}]), PREDICTORS["size"]
     scale = run["blocks"] / run["made"]
@@ -398,7 +476,9 @@ def extrapolated(run: Row, fits: Row, rows: list[Row]) -> Row:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "synthesis.json")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, help="where synthetic files lie for a while")
@@ -422,14 +502,21 @@ def main() -> None:
     record = json.loads(options.out.read_text("utf-8")) if options.out.exists() else {"loras": []}
     if options.job == "measure":
         new = measure(options)
-        others = [lora for lora in record["loras"] if (lora["model"], lora["task"]) != (options.model, options.task)]
+        others = [
+            lora
+            for lora in record["loras"]
+            if (lora["model"], lora["task"]) != (options.model, options.task)
+        ]
         record["loras"] = sorted([*others, new], key=lambda lora: (lora["model"], lora["task"]))
         print(json.dumps(new["forms"], indent=1))
     elif options.job == "wide":
         record["wide"] = [row for row in record.get("wide", []) if row["of"] not in options.only]
         for row in wide(record, options):
             record["wide"].append(row)
-            print(json.dumps({key: value for key, value in row.items() if key != "layers"}), flush=True)
+            print(
+                json.dumps({key: value for key, value in row.items() if key != "layers"}),
+                flush=True,
+            )
     else:
         record["fit"] = fit(record)
         print(json.dumps(record["fit"], indent=1))

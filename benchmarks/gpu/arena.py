@@ -3,10 +3,11 @@
     python -m benchmarks.gpu.arena                                                      # the table, in Markdown
     python -m benchmarks.gpu.arena --prepare MetaMathQA-395K.json test.jsonl --out DIR  # files for the script
 
-The published rows, each with its file and commit, and the protocol are in `peft_arena.json`. A cell of the table stays
-"not run" until the record of `script` has that size for that base; of a walk with ``--tiny`` or another base nothing
-is shown. The files to prepare from are MetaMathQA's own (``query`` and ``response``) and GSM8K's test (``question`` and
-``answer``); PEFT leaves out examples of more than 1,300 characters.
+The published rows, each with its file and commit, and the protocol are in `peft_arena.json`. A cell
+of the table stays "not run" until the record of `script` has that size for that base; of a walk
+with ``--tiny`` or another base nothing is shown. The files to prepare from are MetaMathQA's own
+(``query`` and ``response``) and GSM8K's test (``question`` and ``answer``); PEFT leaves out
+examples of more than 1,300 characters.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import Any
 
 from benchmarks import RESULTS
 
-PUBLISHED: dict[str, Any] = json.loads(Path(__file__).with_name("peft_arena.json").read_text("utf-8"))
+PUBLISHED: dict[str, Any] = json.loads(
+    Path(__file__).with_name("peft_arena.json").read_text("utf-8")
+)
 SOURCE = next(row for row in PUBLISHED["rows"] if row["kind"] == "source of the conversions")
 CONVERTED = {row["parameters"]: row for row in PUBLISHED["rows"] if row["kind"] == "converted"}
 COLUMNS = ("LSR", "SVD")
@@ -35,49 +38,86 @@ def measured(record: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
     base = PUBLISHED["protocol"]["base"].rpartition("/")[2]
     if record.get("tiny") or any(Path(stage["model"]).name != base for stage in answers):
         return {}
-    return {(row["structure"], round(whole / row["ratio"])): row for stage in answers for row in stage["rows"]}
+    return {
+        (row["structure"], round(whole / row["ratio"])): row
+        for stage in answers
+        for row in stage["rows"]
+    }
 
 
 def table(record: dict[str, Any]) -> list[str]:
     """Published rows by size in Markdown, accuracy in percent; our LoRA stands beside the source of conversions."""
     here = measured(record)
-    lines = ["| PEFT's row | how | parameters | published | " + " | ".join(f"{name} here" for name in COLUMNS) + " |"]
+    lines = [
+        "| PEFT's row | how | parameters | published | "
+        + " | ".join(f"{name} here" for name in COLUMNS)
+        + " |"
+    ]
     lines.append("|---|---|---|---|" + "---|" * len(COLUMNS))
     for row in sorted(PUBLISHED["rows"], key=lambda row: -row["parameters"]):
         cells = [_cell(here, row["parameters"], structure) for structure in COLUMNS]
         if row is SOURCE:
             cells = [f"LoRA {_cell(here, row['parameters'], 'LoRA')}", *("" for _ in COLUMNS[1:])]
-        name = f"`rank={row['method'].removeprefix('rank ')}`" if row["kind"] == "converted" else row["method"]
+        name = (
+            f"`rank={row['method'].removeprefix('rank ')}`"
+            if row["kind"] == "converted"
+            else row["method"]
+        )
         how = "trained" if row is SOURCE else row["kind"]
-        lines.append(f"| {name} | {how} | {row['parameters']:,} | {row['accuracy']:.2f} | {' | '.join(cells)} |")
+        lines.append(
+            f"| {name} | {how} | {row['parameters']:,} | {row['accuracy']:.2f} | {' | '.join(cells)} |"
+        )
     return lines
 
 
 def _cell(here: dict[tuple[str, int], dict[str, Any]], parameters: int, structure: str) -> str:
     sizes = {size: row for (name, size), row in here.items() if name == structure}
     nearest = min(sizes, key=lambda size: abs(size - parameters), default=0)
-    return f"{sizes[nearest]['accuracy']:.2f}" if abs(nearest - parameters) <= NEAR * parameters else "not run"
+    return (
+        f"{sizes[nearest]['accuracy']:.2f}"
+        if abs(nearest - parameters) <= NEAR * parameters
+        else "not run"
+    )
 
 
 def examples(path: Path, most: float) -> list[dict[str, str]]:
     """Prompts and completions as PEFT writes them, of a JSON list or of JSON lines; of at most so many characters."""
     text = path.read_text("utf-8")
-    rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
-    pairs = [(row.get("query", row.get("question")), row.get("response", row.get("answer"))) for row in rows]
+    rows = (
+        json.loads(text)
+        if text.lstrip().startswith("[")
+        else [json.loads(line) for line in text.splitlines()]
+    )
+    pairs = [
+        (row.get("query", row.get("question")), row.get("response", row.get("answer")))
+        for row in rows
+    ]
     template = PUBLISHED["protocol"]["prompt"]
     kept = [(query, answer) for query, answer in pairs if len(f"{query} {answer}") <= most]
-    return [{"prompt": template.format(query=query), "completion": answer} for query, answer in kept]
+    return [
+        {"prompt": template.format(query=query), "completion": answer} for query, answer in kept
+    ]
 
 
 def main(given: list[str] | None = None) -> None:
     """Print the table, or write the two files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", type=Path, default=RESULTS / "gpu.json", help="of benchmarks.gpu.script")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--record", type=Path, default=RESULTS / "gpu.json", help="of benchmarks.gpu.script"
+    )
     parser.add_argument("--prepare", type=Path, nargs=2, metavar=("TRAIN", "TEST"))
     parser.add_argument("--out", type=Path, default=Path("arena"))
     options = parser.parse_args(given)
     if options.prepare is None:
-        print("\n".join(table(json.loads(options.record.read_text("utf-8")) if options.record.exists() else {})))
+        print(
+            "\n".join(
+                table(
+                    json.loads(options.record.read_text("utf-8")) if options.record.exists() else {}
+                )
+            )
+        )
         return
     options.out.mkdir(parents=True, exist_ok=True)
     lengths = {"train": PUBLISHED["protocol"]["characters"], "test": inf}

@@ -1,20 +1,21 @@
 """The part of `script` with ``--llm``: a LoRA of a causal model, compressed, beside PEFT's table of LoRA conversion.
 
-PEFT's documentation ("LoRA conversion") shortens a LoRA of rank 64 on q and v of Llama-3.2-3B, trained on MetaMathQA
-with rank-stabilized scaling, by truncated SVD to several sizes, and tells the accuracy on GSM8K (52.92 % at first).
-Here are the same steps in bfloat16 on one device:
+PEFT's documentation ("LoRA conversion") shortens a LoRA of rank 64 on q and v of Llama-3.2-3B,
+trained on MetaMathQA with rank-stabilized scaling, by truncated SVD to several sizes, and tells the
+accuracy on GSM8K (52.92 % at first). Here are the same steps in bfloat16 on one device:
 
 1. such a LoRA is trained, or ``--adapter`` names one;
-2. Fisher statistics are measured on ``--samples`` training examples, and it is compressed to each size by LSR and by
-   truncated SVD in both norms;
-3. each form answers the held-out prompts by greedy decoding: right if its last number is that of the file's completion,
-   as in PEFT after "The answer is" or "####" where the completion has such a mark. Beside that, the divergence from the
-   LoRA's answers.
+2. Fisher statistics are measured on ``--samples`` training examples, and it is compressed to each
+   size by LSR and by truncated SVD in both norms;
+3. each form answers the held-out prompts by greedy decoding: right if its last number is that of
+   the file's completion, as in PEFT after "The answer is" or "####" where the completion has such a
+   mark. Beside that, the divergence from the LoRA's answers.
 
-``--data`` and ``--test`` hold JSON lines with ``prompt`` and ``completion``, as `benchmarks.gpu.arena` makes them of
-MetaMathQA and GSM8K; it also prints PEFT's rows beside what was measured. By default the LoRA sees fewer examples at a
-larger rate than PEFT's; ``--llm-steps 5000 --batch 4 --rate 1e-4 --test-examples 1319`` are PEFT's. A form's answers
-are written when it has given them, and not asked for again.
+``--data`` and ``--test`` hold JSON lines with ``prompt`` and ``completion``, as
+`benchmarks.gpu.arena` makes them of MetaMathQA and GSM8K; it also prints PEFT's rows beside what
+was measured. By default the LoRA sees fewer examples at a larger rate than PEFT's; ``--llm-steps
+5000 --batch 4 --rate 1e-4 --test-examples 1319`` are PEFT's. A form's answers are written when it
+has given them, and not asked for again.
 """
 
 from __future__ import annotations
@@ -39,12 +40,17 @@ from lsrdecomp.training.record import ADAPTER, RECORD
 from lsrdecomp.training.settings import FinetuneSettings
 
 THEIRS = {
-    round(SOURCE["parameters"] / count, 3): (row["method"], round(row["accuracy"] - SOURCE["accuracy"], 2))
+    round(SOURCE["parameters"] / count, 3): (
+        row["method"],
+        round(row["accuracy"] - SOURCE["accuracy"], 2),
+    )
     for count, row in CONVERTED.items()
 }
-"""Ratios of PEFT's conversions: the argument ``rank`` of its `convert_to_lora` and the points of accuracy lost."""
+"""Ratios of PEFT's conversions: the argument ``rank`` of its `convert_to_lora` and the points of
+accuracy lost."""
 RATIOS = (8.0, 140.0, 2.0, 24.0)
-"""Of the smallest conversion, of the smallest adapter that PEFT trains to more than 40 %, and two between."""
+"""Of the smallest conversion, of the smallest adapter that PEFT trains to more than 40 %, and two
+between."""
 STRUCTURES = ("LSR", "SVD")
 JUDGED = "judged.json"
 PROTOCOL = PUBLISHED["protocol"]
@@ -58,7 +64,10 @@ Group = list[tuple[str, float] | None]
 
 def groups(options: argparse.Namespace, most: float) -> list[Group]:
     """The LoRA and the forms, so many of them together that a stage is not too long; the first ratios first."""
-    wanted: Group = [None, *((structure, ratio) for ratio in options.ratios for structure in options.structures)]
+    wanted: Group = [
+        None,
+        *((structure, ratio) for ratio in options.ratios for structure in options.structures),
+    ]
     size = max(1, int(most))
     return [wanted[start : start + size] for start in range(0, len(wanted), size)]
 
@@ -109,7 +118,9 @@ def forms(options: argparse.Namespace) -> dict[str, Any]:
         rows = tokenize(read_examples(options.data), base.tokenizer, max_length=options.max_length)
         calibrate(
             replace(base, name=options.llm),
-            token_batches(rows, size=options.batch, seed=options.seed, pad=base.tokenizer.pad_token_id),
+            token_batches(
+                rows, size=options.batch, seed=options.seed, pad=base.tokenizer.pad_token_id
+            ),
             out=work / "statistics",
             seed=options.seed,
             samples=min(options.samples, len(rows)),
@@ -135,8 +146,15 @@ def answers(options: argparse.Namespace, group: Group) -> dict[str, Any]:
         if not (target / JUDGED).exists():
             if judge is None:
                 source = opened(options.llm, _lora(options), options.device, "bfloat16")
-                judge = Judge(source, options.test, examples=options.test_examples, max_length=options.max_length)
-            adapted = source if form is None else opened(options.llm, target, options.device, "bfloat16")
+                judge = Judge(
+                    source,
+                    options.test,
+                    examples=options.test_examples,
+                    max_length=options.max_length,
+                )
+            adapted = (
+                source if form is None else opened(options.llm, target, options.device, "bfloat16")
+            )
             figures = answered(adapted, judge, options, is_lora=form is None)
             (target / JUDGED).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
         rows.append(json.loads((target / JUDGED).read_text("utf-8")) | _facts(form, target))
@@ -148,12 +166,23 @@ def answers(options: argparse.Namespace, group: Group) -> dict[str, Any]:
 def _facts(form: tuple[str, float] | None, target: Path) -> dict[str, Any]:
     if form is None:
         return {"structure": "LoRA", "ratio": 1.0}
-    made, (rank, points) = json.loads((target / FORM).read_text("utf-8")), THEIRS.get(form[1], (None, None))
+    made, (rank, points) = (
+        json.loads((target / FORM).read_text("utf-8")),
+        THEIRS.get(form[1], (None, None)),
+    )
     sizes = {"parameters": made["parameters"], "file_bytes": made["file_bytes"]}
-    return {"structure": form[0], "ratio": form[1], **sizes, "peft_rank": rank, "peft_points": points}
+    return {
+        "structure": form[0],
+        "ratio": form[1],
+        **sizes,
+        "peft_rank": rank,
+        "peft_points": points,
+    }
 
 
-def answered(adapted: Base, judge: Judge, options: argparse.Namespace, *, is_lora: bool) -> dict[str, Any]:
+def answered(
+    adapted: Base, judge: Judge, options: argparse.Namespace, *, is_lora: bool
+) -> dict[str, Any]:
     """Accuracy in percent, and what is kept of the LoRA's answers."""
     texts = said(adapted, judge.examples, new_tokens=options.new_tokens, batch=options.answer_batch)
     figures = judge.judge(None if is_lora else adapted)
@@ -197,7 +226,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--answer-batch", type=int, default=256)
     group.add_argument("--new-tokens", type=int, default=300)
     group.add_argument("--max-length", type=int, default=768)
-    group.add_argument("--metric", default="bleu", help="of SmolLM2's answers: bleu, chrf, exact or loss")
+    group.add_argument(
+        "--metric", default="bleu", help="of SmolLM2's answers: bleu, chrf, exact or loss"
+    )
 
 
 def missing(options: argparse.Namespace) -> str | None:
@@ -205,5 +236,9 @@ def missing(options: argparse.Namespace) -> str | None:
     if options.llm is None:
         return "--llm MODEL"
     files = {"--data": options.data, "--test": options.test}
-    lacking = [f"{name} {path or 'FILE.jsonl'}" for name, path in files.items() if path is None or not path.is_file()]
+    lacking = [
+        f"{name} {path or 'FILE.jsonl'}"
+        for name, path in files.items()
+        if path is None or not path.is_file()
+    ]
     return " and ".join(lacking) or None

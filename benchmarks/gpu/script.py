@@ -2,14 +2,16 @@
 
     python -m benchmarks.gpu.script --plan                                   # stages, estimates, what will be left out
     python -m benchmarks.gpu.script --minutes 45 --work runs                 # the same again goes on where it was
-    python -m benchmarks.gpu.script --minutes 45 --work runs --task e2e --llm meta-llama/Llama-3.2-3B \\
+    python -m benchmarks.gpu.script --minutes 45 --work runs --task e2e --llm
+    meta-llama/Llama-3.2-3B \\
         --data metamath.jsonl --test gsm8k.jsonl
 
-The most telling comes first: what a kernel takes; an LSR layer beside LoRA and LoKr; SmolLM2 from a LoRA to LSR that is
-distilled or trained on; and PEFT's table of LoRA conversion on a model of one to eight billion weights, where its
-weights are there (`benchmarks/gpu/language.py`). ``--task`` holds train.jsonl and held.jsonl, as
-`benchmarks.language.tasks` writes them. A stage is planned for eight minutes at most; what it finished in ``--work`` is
-not done again, whenever it was stopped. ``--tiny`` walks the same code on a CPU.
+The most telling comes first: what a kernel takes; an LSR layer beside LoRA and LoKr; SmolLM2 from a
+LoRA to LSR that is distilled or trained on; and PEFT's table of LoRA conversion on a model of one
+to eight billion weights, where its weights are there (`benchmarks/gpu/language.py`). ``--task``
+holds train.jsonl and held.jsonl, as `benchmarks.language.tasks` writes them. A stage is planned for
+eight minutes at most; what it finished in ``--work`` is not done again, whenever it was stopped.
+``--tiny`` walks the same code on a CPU.
 """
 
 from __future__ import annotations
@@ -68,9 +70,15 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
         print(f"\n{stage.name}: {stage.about}", flush=True)
         started = time.monotonic()
         figures = stage.run()
-        figures |= {"seconds": round(time.monotonic() - started, 1), "estimated": round(stage.seconds, 1)}
+        figures |= {
+            "seconds": round(time.monotonic() - started, 1),
+            "estimated": round(stage.seconds, 1),
+        }
         done(options.work, stage).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        print(f"{stage.name}: {figures['seconds']} s, estimated {figures['estimated']:.0f}", flush=True)
+        print(
+            f"{stage.name}: {figures['seconds']} s, estimated {figures['estimated']:.0f}",
+            flush=True,
+        )
         if time.monotonic() - begin > budget:
             print("The minutes are spent; the same command goes on.")
             break
@@ -78,7 +86,10 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     record = {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "tiny": options.tiny,
-        "stages": {stage.name: json.loads(done(options.work, stage).read_text("utf-8")) for stage in finished},
+        "stages": {
+            stage.name: json.loads(done(options.work, stage).read_text("utf-8"))
+            for stage in finished
+        },
         "versions": versions(),
         "commit": commit(),
     }
@@ -88,7 +99,9 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
 
 def read_arguments(given: list[str] | None) -> argparse.Namespace:
     """Options; ``--tiny`` changes what they are by default."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=45)
     parser.add_argument("--plan", action="store_true", help="show it and do nothing")
     parser.add_argument("--work", type=Path, default=Path("gpu-runs"))
@@ -101,7 +114,9 @@ def read_arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ratio", type=float, default=48.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tiny", action="store_true", help="small cases of the kernels: a walk through all stages")
+    parser.add_argument(
+        "--tiny", action="store_true", help="small cases of the kernels: a walk through all stages"
+    )
     language.add_options(parser)
     return parser.parse_args(given)
 
@@ -109,34 +124,73 @@ def read_arguments(given: list[str] | None) -> argparse.Namespace:
 def plan(options: argparse.Namespace) -> list[Stage]:
     """All stages, the most telling first, each with its estimate for one H100 in bfloat16."""
     small = Small(options)
-    no_task = None if options.task and (options.task / "train.jsonl").is_file() else "--task DIR with train.jsonl"
+    no_task = (
+        None
+        if options.task and (options.task / "train.jsonl").is_file()
+        else "--task DIR with train.jsonl"
+    )
     no_model = language.missing(options)
     forms = len(options.ratios) * len(options.structures)
-    # 1. Seconds of a step: six operations a weight and token with checkpointing, or what launches take.
+    # 1. Seconds of a step: six operations a weight and token with checkpointing, or what launches
+    # take.
     step = max(STEP, 6 * SMALL_WEIGHTS * 64 * options.batch / FLOPS)
     large_step = 6 * LARGE_WEIGHTS * options.max_length / 2 * options.batch / FLOPS
     # 2. Seconds of a form's answers: batches after one another, a launch-bound step a token.
     small_answers = LOADING + 12 * 64 * TOKEN
-    answers = LOADING + -(-options.test_examples // options.answer_batch) * options.new_tokens * TOKEN
+    answers = (
+        LOADING + -(-options.test_examples // options.answer_batch) * options.new_tokens * TOKEN
+    )
     # 3. The stages, with the sum of these.
     of_small = [
-        ("lora", f"SmolLM2: a LoRA, {options.steps} steps", LOADING + options.steps * step, small.lora),
-        ("distil", f"{options.ratio:g} times smaller, taught by it", 240 + options.recover * 2 * step, small.distil),
+        (
+            "lora",
+            f"SmolLM2: a LoRA, {options.steps} steps",
+            LOADING + options.steps * step,
+            small.lora,
+        ),
+        (
+            "distil",
+            f"{options.ratio:g} times smaller, taught by it",
+            240 + options.recover * 2 * step,
+            small.distil,
+        ),
         ("train", "the same size, trained on the task", 150 + options.recover * step, small.train),
-        ("answers", f"{options.metric} of all three on held-out prompts", 3 * small_answers, small.answers),
+        (
+            "answers",
+            f"{options.metric} of all three on held-out prompts",
+            3 * small_answers,
+            small.answers,
+        ),
     ]
     of_large = [
-        ("large lora", f"PEFT's LoRA, r = {options.rank}", 3 * LOADING + options.llm_steps * large_step, language.lora),
+        (
+            "large lora",
+            f"PEFT's LoRA, r = {options.rank}",
+            3 * LOADING + options.llm_steps * large_step,
+            language.lora,
+        ),
         ("large forms", f"{forms} forms of it, a search for each structure", 420, language.forms),
     ]
     for number, group in enumerate(language.groups(options, LONGEST / answers), start=1):
-        about = f"answers of {len(group)} forms, the LoRA's among them" if None in group else f"of {len(group)} forms"
+        about = (
+            f"answers of {len(group)} forms, the LoRA's among them"
+            if None in group
+            else f"of {len(group)} forms"
+        )
         run = partial(language.answers, group=group)
         of_large.append((f"large answers {number}", about, len(group) * answers, run))
     return [
-        Stage("layers", "an LSR layer beside LoRA and LoKr, 1 to 4,096 tokens", 60, partial(layer_table, options)),
+        Stage(
+            "layers",
+            "an LSR layer beside LoRA and LoKr, 1 to 4,096 tokens",
+            60,
+            partial(layer_table, options),
+        ),
         *(Stage(name, about, seconds, run, no_task) for name, about, seconds, run in of_small),
-        *(Stage(name, about, seconds, partial(run, options), no_model) for name, about, seconds, run in of_large),
+        *(
+            Stage(name, about, seconds, partial(run, options), no_model)
+            for name, about, seconds, run in of_large
+        ),
     ]
 
 
@@ -160,11 +214,17 @@ def done(work: Path, stage: Stage) -> Path:
 
 def table(stages: list[Stage], chosen: list[Stage], options: argparse.Namespace) -> list[str]:
     """The plan in Markdown."""
-    lines = [f"Plan for {options.minutes:g} minutes on one H100, in bfloat16:", "", "| stage | what | minutes | |"]
+    lines = [
+        f"Plan for {options.minutes:g} minutes on one H100, in bfloat16:",
+        "",
+        "| stage | what | minutes | |",
+    ]
     lines.append("|---|---|---|---|")
     for stage in stages:
         left_out = f"left out: needs {stage.missing}" if stage.missing else "left out: no time"
-        state = "done" if done(options.work, stage).exists() else "" if stage in chosen else left_out
+        state = (
+            "done" if done(options.work, stage).exists() else "" if stage in chosen else left_out
+        )
         lines.append(f"| {stage.name} | {stage.about} | {stage.seconds / 60:.1f} | {state} |")
     total = sum(stage.seconds for stage in chosen if not done(options.work, stage).exists())
     longest = max(LONGEST, *(stage.seconds for stage in stages))
@@ -173,8 +233,14 @@ def table(stages: list[Stage], chosen: list[Stage], options: argparse.Namespace)
 
 def layer_table(options: argparse.Namespace) -> dict[str, Any]:
     """Stage 1: `benchmarks.adapters.layers`."""
-    sizes = ["--widths", "16", "--tokens", "1", "8", "--rounds", "1"] if options.tiny else ["--dtype", "bfloat16"]
-    return layers.main(["--device", options.device, "--out", str(options.work / "layers.json"), *sizes])
+    sizes = (
+        ["--widths", "16", "--tokens", "1", "8", "--rounds", "1"]
+        if options.tiny
+        else ["--dtype", "bfloat16"]
+    )
+    return layers.main(
+        ["--device", options.device, "--out", str(options.work / "layers.json"), *sizes]
+    )
 
 
 class Small:
@@ -225,8 +291,14 @@ class Small:
 
     def train(self) -> dict[str, Any]:
         """Stage 5: `finetune --init lora --ratio`."""
-        start = {"init": str(self.work / "lora" / ADAPTER), "ratio": self.options.ratio, "method": "lsr"}
-        settings = self.common.replace(**start, steps=self.options.recover, learning_rate=5e-3, measure_start=True)
+        start = {
+            "init": str(self.work / "lora" / ADAPTER),
+            "ratio": self.options.ratio,
+            "method": "lsr",
+        }
+        settings = self.common.replace(
+            **start, steps=self.options.recover, learning_rate=5e-3, measure_start=True
+        )
         return arm(trained(settings, self.work / "trained"))
 
     def answers(self) -> dict[str, Any]:
@@ -236,7 +308,9 @@ class Small:
         judged = {}
         for name, adapter in places.items():
             method = "lora" if name == "LoRA" else "lsr"
-            settings = self.common.replace(init=str(adapter), method=method, metric=self.options.metric)
+            settings = self.common.replace(
+                init=str(adapter), method=method, metric=self.options.metric
+            )
             judged[name] = scored(evaluate(settings))
         return judged
 

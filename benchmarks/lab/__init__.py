@@ -1,6 +1,7 @@
 """The laboratory: what compares methods over tasks and seeds, and what lost such a comparison; no part of the package.
 
-``python -m benchmarks.lab compare suite.toml --out comparison/`` and ``python -m benchmarks.lab recover …`` run suites.
+``python -m benchmarks.lab compare suite.toml --out comparison/`` and ``python -m benchmarks.lab
+recover …`` run suites.
 """
 
 from lsrdecomp.training.methods import METHODS, Method

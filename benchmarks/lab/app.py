@@ -31,7 +31,9 @@ from lsrdecomp.cli.sheet import Column, Sheet
 from lsrdecomp.errors import LsrError
 from lsrdecomp.training.settings import FinetuneSettings
 
-Out = Annotated[Path, PLACE, typer.Option(help="Directory of the runs; the same one goes on where it was.")]
+Out = Annotated[
+    Path, PLACE, typer.Option(help="Directory of the runs; the same one goes on where it was.")
+]
 Table = Annotated[bool, typer.Option("--table", help="Run nothing; only draw from what is there.")]
 Retry = Annotated[bool, typer.Option("--retry", help="Do failed runs again.")]
 Tasks = Annotated[str | None, typer.Option(help="Only these tasks of the suite, with commas.")]
@@ -65,7 +67,9 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
 
 @verb
 def compare(
-    suite: Annotated[Path, typer.Argument(help="TOML file: methods, tasks, seeds and rates.", show_default=False)],
+    suite: Annotated[
+        Path, typer.Argument(help="TOML file: methods, tasks, seeds and rates.", show_default=False)
+    ],
     *,
     out: Out,
     table: Table = False,
@@ -79,9 +83,9 @@ def compare(
 ) -> None:
     """Fine-tune by every method of a suite on every task, at the rate that suits it, over several seeds.
 
-    Rates are chosen on a split of the training set. Finished runs are never redone. Writes table.md, and pictures where
-    matplotlib is installed. Exit code 1 if a run failed. --data, --model, --device and --precision stand in place of
-    the suite's own.
+    Rates are chosen on a split of the training set. Finished runs are never redone. Writes
+    table.md, and pictures where matplotlib is installed. Exit code 1 if a run failed. --data,
+    --model, --device and --precision stand in place of the suite's own.
     """
     chosen = open_suite(suite, tasks, given)
     if table:
@@ -89,7 +93,9 @@ def compare(
     else:
         with tables.quiet(), follow(quiet=quiet) as step:
             advance = Counter(step, "training", read_results(chosen, out).planned, "runs").add
-            results = run_suite(chosen, out, workers=workers, retry=retry, on_run=lambda *_: advance())
+            results = run_suite(
+                chosen, out, workers=workers, retry=retry, on_run=lambda *_: advance()
+            )
     show_comparison(results, out, json)
     if any(cell.failures for cell in results.cells):
         raise typer.Exit(1)
@@ -113,7 +119,11 @@ def _draw_comparison(rows: Any, out: Path) -> None:
     if find_spec("matplotlib") is None:
         return
     baselines = {row.task: row.baseline for row in rows}
-    what = f"mean of {len(baselines)} tasks" if len(baselines) > 1 else f"{rows[0].task}, {rows[0].metric}"
+    what = (
+        f"mean of {len(baselines)} tasks"
+        if len(baselines) > 1
+        else f"{rows[0].task}, {rows[0].metric}"
+    )
     quality = f"score on dev, {what}, % (majority {100 * fmean(baselines.values()):.1f})"
     for size, name in (("adapter_parameters", "parameters"), ("adapter_bytes", "bytes")):
         found = [Point(*point) for point in compare_table.points(rows, size)]
@@ -124,7 +134,9 @@ def _draw_comparison(rows: Any, out: Path) -> None:
 
 @verb
 def recover(
-    suite: Annotated[Path, typer.Argument(help="TOML file with a table [recover].", show_default=False)],
+    suite: Annotated[
+        Path, typer.Argument(help="TOML file with a table [recover].", show_default=False)
+    ],
     *,
     out: Out,
     table: Table = False,
@@ -140,10 +152,10 @@ def recover(
 ) -> None:
     """Train a LoRA, compress it by each structure to each budget, judge that, train on, and judge again.
 
-    With --distil, or a suite that says so, forms are also trained on the LoRA's own answers and judged. Beside it the
-    same shapes are trained from scratch for as many steps. Finished parts are never redone. Writes table.md, and
-    pictures where matplotlib is installed. Exit code 1 if a run failed. --data, --model, --device and --precision stand
-    in place of the suite's own.
+    With --distil, or a suite that says so, forms are also trained on the LoRA's own answers and
+    judged. Beside it the same shapes are trained from scratch for as many steps. Finished parts are
+    never redone. Writes table.md, and pictures where matplotlib is installed. Exit code 1 if a run
+    failed. --data, --model, --device and --precision stand in place of the suite's own.
     """
     chosen = open_suite(suite, tasks, given)
     if distil is not None:
@@ -190,7 +202,10 @@ def _draw_recovery(found: Recovery, out: Path) -> None:
                 continue
             panels = plot_stages(
                 {
-                    structure: {stage: [Point(structure, *point) for point in points] for stage, points in path}
+                    structure: {
+                        stage: [Point(structure, *point) for point in points]
+                        for stage, points in path
+                    }
                     for structure, path in drawn.items()
                 },
                 size=f"{size} of the adapter",
@@ -204,7 +219,9 @@ def _draw_recovery(found: Recovery, out: Path) -> None:
 def open_suite(path: Path, tasks: str | None, given: Mapping[str, Any]) -> Suite:
     """A suite with the settings of the command line that are not None in place of its own."""
     chosen = None if tasks is None else [name.strip() for name in tasks.split(",")]
-    return read_suite(path, {name: value for name, value in given.items() if value is not None}, chosen)
+    return read_suite(
+        path, {name: value for name, value in given.items() if value is not None}, chosen
+    )
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Sheet:

@@ -1,8 +1,8 @@
 """compare: every method of a suite on every task, each at the rate that suits it, over several seeds.
 
-Protocol: every method sees the same grid of rates. The rate of a method on a task is the one with the least loss on a
-split of the training set, mean over the first ``tune_seeds`` seeds; the dev set takes no part in any choice. All seeds
-are then reported at that rate.
+Protocol: every method sees the same grid of rates. The rate of a method on a task is the one with
+the least loss on a split of the training set, mean over the first ``tune_seeds`` seeds; the dev set
+takes no part in any choice. All seeds are then reported at that rate.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ def compare(
     for spec, task in cells:
         rate = chosen_rate(suite, out, spec, task)
         if rate is not None:
-            further += (a_run(suite, out, spec, task, rate, seed) for seed in suite.seeds[suite.tune_seeds :])
+            further += (
+                a_run(suite, out, spec, task, rate, seed)
+                for seed in suite.seeds[suite.tune_seeds :]
+            )
     do_runs(further, workers=workers, retry=retry, on_run=on_run)
     return read_results(suite, out)
 
@@ -110,10 +113,19 @@ def read_results(suite: Suite, out: str | Path) -> Results:
     """
     out = Path(out)
     skipped = {
-        task: why for task, why in suite.missing().items() if not any((out / slug(task)).glob("*/*/*/record.json"))
+        task: why
+        for task, why in suite.missing().items()
+        if not any((out / slug(task)).glob("*/*/*/record.json"))
     }
-    cells = tuple(_cell(suite, out, spec, task) for task in suite.tasks if task not in skipped for spec in suite.specs)
-    planned = len(cells) * (suite.tune_seeds * len(suite.rates) + len(suite.seeds) - suite.tune_seeds)
+    cells = tuple(
+        _cell(suite, out, spec, task)
+        for task in suite.tasks
+        if task not in skipped
+        for spec in suite.specs
+    )
+    planned = len(cells) * (
+        suite.tune_seeds * len(suite.rates) + len(suite.seeds) - suite.tune_seeds
+    )
     return Results(suite, cells, skipped, planned, sum(cell.finished for cell in cells))
 
 
@@ -123,7 +135,9 @@ def a_run(suite: Suite, out: Path, spec: MethodSpec, task: str, rate: float, see
     return Run(suite.settings(spec, task, rate, seed), place)
 
 
-def tuning_runs(suite: Suite, out: Path, spec: MethodSpec, task: str) -> dict[tuple[float, int], Run]:
+def tuning_runs(
+    suite: Suite, out: Path, spec: MethodSpec, task: str
+) -> dict[tuple[float, int], Run]:
     """The runs by which a rate is chosen, by rate and seed."""
     return {
         (rate, seed): a_run(suite, out, spec, task, rate, seed)
@@ -165,7 +179,9 @@ def _cell(suite: Suite, out: Path, spec: MethodSpec, task: str) -> Cell:
     finished = {key: found for key, found in outcomes.items() if isinstance(found, Record)}
     records = {seed: finished[tried, seed] for tried, seed in sorted(finished) if tried == rate}
     failures = {key: found for key, found in outcomes.items() if isinstance(found, Failure)}
-    edge = rate is not None and len(suite.rates) > 2 and rate in (min(suite.rates), max(suite.rates))
+    edge = (
+        rate is not None and len(suite.rates) > 2 and rate in (min(suite.rates), max(suite.rates))
+    )
     return Cell(spec, task, rate, records, failures, len(finished), edge)
 
 
@@ -177,4 +193,6 @@ def check_options(suite: Suite) -> None:
         for task in suite.tasks:
             settings = suite.settings(spec, task, suite.rates[0], suite.seeds[0])
             if settings.init is None:
-                adapter_config(settings.method, settings.options, target_modules=settings.target_modules)
+                adapter_config(
+                    settings.method, settings.options, target_modules=settings.target_modules
+                )

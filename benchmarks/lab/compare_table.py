@@ -80,10 +80,25 @@ class Line:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         spreads = {name: spread.to_json() for name, spread in self.metrics.items()}
-        accuracy, loss = (None if each is None else each.to_json() for each in (self.accuracy, self.loss))
-        figures = {"score": self.score.to_json(), "loss": loss, "accuracy": accuracy, "metrics": spreads}
+        accuracy, loss = (
+            None if each is None else each.to_json() for each in (self.accuracy, self.loss)
+        )
+        figures = {
+            "score": self.score.to_json(),
+            "loss": loss,
+            "accuracy": accuracy,
+            "metrics": spreads,
+        }
         names = (
-            *("method", "task", "metric", "baseline", "adapter_parameters", "head_parameters", "adapter_bytes"),
+            *(
+                "method",
+                "task",
+                "metric",
+                "baseline",
+                "adapter_parameters",
+                "head_parameters",
+                "adapter_bytes",
+            ),
             *("rate", "edge", "steps", "wall_seconds", "failures"),
         )
         difference = None if self.difference is None else asdict(self.difference)
@@ -93,13 +108,19 @@ class Line:
 def lines(results: Results) -> list[Line]:
     """One line for every method and task that has a finished run at its rate."""
     by_place = {(cell.spec.label, cell.task): cell for cell in results.cells}
-    return [_line(cell, by_place.get((cell.spec.against or "", cell.task))) for cell in results.cells if cell.records]
+    return [
+        _line(cell, by_place.get((cell.spec.against or "", cell.task)))
+        for cell in results.cells
+        if cell.records
+    ]
 
 
 def _line(cell: Cell, other: Cell | None) -> Line:
     records = list(cell.records.values())
     first = records[0]
-    metrics = {name: Spread(tuple(r.dev.metrics[name] for r in records)) for name in first.dev.metrics}
+    metrics = {
+        name: Spread(tuple(r.dev.metrics[name] for r in records)) for name in first.dev.metrics
+    }
     metric = next(iter(metrics))
     accuracies = [r.dev.accuracy for r in records if r.dev.accuracy is not None]
     losses = [r.dev.loss for r in records if r.dev.loss is not None]
@@ -128,7 +149,9 @@ def _line(cell: Cell, other: Cell | None) -> Line:
 def difference(cell: Cell, other: Cell, metric: str) -> Difference:
     """Of the scores of two methods on the seeds both have."""
     both = [seed for seed in cell.records if seed in other.records]
-    gaps = [cell.records[s].dev.metrics[metric] - other.records[s].dev.metrics[metric] for s in both]
+    gaps = [
+        cell.records[s].dev.metrics[metric] - other.records[s].dev.metrics[metric] for s in both
+    ]
     mean = fmean(gaps) if gaps else math.nan
     if len(gaps) < 2:
         return Difference(other.spec.label, mean, None, "one seed" if gaps else "no common seed")
@@ -143,16 +166,32 @@ def overview(rows: Sequence[Line]) -> Table:
     """Methods by tasks: the first metric of each task in percent, its majority baseline in the first row."""
     tasks = {row.task: row for row in rows}
     head: tuple[str, ...]
-    head = ("method", "parameters", "bytes", *(f"{task} ({_short(row.metric)})" for task, row in tasks.items()), "mean")
+    head = (
+        "method",
+        "parameters",
+        "bytes",
+        *(f"{task} ({_short(row.metric)})" for task, row in tasks.items()),
+        "mean",
+    )
     baselines = [row.baseline for row in tasks.values()]
     body: list[tuple[str, ...]]
-    body = [("majority", "0", "0", *(f"{100 * value:.1f}" for value in baselines), f"{100 * fmean(baselines):.1f}")]
+    body = [
+        (
+            "majority",
+            "0",
+            "0",
+            *(f"{100 * value:.1f}" for value in baselines),
+            f"{100 * fmean(baselines):.1f}",
+        )
+    ]
     for method in dict.fromkeys(row.method for row in rows):
         own = {row.task: row for row in rows if row.method == method}
         cells = [own[task].score.text(100) if task in own else "–" for task in tasks]
         mean = average(list(own.values())).text(100) if len(own) == len(tasks) else "–"
         some = next(iter(own.values()))
-        body.append((method, f"{some.adapter_parameters:,}", f"{some.adapter_bytes:,}", *cells, mean))
+        body.append(
+            (method, f"{some.adapter_parameters:,}", f"{some.adapter_bytes:,}", *cells, mean)
+        )
     return head, body
 
 
@@ -165,14 +204,35 @@ def average(rows: Sequence[Line]) -> Spread:
 
 def details(rows: Sequence[Line]) -> Table:
     """Every metric, the loss, the rate and the difference asked for, a line for each method and task."""
-    head = ("task", "method", "seeds", "metrics", "accuracy", "loss", "rate", "steps", "seconds", "against", "failed")
+    head = (
+        "task",
+        "method",
+        "seeds",
+        "metrics",
+        "accuracy",
+        "loss",
+        "rate",
+        "steps",
+        "seconds",
+        "against",
+        "failed",
+    )
     body: list[tuple[str, ...]] = []
-    for row in sorted(rows, key=lambda row: list(dict.fromkeys(r.task for r in rows)).index(row.task)):
-        metrics = ", ".join(f"{_short(name)} {spread.text(100)}" for name, spread in row.metrics.items())
+    for row in sorted(
+        rows, key=lambda row: list(dict.fromkeys(r.task for r in rows)).index(row.task)
+    ):
+        metrics = ", ".join(
+            f"{_short(name)} {spread.text(100)}" for name, spread in row.metrics.items()
+        )
         accuracy = "–" if row.accuracy is None else row.accuracy.text(100)
         loss = "not finite" if row.loss is None else row.loss.text(1, 4)
         figures = (metrics, accuracy, loss, f"{row.rate:g}{' (edge)' if row.edge else ''}")
-        counts = (str(row.steps), f"{row.wall_seconds:.0f}", _words(row.difference), str(row.failures or ""))
+        counts = (
+            str(row.steps),
+            f"{row.wall_seconds:.0f}",
+            _words(row.difference),
+            str(row.failures or ""),
+        )
         body.append((row.task, row.method, str(len(row.score.values)), *figures, *counts))
     return head, body
 
@@ -224,7 +284,9 @@ def markdown(results: Results) -> str:
 def markdown_table(table: Table) -> str:
     """A table in Markdown."""
     head, rows = table
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows))
+    return "\n".join(
+        "| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows)
+    )
 
 
 def to_json(results: Results) -> dict[str, Any]:
@@ -249,7 +311,9 @@ def to_json(results: Results) -> dict[str, Any]:
 
 
 def _short(metric: str) -> str:
-    return {"accuracy": "acc", "matthews": "MCC", "macro_f1": "macro F1", "f1": "F1"}.get(metric, metric)
+    return {"accuracy": "acc", "matthews": "MCC", "macro_f1": "macro F1", "f1": "F1"}.get(
+        metric, metric
+    )
 
 
 def _words(found: Difference | None) -> str:

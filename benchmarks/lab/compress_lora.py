@@ -57,13 +57,17 @@ class CompressedPoint:
     def write(self, path: Path) -> None:
         """As JSON, whole or not at all."""
         with new_file(path) as part:
-            part.write_text(json.dumps(asdict(self), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            part.write_text(
+                json.dumps(asdict(self), indent=2, allow_nan=False) + "\n", encoding="utf-8"
+            )
 
     @classmethod
     def read(cls, path: Path) -> CompressedPoint:
         """What `write` wrote."""
         values = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**{**values, "scores": None if values["scores"] is None else Scores(**values["scores"])})
+        return cls(
+            **{**values, "scores": None if values["scores"] is None else Scores(**values["scores"])}
+        )
 
 
 def compress_lora(
@@ -90,7 +94,9 @@ def compress_lora(
         parameters = sum(candidate.parameters for candidate in chosen.values())
         done = CompressedPoint(parameters, 4 * parameters, 0, _count(chosen), None, None, 0.0)
     else:
-        plan = CompressionPlan(**(structure.goal or {"parameters": total}), storage=structure.storage)
+        plan = CompressionPlan(
+            **(structure.goal or {"parameters": total}), storage=structure.storage
+        )
         wide = search if search is not None and structure.search.orders else structure.search
         result = compress(checkpoint, plan, statistics=own, search=wide)
         result.save(out)
@@ -102,7 +108,9 @@ def compress_lora(
     return replace(done, file_bytes=(out / WEIGHTS).stat().st_size, cpu_seconds=seconds)
 
 
-def direct_sums(checkpoint: Checkpoint, budget: int, statistics: StatisticsByLayer | None) -> dict[str, DirectSum]:
+def direct_sums(
+    checkpoint: Checkpoint, budget: int, statistics: StatisticsByLayer | None
+) -> dict[str, DirectSum]:
     """Direct Kronecker sums of the layers in the most even shapes, one budget over all; by the names of those kept.
 
     Raises
@@ -114,20 +122,31 @@ def direct_sums(checkpoint: Checkpoint, budget: int, statistics: StatisticsByLay
     """
     if isinstance(statistics, StoredStatistics):
         statistics.check_base(checkpoint.config.get("base_model_name_or_path"))
-    layers = make_layers({layer.name: layer_pair(checkpoint, layer) for layer in checkpoint.layers}, statistics)
+    layers = make_layers(
+        {layer.name: layer_pair(checkpoint, layer) for layer in checkpoint.layers}, statistics
+    )
     table = []
     for layer in layers:
         most = max(1, layer.parameters // KroneckerShape.balanced(layer.pair.shape).parameters(1))
         table.append(direct_sums_of(layer, {2**k for k in range(12) if 2**k <= most}))
     options = [
-        Options.of([0, *(s.parameters for s in sums)], [layer.squared_norm, *(s.squared_error for s in sums)])
+        Options.of(
+            [0, *(s.parameters for s in sums)],
+            [layer.squared_norm, *(s.squared_error for s in sums)],
+        )
         for layer, sums in zip(layers, table, strict=True)
     ]
     picked = within_cost(options, budget)  # 0: the layer is left out
-    chosen = {layer.name: sums[k - 1] for layer, sums, k in zip(layers, table, picked, strict=True) if k > 0}
+    chosen = {
+        layer.name: sums[k - 1]
+        for layer, sums, k in zip(layers, table, picked, strict=True)
+        if k > 0
+    }
     if not chosen:
         least = min(each.parameters for sums in table for each in sums)
-        raise BudgetError(f"the smallest direct sum has {least:,} parameters, the budget is {budget:,}; allow more")
+        raise BudgetError(
+            f"the smallest direct sum has {least:,} parameters, the budget is {budget:,}; allow more"
+        )
     return chosen
 
 
@@ -138,7 +157,12 @@ def shape_settings(directory: Path, method: str) -> dict[str, Any]:
         config |= read_index(config["layers"]).config_fields()
     options = {name: config[name] for name in SHAPES[method] if config.get(name) is not None}
     layers = config.get("layers_to_transform")
-    return {"method": method, "options": options, "target_modules": config["target_modules"], "layers": layers}
+    return {
+        "method": method,
+        "options": options,
+        "target_modules": config["target_modules"],
+        "layers": layers,
+    }
 
 
 def _write_direct(checkpoint: Checkpoint, chosen: Mapping[str, DirectSum], out: Path) -> None:
@@ -150,14 +174,20 @@ def _write_direct(checkpoint: Checkpoint, chosen: Mapping[str, DirectSum], out: 
         for index, factor in enumerate(form.factors, start=1):
             scaled = np.asarray(share[:, None, None] * np.asarray(factor), dtype=np.float32)
             tensors[f"{PEFT_PREFIX}{name}.dlsr_W.factor_{index}"] = np.ascontiguousarray(scaled)
-        ranks[f"^{name}$"], shapes[f"^{name}$"] = len(share), [list(pair) for pair in form.kronecker_shape.factors]
+        ranks[f"^{name}$"], shapes[f"^{name}$"] = (
+            len(share),
+            [list(pair) for pair in form.kronecker_shape.factors],
+        )
     config = DirectConfig(
         target_modules=list(chosen),
         separation_rank=1,
         separation_rank_pattern=ranks,
         shape_pattern=shapes,
         task_type="SEQ_CLS",
-        modules_to_save=sorted({name.removeprefix(PEFT_PREFIX).split(".")[0] for name in checkpoint.extras}) or None,
+        modules_to_save=sorted(
+            {name.removeprefix(PEFT_PREFIX).split(".")[0] for name in checkpoint.extras}
+        )
+        or None,
         inference_mode=True,
     )
     with new_directory(out, inputs=[checkpoint.path]) as part:
@@ -166,4 +196,6 @@ def _write_direct(checkpoint: Checkpoint, chosen: Mapping[str, DirectSum], out: 
 
 
 def _count(chosen: Mapping[str, DirectSum]) -> dict[str, int]:
-    return dict(Counter(f"direct, {direct.form.separation_rank} terms" for direct in chosen.values()))
+    return dict(
+        Counter(f"direct, {direct.form.separation_rank} terms" for direct in chosen.values())
+    )

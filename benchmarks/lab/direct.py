@@ -30,6 +30,8 @@ def direct_sums_of(layer: Layer, ranks: Iterable[int]) -> list[DirectSum]:
     ranks = sorted({min(rank, shape.max_separation_rank) for rank in ranks})
     if not ranks:
         return []
-    longest = choose_solver(layer.pair, shape).solve(layer.pair, shape, rank=ranks[-1]).approximation
+    longest = (
+        choose_solver(layer.pair, shape).solve(layer.pair, shape, rank=ranks[-1]).approximation
+    )
     forms = [longest.truncate(rank) for rank in ranks]
     return [DirectSum(form, layer.squared_error(form)) for form in forms]

@@ -3,7 +3,8 @@
     pip install datasets
     python -m benchmarks.lab.fetch_tasks glue/ [--tasks MRPC RTE …]
 
-Writes ``glue/<task>/train`` and ``dev`` as tsv or jsonl; a task that is there is left alone. The terms are upstream's.
+Writes ``glue/<task>/train`` and ``dev`` as tsv or jsonl; a task that is there is left alone. The
+terms are upstream's.
 """
 
 from __future__ import annotations
@@ -34,20 +35,51 @@ Row = Mapping[str, Any]
 
 def _wsc(row: Row) -> dict[str, Any]:
     spans = ("span1_index", "span2_index", "span1_text", "span2_text")
-    return {"text": row["text"], "target": {name: row[name] for name in spans}, "label": bool(row["label"])}
+    return {
+        "text": row["text"],
+        "target": {name: row[name] for name in spans},
+        "label": bool(row["label"]),
+    }
 
 
 # A row of the hub as the published file has it; class labels are numbers there and names here.
 PUBLISHED: Mapping[str, Callable[[Row], dict[str, Any]]] = {
-    "CoLA": lambda row: {"source": "", "label": row["label"], "mark": "", "sentence": row["sentence"]},
+    "CoLA": lambda row: {
+        "source": "",
+        "label": row["label"],
+        "mark": "",
+        "sentence": row["sentence"],
+    },
     "SST-2": lambda row: {"sentence": row["sentence"], "label": row["label"]},
-    "MRPC": lambda row: {"Quality": row["label"], "#1 String": row["sentence1"], "#2 String": row["sentence2"]},
-    "STS-B": lambda row: {"sentence1": row["sentence1"], "sentence2": row["sentence2"], "score": row["label"]},
-    "RTE": lambda row: {**_named("RTE", row), "sentence1": row["sentence1"], "sentence2": row["sentence2"]},
-    "CB": lambda row: {**_named("CB", row), "premise": row["premise"], "hypothesis": row["hypothesis"]},
-    "COPA": lambda row: {key: row[key] for key in ("premise", "choice1", "choice2", "question", "label")},
+    "MRPC": lambda row: {
+        "Quality": row["label"],
+        "#1 String": row["sentence1"],
+        "#2 String": row["sentence2"],
+    },
+    "STS-B": lambda row: {
+        "sentence1": row["sentence1"],
+        "sentence2": row["sentence2"],
+        "score": row["label"],
+    },
+    "RTE": lambda row: {
+        **_named("RTE", row),
+        "sentence1": row["sentence1"],
+        "sentence2": row["sentence2"],
+    },
+    "CB": lambda row: {
+        **_named("CB", row),
+        "premise": row["premise"],
+        "hypothesis": row["hypothesis"],
+    },
+    "COPA": lambda row: {
+        key: row[key] for key in ("premise", "choice1", "choice2", "question", "label")
+    },
     "WSC": _wsc,
-    "BoolQ": lambda row: {"question": row["question"], "passage": row["passage"], "answer": bool(row["label"])},
+    "BoolQ": lambda row: {
+        "question": row["question"],
+        "passage": row["passage"],
+        "answer": bool(row["label"]),
+    },
 }
 
 
@@ -74,7 +106,9 @@ def write(task: Task, rows: Iterable[Row], path: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--tasks", nargs="+", choices=SOURCES, default=list(SOURCES))
     arguments = parser.parse_args()

@@ -57,13 +57,17 @@ class Fit:
     """All layers under one budget."""
 
     layers: tuple[FittedLayer, ...]
-    low_rank_error: float | None  # the best truncated SVD found for the same budget and norm; None: none fits
+    low_rank_error: (
+        float | None
+    )  # the best truncated SVD found for the same budget and norm; None: none fits
 
     @classmethod
     def of(cls, layers: Sequence[Layer], fitted: Fitted) -> Fit:
         """What a budget took, beside the layers themselves."""
         pairs = zip(layers, fitted.chosen, strict=True)
-        return cls(tuple(FittedLayer(layer, chosen) for layer, chosen in pairs), fitted.low_rank_error)
+        return cls(
+            tuple(FittedLayer(layer, chosen) for layer, chosen in pairs), fitted.low_rank_error
+        )
 
     @property
     def parameters(self) -> int:
@@ -105,20 +109,28 @@ def fit_layers(
     -------
     Fit
         Its error is never above that of the best truncated SVD found for the same budget and norm
-        (``low_rank_error``): that one is among the starting points of the allocation, and no step makes it worse.
+        (``low_rank_error``): that one is among the starting points of the allocation, and no step
+        makes it worse.
 
     Raises
     ------
     BudgetError
         If the budget cannot be met; says what is reachable.
     """
-    searched = search_layers(layers, [budget], search=search, storages=storages, resources=Resources(on_step=on_step))
+    searched = search_layers(
+        layers, [budget], search=search, storages=storages, resources=Resources(on_step=on_step)
+    )
     return Fit.of(layers, fit_budget(searched, budget))
 
 
-def make_layers(pairs: Mapping[str, LowRank], statistics: StatisticsByLayer | None = None) -> list[Layer]:
+def make_layers(
+    pairs: Mapping[str, LowRank], statistics: StatisticsByLayer | None = None
+) -> list[Layer]:
     """Layers from ΔW by name, with the norm of each name's statistics; the Frobenius norm if there are none at all."""
-    return [Layer.of(name, pair, None if statistics is None else statistics[name]) for name, pair in pairs.items()]
+    return [
+        Layer.of(name, pair, None if statistics is None else statistics[name])
+        for name, pair in pairs.items()
+    ]
 
 
 def solve_together(
@@ -137,12 +149,17 @@ def solve_together(
 
 
 def lsr_candidates(
-    layers: Sequence[Layer], configurations: Iterable[Configuration], solver: JointALS, cache: SpillCache | None = None
+    layers: Sequence[Layer],
+    configurations: Iterable[Configuration],
+    solver: JointALS,
+    cache: SpillCache | None = None,
 ) -> list[list[Lsr]]:
     """LSR products of the given shapes for layers of one kind, solved together; one list per layer."""
     candidates: list[list[Lsr]] = [[] for _ in layers]
     cache = cache or SpillCache()
     for shape, ranks in configurations:
-        for row, solution in zip(candidates, solve_together(layers, shape, ranks, solver), strict=True):
+        for row, solution in zip(
+            candidates, solve_together(layers, shape, ranks, solver), strict=True
+        ):
             row.append(lsr_candidate(solution, cache))
     return candidates

@@ -24,7 +24,8 @@ class KAdaptationConfig(TargetConfig):
     Parameters
     ----------
     terms : int
-        Number t of terms, and the size of the shared t × t matrices A_i; it must divide both sides of every layer.
+        Number t of terms, and the size of the shared t × t matrices A_i; it must divide both sides
+        of every layer.
     r : int
         Rank of the layer's own factors u_i v_i.
     alpha : float
@@ -34,8 +35,8 @@ class KAdaptationConfig(TargetConfig):
 
     References
     ----------
-    .. [1] X. He, C. Li, P. Zhang, J. Yang and X. E. Wang, Parameter-efficient model adaptation for vision
-       transformers, 2023.
+    .. [1] X. He, C. Li, P. Zhang, J. Yang and X. E. Wang, Parameter-efficient model adaptation for
+       vision transformers, 2023.
 
     Examples
     --------
@@ -81,7 +82,8 @@ class KAdaptationLayer(AdaptedLayer):
         nn.init.normal_(self.kadaptation_v[adapter], std=1 / math.sqrt(self.geometry.fan_in))
         if not config.init_weights:
             nn.init.normal_(self.kadaptation_u[adapter], std=1 / math.sqrt(config.r))
-        # Here and not by the tuner: the slow factors are made after this, of the type, place and state of these.
+        # Here and not by the tuner: the slow factors are made after this, of the type, place and
+        # state of these.
         self._move_adapter_to_device_of_base_layer(adapter)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
@@ -113,7 +115,9 @@ class KAdaptationModel(KroneckerTuner):
     def _pre_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
         self.kadaptation_A = nn.ParameterDict()
 
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    def inject_adapter(
+        self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> None:
         before = {name: slow.requires_grad for name, slow in self.kadaptation_A.items()}
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         for name, requires_grad in before.items():  # PEFT keeps these flags for what lies in layers
@@ -123,14 +127,20 @@ class KAdaptationModel(KroneckerTuner):
         super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
         slow = self.kadaptation_A[adapter_name]
         if autocast_adapter_dtype and slow.dtype in (torch.float16, torch.bfloat16):
-            self.kadaptation_A[adapter_name] = nn.Parameter(slow.detach().float(), requires_grad=slow.requires_grad)
+            self.kadaptation_A[adapter_name] = nn.Parameter(
+                slow.detach().float(), requires_grad=slow.requires_grad
+            )
 
-    def _add_to_layer(self, layer: AdaptedLayer, adapter_name: str, config: Any, current_key: str) -> None:
+    def _add_to_layer(
+        self, layer: AdaptedLayer, adapter_name: str, config: Any, current_key: str
+    ) -> None:
         super()._add_to_layer(layer, adapter_name, config, current_key)
         assert isinstance(layer, KAdaptationLayer)
         own = layer.kadaptation_v[adapter_name]
         if adapter_name not in self.kadaptation_A:
-            slow = torch.empty(config.terms, config.terms, config.terms, device=own.device, dtype=own.dtype)
+            slow = torch.empty(
+                config.terms, config.terms, config.terms, device=own.device, dtype=own.dtype
+            )
             nn.init.normal_(slow, std=1 / math.sqrt(config.terms))
             self.kadaptation_A[adapter_name] = nn.Parameter(slow, requires_grad=own.requires_grad)
         layer.slow[adapter_name] = self.kadaptation_A

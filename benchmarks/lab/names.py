@@ -1,6 +1,7 @@
 """How often a name says nothing of what it holds: words of no content among 1,000 names that the package binds.
 
-``python benchmarks/lab/names.py [--each] [PATH …]`` prints a line for each room, ``--each`` the lines where they stand.
+``python benchmarks/lab/names.py [--each] [PATH …]`` prints a line for each room, ``--each`` the
+lines where they stand.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ def bindings(source: str) -> Iterator[tuple[int, str]]:
         match node:
             case ast.arg(arg="self" | "cls"):
                 pass
-            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.Attribute(attr=name, ctx=ast.Store()):
+            case (
+                ast.Name(id=name, ctx=ast.Store())
+                | ast.arg(arg=name)
+                | ast.Attribute(attr=name, ctx=ast.Store())
+            ):
                 yield node.lineno, name
 
 
@@ -35,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the count of each room of the package, or of the given files and directories."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="*", type=Path, default=[ROOT / "lsrdecomp"])
-    parser.add_argument("--each", action="store_true", help="also print every such name with its file and line")
+    parser.add_argument(
+        "--each", action="store_true", help="also print every such name with its file and line"
+    )
     options = parser.parse_args(arguments)
     rooms: dict[str, list[int]] = {}
     for top in options.paths:
@@ -47,8 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 count[1] += is_empty(name)
                 if options.each and is_empty(name):
                     print(f"{path}:{line}: {name}")
-    for room, (names, empty) in [*rooms.items(), ("together", [sum(c) for c in zip(*rooms.values(), strict=True)])]:
-        print(f"{room:24}{names:7} names{empty:6} of no content{1000 * empty / max(names, 1):8.1f} per 1,000")
+    for room, (names, empty) in [
+        *rooms.items(),
+        ("together", [sum(c) for c in zip(*rooms.values(), strict=True)]),
+    ]:
+        print(
+            f"{room:24}{names:7} names{empty:6} of no content{1000 * empty / max(names, 1):8.1f} per 1,000"
+        )
 
 
 if __name__ == "__main__":

@@ -48,7 +48,13 @@ def plot_quality(
     for i, point in enumerate(sorted(points, key=lambda point: point.size)):
         colour = COLOURS[i % len(COLOURS)]
         _spread(ax, [point], colour)
-        ax.plot([point.size], [point.mean], marker=MARKERS[i % len(MARKERS)], color=colour, label=point.label)
+        ax.plot(
+            [point.size],
+            [point.mean],
+            marker=MARKERS[i % len(MARKERS)],
+            color=colour,
+            label=point.label,
+        )
     ax.set_xscale("log")
     dress(ax, size, quality)
     name_lines(ax)
@@ -64,8 +70,9 @@ def plot_stages(
 ) -> tuple[Axes, ...]:
     """Quality against size: a panel for each stage, in each a line for each structure through its budgets.
 
-    ``paths`` holds the points by structure and stage; ``references`` are level lines. Bars are one standard deviation;
-    those of one size stand side by side. Returns the panels, from left to right, on shared axes.
+    ``paths`` holds the points by structure and stage; ``references`` are level lines. Bars are one
+    standard deviation; those of one size stand side by side. Returns the panels, from left to
+    right, on shared axes.
 
     Examples
     --------
@@ -81,7 +88,9 @@ def plot_stages(
     panels = figure.subplots(1, len(stages), sharex=True, sharey=True, squeeze=False)[0]
     for panel, stage in zip(panels, stages, strict=True):
         for i, (structure, path) in enumerate(paths.items()):
-            aside = 1.0 + 0.05 * (i - (len(paths) - 1) / 2)  # bars of one size must not cover each other
+            aside = 1.0 + 0.05 * (
+                i - (len(paths) - 1) / 2
+            )  # bars of one size must not cover each other
             points = [
                 Point(structure, aside * point.size, point.mean, point.deviation)
                 for point in sorted(path.get(stage, ()), key=lambda point: point.size)
@@ -90,20 +99,35 @@ def plot_stages(
             _spread(panel, points, colour)
             x, y = [point.size for point in points], [point.mean for point in points]
             label = structure if points else None
-            panel.plot(x, y, marker=marker, markersize=4.5, linewidth=1.6, color=colour, label=label)
+            panel.plot(
+                x, y, marker=marker, markersize=4.5, linewidth=1.6, color=colour, label=label
+            )
         panel.set_xscale("log")
         panel.set_title(stage, fontsize=10)
         _levels(panel, references or {}, named=panel is panels[-1])
         dress(panel, size, quality if panel is panels[0] else "")
-    named = {label: line for panel in panels for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-    figure.legend(list(named.values()), list(named), frameon=False, fontsize=TEXT, loc="outside lower center", ncols=3)
+    named = {
+        label: line
+        for panel in panels
+        for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        list(named.values()),
+        list(named),
+        frameon=False,
+        fontsize=TEXT,
+        loc="outside lower center",
+        ncols=3,
+    )
     return tuple(panels)
 
 
 def _spread(ax: Axes, points: Sequence[Point], colour: str) -> None:
     known = [point for point in points if point.deviation is not None]
     if known:
-        x, y, spread = zip(*((point.size, point.mean, point.deviation) for point in known), strict=True)
+        x, y, spread = zip(
+            *((point.size, point.mean, point.deviation) for point in known), strict=True
+        )
         ax.errorbar(x, y, yerr=spread, linestyle="none", color=colour, capsize=2, linewidth=0.8)
 
 
@@ -114,5 +138,11 @@ def _levels(ax: Axes, references: Mapping[str, float], named: bool) -> None:
         if named:
             at = ("axes fraction", "data")
             ax.annotate(
-                label, (1.01, value), xycoords=at, fontsize=TEXT, color=GREY, va="center", annotation_clip=False
+                label,
+                (1.01, value),
+                xycoords=at,
+                fontsize=TEXT,
+                color=GREY,
+                va="center",
+                annotation_clip=False,
             )

@@ -1,10 +1,11 @@
 """Compress and recover: a LoRA is trained, compressed to each budget by each structure, judged, trained on, judged.
 
-For every task and seed a head is trained alone and then kept, so that every nat gained on dev is an adapter's doing. A
-LoRA is trained on it and calibrated on examples it was trained on. Each compressed form is judged as it is, after
-``distil`` steps on the LoRA's own answers if the plan says so, after ``steps`` steps of recovery on labels, and beside
-the same shapes trained from scratch for as many steps. Rates of both are
-chosen from one grid by the loss on a split of the training set, with the first seed and at one budget.
+For every task and seed a head is trained alone and then kept, so that every nat gained on dev is an
+adapter's doing. A LoRA is trained on it and calibrated on examples it was trained on. Each
+compressed form is judged as it is, after ``distil`` steps on the LoRA's own answers if the plan
+says so, after ``steps`` steps of recovery on labels, and beside the same shapes trained from
+scratch for as many steps. Rates of both are chosen from one grid by the loss on a split of the
+training set, with the first seed and at one budget.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def recover(
     """
     plan = recover_plan(suite)
     everything = jobs(suite, plan, out)
-    counter = Counter(on_step, "experiment", sum(2 + len(job.points()) for job in everything), "parts")
+    counter = Counter(
+        on_step, "experiment", sum(2 + len(job.points()) for job in everything), "parts"
+    )
     for job in everything:
         counter.stage = f"{job.task}, seed {job.seed}: head and LoRA"
         counter.add(0)
@@ -84,7 +87,9 @@ def recover(
             do_runs([run], retry=retry, on_run=on_run)
             found = outcome(run)
             if isinstance(found, Failure):
-                raise LsrError(f"{run.directory}: {found.kind}: {found.message}; do it again with retry")
+                raise LsrError(
+                    f"{run.directory}: {found.kind}: {found.message}; do it again with retry"
+                )
         counter.add()
     for job in everything:
         if (gain(job) or 0.0) < plan.least_gain:
@@ -96,7 +101,9 @@ def recover(
         _train(job, "lora", WHOLE, retry, on_run)
         counter.add()
         for structure, budget in job.points():
-            counter.stage = f"{job.task}, seed {job.seed}: {structure}, {budget or 'all'} parameters a matrix"
+            counter.stage = (
+                f"{job.task}, seed {job.seed}: {structure}, {budget or 'all'} parameters a matrix"
+            )
             counter.add(0)
             further = STRUCTURES[structure].trained and budget not in job.plan.judged
             if _compressed_and_judged(job, structure, budget, search):
@@ -109,7 +116,11 @@ def recover(
 def gain(job: Job) -> float | None:
     """Nats that the LoRA gained on dev over its head alone; None before it is trained, or if its loss was lost."""
     found = outcome(job.lora())
-    if not isinstance(found, Record) or found.start is None or None in (found.start.loss, found.dev.loss):
+    if (
+        not isinstance(found, Record)
+        or found.start is None
+        or None in (found.start.loss, found.dev.loss)
+    ):
         return None
     return found.start.loss - found.dev.loss  # type: ignore[operator]
 
@@ -130,7 +141,11 @@ def chosen_rate(job: Job, structure: str, kind: str) -> float | None:
             return None
         if found is None:
             return None
-        known = isinstance(found, Record) and found.validation is not None and found.validation.loss is not None
+        known = (
+            isinstance(found, Record)
+            and found.validation is not None
+            and found.validation.loss is not None
+        )
         losses[rate] = found.validation.loss if known else math.inf  # type: ignore[union-attr, assignment]
     best = min(losses, key=lambda rate: losses[rate])
     return best if math.isfinite(losses[best]) else None
@@ -142,14 +157,24 @@ def read_point(job: Job, structure: str, budget: int, file: str = JUDGED) -> Com
     return CompressedPoint.read(path) if path.exists() else None
 
 
-def _train(job: Job, structure: str, budget: int, retry: bool, on_run: Callable[[Run, Outcome], object] | None) -> None:
+def _train(
+    job: Job,
+    structure: str,
+    budget: int,
+    retry: bool,
+    on_run: Callable[[Run, Outcome], object] | None,
+) -> None:
     kinds = ["recovery", *(["scratch"] if structure in job.plan.scratch else [])]
     for kind in kinds:
         rates: tuple[float, ...] = job.suite.rates
         if not (job.tunes and budget in (job.plan.tuned_at, WHOLE)):
             best = chosen_rate(job, structure, kind)
             rates = () if best is None else (best,)
-        do_runs([getattr(job, kind)(structure, budget, rate) for rate in rates], retry=retry, on_run=on_run)
+        do_runs(
+            [getattr(job, kind)(structure, budget, rate) for rate in rates],
+            retry=retry,
+            on_run=on_run,
+        )
 
 
 def _compressed_and_judged(job: Job, structure: str, budget: int, search: Search | None) -> bool:
@@ -163,13 +188,20 @@ def _compressed_and_judged(job: Job, structure: str, budget: int, search: Search
         shutil.rmtree(point / ADAPTER, ignore_errors=True)  # a kill came between the two
         try:
             made = compress_lora(
-                job.place.lora / ADAPTER, STRUCTURES[structure], budget, statistics, point / ADAPTER, search
+                job.place.lora / ADAPTER,
+                STRUCTURES[structure],
+                budget,
+                statistics,
+                point / ADAPTER,
+                search,
             )
         except BudgetError:
             return False
         made.write(compressed)
     made = CompressedPoint.read(compressed)
-    replace(made, scores=evaluate(job.recovery(structure, budget, job.suite.rates[0]).settings)).write(point / JUDGED)
+    replace(
+        made, scores=evaluate(job.recovery(structure, budget, job.suite.rates[0]).settings)
+    ).write(point / JUDGED)
     return True
 
 
@@ -194,7 +226,9 @@ def _distil(job: Job, structure: str, budget: int) -> None:
         seed=job.seed,
         force=True,
     )
-    answers = evaluate(job.recovery(structure, budget, job.suite.rates[0]).settings.replace(init=str(out)))
+    answers = evaluate(
+        job.recovery(structure, budget, job.suite.rates[0]).settings.replace(init=str(out))
+    )
     replace(CompressedPoint.read(point / JUDGED), scores=answers).write(point / DISTILLED)
 
 
@@ -203,7 +237,9 @@ def _calibrate(job: Job) -> None:
         return
     settings = job.lora().settings
     dataset = read_dataset(settings)
-    base = load_base(dataset.base, job.place.lora / ADAPTER, device=_device(settings), dtype=_dtype(settings))
+    base = load_base(
+        dataset.base, job.place.lora / ADAPTER, device=_device(settings), dtype=_dtype(settings)
+    )
     base = replace(base, name=settings.model)
     calibrate(
         base,

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.lab.compress_lora import shape_settings
-from benchmarks.lab.recover_plan import STRUCTURES, RecoverPlan, further_settings, head_settings, lora_settings
+from benchmarks.lab.recover_plan import (
+    STRUCTURES,
+    RecoverPlan,
+    further_settings,
+    head_settings,
+    lora_settings,
+)
 from benchmarks.lab.runs import Run
 from benchmarks.lab.suite import Suite, slug
 from lsrdecomp.training.record import ADAPTER
@@ -91,7 +97,9 @@ class Job:
         return Run(settings, point / "scratch" / f"rate-{rate:g}")
 
     def _further(self, rate: float, **changes: object) -> FinetuneSettings:
-        return further_settings(self.suite, self.plan, self.task, rate=rate, seed=self.seed, **changes)
+        return further_settings(
+            self.suite, self.plan, self.task, rate=rate, seed=self.seed, **changes
+        )
 
 
 def jobs(suite: Suite, plan: RecoverPlan, out: str | Path) -> list[Job]:

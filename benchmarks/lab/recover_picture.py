@@ -19,7 +19,11 @@ STAGES = ("compressed", "recovered", "scratch")
 def main(source: Path, folder: Path) -> None:
     results = json.loads(source.read_text(encoding="utf-8"))
     titles = dict(
-        zip(STAGES, ("as compressed", f"after {results['recover']['steps']} steps", "from scratch"), strict=True)
+        zip(
+            STAGES,
+            ("as compressed", f"after {results['recover']['steps']} steps", "from scratch"),
+            strict=True,
+        )
     )
     for task in dict.fromkeys(line["task"] for line in results["lines"]):
         paths: dict[str, dict[str, list[Point]]] = {}

@@ -40,16 +40,23 @@ PAPER = {"separation_rank": 16, "inner_shape": (2, 2)}  # LSR-Adapt, section 4; 
 STRUCTURES: Mapping[str, Structure] = MappingProxyType(
     {
         "lsr": Structure("LSR, Fisher norm", functional=True),
-        "lsr-int8": Structure("LSR in int8, Fisher norm", functional=True, storage="int8", trained=False),
-        "lsr-int4": Structure("LSR in int4, Fisher norm", functional=True, storage="int4", trained=False),
+        "lsr-int8": Structure(
+            "LSR in int8, Fisher norm", functional=True, storage="int8", trained=False
+        ),
+        "lsr-int4": Structure(
+            "LSR in int4, Fisher norm", functional=True, storage="int4", trained=False
+        ),
         "lsr-paper": Structure("LSR, 16 terms, r = 2·2, Fisher norm", functional=True, goal=PAPER),
         "svd": Structure("truncated SVD, Frobenius norm", search=ONLY_LOW_RANK),
         "svd-kfac": Structure("truncated SVD, Fisher norm", functional=True, search=ONLY_LOW_RANK),
         "direct": Structure("direct Kronecker sum", functional=True, direct=True),
-        "lora-int8": Structure("LoRA in int8", search=ONLY_LOW_RANK, storage="int8", goal=ALL_RANKS, trained=False),
+        "lora-int8": Structure(
+            "LoRA in int8", search=ONLY_LOW_RANK, storage="int8", goal=ALL_RANKS, trained=False
+        ),
     }
 )
-"""`lsr` is what `lsrdecomp compress` makes: truncated SVD is among its candidates, layer by layer."""
+"""`lsr` is what `lsrdecomp compress` makes: truncated SVD is among its candidates, layer by
+layer."""
 
 
 def _counts(least: int = 0) -> Check:
@@ -73,32 +80,44 @@ class RecoverPlan(Settings):
     """
 
     error = SuiteError
-    budgets: Annotated[tuple[int, ...], _counts(least=1), "Parameters per adapted matrix, on average over them."]
+    budgets: Annotated[
+        tuple[int, ...], _counts(least=1), "Parameters per adapted matrix, on average over them."
+    ]
     steps: Annotated[int, whole(1), "Of recovery, and of training from scratch."]
-    lora: Annotated[Mapping[str, Any], "Settings of the LoRA that is compressed, over those of the suite."] = field(
-        default_factory=dict
-    )
-    head: Annotated[Mapping[str, Any], "Settings of the head alone, trained first and then kept."] = field(
-        default_factory=dict
-    )
-    lora_of: Annotated[Mapping[str, Any], "Some of the LoRA's for single tasks, in a table by the task."] = field(
-        default_factory=dict
-    )
-    structures: Annotated[tuple[str, ...], KEYS, "What the LoRA is compressed to: keys of `STRUCTURES`."] = (
+    lora: Annotated[
+        Mapping[str, Any], "Settings of the LoRA that is compressed, over those of the suite."
+    ] = field(default_factory=dict)
+    head: Annotated[
+        Mapping[str, Any], "Settings of the head alone, trained first and then kept."
+    ] = field(default_factory=dict)
+    lora_of: Annotated[
+        Mapping[str, Any], "Some of the LoRA's for single tasks, in a table by the task."
+    ] = field(default_factory=dict)
+    structures: Annotated[
+        tuple[str, ...], KEYS, "What the LoRA is compressed to: keys of `STRUCTURES`."
+    ] = (
         "lsr",
         "svd-kfac",
         "svd",
         "lora-int8",
     )
-    scratch: Annotated[tuple[str, ...], KEYS, "Those that are also trained from scratch."] = ("lsr", "svd-kfac")
+    scratch: Annotated[tuple[str, ...], KEYS, "Those that are also trained from scratch."] = (
+        "lsr",
+        "svd-kfac",
+    )
     tune_budget: Annotated[
-        int | None, "Budget at which the learning rates of both trainings are chosen; the middle one if absent."
+        int | None,
+        "Budget at which the learning rates of both trainings are chosen; the middle one if absent.",
     ] = None
     distil: Annotated[
-        int, whole(0), "Steps of distillation of budgeted forms (not direct sums), without labels; 0: none."
+        int,
+        whole(0),
+        "Steps of distillation of budgeted forms (not direct sums), without labels; 0: none.",
     ] = 0
     judged: Annotated[
-        tuple[int, ...], _counts(), "Further budgets, at which structures are judged as compressed, not trained on."
+        tuple[int, ...],
+        _counts(),
+        "Further budgets, at which structures are judged as compressed, not trained on.",
     ] = ()
     samples: Annotated[int, whole(1), "Training examples for calibration."] = 512
     least_gain: Annotated[
@@ -110,15 +129,27 @@ class RecoverPlan(Settings):
     def check_together(self) -> None:
         """Lists against each other."""
         if set(self.judged) & set(self.budgets):
-            raise SuiteError(f"judged must be budgets beside {list(self.budgets)}, got {list(self.judged)}")
-        odd = [name for name in self.scratch if name not in self.structures or not STRUCTURES[name].trained]
+            raise SuiteError(
+                f"judged must be budgets beside {list(self.budgets)}, got {list(self.judged)}"
+            )
+        odd = [
+            name
+            for name in self.scratch
+            if name not in self.structures or not STRUCTURES[name].trained
+        ]
         if odd:
             raise SuiteError(f"scratch: {odd[0]} is not among the structures that are trained here")
         if self.tune_budget is not None and self.tune_budget not in self.budgets:
-            raise SuiteError(f"tune_budget {self.tune_budget} is not one of the budgets {list(self.budgets)}")
-        strange = [task for task in self.lora_of if task not in TASKS]  # the suite may have been cut to some of its own
+            raise SuiteError(
+                f"tune_budget {self.tune_budget} is not one of the budgets {list(self.budgets)}"
+            )
+        strange = [
+            task for task in self.lora_of if task not in TASKS
+        ]  # the suite may have been cut to some of its own
         if strange:
-            raise SuiteError(f"lora_of: no task is called {strange[0]!r}; there are: {', '.join(TASKS)}")
+            raise SuiteError(
+                f"lora_of: no task is called {strange[0]!r}; there are: {', '.join(TASKS)}"
+            )
 
     @property
     def tuned_at(self) -> int:
@@ -133,7 +164,8 @@ def recover_plan(suite: Suite) -> RecoverPlan:
     Raises
     ------
     SuiteError
-        If there is no table [recover], a key of it is unknown or missing, or a setting is impossible.
+        If there is no table [recover], a key of it is unknown or missing, or a setting is
+        impossible.
     """
     try:
         plan = RecoverPlan.from_mapping(suite.recover)
@@ -151,13 +183,19 @@ def head_settings(suite: Suite, plan: RecoverPlan, task: str, seed: int) -> Fine
     return _held_out(_settings(suite, task, {"method": "head"}, plan.head, {"seed": seed}))
 
 
-def lora_settings(suite: Suite, plan: RecoverPlan, task: str, seed: int, head: str) -> FinetuneSettings:
+def lora_settings(
+    suite: Suite, plan: RecoverPlan, task: str, seed: int, head: str
+) -> FinetuneSettings:
     """Of the LoRA that is compressed."""
     fixed = {"seed": seed, "head": head, "train_head": False}
-    return _held_out(_settings(suite, task, {"method": "lora"}, plan.lora, plan.lora_of.get(task, {}), fixed))
+    return _held_out(
+        _settings(suite, task, {"method": "lora"}, plan.lora, plan.lora_of.get(task, {}), fixed)
+    )
 
 
-def further_settings(suite: Suite, plan: RecoverPlan, task: str, **changes: Any) -> FinetuneSettings:
+def further_settings(
+    suite: Suite, plan: RecoverPlan, task: str, **changes: Any
+) -> FinetuneSettings:
     """Of ``plan.steps`` more steps from an adapter, or from scratch; judged on the validation split at their end."""
     own = {"steps": plan.steps, "evaluate_every": plan.steps, "patience": 1, "train_head": False}
     return _settings(suite, task, own, changes, plain="init" in changes)
@@ -170,10 +208,16 @@ def _held_out(settings: FinetuneSettings) -> FinetuneSettings:
     return settings.replace(patience=NEVER, evaluate_every=settings.steps)
 
 
-def _settings(suite: Suite, task: str, *own: Mapping[str, Any], plain: bool = False) -> FinetuneSettings:
+def _settings(
+    suite: Suite, task: str, *own: Mapping[str, Any], plain: bool = False
+) -> FinetuneSettings:
     tables = [suite.common, suite.tasks[task], {"task": task}, *own]
-    left: set[str] = {"target_modules", "layers", "options"} if plain else set()  # an adapter brings its own layers
+    left: set[str] = (
+        {"target_modules", "layers", "options"} if plain else set()
+    )  # an adapter brings its own layers
     if any("steps" in table for table in own):
         left |= {"epochs"}
-    tables = [{name: value for name, value in table.items() if name not in left} for table in tables]
+    tables = [
+        {name: value for name, value in table.items() if name not in left} for table in tables
+    ]
     return merged(tables, f"[common], [tasks.{task}] and [recover] together")

@@ -51,7 +51,10 @@ class Line:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         stages = {
-            stage: {name: [getattr(judged, name) for judged in found] for name in ("seed", "loss", "score", "share")}
+            stage: {
+                name: [getattr(judged, name) for judged in found]
+                for name in ("seed", "loss", "score", "share")
+            }
             for stage, found in self.stages.items()
         }
         names = ("task", "structure", "label", "budget", "parameters", "bytes")
@@ -106,11 +109,18 @@ def read_recovery(suite: Suite, out: str | Path) -> Recovery:
     gains = {job: gain for job, record in loras.items() if (gain := _gain(job, record)) is not None}
     lines = []
     for task in dict.fromkeys(job.task for job in gains):
-        own = {job: gain for job, gain in gains.items() if job.task == task and gain.of_loss >= plan.least_gain}
+        own = {
+            job: gain
+            for job, gain in gains.items()
+            if job.task == task and gain.of_loss >= plan.least_gain
+        }
         if not own:
             continue
         first = next(iter(own))
-        for structure, budget in [(LORA, WHOLE), *sorted(first.points(), key=_order(plan.structures))]:
+        for structure, budget in [
+            (LORA, WHOLE),
+            *sorted(first.points(), key=_order(plan.structures)),
+        ]:
             line = _line(own, structure, budget)
             if any(line.stages.values()):
                 lines.append(line)
@@ -140,27 +150,68 @@ def read_recovery(suite: Suite, out: str | Path) -> Recovery:
 
 def table(found: Recovery) -> Table:
     """A line for each task, structure and budget: the share of the LoRA's gain at each stage, and the score."""
-    words = {"compressed": "kept", "distilled": "distilled", "recovered": "after recovery", "scratch": "from scratch"}
+    words = {
+        "compressed": "kept",
+        "distilled": "distilled",
+        "recovered": "after recovery",
+        "scratch": "from scratch",
+    }
     stages = [stage for stage in STAGES if found.distil or stage != "distilled"]
-    head = ("task", "structure", "parameters", "bytes", *(words[stage] for stage in stages), "score", "seeds")
+    head = (
+        "task",
+        "structure",
+        "parameters",
+        "bytes",
+        *(words[stage] for stage in stages),
+        "score",
+        "seeds",
+    )
     rows: list[tuple[str, ...]] = []
     for line in found.lines:
         shares = [line.share(stage) for stage in stages]
-        best = next(line.stages[stage] for stage in ("recovered", "compressed", "scratch") if line.stages[stage])
+        best = next(
+            line.stages[stage]
+            for stage in ("recovered", "compressed", "scratch")
+            if line.stages[stage]
+        )
         score = Spread(tuple(judged.score for judged in best)).text(100)
         cells = ("–" if share is None else share.text(1, 2) for share in shares)
         rows.append(
-            (line.task, line.label, f"{line.parameters:,.0f}", f"{line.bytes:,.0f}", *cells, score, str(len(best)))
+            (
+                line.task,
+                line.label,
+                f"{line.parameters:,.0f}",
+                f"{line.bytes:,.0f}",
+                *cells,
+                score,
+                str(len(best)),
+            )
         )
     return head, rows
 
 
 def gains_table(found: Recovery) -> Table:
     """What the LoRAs gained: if that is little, shares of it mean little."""
-    head = ("task", "seed", "loss, head alone", "loss, LoRA", "metric", "majority", "head alone", "LoRA", "parameters")
+    head = (
+        "task",
+        "seed",
+        "loss, head alone",
+        "loss, LoRA",
+        "metric",
+        "majority",
+        "head alone",
+        "LoRA",
+        "parameters",
+    )
     rows = [
         (
-            *(gain.task, str(gain.seed), f"{gain.loss_before:.4f}", f"{gain.loss:.4f}", gain.metric),
+            *(
+                gain.task,
+                str(gain.seed),
+                f"{gain.loss_before:.4f}",
+                f"{gain.loss:.4f}",
+                gain.metric,
+            ),
             *(f"{100 * value:.1f}" for value in (gain.baseline, gain.score_before, gain.score)),
             f"{gain.parameters:,}",
         )
@@ -176,7 +227,11 @@ def notes(found: Recovery) -> list[str]:
         f"LoRA, 0 no adapter. Recovery and training from scratch: {found.steps} steps, rates chosen from "
         f"{', '.join(f'{rate:g}' for rate in found.suite.rates)} by the loss on a split of the training set. The score "
         "is that after recovery, or of the compressed form where it is not trained.",
-        *([f"Distilled: at most {found.distil} steps on the LoRA's own answers, no labels."] if found.distil else []),
+        *(
+            [f"Distilled: at most {found.distil} steps on the LoRA's own answers, no labels."]
+            if found.distil
+            else []
+        ),
         *(
             f"The LoRA of {gain.task}, seed {gain.seed}, gains {gain.of_loss:.4f} nats: too little to speak of shares."
             for gain in found.gains
@@ -268,7 +323,14 @@ def _line(gains: dict[Job, Gain], structure: str, budget: int) -> Line:
     label = "LoRA" if structure == LORA else STRUCTURES[structure].label
     task = next(iter(gains)).task
     mean = (fmean(sizes), fmean(held)) if sizes else (0.0, 0.0)
-    return Line(task, structure, label, budget, *mean, {stage: tuple(found) for stage, found in stages.items()})
+    return Line(
+        task,
+        structure,
+        label,
+        budget,
+        *mean,
+        {stage: tuple(found) for stage, found in stages.items()},
+    )
 
 
 def _judged(seed: int, gain: Gain, scores: Scores | None) -> list[Judged]:

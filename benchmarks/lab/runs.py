@@ -94,7 +94,9 @@ def do_runs(
             left.append(run)
         elif on_run is not None:
             on_run(run, before)
-    for run, after in _in_processes(left, workers) if workers > 1 else ((run, do_run(run)) for run in left):
+    for run, after in (
+        _in_processes(left, workers) if workers > 1 else ((run, do_run(run)) for run in left)
+    ):
         if on_run is not None:
             on_run(run, after)
 
@@ -126,7 +128,9 @@ def _in_processes(runs: Sequence[Run], workers: int) -> Iterator[tuple[Run, Outc
         raise LsrError("several workers need joblib: pip install 'lsrdecomp[fleet]'") from error
 
     with parallel_config(backend="loky", n_jobs=workers, inner_max_num_threads=1):
-        yield from Parallel(return_as="generator_unordered")(delayed(_labelled)(run) for run in runs)
+        yield from Parallel(return_as="generator_unordered")(
+            delayed(_labelled)(run) for run in runs
+        )
 
 
 def _labelled(run: Run) -> tuple[Run, Outcome]:

@@ -37,7 +37,9 @@ class MethodSpec:
 def _different(check: Check, wanted: str) -> Check:
     """A list of at least one part that passes ``check``, all different."""
     listed = each(check, wanted, least=1)
-    return Check(lambda values: listed.test(values) and len(set(values)) == len(values), listed.wanted)
+    return Check(
+        lambda values: listed.test(values) and len(set(values)) == len(values), listed.wanted
+    )
 
 
 @settings
@@ -53,7 +55,9 @@ class Suite(Settings):
     """
 
     error = SuiteError
-    title: Annotated[str, Check(lambda value: isinstance(value, str), lambda: "a text"), "Of the tables."] = ""
+    title: Annotated[
+        str, Check(lambda value: isinstance(value, str), lambda: "a text"), "Of the tables."
+    ] = ""
     seeds: Annotated[
         tuple[int, ...],
         _different(whole(0), "different whole numbers of 0 or more, at least one"),
@@ -65,21 +69,27 @@ class Suite(Settings):
         "The learning rates tried, the same for every method.",
     ] = (1e-3,)
     tune_seeds: Annotated[
-        int, "So many of the seeds see every rate, by which the rate is chosen; the others see the chosen one."
+        int,
+        "So many of the seeds see every rate, by which the rate is chosen; the others see the chosen one.",
     ] = 1
     common: Annotated[Mapping[str, Any], "Settings of every run."] = field(default_factory=dict)
-    tasks: Annotated[Mapping[str, Any], "Settings of a task, in a table under its name."] = field(default_factory=dict)
-    methods: Annotated[
-        Mapping[str, Any], "Settings of a method, in a table under a label; against is the label it is judged by."
-    ] = field(default_factory=dict)
-    recover: Annotated[Mapping[str, Any], "The table of `benchmarks.lab.recover_plan.RecoverPlan`."] = field(
+    tasks: Annotated[Mapping[str, Any], "Settings of a task, in a table under its name."] = field(
         default_factory=dict
     )
+    methods: Annotated[
+        Mapping[str, Any],
+        "Settings of a method, in a table under a label; against is the label it is judged by.",
+    ] = field(default_factory=dict)
+    recover: Annotated[
+        Mapping[str, Any], "The table of `benchmarks.lab.recover_plan.RecoverPlan`."
+    ] = field(default_factory=dict)
 
     def check_together(self) -> None:
         """Every table and every run that would come of it."""
         if not 1 <= self.tune_seeds <= len(self.seeds):
-            raise SuiteError(f"tune_seeds must be 1 to {len(self.seeds)}, the number of seeds, got {self.tune_seeds}")
+            raise SuiteError(
+                f"tune_seeds must be 1 to {len(self.seeds)}, the number of seeds, got {self.tune_seeds}"
+            )
         if not self.tasks:
             raise SuiteError("a suite needs tables [tasks.…]")
         _check_table("common", self.common)
@@ -90,9 +100,13 @@ class Suite(Settings):
             if "method" not in spec.settings:
                 raise SuiteError(f"methods.{spec.label} must say which method it is")
             if sum(other.slug == spec.slug for other in self.specs) > 1:
-                raise SuiteError(f"two methods would share the directory {spec.slug!r}; give them other names")
+                raise SuiteError(
+                    f"two methods would share the directory {spec.slug!r}; give them other names"
+                )
             if spec.against is not None and spec.against not in self.methods:
-                raise SuiteError(f"methods.{spec.label}: against {spec.against!r}, not one of: {list(self.methods)}")
+                raise SuiteError(
+                    f"methods.{spec.label}: against {spec.against!r}, not one of: {list(self.methods)}"
+                )
             for task in self.tasks:
                 first = self.settings(spec, task, self.rates[0], self.seeds[0])
                 if len(self.rates) > 1 and first.patience is None:
@@ -105,7 +119,11 @@ class Suite(Settings):
     def specs(self) -> tuple[MethodSpec, ...]:
         """The methods, in their order."""
         return tuple(
-            MethodSpec(label, {name: value for name, value in table.items() if name != "against"}, table.get("against"))
+            MethodSpec(
+                label,
+                {name: value for name, value in table.items() if name != "against"},
+                table.get("against"),
+            )
             for label, table in self.methods.items()
         )
 
@@ -135,7 +153,11 @@ class Suite(Settings):
             data = {**self.common, **self.tasks[task]}.get("data")
             if task == EMBEDDED or task not in TASKS or data is None:
                 continue
-            absent = [path for split in ("train", "dev") if not (path := TASKS[task].file(data, split)).exists()]
+            absent = [
+                path
+                for split in ("train", "dev")
+                if not (path := TASKS[task].file(data, split)).exists()
+            ]
             if absent:
                 found[task] = f"{absent[0]} is missing"
         return found
@@ -151,7 +173,11 @@ def merged(tables: Sequence[Mapping[str, Any]], where: str) -> FinetuneSettings:
     """
     try:
         return FinetuneSettings.from_mapping(
-            {name: value for table in tables for name, value in FinetuneSettings.named(table).items()}
+            {
+                name: value
+                for table in tables
+                for name, value in FinetuneSettings.named(table).items()
+            }
         )
     except SettingsError as error:
         raise SuiteError(f"{where}: {error}") from error
@@ -165,8 +191,8 @@ def read_suite(
     Parameters
     ----------
     path : path
-        The fields of `Suite`: settings of every run in ``[common]``, of a task in ``[tasks.NAME]``, of a method in
-        ``[methods.LABEL]``.
+        The fields of `Suite`: settings of every run in ``[common]``, of a task in ``[tasks.NAME]``,
+        of a method in ``[methods.LABEL]``.
     overrides : mapping, optional
         Settings for ``[common]`` from elsewhere, such as the command line.
     tasks : sequence of str, optional
@@ -200,7 +226,9 @@ def read_suite(
         return suite
     unknown = [task for task in tasks if task not in suite.tasks]
     if unknown:
-        raise SuiteError(f"{path}: has no task {unknown[0]!r}; its tasks are: {', '.join(suite.tasks)}")
+        raise SuiteError(
+            f"{path}: has no task {unknown[0]!r}; its tasks are: {', '.join(suite.tasks)}"
+        )
     return suite.replace(tasks={task: suite.tasks[task] for task in tasks})
 
 
@@ -209,7 +237,9 @@ def _check_table(name: str, table: Any) -> None:
         raise SuiteError(f"{name} must be a table of settings")
     fixed = [key for key in GIVEN_BY_THE_GRID if key in table]
     if fixed:
-        raise SuiteError(f"{name}: {fixed[0]} is the suite's: rates and seeds are one grid for every method")
+        raise SuiteError(
+            f"{name}: {fixed[0]} is the suite's: rates and seeds are one grid for every method"
+        )
 
 
 def slug(text: str) -> str:

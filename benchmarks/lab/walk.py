@@ -1,11 +1,12 @@
 """How far one walks to read a compression: the files and functions from an adapter to its file, as they are entered.
 
-``python benchmarks/lab/walk.py [--each] [--json FILE]`` compresses the adapter of ``lsrdecomp demo`` 48 times, saves
-it, and prints a line for each file in the order of the walk; ``--each`` the functions too.
+``python benchmarks/lab/walk.py [--each] [--json FILE]`` compresses the adapter of ``lsrdecomp
+demo`` 48 times, saves it, and prints a line for each file in the order of the walk; ``--each`` the
+functions too.
 
-A function counts once, where it is first entered; comprehensions, and what runs while modules are imported, do not. A
-file is opened again when a function in it is entered for the first time after those of other files: that is how often a
-reader who follows the calls turns back to it.
+A function counts once, where it is first entered; comprehensions, and what runs while modules are
+imported, do not. A file is opened again when a function in it is entered for the first time after
+those of other files: that is how often a reader who follows the calls turns back to it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,12 @@ def walk(work: Callable[[], Any], root: Path) -> list[Opened]:
         code = frame.f_code
         if code.co_name == "_find_and_load":
             importing += (event == "call") - (event == "return")
-        if event == "call" and not importing and code.co_filename.startswith(inside) and code.co_flags & CO_OPTIMIZED:
+        if (
+            event == "call"
+            and not importing
+            and code.co_filename.startswith(inside)
+            and code.co_flags & CO_OPTIMIZED
+        ):
             first[code] = first.get(code, 0) + 1
 
     inside = f"{root}/"
@@ -62,7 +68,9 @@ def walk(work: Callable[[], Any], root: Path) -> list[Opened]:
         name = code.co_filename.removeprefix(inside)
         here = walked.setdefault(name, Opened(name))
         here.calls += calls
-        if code.co_name.startswith("<"):  # a comprehension or a lambda is read with what it stands in
+        if code.co_name.startswith(
+            "<"
+        ):  # a comprehension or a lambda is read with what it stands in
             continue
         here.opened += name != before
         before = name
@@ -72,7 +80,10 @@ def walk(work: Callable[[], Any], root: Path) -> list[Opened]:
 
 def compress_demo() -> None:
     """The work of the walk: what `lsrdecomp demo` makes, without its statistics, written to a directory."""
-    with as_file(files("lsrdecomp.cli") / "demo_adapter") as adapter, TemporaryDirectory() as folder:
+    with (
+        as_file(files("lsrdecomp.cli") / "demo_adapter") as adapter,
+        TemporaryDirectory() as folder,
+    ):
         compress(adapter, ratio=48).save(Path(folder) / "lsr")
 
 
@@ -98,7 +109,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.each:
             print(*(f"      {name}" for name in each.functions), sep="\n")
     numbers = summary(walked)
-    print("{files} files, {functions} functions; a file is opened again at most {returns} times".format(**numbers))
+    print(
+        "{files} files, {functions} functions; a file is opened again at most {returns} times".format(
+            **numbers
+        )
+    )
     if options.json is not None:
         facts = {**numbers, "walk": [asdict(each) for each in walked]}
         options.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -1,12 +1,14 @@
 """How many answers are right to the last token: as compressed, distilled, and distilled on its own continuations too.
 
-    python -m benchmarks.language.exact_answers TASK --lora DIR [--ratios 48 96] [--own 0 0.5] --work RUNS
+    python -m benchmarks.language.exact_answers TASK --lora DIR [--ratios 48 96] [--own 0 0.5]
+    --work RUNS
 
-TASK holds train.jsonl and held.jsonl, as `benchmarks.language.tasks` writes them; the base is SmolLM2 in float32.
-``--own`` is the share of the steps after the first 15 in which the form learns from the LoRA's answers to what the form
-itself says greedily to the prompts (on-policy [1]_), in place of the completions of the data. A row for the LoRA, for
-each ratio and for each share is added to `results/exact_answers.json` as it comes; those that are there are not made
-again. Ten to twenty minutes a row on one core.
+TASK holds train.jsonl and held.jsonl, as `benchmarks.language.tasks` writes them; the base is
+SmolLM2 in float32. ``--own`` is the share of the steps after the first 15 in which the form learns
+from the LoRA's answers to what the form itself says greedily to the prompts (on-policy [1]_), in
+place of the completions of the data. A row for the LoRA, for each ratio and for each share is added
+to `results/exact_answers.json` as it comes; those that are there are not made again. Ten to twenty
+minutes a row on one core.
 
 .. [1] R. Agarwal et al., On-policy distillation of language models, ICLR 2024. arXiv:2306.13649
 """
@@ -43,7 +45,8 @@ from lsrdecomp.training.record import commit
 
 TEXTS, HELD_OUT, LONGEST = 496, 48, 256
 RATE, FIRST, MORE = 0.1, 15, 8
-"""Rate of all trainings; steps before own continuations, which say little before; tokens beyond the longest answer."""
+"""Rate of all trainings; steps before own continuations, which say little before; tokens beyond the
+longest answer."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,9 @@ class OwnContinuations(Lessons):
         step = len(self.asked) - 2
         if step < FIRST or (step * self.share) % 1.0 >= self.share:
             return super().answers(index)
-        return [lesson(self.source, continued(self.student, batch)) for batch in self.batches[index]]
+        return [
+            lesson(self.source, continued(self.student, batch)) for batch in self.batches[index]
+        ]
 
 
 @torch.no_grad()
@@ -73,7 +78,9 @@ def continued(student: Base, batch: Batch) -> Batch:
     width = max(map(len, prompts))
     read = {
         "input_ids": torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts]),
-        "attention_mask": torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
+        "attention_mask": torch.tensor(
+            [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        ),
     }
     new_tokens = int(batch["answer_mask"].sum(1).max()) + MORE
     written = model.generate(  # type: ignore[operator]
@@ -95,11 +102,15 @@ def continued(student: Base, batch: Batch) -> Batch:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the rows that are not there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("task", type=Path)
     parser.add_argument("--lora", type=Path, required=True)
     parser.add_argument("--base", default="smollm2")
-    parser.add_argument("--held", type=Path, help="problems to judge by; absent, the task's held.jsonl")
+    parser.add_argument(
+        "--held", type=Path, help="problems to judge by; absent, the task's held.jsonl"
+    )
     parser.add_argument("--ratios", type=float, nargs="+", default=[48.0, 96.0])
     parser.add_argument("--own", type=float, nargs="+", default=[0.0])
     parser.add_argument("--steps", type=int, default=100)
@@ -107,7 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "exact_answers.json")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    with Journal(options.work / "journal") as journal:  # statistics are read from it as they are needed
+    with Journal(
+        options.work / "journal"
+    ) as journal:  # statistics are read from it as they are needed
         make_rows(options, journal)
 
 
@@ -133,7 +146,10 @@ def make_rows(options: argparse.Namespace, journal: Journal) -> None:
     judge = Judge(evaluator.source, held, examples=10_000, max_length=LONGEST, mixed=False)
     if not rows(**task, form="LoRA"):
         add({**task, "form": "LoRA", "problems": len(judge.examples), **judge.judge(None)})
-    source, plans = open_checkpoint(options.lora), [CompressionPlan(ratio=ratio) for ratio in options.ratios]
+    source, plans = (
+        open_checkpoint(options.lora),
+        [CompressionPlan(ratio=ratio) for ratio in options.ratios],
+    )
     searched = search_adapter(source, plans, statistics=evaluator.statistics(journal))
     for ratio, plan in zip(options.ratios, plans, strict=True):
         # 2. A form as compressed.

@@ -1,10 +1,11 @@
 """The forms of a LoRA that the language-model suite compares, each written as a directory that PEFT opens.
 
-Structures: LSR; truncated SVD in the Frobenius and in the Fisher norm; both of the latter norm in a second pass, whose
-statistics were measured with the form of the first one active; SVD in the Fisher norm with bits shared out among
-its vectors; the LoRA itself rounded to nearest in 8 and 4 bits, one scale a vector. One search serves all budgets of a
-structure. A form's bytes are those of its weight file, and of its directory; of a rounded LoRA, which nothing packs,
-they are counted: bits a number and two bytes a scale.
+Structures: LSR; truncated SVD in the Frobenius and in the Fisher norm; both of the latter norm in a
+second pass, whose statistics were measured with the form of the first one active; SVD in the Fisher
+norm with bits shared out among its vectors; the LoRA itself rounded to nearest in 8 and 4 bits, one
+scale a vector. One search serves all budgets of a structure. A form's bytes are those of its weight
+file, and of its directory; of a rounded LoRA, which nothing packs, they are counted: bits a number
+and two bytes a scale.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def form_directory(out: Path, structure: str, kind: str, budget: float) -> Path:
     return out / f"{slug}-{kind}-{budget:g}"
 
 
-def make_forms(lora: Path, statistics: Path, out: Path, structure: str, kind: str, budgets: list[float]) -> list[str]:
+def make_forms(
+    lora: Path, statistics: Path, out: Path, structure: str, kind: str, budgets: list[float]
+) -> list[str]:
     """Write the forms of one structure at budgets of one kind, and say what was not possible.
 
     Costs one search; forms that are there are left as they are. Runs in a process of its own.
@@ -78,7 +81,9 @@ def make_forms(lora: Path, statistics: Path, out: Path, structure: str, kind: st
         return []
     begin, complaints = time.process_time(), []
     norm = read_statistics(statistics) if chosen.functional else None
-    searched = search_adapter(checkpoint, list(plans.values()), statistics=norm, search=chosen.search())
+    searched = search_adapter(
+        checkpoint, list(plans.values()), statistics=norm, search=chosen.search()
+    )
     prepared = time.process_time() - begin
     for budget, plan in plans.items():
         target, begin = form_directory(out, structure, kind, budget), time.process_time()
@@ -113,7 +118,9 @@ def round_lora(lora: Path, out: Path, structure: str) -> list[str]:
     rounded = {}
     for name, tensor in tensors.items():
         axis = 1 if "lora_A" in name else 0  # a row of A, a column of B
-        scale = np.maximum(np.abs(tensor).max(axis, keepdims=True) / most, np.finfo(np.float32).tiny)
+        scale = np.maximum(
+            np.abs(tensor).max(axis, keepdims=True) / most, np.finfo(np.float32).tiny
+        )
         scale = scale.astype(np.float16).astype(np.float32)
         scale = np.where(scale > 0, scale, np.float32(1.0))
         rounded[name] = (np.clip(np.rint(tensor / scale), -most, most) * scale).astype(np.float32)
@@ -123,11 +130,15 @@ def round_lora(lora: Path, out: Path, structure: str) -> list[str]:
     save_file(rounded, target / WEIGHTS, metadata={"format": "pt"})
     shutil.copy(lora / "adapter_config.json", target)
     size = math.ceil(count * bits / 8) + 2 * scales
-    write_form(target, structure, "bytes", 0, {"parameters": count, "number_bytes": size, "counted": True})
+    write_form(
+        target, structure, "bytes", 0, {"parameters": count, "number_bytes": size, "counted": True}
+    )
     return []
 
 
-def write_form(target: Path, structure: str, kind: str, budget: float, facts: dict[str, Any]) -> None:
+def write_form(
+    target: Path, structure: str, kind: str, budget: float, facts: dict[str, Any]
+) -> None:
     """What a form is, beside it; its presence says that the form is whole."""
     sizes = [path.stat().st_size for path in target.rglob("*") if path.is_file()]
     facts = {"structure": structure, "kind": kind, "budget": budget, **facts}

@@ -1,11 +1,13 @@
 """What a LoRA is worth to a small adapter: LSR compressed from it and trained on, beside training from scratch.
 
-    python -m benchmarks.language.from_lora TASK --lora DIR [--seeds 0 1 2] [--only ARM ...] --work RUNS
+    python -m benchmarks.language.from_lora TASK --lora DIR [--seeds 0 1 2] [--only ARM ...] --work
+    RUNS
 
-TASK holds train.jsonl and held.jsonl, as `benchmarks.language.tasks` writes them; the base is SmolLM2. All arms see the
-same examples in the same order and are judged by the loss on held-out answers. Finished runs in RUNS are not done
-again; four to six minutes an arm and seed on one core of a CPU. Writes the rows of its task in
-`results/from_lora.json`; `benchmarks.language.from_lora_picture` draws them.
+TASK holds train.jsonl and held.jsonl, as `benchmarks.language.tasks` writes them; the base is
+SmolLM2. All arms see the same examples in the same order and are judged by the loss on held-out
+answers. Finished runs in RUNS are not done again; four to six minutes an arm and seed on one core
+of a CPU. Writes the rows of its task in `results/from_lora.json`;
+`benchmarks.language.from_lora_picture` draws them.
 """
 
 from __future__ import annotations
@@ -27,21 +29,33 @@ from lsrdecomp.training.record import ADAPTER, RECORD, Record, commit, read_reco
 from lsrdecomp.training.settings import FinetuneSettings
 
 ARMS: dict[str, dict[str, Any]] = {
-    "LSR from the LoRA": {"init": "LORA", "ratio": 48.0, "learning_rate": 5e-3, "measure_start": True},
+    "LSR from the LoRA": {
+        "init": "LORA",
+        "ratio": 48.0,
+        "learning_rate": 5e-3,
+        "measure_start": True,
+    },
     "LSR from scratch": {
         "method": "lsr",
         "learning_rate": 1e-2,
         "options": {"inner_shape": [2, 2], "separation_rank": 1},
     },
-    "LoRA from scratch, as small": {"options": {"r": 1}, "layers": [25, 26, 27, 28, 29], "learning_rate": 5e-3},
+    "LoRA from scratch, as small": {
+        "options": {"r": 1},
+        "layers": [25, 26, 27, 28, 29],
+        "learning_rate": 5e-3,
+    },
     "LoRA from scratch, r = 2": {"options": {"r": 2}, "learning_rate": 2e-3},
 }
-"""What each arm changes. The rates are not tuned: LSR's factors move slower than a LoRA does, so they get more."""
+"""What each arm changes. The rates are not tuned: LSR's factors move slower than a LoRA does, so
+they get more."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is asked for and not done, and write the record of all that is done."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("task", type=Path)
     parser.add_argument("--lora", type=Path, required=True)
     parser.add_argument("--base", default="smollm2")
@@ -62,22 +76,42 @@ def main(arguments: list[str] | None = None) -> None:
         "samples": 0,
     }
     start = FinetuneSettings.from_mapping(common | {"method": "lora"})  # a new LoRA is the base
-    losses = {"base": evaluate(start).loss, "lora": evaluate(start.replace(init=str(options.lora))).loss}
+    losses = {
+        "base": evaluate(start).loss,
+        "lora": evaluate(start.replace(init=str(options.lora))).loss,
+    }
     task, out = options.task.name, options.out
-    before = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"tasks": {}, "rows": []}
-    facts = {"steps": options.steps, "batch": 8, "lora_parameters": open_checkpoint(options.lora).adapter_parameters}
+    before = (
+        json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"tasks": {}, "rows": []}
+    )
+    facts = {
+        "steps": options.steps,
+        "batch": 8,
+        "lora_parameters": open_checkpoint(options.lora).adapter_parameters,
+    }
     tasks = before["tasks"] | {task: {**facts, **losses}}
-    rows: dict[tuple[str, str, int], dict[str, Any]] = {(r["task"], r["arm"], r["seed"]): r for r in before["rows"]}
+    rows: dict[tuple[str, str, int], dict[str, Any]] = {
+        (r["task"], r["arm"], r["seed"]): r for r in before["rows"]
+    }
     for seed in options.seeds:
         for arm in options.only:
             changes = {**ARMS[arm], "seed": seed}
             if "init" in changes:
                 changes["init"] = str(options.lora)
-            record = run(FinetuneSettings.from_mapping(common | changes), options.work / f"{arm}-{seed}")
-            in_bits = rounded(options.work / f"{arm}-{seed}", record) if arm.startswith("LSR") else None
+            record = run(
+                FinetuneSettings.from_mapping(common | changes), options.work / f"{arm}-{seed}"
+            )
+            in_bits = (
+                rounded(options.work / f"{arm}-{seed}", record) if arm.startswith("LSR") else None
+            )
             rows[task, arm, seed] = {"task": task, **row(arm, seed, record), "int4": in_bits}
             print(rows[task, arm, seed], flush=True)
-            results = {"tasks": tasks, "rows": list(rows.values()), "versions": versions(), "commit": commit()}
+            results = {
+                "tasks": tasks,
+                "rows": list(rows.values()),
+                "versions": versions(),
+                "commit": commit(),
+            }
             out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 

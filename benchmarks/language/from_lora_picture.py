@@ -1,6 +1,7 @@
 """The picture of LSR from a LoRA beside training from scratch: loss on held-out answers, a panel a task, a dot a seed.
 
-python -m benchmarks.language.from_lora_picture benchmarks/results/from_lora.json docs/images/from-lora.png
+python -m benchmarks.language.from_lora_picture benchmarks/results/from_lora.json
+docs/images/from-lora.png
 """
 
 from __future__ import annotations
@@ -28,9 +29,18 @@ def main(source: Path, out: Path) -> None:
         arms = list(dict.fromkeys(row["arm"] for row in rows))
         for i, arm in enumerate(arms):
             losses = [row["loss"] for row in rows if row["arm"] == arm]
-            starts = [row["start"] for row in rows if row["arm"] == arm and row["start"] is not None]
+            starts = [
+                row["start"] for row in rows if row["arm"] == arm and row["start"] is not None
+            ]
             axes.plot(losses, [i] * len(losses), MARKERS[i], color=COLOURS[i], linestyle="none")
-            axes.plot(starts, [i] * len(starts), MARKERS[i], color=COLOURS[i], fillstyle="none", linestyle="none")
+            axes.plot(
+                starts,
+                [i] * len(starts),
+                MARKERS[i],
+                color=COLOURS[i],
+                fillstyle="none",
+                linestyle="none",
+            )
         for name, side in (("lora", "left"), ("base", "right")):
             loss = record["tasks"][task][name]
             axes.axvline(loss, color=GREY, linewidth=1.0, linestyle="--")

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from lsrdecomp.calibration.answers import ask, keep_answers
 from lsrdecomp.calibration.base_model import Base, load_base
-from lsrdecomp.calibration.dataset import PromptExample, prompt_text, read_examples, token_batches, tokenize
+from lsrdecomp.calibration.dataset import (
+    PromptExample,
+    prompt_text,
+    read_examples,
+    token_batches,
+    tokenize,
+)
 from lsrdecomp.calibration.divergence import divergences, without_delta
 from lsrdecomp.training.language import generate, overlap
 
@@ -45,7 +51,9 @@ class Judge:
         Products in bfloat16, as the adapters were trained; else in the base's type.
     """
 
-    def __init__(self, source: Base, file: Path, *, examples: int, max_length: int, mixed: bool = True) -> None:
+    def __init__(
+        self, source: Base, file: Path, *, examples: int, max_length: int, mixed: bool = True
+    ) -> None:
         self.examples: list[PromptExample] = read_examples(file)[:examples]
         rows = tokenize(self.examples, source.tokenizer, max_length=max_length)
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
@@ -97,10 +105,14 @@ class Judge:
         return autocast(form) if self.mixed and form is not None else nullcontext()
 
 
-def said(form: Base, examples: Sequence[PromptExample], *, new_tokens: int, batch: int = BATCH) -> list[str]:
+def said(
+    form: Base, examples: Sequence[PromptExample], *, new_tokens: int, batch: int = BATCH
+) -> list[str]:
     """What a form says to the prompts of examples, of like length together."""
     prompts = [prompt_text(example, form.tokenizer) for example in examples]
-    return generate(form.model, form.tokenizer, prompts, new_tokens=new_tokens, autocast=True, batch=batch)
+    return generate(
+        form.model, form.tokenizer, prompts, new_tokens=new_tokens, autocast=True, batch=batch
+    )
 
 
 def overlaps(texts: list[str], examples: Sequence[PromptExample]) -> dict[str, float]:

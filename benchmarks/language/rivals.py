@@ -1,28 +1,33 @@
 """Other ways to say an adapter in a few kilobytes, at equal bytes and equal training without labels.
 
-    python -m benchmarks.language.rivals --lora LORA --data train.jsonl --held held.jsonl --other TEXTS.jsonl ...
+    python -m benchmarks.language.rivals --lora LORA --data train.jsonl --held held.jsonl --other
+    TEXTS.jsonl ...
     ... --bytes 3000 --seeds 0 --rates 0.1 0.3 --methods LSR SVD XS --work rivals-work [--out rivals.json]
 
-Every rival learns the LoRA's answers to texts of the task for the same number of steps, once at each learning rate.
-Then its numbers are rounded to four bits and it is judged on held-out texts that nothing else saw: 1 − KL / effect.
-A row of the record is one training at one rate.
+Every rival learns the LoRA's answers to texts of the task for the same number of steps, once at
+each learning rate. Then its numbers are rounded to four bits and it is judged on held-out texts
+that nothing else saw: 1 − KL / effect. A row of the record is one training at one rate.
 
-- LSR, SVD: what `lsrdecomp compress --bytes --storage auto` and `distil` write; SVD is the search without Kronecker
-  shapes, rank-one terms of the layers that gain most. Bytes are all that opens the directory.
-- XS: cores k × l between the base's leading singular vectors (LoRA-XS, arXiv:2405.17604), begun at the projection of
-  the LoRA in the Fisher norm, sizes shared out over the layers by one budget.
-- Fisher core: the same between eigenvectors of the base's own Fisher factors, measured once on texts of ``--other``.
-- LoRAQuant (arXiv:2510.26690): the LoRA's own singular directions, the first of a layer in two or three bits, the next
-  in one, trained through the rounding. What the budget does not reach is left out; the split is chosen in the Fisher
-  norm.
-- Rank one: a LoRA of rank one in four bits on as few layers, trained through the rounding as well: the first singular
-  direction of those that do most in the Fisher norm.
-- VeRA, Uni-LoRA, TinyLoRA, VB-LoRA, FourierFT: PEFT's, from PEFT's own start, at the largest size that fits.
+- LSR, SVD: what `lsrdecomp compress --bytes --storage auto` and `distil` write; SVD is the search
+  without Kronecker shapes, rank-one terms of the layers that gain most. Bytes are all that opens
+  the directory.
+- XS: cores k × l between the base's leading singular vectors (LoRA-XS, arXiv:2405.17604), begun at
+  the projection of the LoRA in the Fisher norm, sizes shared out over the layers by one budget.
+- Fisher core: the same between eigenvectors of the base's own Fisher factors, measured once on
+  texts of ``--other``.
+- LoRAQuant (arXiv:2510.26690): the LoRA's own singular directions, the first of a layer in two or
+  three bits, the next in one, trained through the rounding. What the budget does not reach is left
+  out; the split is chosen in the Fisher norm.
+- Rank one: a LoRA of rank one in four bits on as few layers, trained through the rounding as well:
+  the first singular direction of those that do most in the Fisher norm.
+- VeRA, Uni-LoRA, TinyLoRA, VB-LoRA, FourierFT: PEFT's, from PEFT's own start, at the largest size
+  that fits.
 
-Bytes of all but LSR and SVD: `CONFIG`, half a byte a number and two bytes a scale, a scale a tensor; an index of which
-layers are used is not charged, nor are the shared eigenvectors. LoRAQuant's numbers take their own bits. VB-LoRA pays
-for its bank, and for each piece of a matrix two indices into it and half a byte. Rates are relative to the size of a
-tensor's numbers, as `distil` has them; PEFT's other methods begin at nothing or at noise, so theirs are in plain
+Bytes of all but LSR and SVD: `CONFIG`, half a byte a number and two bytes a scale, a scale a
+tensor; an index of which layers are used is not charged, nor are the shared eigenvectors.
+LoRAQuant's numbers take their own bits. VB-LoRA pays for its bank, and for each piece of a matrix
+two indices into it and half a byte. Rates are relative to the size of a tensor's numbers, as
+`distil` has them; PEFT's other methods begin at nothing or at noise, so theirs are in plain
 numbers. Rows are added as they come; a stopped run goes on.
 """
 
@@ -47,7 +52,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from peft import FourierFTConfig, PeftConfig, TinyLoraConfig, UniLoraConfig, VBLoRAConfig, VeraConfig, get_peft_model
+from peft import (
+    FourierFTConfig,
+    PeftConfig,
+    TinyLoraConfig,
+    UniLoraConfig,
+    VBLoRAConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from torch import Tensor, nn
 
 from benchmarks import RESULTS
@@ -93,7 +106,9 @@ class Rival:
     model: nn.Module
     parameters: Sequence[nn.Parameter]
     bits: Sequence[int] = ()  # of each parameter's numbers; four if none are named
-    relative: bool = True  # a step is in units of the root mean square of a tensor's numbers, as `distil` has it
+    relative: bool = (
+        True  # a step is in units of the root mean square of a tensor's numbers, as `distil` has it
+    )
 
     @property
     def numbers(self) -> int:
@@ -137,7 +152,11 @@ class VectorBank(Rival):
     @property
     def bytes(self) -> int:
         index = (len(self.bank) - 1).bit_length()
-        return CONFIG + tensor_bytes(self.bank.numel(), 4) + math.ceil(self.pieces * (2 * index + 4) / 8)
+        return (
+            CONFIG
+            + tensor_bytes(self.bank.numel(), 4)
+            + math.ceil(self.pieces * (2 * index + 4) / 8)
+        )
 
     def round(self) -> None:
         """The bank in four bits, as others are; the larger weight of each two one of sixteen between ½ and 1."""
@@ -147,7 +166,9 @@ class VectorBank(Rival):
                 largest, where = logits.topk(2, dim=-1)
                 weight = largest.softmax(-1)[..., :1]
                 weight = 0.5 + ((weight - 0.5) * 32).floor().clamp(0, 15) / 32 + 1 / 64
-                logits.fill_(-1e4).scatter_(-1, where, torch.cat([weight, 1 - weight], dim=-1).log())
+                logits.fill_(-1e4).scatter_(
+                    -1, where, torch.cat([weight, 1 - weight], dim=-1).log()
+                )
 
 
 def tensor_bytes(numbers: int, bits: int) -> int:
@@ -187,9 +208,14 @@ def subject(arguments: argparse.Namespace) -> Subject:
     source = load_base(arguments.base, arguments.lora)
     texts = read_examples(arguments.data)[: arguments.texts]
     held = read_examples(arguments.held)[: arguments.examples]
-    others = [example for file in arguments.other for example in read_examples(file)[: arguments.samples]]
+    others = [
+        example for file in arguments.other for example in read_examples(file)[: arguments.samples]
+    ]
     statistics, other = arguments.work / "statistics", arguments.work / "statistics-other"
-    for out, examples, of_base in ((statistics, texts[: arguments.samples], False), (other, others, True)):
+    for out, examples, of_base in (
+        (statistics, texts[: arguments.samples], False),
+        (other, others, True),
+    ):
         if (out / METADATA).exists():
             continue
         answers = "all" if of_base else "completion"
@@ -204,20 +230,33 @@ def subject(arguments: argparse.Namespace) -> Subject:
     plain = copy.copy(source.model).unload()
     plain.requires_grad_(False)
     return Subject(
-        arguments.base, arguments.lora, arguments.work, source, plain, lessons, texts, reference, statistics, other
+        arguments.base,
+        arguments.lora,
+        arguments.work,
+        source,
+        plain,
+        lessons,
+        texts,
+        reference,
+        statistics,
+        other,
     )
 
 
 # What is compared.
 
 
-def compressed(subject: Subject, method: str, budget: int, seed: int, steps: int, rate: float) -> dict[str, Any]:
+def compressed(
+    subject: Subject, method: str, budget: int, seed: int, steps: int, rate: float
+) -> dict[str, Any]:
     """LSR or SVD as a user makes it: compress, then distil on the lessons."""
     made, out = (subject.work / f"{method}-{budget}{suffix}" for suffix in ("", f"-{seed}-{rate}"))
     if not made.exists():
         plan = CompressionPlan(bytes=budget, storage="auto")
         statistics = read_statistics(subject.statistics)
-        compress(open_checkpoint(subject.lora), plan, statistics=statistics, search=COMPRESSED[method]).save(made)
+        compress(
+            open_checkpoint(subject.lora), plan, statistics=statistics, search=COMPRESSED[method]
+        ).save(made)
     done = distil(
         made,
         base=subject.base,
@@ -236,7 +275,9 @@ def compressed(subject: Subject, method: str, budget: int, seed: int, steps: int
     return {**facts, **judged(subject.reference, load_base(subject.base, done.directory))}
 
 
-def cores(subject: Subject, directions: Mapping[str, tuple[Doubles, Doubles]], budget: int) -> Rival:
+def cores(
+    subject: Subject, directions: Mapping[str, tuple[Doubles, Doubles]], budget: int
+) -> Rival:
     """ΔW = U θ Vᵀ in each layer, θ the projection of the LoRA's in the Fisher norm, sizes by one budget."""
     checkpoint = open_checkpoint(subject.lora)
     statistics, options, projections = read_statistics(subject.statistics), [], []
@@ -244,7 +285,9 @@ def cores(subject: Subject, directions: Mapping[str, tuple[Doubles, Doubles]], b
     for name in subject.modules:
         pair, (u, v) = layer_pair(checkpoint, names[name]), directions[name]
         weights = statistics[name]
-        left, right = (np.asarray(side.root(np.eye(side.size))) for side in (weights.output, weights.input))
+        left, right = (
+            np.asarray(side.root(np.eye(side.size))) for side in (weights.output, weights.input)
+        )
         wanted = left @ (np.asarray(pair.left, float) @ np.asarray(pair.right, float)) @ right.T
         (q, r), (p, s) = np.linalg.qr(left @ u), np.linalg.qr(right @ v)
         inside = q.T @ wanted @ p
@@ -307,7 +350,10 @@ def own_directions(
     model, parameters, bits = copy.deepcopy(subject.plain), [], []
     for name, widths, *sides in layers:
         columns, rows = (
-            [nn.Parameter(torch.tensor(vector, dtype=torch.float32)) for vector in side[: len(widths)]]
+            [
+                nn.Parameter(torch.tensor(vector, dtype=torch.float32))
+                for vector in side[: len(widths)]
+            ]
             for side in sides
         )
         parameters += columns + rows
@@ -324,11 +370,16 @@ def _split(
     options, layers = [], []
     for layer in checkpoint.layers:
         pair, weights = layer_pair(checkpoint, layer), statistics[layer.name]
-        (q, r), (p, s) = np.linalg.qr(np.asarray(pair.left, float)), np.linalg.qr(np.asarray(pair.right, float).T)
+        (q, r), (p, s) = (
+            np.linalg.qr(np.asarray(pair.left, float)),
+            np.linalg.qr(np.asarray(pair.right, float).T),
+        )
         u, values, vh = np.linalg.svd(r @ s.T)
         sides = [(vectors * np.sqrt(values)).T for vectors in (q @ u, p @ vh.T)]
         coded = {
-            bits: [np.array([rounded(torch.tensor(v), bits).numpy() for v in side]) for side in sides]
+            bits: [
+                np.array([rounded(torch.tensor(v), bits).numpy() for v in side]) for side in sides
+            ]
             for bits in (1, high)
         }
         roots = (weights.output.root, weights.input.root)
@@ -347,7 +398,11 @@ def _split(
             ]
             losses.append(float(np.square(wanted - product(parts)).sum()))
             costs.append(
-                sum(first * tensor_bytes(side.shape[1], high) + then * tensor_bytes(side.shape[1], 1) for side in sides)
+                sum(
+                    first * tensor_bytes(side.shape[1], high)
+                    + then * tensor_bytes(side.shape[1], 1)
+                    for side in sides
+                )
             )
         options.append(Options.of(costs, losses))
         layers.append((layer.name, sides))
@@ -357,12 +412,20 @@ def _split(
         first, then = splits[choice]
         if first + then:
             used.append((name, [high] * first + [1] * then, *sides))
-    return sum(float(each.losses[choice]) for each, choice in zip(options, choices, strict=True)), used
+    return sum(
+        float(each.losses[choice]) for each, choice in zip(options, choices, strict=True)
+    ), used
 
 
-def add_rounded(columns: Sequence[Tensor], rows: Sequence[Tensor], widths: Sequence[int]) -> Callable[..., Tensor]:
-    def coded(vectors: Sequence[Tensor]) -> Tensor:  # the gradient passes the rounding as if it were not there
-        return torch.stack([v + (rounded(v, bits) - v).detach() for v, bits in zip(vectors, widths, strict=True)])
+def add_rounded(
+    columns: Sequence[Tensor], rows: Sequence[Tensor], widths: Sequence[int]
+) -> Callable[..., Tensor]:
+    def coded(
+        vectors: Sequence[Tensor],
+    ) -> Tensor:  # the gradient passes the rounding as if it were not there
+        return torch.stack(
+            [v + (rounded(v, bits) - v).detach() for v, bits in zip(vectors, widths, strict=True)]
+        )
 
     return lambda module, inputs, output: output + inputs[0] @ coded(rows).T @ coded(columns)
 
@@ -406,12 +469,26 @@ def by_energy(subject: Subject) -> list[str]:
 
 FROM_NOTHING = partial(Rival, relative=False)
 PEFT: dict[str, tuple[Callable[[int, list[str]], PeftConfig], Callable[..., Rival]]] = {
-    "VeRA": (lambda size, names: VeraConfig(r=size, target_modules=names, save_projection=False), FROM_NOTHING),
-    "Uni-LoRA": (lambda size, names: UniLoraConfig(r=4, theta_d_length=size, target_modules=names), FROM_NOTHING),
-    "TinyLoRA": (lambda size, names: TinyLoraConfig(r=8, u=size, target_modules=names), FROM_NOTHING),
-    "FourierFT": (lambda size, names: FourierFTConfig(n_frequency=size, target_modules=names), FROM_NOTHING),
+    "VeRA": (
+        lambda size, names: VeraConfig(r=size, target_modules=names, save_projection=False),
+        FROM_NOTHING,
+    ),
+    "Uni-LoRA": (
+        lambda size, names: UniLoraConfig(r=4, theta_d_length=size, target_modules=names),
+        FROM_NOTHING,
+    ),
+    "TinyLoRA": (
+        lambda size, names: TinyLoraConfig(r=8, u=size, target_modules=names),
+        FROM_NOTHING,
+    ),
+    "FourierFT": (
+        lambda size, names: FourierFTConfig(n_frequency=size, target_modules=names),
+        FROM_NOTHING,
+    ),
     "VB-LoRA": (
-        lambda size, names: VBLoRAConfig(r=1, num_vectors=size + 1, vector_length=PIECE, topk=2, target_modules=names),
+        lambda size, names: VBLoRAConfig(
+            r=1, num_vectors=size + 1, vector_length=PIECE, topk=2, target_modules=names
+        ),
         VectorBank,
     ),
 }
@@ -424,10 +501,17 @@ def learn(subject: Subject, rival: Rival, seed: int, steps: int, rate: float) ->
     """Train on the LoRA's answers, round, and judge."""
     student = replace(subject.source, model=rival.model)
     order = random.Random(seed).sample(range(len(subject.lessons)), len(subject.lessons))
-    scales = [float(p.detach().square().mean().sqrt()) if rival.relative else 1.0 for p in rival.parameters]
+    scales = [
+        float(p.detach().square().mean().sqrt()) if rival.relative else 1.0
+        for p in rival.parameters
+    ]
     before = subject.reference.compare(student).kept
     optimizer = torch.optim.AdamW(
-        [{"params": [p], "scale": scale} for p, scale in zip(rival.parameters, scales, strict=True)], weight_decay=0.0
+        [
+            {"params": [p], "scale": scale}
+            for p, scale in zip(rival.parameters, scales, strict=True)
+        ],
+        weight_decay=0.0,
     )
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -454,7 +538,9 @@ def judged(reference: Reference, written: Base) -> dict[str, Any]:
     }
 
 
-def row(subject: Subject, method: str, budget: int, seed: int, steps: int, rate: float) -> dict[str, Any]:
+def row(
+    subject: Subject, method: str, budget: int, seed: int, steps: int, rate: float
+) -> dict[str, Any]:
     if method in COMPRESSED:
         return compressed(subject, method, budget, seed, steps, rate)
     if method == "XS":
@@ -474,14 +560,20 @@ METHODS = (*COMPRESSED, "XS", "Fisher core", "LoRAQuant", "Rank one", *PEFT)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--base", default="smollm2")
     parser.add_argument("--task", default="E2E")
     parser.add_argument("--lora", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True, help="texts of the task to learn from")
     parser.add_argument("--held", type=Path, required=True, help="texts of the task to judge on")
     parser.add_argument(
-        "--other", type=Path, nargs="+", required=True, help="texts of no task, for the base's own norm"
+        "--other",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="texts of no task, for the base's own norm",
     )
     parser.add_argument("--bytes", type=int, nargs="+", default=[3000, 1000])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -489,20 +581,32 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--texts", type=int, default=240)
-    parser.add_argument("--samples", type=int, default=64, help="texts of each kind to measure a norm on")
+    parser.add_argument(
+        "--samples", type=int, default=64, help="texts of each kind to measure a norm on"
+    )
     parser.add_argument("--examples", type=int, default=64, help="held-out texts")
     parser.add_argument("--work", type=Path, default=Path("rivals-work"))
     parser.add_argument("--out", type=Path, default=RESULTS / "rivals.json")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": []}
+    record: dict[str, Any] = (
+        json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": []}
+    )
     names = ("lsrdecomp", "numpy", "torch", "transformers", "peft")
     record |= {"machine": platform.machine(), "versions": {name: version(name) for name in names}}
     opened = subject(arguments)
-    record.setdefault("effects", {})[arguments.task] = [round(each, 3) for each in opened.reference.effects.tolist()]
+    record.setdefault("effects", {})[arguments.task] = [
+        round(each, 3) for each in opened.reference.effects.tolist()
+    ]
     runs = itertools.product(arguments.seeds, arguments.bytes, arguments.methods, arguments.rates)
     for seed, budget, method, rate in runs:
-        key = {"task": arguments.task, "base": arguments.base, "method": method, "budget": budget, "seed": seed}
+        key = {
+            "task": arguments.task,
+            "base": arguments.base,
+            "method": method,
+            "budget": budget,
+            "seed": seed,
+        }
         key |= {"steps": arguments.steps, "rate": rate}
         if any(key.items() <= each.items() for each in record["rows"]):
             continue

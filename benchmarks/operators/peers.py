@@ -2,8 +2,9 @@
 
 python -m benchmarks.operators.peers
 
-The sparse matrix of the same problem serves the peers, so each works on what suits it. CPU seconds on one thread
-(OMP_NUM_THREADS=1), within one run. Writes benchmarks/results/operators-peers.json. Needs pyamg.
+The sparse matrix of the same problem serves the peers, so each works on what suits it. CPU seconds
+on one thread (OMP_NUM_THREADS=1), within one run. Writes benchmarks/results/operators-peers.json.
+Needs pyamg.
 """
 
 from __future__ import annotations
@@ -37,14 +38,18 @@ def as_sparse(a: lsr.SeparatedMatrix) -> Any:
     return scipy.sparse.csr_array(total)
 
 
-def row(name: str, setup: float, seconds: float, iterations: int, residual: float) -> dict[str, Any]:
+def row(
+    name: str, setup: float, seconds: float, iterations: int, residual: float
+) -> dict[str, Any]:
     return {
         "preconditioner": name, "iterations": iterations, "relative residual": residual, "seconds setup": setup,
         "seconds solve": seconds, "seconds": setup + seconds,
     }  # fmt: skip
 
 
-def with_scipy(name: str, method: Any, sparse: Any, b: Any, build: Callable[[], Any]) -> dict[str, Any]:
+def with_scipy(
+    name: str, method: Any, sparse: Any, b: Any, build: Callable[[], Any]
+) -> dict[str, Any]:
     """CG or GMRES of SciPy on the sparse matrix."""
     m, setup = timed(build)
     count = 0
@@ -56,7 +61,9 @@ def with_scipy(name: str, method: Any, sparse: Any, b: Any, build: Callable[[], 
 
     operator = scipy.sparse.linalg.LinearOperator(sparse.shape, matvec=product, dtype=np.float64)
     (x, _), seconds = timed(lambda: method(operator, b, rtol=GOAL, maxiter=5000, M=m))
-    return row(name, setup, seconds, count, float(np.linalg.norm(b - sparse @ x) / np.linalg.norm(b)))
+    return row(
+        name, setup, seconds, count, float(np.linalg.norm(b - sparse @ x) / np.linalg.norm(b))
+    )
 
 
 def poisson(n: int) -> dict[str, Any]:
@@ -68,8 +75,12 @@ def poisson(n: int) -> dict[str, Any]:
     rows = [with_scipy("none (CG, sparse)", cg, sparse, b, lambda: None)]
 
     def ilu() -> Any:
-        found = scipy.sparse.linalg.spilu(scipy.sparse.csc_matrix(sparse), drop_tol=1e-3, fill_factor=10)
-        return scipy.sparse.linalg.LinearOperator(sparse.shape, matvec=found.solve, dtype=np.float64)
+        found = scipy.sparse.linalg.spilu(
+            scipy.sparse.csc_matrix(sparse), drop_tol=1e-3, fill_factor=10
+        )
+        return scipy.sparse.linalg.LinearOperator(
+            sparse.shape, matvec=found.solve, dtype=np.float64
+        )
 
     rows.append(with_scipy("scipy spilu (GMRES, sparse)", gmres, sparse, b, ilu))
     rows.append(
@@ -81,7 +92,9 @@ def poisson(n: int) -> dict[str, Any]:
     for rank in (2, 4, 6):
         inverse, setup = timed(lambda rank=rank: ops.approximate_inverse(a, rank=rank))
         found, seconds = timed(
-            lambda m=inverse: ops.solve(a, b, rtol=GOAL, method="gmres", preconditioner=m, throw=False)
+            lambda m=inverse: ops.solve(
+                a, b, rtol=GOAL, method="gmres", preconditioner=m, throw=False
+            )
         )
         name = f"approximate_inverse, {rank} terms (GMRES, Kronecker)"
         rows.append(row(name, setup, seconds, found.iterations, found.relative_residual))
@@ -93,9 +106,9 @@ def naive(sizes: tuple[int, ...] = (8, 12, 16)) -> list[dict[str, Any]]:
     rows = []
     for m in sizes:
         k = squared_exponential(np.linspace(0, 1, m), 0.3)[0]
-        a = lsr.SeparatedMatrix.from_factors([k[None]] * 3) + 0.1 * lsr.SeparatedMatrix.from_factors(
-            [np.eye(m)[None]] * 3
-        )
+        a = lsr.SeparatedMatrix.from_factors(
+            [k[None]] * 3
+        ) + 0.1 * lsr.SeparatedMatrix.from_factors([np.eye(m)[None]] * 3)
         b = np.random.default_rng(SEED).standard_normal(m**3)
 
         def dense(k: Any = k, b: Any = b) -> tuple[Any, float]:
@@ -121,7 +134,9 @@ def main() -> None:
         "machine": {"processor": platform.machine()},
         "clock": "CPU seconds, one thread",
     } | provenance("pyamg")
-    (RESULTS / "operators-peers.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    (RESULTS / "operators-peers.json").write_text(
+        json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+    )
     print(json.dumps(result, indent=1, ensure_ascii=False))
 
 

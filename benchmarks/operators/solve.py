@@ -2,8 +2,8 @@
 
 python -m benchmarks.operators.solve [accuracy galerkin million samples grid]
 
-Seconds are CPU seconds of one process on one thread (OMP_NUM_THREADS=1), so that other work on the machine weighs less;
-ratios are within one run. Writes benchmarks/results/operators-PART.json.
+Seconds are CPU seconds of one process on one thread (OMP_NUM_THREADS=1), so that other work on the
+machine weighs less; ratios are within one run. Writes benchmarks/results/operators-PART.json.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return value, time.process_time() - start
 
 
-# Accuracy ------------------------------------------------------------------------------------------------------------
+# Accuracy
+# ------------------------------------------------------------------------------------------------------------
 
 
 def kron(matrices: Any) -> Any:
@@ -50,7 +51,9 @@ def drawn(rng: np.random.Generator, kind: str, definite: bool = False) -> tuple[
     made = []
     for _ in range(rng.integers(1, 5)):
         m = int(rng.integers(1, 5))
-        half = rng.standard_normal((2, m, m)) + 1j * (kind == "complex128") * rng.standard_normal((2, m, m))
+        half = rng.standard_normal((2, m, m)) + 1j * (kind == "complex128") * rng.standard_normal(
+            (2, m, m)
+        )
         q, p = (np.linalg.qr(h)[0] for h in (half if kind == "complex128" else half.real))
         factor = (q * rng.uniform(0.2, 1.0, m)) @ (q.conj().T if definite else p)
         made.append((0.5 * (factor + factor.conj().T) if definite else factor).astype(kind))
@@ -75,9 +78,13 @@ def gaps(rng: np.random.Generator, kind: str) -> dict[str, float]:
 
     def put(name: str, ours: Any, theirs: Any, scale: float | None = None) -> None:
         size = np.linalg.norm(np.atleast_1d(theirs)) if scale is None else scale
-        found[name] = float(np.linalg.norm(np.atleast_1d(np.asarray(ours) - theirs)) / max(size, 1e-300))
+        found[name] = float(
+            np.linalg.norm(np.atleast_1d(np.asarray(ours) - theirs)) / max(size, 1e-300)
+        )
 
-    shape = lsr.KroneckerShape(tuple((int(m), int(n)) for m, n in rng.integers(1, 5, (rng.integers(1, 5), 2))))
+    shape = lsr.KroneckerShape(
+        tuple((int(m), int(n)) for m, n in rng.integers(1, 5, (rng.integers(1, 5), 2)))
+    )
     a, dense = several(rng, shape, kind)
     b, other = several(rng, shape, kind)
     terms = float(np.sum(a.weights))
@@ -86,7 +93,12 @@ def gaps(rng: np.random.Generator, kind: str) -> dict[str, float]:
     put("matmat", a @ x, dense @ x, terms * np.linalg.norm(x))
     put("rmatmat", a.rmatmat(y), dense.conj().T @ y, terms * np.linalg.norm(y))
     put("x @ A", y.T @ a, y.T @ dense, terms * np.linalg.norm(y))
-    put("adjoint test", np.vdot(y, a @ x), np.vdot(a.rmatmat(y), x), terms * np.linalg.norm(x) * np.linalg.norm(y))
+    put(
+        "adjoint test",
+        np.vdot(y, a @ x),
+        np.vdot(a.rmatmat(y), x),
+        terms * np.linalg.norm(x) * np.linalg.norm(y),
+    )
     put("to_matrix", a.to_matrix(), dense, terms)
     put("A + B", (a + b).to_matrix(), dense + other, both)
     put("A - B", (a - b).to_matrix(), dense - other, both)
@@ -94,7 +106,11 @@ def gaps(rng: np.random.Generator, kind: str) -> dict[str, float]:
     put("A * 2.5", (a * 2.5).to_matrix(), dense * 2.5, 2.5 * terms)
     put("A / 3", (a / 3).to_matrix(), dense / 3, terms)
     put("A @ Bᴴ", (a @ b.mH).to_matrix(), dense @ other.conj().T, terms * both)
-    put("kron", (a.truncate(1).kron(b.truncate(1)))[0], np.kron(a.truncate(1)[:1], b.truncate(1)[:1])[0])
+    put(
+        "kron",
+        (a.truncate(1).kron(b.truncate(1)))[0],
+        np.kron(a.truncate(1)[:1], b.truncate(1)[:1])[0],
+    )
     put("inner", a.inner(b), np.vdot(dense, other), terms * both)
     put("norm", a.norm, np.linalg.norm(dense), terms)
     put("diagonal", a.diagonal(), np.diagonal(dense), terms)
@@ -120,7 +136,12 @@ def gaps(rng: np.random.Generator, kind: str) -> dict[str, float]:
         rhs = rng.standard_normal(len(formed))
         put("solve (Kronecker sum)", ops.solve(total, rhs).x, np.linalg.solve(formed, rhs))
         put("eigenvalues (Kronecker sum)", ops.eigenvalues(total), np.linalg.eigvalsh(formed))
-        put("logdet (Kronecker sum)", ops.slogdet(total)[1], np.linalg.slogdet(formed)[1], len(formed))
+        put(
+            "logdet (Kronecker sum)",
+            ops.slogdet(total)[1],
+            np.linalg.slogdet(formed)[1],
+            len(formed),
+        )
         put("expm_multiply", ops.expm_multiply(total, rhs, -1.0), scipy.linalg.expm(-formed) @ rhs)
     return found
 
@@ -133,11 +154,19 @@ def accuracy(cases: int = 600) -> dict[str, Any]:
             for name, gap in gaps(rng, kind).items():
                 rows.setdefault(name, {}).setdefault(kind, 0.0)
                 rows[name][kind] = max(rows[name][kind], gap)
-    worst = {kind: max(row.get(kind, 0.0) for row in rows.values()) for kind in ("float64", "complex128", "float32")}
-    return {"cases per method and type": cases, "largest relative error": rows, "largest of all": worst}
+    worst = {
+        kind: max(row.get(kind, 0.0) for row in rows.values())
+        for kind in ("float64", "complex128", "float32")
+    }
+    return {
+        "cases per method and type": cases,
+        "largest relative error": rows,
+        "largest of all": worst,
+    }
 
 
-# A stochastic Galerkin system ----------------------------------------------------------------------------------------
+# A stochastic Galerkin system
+# ----------------------------------------------------------------------------------------
 
 
 def legendre_products(variables: int, degree: int) -> list[Any]:
@@ -151,7 +180,9 @@ def legendre_products(variables: int, degree: int) -> list[Any]:
             above = (*i[:t], i[t] + 1, *i[t + 1 :])
             if above in place:
                 k = i[t] + 1
-                matrix[place[i], place[above]] = matrix[place[above], place[i]] = k / math.sqrt(4.0 * k * k - 1.0)
+                matrix[place[i], place[above]] = matrix[place[above], place[i]] = k / math.sqrt(
+                    4.0 * k * k - 1.0
+                )
         made.append(matrix)
     return made
 
@@ -188,7 +219,9 @@ def galerkin(points: int = 12, variables: int = 4, degree: int = 3) -> dict[str,
 
     def run(name: str, build: Callable[[], Any], residual: Callable[[Any], float | None]) -> None:
         m, setup = timed(build)
-        found, seconds = timed(lambda: ops.solve(a, b, rtol=1e-8, method="gmres", preconditioner=m, throw=False))
+        found, seconds = timed(
+            lambda: ops.solve(a, b, rtol=1e-8, method="gmres", preconditioner=m, throw=False)
+        )
         rows.append({
             "preconditioner": name, "iterations": found.iterations, "relative residual": found.relative_residual,
             "seconds setup": setup, "seconds solve": seconds, "‖I − AX‖ / ‖I‖": residual(m),
@@ -202,7 +235,11 @@ def galerkin(points: int = 12, variables: int = 4, degree: int = 3) -> dict[str,
         lambda m: None,
     )
     for rank in (1, 2, 3, 5, 8):
-        run(f"approximate_inverse, {rank}", lambda r=rank: ops.approximate_inverse(a, rank=r), lambda m: m.residual)
+        run(
+            f"approximate_inverse, {rank}",
+            lambda r=rank: ops.approximate_inverse(a, rank=r),
+            lambda m: m.residual,
+        )
     return {
         "unknowns": a.shape[0],
         "shape": str(a.kronecker_shape),
@@ -213,10 +250,13 @@ def galerkin(points: int = 12, variables: int = 4, degree: int = 3) -> dict[str,
 
 
 def np_inverse(*factors: Any) -> Any:
-    return ops.inv(lsr.SeparatedMatrix.from_factors([f[None] for f in factors])).to_linear_operator()
+    return ops.inv(
+        lsr.SeparatedMatrix.from_factors([f[None] for f in factors])
+    ).to_linear_operator()
 
 
-# 10⁶ unknowns --------------------------------------------------------------------------------------------------------
+# 10⁶ unknowns
+# --------------------------------------------------------------------------------------------------------
 
 
 def diffusion(n: int) -> Any:
@@ -227,7 +267,9 @@ def diffusion(n: int) -> Any:
     stacks: list[list[Any]] = [[], [], []]
     for weight in (lambda x: np.ones_like(x), lambda x: 30.0 ** (1 / 3) * bump(x)):
         flux, mass = weight(middles), np.diag(weight(nodes))
-        stiff = (np.diag(flux[:-1] + flux[1:]) - np.diag(flux[1:-1], 1) - np.diag(flux[1:-1], -1)) / h**2
+        stiff = (
+            np.diag(flux[:-1] + flux[1:]) - np.diag(flux[1:-1], 1) - np.diag(flux[1:-1], -1)
+        ) / h**2
         for direction in range(3):
             for axis in range(3):
                 stacks[axis].append(stiff if axis == direction else mass)
@@ -256,11 +298,15 @@ def million(n: int = 100, rank: int = 3, times: float = 3.5) -> dict[str, Any]:
     The run without preconditioner is broken off after ``times`` the seconds of the other.
     """
     bump = lambda x: np.exp(-20.0 * (x - 0.4) ** 2)  # noqa: E731
-    masses = spline_masses(n, 4, (np.ones_like, bump, lambda x: 0.7 * (1.0 + np.sin(7.0 * x)) / 2.0))
+    masses = spline_masses(
+        n, 4, (np.ones_like, bump, lambda x: 0.7 * (1.0 + np.sin(7.0 * x)) / 2.0)
+    )
     a = lsr.SeparatedMatrix.from_factors([np.stack(masses)] * 3)
     b = np.random.default_rng(SEED).standard_normal(a.shape[0])
     inverse, setup = timed(lambda: ops.approximate_inverse(a, rank=rank, max_sweeps=15))
-    found, seconds = timed(lambda: ops.solve(a, b, rtol=1e-8, method="gmres", preconditioner=inverse, throw=False))
+    found, seconds = timed(
+        lambda: ops.solve(a, b, rtol=1e-8, method="gmres", preconditioner=inverse, throw=False)
+    )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     limit = time.process_time() + times * (setup + seconds)
     count = 0
@@ -274,7 +320,14 @@ def million(n: int = 100, rank: int = 3, times: float = 3.5) -> dict[str, Any]:
     def plain() -> float | None:
         try:
             got = ops.solve(
-                a, b, rtol=1e-8, method="cg", preconditioner=None, max_iterations=9999, throw=False, on_iteration=watch
+                a,
+                b,
+                rtol=1e-8,
+                method="cg",
+                preconditioner=None,
+                max_iterations=9999,
+                throw=False,
+                on_iteration=watch,
             )
         except Enough:
             return None
@@ -305,7 +358,8 @@ def million(n: int = 100, rank: int = 3, times: float = 3.5) -> dict[str, Any]:
     }
 
 
-# Samples -------------------------------------------------------------------------------------------------------------
+# Samples
+# -------------------------------------------------------------------------------------------------------------
 
 
 def by_svds(a: Any, g: Any) -> Any:
@@ -320,7 +374,9 @@ def by_svds(a: Any, g: Any) -> Any:
         y = x.reshape(m, m)
         return (g.T @ (g * np.sum((a @ y) * a, axis=1)[:, None])).reshape(-1)
 
-    operator = scipy.sparse.linalg.LinearOperator((m * m, p * p), matvec=forth, rmatvec=back, dtype=np.float64)
+    operator = scipy.sparse.linalg.LinearOperator(
+        (m * m, p * p), matvec=forth, rmatvec=back, dtype=np.float64
+    )
     u, sigma, vh = scipy.sparse.linalg.svds(operator, k=1, rng=np.random.default_rng(SEED))
     return sigma[0], u[:, 0].reshape(m, m), vh[0].reshape(p, p)
 
@@ -343,7 +399,8 @@ def samples(count: int = 10_000, m: int = 512, p: int = 512) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# Gaussian process on a grid ------------------------------------------------------------------------------------------
+# Gaussian process on a grid
+# ------------------------------------------------------------------------------------------
 
 
 def squared_exponential(points: Any, length: float) -> tuple[Any, Any]:
@@ -353,28 +410,40 @@ def squared_exponential(points: Any, length: float) -> tuple[Any, Any]:
 
 
 def ours_on_grid(sizes: tuple[int, ...], lengths: Any, noise: float, y: Any) -> tuple[float, Any]:
-    pairs = [squared_exponential(np.linspace(0, 1, m), length) for m, length in zip(sizes, lengths, strict=True)]
+    pairs = [
+        squared_exponential(np.linspace(0, 1, m), length)
+        for m, length in zip(sizes, lengths, strict=True)
+    ]
     found = ops.log_marginal_likelihood([k for k, _ in pairs], noise, y)
-    slopes = [float(np.sum(g * dk)) for g, (_, dk) in zip(found.covariance_gradients, pairs, strict=True)]
+    slopes = [
+        float(np.sum(g * dk)) for g, (_, dk) in zip(found.covariance_gradients, pairs, strict=True)
+    ]
     return found.value, np.array([*slopes, found.noise_gradient])
 
 
 def dense_on_grid(sizes: tuple[int, ...], lengths: Any, noise: float, y: Any) -> tuple[float, Any]:
     """Cholesky factor and inverse of the formed covariance: what a dense Gaussian process does."""
-    pairs = [squared_exponential(np.linspace(0, 1, m), length) for m, length in zip(sizes, lengths, strict=True)]
+    pairs = [
+        squared_exponential(np.linspace(0, 1, m), length)
+        for m, length in zip(sizes, lengths, strict=True)
+    ]
     n = math.prod(sizes)
     full = kron([k for k, _ in pairs])
     full[np.diag_indices(n)] += noise
     lower = scipy.linalg.cho_factor(full, lower=True, overwrite_a=True)
     alpha = scipy.linalg.cho_solve(lower, y.reshape(-1))
     value = (
-        -0.5 * float(y.reshape(-1) @ alpha) - float(np.sum(np.log(np.diag(lower[0])))) - 0.5 * n * math.log(2 * math.pi)
+        -0.5 * float(y.reshape(-1) @ alpha)
+        - float(np.sum(np.log(np.diag(lower[0]))))
+        - 0.5 * n * math.log(2 * math.pi)
     )
     inner = scipy.linalg.cho_solve(lower, np.eye(n), overwrite_b=True)
     inner = 0.5 * (np.outer(alpha, alpha) - inner)
     slopes = []
     for i, (_, slope) in enumerate(pairs):
-        slopes.append(float(np.sum(inner * kron([slope if j == i else k for j, (k, _) in enumerate(pairs)]))))
+        slopes.append(
+            float(np.sum(inner * kron([slope if j == i else k for j, (k, _) in enumerate(pairs)])))
+        )
     return value, np.array([*slopes, float(np.trace(inner))])
 
 
@@ -404,7 +473,9 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)}; all if none is named")
+    parser.add_argument(
+        "parts", nargs="*", help=f"some of {', '.join(PARTS)}; all if none is named"
+    )
     ran = provenance()
     for part in parser.parse_args().parts or PARTS:
         result = {
@@ -414,7 +485,9 @@ def main() -> None:
             "machine": {"system": platform.system(), "processor": platform.machine()},
             "clock": "CPU seconds, one thread",
         }
-        (RESULTS / f"operators-{part}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        (RESULTS / f"operators-{part}.json").write_text(
+            json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+        )
         print(part, json.dumps(result, indent=1, ensure_ascii=False))
 
 

@@ -2,8 +2,9 @@
 
     python -m benchmarks.solvers.cp
 
-writes benchmarks/results/cp.json and cp.png. Our error and γ are those of `ALS(storage="float16")`; the others run
-until they are as accurate or the limit of CPU seconds is over. Set OMP_NUM_THREADS=1 for one thread.
+writes benchmarks/results/cp.json and cp.png. Our error and γ are those of `ALS(storage="float16")`;
+the others run until they are as accurate or the limit of CPU seconds is over. Set OMP_NUM_THREADS=1
+for one thread.
 """
 
 from __future__ import annotations
@@ -58,7 +59,12 @@ def cases(small: bool) -> list[tuple[str, np.ndarray, KroneckerShape, int]]:
     return [*rows, (f"variable-coefficient inverse {n}, d=4, s=16", inverse, four, 16), grid]
 
 
-def chase(step: Callable[[object], tuple[object, SeparatedMatrix]], target: Dense, goal: float, limit: float) -> dict:
+def chase(
+    step: Callable[[object], tuple[object, SeparatedMatrix]],
+    target: Dense,
+    goal: float,
+    limit: float,
+) -> dict:
     """Run ``step`` until the error is at most ``goal`` or ``limit`` CPU seconds are over; measuring is not counted."""
     state, spent, error, best = None, 0.0, math.inf, math.inf
     approximation = None
@@ -78,7 +84,15 @@ def chase(step: Callable[[object], tuple[object, SeparatedMatrix]], target: Dens
 def tensorly_step(tensor: np.ndarray, shape: KroneckerShape, rank: int, size: float):
     def step(state):
         init = "random" if state is None else state
-        cp = parafac(tensor, rank, n_iter_max=CHUNK, tol=0, init=init, random_state=0, normalize_factors=False)
+        cp = parafac(
+            tensor,
+            rank,
+            n_iter_max=CHUNK,
+            tol=0,
+            init=init,
+            random_state=0,
+            normalize_factors=False,
+        )
         found = from_cp(cp, shape)
         return cp, SeparatedMatrix(found.weights * size, found.factors)
 
@@ -91,20 +105,26 @@ def pyttb_step(tensor: np.ndarray, shape: KroneckerShape, rank: int, size: float
     def step(state):
         if state is None:
             np.random.seed(0)  # noqa: NPY002 - pyttb draws its start from the global generator
-        found, _, _ = pyttb.cp_als(held, rank, stoptol=0.0, maxiters=CHUNK, init=state or "random", printitn=0)
+        found, _, _ = pyttb.cp_als(
+            held, rank, stoptol=0.0, maxiters=CHUNK, init=state or "random", printitn=0
+        )
         matrix = from_cp((found.weights, found.factor_matrices), shape)
         return found, SeparatedMatrix(matrix.weights * size, matrix.factors)
 
     return step
 
 
-def measure(name: str, matrix: np.ndarray, shape: KroneckerShape, rank: int, limit: float, runs: int) -> dict:
+def measure(
+    name: str, matrix: np.ndarray, shape: KroneckerShape, rank: int, limit: float, runs: int
+) -> dict:
     target = Dense(matrix)
     size = target.norm
     times, ours = [], None
     for _ in range(runs):
         start = time.process_time()
-        ours = ALS(storage="float16", initializations=1).solve(target, shape, rank=rank).approximation
+        ours = (
+            ALS(storage="float16", initializations=1).solve(target, shape, rank=rank).approximation
+        )
         times.append(time.process_time() - start)
     error = target.residual_norm(ours) / size
     row = {
@@ -140,7 +160,10 @@ def draw(rows: list[dict], path: Path) -> None:
             if not row[library].get("reached", True):
                 text = f" not reached: {row[library]['error']:.1e}"
                 ax.annotate(text, (bar.get_width(), bar.get_y() + 0.125), va="center", fontsize=7)
-    ax.set_yticks(np.arange(len(rows)) + 0.25, [f"{r['problem']}\nerror {r['ALS']['error']:.1e}" for r in rows])
+    ax.set_yticks(
+        np.arange(len(rows)) + 0.25,
+        [f"{r['problem']}\nerror {r['ALS']['error']:.1e}" for r in rows],
+    )
     ax.set(xscale="log", xlabel="CPU seconds to the error of ALS")
     ax.set_xlim(right=20 * ax.get_xlim()[1])  # room for the words behind the longest bars
     ax.invert_yaxis()
@@ -150,10 +173,16 @@ def draw(rows: list[dict], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--limit", type=float, default=60.0, help="CPU seconds for each other library and problem")
-    parser.add_argument("--runs", type=int, default=3, help="runs of ALS, of which the median counts")
+    parser.add_argument(
+        "--limit", type=float, default=60.0, help="CPU seconds for each other library and problem"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=3, help="runs of ALS, of which the median counts"
+    )
     parser.add_argument("--small", action="store_true", help="512 instead of 4096 rows")
-    parser.add_argument("--only", nargs="*", help="problems whose names contain one of these; others stay as stored")
+    parser.add_argument(
+        "--only", nargs="*", help="problems whose names contain one of these; others stay as stored"
+    )
     options = parser.parse_args()
     stored = RESULTS / "cp.json"
     held = json.loads(stored.read_text())["rows"] if options.only and stored.exists() else []
@@ -162,7 +191,9 @@ def main() -> None:
     for case in cases(options.small):
         if not options.only or any(word in case[0] for word in options.only):
             run = {"threads": os.environ.get("OMP_NUM_THREADS", "default"), "limit": options.limit}
-            rows[case[0]] = measure(*case, options.limit, options.runs) | run | {"commit": ran["commit"]}
+            rows[case[0]] = (
+                measure(*case, options.limit, options.runs) | run | {"commit": ran["commit"]}
+            )
             print(json.dumps(rows[case[0]]), flush=True)
     record = {"rows": list(rows.values()), "seed": 0, "versions": ran["versions"]}
     stored.write_text(json.dumps(record, indent=1) + "\n")

@@ -2,8 +2,8 @@
 
     python -m benchmarks.solvers.error_curve
 
-A Gaussian kernel on 4096 points with a hundredth of noise, 64 × 64 ⊗ 64 × 64. CPU seconds of both in one run, and how
-far the last point lies above the optimum. Writes results/error_curve.json.
+A Gaussian kernel on 4096 points with a hundredth of noise, 64 × 64 ⊗ 64 × 64. CPU seconds of both
+in one run, and how far the last point lies above the optimum. Writes results/error_curve.json.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ SIZE, RANKS, SEED = 4096, (8, 32), 0
 def main() -> None:
     """Measure and write."""
     rng, grid = np.random.default_rng(SEED), np.arange(SIZE) / SIZE
-    matrix = np.exp(-50.0 * (grid[:, None] - grid[None, :]) ** 2) + 0.01 * rng.standard_normal((SIZE, SIZE))
+    matrix = np.exp(-50.0 * (grid[:, None] - grid[None, :]) ** 2) + 0.01 * rng.standard_normal(
+        (SIZE, SIZE)
+    )
     shape, norm, rows = lsr.KroneckerShape.balanced((SIZE, SIZE)), float(np.linalg.norm(matrix)), []
     for rank in RANKS:
         begun = time.process_time()
@@ -35,7 +37,15 @@ def main() -> None:
         theirs = time.process_time() - begun
         optimum = float(np.sqrt(max(norm**2 - np.sum(sigma**2), 0.0))) / norm
         excess = curve.relative_errors[-1] / optimum - 1.0
-        rows.append({"rank": rank, "seconds": ours, "svds_seconds": theirs, "ratio": ours / theirs, "excess": excess})
+        rows.append(
+            {
+                "rank": rank,
+                "seconds": ours,
+                "svds_seconds": theirs,
+                "ratio": ours / theirs,
+                "excess": excess,
+            }
+        )
         print(json.dumps(rows[-1]), flush=True)
     record = {"size": SIZE, "shape": str(shape), "seed": SEED, "rows": rows} | provenance()
     (RESULTS / "error_curve.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.solvers.exact_sums
 
-500 sums of `tests/problems.py`, real and complex, at tolerances from 1e-2 to 1e-13. A sum that is not met must be
-refused by its status. Writes results/exact_sums.json: counts and CPU seconds by kind and number of factors.
+500 sums of `tests/problems.py`, real and complex, at tolerances from 1e-2 to 1e-13. A sum that is
+not met must be refused by its status. Writes results/exact_sums.json: counts and CPU seconds by
+kind and number of factors.
 """
 
 from __future__ import annotations
@@ -42,11 +43,21 @@ def measure(drawn: problems.DrawnSum) -> dict:
 
 
 def summary(kind: str, order: int, runs: list[dict]) -> dict:
-    counts = {name: sum(run[name] for run in runs) for name in ("met", "refused", "more terms", "fewer terms")}
+    counts = {
+        name: sum(run[name] for run in runs)
+        for name in ("met", "refused", "more terms", "fewer terms")
+    }
     seconds = [run["seconds"] for run in runs]
     figures = {"median seconds": float(np.median(seconds)), "most seconds": max(seconds)}
     condition = max(run["condition"] for run in runs)
-    return {"kind": kind, "factors": order, "sums": len(runs), **counts, "largest condition": condition, **figures}
+    return {
+        "kind": kind,
+        "factors": order,
+        "sums": len(runs),
+        **counts,
+        "largest condition": condition,
+        **figures,
+    }
 
 
 def main() -> None:
@@ -63,7 +74,9 @@ def main() -> None:
     for row in rows:
         print(json.dumps(row))
     record = {"sums": options.sums, "seed": options.seed, "rtol": [1e-13, 1e-2], "rows": rows} | ran
-    (RESULTS / "exact_sums.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    (RESULTS / "exact_sums.json").write_text(
+        json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python -m benchmarks.solvers.three_factor_ends
 
-writes benchmarks/results/three_factor_ends.json. CPU seconds of one process; set OMP_NUM_THREADS=1 for one thread.
+writes benchmarks/results/three_factor_ends.json. CPU seconds of one process; set OMP_NUM_THREADS=1
+for one thread.
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.solvers.cp.als import ALS
 
 STARTS, SWEEPS, SETTLED = 6, 100, 1e-6
-"""Of each other library: random starts, most sweeps of one, and the change of the error at which it stops."""
+"""Of each other library: random starts, most sweeps of one, and the change of the error at which it
+stops."""
 NOISE = [(4, 4, 8), (8, 8, 4)]
 """Side of the three square factors, terms, and how many Gaussian matrices are drawn."""
 
 
 def by_tensorly(tensor: np.ndarray, rank: int) -> float:
-    fits = [parafac(tensor, rank, n_iter_max=SWEEPS, tol=SETTLED, init="random", random_state=k) for k in range(STARTS)]
+    fits = [
+        parafac(tensor, rank, n_iter_max=SWEEPS, tol=SETTLED, init="random", random_state=k)
+        for k in range(STARTS)
+    ]
     return min(float(np.linalg.norm(tensor - tensorly.cp_to_tensor(fit))) for fit in fits)
 
 
@@ -42,7 +47,9 @@ def by_pyttb(tensor: np.ndarray, rank: int) -> float:
     wrapped, errors = pyttb.tensor(np.asfortranarray(tensor)), []
     for k in range(STARTS):
         np.random.seed(k)  # noqa: NPY002 - pyttb draws its start from the global generator
-        fit, _, _ = pyttb.cp_als(wrapped, rank, stoptol=SETTLED, maxiters=SWEEPS, init="random", printitn=0)
+        fit, _, _ = pyttb.cp_als(
+            wrapped, rank, stoptol=SETTLED, maxiters=SWEEPS, init="random", printitn=0
+        )
         errors.append(float(np.linalg.norm(tensor - fit.full().data)))
     return min(errors)
 
@@ -64,7 +71,11 @@ def noise(side: int, rank: int, count: int) -> dict:
     row: dict = {"problem": f"Gaussian {side**3}², d=3, s={rank}", "seeds": count}
     for library, values in measured.items():
         errors, seconds = zip(*values, strict=True)
-        row[library] = {"mean error": float(np.mean(errors)), "mean seconds": float(np.mean(seconds)), "errors": errors}
+        row[library] = {
+            "mean error": float(np.mean(errors)),
+            "mean seconds": float(np.mean(seconds)),
+            "errors": errors,
+        }
     return row
 
 
@@ -92,7 +103,9 @@ def main() -> None:
         "starts of the others": STARTS,
         "rows": rows,
     }
-    (RESULTS / "three_factor_ends.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    (RESULTS / "three_factor_ends.json").write_text(
+        json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+    )
     for row in rows:
         print(json.dumps(row, ensure_ascii=False), flush=True)
 

@@ -4,9 +4,10 @@
     python -m benchmarks.solvers.two_factors --threads 2 --only dense
     python -m benchmarks.solvers.two_factors --only sizes
 
-Every library is handed the same rearranged matrix, so what differs is the solver; our times include the rearrangement.
-Times are CPU seconds where one thread runs and wall seconds otherwise, medians of ``--runs``; of single dense matrices
-and of the pair minima of ``--runs`` in which all solvers take turns.
+Every library is handed the same rearranged matrix, so what differs is the solver; our times include
+the rearrangement. Times are CPU seconds where one thread runs and wall seconds otherwise, medians
+of ``--runs``; of single dense matrices and of the pair minima of ``--runs`` in which all solvers
+take turns.
 """
 
 from __future__ import annotations
@@ -25,15 +26,21 @@ from benchmarks import RESULTS, provenance
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--threads", type=int, default=1)
     arguments.add_argument("--size", type=int, default=4096)
     arguments.add_argument("--rank", type=int, default=16)
     arguments.add_argument("--runs", type=int, default=3)
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--matrices", type=int, default=224, help="of the batch")
-    arguments.add_argument("--only", choices=("dense", "sizes", "pair", "batch", "leading", "search"))
-    arguments.add_argument("--brute", action="store_true", help="also search shapes by brute force (minutes)")
+    arguments.add_argument(
+        "--only", choices=("dense", "sizes", "pair", "batch", "leading", "search")
+    )
+    arguments.add_argument(
+        "--brute", action="store_true", help="also search shapes by brute force (minutes)"
+    )
     arguments.add_argument("--out", type=Path, default=RESULTS)
     options = arguments.parse_args()
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -42,8 +49,18 @@ def main() -> None:
     size = "" if options.size == 4096 else f"{options.size}-"
     file = options.out / f"solvers-{size}threads{options.threads}.json"
     record: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    settings = {name: getattr(options, name) for name in ("threads", "size", "rank", "runs", "seed", "matrices")}
-    parts = {"dense": dense, "sizes": sizes, "pair": pair, "batch": batch, "leading": leading, "search": search}
+    settings = {
+        name: getattr(options, name)
+        for name in ("threads", "size", "rank", "runs", "seed", "matrices")
+    }
+    parts = {
+        "dense": dense,
+        "sizes": sizes,
+        "pair": pair,
+        "batch": batch,
+        "leading": leading,
+        "search": search,
+    }
     for name, part in parts.items():
         if options.only in (None, name):  # the parts of one file may be measured one by one
             ran = provenance("scikit-learn", "torch")
@@ -69,7 +86,8 @@ def timed(run: Callable[[], Any], options: argparse.Namespace) -> tuple[float, A
 
 def spectra(size: int, seed: int) -> dict[str, Any]:
     """Rearranged matrices: a 1/k spectrum in random bases (by Householder products), an exponential kernel, noise, and
-    two geometric spectra whose optimum at 16 terms lies near the rounding of squares, 4e-9, and of entries, 1e-12."""
+    two geometric spectra whose optimum at 16 terms lies near the rounding of squares, 4e-9, and of
+    entries, 1e-12."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
@@ -81,11 +99,15 @@ def spectra(size: int, seed: int) -> dict[str, Any]:
             decay = decay - 2.0 * (np.outer(v, v @ decay) if side else np.outer(decay @ v, v))
     high = 2 ** (round(np.log2(size)) // 2)
     points = np.stack(np.divmod(np.arange(size), high)) / np.array([[size // high], [high]])
-    distance = np.sqrt((points[0][:, None] - points[0]) ** 2 + (points[1][:, None] - points[1]) ** 2)
+    distance = np.sqrt(
+        (points[0][:, None] - points[0]) ** 2 + (points[1][:, None] - points[1]) ** 2
+    )
     kernel = np.exp(-3.0 * distance)
     noise = rng.standard_normal((size, size))
     left, right = (np.linalg.qr(rng.standard_normal((size, min(64, size))))[0] for _ in range(2))
-    fast = {f"{base}^k": (left * base ** np.arange(min(64.0, size))) @ right.T for base in (0.3, 0.18)}
+    fast = {
+        f"{base}^k": (left * base ** np.arange(min(64.0, size))) @ right.T for base in (0.3, 0.18)
+    }
     return {"1/k": decay, "exponential kernel": kernel, "noise": noise} | fast
 
 
@@ -112,7 +134,9 @@ def dense(options: argparse.Namespace) -> list[dict[str, Any]]:
         full = np.linalg.svd(rearranged)
         full_seconds = time.process_time() - start
         optimum = float(np.linalg.norm(full[1][s:]))
-        rows.append({"problem": name, "solver": "numpy svd", "seconds": full_seconds, "excess": 0.0})
+        rows.append(
+            {"problem": name, "solver": "numpy svd", "seconds": full_seconds, "excess": 0.0}
+        )
 
         def ours(tolerance: float, matrix: Any = matrix) -> tuple[Any, Any, Any]:
             solution = BlockGolubKahan(tolerance=tolerance).solve(Dense(matrix), shape, rank=s)
@@ -133,8 +157,12 @@ def dense(options: argparse.Namespace) -> list[dict[str, Any]]:
         solvers: dict[str, Callable[[], Any]] = {
             "lsrdecomp 1e-3": lambda f=ours: f(1e-3),
             "lsrdecomp 1e-6": lambda f=ours: f(1e-6),
-            "scipy svds": lambda a=rearranged: scipy.sparse.linalg.svds(a, s, random_state=options.seed),
-            "scipy svds tol 1e-3": lambda a=rearranged: scipy.sparse.linalg.svds(a, s, tol=1e-3, random_state=0),
+            "scipy svds": lambda a=rearranged: scipy.sparse.linalg.svds(
+                a, s, random_state=options.seed
+            ),
+            "scipy svds tol 1e-3": lambda a=rearranged: scipy.sparse.linalg.svds(
+                a, s, tol=1e-3, random_state=0
+            ),
             "scipy interpolative": interpolative,
             "sklearn tuned": lambda a=rearranged: randomized_svd(
                 a, s, n_iter=2, power_iteration_normalizer="LU", random_state=options.seed
@@ -142,12 +170,20 @@ def dense(options: argparse.Namespace) -> list[dict[str, Any]]:
             "sklearn 1": lambda a=rearranged: randomized_svd(
                 a, s, n_iter=1, power_iteration_normalizer="LU", random_state=options.seed
             ),
-            "sklearn 4": lambda a=rearranged: randomized_svd(a, s, n_iter=4, random_state=options.seed),
-            "sklearn 7": lambda a=rearranged: randomized_svd(a, s, n_iter=7, random_state=options.seed),
+            "sklearn 4": lambda a=rearranged: randomized_svd(
+                a, s, n_iter=4, random_state=options.seed
+            ),
+            "sklearn 7": lambda a=rearranged: randomized_svd(
+                a, s, n_iter=7, random_state=options.seed
+            ),
             "torch lowrank 2": lambda f=low_rank: f(2),
             "torch lowrank 8": lambda f=low_rank: f(8),
         }
-        clock, taken, found = time.process_time if options.threads == 1 else time.perf_counter, {}, {}
+        clock, taken, found = (
+            time.process_time if options.threads == 1 else time.perf_counter,
+            {},
+            {},
+        )
         for _ in range(options.runs):
             for solver, run in solvers.items():
                 claims.clear()
@@ -176,9 +212,16 @@ def few_terms(size: int, rank: int, seed: int) -> dict[str, Any]:
     rng, weights = np.random.default_rng(seed), 1.0 / np.arange(1.0, rank + 1)
     left, right = (np.linalg.qr(rng.standard_normal((size, rank)))[0] for _ in range(2))
     exact, noise = (left * weights) @ right.T, rng.standard_normal((size, size)) / size
-    rounded = (left.astype(np.float32).astype(float) * weights) @ right.astype(np.float32).astype(float).T
-    beside = {f"terms + {each:g}": exact + each * np.linalg.norm(exact) * noise for each in REMAINDERS}
-    return beside | {"float32 terms": rounded, "float32 entries": exact.astype(np.float32).astype(float)}
+    rounded = (left.astype(np.float32).astype(float) * weights) @ right.astype(np.float32).astype(
+        float
+    ).T
+    beside = {
+        f"terms + {each:g}": exact + each * np.linalg.norm(exact) * noise for each in REMAINDERS
+    }
+    return beside | {
+        "float32 terms": rounded,
+        "float32 entries": exact.astype(np.float32).astype(float),
+    }
 
 
 SINGLE = tuple((2**k, 1) for k in range(4, 12))
@@ -189,9 +232,10 @@ BATCHES = (16, 64), (32, 64), (64, 64), (128, 16), (256, 16)
 def sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
     """`decompose` and `decompose_each`, errors measured, beside the best peer of each size, spectrum and batch.
 
-    Peers are ``svds`` at a tolerance of 1e-3 and, up to a side of 512, NumPy's SVD, batched where there are several;
-    they get R(M) as it is and measure nothing. Minima in CPU seconds, all in turns, without a peer that takes four
-    times another's. The excess is over the error of the better peer, in units of 64 μ where that error is smaller.
+    Peers are ``svds`` at a tolerance of 1e-3 and, up to a side of 512, NumPy's SVD, batched where
+    there are several; they get R(M) as it is and measure nothing. Minima in CPU seconds, all in
+    turns, without a peer that takes four times another's. The excess is over the error of the
+    better peer, in units of 64 μ where that error is smaller.
     """
     import numpy as np
     import scipy.sparse.linalg
@@ -202,25 +246,42 @@ def sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for size, count in SINGLE + BATCHES:
         high = 2 ** (round(np.log2(size)) // 2)
-        shape, rank = KroneckerShape(((high, size // high), (size // high, high))), max(1, min(16, size // 16))
-        for name, matrix in (spectra(size, options.seed) | few_terms(size, rank, options.seed)).items():
+        shape, rank = (
+            KroneckerShape(((high, size // high), (size // high, high))),
+            max(1, min(16, size // 16)),
+        )
+        for name, matrix in (
+            spectra(size, options.seed) | few_terms(size, rank, options.seed)
+        ).items():
             stack = np.stack([np.roll(matrix, i, axis=0) for i in range(count)])
             entries = inverse_rearrange(stack, shape)
 
             def ours(m: Any = entries, shape: Any = shape, rank: int = rank) -> float:
-                each = decompose_each(m, shape, rank=rank) if len(m) > 1 else [decompose(m[0], shape, rank=rank)]
+                each = (
+                    decompose_each(m, shape, rank=rank)
+                    if len(m) > 1
+                    else [decompose(m[0], shape, rank=rank)]
+                )
                 return max(one.relative_error for one in each)
 
             peers: dict[str, Callable[[], Any]] = {}
             if size <= 512:
-                peers["numpy"] = lambda a=stack: [x[0] for x in np.linalg.svd(a, full_matrices=False)]
+                peers["numpy"] = lambda a=stack: [
+                    x[0] for x in np.linalg.svd(a, full_matrices=False)
+                ]
             if count == 1:
-                peers["svds"] = lambda a=matrix, s=rank: scipy.sparse.linalg.svds(a, s, tol=1e-3, random_state=0)
+                peers["svds"] = lambda a=matrix, s=rank: scipy.sparse.linalg.svds(
+                    a, s, tol=1e-3, random_state=0
+                )
             taken: dict[str, list[float]] = {}
             optimum = np.inf
             for turn in range(options.runs * (5 if size * count <= 256 else 1)):
                 for solver, run in {"lsrdecomp": ours, **peers}.items():
-                    if turn and solver in peers and min(taken[solver]) > 4.0 * min(min(taken[each]) for each in peers):
+                    if (
+                        turn
+                        and solver in peers
+                        and min(taken[solver]) > 4.0 * min(min(taken[each]) for each in peers)
+                    ):
                         continue
                     start = time.process_time()
                     answer = run()
@@ -249,16 +310,30 @@ def sizes_figure(rows: list[dict[str, Any]], path: Path) -> None:
     columns = list(dict.fromkeys((row["size"], row["count"]) for row in rows))
     ratios = np.full((len(problems), len(columns)), np.nan)
     for row in rows:
-        ratios[problems.index(row["problem"]), columns.index((row["size"], row["count"]))] = row["times the best peer"]
+        ratios[problems.index(row["problem"]), columns.index((row["size"], row["count"]))] = row[
+            "times the best peer"
+        ]
     drawing = Figure(figsize=(10.0, 4.8), layout="constrained")
     panel = drawing.subplots()
     panel.imshow(np.log2(ratios), cmap="RdBu_r", vmin=-3, vmax=3, aspect="auto")
     for (i, j), ratio in np.ndenumerate(ratios):
-        panel.text(j, i, f"{ratio:.2g}", ha="center", va="center", color="black" if 0.25 < ratio < 4.0 else "white")
+        panel.text(
+            j,
+            i,
+            f"{ratio:.2g}",
+            ha="center",
+            va="center",
+            color="black" if 0.25 < ratio < 4.0 else "white",
+        )
     panel.set_yticks(range(len(problems)), problems)
-    panel.set_xticks(range(len(columns)), [f"{n}" if count == 1 else f"{count} of\n{n}" for n, count in columns])
+    panel.set_xticks(
+        range(len(columns)), [f"{n}" if count == 1 else f"{count} of\n{n}" for n, count in columns]
+    )
     panel.axvline(len(SINGLE) - 0.5, color="black")
-    panel.set(xlabel="side of R(M)", title="our time over that of the best peer (NumPy's SVD, svds at 1e-3)")
+    panel.set(
+        xlabel="side of R(M)",
+        title="our time over that of the best peer (NumPy's SVD, svds at 1e-3)",
+    )
     drawing.savefig(path, dpi=110)
 
 
@@ -293,7 +368,9 @@ def pair(options: argparse.Namespace) -> list[dict[str, Any]]:
             taken.setdefault(name, []).append(clock() - start)
     implicit, whole, formed = (min(taken[name]) for name in runs)
     target = LowRank(left, right)
-    errors = [target.residual_norm(found[x].approximation) / target.norm for x in ("implicit", "formed")]
+    errors = [
+        target.residual_norm(found[x].approximation) / target.norm for x in ("implicit", "formed")
+    ]
     return [{"implicit seconds": implicit, "with measured error": whole, "times the solve": whole / implicit,
              "formed seconds": formed, "times faster": formed / implicit,
              "extra MB": extra / 1e6, "relative errors": errors,
@@ -329,11 +406,15 @@ def batch(options: argparse.Namespace) -> list[dict[str, Any]]:
         for kind in ("float64", "float32"):
             held = stack.astype(kind)
             matrices = inverse_rearrange(held, shape)
-            numpy_svd, (_, spectrum, _) = timed(lambda a=held: np.linalg.svd(a, full_matrices=False), options)
+            numpy_svd, (_, spectrum, _) = timed(
+                lambda a=held: np.linalg.svd(a, full_matrices=False), options
+            )
             tensor = torch.as_tensor(held)
             torch_svd, _ = timed(lambda a=tensor: torch.linalg.svd(a, full_matrices=False), options)
             for s in (8, 16):
-                ours, found = timed(lambda m=matrices, s=s: BatchedKrylov().solve_batch(m, shape, rank=s), options)
+                ours, found = timed(
+                    lambda m=matrices, s=s: BatchedKrylov().solve_batch(m, shape, rank=s), options
+                )
                 best = np.linalg.norm(spectrum[:, s:].astype(float), axis=1)
                 errors = np.array([np.linalg.norm(m.astype(float) - x.approximation.to_matrix())
                                    for m, x in zip(matrices, found, strict=True)])  # fmt: skip
@@ -354,11 +435,20 @@ def leading(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     rng, rows = np.random.default_rng(options.seed), []
     loose = BatchedKrylov(tolerance=1e-2, columns=8, max_steps=3)
-    for count, p, q, s in ((64, 64, 48, 2), (8, 128, 48, 4), (24, 96, 96, 8), (8, 384, 256, 8), (4, 512, 512, 16)):
+    for count, p, q, s in (
+        (64, 64, 48, 2),
+        (8, 128, 48, 4),
+        (24, 96, 96, 8),
+        (8, 384, 256, 8),
+        (4, 512, 512, 16),
+    ):
         shape = KroneckerShape(((p, 1), (1, q)))  # whose rearrangement is the matrix itself
         noise = rng.standard_normal((count, p, q))
         u, spectrum, vh = np.linalg.svd(noise, full_matrices=False)
-        for name, sigma in (("noise", spectrum), ("1/k", np.broadcast_to(1.0 / np.arange(1.0, q + 1), (count, q)))):
+        for name, sigma in (
+            ("noise", spectrum),
+            ("1/k", np.broadcast_to(1.0 / np.arange(1.0, q + 1), (count, q))),
+        ):
             stack = (u * sigma[:, None, :]) @ vh
             best = np.linalg.norm(sigma[:, s:], axis=1)
             ours, (left, values, right) = timed(lambda m=stack, s=s: leading_triples(m, s), options)
@@ -367,10 +457,15 @@ def leading(options: argparse.Namespace) -> list[dict[str, Any]]:
             row = {"problem": name, "count": count, "size": [p, q], "rank": s, "seconds": ours,
                    "numpy over ours": numpy_svd / ours, "worst excess": float(np.max(errors / best - 1.0))}  # fmt: skip
             for label, solver in (("krylov", BatchedKrylov()), ("loose krylov", loose)):
-                theirs, found = timed(lambda m=stack, s=s, k=solver, f=shape: k.solve_batch(m, f, rank=s), options)
+                theirs, found = timed(
+                    lambda m=stack, s=s, k=solver, f=shape: k.solve_batch(m, f, rank=s), options
+                )
                 errors = np.array([np.linalg.norm(m - x.approximation.to_matrix())
                                    for m, x in zip(stack, found, strict=True)])  # fmt: skip
-                row |= {f"{label} over ours": theirs / ours, f"{label} excess": float(np.max(errors / best - 1.0))}
+                row |= {
+                    f"{label} over ours": theirs / ours,
+                    f"{label} excess": float(np.max(errors / best - 1.0)),
+                }
             rows.append(row)
     return rows
 
@@ -388,7 +483,10 @@ def search(options: argparse.Namespace) -> list[dict[str, Any]]:
     waves = sum(np.outer(np.cos(f * (i / options.size * 3 + 1)), np.sin(f * i / options.size * 4)) / f
                 for f in range(1, 60))  # fmt: skip
     rows = []
-    for name, matrix in {"1/r kernel": 1.0 / (1.0 + distance), "waves": waves + 1e-3 * np.cos(0.01 * distance)}.items():
+    for name, matrix in {
+        "1/r kernel": 1.0 / (1.0 + distance),
+        "waves": waves + 1e-3 * np.cos(0.01 * distance),
+    }.items():
         spectra_of: dict[Any, Any] = {}
         start = time.process_time()
         for shape in kronecker_shapes(matrix.shape) if options.brute else ():
@@ -417,7 +515,8 @@ FAMILIES = {
     "sklearn": ("#009E73", "^"),
     "torch": ("#CC79A7", "D"),
 }
-"""Colour and marker of a library, told apart without colour too; the setting stands beside each point."""
+"""Colour and marker of a library, told apart without colour too; the setting stands beside each
+point."""
 
 
 def figure(rows: list[dict[str, Any]], path: Path) -> None:
@@ -436,7 +535,9 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
             colour, marker = FAMILIES[library]
             place = 1.0 / row["times faster than svd"], max(row["excess"], 1e-12)
             panel.loglog(*place, marker, color=colour, markersize=6)
-            panel.annotate(setting, place, (5, 3), textcoords="offset points", fontsize=8, color=colour)
+            panel.annotate(
+                setting, place, (5, 3), textcoords="offset points", fontsize=8, color=colour
+            )
         panel.set(title=problem, xlabel="time, as a share of the full SVD's", ylim=(2e-13, 5.0))
         panel.set_xlim(panel.get_xlim()[0] * 0.8, panel.get_xlim()[1] * 1.8)
         panel.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -446,9 +547,12 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
     panels[0].set_ylabel("error / optimum − 1  (shaded: exact to rounding)")
     found = [name for name in FAMILIES if any(row["solver"].startswith(name) for row in rows)]
     signs = [
-        Line2D([], [], color=FAMILIES[name][0], marker=FAMILIES[name][1], linestyle="", label=name) for name in found
+        Line2D([], [], color=FAMILIES[name][0], marker=FAMILIES[name][1], linestyle="", label=name)
+        for name in found
     ]
-    drawing.legend(handles=signs, loc="outside lower center", ncols=len(signs), frameon=False, fontsize=9)
+    drawing.legend(
+        handles=signs, loc="outside lower center", ncols=len(signs), frameon=False, fontsize=9
+    )
     drawing.savefig(path, dpi=120)
 
 

@@ -1,14 +1,16 @@
 """A model that hears: what is kept of a LoRA that taught Whisper to write down dialled digits.
 
-    python -m benchmarks.speech.dialled --model model.bin --tokenizer tokenizer.json [--seeds 0 1] --work RUNS
+    python -m benchmarks.speech.dialled --model model.bin --tokenizer tokenizer.json [--seeds 0 1]
+    --work RUNS
 
-``--model`` are the parts, in order, of Whisper base as CTranslate2 writes it (MIT licence), ``--tokenizer`` is the file
-beside it. The task is made here, so that anybody can repeat it: four digits as pairs of tones (DTMF), of lengths,
-pauses and loudness that vary, in noise. Whisper hears nothing in them; a LoRA (r = 8 on q, k, v and out of encoder,
-decoder and between) learns them in some hundred steps. Then as with a language model: statistics of 64 sounds, LSR and
-truncated SVD at equal bytes in the Fisher norm, both also trained on the LoRA's own answers to 240 sounds, and what is
-kept of its answers to sounds that nothing saw. LoRAs, statistics and trained forms are kept in RUNS. Writes
-`results/speech.json`.
+``--model`` are the parts, in order, of Whisper base as CTranslate2 writes it (MIT licence),
+``--tokenizer`` is the file beside it. The task is made here, so that anybody can repeat it: four
+digits as pairs of tones (DTMF), of lengths, pauses and loudness that vary, in noise. Whisper hears
+nothing in them; a LoRA (r = 8 on q, k, v and out of encoder, decoder and between) learns them in
+some hundred steps. Then as with a language model: statistics of 64 sounds, LSR and truncated SVD at
+equal bytes in the Fisher norm, both also trained on the LoRA's own answers to 240 sounds, and what
+is kept of its answers to sounds that nothing saw. LoRAs, statistics and trained forms are kept in
+RUNS. Writes `results/speech.json`.
 """
 
 from __future__ import annotations
@@ -68,10 +70,15 @@ def dialled(draws: np.random.Generator) -> tuple[str, NDArray[np.float32]]:
     for digit in digits:
         length = int(RATE * draws.uniform(0.12, 0.25))
         seconds = np.arange(length) / RATE
-        tones = [np.sin(2 * np.pi * each * seconds + draws.uniform(0, 2 * np.pi)) for each in TONES[digit]]
+        tones = [
+            np.sin(2 * np.pi * each * seconds + draws.uniform(0, 2 * np.pi))
+            for each in TONES[digit]
+        ]
         sound[start : start + length] += draws.uniform(0.3, 1.0) * sum(tones)
         start += length + int(RATE * draws.uniform(0.05, 0.12))
-    return digits, (sound + draws.uniform(0.05, 0.5) * draws.standard_normal(len(sound))).astype(np.float32)
+    return digits, (sound + draws.uniform(0.05, 0.5) * draws.standard_normal(len(sound))).astype(
+        np.float32
+    )
 
 
 def batches(tokenizer: Tokenizer, seed: int, count: int, size: int) -> list[Batch]:
@@ -81,7 +88,9 @@ def batches(tokenizer: Tokenizer, seed: int, count: int, size: int) -> list[Batc
     made = []
     for _ in range(count // size):
         digits, sounds = zip(*(dialled(draws) for _ in range(size)), strict=True)
-        rows = [tokenizer.encode(" " + " ".join(each), add_special_tokens=False).ids for each in digits]
+        rows = [
+            tokenizer.encode(" " + " ".join(each), add_special_tokens=False).ids for each in digits
+        ]
         ids = torch.tensor([[*prompt, *row] for row in rows])
         answers = torch.zeros_like(ids)
         answers[:, len(prompt) - 1 :] = 1
@@ -92,7 +101,9 @@ def batches(tokenizer: Tokenizer, seed: int, count: int, size: int) -> list[Batc
 
 def answered(opened: Base, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits (sounds, 5, vocabulary) of the digits and the end, and the tokens that they should be, (sounds, 5)."""
-    tokens = torch.nn.functional.pad(batch["decoder_input_ids"], (0, 1), value=opened.tokenizer.token_to_id(END))
+    tokens = torch.nn.functional.pad(
+        batch["decoder_input_ids"], (0, 1), value=opened.tokenizer.token_to_id(END)
+    )
     logits = opened.model(**model_inputs(batch)).logits
     return logits[:, -DIGITS - 1 :], tokens[:, -DIGITS - 1 :]
 
@@ -105,10 +116,14 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def train(base: Base, out: Path, seed: int, steps: int, rate: float) -> None:
     """A LoRA as PEFT begins it, Adam with a warm start and a rate that falls to zero."""
     torch.manual_seed(seed)
-    config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj", "out_proj"])
+    config = LoraConfig(
+        r=8, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj", "out_proj"]
+    )
     model = get_peft_model(base.model, config).train()
     student = replace(base, model=model)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0
+    )
     for step, batch in enumerate(batches(base.tokenizer, 1000 + seed, 8 * steps, 8)):
         optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 10) * (1.0 - step / steps)
         loss = loss_of(*answered(student, batch))
@@ -132,7 +147,9 @@ def judged(opened: Base, held: Sequence[Batch]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, nargs="+", required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -149,7 +166,9 @@ def main() -> None:
     for seed in arguments.seeds:
         model = open_whisper(arguments.model, seconds=SECONDS)
         model.name_or_path = "openai/whisper-base"
-        base = Base("whisper-base", model, Tokenizer.from_file(str(arguments.tokenizer)), Head.seq2seq)
+        base = Base(
+            "whisper-base", model, Tokenizer.from_file(str(arguments.tokenizer)), Head.seq2seq
+        )
         held = batches(base.tokenizer, 1, 64, 8)
         bare = judged(base, held)
         # 1. A LoRA, and the statistics of its layers on sounds of its own.
@@ -164,16 +183,27 @@ def main() -> None:
         # 2. What it does, on sounds that neither saw.
         reference = Reference(source, held)
         size = bytes_to_open(lora / WEIGHTS)
-        about = {"seed": seed, "bytes": size, "steps": arguments.steps, "rate": arguments.rate, "base": bare}
+        about = {
+            "seed": seed,
+            "bytes": size,
+            "steps": arguments.steps,
+            "rate": arguments.rate,
+            "base": bare,
+        }
         record["loras"].append(
-            about | judged(source, held) | {"effect": reference.effect, "layers": len(source.modules)}
+            about
+            | judged(source, held)
+            | {"effect": reference.effect, "layers": len(source.modules)}
         )
         print(record["loras"][-1], flush=True)
         # 3. Its forms, the same bytes for both, as they are and trained on its answers.
         check = Reference(source, batches(base.tokenizer, 3, 32, 8))
         lessons = Lessons(source, [[batch] for batch in batches(base.tokenizer, 2, 240, 8)], check)
         for budget, (method, search) in itertools.product(arguments.bytes, METHODS.items()):
-            form, trained = (arguments.work / f"{method}-{budget}-{seed}{suffix}" for suffix in ("", "-distilled"))
+            form, trained = (
+                arguments.work / f"{method}-{budget}-{seed}{suffix}"
+                for suffix in ("", "-distilled")
+            )
             weights = read_statistics(statistics)
             if not form.exists():
                 plan = CompressionPlan(bytes=budget, storage="auto")
@@ -181,12 +211,24 @@ def main() -> None:
             if not trained.exists():
                 student = base.adapted(form)
                 distil_factors(student, lessons, steps=arguments.distil, seed=seed)
-                rewrite(trained, form, open_checkpoint(lora), products_of(student), statistics=weights)
+                rewrite(
+                    trained, form, open_checkpoint(lora), products_of(student), statistics=weights
+                )
             for steps, directory in ((0, form), (arguments.distil, trained)):
                 opened = base.adapted(directory)
                 answers, size = reference.compare(opened), bytes_to_open(directory / WEIGHTS)
-                row = {"method": method, "budget": budget, "seed": seed, "steps": steps, "bytes": size}
-                row |= {"kept": answers.kept, "error": answers.standard_error, "agreement": answers.agreement}
+                row = {
+                    "method": method,
+                    "budget": budget,
+                    "seed": seed,
+                    "steps": steps,
+                    "bytes": size,
+                }
+                row |= {
+                    "kept": answers.kept,
+                    "error": answers.standard_error,
+                    "agreement": answers.agreement,
+                }
                 record["rows"].append(row | judged(opened, held))
                 print(record["rows"][-1], flush=True)
             text = json.dumps(record | provenance("torch", "transformers", "peft"), indent=1) + "\n"

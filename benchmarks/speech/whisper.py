@@ -1,8 +1,8 @@
 """Whisper as CTranslate2 writes it, opened by transformers.
 
-The file ``model.bin`` holds a version, the name of what it describes and its revision, then the tensors one after the
-other: name, sizes, type, bytes. Projections that read the same input stand in one tensor there: q, k and v of
-self-attention, k and v of the attention to the encoder.
+The file ``model.bin`` holds a version, the name of what it describes and its revision, then the
+tensors one after the other: name, sizes, type, bytes. Projections that read the same input stand in
+one tensor there: q, k and v of self-attention, k and v of the attention to the encoder.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def renamed(name: str, tensor: NDArray[np.float16]) -> Iterator[tuple[str, NDArr
 def open_whisper(files: list[Path], *, seconds: float) -> WhisperForConditionalGeneration:
     """The model in float32, from the parts of its ``model.bin`` in order, for sounds of so many seconds.
 
-    Whisper pads all sounds to 30 seconds; its first positions alone hear shorter ones at a fraction of the cost.
+    Whisper pads all sounds to 30 seconds; its first positions alone hear shorter ones at a fraction
+    of the cost.
     """
     tensors = read_tensors(b"".join(file.read_bytes() for file in files))
     state = {new: piece for name, tensor in tensors.items() for new, piece in renamed(name, tensor)}
@@ -97,7 +98,8 @@ def open_whisper(files: list[Path], *, seconds: float) -> WhisperForConditionalG
     state[positions] = state[positions][:heard]
     vocabulary, width = state["model.decoder.embed_tokens.weight"].shape
     blocks = {
-        side: 1 + max(int(i) for name in state for i in re.findall(rf"{side}\.layers\.(\d+)", name)) for side in SIDES
+        side: 1 + max(int(i) for name in state for i in re.findall(rf"{side}\.layers\.(\d+)", name))
+        for side in SIDES
     }
     config = WhisperConfig(
         vocab_size=vocabulary,
@@ -115,5 +117,7 @@ def open_whisper(files: list[Path], *, seconds: float) -> WhisperForConditionalG
     )
     model = WhisperForConditionalGeneration(config)
     state["proj_out.weight"] = state["model.decoder.embed_tokens.weight"]
-    model.load_state_dict({name: torch.from_numpy(array.astype(np.float32)) for name, array in state.items()})
+    model.load_state_dict(
+        {name: torch.from_numpy(array.astype(np.float32)) for name, array in state.items()}
+    )
     return model.eval()

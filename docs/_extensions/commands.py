@@ -23,7 +23,9 @@ class Shell:
     """A directory, and the commands of `lsrdecomp` run in it."""
 
     def __init__(self) -> None:
-        self._held = tempfile.TemporaryDirectory(prefix="lsrdecomp-docs-")  # removed with this object
+        self._held = tempfile.TemporaryDirectory(
+            prefix="lsrdecomp-docs-"
+        )  # removed with this object
         self.folder = Path(self._held.name)
         for name in ("adapter", "statistics"):
             with as_file(files("lsrdecomp.cli") / f"demo_{name}") as source:
@@ -39,7 +41,9 @@ class Shell:
         with _inside(self.folder):
             result = CliRunner().invoke(app, arguments, env={"COLUMNS": str(COLUMNS)})
         if result.exit_code != 0:
-            raise RuntimeError(f"{command}: exit code {result.exit_code}\n{result.output}\n{result.exception!r}")
+            raise RuntimeError(
+                f"{command}: exit code {result.exit_code}\n{result.output}\n{result.exception!r}"
+            )
         return result.stdout
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-FIRST = ("plot_adapter.py", "plot_gaussian_kernel.py", "plot_lora_curves.py", "plot_compress_and_recover.py")
+FIRST = (
+    "plot_adapter.py",
+    "plot_gaussian_kernel.py",
+    "plot_lora_curves.py",
+    "plot_compress_and_recover.py",
+)
 
 
 class Order:

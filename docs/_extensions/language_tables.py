@@ -21,10 +21,18 @@ LABELS = {
 }
 
 
-def by_parameters(results: dict[str, Any], *, task: str, lora: str, figure: str = "loss_share") -> Table:
+def by_parameters(
+    results: dict[str, Any], *, task: str, lora: str, figure: str = "loss_share"
+) -> Table:
     """Share of the LoRA's gain in loss, or another figure, by structure and ratio."""
     rows = _part(results, task, lora, "ratio")
-    return _grid(rows, ("SVD", "SVD, K-FAC", "LSR"), lambda budget: f"1/{budget:g}", figure, largest_first=True)
+    return _grid(
+        rows,
+        ("SVD", "SVD, K-FAC", "LSR"),
+        lambda budget: f"1/{budget:g}",
+        figure,
+        largest_first=True,
+    )
 
 
 def by_bytes(results: dict[str, Any], *, task: str, lora: str, figure: str = "loss_share") -> Table:
@@ -44,47 +52,94 @@ def divergences(results: dict[str, Any], *, task: str, lora: str) -> Table:
 
 
 def against(
-    results: dict[str, Any], *, task: str, lora: str, how: str, before: str = "compressed", after: str = ""
+    results: dict[str, Any],
+    *,
+    task: str,
+    lora: str,
+    how: str,
+    before: str = "compressed",
+    after: str = "",
 ) -> Table:
     """Share of the gain before and after something was done to the forms, such as distillation."""
     rows = []
-    for kind, structures in (("ratio", ("SVD, K-FAC", "LSR")), ("bytes", ("SVD, bits", "LSR, bits"))):
+    for kind, structures in (
+        ("ratio", ("SVD, K-FAC", "LSR")),
+        ("bytes", ("SVD, bits", "LSR, bits")),
+    ):
         for structure in structures:
             for row in _of(_part(results, task, lora, kind), f"{structure}, {how}"):
                 starts = [_of_seed(results, row, structure, seed) for seed in row["seeds"]]
                 size = f"1/{row['budget']:g}" if kind == "ratio" else f"{row['budget'] / 1000:g} kB"
                 seeds = ", ".join(map(str, row["seeds"]))
-                rows.append((LABELS[structure], size, f"{fmean(starts):.3f}", _cell(row, "loss_share"), seeds))
+                rows.append(
+                    (
+                        LABELS[structure],
+                        size,
+                        f"{fmean(starts):.3f}",
+                        _cell(row, "loss_share"),
+                        seeds,
+                    )
+                )
     return ("structure", "size", before, after or how, "seeds"), rows
 
 
 def texts(results: dict[str, Any], *, task: str, lora: str) -> Table:
     """BLEU and chrF of what the base, the LoRA and its forms write."""
-    whole = [row for row in results["loras"] if (row["task"], row["lora"]) == (task, lora) and "bleu" in row["trained"]]
+    whole = [
+        row
+        for row in results["loras"]
+        if (row["task"], row["lora"]) == (task, lora) and "bleu" in row["trained"]
+    ]
     rows = [
-        (label, "", *(f"{fmean(each[key][name] for each in whole):.1f}" for name in ("bleu", "chrf")))
+        (
+            label,
+            "",
+            *(f"{fmean(each[key][name] for each in whole):.1f}" for name in ("bleu", "chrf")),
+        )
         for key, label in (("none", "no adapter"), ("trained", "the LoRA"))
     ]
     for row in results["means"]:
         if (row["task"], row["lora"]) == (task, lora) and row["bleu"] is not None:
-            size = f"1/{row['budget']:g}" if row["kind"] == "ratio" else f"{row['budget'] / 1000:g} kB"
+            size = (
+                f"1/{row['budget']:g}" if row["kind"] == "ratio" else f"{row['budget'] / 1000:g} kB"
+            )
             label = LABELS.get(row["structure"], row["structure"])
-            rows.append((label, size if row["budget"] else "", _cell(row, "bleu", 1), _cell(row, "chrf", 1)))
+            rows.append(
+                (label, size if row["budget"] else "", _cell(row, "bleu", 1), _cell(row, "chrf", 1))
+            )
     return ("structure", "size", "BLEU", "chrF"), rows
 
 
-def _grid(rows: list[dict[str, Any]], structures: Any, name: Any, figure: str, *, largest_first: bool = False) -> Table:
-    by_structure = {structure: {row["budget"]: row for row in _of(rows, structure)} for structure in structures}
-    budgets = sorted({budget for rows in by_structure.values() for budget in rows}, reverse=largest_first)
+def _grid(
+    rows: list[dict[str, Any]],
+    structures: Any,
+    name: Any,
+    figure: str,
+    *,
+    largest_first: bool = False,
+) -> Table:
+    by_structure = {
+        structure: {row["budget"]: row for row in _of(rows, structure)} for structure in structures
+    }
+    budgets = sorted(
+        {budget for rows in by_structure.values() for budget in rows}, reverse=largest_first
+    )
     body = [
-        (LABELS[structure], *(_cell(rows[budget], figure) if budget in rows else "–" for budget in budgets))
+        (
+            LABELS[structure],
+            *(_cell(rows[budget], figure) if budget in rows else "–" for budget in budgets),
+        )
         for structure, rows in by_structure.items()
     ]
     return ("structure", *map(name, budgets)), body
 
 
 def _part(results: dict[str, Any], task: str, lora: str, kind: str) -> list[dict[str, Any]]:
-    return [row for row in results["means"] if (row["task"], row["lora"], row["kind"]) == (task, lora, kind)]
+    return [
+        row
+        for row in results["means"]
+        if (row["task"], row["lora"], row["kind"]) == (task, lora, kind)
+    ]
 
 
 def rivals(results: dict[str, Any]) -> Table:
@@ -100,13 +155,18 @@ def rivals(results: dict[str, Any]) -> Table:
     }
     runs: dict[tuple[Any, ...], dict[int, list[dict[str, Any]]]] = {}
     for row in results["rows"]:
-        runs.setdefault((row["task"], row["budget"], row["method"]), {}).setdefault(row["seed"], []).append(row)
+        runs.setdefault((row["task"], row["budget"], row["method"]), {}).setdefault(
+            row["seed"], []
+        ).append(row)
     lines = []
     for (task, budget, method), seeds in runs.items():
         judged = [[row for row in rows if "held_out" not in row] for rows in seeds.values()]
         best = [max(rows, key=lambda row: float(row["kept"])) for rows in judged if rows]
         rates = sorted({row["rate"] for rows in seeds.values() for row in rows})
-        mean = {key: fmean(row[key] for row in best) for key in ("bytes", "before", "kept", "error", "agreement")}
+        mean = {
+            key: fmean(row[key] for row in best)
+            for key in ("bytes", "before", "kept", "error", "agreement")
+        }
         cells = (
             f"{mean['bytes']:,.0f}",
             " ".join(f"{rate:g}" for rate in rates),
@@ -118,8 +178,20 @@ def rivals(results: dict[str, Any]) -> Table:
             f"{mean['kept']:.3f} ± {mean['error']:.3f}",
             f"{100 * mean['agreement']:.0f} %",
         )
-        lines.append((task, budget, -mean["kept"], (task, names.get(method, method), *cells, *shares)))
-    head = ("task", "", "bytes", "rates run", "best", "seeds", "before training", "kept", "same token")
+        lines.append(
+            (task, budget, -mean["kept"], (task, names.get(method, method), *cells, *shares))
+        )
+    head = (
+        "task",
+        "",
+        "bytes",
+        "rates run",
+        "best",
+        "seeds",
+        "before training",
+        "kept",
+        "same token",
+    )
     return head, [cells for *_, cells in sorted(lines)]
 
 
@@ -139,11 +211,24 @@ def from_lora(results: dict[str, Any]) -> Table:
             before = f"{fmean(starts):.3f}" if starts else ""
             numbers = f"{max(row['parameters'] for row in rows):,}"
             coded = [row["int4"] for row in rows if row["int4"] is not None]
-            in_bits = f"{fmean(row['loss'] for row in coded):.3f}, {coded[0]['bytes'] / 1000:.0f} kB" if coded else ""
+            in_bits = (
+                f"{fmean(row['loss'] for row in coded):.3f}, {coded[0]['bytes'] / 1000:.0f} kB"
+                if coded
+                else ""
+            )
             right = f"{100 * fmean(row['token_accuracy'] for row in rows):.1f} %"
             cells = before, f"{fmean(losses):.3f}{spread}", right, in_bits, f"{len(rows)}"
             lines.append((task.upper(), arm, numbers, *cells))
-    return ("task", "", "numbers", "loss before", "after 60 steps", "tokens right", "in int4", "seeds"), lines
+    return (
+        "task",
+        "",
+        "numbers",
+        "loss before",
+        "after 60 steps",
+        "tokens right",
+        "in int4",
+        "seeds",
+    ), lines
 
 
 def dialled(results: dict[str, Any]) -> Table:
@@ -152,8 +237,12 @@ def dialled(results: dict[str, Any]) -> Table:
     lines = []
     for budget in sorted({row["budget"] for row in results["rows"]}):
         for method, name in names.items():
-            rows = [row for row in results["rows"] if (row["budget"], row["method"]) == (budget, method)]
-            before, after = ([row for row in rows if bool(row["steps"]) is trained] for trained in (False, True))
+            rows = [
+                row for row in results["rows"] if (row["budget"], row["method"]) == (budget, method)
+            ]
+            before, after = (
+                [row for row in rows if bool(row["steps"]) is trained] for trained in (False, True)
+            )
             cells = [f"{fmean(row['bytes'] for row in after):,.0f}"]
             for some in (before, after):
                 shares = [row["kept"] for row in some]
@@ -164,7 +253,10 @@ def dialled(results: dict[str, Any]) -> Table:
 
 
 def _of(rows: list[dict[str, Any]], structure: str) -> list[dict[str, Any]]:
-    return sorted((row for row in rows if row["structure"] == structure), key=lambda row: -float(row["budget"]))
+    return sorted(
+        (row for row in rows if row["structure"] == structure),
+        key=lambda row: -float(row["budget"]),
+    )
 
 
 def _of_seed(results: dict[str, Any], row: dict[str, Any], structure: str, seed: int) -> float:
@@ -172,7 +264,8 @@ def _of_seed(results: dict[str, Any], row: dict[str, Any], structure: str, seed:
     return next(
         float(form["loss_share"])
         for form in results["forms"]
-        if tuple(form[name] for name in ("task", "lora", "structure", "kind", "budget", "seed")) == key
+        if tuple(form[name] for name in ("task", "lora", "structure", "kind", "budget", "seed"))
+        == key
     )
 
 

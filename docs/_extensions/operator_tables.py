@@ -9,9 +9,18 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 def naive(results: dict[str, Any]) -> Table:
     """Dense NumPy and `operators` on the same problem."""
-    head = ("unknowns", "dense: seconds", "MiB", "operators: seconds", "MiB", "relative difference of x")
+    head = (
+        "unknowns",
+        "dense: seconds",
+        "MiB",
+        "operators: seconds",
+        "MiB",
+        "relative difference of x",
+    )
     keys = ("seconds dense", "MiB dense", "seconds", "MiB", "relative difference")
-    return head, [(f"{row['unknowns']:,}", *(f"{row[key]:.2g}" for key in keys)) for row in results["naive"]]
+    return head, [
+        (f"{row['unknowns']:,}", *(f"{row[key]:.2g}" for key in keys)) for row in results["naive"]
+    ]
 
 
 def galerkin(results: dict[str, Any]) -> Table:
@@ -21,7 +30,14 @@ def galerkin(results: dict[str, Any]) -> Table:
     for row in results["rows"]:
         residual = row["‖I − AX‖ / ‖I‖"]
         times = (f"{row['seconds setup']:.2g}", f"{row['seconds solve']:.2g}")
-        rows.append((row["preconditioner"], f"{residual:.2g}" if residual else "–", str(row["iterations"]), *times))
+        rows.append(
+            (
+                row["preconditioner"],
+                f"{residual:.2g}" if residual else "–",
+                str(row["iterations"]),
+                *times,
+            )
+        )
     return head, rows
 
 
@@ -32,7 +48,9 @@ def diffusion(results: dict[str, Any]) -> Table:
     for problem in results["diffusion"]:
         for row in problem["rows"]:
             times = (f"{row['seconds setup']:.2g}", f"{row['seconds solve']:.2g}")
-            rows.append((f"{problem['unknowns']:,}", row["preconditioner"], str(row["iterations"]), *times))
+            rows.append(
+                (f"{problem['unknowns']:,}", row["preconditioner"], str(row["iterations"]), *times)
+            )
     return head, rows
 
 

@@ -23,7 +23,9 @@ def resolve(app: Any, env: Any, node: Any, content: Any) -> Any:
     if len(matches) != 1:
         return None
     entry = domain.objects[matches[0]]
-    return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content, matches[0])
+    return make_refnode(
+        app.builder, node["refdoc"], entry.docname, entry.node_id, content, matches[0]
+    )
 
 
 def setup(app: Any) -> dict[str, Any]:

@@ -21,13 +21,23 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 def gauge(results: dict[str, Any]) -> Table:
     """Median error over the layers of each adapter by three routes, at its own rank with the same parameters."""
-    head = ("adapter", "layers", "rank", "side by side, as found", "side by side, singular gauge", "jointly")
+    head = (
+        "adapter",
+        "layers",
+        "rank",
+        "side by side, as found",
+        "side by side, singular gauge",
+        "jointly",
+    )
     rows = []
     for name, adapter in results["adapters"].items():
         if "own_rank" not in adapter:
             continue
         layers = adapter["own_rank"]["layers"]
-        errors = (f"{median(layer[route] for layer in layers):.3f}" for route in ("given_gauge", "svd_gauge", "joint"))
+        errors = (
+            f"{median(layer[route] for layer in layers):.3f}"
+            for route in ("given_gauge", "svd_gauge", "joint")
+        )
         rows.append((name, str(len(layers)), str(layers[0]["rank"]), *errors))
     return head, rows
 
@@ -35,7 +45,9 @@ def gauge(results: dict[str, Any]) -> Table:
 def rounding(results: dict[str, Any]) -> Table:
     """Largest relative error that storing adds to the joint solution, over all layers of all adapters."""
     kinds = ("float16", "bfloat16", "int8", "int4")
-    layers = [x for a in results["adapters"].values() if "own_rank" in a for x in a["own_rank"]["layers"]]
+    layers = [
+        x for a in results["adapters"].values() if "own_rank" in a for x in a["own_rank"]["layers"]
+    ]
     worst = (f"{max(layer[f'extra_{kind}'] for layer in layers):.1g}" for kind in kinds)
     return ("", *kinds), [("added to the error, at most", *worst)]
 
@@ -49,7 +61,12 @@ def at_parameters(results: dict[str, Any]) -> Table:
 
 def at_bytes(results: dict[str, Any]) -> Table:
     """The same at equal bytes."""
-    ours = ("ours, bits chosen", "low rank, bits chosen", "ours, Kronecker only, bits chosen", "ours, float16")
+    ours = (
+        "ours, bits chosen",
+        "low rank, bits chosen",
+        "ours, Kronecker only, bits chosen",
+        "ours, float16",
+    )
     integers = ("LoRA int8", "LoRA NF4", "LoRA int4")
     arms = (*ours, "SVD, same rank, int8 or int4", *integers, "SVD, same rank", "LoKr")
     return _by_budget(results, arms, (*integers, "1/8", "1/16", "1/32"))
@@ -62,7 +79,12 @@ def _by_budget(results: dict[str, Any], arms: tuple[str, ...], budgets: tuple[st
         cells = []
         for budget in budgets:
             wanted = (arm, budget)
-            errors = [row["error"] for a in adapters for row in a["rows"] if (row["arm"], row["budget"]) == wanted]
+            errors = [
+                row["error"]
+                for a in adapters
+                for row in a["rows"]
+                if (row["arm"], row["budget"]) == wanted
+            ]
             cells.append(f"{median(errors):.3f}" if len(errors) == len(adapters) else "–")
         rows.append((arm, *cells))
     return ("", *(budget.replace("LoRA", "as") for budget in budgets)), rows
@@ -98,9 +120,14 @@ def function(results: dict[str, Any]) -> Table:
         "lsr-kfac": "LSR, Fisher norm",
     }
     ratios = sorted({row["ratio"] for row in results["rows"] if "ratio" in row}, reverse=True)
-    kept = {(row["method"], row.get("ratio")): (row["share"], row["accuracy"]) for row in results["rows"]}
+    kept = {
+        (row["method"], row.get("ratio")): (row["share"], row["accuracy"])
+        for row in results["rows"]
+    }
     head = ("share kept (accuracy)", *(f"1/{ratio:.0f}" for ratio in ratios))
-    cells = {m: [f"{kept[m, r][0]:.2f} ({100 * kept[m, r][1]:.1f} %)" for r in ratios] for m in names}
+    cells = {
+        m: [f"{kept[m, r][0]:.2f} ({100 * kept[m, r][1]:.1f} %)" for r in ratios] for m in names
+    }
     return head, [(name, *cells[method]) for method, name in names.items()]
 
 
@@ -111,7 +138,10 @@ def three_seeds(results: dict[str, Any]) -> Table:
     head = ("parameters per matrix (LoRA 6,144)", *(str(budget) for budget in budgets))
     table = []
     for method in dict.fromkeys(row["method"] for row in rows):
-        shares = ([row["share"] for row in rows if (row["method"], row["budget"]) == (method, b)] for b in budgets)
+        shares = (
+            [row["share"] for row in rows if (row["method"], row["budget"]) == (method, b)]
+            for b in budgets
+        )
         table.append((method, *(f"{sum(each) / len(each):.2f}" for each in shares)))
     return head, table
 
@@ -121,17 +151,33 @@ def distilled(results: dict[str, Any]) -> Table:
     table = []
     forms: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in results["rows"]:
-        forms.setdefault((row["task"], row.get("batch") or 0, -row["ratio"], row["structure"]), []).append(row)
+        forms.setdefault(
+            (row["task"], row.get("batch") or 0, -row["ratio"], row["structure"]), []
+        ).append(row)
     for task, batch, ratio, structure in sorted(forms, key=lambda form: (form[0] != "SST-2", form)):
         same = forms[task, batch, ratio, structure]
         shares = (
-            [row[when][share] for row in same] for share in ("dev_kept", "label_share") for when in ("before", "after")
+            [row[when][share] for row in same]
+            for share in ("dev_kept", "label_share")
+            for when in ("before", "after")
         )
         label = "truncated SVD, Fisher norm" if structure == "SVD" else structure
         size = f"{fmean(row['bytes'] for row in same) / 1000:.1f} kB"
         task += f", {batch} examples a step" if batch else ""
-        table.append((task, label, f"1/{-ratio:g}", size, *map(_mean_and_range, shares), str(len(same))))
-    head = ("task", "structure", "parameters", "file", "answers kept", "then", "gain kept", "then", "seeds")
+        table.append(
+            (task, label, f"1/{-ratio:g}", size, *map(_mean_and_range, shares), str(len(same)))
+        )
+    head = (
+        "task",
+        "structure",
+        "parameters",
+        "file",
+        "answers kept",
+        "then",
+        "gain kept",
+        "then",
+        "seeds",
+    )
     return head, table
 
 
@@ -153,12 +199,16 @@ def comparison(results: dict[str, Any]) -> Table:
     """Methods by tasks of one suite: scores in percent over seeds."""
     lines = results["lines"]
     tasks = {line["task"]: line for line in lines}
-    names = (f"{task} ({line['metric']}, %; n = {_seeds(lines, task)})" for task, line in tasks.items())
+    names = (
+        f"{task} ({line['metric']}, %; n = {_seeds(lines, task)})" for task, line in tasks.items()
+    )
     majority = [f"{100 * line['baseline']:.1f}" for line in tasks.values()]
     rows = [("majority", "0", *majority)]
     for method in dict.fromkeys(line["method"] for line in lines):
         own = {line["task"]: line for line in lines if line["method"] == method}
-        cells = (_spread(own[task]["score"]["values"], 100, 1) if task in own else "–" for task in tasks)
+        cells = (
+            _spread(own[task]["score"]["values"], 100, 1) if task in own else "–" for task in tasks
+        )
         rows.append((method, f"{next(iter(own.values()))['adapter_parameters']:,}", *cells))
     return ("method", "parameters", *names), rows
 
@@ -173,12 +223,21 @@ def losses(results: dict[str, Any]) -> Table:
     """Methods by tasks of one suite: loss on dev, score in percent, the rate that was chosen."""
     lines = results["lines"]
     tasks = {line["task"]: line["metric"] for line in lines}
-    heads = ((f"{task}, n = {_seeds(lines, task)}: loss", f"{metric}, %", "rate") for task, metric in tasks.items())
+    heads = (
+        (f"{task}, n = {_seeds(lines, task)}: loss", f"{metric}, %", "rate")
+        for task, metric in tasks.items()
+    )
     rows = []
     for method in dict.fromkeys(line["method"] for line in lines):
         own = {line["task"]: line for line in lines if line["method"] == method}
         cells = (_loss(own[task]) if task in own else ("–", "–", "–") for task in tasks)
-        rows.append((method, f"{next(iter(own.values()))['adapter_parameters']:,}", *chain.from_iterable(cells)))
+        rows.append(
+            (
+                method,
+                f"{next(iter(own.values()))['adapter_parameters']:,}",
+                *chain.from_iterable(cells),
+            )
+        )
     return ("method", "parameters", *chain.from_iterable(heads)), rows
 
 
@@ -189,11 +248,20 @@ def _loss(line: dict[str, Any]) -> tuple[str, str, str]:
 
 def integers(results: dict[str, Any]) -> Table:
     """Errors of integer factors over all layers: rounded, and solved for in the norm."""
-    head = ("parameters", "in float64", "int8, rounded", "solved for", "int4, rounded", "solved for")
+    head = (
+        "parameters",
+        "in float64",
+        "int8, rounded",
+        "solved for",
+        "int4, rounded",
+        "solved for",
+    )
     rows = []
     for ratio in dict.fromkeys(row["ratio"] for row in results["rows"]):
         own = {row["storage"]: row["errors"] for row in results["rows"] if row["ratio"] == ratio}
-        cells = (f"{own[kind][way]:.3f}" for kind in ("int8", "int4") for way in ("rounded", "solved"))
+        cells = (
+            f"{own[kind][way]:.3f}" for kind in ("int8", "int4") for way in ("rounded", "solved")
+        )
         rows.append((f"1/{ratio:.3g}", f"{own['int4']['float64']:.3f}", *cells))
     return head, rows
 
@@ -206,7 +274,16 @@ def _label(line: dict[str, Any]) -> str:
 def recovery(results: dict[str, Any]) -> Table:
     """Shares of the LoRA's gain: as compressed, after recovery, from scratch."""
     stages = ("compressed", "recovered", "scratch")
-    head = ("task", "structure", "parameters", "bytes", "as compressed", "after recovery", "from scratch", "seeds")
+    head = (
+        "task",
+        "structure",
+        "parameters",
+        "bytes",
+        "as compressed",
+        "after recovery",
+        "from scratch",
+        "seeds",
+    )
     rows = []
     for line in results["lines"]:
         shares = [line[stage]["share"] for stage in stages]
@@ -222,12 +299,22 @@ def int4_seeds(results: dict[str, Any]) -> Table:
     matrices = {gain["task"]: gain["matrices"] for gain in results["gains"]}
     rows = []
     for task, budget in sorted({key[:2] for key in lines if key[2] == "lsr-int4"}):
-        exact, coded = (lines[task, budget, name]["compressed"]["share"] for name in ("lsr", "lsr-int4"))
+        exact, coded = (
+            lines[task, budget, name]["compressed"]["share"] for name in ("lsr", "lsr-int4")
+        )
         lost = [b - a for a, b in zip(exact, coded, strict=True)]
         size = lines[task, budget, "lsr-int4"]["bytes"] / matrices[task]
         shares = (_spread(share, 1, 2) for share in (exact, coded, lost))
         rows.append((task, f"1/{6144 / budget:.0f}", f"{size:.0f}", *shares, str(len(lost))))
-    return ("task", "parameters", "bytes a matrix in int4", "float32", "int4", "difference", "seeds"), rows
+    return (
+        "task",
+        "parameters",
+        "bytes a matrix in int4",
+        "float32",
+        "int4",
+        "difference",
+        "seeds",
+    ), rows
 
 
 def three_tasks(results: dict[str, Any]) -> Table:
@@ -236,17 +323,34 @@ def three_tasks(results: dict[str, Any]) -> Table:
     matrices = {gain["task"]: gain["matrices"] for gain in results["gains"]}
     rows = []
     order = list(dict.fromkeys(structure for structure, _, _ in lines))
-    for structure, budget in sorted({key[:2] for key in lines}, key=lambda key: (order.index(key[0]), key[1])):
-        own = {task: lines[structure, budget, task] for task in matrices if (structure, budget, task) in lines}
+    for structure, budget in sorted(
+        {key[:2] for key in lines}, key=lambda key: (order.index(key[0]), key[1])
+    ):
+        own = {
+            task: lines[structure, budget, task]
+            for task in matrices
+            if (structure, budget, task) in lines
+        }
         line = next(iter(own.values()))
-        size = (f"{each / matrices[line['task']]:,.0f}" for each in (line["parameters"], line["bytes"]))
+        size = (
+            f"{each / matrices[line['task']]:,.0f}" for each in (line["parameters"], line["bytes"])
+        )
         cells = (_arrow(own[task]) if task in own else "–" for task in matrices)
         rows.append((_label(line), *size, *cells))
     for (_, budget, _), line in lines.items():
-        if line["scratch"]["share"] and not any(row[0] == SCRATCH and row[1] == str(budget) for row in rows):
+        if line["scratch"]["share"] and not any(
+            row[0] == SCRATCH and row[1] == str(budget) for row in rows
+        ):
             own = {task: lines.get((line["structure"], budget, task)) for task in matrices}
             shares = (each["scratch"]["share"] if each else [] for each in own.values())
-            rows.append((SCRATCH, str(budget), str(4 * budget), *(_spread(s, 1, 2) if s else "–" for s in shares)))
+            rows.append(
+                (
+                    SCRATCH,
+                    str(budget),
+                    str(4 * budget),
+                    *(_spread(s, 1, 2) if s else "–" for s in shares),
+                )
+            )
     return ("structure", "numbers a matrix", "bytes a matrix", *matrices), rows
 
 
@@ -273,9 +377,18 @@ ROUTES = {
 
 def memory(results: dict[str, Any]) -> Table:
     """Peak of a compression by route and number of blocks, what the process held before it taken off."""
-    head = ("route", "blocks", "layers", "file", "peak of solving and writing", "in layers of the largest size")
+    head = (
+        "route",
+        "blocks",
+        "layers",
+        "file",
+        "peak of solving and writing",
+        "in layers of the largest size",
+    )
     rows = []
-    for run in sorted(results["runs"], key=lambda run: (list(ROUTES).index(run["route"]), run["blocks"])):
+    for run in sorted(
+        results["runs"], key=lambda run: (list(ROUTES).index(run["route"]), run["blocks"])
+    ):
         peak = run["peak_after_writing"] - run["peak_after_import"]
         share = peak / run["largest_layer_float64_bytes"]
         sizes = (f"{run['source_bytes'] / 1e6:,.0f} MB", f"{peak / 1e6:.0f} MB", f"{share:.1f}")
@@ -319,7 +432,14 @@ def route_cost(results: dict[str, Any]) -> Table:
     cost = results["frobenius"]
     seconds = cost["seconds"]
     peer = [seconds[name] for name in ("read", "factorize", "write")]
-    head = ("layers", "reading", "thin QR, twice a layer", "writing", "compressing and writing that", "ratio")
+    head = (
+        "layers",
+        "reading",
+        "thin QR, twice a layer",
+        "writing",
+        "compressing and writing that",
+        "ratio",
+    )
     ours = seconds["compress"] + seconds["save"]
     cells = (f"{second:.2f} s" for second in (*peer, ours))
     return head, [(str(cost["layers"]), *cells, f"{cost['ratio']:.1f}")]
@@ -328,7 +448,10 @@ def route_cost(results: dict[str, Any]) -> Table:
 def kfac_cost(results: dict[str, Any]) -> Table:
     """Seconds of one layer n × n in the Fisher norm: a sweep, and the whole search; and the lines fitted to them."""
     cost = results["kfac"]
-    names = {"seconds_sweep": ("one sweep", 1e3, "ms"), "seconds_layer": ("the whole search", 1.0, "s")}
+    names = {
+        "seconds_sweep": ("one sweep", 1e3, "ms"),
+        "seconds_layer": ("the whole search", 1.0, "s"),
+    }
     rows = []
     for key, (label, scale, unit) in names.items():
         fit = cost["fits"][key]
@@ -357,13 +480,21 @@ PARTS = {
 
 def one_command(results: dict[str, Any]) -> Table:
     """Processor seconds by part, memory, bytes and the promise of each command as it is typed."""
-    head = ("", *(f"{row['name'].partition(' keep ')[0]}, `{' '.join(row['options'])}`" for row in results["rows"]))
+    head = (
+        "",
+        *(
+            f"{row['name'].partition(' keep ')[0]}, `{' '.join(row['options'])}`"
+            for row in results["rows"]
+        ),
+    )
     columns = []
     for row in results["rows"]:
         seconds = dict.fromkeys([*PARTS, "the rest"], 0.0)
         for stage, value in row["stages"].items():
             stage = stage.split(" · ")[-1]
-            part = next((part for part, names in PARTS.items() if stage.startswith(names)), "the rest")
+            part = next(
+                (part for part, names in PARTS.items() if stage.startswith(names)), "the rest"
+            )
             seconds[part] += value
         columns.append(
             [
@@ -376,8 +507,19 @@ def one_command(results: dict[str, Any]) -> Table:
                 f"{100 * row['kept']:.1f} ± {100 * row['standard_error']:.1f} %",
             ]
         )
-    labels = ["seed", *PARTS, "the rest", "all", "memory at most", "weight file", "directory", "promised share"]
-    return head, [(label, *cells) for label, cells in zip(labels, zip(*columns, strict=True), strict=True)]
+    labels = [
+        "seed",
+        *PARTS,
+        "the rest",
+        "all",
+        "memory at most",
+        "weight file",
+        "directory",
+        "promised share",
+    ]
+    return head, [
+        (label, *cells) for label, cells in zip(labels, zip(*columns, strict=True), strict=True)
+    ]
 
 
 TABLES = {

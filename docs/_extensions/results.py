@@ -22,7 +22,10 @@ class ResultsDirective(SphinxDirective):
         name = self.arguments[0]
         self.env.note_dependency(str(RESULTS / TABLES[name][0]))
         head, rows = table(name)
-        lines = ["| " + " | ".join(map(unbroken, row)) + " |" for row in (head, ("---",) * len(head), *rows)]
+        lines = [
+            "| " + " | ".join(map(unbroken, row)) + " |"
+            for row in (head, ("---",) * len(head), *rows)
+        ]
         block = nodes.Element()
         self.state.nested_parse(StringList(lines), self.content_offset, block)
         return block.children

@@ -1,7 +1,7 @@
 """The directive ``shell``: runs the commands of a page while the page is built, and shows what they really print.
 
-All blocks of a page share one fresh directory, in which ``adapter/`` is the adapter that ships with the package, and
-``statistics/`` what calibration said of it.
+All blocks of a page share one fresh directory, in which ``adapter/`` is the adapter that ships with
+the package, and ``statistics/`` what calibration said of it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,10 @@ def loras(results: dict[str, Any]) -> Table:
         middle = (f"{median(layer[side] for layer in lora['layers']):.1f}" for side in SIDES)
         cells: list[str] = []
         for form in (form for ratio in ratios for form in lora["forms"] if form["ratio"] == ratio):
-            cells += [f"{form['share']:.2f}", f"{form['answers']:.2f} ± {form['standard_error']:.3f}"]
+            cells += [
+                f"{form['share']:.2f}",
+                f"{form['answers']:.2f} ± {form['standard_error']:.3f}",
+            ]
         rows.append((f"{lora['model']}, {lora['task']}", str(len(lora["layers"])), *middle, *cells))
     return ("LoRA", "layers", *SIDES, *sizes), rows
 
@@ -33,13 +36,17 @@ def fits(results: dict[str, Any]) -> Table:
     columns = []
     for fit in fits.values():
         powers, errors = fit["coefficients"], fit["standard_errors"]
-        cells = [f"{powers[name]:.2f} ± {errors[name]:.2f}" if name in powers else "–" for name in labels]
+        cells = [
+            f"{powers[name]:.2f} ± {errors[name]:.2f}" if name in powers else "–" for name in labels
+        ]
         cells += [f"{100 * fit['explained']:.0f} %", f"{exp(fit['rms']):.2f}"]
         columns.append([*cells, *(f"{exp(left['rms']):.2f}" for left in fit["left_out"].values())])
     rows = [f"exponent of: {said[name]}" for name in labels]
     rows += ["explained, of the variance", "a layer is missed by a factor of"]
     rows += [f"one of {model}, from the others" for model in fits["nothing"]["left_out"]]
-    return ("", *fits), [(row, *cells) for row, cells in zip(rows, zip(*columns, strict=True), strict=True)]
+    return ("", *fits), [
+        (row, *cells) for row, cells in zip(rows, zip(*columns, strict=True), strict=True)
+    ]
 
 
 def twins(results: dict[str, Any]) -> Table:
@@ -49,10 +56,16 @@ def twins(results: dict[str, Any]) -> Table:
     for twin in (run for run in results["wide"] if run["of"] == "twin"):
         real = measured[twin["like"]]
         shares = (
-            f"{own['share']:.2f} → {made['share']:.2f}" for own, made in zip(real["forms"], twin["forms"], strict=True)
+            f"{own['share']:.2f} → {made['share']:.2f}"
+            for own, made in zip(real["forms"], twin["forms"], strict=True)
         )
         numbers = [
-            sum(form["numbers"] for layer in each["layers"] for form in layer["forms"] if form["wanted"] == 0.9)
+            sum(
+                form["numbers"]
+                for layer in each["layers"]
+                for form in layer["forms"]
+                if form["wanted"] == 0.9
+            )
             for each in (real, twin)
         ]
         rows.append((twin["like"], *shares, f"{numbers[0]:,} → {numbers[1]:,}"))
@@ -78,7 +91,10 @@ def wide(results: dict[str, Any]) -> Table:
         (form,) = (form for form in run["forms"] if form["ratio"] == 48.0)
         scale, seconds = run["blocks"] / run["made"], run["forms"][-1]["cpu_seconds"]
         numbers = sum(layer["rank"] * (layer["rows"] + layer["columns"]) for layer in run["layers"])
-        sizes = (f"{scale * 2 * numbers / 1e6:.1f} MB", f"{scale * form['weight_bytes'] / 1e3:,.0f} kB")
+        sizes = (
+            f"{scale * 2 * numbers / 1e6:.1f} MB",
+            f"{scale * form['weight_bytes'] / 1e3:,.0f} kB",
+        )
         shares = (f"{form['share']:.2f}", f"{form['svd']:.2f}")
         cost = (f"{scale * seconds:,.0f} s", f"{seconds / run['peer_cpu_seconds']:.0f}")
         memory = f"{run['peak_bytes'] / 1e6:.0f} MB"

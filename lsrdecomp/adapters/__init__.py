@@ -3,7 +3,9 @@
 try:
     import peft as _peft  # noqa: F401
 except ImportError as _error:
-    raise ImportError("lsrdecomp.adapters needs torch and PEFT: pip install 'lsrdecomp[peft]'") from _error
+    raise ImportError(
+        "lsrdecomp.adapters needs torch and PEFT: pip install 'lsrdecomp[peft]'"
+    ) from _error
 
 from lsrdecomp.adapters.adapted import rescale
 from lsrdecomp.adapters.config import LsrConfig

@@ -5,9 +5,8 @@ What ΔW is made of is the subclass's duty; how it acts in the layer is the geom
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.utils import quantization_extra_repr, resolve_quantization_backend
@@ -17,14 +16,18 @@ from lsrdecomp.adapters.errors import MergeError
 from lsrdecomp.adapters.geometry import EmbeddingGeometry, Geometry, LinearGeometry, geometry_of
 from lsrdecomp.adapters.merging import Mergeable
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
 
 class AdaptedLayer(nn.Module, Mergeable):
     """Base of the adapter layers of every structure.
 
-    A subclass names its parameter containers in ``adapter_layer_names`` and its other attributes of one entry per
-    adapter in ``other_param_names``, `SCALE` among them, calls `set_initial_scale` in `update_layer`, and says what ΔW
-    is through `delta_matrix` and `delta_output`. The class of its linear layers has "Linear" in its name: by that PEFT
-    finds them when a further adapter targets "all-linear".
+    A subclass names its parameter containers in ``adapter_layer_names`` and its other attributes of
+    one entry per adapter in ``other_param_names``, `SCALE` among them, calls `set_initial_scale` in
+    `update_layer`, and says what ΔW is through `delta_matrix` and `delta_output`. The class of its
+    linear layers has "Linear" in its name: by that PEFT finds them when a further adapter targets
+    "all-linear".
     """
 
     SCALE: tuple[str, ...] = ("scaling", "initial_scaling")
@@ -72,7 +75,9 @@ class AdaptedLayer(nn.Module, Mergeable):
     def unscale_layer(self, scale: float | None = None) -> None:
         """Divide the present scale of every active adapter, or set it to what its settings say."""
         for adapter in filter(self.has_adapter, self.active_adapters):
-            self.scaling[adapter] = self.initial_scaling[adapter] if scale is None else self.scaling[adapter] / scale
+            self.scaling[adapter] = (
+                self.initial_scaling[adapter] if scale is None else self.scaling[adapter] / scale
+            )
 
     def adapter_keys(self, adapter: str) -> list[str]:
         """State dict keys of one adapter's parameters within this layer."""
@@ -120,8 +125,12 @@ class AdaptedLayer(nn.Module, Mergeable):
         bias = getattr(self.get_base_layer(), "bias", None)
         plain = base if bias is None else base - self.geometry.along_output(bias)
         weight = self.geometry.to_matrix(self.get_base_weight())
-        scale = self.geometry.along_output(magnitude / row_norms(weight, self.delta_matrix(adapter)))
-        return result + (scale - 1) * plain + scale * delta  # DoRA: every row of W + ΔW gets its trained norm
+        scale = self.geometry.along_output(
+            magnitude / row_norms(weight, self.delta_matrix(adapter))
+        )
+        return (
+            result + (scale - 1) * plain + scale * delta
+        )  # DoRA: every row of W + ΔW gets its trained norm
 
     def output_scale(self, adapter: str, weight: Tensor) -> Tensor | None:
         magnitude = self.magnitude(adapter)
@@ -161,8 +170,9 @@ class AdaptedLayer(nn.Module, Mergeable):
 def quantization_backend(layer: nn.Module, **quantization: Any) -> Any:
     """PEFT's backend for a layer of the base model; None for one that is not quantized.
 
-    PEFT asks transformers' quantizer how to quantize a merged weight again. A base that ``torchao.quantize_`` made has
-    none: it can be adapted and trained on, and says so when it is asked to merge.
+    PEFT asks transformers' quantizer how to quantize a merged weight again. A base that
+    ``torchao.quantize_`` made has none: it can be adapted and trained on, and says so when it is
+    asked to merge.
     """
     if quantization.get("get_apply_tensor_subclass") is not None:
         return resolve_quantization_backend(layer, **quantization)
@@ -183,16 +193,20 @@ def unknown_subclass() -> Any:
 def row_norms(weight: Tensor, delta: Tensor) -> Tensor:
     """Norms of the rows of ``W + ΔW``, both (out, in) matrices, constant for the gradient.
 
-    DoRA (Liu et al., 2024, section 4.3) treats the norm as a constant: only the magnitude and the direction's numerator
-    are trained.
+    DoRA (Liu et al., 2024, section 4.3) treats the norm as a constant: only the magnitude and the
+    direction's numerator are trained.
     """
-    wide = torch.promote_types(delta.dtype, torch.float32)  # 16-bit norms would not even restore W for ΔW = 0
+    wide = torch.promote_types(
+        delta.dtype, torch.float32
+    )  # 16-bit norms would not even restore W for ΔW = 0
     norms: Tensor = torch.linalg.vector_norm(weight.to(wide) + delta.to(wide), dim=1)
     return norms
 
 
 @contextmanager
-def rescale(model: nn.Module, factor: float, adapters: Sequence[str] | None = None) -> Iterator[None]:
+def rescale(
+    model: nn.Module, factor: float, adapters: Sequence[str] | None = None
+) -> Iterator[None]:
     """Multiply ΔW of the active (or the named) adapters by ``factor`` within the context.
 
     Parameters
@@ -216,11 +230,16 @@ def rescale(model: nn.Module, factor: float, adapters: Sequence[str] | None = No
     """
     layers = [module for module in model.modules() if isinstance(module, AdaptedLayer)]
     chosen = [
-        (layer, [name for name in adapters or layer.active_adapters if layer.has_adapter(name)]) for layer in layers
+        (layer, [name for name in adapters or layer.active_adapters if layer.has_adapter(name)])
+        for layer in layers
     ]
-    merged = sorted({name for layer, names in chosen for name in names if name in layer.merged_adapters})
+    merged = sorted(
+        {name for layer, names in chosen for name in names if name in layer.merged_adapters}
+    )
     if merged:
-        raise MergeError(f"adapters {merged} are merged; call unmerge_adapter() before rescaling them")
+        raise MergeError(
+            f"adapters {merged} are merged; call unmerge_adapter() before rescaling them"
+        )
     before = [dict(layer.scaling) for layer in layers]
     for layer, names in chosen:
         for name in names:
@@ -229,4 +248,6 @@ def rescale(model: nn.Module, factor: float, adapters: Sequence[str] | None = No
         yield
     finally:
         for layer, scaling in zip(layers, before, strict=True):
-            layer.scaling.update({name: value for name, value in scaling.items() if layer.has_adapter(name)})
+            layer.scaling.update(
+                {name: value for name, value in scaling.items() if layer.has_adapter(name)}
+            )

@@ -1,8 +1,8 @@
 """Many LSR adapters in one process: all of them packed in memory, the asked ones expanded into PEFT's LoRA slots.
 
-A thousand adapters are kept as the numbers of their files and nothing else. The few that are in use at a time live in
-``slots`` LoRA adapters of one PEFT model, each layer at its adapter's own rank; a name that is asked for and not in a
-slot takes the one least recently used.
+A thousand adapters are kept as the numbers of their files and nothing else. The few that are in use
+at a time live in ``slots`` LoRA adapters of one PEFT model, each layer at its adapter's own rank; a
+name that is asked for and not in a slot takes the one least recently used.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ import copy
 import json
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
@@ -29,9 +27,15 @@ from lsrdecomp.adapters.geometry import LINEAR, geometry_of
 from lsrdecomp.adapters.kernels import expand
 from lsrdecomp.checkpoints.format import Bundle, open_bundle
 from lsrdecomp.checkpoints.readers import lsr
-from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer
 from lsrdecomp.checkpoints.tensors import DTYPES, StoredTensor
 from lsrdecomp.errors import CheckpointError, LsrError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +63,8 @@ class AdapterBank:
     Parameters
     ----------
     model : torch.nn.Module
-        The base model. It is wrapped by PEFT when the first adapter is asked for; call `model`, not it, from then on.
+        The base model. It is wrapped by PEFT when the first adapter is asked for; call `model`, not
+        it, from then on.
     slots : int
         How many adapters are ready at a time: each takes the memory of a LoRA of its own ranks.
 
@@ -77,12 +82,16 @@ class AdapterBank:
         if slots < 1:
             raise ValueError(f"a bank needs at least one slot, got {slots}")
         self.base, self.slots = model, slots
-        linear = ((name, module) for name, module in model.named_modules() if isinstance(module, LINEAR))
+        linear = (
+            (name, module) for name, module in model.named_modules() if isinstance(module, LINEAR)
+        )
         self.shapes = {name: geometry_of(module).matrix_shape for name, module in linear}
         self._packed_by_name: dict[str, PackedAdapter] = {}
         self._layouts: dict[bytes, bytes] = {}
         self._targets: set[str] = set()
-        self._ready: OrderedDict[str, str] = OrderedDict()  # name to slot, the least recently used first
+        self._ready: OrderedDict[str, str] = (
+            OrderedDict()
+        )  # name to slot, the least recently used first
         self._model: PeftModel | None = None
 
     def __len__(self) -> int:
@@ -97,7 +106,9 @@ class AdapterBank:
     @property
     def nbytes(self) -> int:
         """Bytes of all packed adapters, layouts among them, without the slots."""
-        return sum(each.numbers.nbytes for each in self._packed_by_name.values()) + sum(map(len, self._layouts))
+        return sum(each.numbers.nbytes for each in self._packed_by_name.values()) + sum(
+            map(len, self._layouts)
+        )
 
     @property
     def ready(self) -> tuple[str, ...]:
@@ -110,7 +121,9 @@ class AdapterBank:
         if self._model is None:
             if not self._targets:
                 raise LsrError("the bank holds no adapter yet; add one first")
-            config = LoraConfig(r=1, lora_alpha=1, target_modules=sorted(self._targets), inference_mode=True)
+            config = LoraConfig(
+                r=1, lora_alpha=1, target_modules=sorted(self._targets), inference_mode=True
+            )
             base: Any = self.base
             self._model = made = get_peft_model(base, config, adapter_name=_slot(0))
             for slot in range(1, self.slots):
@@ -124,9 +137,11 @@ class AdapterBank:
         Raises
         ------
         CheckpointError
-            For a directory that is damaged, no LSR adapter, or made for layers of other names or sizes.
+            For a directory that is damaged, no LSR adapter, or made for layers of other names or
+            sizes.
         UnsupportedLayerError
-            For layers that are not linear, and for anything beside factors: modules saved whole, biases, token rows.
+            For layers that are not linear, and for anything beside factors: modules saved whole,
+            biases, token rows.
         """
         packed, names = self._packed(Path(folder))
         if not names <= self._targets:
@@ -161,9 +176,13 @@ class AdapterBank:
         wanted = dict.fromkeys(name for name in names if name != "__base__")
         unknown = [name for name in wanted if name not in self._packed_by_name]
         if unknown:
-            raise LsrError(f"no adapter {', '.join(map(repr, unknown[:3]))} among the {len(self)} of this bank")
+            raise LsrError(
+                f"no adapter {', '.join(map(repr, unknown[:3]))} among the {len(self)} of this bank"
+            )
         if len(wanted) > self.slots:
-            raise LsrError(f"{len(wanted)} adapters at once, but the bank has {self.slots} slots; make it with more")
+            raise LsrError(
+                f"{len(wanted)} adapters at once, but the bank has {self.slots} slots; make it with more"
+            )
         if not wanted:
             return list(names)
         if self._model is None:
@@ -199,11 +218,15 @@ class AdapterBank:
         """An adapter in few bytes, and the names of its layers."""
         bundle = open_bundle(folder)
         if not lsr.matches(bundle):
-            raise CheckpointError("is no LSR adapter; `lsrdecomp compress` makes one of a LoRA", path=folder)
+            raise CheckpointError(
+                "is no LSR adapter; `lsrdecomp compress` makes one of a LoRA", path=folder
+            )
         checkpoint = lsr.read(bundle)
         if checkpoint.extras:
             first = next(iter(checkpoint.extras))
-            raise UnsupportedLayerError(f"{folder}: a bank holds Kronecker factors alone, but there is also {first}")
+            raise UnsupportedLayerError(
+                f"{folder}: a bank holds Kronecker factors alone, but there is also {first}"
+            )
         layers: tuple[LsrLayer, ...] = checkpoint.layers
         for layer in layers:
             self._check(layer, folder)
@@ -214,16 +237,24 @@ class AdapterBank:
         if shape is None:
             raise CheckpointError(f"the base model has no linear layer {layer.name}", path=folder)
         if layer.kind not in ("linear", "conv1d"):
-            raise UnsupportedLayerError(f"{folder}: {layer.name} is of kind {layer.kind}; a bank holds linear layers")
+            raise UnsupportedLayerError(
+                f"{folder}: {layer.name} is of kind {layer.kind}; a bank holds linear layers"
+            )
         if shape != layer.shape.matrix_shape:
-            ours, theirs = (" x ".join(map(str, each)) for each in (layer.shape.matrix_shape, shape))
-            raise CheckpointError(f"{layer.name} is {ours}, but {theirs} in the base model", path=folder)
+            ours, theirs = (
+                " x ".join(map(str, each)) for each in (layer.shape.matrix_shape, shape)
+            )
+            raise CheckpointError(
+                f"{layer.name} is {ours}, but {theirs} in the base model", path=folder
+            )
 
     @torch.no_grad()
     def _fill(self, slots: dict[str, Sequence[LsrLayer]]) -> None:
         """Form what goes into these slots and put it there; a layer that is left out gets rank 0."""
         tuner: Any = self.model.base_model.model
-        first = next(parameter for parameter in self.base.parameters() if parameter.is_floating_point())
+        first = next(
+            parameter for parameter in self.base.parameters() if parameter.is_floating_point()
+        )
         wide = torch.promote_types(first.dtype, torch.float32)
         for slot, layers in slots.items():
             by_name = {layer.name: layer for layer in layers}
@@ -232,7 +263,10 @@ class AdapterBank:
                 left, right = torch.empty(out, 0), torch.empty(0, into)
                 if name in by_name:
                     sides = by_name[name].load()
-                    left, right = (expand([torch.from_numpy(f).to(first.device, wide) for f in side]) for side in sides)
+                    left, right = (
+                        expand([torch.from_numpy(f).to(first.device, wide) for f in side])
+                        for side in sides
+                    )
                     left = by_name[name].scale * left
                 _put(tuner.get_submodule(name), slot, left.to(first.dtype), right.to(first.dtype))
 
@@ -240,7 +274,10 @@ class AdapterBank:
 def _put(layer: Any, slot: str, left: Tensor, right: Tensor) -> None:
     """Hand a pair to a LoRA layer, at its own rank; the scale is in the pair."""
     device = layer.get_base_layer().weight.device
-    layer.lora_B[slot].weight.data, layer.lora_A[slot].weight.data = left.to(device), right.to(device)
+    layer.lora_B[slot].weight.data, layer.lora_A[slot].weight.data = (
+        left.to(device),
+        right.to(device),
+    )
     layer.r[slot] = layer.lora_alpha[slot] = right.shape[0]
     layer.scaling[slot] = 1.0
 
@@ -255,5 +292,7 @@ def pack(bundle: Bundle) -> PackedAdapter:
     layout = [bundle.config, [[tensor.name, tensor.dtype, tensor.shape] for tensor in tensors]]
     return PackedAdapter(
         zlib.compress(json.dumps(layout).encode(), 9),
-        np.concatenate([np.ascontiguousarray(tensor.read()).view(np.uint8).ravel() for tensor in tensors]),
+        np.concatenate(
+            [np.ascontiguousarray(tensor.read()).view(np.uint8).ravel() for tensor in tensors]
+        ),
     )

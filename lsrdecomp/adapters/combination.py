@@ -6,15 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.utils import merge_utils
 from torch import Tensor, nn
 
 from lsrdecomp.adapters.kernels import expand
-from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.kronecker.shape import ProductShape
+
+if TYPE_CHECKING:
+    from lsrdecomp.adapters.layer import LsrLayer
 
 SIDEWISE = ("linear", "ties", "dare_linear", "dare_ties", "magnitude_prune")
 SPECTRAL = ("svd", "ties_svd", "dare_linear_svd", "dare_ties_svd", "magnitude_prune_svd")
@@ -37,14 +39,18 @@ class Combination:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"Invalid combination_type: {self.kind}; LSR adapters combine by {', '.join(KINDS)}")
+            raise ValueError(
+                f"Invalid combination_type: {self.kind}; LSR adapters combine by {', '.join(KINDS)}"
+            )
         if self.prunes and not (self.density is not None and 0.0 < self.density <= 1.0):
             raise ValueError(
                 f"combination_type {self.kind!r} keeps a share of the numbers: pass density above 0 and up to 1, "
                 f"got {self.density}"
             )
         if self.majority_sign_method not in ("total", "frequency"):
-            raise ValueError(f"majority_sign_method must be 'total' or 'frequency', got {self.majority_sign_method!r}")
+            raise ValueError(
+                f"majority_sign_method must be 'total' or 'frequency', got {self.majority_sign_method!r}"
+            )
         if self.svd_rank is not None and self.svd_rank < 1:
             raise ValueError(f"svd_rank must be at least 1, got {self.svd_rank}")
         if self.svd_clamp is not None and not 0.0 <= self.svd_clamp <= 1.0:
@@ -57,12 +63,16 @@ class Combination:
     def elementwise(self, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         """Tensors of one shape, pruned, signs elected and summed as the kind says, by PEFT's own functions."""
         name = self.kind.removesuffix("_svd")
-        function: Any = getattr(merge_utils, "task_arithmetic" if name in ("svd", "linear") else name)
+        function: Any = getattr(
+            merge_utils, "task_arithmetic" if name in ("svd", "linear") else name
+        )
         if self.prunes:
             function = partial(function, density=self.density)
         if "ties" in name:
             function = partial(function, majority_sign_method=self.majority_sign_method)
-        result: Tensor = function(list(tensors), torch.tensor(weights, dtype=tensors[0].dtype).to(tensors[0].device))
+        result: Tensor = function(
+            list(tensors), torch.tensor(weights, dtype=tensors[0].dtype).to(tensors[0].device)
+        )
         return result
 
 
@@ -83,8 +93,8 @@ class Factors:
 def combined(layer: LsrLayer, weighted: Weighted, how: Combination) -> tuple[Factors, float]:
     """Factors of one layer's combination of the adapters ``weighted``, and their relative error as stored.
 
-    ΔW is formed only for the kinds "…_svd" that prune or elect its entries; "svd" takes the QR decompositions of the
-    concatenated pair and the SVD of a small core.
+    ΔW is formed only for the kinds "…_svd" that prune or elect its entries; "svd" takes the QR
+    decompositions of the concatenated pair and the SVD of a small core.
     """
     wanted: Pair | Tensor = weighted_pair(layer, weighted)
     if how.kind == "cat":
@@ -98,7 +108,9 @@ def combined(layer: LsrLayer, weighted: Weighted, how: Combination) -> tuple[Fac
         rank = how.svd_rank or max(layer.layout[adapter].r for adapter, _ in weighted)
         if how.kind != "svd":
             deltas = [wide(layer.get_delta_weight(adapter)) for adapter, _ in weighted]
-            wanted = layer.geometry.to_matrix(how.elementwise(deltas, [weight for _, weight in weighted]))
+            wanted = layer.geometry.to_matrix(
+                how.elementwise(deltas, [weight for _, weight in weighted])
+            )
         factors = low_rank(layer, weighted, *truncated(wanted, rank, how))
     return factors, relative_distance(factors.pair, wanted)
 
@@ -113,8 +125,9 @@ def weighted_pair(layer: LsrLayer, weighted: Weighted) -> Pair:
 def concatenated(layer: LsrLayer, weighted: Weighted) -> Factors:
     """The exact sum: terms add, and so do the first sizes of the inner rank.
 
-    Where all adapters split the layer alike, the pair ``[B̂_1 … B̂_p][Â_1; …; Â_p]`` keeps that split: the j-th adapter's
-    factors are padded with zeros to its own range of the first inner size. Otherwise the pairs are expanded.
+    Where all adapters split the layer alike, the pair ``[B̂_1 … B̂_p][Â_1; …; Â_p]`` keeps that
+    split: the j-th adapter's factors are padded with zeros to its own range of the first inner
+    size. Otherwise the pairs are expanded.
     """
     shapes = [layer.layout[adapter].shape for adapter, _ in weighted]
     if len({(shape.out, shape.into) for shape in shapes}) > 1:
@@ -133,7 +146,11 @@ def concatenated(layer: LsrLayer, weighted: Weighted) -> Factors:
             right_parts[index].append(nn.functional.pad(right[index], (0, 0, before, after)))
         start += shape.inner[0]
     joined = ProductShape(shapes[0].out, inner, shapes[0].into)
-    return Factors(joined, [torch.cat(parts) for parts in left_parts], [torch.cat(parts) for parts in right_parts])
+    return Factors(
+        joined,
+        [torch.cat(parts) for parts in left_parts],
+        [torch.cat(parts) for parts in right_parts],
+    )
 
 
 def summed(layer: LsrLayer, weighted: Weighted) -> Factors:
@@ -141,8 +158,13 @@ def summed(layer: LsrLayer, weighted: Weighted) -> Factors:
     shapes = {layer.layout[adapter].shape for adapter, _ in weighted}
     if len(shapes) > 1:
         return low_rank(layer, weighted, *sidewise(layer, weighted, Combination("linear")))
-    parts = [scaled_factors(layer, adapter, *side_weights(layer, adapter, weight)) for adapter, weight in weighted]
-    left, right = ([torch.cat(terms) for terms in zip(*side, strict=True)] for side in zip(*parts, strict=True))
+    parts = [
+        scaled_factors(layer, adapter, *side_weights(layer, adapter, weight))
+        for adapter, weight in weighted
+    ]
+    left, right = (
+        [torch.cat(terms) for terms in zip(*side, strict=True)] for side in zip(*parts, strict=True)
+    )
     return Factors(shapes.pop(), left, right)
 
 
@@ -151,7 +173,9 @@ def sidewise(layer: LsrLayer, weighted: Weighted, how: Combination) -> Pair:
     weights = [side_weights(layer, adapter, weight) for adapter, weight in weighted]
     sides = [layer._sides(adapter) for adapter, _ in weighted]
     right = how.elementwise([wide(side) for side, _ in sides], [weight for _, weight in weights])
-    return how.elementwise([wide(side) for _, side in sides], [weight for weight, _ in weights]), right
+    return how.elementwise(
+        [wide(side) for _, side in sides], [weight for weight, _ in weights]
+    ), right
 
 
 def truncated(wanted: Pair | Tensor, rank: int, how: Combination) -> Pair:
@@ -159,8 +183,12 @@ def truncated(wanted: Pair | Tensor, rank: int, how: Combination) -> Pair:
     if isinstance(wanted, Tensor):
         left, values, right = torch.linalg.svd(wanted, full_matrices=False, driver=how.svd_driver)
     else:
-        (before, left), (after, right) = (torch.linalg.qr(side) for side in (wanted[0], wanted[1].T))
-        inner, values, outer = torch.linalg.svd(left @ right.T, full_matrices=False, driver=how.svd_driver)
+        (before, left), (after, right) = (
+            torch.linalg.qr(side) for side in (wanted[0], wanted[1].T)
+        )
+        inner, values, outer = torch.linalg.svd(
+            left @ right.T, full_matrices=False, driver=how.svd_driver
+        )
         left, right = before @ inner, outer @ after.T
     left, right = left[:, :rank] * values[:rank], right[:rank]
     if how.svd_clamp is not None:
@@ -180,7 +208,9 @@ def low_rank(layer: LsrLayer, weighted: Weighted, left: Tensor, right: Tensor) -
     return Factors(shape, [left, *[unit] * (order - 1)], [right, *[unit] * (order - 1)])
 
 
-def scaled_factors(layer: LsrLayer, adapter: str, out: float, into: float) -> tuple[list[Tensor], list[Tensor]]:
+def scaled_factors(
+    layer: LsrLayer, adapter: str, out: float, into: float
+) -> tuple[list[Tensor], list[Tensor]]:
     """Factors of both sides of an adapter, the first of each times a number."""
     left, right = (list(side[adapter].factors) for side in (layer.lsr_B, layer.lsr_A))  # type: ignore[arg-type]
     return [out * left[0], *left[1:]], [into * right[0], *right[1:]]
@@ -196,7 +226,10 @@ def side_weights(layer: LsrLayer, adapter: str, weight: float) -> tuple[float, f
 def relative_distance(made: Pair, wanted: Pair | Tensor) -> float:
     """``‖made - wanted‖_F / ‖wanted‖_F``; pairs are compared without forming them. Absolute where nothing is wanted."""
     if isinstance(wanted, Tensor):
-        gap, size = torch.linalg.matrix_norm(made[0] @ made[1] - wanted), torch.linalg.matrix_norm(wanted)
+        gap, size = (
+            torch.linalg.matrix_norm(made[0] @ made[1] - wanted),
+            torch.linalg.matrix_norm(wanted),
+        )
     else:
         gap = pair_norm(torch.cat([made[0], -wanted[0]], dim=1), torch.cat([made[1], wanted[1]]))
         size = pair_norm(*wanted)
@@ -205,7 +238,9 @@ def relative_distance(made: Pair, wanted: Pair | Tensor) -> float:
 
 def pair_norm(left: Tensor, right: Tensor) -> Tensor:
     """``‖left @ right‖_F`` from triangular factors, accurate to rounding of the sides even where they cancel."""
-    norm: Tensor = torch.linalg.matrix_norm(torch.linalg.qr(left, "r")[1] @ torch.linalg.qr(right.T, "r")[1].T)
+    norm: Tensor = torch.linalg.matrix_norm(
+        torch.linalg.qr(left, "r")[1] @ torch.linalg.qr(right.T, "r")[1].T
+    )
     return norm
 
 

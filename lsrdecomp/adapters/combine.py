@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from lsrdecomp.adapters.combination import SIDEWISE, Combination, Factors, combined
-from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.checkpoints.packed_index import layer_patterns
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lsrdecomp.adapters.config import LsrConfig
 
 WORTH_A_WARNING = 0.01  # relative error
 
@@ -38,10 +42,14 @@ def combine(
             torch.manual_seed(seed)
         for name, layer in layers.items():
             weighted = [
-                (a, w) for a, w in zip(adapters, weights, strict=True) if layer.has_adapter(a) and a not in layer.tied
+                (a, w)
+                for a, w in zip(adapters, weights, strict=True)
+                if layer.has_adapter(a) and a not in layer.tied
             ]
             if weighted:
-                check_ranks(name, {adapter: layer.layout[adapter].r for adapter, _ in weighted}, how)
+                check_ranks(
+                    name, {adapter: layer.layout[adapter].r for adapter, _ in weighted}, how
+                )
                 made[name], errors[name] = combined(layer, weighted, how)
     return combined_config(configs, made), made, errors
 
@@ -54,10 +62,17 @@ def check(configs: Sequence[LsrConfig], adapters: Sequence[str], weights: Sequen
         raise ValueError(f"weights must be finite, got {list(weights)}")
     for adapter, config in zip(adapters, configs, strict=True):
         if config.use_dora:
-            raise UnsupportedLayerError(f"adapter {adapter} has DoRA magnitudes (use_dora), which do not add up")
+            raise UnsupportedLayerError(
+                f"adapter {adapter} has DoRA magnitudes (use_dora), which do not add up"
+            )
         if config.trainable_token_indices:
-            raise UnsupportedLayerError(f"adapter {adapter} trains token rows (trainable_token_indices), too")
-    if len({frozenset(getattr(config, "target_modules_to_tie", None) or ()) for config in configs}) > 1:
+            raise UnsupportedLayerError(
+                f"adapter {adapter} trains token rows (trainable_token_indices), too"
+            )
+    if (
+        len({frozenset(getattr(config, "target_modules_to_tie", None) or ()) for config in configs})
+        > 1
+    ):
         raise UnsupportedLayerError(
             "some of the adapters tie the layers that share a weight and others do not; set ensure_weight_tying alike"
         )
@@ -81,24 +96,33 @@ def combined_config(configs: Sequence[LsrConfig], made: Mapping[str, Factors]) -
     # The scale is in the factors, so that every layer's is alpha / r = 1.
     config.r = max(factors.shape.inner_rank for factors in made.values())
     config.lsr_alpha = config.r
-    sizes = {name: (each.shape, (len(each.left[0]), len(each.right[0]))) for name, each in made.items()}
+    sizes = {
+        name: (each.shape, (len(each.left[0]), len(each.right[0]))) for name, each in made.items()
+    }
     for field, pattern in layer_patterns(sizes).items():
         setattr(config, field, pattern)
     return config
 
 
 @torch.no_grad()
-def fill(model: nn.Module, adapter: str, adapters: Sequence[str], made: Mapping[str, Factors]) -> None:
+def fill(
+    model: nn.Module, adapter: str, adapters: Sequence[str], made: Mapping[str, Factors]
+) -> None:
     """Give a new adapter its factors, and the modules that one of the combined adapters trains in full."""
     for name, module in model.named_modules():
         if name in made:
             assert isinstance(module, LsrLayer)
-            for side, factors in ((module.lsr_B, made[name].left), (module.lsr_A, made[name].right)):
+            for side, factors in (
+                (module.lsr_B, made[name].left),
+                (module.lsr_A, made[name].right),
+            ):
                 for parameter, factor in zip(side[adapter].factors, factors, strict=True):  # type: ignore[arg-type]
                     parameter.data = factor.clone(memory_format=torch.contiguous_format)
         elif isinstance(module, ModulesToSaveWrapper) and adapter in module.modules_to_save:
             for holder in set(adapters) & set(module.modules_to_save):
-                module.modules_to_save[adapter].load_state_dict(module.modules_to_save[holder].state_dict())
+                module.modules_to_save[adapter].load_state_dict(
+                    module.modules_to_save[holder].state_dict()
+                )
 
 
 def warn_of_loss(adapter: str, kind: str, errors: Mapping[str, float]) -> None:

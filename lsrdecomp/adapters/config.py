@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from peft.config import PeftConfig
 from peft.utils.other import get_pattern_key
@@ -19,6 +18,9 @@ from lsrdecomp.checkpoints.packed_index import read_index
 from lsrdecomp.checkpoints.readers.lsr import positive, product_shape, separation_ranks, sizes
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 INITIALIZATIONS = (True, False, "paper")
 T = TypeVar("T")
@@ -43,8 +45,8 @@ class TargetConfig(PeftConfig):
     Parameters
     ----------
     target_modules : list of str or str, optional
-        Module names (an ending suffices) or one regular expression; ``"all-linear"`` for every linear layer but the
-        output layer; the architecture's usual layers if absent.
+        Module names (an ending suffices) or one regular expression; ``"all-linear"`` for every
+        linear layer but the output layer; the architecture's usual layers if absent.
     exclude_modules : list of str or str, optional
         Modules to leave out although ``target_modules`` matches them.
     layers_to_transform : int or list of int, optional
@@ -58,7 +60,8 @@ class TargetConfig(PeftConfig):
     trainable_token_indices : list of int or dict, optional
         Single rows of the embedding that are trained in full.
     layer_replication : list of [int, int], optional
-        Ranges of layers that make up a deeper model; the copies share weights and get adapters of their own.
+        Ranges of layers that make up a deeper model; the copies share weights and get adapters of
+        their own.
     ensure_weight_tying : bool
         Where the embedding and the output layer share one weight, let them share one adapter too.
     load_with : str
@@ -95,7 +98,9 @@ class TargetConfig(PeftConfig):
                 if getattr(self, name) is not None:
                     raise ValueError(f"`{name}` cannot be used when `target_modules` is a str.")
         if self.layers_pattern and self.layers_to_transform is None:
-            raise ValueError("When `layers_pattern` is specified, `layers_to_transform` must also be specified.")
+            raise ValueError(
+                "When `layers_pattern` is specified, `layers_to_transform` must also be specified."
+            )
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Write adapter_config.json and, where the weights lie beside it, our part of the model card."""
@@ -113,7 +118,8 @@ class LsrConfig(TargetConfig):
     r : int, optional
         Inner rank, the rank of ΔW. Taken from ``inner_shape`` if absent, else 16.
     inner_shape : list of int, optional
-        Kronecker split of the inner rank, one size per factor. The most even split of ``r`` if absent.
+        Kronecker split of the inner rank, one size per factor. The most even split of ``r`` if
+        absent.
     order : int, optional
         Number of Kronecker factors. Taken from ``inner_shape`` if absent, else 2.
     separation_rank : int or [int, int]
@@ -127,19 +133,22 @@ class LsrConfig(TargetConfig):
     use_dora : bool
         Train a magnitude for every output beside ΔW (Liu et al., 2024, DoRA).
     target_parameters : list of str, optional
-        Names of single parameters to adapt where no module holds them alone, such as the stacked experts of a
-        mixture: each expert gets a ΔW of inner rank ``r``, and all share the Kronecker factors.
+        Names of single parameters to adapt where no module holds them alone, such as the stacked
+        experts of a mixture: each expert gets a ΔW of inner rank ``r``, and all share the Kronecker
+        factors.
     init_weights : {True, False, "paper"}
-        True: ΔW = 0, one factor zero and the others random. False: every factor random. "paper": as the authors of
-        LSR-Adapt start, 0.01 times a standard normal everywhere.
+        True: ΔW = 0, one factor zero and the others random. False: every factor random. "paper": as
+        the authors of LSR-Adapt start, 0.01 times a standard normal everywhere.
     rank_pattern, alpha_pattern, separation_rank_pattern : dict
-        Module name or regular expression to ``r``, ``lsr_alpha``, ``separation_rank`` of those layers.
+        Module name or regular expression to ``r``, ``lsr_alpha``, ``separation_rank`` of those
+        layers.
     shape_pattern : dict
-        Module name or regular expression to ``{"out": [m1, ...], "inner": [r1, ...], "into": [n1, ...]}``.
+        Module name or regular expression to ``{"out": [m1, ...], "inner": [r1, ...], "into": [n1,
+        ...]}``.
     layers : str, optional
-        The patterns above for every layer of an adapter that `lsrdecomp` wrote, and what its weight file holds, in one
-        text; see `lsrdecomp.checkpoints.packed_index`. It is not saved again: PEFT saves factors and patterns one by
-        one.
+        The patterns above for every layer of an adapter that `lsrdecomp` wrote, and what its weight
+        file holds, in one text; see `lsrdecomp.checkpoints.packed_index`. It is not saved again:
+        PEFT saves factors and patterns one by one.
 
     Raises
     ------
@@ -148,8 +157,8 @@ class LsrConfig(TargetConfig):
 
     References
     ----------
-    .. [1] X. Li and A. Sarwate, LSR-Adapt: Ultra-efficient parameter tuning with matrix low separation rank kernel
-       adaptation, 2025.
+    .. [1] X. Li and A. Sarwate, LSR-Adapt: Ultra-efficient parameter tuning with matrix low
+       separation rank kernel adaptation, 2025.
 
     Examples
     --------
@@ -184,10 +193,16 @@ class LsrConfig(TargetConfig):
                 setattr(self, name, value)
             if self.target_parameters:
                 text = "its experts were compressed one by one, and PEFT opens them stacked"
-                raise ValueError(f"{text}: export them by `lsrdecomp export DIRECTORY --out LORA` and open that")
+                raise ValueError(
+                    f"{text}: export them by `lsrdecomp export DIRECTORY --out LORA` and open that"
+                )
         super().__post_init__()
-        if not any(self.init_weights is choice or self.init_weights == choice for choice in INITIALIZATIONS):
-            raise ValueError(f"init_weights must be True, False or 'paper', got {self.init_weights!r}")
+        if not any(
+            self.init_weights is choice or self.init_weights == choice for choice in INITIALIZATIONS
+        ):
+            raise ValueError(
+                f"init_weights must be True, False or 'paper', got {self.init_weights!r}"
+            )
         if not 0.0 <= self.lsr_dropout < 1.0:
             raise ValueError(f"lsr_dropout must be at least 0 and below 1, got {self.lsr_dropout}")
         if isinstance(self.target_parameters, str):
@@ -225,7 +240,9 @@ class LsrConfig(TargetConfig):
             self.r = product
         if product != positive("r", self.r):
             split = " x ".join(map(str, self.inner_shape))
-            raise ShapeError(f"inner_shape {split} = {product}, but r is {self.r}; leave one of the two out")
+            raise ShapeError(
+                f"inner_shape {split} = {product}, but r is {self.r}; leave one of the two out"
+            )
 
     def inner_split(self, r: int) -> tuple[int, ...]:
         """Kronecker split of an inner rank: ``inner_shape`` where it has this product, else the most even one."""
@@ -244,7 +261,9 @@ class LayerLayout:
     r: int
 
 
-def layer_layout(config: LsrConfig, name: str, matrix_shape: tuple[int, int], copies: int = 1) -> LayerLayout:
+def layer_layout(
+    config: LsrConfig, name: str, matrix_shape: tuple[int, int], copies: int = 1
+) -> LayerLayout:
     """Resolve the settings for the module ``name``, whose ΔW is ``matrix_shape`` as a matrix (out, in).
 
     With ``copies`` such matrices side by side, the inner rank of the shape is ``r`` times as many.
@@ -252,7 +271,8 @@ def layer_layout(config: LsrConfig, name: str, matrix_shape: tuple[int, int], co
     Raises
     ------
     ShapeError
-        Naming the layer and the numbers, if a pattern's sizes do not tile the layer or contradict ``rank_pattern``.
+        Naming the layer and the numbers, if a pattern's sizes do not tile the layer or contradict
+        ``rank_pattern``.
     """
     split = find(config.shape_pattern, name)
     rank = find(config.rank_pattern, name)
@@ -266,7 +286,9 @@ def layer_layout(config: LsrConfig, name: str, matrix_shape: tuple[int, int], co
             inner = " x ".join(map(str, shape.inner))
             several = f" for {copies} matrices" if copies > 1 else ""
             but = f"rank_pattern says {rank}" if rank is not None else "that is no whole rank each"
-            raise ShapeError(f"{name}: inner {inner} = {shape.inner_rank}{several} in shape_pattern, but {but}")
+            raise ShapeError(
+                f"{name}: inner {inner} = {shape.inner_rank}{several} in shape_pattern, but {but}"
+            )
         shape.left.check((matrix_shape[0], shape.inner_rank), f"{name}, out side")
         shape.right.check((shape.inner_rank, matrix_shape[1]), f"{name}, in side")
     alpha = find(config.alpha_pattern, name)
@@ -284,8 +306,9 @@ def layer_layout(config: LsrConfig, name: str, matrix_shape: tuple[int, int], co
 def find(pattern: Mapping[str, T], name: str) -> T | None:
     """The value for a module: of its exact name, else of the first pattern that matches as PEFT matches.
 
-    An exact name, ``^`` and ``$`` around it and its dots escaped or not, is looked up and beats every pattern, so that
-    a map of all layers of a model costs each of them no search. `lsrdecomp.checkpoints` reads by the same rule.
+    An exact name, ``^`` and ``$`` around it and its dots escaped or not, is looked up and beats
+    every pattern, so that a map of all layers of a model costs each of them no search.
+    `lsrdecomp.checkpoints` reads by the same rule.
     """
     for key in spellings(name):
         if key in pattern:
@@ -299,5 +322,7 @@ def write_card(folder: str | Path, kind: str) -> None:
     path = Path(folder) / "README.md"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     # The earlier section ends where the next heading of its level begins.
-    text = re.sub(rf"{re.escape(HEADING)}\n.*?(?=^#{{1,2}} |\Z)", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        rf"{re.escape(HEADING)}\n.*?(?=^#{{1,2}} |\Z)", "", text, flags=re.DOTALL | re.MULTILINE
+    )
     path.write_text(f"{text.rstrip()}\n\n{section}" if text.strip() else section, encoding="utf-8")

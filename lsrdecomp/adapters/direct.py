@@ -39,13 +39,13 @@ class DirectConfig(TargetConfig):
     separation_rank_pattern, alpha_pattern : dict
         Module name or regular expression to ``separation_rank``, ``alpha`` of those layers.
     shape_pattern : dict
-        Module name or regular expression to ``[[m1, n1], [m2, n2], ...]``; the most even split of both sides if absent.
-        ``[[m, 1], [1, n]]`` is plain low rank.
+        Module name or regular expression to ``[[m1, n1], [m2, n2], ...]``; the most even split of
+        both sides if absent. ``[[m, 1], [1, n]]`` is plain low rank.
 
     References
     ----------
-    .. [1] X. Li and A. Sarwate, LSR-Adapt: Ultra-efficient parameter tuning with matrix low separation rank kernel
-       adaptation, 2025.
+    .. [1] X. Li and A. Sarwate, LSR-Adapt: Ultra-efficient parameter tuning with matrix low
+       separation rank kernel adaptation, 2025.
 
     Examples
     --------
@@ -103,7 +103,9 @@ class DirectLayer(AdaptedLayer):
         alpha = find(config.alpha_pattern, name)
         self.set_initial_scale(adapter, config.alpha if alpha is None else alpha)
         self.dropout[adapter] = nn.Dropout(config.dropout) if config.dropout > 0 else nn.Identity()
-        getattr(self, self.container)[adapter] = KroneckerFactors(shape, positive(f"{name}: separation_rank", terms))
+        getattr(self, self.container)[adapter] = KroneckerFactors(
+            shape, positive(f"{name}: separation_rank", terms)
+        )
         self.initialize(adapter, config.init_weights)
 
     def initialize(self, adapter: str, init_weights: bool = True) -> None:
@@ -124,7 +126,9 @@ class DirectLayer(AdaptedLayer):
         if isinstance(self.geometry, LinearGeometry) and pays:
             return self.scaling[adapter] * apply([factor.to(x.dtype) for factor in sums.factors], x)
         matrix = self.delta_matrix(adapter)
-        return self.geometry.matrix_output(x, matrix.to(x.dtype) if x.is_floating_point() else matrix)
+        return self.geometry.matrix_output(
+            x, matrix.to(x.dtype) if x.is_floating_point() else matrix
+        )
 
 
 class DirectLinear(DirectLayer):
@@ -147,8 +151,8 @@ class KronAConfig(DirectConfig):
 
     References
     ----------
-    .. [1] A. Edalati, M. Tahaei, I. Kobyzev, V. Partovi Nia, J. J. Clark and M. Rezagholizadeh, KronA: Parameter
-       efficient tuning with Kronecker adapter, 2022.
+    .. [1] A. Edalati, M. Tahaei, I. Kobyzev, V. Partovi Nia, J. J. Clark and M. Rezagholizadeh,
+       KronA: Parameter efficient tuning with Kronecker adapter, 2022.
 
     Examples
     --------
@@ -196,7 +200,9 @@ def kronecker_shape(name: str, sizes: Any) -> KroneckerShape:
     try:
         return KroneckerShape(tuple((rows, columns) for rows, columns in sizes))
     except (TypeError, ValueError) as error:
-        raise ShapeError(f"{name} must be [[m1, n1], [m2, n2], ...], got {sizes!r}: {error}") from error
+        raise ShapeError(
+            f"{name} must be [[m1, n1], [m2, n2], ...], got {sizes!r}: {error}"
+        ) from error
 
 
 register("dlsr", DirectConfig, DirectModel)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.adapters.geometry import ConvGeometry, EmbeddingGeometry
 from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.adapters.parameters import ParamWrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lsrdecomp.adapters.config import LsrConfig
 
 # Settings that LoRA and LSR share under one name.
 COMMON = (
@@ -35,12 +39,14 @@ COMMON = (
 
 
 @torch.no_grad()
-def to_lora(model: nn.Module, adapter_name: str = "default") -> tuple[LoraConfig, dict[str, Tensor]]:
+def to_lora(
+    model: nn.Module, adapter_name: str = "default"
+) -> tuple[LoraConfig, dict[str, Tensor]]:
     """A PEFT LoRA adapter that computes exactly what an LSR adapter of a model computes.
 
-    No ΔW is formed: the expanded factors are LoRA's. All scaling is baked into ``lora_B``, and every layer is padded
-    with zeros to one rank, with ``r`` and ``lora_alpha`` equal to it, so that servers that know only one global scale
-    read the adapter rightly.
+    No ΔW is formed: the expanded factors are LoRA's. All scaling is baked into ``lora_B``, and
+    every layer is padded with zeros to one rank, with ``r`` and ``lora_alpha`` equal to it, so that
+    servers that know only one global scale read the adapter rightly.
 
     Parameters
     ----------
@@ -59,7 +65,8 @@ def to_lora(model: nn.Module, adapter_name: str = "default") -> tuple[LoraConfig
     Raises
     ------
     UnsupportedLayerError
-        For convolutions with dilation or without zero padding, and experts, which PEFT's LoRA computes differently.
+        For convolutions with dilation or without zero padding, and experts, which PEFT's LoRA
+        computes differently.
 
     Examples
     --------
@@ -81,9 +88,18 @@ def to_lora(model: nn.Module, adapter_name: str = "default") -> tuple[LoraConfig
     # 1. One rank for all; of the other tensors (heads, biases, tokens) PEFT's own state dict.
     rank = uniform_rank(layers.values(), adapter_name)
     state = get_peft_model_state_dict(model, adapter_name=adapter_name)
-    tensors = {key: value for key, value in state.items() if not re.search(r"\.lsr_(A|B|magnitude_vector)(\.|$)", key)}
+    tensors = {
+        key: value
+        for key, value in state.items()
+        if not re.search(r"\.lsr_(A|B|magnitude_vector)(\.|$)", key)
+    }
     for name, layer in layers.items():
-        tensors.update({f"{name}.{key}": value for key, value in lora_tensors(layer, adapter_name, rank).items()})
+        tensors.update(
+            {
+                f"{name}.{key}": value
+                for key, value in lora_tensors(layer, adapter_name, rank).items()
+            }
+        )
     # 2. Settings under which LoRA computes the same: alpha is the rank, since the scale is in B.
     lora = LoraConfig(
         **{name: getattr(config, name) for name in COMMON},
@@ -92,7 +108,9 @@ def to_lora(model: nn.Module, adapter_name: str = "default") -> tuple[LoraConfig
         lora_dropout=config.lsr_dropout,
         bias={"lsr_only": "lora_only"}.get(config.bias, config.bias),  # type: ignore[arg-type]
         use_dora=config.use_dora,
-        fan_in_fan_out=any(getattr(layer.geometry, "transposed", False) for layer in layers.values()),
+        fan_in_fan_out=any(
+            getattr(layer.geometry, "transposed", False) for layer in layers.values()
+        ),
     )
     return lora, tensors
 
@@ -144,21 +162,28 @@ def uniform_rank(layers: Iterable[LsrLayer], adapter: str) -> int:
     """The rank that every layer can be padded to: that of the largest, and a multiple of every number of groups."""
     groups = [(layer, getattr(layer.geometry, "groups", 1)) for layer in layers]
     multiple = math.lcm(*(count for _, count in groups))
-    return -(-max(layer.layout[adapter].r * count for layer, count in groups) // multiple) * multiple
+    return (
+        -(-max(layer.layout[adapter].r * count for layer, count in groups) // multiple) * multiple
+    )
 
 
 def lora_tensors(layer: LsrLayer, adapter: str, rank: int) -> dict[str, Tensor]:
     """LoRA's tensors of one layer, padded to ``rank``."""
     if isinstance(layer, ParamWrapper):
-        raise UnsupportedLayerError(f"{layer.parameter_name}: a targeted parameter cannot be written as plain LoRA")
+        raise UnsupportedLayerError(
+            f"{layer.parameter_name}: a targeted parameter cannot be written as plain LoRA"
+        )
     left, right = layer.pair(adapter)
     geometry = layer.geometry
     tensors = {}
     if isinstance(geometry, ConvGeometry):
         if set(geometry.dilation) != {1} or geometry.pad is not None:
-            raise UnsupportedLayerError("PEFT's LoRA ignores dilation and padding modes, so it cannot hold this layer")
+            raise UnsupportedLayerError(
+                "PEFT's LoRA ignores dilation and padding modes, so it cannot hold this layer"
+            )
         groups, kernel = geometry.groups, geometry.weight_shape[2:]
-        # LoRA's A sees all channels, its B is grouped: group g gets its own copy of Â on its own channels.
+        # LoRA's A sees all channels, its B is grouped: group g gets its own copy of Â on its own
+        # channels.
         window = right.reshape(len(right), geometry.weight_shape[1], *kernel)
         spread = window.new_zeros(groups, rank // groups, groups, window.shape[1], *kernel)
         for group in range(groups):
@@ -170,10 +195,18 @@ def lora_tensors(layer: LsrLayer, adapter: str, rank: int) -> dict[str, Tensor]:
         left = nn.functional.pad(left, (0, rank - left.shape[1]))
         right = nn.functional.pad(right, (0, 0, 0, rank - right.shape[0]))
         embedding = isinstance(geometry, EmbeddingGeometry)
-        names = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")
+        names = (
+            ("lora_embedding_A", "lora_embedding_B")
+            if embedding
+            else ("lora_A.weight", "lora_B.weight")
+        )
         tensors.update(zip(names, (right, left), strict=True))
     magnitude = layer.magnitude(adapter)
     if magnitude is not None:
-        shape = (1, -1, *[1] * (len(geometry.weight_shape) - 2)) if isinstance(geometry, ConvGeometry) else (-1,)
+        shape = (
+            (1, -1, *[1] * (len(geometry.weight_shape) - 2))
+            if isinstance(geometry, ConvGeometry)
+            else (-1,)
+        )
         tensors["lora_magnitude_vector"] = magnitude.reshape(shape)
     return {key: value.detach().clone().contiguous() for key, value in tensors.items()}

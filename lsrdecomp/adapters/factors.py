@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from lsrdecomp.adapters.kernels import expand, is_traced
-from lsrdecomp.kronecker.shape import KroneckerShape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lsrdecomp.kronecker.shape import KroneckerShape
 
 _formed: ContextVar[dict[KroneckerFactors, Tensor] | None] = ContextVar("formed", default=None)
 _latest: WeakKeyDictionary[KroneckerFactors, tuple[list[Tensor], Tensor]] = WeakKeyDictionary()
@@ -22,9 +26,10 @@ _latest: WeakKeyDictionary[KroneckerFactors, tuple[list[Tensor], Tensor]] = Weak
 def formed_once() -> Iterator[None]:
     """While open, a pair that is formed without a graph is formed once: for all tokens of an answer.
 
-    PEFT's ``generate`` is within one; a decoding loop of your own opens it around itself. Elsewhere parameters can be
-    changed unseen, through ``.data`` or by another library's kernels: there a CPU forms a pair again once its factors
-    hold other numbers, and a GPU, which the comparison would hold up, in every pass.
+    PEFT's ``generate`` is within one; a decoding loop of your own opens it around itself. Elsewhere
+    parameters can be changed unseen, through ``.data`` or by another library's kernels: there a CPU
+    forms a pair again once its factors hold other numbers, and a GPU, which the comparison would
+    hold up, in every pass.
 
     Examples
     --------
@@ -45,8 +50,8 @@ def formed_once() -> Iterator[None]:
 class KroneckerFactors(nn.Module):
     """Parameters ``factor_1 … factor_d`` of shapes (s, m_i, n_i); the first is the outermost.
 
-    They are named rather than numbered: PEFT rewrites keys by text when it inserts an adapter's name, and a bare number
-    is also what it writes for layers.
+    They are named rather than numbered: PEFT rewrites keys by text when it inserts an adapter's
+    name, and a bare number is also what it writes for layers.
     """
 
     def __init__(self, shape: KroneckerShape, separation_rank: int) -> None:
@@ -72,11 +77,15 @@ class KroneckerFactors(nn.Module):
                 formed[self] = expand(factors)
             return formed[self]
         # A subclass of tensors may be sharded, or hold no numbers at all.
-        if any(type(factor) is not nn.Parameter or factor.device.type != "cpu" for factor in factors):
+        if any(
+            type(factor) is not nn.Parameter or factor.device.type != "cpu" for factor in factors
+        ):
             return expand(factors)
         copies, matrix = _latest.get(self, ([], None))
         pairs = zip(copies, factors, strict=False)
-        if matrix is None or not all(copy.dtype == now.dtype and torch.equal(copy, now) for copy, now in pairs):
+        if matrix is None or not all(
+            copy.dtype == now.dtype and torch.equal(copy, now) for copy, now in pairs
+        ):
             matrix = expand(factors)
             _latest[self] = [factor.clone() for factor in factors], matrix
         return matrix
@@ -98,7 +107,8 @@ class KroneckerFactors(nn.Module):
             if index == zero:
                 nn.init.zeros_(factor)
             elif factor[0].numel() == 1:
-                # A 1 x 1 factor is a coefficient: random ones would rescale whole terms, by nearly nothing at times.
+                # A 1 x 1 factor is a coefficient: random ones would rescale whole terms, by nearly
+                # nothing at times.
                 nn.init.constant_(factor, share)
             else:
                 nn.init.normal_(factor, std=share)

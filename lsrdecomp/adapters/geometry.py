@@ -115,7 +115,12 @@ class ConvGeometry:
             x, padding = F.pad(x, self.pad, mode=self.padding_mode), 0
         convolve = CONVOLUTIONS[weight.ndim - 2]
         return convolve(  # type: ignore[no-any-return]
-            x, weight, stride=self.stride, padding=padding, dilation=self.dilation, groups=self.groups
+            x,
+            weight,
+            stride=self.stride,
+            padding=padding,
+            dilation=self.dilation,
+            groups=self.groups,
         )
 
 

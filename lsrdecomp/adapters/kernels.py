@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lsrdecomp.errors import ShapeError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 NOTHING = nullcontext()
 
@@ -23,14 +26,18 @@ def is_traced() -> bool:
 def without_autocast(kind: str) -> AbstractContextManager[object]:
     """A context without autocast on a kind of device; nothing where it is off, since entering takes microseconds."""
     # Autocast knows no meta device, on which models are loaded with little memory.
-    return torch.autocast(kind, enabled=False) if kind != "meta" and torch.is_autocast_enabled(kind) else NOTHING
+    return (
+        torch.autocast(kind, enabled=False)
+        if kind != "meta" and torch.is_autocast_enabled(kind)
+        else NOTHING
+    )
 
 
 def expand(factors: Sequence[Tensor]) -> Tensor:
     """Form ``Σ_k F1[k] ⊗ F2[k] ⊗ … ⊗ Fd[k]``, in the factors' own precision even under autocast.
 
-    Rearranged, the sum is one matrix product (Van Loan and Pitsianis): the first half of the factors against the
-    second half, contracted over the terms. Differentiable in every factor.
+    Rearranged, the sum is one matrix product (Van Loan and Pitsianis): the first half of the
+    factors against the second half, contracted over the terms. Differentiable in every factor.
 
     Parameters
     ----------
@@ -40,8 +47,8 @@ def expand(factors: Sequence[Tensor]) -> Tensor:
     Returns
     -------
     Tensor
-        Shape (m_1···m_d, n_1···n_d), the longer side contiguous; dtype of the factors. About 2 s m n operations, where
-        m × n is that shape.
+        Shape (m_1···m_d, n_1···n_d), the longer side contiguous; dtype of the factors. About 2 s m
+        n operations, where m × n is that shape.
 
     Raises
     ------
@@ -49,7 +56,8 @@ def expand(factors: Sequence[Tensor]) -> Tensor:
         If a factor has not three dimensions, or the numbers of terms differ.
     """
     _check_terms(factors)
-    # 1. One row per entry of the outer factors' product, one column per entry of the inner factors'.
+    # 1. One row per entry of the outer factors' product, one column per entry of the inner
+    # factors'.
     flat = [factor.flatten(1) for factor in factors]
     half = max(1, len(flat) // 2)
     outer, inner = reduce(_khatri_rao, flat[:half]), flat[half:]
@@ -60,7 +68,11 @@ def expand(factors: Sequence[Tensor]) -> Tensor:
     rows, columns = range(0, len(sizes), 2), range(1, len(sizes), 2)
     m, n = math.prod(sizes[0::2]), math.prod(sizes[1::2])
     axes = rearranged.reshape(sizes)
-    return axes.permute(*columns, *rows).reshape(n, m).mT if m > n else axes.permute(*rows, *columns).reshape(m, n)
+    return (
+        axes.permute(*columns, *rows).reshape(n, m).mT
+        if m > n
+        else axes.permute(*rows, *columns).reshape(m, n)
+    )
 
 
 def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
@@ -76,8 +88,8 @@ def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        Shape (..., m_1 m_2). Two matrix products for all terms and tokens, in the order that costs less:
-        2 s n_1 m_2 (n_2 + m_1) operations a token, or 2 s m_1 n_2 (n_1 + m_2).
+        Shape (..., m_1 m_2). Two matrix products for all terms and tokens, in the order that costs
+        less: 2 s n_1 m_2 (n_2 + m_1) operations a token, or 2 s m_1 n_2 (n_1 + m_2).
 
     Raises
     ------
@@ -91,13 +103,16 @@ def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
         raise ShapeError(f"{b} x {d} = {b * d} columns, but the input has {x.shape[-1]} entries")
     blocks = x.reshape(-1, b, d)
     n = len(blocks)
-    # X of one token is b × d, and its result is Σ_k F1[k] X F2[k]ᵀ; nothing is moved between the products.
+    # X of one token is b × d, and its result is Σ_k F1[k] X F2[k]ᵀ; nothing is moved between the
+    # products.
     if b * c * (d + a) <= a * d * (b + c):
-        # Z = X [F2]ᵀ for all terms, rows ordered (b, k); then Y = [F1] Z with columns ordered alike.
+        # Z = X [F2]ᵀ for all terms, rows ordered (b, k); then Y = [F1] Z with columns ordered
+        # alike.
         half = (blocks.reshape(n * b, d) @ second.reshape(terms * c, d).mT).view(n, b * terms, c)
         y = first.permute(1, 2, 0).flatten(1) @ half
     else:
-        # U = [F1] X for all terms, rows ordered (a, k); then Y = U [F2]ᵀ with columns ordered alike.
+        # U = [F1] X for all terms, rows ordered (a, k); then Y = U [F2]ᵀ with columns ordered
+        # alike.
         half = (first.transpose(0, 1).flatten(0, 1) @ blocks).view(n * a, terms * d)
         y = (half @ second.mT.flatten(0, 1)).view(n, a, c)
     return y.reshape(*x.shape[:-1], a * c)

@@ -18,8 +18,9 @@ from lsrdecomp.errors import ShapeError
 class LsrLayer(AdaptedLayer):
     """LSR adapters beside one layer of the base model.
 
-    ``lsr_A`` holds the in side Â (r × n), ``lsr_B`` the out side B̂ (m × r), as in LoRA. Both are formed in a forward
-    pass and then applied like LoRA, which is cheaper than applying their Kronecker structure token by token.
+    ``lsr_A`` holds the in side Â (r × n), ``lsr_B`` the out side B̂ (m × r), as in LoRA. Both are
+    formed in a forward pass and then applied like LoRA, which is cheaper than applying their
+    Kronecker structure token by token.
 
     Examples
     --------
@@ -37,7 +38,8 @@ class LsrLayer(AdaptedLayer):
     other_param_names: tuple[str, ...] = (*AdaptedLayer.SCALE, "lsr_dropout", "layout", "tied")
 
     copies = 1
-    """How many matrices of the layer's shape lie beside one another; more than one for stacked experts."""
+    """How many matrices of the layer's shape lie beside one another; more than one for stacked
+    experts."""
 
     def __init__(self, base_layer: nn.Module, **quantization: Any) -> None:
         super().__init__(base_layer, **quantization)
@@ -46,7 +48,9 @@ class LsrLayer(AdaptedLayer):
         self.lsr_magnitude_vector = nn.ParameterDict()
         self.lsr_dropout = nn.ModuleDict()
         self.layout: dict[str, LayerLayout] = {}
-        self.tied: dict[str, LsrLayer] = {}  # a plain dict: the other layer is not a part of this one
+        self.tied: dict[
+            str, LsrLayer
+        ] = {}  # a plain dict: the other layer is not a part of this one
 
     def update_layer(self, adapter: str, config: LsrConfig, name: str) -> None:
         """Add an adapter to this layer, or give an existing one new factors.
@@ -60,9 +64,13 @@ class LsrLayer(AdaptedLayer):
         name : str
             Full name of this module in the base model, for patterns and for errors.
         """
-        self.layout[adapter] = layout = layer_layout(config, name, self.geometry.matrix_shape, self.copies)
+        self.layout[adapter] = layout = layer_layout(
+            config, name, self.geometry.matrix_shape, self.copies
+        )
         self.set_initial_scale(adapter, layout.scaling)
-        self.lsr_dropout[adapter] = nn.Dropout(config.lsr_dropout) if config.lsr_dropout > 0 else nn.Identity()
+        self.lsr_dropout[adapter] = (
+            nn.Dropout(config.lsr_dropout) if config.lsr_dropout > 0 else nn.Identity()
+        )
         out_terms, in_terms = layout.separation_ranks
         self.lsr_A[adapter] = KroneckerFactors(layout.shape.right, in_terms)
         self.lsr_B[adapter] = KroneckerFactors(layout.shape.left, out_terms)
@@ -74,8 +82,9 @@ class LsrLayer(AdaptedLayer):
     def tie(self, adapter: str, other: LsrLayer) -> None:
         """Let an adapter of this layer be another layer's, transposed, because the two share one weight.
 
-        An embedding looks up rows of the weight that the output layer multiplies by, so the one's ΔW is the other's
-        transposed and a transposed sum of Kronecker products is one with transposed factors: nothing is stored here.
+        An embedding looks up rows of the weight that the output layer multiplies by, so the one's
+        ΔW is the other's transposed and a transposed sum of Kronecker products is one with
+        transposed factors: nothing is stored here.
         """
         if self.geometry.matrix_shape != other.geometry.matrix_shape[::-1]:
             raise ShapeError(
@@ -101,8 +110,9 @@ class LsrLayer(AdaptedLayer):
     def initialize(self, adapter: str, init_weights: bool | str = True) -> None:
         """Give an adapter's factors their starting values; see `LsrConfig`.
 
-        The default start gives Â entries of variance 1/n, or 1 where an embedding looks one of them up, and zeroes one
-        factor of B̂ alone: were there two zeros, no gradient would ever reach either.
+        The default start gives Â entries of variance 1/n, or 1 where an embedding looks one of them
+        up, and zeroes one factor of B̂ alone: were there two zeros, no gradient would ever reach
+        either.
         """
         into, out = self.lsr_A[adapter], self.lsr_B[adapter]
         if init_weights == "paper":
@@ -138,7 +148,8 @@ class LsrLayer(AdaptedLayer):
     def delta_output(self, adapter: str, x: Tensor) -> Tensor:
         left, right = self.pair(adapter)
         if x.is_floating_point():
-            # Gradients of the factors would underflow in float16, for which PEFT too computes in float32.
+            # Gradients of the factors would underflow in float16, for which PEFT too computes in
+            # float32.
             x = x if x.dtype == torch.bfloat16 else self._cast_input_dtype(x, right.dtype)
             x = self.lsr_dropout[adapter](x) if self.training else x
             left, right = left.to(x.dtype), right.to(x.dtype)

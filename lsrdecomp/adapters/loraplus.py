@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.adapters.errors import UnsupportedLayerError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def loraplus_groups(
@@ -14,8 +15,8 @@ def loraplus_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups that give LSR's out side ``loraplus_lr_ratio`` times the learning rate of everything else.
 
-    PEFT's ``create_loraplus_optimizer`` looks for ``lora_B`` in the names of parameters, and would train both sides of
-    an LSR adapter at one rate without a word.
+    PEFT's ``create_loraplus_optimizer`` looks for ``lora_B`` in the names of parameters, and would
+    train both sides of an LSR adapter at one rate without a word.
 
     Parameters
     ----------
@@ -24,13 +25,14 @@ def loraplus_groups(
     lr, weight_decay : float
         As for the optimizer; vectors, such as DoRA's magnitudes and biases, are not decayed.
     loraplus_lr_ratio : float
-        At least 1; Hayou et al. take 16 for LoRA. An LSR side is a product of factors, of which each moves it: begin
-        with the square root of what suits LoRA.
+        At least 1; Hayou et al. take 16 for LoRA. An LSR side is a product of factors, of which
+        each moves it: begin with the square root of what suits LoRA.
 
     Returns
     -------
     list of dict
-        For ``torch.optim.AdamW(groups, lr=lr)`` and its like; every trained parameter is in one group.
+        For ``torch.optim.AdamW(groups, lr=lr)`` and its like; every trained parameter is in one
+        group.
 
     Examples
     --------
@@ -54,8 +56,12 @@ def loraplus_groups(
     .. [1] S. Hayou, N. Ghosh and B. Yu, LoRA+: Efficient low rank adaptation of large models, 2024.
     """
     if loraplus_lr_ratio < 1:
-        raise ValueError(f"loraplus_lr_ratio, the out side's rate over the in side's, is below 1: {loraplus_lr_ratio}")
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        raise ValueError(
+            f"loraplus_lr_ratio, the out side's rate over the in side's, is below 1: {loraplus_lr_ratio}"
+        )
+    trained = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     if not any(".lsr_B." in name for name, _ in trained):
         raise UnsupportedLayerError(
             "LoRA+ speeds up the out side B of a pair, and no LSR adapter is trained here; direct sums have one side"
@@ -63,7 +69,11 @@ def loraplus_groups(
     groups = []
     for fast in (False, True):
         for flat in (False, True):
-            members = [p for name, p in trained if (".lsr_B." in name) == fast and (p.ndim == 1) == flat]
+            members = [
+                p for name, p in trained if (".lsr_B." in name) == fast and (p.ndim == 1) == flat
+            ]
             rate = lr * loraplus_lr_ratio if fast else lr
-            groups.append({"params": members, "lr": rate, "weight_decay": 0.0 if flat else weight_decay})
+            groups.append(
+                {"params": members, "lr": rate, "weight_decay": 0.0 if flat else weight_decay}
+            )
     return [group for group in groups if group["params"]]

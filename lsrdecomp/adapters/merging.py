@@ -14,8 +14,9 @@ from lsrdecomp.adapters.errors import MergeError
 class Mergeable(BaseTunerLayer):
     """Merging for layers that say what ΔW is and, for DoRA, how its rows are scaled.
 
-    With W the weight before any merge, an adapter adds ``(s - 1) W + s ΔW``, where s holds one factor per output for
-    DoRA and is 1 without it. What was added is taken out by the same formula, so no copy of W is kept.
+    With W the weight before any merge, an adapter adds ``(s - 1) W + s ΔW``, where s holds one
+    factor per output for DoRA and is 1 without it. What was added is taken out by the same formula,
+    so no copy of W is kept.
     """
 
     min_merge_share = 0.5
@@ -45,15 +46,16 @@ class Mergeable(BaseTunerLayer):
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Add ΔW of the active (or the named) adapters to the layer's weight.
 
-        The sum is taken in at least float32 and rounded once to the weight's own precision. The share of the update
-        that survived the rounding, ⟨change, update⟩ / ‖update‖², is kept in ``merge_shares``: in bfloat16 an update a
-        thousand times smaller than its weight loses half of itself, and in 4 bits nearly all.
+        The sum is taken in at least float32 and rounded once to the weight's own precision. The
+        share of the update that survived the rounding, ⟨change, update⟩ / ‖update‖², is kept in
+        ``merge_shares``: in bfloat16 an update a thousand times smaller than its weight loses half
+        of itself, and in 4 bits nearly all.
 
         Raises
         ------
         MergeError
-            If less than ``min_merge_share`` survives or, with ``safe_merge``, if the sum is not finite. The weight is
-            then left as it was.
+            If less than ``min_merge_share`` survives or, with ``safe_merge``, if the sum is not
+            finite. The weight is then left as it was.
         """
         for adapter in self._to_merge(adapter_names):
             if not self.merged_elsewhere(adapter):
@@ -88,14 +90,19 @@ class Mergeable(BaseTunerLayer):
         self.merge_shares[adapter] = share
         self._merged[adapter] = self.scaling[adapter], scale
 
-    def _add(self, adapter: str, stored: Tensor, safe: bool = False) -> tuple[float, bool, Tensor | None]:
+    def _add(
+        self, adapter: str, stored: Tensor, safe: bool = False
+    ) -> tuple[float, bool, Tensor | None]:
         """Set the weight to the merged one: the share that survived, whether that is too little, and DoRA's scale."""
-        # 1. The sum, rounded once; a quantized weight rounds again as it is set, so what is there is read back.
+        # 1. The sum, rounded once; a quantized weight rounds again as it is set, so what is there
+        # is read back.
         update, scale = self._update(adapter, stored)
         wide = stored.to(update)
         merged = (wide + update).to(stored.dtype)
         if safe and not torch.isfinite(merged).all():
-            raise MergeError(f"NaNs detected in the merged weights. The adapter {adapter} seems to be broken")
+            raise MergeError(
+                f"NaNs detected in the merged weights. The adapter {adapter} seems to be broken"
+            )
         self.set_base_weight(merged)
         # 2. What of the update is found in the weight as it is stored now.
         share = surviving_share(wide, self.get_base_weight().to(update), update)
@@ -103,7 +110,9 @@ class Mergeable(BaseTunerLayer):
 
     def _to_merge(self, adapter_names: list[str] | None) -> list[str]:
         """The adapters of this layer that are to be merged; `MergeError` if its weight cannot take them."""
-        adapters = [name for name in check_adapters_to_merge(self, adapter_names) if self.has_adapter(name)]
+        adapters = [
+            name for name in check_adapters_to_merge(self, adapter_names) if self.has_adapter(name)
+        ]
         backend = self.quantization_backend
         if adapters and backend is not None and not backend.supports_merge:
             raise MergeError(
@@ -138,7 +147,8 @@ class Mergeable(BaseTunerLayer):
 
     def _unmerged(self, merged: Tensor) -> Tensor:
         """The weight without the merged adapters; the argument itself if there are none."""
-        # Each adapter added (s − 1) W + s ΔW: the sum is undone by taking out all s ΔW and dividing by 1 + Σ (s − 1).
+        # Each adapter added (s − 1) W + s ΔW: the sum is undone by taking out all s ΔW and dividing
+        # by 1 + Σ (s − 1).
         weight = merged
         for adapter, (scaling, scale) in self._merged.items():
             if self.has_adapter(adapter):
@@ -161,8 +171,11 @@ class Mergeable(BaseTunerLayer):
             return False
         if self.magnitude(adapter) is None or not stored.dtype.is_floating_point:
             return True
-        # PEFT starts DoRA's magnitudes in the weight's precision. What lies within their rounding is no update.
-        return float(update.norm()) > 2 * torch.finfo(stored.dtype).eps * float(stored.float().norm())
+        # PEFT starts DoRA's magnitudes in the weight's precision. What lies within their rounding
+        # is no update.
+        return float(update.norm()) > 2 * torch.finfo(stored.dtype).eps * float(
+            stored.float().norm()
+        )
 
     def share_error(self, adapter: str, share: float, name: str = "") -> MergeError:
         where = f"{name}: " if name else ""

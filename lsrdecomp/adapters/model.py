@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peft import LoraModel
-from torch import nn
 
-from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.combination import Combination
 from lsrdecomp.adapters.combine import combine, fill, warn_of_loss
 from lsrdecomp.adapters.config import LsrConfig
@@ -17,6 +15,11 @@ from lsrdecomp.adapters.parameters import ParamWrapper
 from lsrdecomp.adapters.register import register
 from lsrdecomp.adapters.transformers_loading import teach_transformers
 from lsrdecomp.adapters.tuner import KroneckerTuner
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lsrdecomp.adapters.adapted import AdaptedLayer
 
 
 class LsrModel(KroneckerTuner):
@@ -55,7 +58,9 @@ class LsrModel(KroneckerTuner):
             return target
         return ParamWrapper(target, parameter_name)
 
-    def _add_to_layer(self, layer: AdaptedLayer, adapter_name: str, config: Any, current_key: str) -> None:
+    def _add_to_layer(
+        self, layer: AdaptedLayer, adapter_name: str, config: Any, current_key: str
+    ) -> None:
         tied = getattr(config, "target_modules_to_tie", None) or ()
         if current_key in tied and isinstance(layer, LsrLayer):
             layer.tie(adapter_name, self.model.get_input_embeddings())
@@ -82,17 +87,18 @@ class LsrModel(KroneckerTuner):
         Parameters
         ----------
         adapters, weights : list
-            The adapters to combine and a weight for each, of any sign. Of one adapter, the multiple. A module that one
-            of them trains in full is copied.
+            The adapters to combine and a weight for each, of any sign. Of one adapter, the
+            multiple. A module that one of them trains in full is copied.
         adapter_name : str
             Name of the new adapter. Nothing happens if there is one of that name.
         combination_type : str
-            "cat": ``Σ weight · ΔW`` exactly; separation ranks and first inner sizes add. "svd": its best approximation
-            of rank ``svd_rank``. "linear": the sides are added, ``(Σ B̂)(Σ Â)``, cheap and rough; separation ranks add.
-            "ties" (Yadav et al., 2023), "dare_linear", "dare_ties" (Yu et al., 2024) and "magnitude_prune" work on the
-            entries of the sides, and with ``_svd`` behind their names on those of ΔW, which is then formed. What has no
-            Kronecker structure is stored as plain low rank, ``m×r ⊗ 1×1``; to make it small again, save it with
-            ``also_lora=True`` and compress the LoRA.
+            "cat": ``Σ weight · ΔW`` exactly; separation ranks and first inner sizes add. "svd": its
+            best approximation of rank ``svd_rank``. "linear": the sides are added, ``(Σ B̂)(Σ Â)``,
+            cheap and rough; separation ranks add. "ties" (Yadav et al., 2023), "dare_linear",
+            "dare_ties" (Yu et al., 2024) and "magnitude_prune" work on the entries of the sides,
+            and with ``_svd`` behind their names on those of ΔW, which is then formed. What has no
+            Kronecker structure is stored as plain low rank, ``m×r ⊗ 1×1``; to make it small again,
+            save it with ``also_lora=True`` and compress the LoRA.
         svd_rank : int, optional
             Rank of the kinds with svd; the largest of each layer's adapters if absent.
         svd_clamp : float, optional
@@ -111,22 +117,30 @@ class LsrModel(KroneckerTuner):
         Returns
         -------
         dict of str to float
-            ``‖ΔW - T‖_F / ‖T‖_F`` of every layer, measured on the factors as stored; a warning is given above 1 %. T is
-            what the kind asks for: ``Σ weight · ΔW`` for "cat", "linear" and "svd", the pruned or elected matrix for
-            the other "…_svd", and for the remaining kinds the product of the sides so combined.
+            ``‖ΔW - T‖_F / ‖T‖_F`` of every layer, measured on the factors as stored; a warning is
+            given above 1 %. T is what the kind asks for: ``Σ weight · ΔW`` for "cat", "linear" and
+            "svd", the pruned or elected matrix for the other "…_svd", and for the remaining kinds
+            the product of the sides so combined.
 
         Raises
         ------
         ValueError
-            For adapters that do not exist, weights that do not fit, ranks that differ where sides are added, modules
-            that several adapters train in full.
+            For adapters that do not exist, weights that do not fit, ranks that differ where sides
+            are added, modules that several adapters train in full.
         UnsupportedLayerError
             For adapters with DoRA or trained token rows, or with tied layers in some of them only.
         """
         if adapter_name in self.peft_config:
             return {}
-        how = Combination(combination_type, svd_rank, svd_clamp, svd_driver, density, majority_sign_method)
-        kind, _, targets = LoraModel._check_add_weighted_adapter(self, adapters, combination_type, svd_rank)  # type: ignore[arg-type]
+        how = Combination(
+            combination_type, svd_rank, svd_clamp, svd_driver, density, majority_sign_method
+        )
+        kind, _, targets = LoraModel._check_add_weighted_adapter(
+            self,  # type: ignore[arg-type]
+            adapters,
+            combination_type,
+            svd_rank,
+        )
         configs: list[LsrConfig] = [self.peft_config[adapter] for adapter in adapters]  # type: ignore[misc]
         how = replace(how, kind=kind)  # of one adapter "linear"
         config, made, errors = combine(self.model, configs, adapters, weights, how, seed)

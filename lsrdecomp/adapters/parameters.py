@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper as LoraParamWrapper
@@ -13,17 +12,22 @@ from peft.utils import ALLOWED_COMPUTE_DTYPES
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.adapters.geometry import Geometry, LinearGeometry
 from lsrdecomp.adapters.layer import LsrLayer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lsrdecomp.adapters.config import LsrConfig
 
 
 class ParamWrapper(LsrLayer):
     """An LSR adapter beside one parameter of a module; several parameters are wrapped one around the other.
 
-    PEFT recognises the class by this name. A parameter of three dimensions is a stack of expert matrices: B̂ and Â are
-    one sum of Kronecker products each for all of them, cut into one piece per expert.
+    PEFT recognises the class by this name. A parameter of three dimensions is a stack of expert
+    matrices: B̂ and Â are one sum of Kronecker products each for all of them, cut into one piece
+    per expert.
     """
 
     def __init__(self, base_layer: nn.Module, parameter_name: str, **quantization: Any) -> None:
@@ -45,7 +49,9 @@ class ParamWrapper(LsrLayer):
     def update_layer(self, adapter: str, config: LsrConfig, name: str) -> None:
         for option in ("lsr_dropout", "use_dora"):
             if getattr(config, option):
-                raise UnsupportedLayerError(f"lsr.ParamWrapper does not work with {option}; {name} is a parameter.")
+                raise UnsupportedLayerError(
+                    f"lsr.ParamWrapper does not work with {option}; {name} is a parameter."
+                )
         super().update_layer(adapter, config, name)
 
     def get_param(self) -> nn.Parameter:
@@ -57,7 +63,9 @@ class ParamWrapper(LsrLayer):
     def set_base_weight(self, weight_data: Tensor) -> None:
         self.get_param().data = weight_data
 
-    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device, torch.dtype]:
+    def _get_base_layer_device_and_dtype(
+        self, base_layer: nn.Module
+    ) -> tuple[torch.device, torch.dtype]:
         parameter = self.get_param()
         return parameter.device, parameter.dtype
 
@@ -84,12 +92,19 @@ class ParamWrapper(LsrLayer):
 
     @contextmanager
     def _adapted_parameter(self) -> Iterator[None]:
-        deltas = [self.get_delta_weight(adapter) for adapter in self.active_adapters if self.has_adapter(adapter)]
+        deltas = [
+            self.get_delta_weight(adapter)
+            for adapter in self.active_adapters
+            if self.has_adapter(adapter)
+        ]
         if not deltas:
             yield
             return
         module, name = self.get_base_layer(), self.parameter_name
-        parameter, delta = self.get_param(), torch.stack(deltas).sum(0) if len(deltas) > 1 else deltas[0]
+        parameter, delta = (
+            self.get_param(),
+            torch.stack(deltas).sum(0) if len(deltas) > 1 else deltas[0],
+        )
         trained = parameter.requires_grad
         # To 8-bit floats, which have no addition, PEFT adds in the precision of ΔW.
         narrow = parameter.dtype not in ALLOWED_COMPUTE_DTYPES

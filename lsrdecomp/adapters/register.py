@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import register_peft_method
 from peft.utils.peft_types import PeftType
 
 from lsrdecomp.errors import LsrError
+
+if TYPE_CHECKING:
+    from enum import Enum
 
 
 def register(name: str, config_cls: type[Any], model_cls: type[Any]) -> Any:
@@ -18,7 +20,8 @@ def register(name: str, config_cls: type[Any], model_cls: type[Any]) -> Any:
     Parameters
     ----------
     name : str
-        Lower-case name, such as ``"lsr"``. The prefix of its parameters is the name with an underscore.
+        Lower-case name, such as ``"lsr"``. The prefix of its parameters is the name with an
+        underscore.
     config_cls, model_cls : type
         The kind's `peft.PeftConfig` and `peft.tuners.tuners_utils.BaseTuner`.
 
@@ -48,8 +51,9 @@ def register(name: str, config_cls: type[Any], model_cls: type[Any]) -> Any:
 def add_member(enum_cls: type[Enum], name: str) -> Any:
     """Extend a string enum by a member whose value is its name; an existing member is returned as it is.
 
-    PEFT keeps `PeftType` closed and offers no entry point. Values that only look like a member (plain strings, a second
-    enum) fail where PEFT or transformers reads ``.value``, so the member is built as `enum` builds it.
+    PEFT keeps `PeftType` closed and offers no entry point. Values that only look like a member
+    (plain strings, a second enum) fail where PEFT or transformers reads ``.value``, so the member
+    is built as `enum` builds it.
     """
     if name in enum_cls.__members__:
         return enum_cls[name]
@@ -61,8 +65,11 @@ def add_member(enum_cls: type[Enum], name: str) -> Any:
     enum_cls._member_names_.append(name)
     enum_cls._member_map_[name] = member
     enum_cls._value2member_map_[name] = member
-    if name not in getattr(enum_cls, "_hashable_values_", [name]):  # Python 3.13 looks here for `in`
+    if name not in getattr(
+        enum_cls, "_hashable_values_", [name]
+    ):  # Python 3.13 looks here for `in`
         enum_cls._hashable_values_.append(name)  # type: ignore[attr-defined]
-    # EnumType.__setattr__ refuses to reassign members, and from 3.12 on attribute access no longer consults the map.
+    # EnumType.__setattr__ refuses to reassign members, and from 3.12 on attribute access no longer
+    # consults the map.
     type.__setattr__(enum_cls, name, member)
     return member

@@ -1,7 +1,7 @@
 """LSR directories for transformers' own `load_adapter`, behind ``AutoModel….from_pretrained(directory)`` and pipelines.
 
-It puts each stored tensor where its name says, and so would not open the one tensor that all numbers are packed in; nor
-does it ask the adapter's model, as PEFT does.
+It puts each stored tensor where its name says, and so would not open the one tensor that all
+numbers are packed in; nor does it ask the adapter's model, as PEFT does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from lsrdecomp.adapters.tuner import unpacked
 
-HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+HUB = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
 """Settings of a download that transformers, PEFT and the hub call alike."""
 
 
@@ -34,9 +42,18 @@ def teach_transformers() -> None:
         call = parameters.bind(*args, **kwargs)
         values = call.arguments
         load_config = values.get("load_config")
-        source = values.get("peft_model_id") or getattr(load_config, "pretrained_model_name_or_path", None)
-        if source is not None and values.get("peft_config") is None and values.get("adapter_state_dict") is None:
-            options = {**(getattr(load_config, "download_kwargs", None) or {}), **(values.get("adapter_kwargs") or {})}
+        source = values.get("peft_model_id") or getattr(
+            load_config, "pretrained_model_name_or_path", None
+        )
+        if (
+            source is not None
+            and values.get("peft_config") is None
+            and values.get("adapter_state_dict") is None
+        ):
+            options = {
+                **(getattr(load_config, "download_kwargs", None) or {}),
+                **(values.get("adapter_kwargs") or {}),
+            }
             options |= {"local_files_only": True} if values.get("local_files_only") else {}
             options = {name: options[name] for name in HUB if options.get(name) is not None}
             values |= _read(source, options)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig
@@ -27,6 +26,9 @@ from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, named_factors
 from lsrdecomp.checkpoints.packed_index import read_index, read_packed
 from lsrdecomp.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 
 class KroneckerTuner(BaseTuner):
     """Base of the models: a subclass sets ``prefix`` and the classes of its layers, linear and other."""
@@ -36,22 +38,33 @@ class KroneckerTuner(BaseTuner):
     """After merging: the share of each adapter's update that rounding left, by layer."""
     tuner_layer_cls: type[AdaptedLayer]
     linear_layer_cls: type[AdaptedLayer]
-    """A subclass of ``tuner_layer_cls`` with "Linear" in its name, by which PEFT's "all-linear" finds it wrapped."""
+    """A subclass of ``tuner_layer_cls`` with "Linear" in its name, by which PEFT's "all-linear"
+    finds it wrapped."""
     target_module_mapping = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING  # type: ignore[assignment]
 
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        # PEFT drops, when it saves one of several adapters, every key that holds another's name as a part.
+    def inject_adapter(
+        self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # PEFT drops, when it saves one of several adapters, every key that holds another's name as
+        # a part.
         parts = ("base_layer", *self.tuner_layer_cls.adapter_layer_names)
         if re.fullmatch(r"factor_\d+", adapter_name) or adapter_name in parts:
-            raise AdapterNameError(f"{adapter_name!r} is the name of a parameter here; please give the adapter another")
+            raise AdapterNameError(
+                f"{adapter_name!r} is the name of a parameter here; please give the adapter another"
+            )
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
-    def _check_target_module_compatiblity(self, peft_config: Any, model: nn.Module, target_name: str) -> None:
-        # Mamba's fused kernels read some weights past any layer around them. PEFT refuses those to LoRA alone.
+    def _check_target_module_compatiblity(
+        self, peft_config: Any, model: nn.Module, target_name: str
+    ) -> None:
+        # Mamba's fused kernels read some weights past any layer around them. PEFT refuses those to
+        # LoRA alone.
         try:
             super()._check_target_module_compatiblity(LoraConfig(), model, target_name)
         except ValueError as error:
-            raise UnsupportedLayerError(str(error).replace("LORA", peft_config.peft_type.value, 1)) from None
+            raise UnsupportedLayerError(
+                str(error).replace("LORA", peft_config.peft_type.value, 1)
+            ) from None
 
     def _create_and_replace(
         self,
@@ -83,16 +96,20 @@ class KroneckerTuner(BaseTuner):
         layer_cls = self.tuner_layer_cls if isinstance(bare, NOT_LINEAR) else self.linear_layer_cls
         return layer_cls(target, **get_quantization_kwargs(self.model))
 
-    def _add_to_layer(self, layer: AdaptedLayer, adapter_name: str, config: Any, current_key: str) -> None:
+    def _add_to_layer(
+        self, layer: AdaptedLayer, adapter_name: str, config: Any, current_key: str
+    ) -> None:
         layer.update_layer(adapter_name, config, current_key)
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         if peft_config.layer_replication:
             replicate_layers(model, peft_config.layer_replication)
 
-    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
-        # PEFT's own version hands the weight to a module without base_layer, which breaks merging once
-        # trainable_token_indices has wrapped the layer.
+    def _replace_module(
+        self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module
+    ) -> None:
+        # PEFT's own version hands the weight to a module without base_layer, which breaks merging
+        # once trainable_token_indices has wrapped the layer.
         setattr(parent, child_name, new_module)
         weight = next((p for p in getattr(child, "base_layer", child).parameters()), None)
         if weight is None:
@@ -116,8 +133,9 @@ class KroneckerTuner(BaseTuner):
         progressbar, safe_merge, adapter_names
             As for PEFT's LoRA.
         min_share : float, optional
-            Least share of ΔW that must survive rounding to the precision of each weight, 0.5 if absent. It matters for
-            16-bit and quantized base models; `merge_shares` then says what survived where.
+            Least share of ΔW that must survive rounding to the precision of each weight, 0.5 if
+            absent. It matters for 16-bit and quantized base models; `merge_shares` then says what
+            survived where.
 
         Raises
         ------
@@ -129,7 +147,11 @@ class KroneckerTuner(BaseTuner):
         return merged
 
     def merge_adapter(
-        self, adapter_names: list[str] | None = None, safe_merge: bool = False, *, min_share: float | None = None
+        self,
+        adapter_names: list[str] | None = None,
+        safe_merge: bool = False,
+        *,
+        min_share: float | None = None,
     ) -> None:
         """Merge the adapters in place; `unmerge_adapter` takes them out. See `merge_and_unload` for ``min_share``."""
         with self._least_share(adapter_names, min_share):
@@ -143,8 +165,14 @@ class KroneckerTuner(BaseTuner):
         )
 
     @contextmanager
-    def _least_share(self, adapter_names: list[str] | None, min_share: float | None) -> Iterator[None]:
-        layers = {name: module for name, module in self.model.named_modules() if isinstance(module, AdaptedLayer)}
+    def _least_share(
+        self, adapter_names: list[str] | None, min_share: float | None
+    ) -> Iterator[None]:
+        layers = {
+            name: module
+            for name, module in self.model.named_modules()
+            if isinstance(module, AdaptedLayer)
+        }
         for layer in layers.values():
             if min_share is not None:
                 layer.min_merge_share = min_share
@@ -192,7 +220,9 @@ class KroneckerTuner(BaseTuner):
                 names |= module.scaling.keys()
         unknown = set(adapter_names) - names
         if unknown:
-            raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(sorted(unknown))}")
+            raise ValueError(
+                f"Trying to infer with non-existing adapter(s): {', '.join(sorted(unknown))}"
+            )
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
@@ -227,13 +257,19 @@ def unpacked(state_dict: dict[str, Tensor], index: str | None = None) -> dict[st
     layers = {} if PACKED not in state_dict else read_packed(state_dict[PACKED].cpu().numpy())
     if NUMBERS in state_dict:
         if index is None:
-            raise CheckpointError("the settings lack `layers`, which says what these bytes are", tensor=NUMBERS)
+            raise CheckpointError(
+                "the settings lack `layers`, which says what these bytes are", tensor=NUMBERS
+            )
         layers |= read_index(index).layers(state_dict[NUMBERS].cpu().numpy())
     factors = {key: torch.from_numpy(array) for key, array in named_factors(layers).items()}
-    return {key: value for key, value in state_dict.items() if key not in (PACKED, NUMBERS)} | factors
+    return {
+        key: value for key, value in state_dict.items() if key not in (PACKED, NUMBERS)
+    } | factors
 
 
-def _pass_adapter_names(model: nn.Module, adapter_names: list[str]) -> list[torch.utils.hooks.RemovableHandle]:
+def _pass_adapter_names(
+    model: nn.Module, adapter_names: list[str]
+) -> list[torch.utils.hooks.RemovableHandle]:
     hook = partial(_adapter_names_pre_forward_hook, adapter_names=adapter_names)
     return [
         module.register_forward_pre_hook(hook, with_kwargs=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp import markup
 from lsrdecomp.arrays import as_double, namespace, tail_norms, to_numpy
@@ -13,18 +12,23 @@ from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import takes
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import precision, unit_roundoff
-from lsrdecomp.solvers.base import Solver, Sweep
 from lsrdecomp.solvers.svd.dense import as_matrix
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.convert import as_target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from lsrdecomp.solvers.base import Solver, Sweep
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ErrorCurve:
     """Relative Frobenius error for 0, 1, 2, … terms of one shape.
 
-    Made by `error_curve` every point is the optimum (Eckart and Young); by `solver_curve` it is what a solver reached.
-    ``parameters[i]`` are the numbers stored for ``ranks[i]`` terms, weights folded in.
+    Made by `error_curve` every point is the optimum (Eckart and Young); by `solver_curve` it is
+    what a solver reached. ``parameters[i]`` are the numbers stored for ``ranks[i]`` terms, weights
+    folded in.
 
     Examples
     --------
@@ -46,7 +50,9 @@ class ErrorCurve:
     relative_errors: tuple[float, ...]
     norm: float
     condition: float = 1.0  # the largest γ on the curve
-    conditions: tuple[float, ...] = ()  # γ of each point, where a solver measured it; empty: all one
+    conditions: tuple[
+        float, ...
+    ] = ()  # γ of each point, where a solver measured it; empty: all one
 
     def rank_for(self, rtol: float) -> int:
         """Fewest terms with relative error ≤ ``rtol``.
@@ -84,8 +90,14 @@ class ErrorCurve:
     def __repr__(self) -> str:
         """Label, sizes, and the fewest terms for each power of ten, in a line or two."""
         least = min(self.relative_errors, default=0.0)
-        steps = [f"{10.0**-k:.0e} with {self.rank_for(10.0**-k)}" for k in range(1, 16) if least <= 10.0**-k]
-        reached = f": {', '.join(steps[:6])} terms{', …' if len(steps) > 6 else ''}" if steps else ""
+        steps = [
+            f"{10.0**-k:.0e} with {self.rank_for(10.0**-k)}"
+            for k in range(1, 16)
+            if least <= 10.0**-k
+        ]
+        reached = (
+            f": {', '.join(steps[:6])} terms{', …' if len(steps) > 6 else ''}" if steps else ""
+        )
         return (
             f"ErrorCurve({self.label}, up to {max(self.ranks, default=0)} terms and "
             f"{max(self.parameters, default=0):,} parameters, least relative error {least:.3g}{reached})"
@@ -93,21 +105,32 @@ class ErrorCurve:
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in asdict(self).items()
+        }
 
     def to_rows(self) -> list[dict[str, Any]]:
         """One plain record a point, for a table."""
         points = zip(self.ranks, self.parameters, self.relative_errors, strict=True)
         gammas = self.conditions or (self.condition,) * len(self.ranks)
         return [
-            {"curve": self.label, "rank": s, "parameters": count, "relative_error": error, "condition": gamma}
+            {
+                "curve": self.label,
+                "rank": s,
+                "parameters": count,
+                "relative_error": error,
+                "condition": gamma,
+            }
             for (s, count, error), gamma in zip(points, gammas, strict=True)
         ]
 
     def _repr_html_(self) -> str:
         points = zip(self.ranks, self.parameters, self.relative_errors, strict=True)
         rows = [(f"{s}", f"{count:,}", f"{error:.3g}") for s, count, error in points]
-        return markup.table(self.label, ("terms", "parameters", "relative error"), markup.shortened(rows))
+        return markup.table(
+            self.label, ("terms", "parameters", "relative error"), markup.shortened(rows)
+        )
 
 
 @takes()
@@ -126,8 +149,8 @@ def error_curve(
     shape : KroneckerShape, optional
         Two factors; absent, the balanced split.
     rank : int, optional
-        The most terms the curve goes to. A large matrix then costs one `decompose` of so many terms, a small part of
-        its whole spectrum; points may lie above the optimum by a thousandth.
+        The most terms the curve goes to. A large matrix then costs one `decompose` of so many
+        terms, a small part of its whole spectrum; points may lie above the optimum by a thousandth.
     on_sweep : callable, optional
         Told each `Sweep` of that decomposition.
 
@@ -147,7 +170,8 @@ def error_curve(
     target.norm  # noqa: B018 - refuses what is not finite first
     if rank is not None:
         result = decompose(target, shape, rank=rank, on_sweep=on_sweep)
-        # Terms are orthogonal: leaving out some of them adds their weights to the error in quadrature.
+        # Terms are orthogonal: leaving out some of them adds their weights to the error in
+        # quadrature.
         tails = tail_norms([*to_numpy(result.approximation.weights), result.error])[:-1]
         return _from_tails(str(shape), tails, target.norm, shape.parameters(1))
     operator = as_double(target.rearranged(shape).formed())
@@ -224,7 +248,9 @@ def solver_curve(
     ['2e-01', '1e-02', '2e-03', '2e-03']
     """
     target, shape = as_target(matrix), KroneckerShape.parse(shape)
-    results = [decompose(target, shape, rank=rank, solver=solver, storage=storage) for rank in ranks]
+    results = [
+        decompose(target, shape, rank=rank, solver=solver, storage=storage) for rank in ranks
+    ]
     gammas = tuple(result.condition for result in results)
     return ErrorCurve(
         label=label if label is not None else str(shape),
@@ -263,10 +289,14 @@ def low_rank_curve(matrix: Any) -> ErrorCurve:
     if isinstance(target, LowRank):
         return _from_tails("truncated SVD", tail_norms(target.svd[1]), target.norm, m + n)
     matrix = as_matrix(target)
-    return _from_tails("truncated SVD", tail_norms(namespace(matrix).linalg.svdvals(matrix)), target.norm, m + n)
+    return _from_tails(
+        "truncated SVD", tail_norms(namespace(matrix).linalg.svdvals(matrix)), target.norm, m + n
+    )
 
 
 def _from_tails(label: str, tails: list[float], norm: float, parameters: int) -> ErrorCurve:
     scale = norm if norm > 0.0 else 1.0
     ranks = tuple(range(len(tails)))
-    return ErrorCurve(label, ranks, tuple(s * parameters for s in ranks), tuple(t / scale for t in tails), norm)
+    return ErrorCurve(
+        label, ranks, tuple(s * parameters for s in ranks), tuple(t / scale for t in tails), norm
+    )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints.records import natural
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _NUMBER = re.compile(r"(?<=[._])(\d+)(?=[._])")
 
@@ -82,5 +84,7 @@ def layer_grid(values: Mapping[str, float], quantity: str = "relative error") ->
         cells[block, module] = value
     blocks = sorted({block for block, _ in cells}, key=natural)
     modules = dict.fromkeys(module for _, module in sorted(cells, key=lambda cell: cell[0] != ""))
-    rows = tuple(tuple(cells.get((block, module), math.nan) for module in modules) for block in blocks)
+    rows = tuple(
+        tuple(cells.get((block, module), math.nan) for module in modules) for block in blocks
+    )
     return LayerGrid(quantity, tuple(blocks), tuple(modules), rows)

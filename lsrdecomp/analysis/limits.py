@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.arrays import to_numpy
-from lsrdecomp.targets.base import LowRank
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lsrdecomp.targets.base import LowRank
 
 DECADES = 18
 """Range of multipliers, from nothing kept to double precision."""
@@ -34,20 +37,26 @@ class Limit:
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in asdict(self).items()
+        }
 
     def to_rows(self) -> list[dict[str, Any]]:
         """One plain record a point."""
         points = zip(self.bytes, self.relative_errors, strict=True)
-        return [{"curve": self.label, "bytes": size, "relative_error": error} for size, error in points]
+        return [
+            {"curve": self.label, "bytes": size, "relative_error": error} for size, error in points
+        ]
 
 
 def gaussian_limit(pairs: Sequence[LowRank]) -> Limit:
     """Gaussian rate–distortion limit of an adapter: reverse water-filling over all singular components [1]_.
 
-    A component σ u vᵀ whose m + n entries of u and v are independent Gaussians, each coded with b bits, keeps the share
-    (1 − 4⁻ᵇ)² of its energy; for every price of a bit each component takes the best b ≥ 0, zero if none pays. Trained
-    LoRA factors look Gaussian, so bytes below this line need structure that they do not have.
+    A component σ u vᵀ whose m + n entries of u and v are independent Gaussians, each coded with b
+    bits, keeps the share (1 − 4⁻ᵇ)² of its energy; for every price of a bit each component takes
+    the best b ≥ 0, zero if none pays. Trained LoRA factors look Gaussian, so bytes below this line
+    need structure that they do not have.
 
     Parameters
     ----------
@@ -65,7 +74,8 @@ def gaussian_limit(pairs: Sequence[LowRank]) -> Limit:
 
     Examples
     --------
-    How many bytes a layer of rank 2 costs, at best, for an error of a tenth: 64 numbers of nearly four bits.
+    How many bytes a layer of rank 2 costs, at best, for an error of a tenth: 64 numbers of nearly
+    four bits.
 
     >>> import numpy as np
     >>> from lsrdecomp import LowRank
@@ -74,7 +84,10 @@ def gaussian_limit(pairs: Sequence[LowRank]) -> Limit:
     31
     """
     components = [
-        (float(sigma) ** 2, sum(pair.shape)) for pair in pairs for sigma in to_numpy(pair.svd[1]) if float(sigma) > 0.0
+        (float(sigma) ** 2, sum(pair.shape))
+        for pair in pairs
+        for sigma in to_numpy(pair.svd[1])
+        if float(sigma) > 0.0
     ]
     total = math.fsum(energy for energy, _ in components)
     if total == 0.0:

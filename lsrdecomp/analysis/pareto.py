@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.analysis.curves import ErrorCurve
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lsrdecomp.analysis.curves import ErrorCurve
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,9 @@ class ParetoPoint:
         return [asdict(self)]
 
 
-def pareto_front(curves: Iterable[ErrorCurve], *, storage: str | None = None) -> tuple[ParetoPoint, ...]:
+def pareto_front(
+    curves: Iterable[ErrorCurve], *, storage: str | None = None
+) -> tuple[ParetoPoint, ...]:
     """Points of the curves with no other of at most their size and at most their error, ascending in size.
 
     Parameters

@@ -38,7 +38,8 @@ class Spectrum:
     def effective_rank(self) -> float:
         """exp of the entropy of σ²/Σσ²: one for a single Kronecker product, the full rank for a flat spectrum [1]_.
 
-        .. [1] O. Roy and M. Vetterli, The effective rank, EUSIPCO 2007; there of σ, here of the energies σ².
+        .. [1] O. Roy and M. Vetterli, The effective rank, EUSIPCO 2007; there of σ, here of the
+               energies σ².
         """
         energies = [value**2 for value in self.relative]
         total = sum(energies)
@@ -65,7 +66,10 @@ class Spectrum:
 
     def to_rows(self) -> list[dict[str, Any]]:
         """One plain record a singular value."""
-        return [{"shape": self.label, "index": i, "value": value} for i, value in enumerate(self.values, 1)]
+        return [
+            {"shape": self.label, "index": i, "value": value}
+            for i, value in enumerate(self.values, 1)
+        ]
 
 
 def rearranged_spectrum(matrix: Any, shape: KroneckerShape | None = None) -> Spectrum:

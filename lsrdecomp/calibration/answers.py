@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.dataset import model_inputs
 from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, Head, answer_logits, answer_mask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from lsrdecomp.calibration.base_model import Base
 
 FEW = 4096
 """Classes up to which answers are kept as logits, where the output layer does not make them."""
 GENERATED = 16
 """Prompts that are completed side by side."""
 TRIED = 8
-"""Answers by which it is seen whether a model's logits are what its output layer makes of its rows."""
+"""Answers by which it is seen whether a model's logits are what its output layer makes of its
+rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
     """The answers to one batch, not yet as logits: of these a few can be made at a time.
 
-    A vocabulary has a hundred numbers where the model's width has one, and a float32 copy of each is wanted several
-    times over.
+    A vocabulary has a hundred numbers where the model's width has one, and a float32 copy of each
+    is wanted several times over.
     """
 
     rows: Tensor  # (answers, width), with its graph: what the output layer reads; the logits where there is none
@@ -50,20 +54,25 @@ class Answers:
 def ask(base: Base, batch: Batch, *, whole: bool = False) -> Answers:
     """Let a model answer one batch; gradients flow where its parameters want them.
 
-    Of a causal model only the positions that count reach the output layer: a vocabulary is large, a prompt is long.
-    Where a model does more after that layer than applying it, or with ``whole``, the rows are its logits.
+    Of a causal model only the positions that count reach the output layer: a vocabulary is large, a
+    prompt is long. Where a model does more after that layer than applying it, or with ``whole``,
+    the rows are its logits.
     """
-    # 1. Where every position answers, or no layer of its own makes logits of tokens, they are what the model returns.
+    # 1. Where every position answers, or no layer of its own makes logits of tokens, they are what
+    # the model returns.
     inputs, wanted = _wanted(base, batch)
     layer = output_layer(base)
     if layer is None or wanted is None:
-        logits = answer_logits(base.model(**model_inputs(inputs)).logits, base.head, answer_mask(inputs, base.head))
+        logits = answer_logits(
+            base.model(**model_inputs(inputs)).logits, base.head, answer_mask(inputs, base.head)
+        )
         examples = len(next(iter(inputs.values())))
         if wanted is None or base.head not in TOKEN_HEADS:
             return Answers(logits, torch.full((examples,), len(logits) // examples), None)
         return Answers(logits, wanted.sum(1).cpu(), None)
-    # 2. A pass in which the output layer makes a few rows' logits only. If it makes from these rows, on its own, the
-    #    same bits that the model returned, nothing comes after it (a scale, a cap): rows stand for all logits.
+    # 2. A pass in which the output layer makes a few rows' logits only. If it makes from these
+    #    rows, on its own, the same bits that the model returned, nothing comes after it (a scale, a
+    #    cap): rows stand for all logits.
     counts = wanted.sum(1).cpu()
     if not whole:
         with _only(layer, wanted, TRIED) as read:
@@ -80,8 +89,8 @@ def ask(base: Base, batch: Batch, *, whole: bool = False) -> Answers:
 def keep_answers(base: Base, batch: Batch) -> tuple[Answers, Callable[[], Tensor]]:
     """Answers without gradients, and a way to have their logits again, the same bit by bit.
 
-    What the output layer reads is kept and the layer applied again. Where a model does more after it, few classes are
-    kept, and for many it is asked again.
+    What the output layer reads is kept and the layer applied again. Where a model does more after
+    it, few classes are kept, and for many it is asked again.
     """
     with torch.no_grad():
         answers = ask(base, batch)
@@ -105,7 +114,9 @@ def _wanted(base: Base, batch: Batch) -> tuple[dict[str, Tensor], Tensor | None]
     mask = answer_mask(inputs, base.head)
     wanted = None if mask is None else mask.bool()
     if wanted is not None and base.head is Head.causal_lm:
-        wanted = torch.nn.functional.pad(wanted[:, 1:], (0, 1))  # a position answers for the token after it
+        wanted = torch.nn.functional.pad(
+            wanted[:, 1:], (0, 1)
+        )  # a position answers for the token after it
     return inputs, wanted
 
 
@@ -156,7 +167,9 @@ def generate(
     with evaluating(model, autocast=autocast) as device:
         for start in range(0, len(order), batch):
             chosen = order[start : start + batch]
-            read = tokenizer([prompts[i] for i in chosen], padding=True, padding_side="left", return_tensors="pt")
+            read = tokenizer(
+                [prompts[i] for i in chosen], padding=True, padding_side="left", return_tensors="pt"
+            )
             read = {name: read[name].to(device) for name in ("input_ids", "attention_mask")}
             written = model.generate(
                 **read,
@@ -166,7 +179,9 @@ def generate(
                 pad_token_id=tokenizer.pad_token_id,
                 eos_token_id=tokenizer.eos_token_id,
             )
-            texts = tokenizer.batch_decode(written[:, read["input_ids"].shape[1] :], skip_special_tokens=True)
+            texts = tokenizer.batch_decode(
+                written[:, read["input_ids"].shape[1] :], skip_special_tokens=True
+            )
             for i, text in zip(chosen, texts, strict=True):
                 said[i] = text.strip()
     return said

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import shlex
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -40,6 +39,9 @@ from lsrdecomp.checkpoints.tensors import first_line, read_header
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
 Text = tuple[str, str | None]
 
 LOADERS = {
@@ -49,7 +51,12 @@ LOADERS = {
     "SEQ_2_SEQ_LM": (AutoModelForSeq2SeqLM, Head.seq2seq),
 }
 DTYPES = ("float32", "bfloat16")
-HEADS = ("classifier.weight", "score.weight", "classifier.out_proj.weight", "classification_head.out_proj.weight")
+HEADS = (
+    "classifier.weight",
+    "score.weight",
+    "classifier.out_proj.weight",
+    "classification_head.out_proj.weight",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +73,39 @@ class Base:
 
     def adapted(self, adapter: str | Path) -> Base:
         """With an adapter of any kind PEFT opens; raises `CheckpointError` if it does not fit."""
-        # Heads and biases are what an adapter may overwrite; the rest of the base stays as it is and can be shared.
-        shared = {id(p): p for name, p in self.model.named_parameters() if p.ndim > 1 and not name.endswith(HEADS)}
+        # Heads and biases are what an adapter may overwrite; the rest of the base stays as it is
+        # and can be shared.
+        shared = {
+            id(p): p
+            for name, p in self.model.named_parameters()
+            if p.ndim > 1 and not name.endswith(HEADS)
+        }
         try:
             base = copy.deepcopy(self.model, shared)
             model = with_lora(base, adapter)
         except (ValueError, RuntimeError) as error:
-            raise CheckpointError(f"does not fit {self.name}: {first_line(error)}", path=adapter) from error
+            raise CheckpointError(
+                f"does not fit {self.name}: {first_line(error)}", path=adapter
+            ) from error
         declared = str(model.peft_config["default"].base_model_name_or_path or "")
         weights = Path(adapter) / WEIGHTS
         digest = sha256(weights) if weights.is_file() else ""
         model = model.to(next(self.model.parameters()).device).eval()
-        return Base(self.name, model, self.tokenizer, self.head, adapted_modules(model), declared, digest)
+        return Base(
+            self.name, model, self.tokenizer, self.head, adapted_modules(model), declared, digest
+        )
 
 
-def load_base(base: str | Path, adapter: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Base:
+def load_base(
+    base: str | Path, adapter: str | Path, *, dtype: str = "float32", device: str = "cpu"
+) -> Base:
     """Open a base by name or directory, put an adapter on it, and find the layers the adapter changes.
 
     Parameters
     ----------
     base : str or path
-        As `transformers` takes it, a GGUF file, or ``"smollm2"``; see `calibration.bases.find_base`.
+        As `transformers` takes it, a GGUF file, or ``"smollm2"``; see
+        `calibration.bases.find_base`.
     adapter : path
         A PEFT directory: LoRA, LSR or any other kind PEFT opens.
     dtype, device : str
@@ -101,7 +120,12 @@ def load_base(base: str | Path, adapter: str | Path, *, dtype: str = "float32", 
 
 
 def load_pair(
-    base: str | Path, source: str | Path, written: str | Path, *, dtype: str = "float32", device: str = "cpu"
+    base: str | Path,
+    source: str | Path,
+    written: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
 ) -> tuple[Base, Base]:
     """The same base twice, once with each adapter; its large weights are held once.
 
@@ -114,29 +138,38 @@ def load_pair(
     Raises
     ------
     CheckpointError
-        As `load_base`; and if ``source`` brings a head that ``written`` lacks, so that its answers would be noise.
+        As `load_base`; and if ``source`` brings a head that ``written`` lacks, so that its answers
+        would be noise.
     """
     if _labels(source) != _labels(written):
-        heads = " and ".join(f"{_labels(each).get('num_labels', 'no')} labels in {each}" for each in (source, written))
-        raise CheckpointError(f"the adapters have different heads, {heads}; their answers cannot be compared")
+        heads = " and ".join(
+            f"{_labels(each).get('num_labels', 'no')} labels in {each}"
+            for each in (source, written)
+        )
+        raise CheckpointError(
+            f"the adapters have different heads, {heads}; their answers cannot be compared"
+        )
     opened = open_base(base, source, dtype=dtype, device=device)
     return opened.adapted(source), opened.adapted(written)
 
 
-def open_base(base: str | Path, adapter: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Base:
+def open_base(
+    base: str | Path, adapter: str | Path, *, dtype: str = "float32", device: str = "cpu"
+) -> Base:
     """The plain base for adapters of the task of ``adapter``; arguments and errors as `load_base`."""
     adapter = Path(adapter)
     if not (adapter / "adapter_config.json").is_file():
-        text = (
-            "has no adapter_config.json, so it is no adapter of PEFT, and bases are run for PEFT's of text models only"
-        )
+        text = "has no adapter_config.json, so it is no adapter of PEFT, and bases are run for PEFT's of text models only"
         way_out = f"make a LoRA file smaller without one: lsrdecomp compress {shlex.quote(str(adapter))} --ratio 4"
         raise CheckpointError(f"{text}; {way_out} --out small.safetensors", path=adapter)
-    # 1. The task, from the adapter's own config: it says which class of model reads the base's files.
+    # 1. The task, from the adapter's own config: it says which class of model reads the base's
+    # files.
     try:
         config = PeftConfig.from_pretrained(str(adapter))
     except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"is no adapter that PEFT opens: {first_line(error)}", path=adapter) from error
+        raise CheckpointError(
+            f"is no adapter that PEFT opens: {first_line(error)}", path=adapter
+        ) from error
     kind = str(getattr(config.task_type, "value", config.task_type))
     if kind not in LOADERS:
         text = f"task type {kind!r} is not one of {', '.join(LOADERS)}: only text models can be calibrated"
@@ -172,7 +205,11 @@ def load_model(loader: Any, base: str | Path, **options: Any) -> tuple[Any, Any]
 def adapted_modules(model: PeftModel) -> tuple[str, ...]:
     """Names, in the plain base, of the Linear layers that a PEFT model adapts."""
     named = model.get_base_model().named_modules(remove_duplicate=False)
-    return tuple(name for name, module in named if has_delta(module) and isinstance(module.get_base_layer(), LINEAR))
+    return tuple(
+        name
+        for name, module in named
+        if has_delta(module) and isinstance(module.get_base_layer(), LINEAR)
+    )
 
 
 def has_delta(module: nn.Module) -> TypeGuard[BaseTunerLayer]:
@@ -209,7 +246,9 @@ def batches(
             raise CalibrationError("a seq2seq model needs pairs: input, a tab, output on each line")
         read = dict(base.tokenizer(first, **settings))
         outputs = base.tokenizer(text_target=second, **settings)
-        yield read | {"labels": outputs["input_ids"].masked_fill(outputs["attention_mask"] == 0, IGNORED)}
+        yield read | {
+            "labels": outputs["input_ids"].masked_fill(outputs["attention_mask"] == 0, IGNORED)
+        }
 
 
 def prompt_batches(
@@ -224,8 +263,9 @@ def prompt_batches(
 ) -> Iterator[dict[str, Tensor]]:
     """Examples of a JSON-lines file in random order, as the model reads them.
 
-    A causal model reads prompt and completion as one, and ``answer_mask`` says which tokens are answers; a seq2seq
-    model reads the prompt and is to say the completion; any other reads the two as a pair, a plain text alone.
+    A causal model reads prompt and completion as one, and ``answer_mask`` says which tokens are
+    answers; a seq2seq model reads the prompt and is to say the completion; any other reads the two
+    as a pair, a plain text alone.
 
     Raises
     ------
@@ -233,15 +273,20 @@ def prompt_batches(
         As `tokenize`, of a causal model; of any other if an example is a conversation.
     """
     if base.head is Head.causal_lm:
-        rows = tokenize(examples, base.tokenizer, max_length=max_length, answers=answers, truncate=truncate)
+        rows = tokenize(
+            examples, base.tokenizer, max_length=max_length, answers=answers, truncate=truncate
+        )
         return token_batches(rows, size=size, seed=seed, pad=base.tokenizer.pad_token_id)
     if answers not in ANSWERS:
         raise DataError(f"answers must be one of {', '.join(ANSWERS)}, got {answers!r}")
     spoken = next((example for example in examples if example.messages), None)
     if spoken is not None:
-        raise DataError(f'{spoken.where}: "messages" are for causal language models, and {base.name} is none')
+        raise DataError(
+            f'{spoken.where}: "messages" are for causal language models, and {base.name} is none'
+        )
     texts: list[Text] = [
-        (each.prompt, each.completion) if each.prompt else (each.completion, None) for each in examples
+        (each.prompt, each.completion) if each.prompt else (each.completion, None)
+        for each in examples
     ]
     return batches(base, texts, size=size, max_length=max_length, seed=seed)
 

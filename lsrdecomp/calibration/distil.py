@@ -1,31 +1,37 @@
 """Distillation without labels: a compressed adapter is trained to answer as the LoRA it was made from.
 
-The loss is KL(LoRA ‖ compressed) per answer on unlabelled texts [1]_ and, of a classifier, the squared distance to what
-the last layer of the source reads [2]_. What is trained are the numbers of the factors; each factor moves in units of
-its own root mean square, θ = θ₀ + rms(θ₀) · u, so that one learning rate means the same relative change in every layer,
-whatever its scale and however a layer shares its size out among its factors.
+The loss is KL(LoRA ‖ compressed) per answer on unlabelled texts [1]_ and, of a classifier, the
+squared distance to what the last layer of the source reads [2]_. What is trained are the numbers of
+the factors; each factor moves in units of its own root mean square, θ = θ₀ + rms(θ₀) · u, so that
+one learning rate means the same relative change in every layer, whatever its scale and however a
+layer shares its size out among its factors.
 
-.. [1] G. Hinton, O. Vinyals and J. Dean, Distilling the knowledge in a neural network, 2015. arXiv:1503.02531
+.. [1] G. Hinton, O. Vinyals and J. Dean, Distilling the knowledge in a neural network, 2015.
+       arXiv:1503.02531
 .. [2] A. Romero et al., FitNets: hints for thin deep nets, ICLR 2015. arXiv:1412.6550
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import reduce
 from torch import Tensor, nn
 
-from lsrdecomp.calibration.base_model import Base
-from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.features import Lesson, ask_with_features, distance_without, lesson
 from lsrdecomp.calibration.fisher import Batch, CalibrationError, Head
-from lsrdecomp.checkpoints import Journal
 from lsrdecomp.checkpoints.progress import OnStep, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lsrdecomp.calibration.base_model import Base
+    from lsrdecomp.calibration.divergence import Reference
+    from lsrdecomp.checkpoints import Journal
 
 RATES = (0.01, 0.03, 0.1)
 """Learning rates that are tried, in relative change of a factor's numbers per step."""
@@ -62,7 +68,9 @@ class Lessons:
     """What adapters of one source are trained on; it answers each lesson once, however many there are."""
 
     source: Base
-    batches: Sequence[Sequence[Batch]]  # for a step each, in micro-batches: the gradient is that of all together
+    batches: Sequence[
+        Sequence[Batch]
+    ]  # for a step each, in micro-batches: the gradient is that of all together
     check: Reference  # the source's answers to other batches: the share kept there says when to stop, and what is best
     answered: dict[int, list[Lesson]] = field(default_factory=dict)  # by index
 
@@ -90,15 +98,18 @@ def distil_factors(
     Parameters
     ----------
     student : Base
-        The source's base with another adapter, as `load_pair` opens the two. Only LSR factors are trained, in float32.
+        The source's base with another adapter, as `load_pair` opens the two. Only LSR factors are
+        trained, in float32.
     lessons : Lessons
         Steps go through them again and again, in an order drawn from ``seed``.
     steps : int
         At most so many optimizer steps, the trials of learning rates among them.
     rate : float, optional
-        Relative change of a factor's numbers per step; absent, the best of `RATES` in a short trial on the lessons.
+        Relative change of a factor's numbers per step; absent, the best of `RATES` in a short trial
+        on the lessons.
     journal : Journal, optional
-        Where the state of a run is kept at every check, and gone on from: after a kill, or where more is ``enough``.
+        Where the state of a run is kept at every check, and gone on from: after a kill, or where
+        more is ``enough``.
     key : str
         Under which: a digest of all that the run depends on.
     enough : float
@@ -113,24 +124,31 @@ def distil_factors(
     Raises
     ------
     CalibrationError
-        If there is nothing to learn from or nothing to train, or if the source has no effect on the check texts.
+        If there is nothing to learn from or nothing to train, or if the source has no effect on the
+        check texts.
 
     Notes
     -----
-    AdamW without decay, the rate rising linearly for a twentieth of the steps and then falling linearly to zero. Costs
-    one forward and one backward pass a step, and one forward pass a lesson and a check. On several processes started by
-    accelerate each takes its share of a lesson's micro-batches, and gradients are summed.
+    AdamW without decay, the rate rising linearly for a twentieth of the steps and then falling
+    linearly to zero. Costs one forward and one backward pass a step, and one forward pass a lesson
+    and a check. On several processes started by accelerate each takes its share of a lesson's
+    micro-batches, and gradients are summed.
     """
     if steps < 1 or not lessons.batches:
-        raise CalibrationError(f"{steps} steps on {len(lessons.batches)} batches: there is nothing to distil with")
+        raise CalibrationError(
+            f"{steps} steps on {len(lessons.batches)} batches: there is nothing to distil with"
+        )
     work = _Work(student, lessons, steps, seed, on_step)
     # 1. Where the run is: what an interrupted one saved, or the start with the best learning rate.
     now = None if journal is None else _load(journal, key, work.zero.device)
     if now is None:
-        now = _State(_adamw(work.zero), work.zero.clone(), passes=1.0 if work.nearness == 0.0 else 2.0)
+        now = _State(
+            _adamw(work.zero), work.zero.clone(), passes=1.0 if work.nearness == 0.0 else 2.0
+        )
         work.look(now)
         now = work.best_of_trials(now) if rate is None else replace(now, rate=rate)
-    # 2. Steps, with a look at the held-out share now and then, until they are done or no longer help.
+    # 2. Steps, with a look at the held-out share now and then, until they are done or no longer
+    # help.
     every = max(1, math.ceil(steps / work.looks))
     while now.step < steps and not _stalled(now.checks) and now.checks[-1][1] < enough:
         work.step(now, work.scheduled(now))
@@ -141,7 +159,9 @@ def distil_factors(
     # 3. The best factors that were looked at.
     work.put(now.best)
     shares = [share for _, share in now.checks]
-    return Distillation(now.step, now.rate, shares[0], max(shares), round(now.passes, 2), tuple(now.checks))
+    return Distillation(
+        now.step, now.rate, shares[0], max(shares), round(now.passes, 2), tuple(now.checks)
+    )
 
 
 @dataclass(slots=True)
@@ -179,10 +199,15 @@ def _load(journal: Journal, key: str, device: torch.device) -> _State | None:
     result = journal.get(key)
     if result is None:
         return None
-    tensors = {name: torch.tensor(tensor.read(), device=device) for name, tensor in result.arrays.items()}
+    tensors = {
+        name: torch.tensor(tensor.read(), device=device) for name, tensor in result.arrays.items()
+    }
     facts = dict(result.facts)
     now = _State(_adamw(tensors["u"]), tensors["best"])
-    moments = {"step": torch.tensor(facts.pop("updates")), **{name: tensors[name] for name in MOMENTS}}
+    moments = {
+        "step": torch.tensor(facts.pop("updates")),
+        **{name: tensors[name] for name in MOMENTS},
+    }
     now.optimizer.state[now.u] = moments
     return replace(now, **facts | {"checks": [(step, share) for step, share in facts["checks"]]})
 
@@ -190,26 +215,42 @@ def _load(journal: Journal, key: str, device: torch.device) -> _State | None:
 class _Work:
     """The parameters as one vector of relative changes, and the answers to learn."""
 
-    def __init__(self, student: Base, lessons: Lessons, steps: int, seed: int, on_step: OnStep | None) -> None:
-        self.student, self.lessons, self.steps, self.seed, self.on_step = student, lessons, steps, seed, on_step
+    def __init__(
+        self, student: Base, lessons: Lessons, steps: int, seed: int, on_step: OnStep | None
+    ) -> None:
+        self.student, self.lessons, self.steps, self.seed, self.on_step = (
+            student,
+            lessons,
+            steps,
+            seed,
+            on_step,
+        )
         check = lessons.check
         if not check.effect > 0.0:
-            raise CalibrationError("the adapter has no effect on the held-out texts: there is nothing to keep")
+            raise CalibrationError(
+                "the adapter has no effect on the held-out texts: there is nothing to keep"
+            )
         self.parameters = trained(student.model)
         self.start = [parameter.detach().clone() for parameter in self.parameters]
-        self.zero = torch.zeros(sum(value.numel() for value in self.start), device=self.start[0].device)
+        self.zero = torch.zeros(
+            sum(value.numel() for value in self.start), device=self.start[0].device
+        )
         self.scales = [value.square().mean().sqrt().clamp_min(1e-8) for value in self.start]
         self.team = PartialState()
         apart = distance_without(lessons.source, lessons.answers(0))
         self.nearness = 0.0 if apart is None else FEATURES * check.effect / apart
-        self.look_cost = check.examples / max(1, sum(len(next(iter(part.values()))) for part in lessons.batches[0]))
+        self.look_cost = check.examples / max(
+            1, sum(len(next(iter(part.values()))) for part in lessons.batches[0])
+        )
         self.looks = max(2, min(CHECKS, int(CHECK_SHARE * steps / self.look_cost) - 1))
 
     def put(self, u: Tensor) -> None:
         """Factors from relative changes."""
         with torch.no_grad():
             changes = torch.split(u, [value.numel() for value in self.start])
-            for parameter, start, scale, change in zip(self.parameters, self.start, self.scales, changes, strict=True):
+            for parameter, start, scale, change in zip(
+                self.parameters, self.start, self.scales, changes, strict=True
+            ):
                 parameter.copy_(start + scale * change.view_as(start))
 
     def best_of_trials(self, now: _State) -> _State:
@@ -250,7 +291,9 @@ class _Work:
                 loss += lost.detach()
         # 2. By the chain rule ∂/∂u = rms(θ₀) ∂/∂θ, summed over processes.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        gradient = torch.cat([(g * scale).flatten() for g, scale in zip(gradients, self.scales, strict=True)])
+        gradient = torch.cat(
+            [(g * scale).flatten() for g, scale in zip(gradients, self.scales, strict=True)]
+        )
         for parameter in self.parameters:
             parameter.grad = None
         if self.team.num_processes > 1:
@@ -312,7 +355,9 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
             parameter.data = parameter.data.float()
             factors.append(parameter)
     if not factors:
-        raise CalibrationError("the adapter has no LSR factors to train; distil what `compress` wrote")
+        raise CalibrationError(
+            "the adapter has no LSR factors to train; distil what `compress` wrote"
+        )
     return factors
 
 

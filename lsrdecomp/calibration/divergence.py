@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from lsrdecomp.calibration.base_model import Base, has_delta
 from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, CalibrationError, Head
 from lsrdecomp.errors import ShapeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
 
 ENTRIES = 2**22
 """Numbers that are held in double precision at a time: a vocabulary is large."""
@@ -26,7 +29,8 @@ class Reference:
     source : Base
         The base with the adapter whose answers are wanted.
     batches : iterable of mappings
-        What models are called with, as `calibration.base_model.batches` makes them. Padding is no question.
+        What models are called with, as `calibration.base_model.batches` makes them. Padding is no
+        question.
 
     Raises
     ------
@@ -35,8 +39,9 @@ class Reference:
 
     Notes
     -----
-    Costs two forward passes a batch (with ΔW and without), and one more for each comparison. Between them are held the
-    batches and what `keep_answers` keeps: the logits of few classes, or one row of the model's width for each token.
+    Costs two forward passes a batch (with ΔW and without), and one more for each comparison.
+    Between them are held the batches and what `keep_answers` keeps: the logits of few classes, or
+    one row of the model's width for each token.
     """
 
     def __init__(self, source: Base, batches: Iterable[Batch]) -> None:
@@ -48,9 +53,12 @@ class Reference:
             answers, recall = keep_answers(source, batch)
             with torch.no_grad(), without_delta(source.model):
                 bare = ask(source, batch)
-            # Of logits none is kept here: sums for each example are all that effects and the jackknife need.
+            # Of logits none is kept here: sums for each example are all that effects and the
+            # jackknife need.
             self._parts.append((batch, recall, answers.counts))
-            effects.append(summed(divergences(answers.logits, bare.logits, self.head), answers.counts))
+            effects.append(
+                summed(divergences(answers.logits, bare.logits, self.head), answers.counts)
+            )
         counts = [counts for _, _, counts in self._parts]
         self.counts = torch.cat(counts) if counts else torch.zeros(0, dtype=torch.long)
         if int(self.counts.sum()) == 0:
@@ -108,7 +116,9 @@ class Reference:
             for batch, recall, counts in self._parts:
                 old, new = recall(), ask(written, batch).logits
                 if old.shape != new.shape:
-                    raise ShapeError(f"answers of shape {tuple(new.shape)} against {tuple(old.shape)}")
+                    raise ShapeError(
+                        f"answers of shape {tuple(new.shape)} against {tuple(old.shape)}"
+                    )
                 lost.append(summed(divergences(old, new, self.head), counts))
                 same = (old.argmax(-1) == new.argmax(-1)).long()
                 agreeing.append(summed(same.cpu(), counts))
@@ -120,12 +130,14 @@ def divergences(old: Tensor, new: Tensor, head: Head) -> Tensor:
 
     Of a regression, half the squared difference.
     """
-    # In double precision: a form that answers nearly alike has divergences below the rounding of float32 logarithms.
+    # In double precision: a form that answers nearly alike has divergences below the rounding of
+    # float32 logarithms.
     step = max(1, ENTRIES // old.shape[-1])
     kl = [torch.zeros(0, dtype=torch.float64)]
     for first, second in zip(torch.split(old, step), torch.split(new, step), strict=True):
         before, after = (
-            part.cpu().double() if part.device.type == "mps" else part.double() for part in (first, second)
+            part.cpu().double() if part.device.type == "mps" else part.double()
+            for part in (first, second)
         )
         if head is Head.regression:
             kl.append(((before - after).square().sum(-1) / 2).cpu())

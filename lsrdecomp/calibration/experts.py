@@ -1,18 +1,18 @@
 """Experts that transformers 5 holds as two stacked parameters, as Linear layers of their own while they are measured.
 
-The layers have the names that the experts of a LoRA have: those that `lsrdecomp.checkpoints.experts` gives to experts
-of stacked parameters, or a file's own, as of the models that older versions of transformers built. The LoRA is put on
-them one by one, so that all that is measured of Linear layers is measured of experts.
+The layers have the names that the experts of a LoRA have: those that
+`lsrdecomp.checkpoints.experts` gives to experts of stacked parameters, or a file's own, as of the
+models that older versions of transformers built. The LoRA is put on them one by one, so that all
+that is measured of Linear layers is measured of experts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
@@ -23,12 +23,17 @@ from lsrdecomp.calibration.fisher import CalibrationError
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.checkpoints.experts import ORDER
 from lsrdecomp.checkpoints.records import LoraLayer, LsrLayer
-from lsrdecomp.checkpoints.tensors import Array
 from lsrdecomp.errors import UnsupportedError
 from lsrdecomp.precision import unit_roundoff
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from lsrdecomp.checkpoints.tensors import Array
+
 WORDS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""What files call the halves of ``gate_up_proj``, and ``down_proj``: Qwen, GLM, DeepSeek; Mixtral, MiniMax, Phi."""
+"""What files call the halves of ``gate_up_proj``, and ``down_proj``: Qwen, GLM, DeepSeek; Mixtral,
+MiniMax, Phi."""
 OLD_BLOCK = "block_sparse_moe"
 """What Mixtral's kind of models had for ``mlp``."""
 NAMED = re.compile(r"(?P<block>.+)\.experts\.\d+\.(?P<word>\w+)")
@@ -38,10 +43,12 @@ EXPERT = re.compile(r"(experts(?:\.\w+)?)\.\d+")
 class Experts(nn.Module):
     """The same function of tokens as transformers' module of experts.
 
-    Without ``words`` the layers are ``gate_up_proj.3`` and ``down_proj.3``; with them ``3.w1``, ``3.w3`` and ``3.w2``.
+    Without ``words`` the layers are ``gate_up_proj.3`` and ``down_proj.3``; with them ``3.w1``,
+    ``3.w3`` and ``3.w2``.
 
-    Every expert reads every token, and what it says to those that it was not sent is multiplied by 0: their gradients
-    are 0, and they drop out of the sums. That costs as many times more as there are experts to one that a token takes.
+    Every expert reads every token, and what it says to those that it was not sent is multiplied by
+    0: their gradients are 0, and they drop out of the sums. That costs as many times more as there
+    are experts to one that a token takes.
     """
 
     def __init__(self, stacked: Any, words: Sequence[str] = ()) -> None:
@@ -53,7 +60,9 @@ class Experts(nn.Module):
         if words:
             for expert, (gate_up, down) in enumerate(zip(gate_ups, downs, strict=True)):
                 weights = zip(words, (*gate_up.chunk(2), down), strict=True)
-                self.add_module(str(expert), nn.ModuleDict({word: _linear(weight) for word, weight in weights}))
+                self.add_module(
+                    str(expert), nn.ModuleDict({word: _linear(weight) for word, weight in weights})
+                )
         else:
             for name, weights in zip(ORDER, (gate_ups, downs), strict=True):
                 self.add_module(name, nn.ModuleList(map(_linear, weights)))
@@ -61,7 +70,9 @@ class Experts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         total = torch.zeros_like(hidden_states)
         for expert in range(self.count):
-            names = [f"{expert}.{word}" for word in self.words] or [f"{name}.{expert}" for name in ORDER]
+            names = [f"{expert}.{word}" for word in self.words] or [
+                f"{name}.{expert}" for name in ORDER
+            ]
             *inner, down = map(self.get_submodule, names)
             gate, up = torch.cat([layer(hidden_states) for layer in inner], dim=-1).chunk(2, dim=-1)
             # A token's share of this expert: 0 where it was sent elsewhere.
@@ -76,9 +87,11 @@ def with_lora(model: nn.Module, adapter: str | Path) -> PeftModel:
     Raises
     ------
     CalibrationError
-        For a base whose module of experts computes something else than `Experts` does, and for a layer that it lacks.
+        For a base whose module of experts computes something else than `Experts` does, and for a
+        layer that it lacks.
     """
-    # 1. Stacked experts of the base, and whether the adapter has layers in them: if not, PEFT opens it as any other.
+    # 1. Stacked experts of the base, and whether the adapter has layers in them: if not, PEFT opens
+    # it as any other.
     stacks = [
         name
         for name, module in model.named_modules()
@@ -91,7 +104,8 @@ def with_lora(model: nn.Module, adapter: str | Path) -> PeftModel:
     names = [layer.name for layer in source.layers] if source is not None else []
     if source is None or not any(".experts." in name for name in names):
         return PeftModel.from_pretrained(model, str(adapter))
-    # 2. Linear layers in the place of every stack, under the names that the adapter's files have for them.
+    # 2. Linear layers in the place of every stack, under the names that the adapter's files have
+    # for them.
     matches = [match for match in map(NAMED.fullmatch, names) if match]
     words = next((words for words in WORDS if any(match["word"] in words for match in matches)), ())
     blocks = {match["block"] for match in matches}
@@ -100,17 +114,25 @@ def with_lora(model: nn.Module, adapter: str | Path) -> PeftModel:
         parent, _, block = name.removesuffix(".experts").rpartition(".")
         if block != OLD_BLOCK and f"{parent}.{OLD_BLOCK}" in blocks:
             _rename(model.get_submodule(parent), block, OLD_BLOCK)
-    # 3. The adapter written again for layers by name, since PEFT would look for stacks in the file as it is.
+    # 3. The adapter written again for layers by name, since PEFT would look for stacks in the file
+    # as it is.
     modules = dict(model.named_modules(remove_duplicate=False))
     missing = next((name for name in names if name not in modules), None)
     if missing is not None:
         raise CalibrationError(
             f"the base has no layer {missing}; compress this adapter without --base and --calibrated"
         )
-    config = {field: value for field, value in source.config.items() if field != "target_parameters"}
+    config = {
+        field: value for field, value in source.config.items() if field != "target_parameters"
+    }
     with TemporaryDirectory() as directory, _own_names(model.config):
         out = Path(directory) / "lora"
-        write_lora(out, source=source, config=config | {"target_modules": names}, layers=map(_pair, source.layers))
+        write_lora(
+            out,
+            source=source,
+            config=config | {"target_modules": names},
+            layers=map(_pair, source.layers),
+        )
         return PeftModel.from_pretrained(model, str(out))
 
 
@@ -142,7 +164,9 @@ def _rename(parent: nn.Module, name: str, new: str) -> None:
 
 def _pair(layer: LoraLayer | LsrLayer) -> tuple[str, Array, Array]:
     if isinstance(layer, LsrLayer):
-        left, right = (expand([torch.tensor(factor) for factor in side]).numpy() for side in layer.load())
+        left, right = (
+            expand([torch.tensor(factor) for factor in side]).numpy() for side in layer.load()
+        )
     else:
         left, right = layer.load()
     return layer.name, layer.scale * left, right
@@ -157,11 +181,14 @@ def _linear(weight: Tensor) -> nn.Linear:
 @torch.no_grad()
 def _checked(name: str, stacked: nn.Module, words: Sequence[str]) -> Experts:
     """The experts as Linear layers, if they say to some tokens what the module says."""
-    text = f"{name} is a {type(stacked).__name__}, whose experts are not computed as Qwen3-MoE's are"
+    text = (
+        f"{name} is a {type(stacked).__name__}, whose experts are not computed as Qwen3-MoE's are"
+    )
     try:
         experts = Experts(stacked, words)
         weight = next(experts.parameters())
-        # Each expert gets two tokens at half strength: a module that scales or gates otherwise says another thing.
+        # Each expert gets two tokens at half strength: a module that scales or gates otherwise says
+        # another thing.
         generator = torch.Generator().manual_seed(0)
         count, width = experts.count, weight.shape[1]
         tokens = torch.randn(2 * count, width, generator=generator).to(weight)
@@ -169,7 +196,12 @@ def _checked(name: str, stacked: nn.Module, words: Sequence[str]) -> Experts:
         shares = torch.full((2 * count, 1), 0.5, device=weight.device, dtype=weight.dtype)
         ours, theirs = (module(tokens, chosen, shares).double() for module in (experts, stacked))
     except (AttributeError, TypeError, RuntimeError, ValueError) as error:
-        raise CalibrationError(f"{text}; compress this adapter without --base and --calibrated") from error
-    if not (ours - theirs).norm() <= 2**6 * unit_roundoff(str(weight.dtype).removeprefix("torch.")) * theirs.norm():
+        raise CalibrationError(
+            f"{text}; compress this adapter without --base and --calibrated"
+        ) from error
+    if (
+        not (ours - theirs).norm()
+        <= 2**6 * unit_roundoff(str(weight.dtype).removeprefix("torch.")) * theirs.norm()
+    ):
         raise CalibrationError(f"{text}; compress this adapter without --base and --calibrated")
     return experts

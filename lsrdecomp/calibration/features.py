@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lsrdecomp.calibration.answers import Answers, ask, keep_answers
-from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.divergence import without_delta
 from lsrdecomp.calibration.fisher import Batch, Head
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lsrdecomp.calibration.base_model import Base
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,9 @@ class Lesson:
 
     batch: Batch
     logits: Callable[[], Tensor]  # (answers, classes)
-    features: Tensor | None  # (answers, width) that the last layer read; None where that is not known
+    features: (
+        Tensor | None
+    )  # (answers, width) that the last layer read; None where that is not known
     answers: int
 
 
@@ -38,7 +43,8 @@ def lesson(source: Base, batch: Batch) -> Lesson:
 def ask_with_features(base: Base, batch: Batch) -> tuple[Answers, Tensor | None]:
     """As `ask`, with what the last linear layer read for each answer: (answers, width), with its graph.
 
-    None where there is more than one answer to an example, or no linear layer whose output is the logits.
+    None where there is more than one answer to an example, or no linear layer whose output is the
+    logits.
     """
     calls: list[tuple[Tensor, Tensor]] = []
 
@@ -49,13 +55,16 @@ def ask_with_features(base: Base, batch: Batch) -> tuple[Answers, Tensor | None]
     classes = getattr(getattr(base.model, "config", None), "num_labels", 0)
     linear = [module for module in base.model.modules() if isinstance(module, nn.Linear)]
     last = linear if base.head in (Head.classification, Head.regression) else []
-    handles = [module.register_forward_hook(hook) for module in last if module.out_features == classes]
+    handles = [
+        module.register_forward_hook(hook) for module in last if module.out_features == classes
+    ]
     try:
         answers = ask(base, batch)
     finally:
         for handle in handles:
             handle.remove()
-    # Of the layers with as many outputs as there are classes the last one whose outputs are the logits, bit by bit.
+    # Of the layers with as many outputs as there are classes the last one whose outputs are the
+    # logits, bit by bit.
     for inputs, output in reversed(calls):
         rows = _rows(inputs, output.detach().float(), answers.logits.detach())
         if rows is not None:
@@ -76,7 +85,10 @@ def distance_without(source: Base, lessons: list[Lesson]) -> float | None:
             bare = ask_with_features(source, each.batch)[1]
             if bare is None:
                 return None
-            total, answers = total + float((bare - each.features).square().sum()), answers + each.answers
+            total, answers = (
+                total + float((bare - each.features).square().sum()),
+                answers + each.answers,
+            )
     return total / answers if total > 0.0 else None
 
 

@@ -6,23 +6,27 @@ The layout of the finished files is told where they are read, in `lsrdecomp.chec
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from lsrdecomp.calibration.accumulators import Counts, LayerSums
 from lsrdecomp.checkpoints.files import sha256
-from lsrdecomp.checkpoints.journal import Journal
 from lsrdecomp.checkpoints.statistics import FORMAT, METADATA, PARTS, TENSORS, VERSION
 from lsrdecomp.checkpoints.tensors import TensorWriter
 from lsrdecomp.checkpoints.writing import new_file
 from lsrdecomp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from lsrdecomp.checkpoints.journal import Journal
 
 LIBRARIES = ("lsrdecomp", "torch", "transformers")
 
@@ -32,13 +36,21 @@ def check_unfinished(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise CheckpointError("the output is not a directory; choose another", path=out)
     if (out / METADATA).exists():
-        raise CheckpointError("holds finished statistics; choose another output, or remove it", path=out)
+        raise CheckpointError(
+            "holds finished statistics; choose another output, or remove it", path=out
+        )
 
 
 def save_sums(journal: Journal, key: str, layers: Mapping[str, LayerSums], counts: Counts) -> None:
     """Keep the sums of an unfinished run."""
-    tensors = {f"{name}.{part}": tensor for name, sums in layers.items() for part, tensor in sums.tensors.items()}
-    journal.put(key, {name: tensor.cpu().numpy() for name, tensor in tensors.items()}, facts=asdict(counts))
+    tensors = {
+        f"{name}.{part}": tensor
+        for name, sums in layers.items()
+        for part, tensor in sums.tensors.items()
+    }
+    journal.put(
+        key, {name: tensor.cpu().numpy() for name, tensor in tensors.items()}, facts=asdict(counts)
+    )
 
 
 def load_sums(journal: Journal, key: str, layers: Mapping[str, LayerSums]) -> Counts:
@@ -52,21 +64,31 @@ def load_sums(journal: Journal, key: str, layers: Mapping[str, LayerSums]) -> Co
     return Counts(**result.facts)
 
 
-def leading_eigenpairs(layers: Mapping[str, LayerSums], answers: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def leading_eigenpairs(
+    layers: Mapping[str, LayerSums], answers: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """What is kept of the sums of layers: tensors by name, and what the metadata says of each layer."""
     tensors: dict[str, Any] = {}
     about: dict[str, Any] = {}
     for name, sums in layers.items():
         into, out, fisher = sums.spectra(answers)
         for side, spectrum in (("input", into), ("output", out)):
-            for part, value in zip(PARTS, (spectrum.basis, spectrum.values, spectrum.rest), strict=True):
-                # Entries of unit vectors: half precision holds them to 5e-4 of their size, whatever the scale.
+            for part, value in zip(
+                PARTS, (spectrum.basis, spectrum.values, spectrum.rest), strict=True
+            ):
+                # Entries of unit vectors: half precision holds them to 5e-4 of their size, whatever
+                # the scale.
                 tensors[f"{name}.{side}.{part}"] = np.asarray(
                     value, dtype=np.float16 if value is spectrum.basis else np.float32
                 )
         shape = [out.size, into.size]
         ranks = [out.values.size, into.values.size]
-        about[name] = {"shape": shape, "ranks": ranks, "tokens": int(sums.tokens), "fisher_trace": fisher}
+        about[name] = {
+            "shape": shape,
+            "ranks": ranks,
+            "tokens": int(sums.tokens),
+            "fisher_trace": fisher,
+        }
     return tensors, about
 
 
@@ -86,5 +108,7 @@ def write_statistics(
     metadata = {"format": FORMAT, "version": VERSION, "settings": settings, **asdict(counts)}
     metadata["sha256"] = sha256(out / TENSORS)
     with new_file(out / METADATA, force=True) as part:
-        text = json.dumps(metadata | {"layers": about, "made_with": versions}, indent=2, sort_keys=True)
+        text = json.dumps(
+            metadata | {"layers": about, "made_with": versions}, indent=2, sort_keys=True
+        )
         part.write_text(text + "\n", encoding="utf-8")

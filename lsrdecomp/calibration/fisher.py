@@ -59,8 +59,9 @@ class Pairs:
 class Record:
     """The calls of each watched module during one forward pass, handed on as the backward pass completes them.
 
-    ``uses`` counts the calls of a forward pass. Those inside a block that is computed again on the way back, where
-    `torch.is_grad_enabled` says no at first, are recorded when gradients reach the block.
+    ``uses`` counts the calls of a forward pass. Those inside a block that is computed again on the
+    way back, where `torch.is_grad_enabled` says no at first, are recorded when gradients reach the
+    block.
     """
 
     sink: Callable[[str, Pairs], None]
@@ -101,13 +102,15 @@ class Record:
             self._deliver(name)
 
     def _deliver(self, name: str) -> None:
-        calls = [(call.inputs, call.gradient) for call in self.calls[name] if call.gradient is not None]
+        calls = [
+            (call.inputs, call.gradient) for call in self.calls[name] if call.gradient is not None
+        ]
         self.calls[name].clear()
         self.uses[name] = 0
         if not calls:
             return
-        # A module used several times in a pass has the tokens of all uses side by side: the gradient of its weight is
-        # their sum.
+        # A module used several times in a pass has the tokens of all uses side by side: the
+        # gradient of its weight is their sum.
         both: tuple[list[Tensor], list[Tensor]] = ([], [])
         for inputs, gradient in calls:
             rows = inputs[..., 0].numel()
@@ -116,15 +119,21 @@ class Record:
                     f"{name}: {rows} input rows (shape {tuple(inputs.shape)}) for {self.examples} examples"
                 )
             for parts, tensor in zip(both, (inputs, gradient), strict=True):
-                parts.append(tensor.reshape(self.examples, rows // self.examples, tensor.shape[-1]).float())
+                parts.append(
+                    tensor.reshape(self.examples, rows // self.examples, tensor.shape[-1]).float()
+                )
         self.sink(name, Pairs(torch.cat(both[0], 1), torch.cat(both[1], 1)))
 
 
 @contextmanager
-def watched(modules: Mapping[str, nn.Module], sink: Callable[[str, Pairs], None]) -> Iterator[Record]:
+def watched(
+    modules: Mapping[str, nn.Module], sink: Callable[[str, Pairs], None]
+) -> Iterator[Record]:
     """Record inputs and output gradients of ``modules``; parameters need no gradient, hooks go when the block ends."""
     record = Record(sink, calls={name: [] for name in modules}, uses=dict.fromkeys(modules, 0))
-    handles = [module.register_forward_hook(_hook(record, name)) for name, module in modules.items()]
+    handles = [
+        module.register_forward_hook(_hook(record, name)) for name, module in modules.items()
+    ]
     try:
         yield record
     finally:
@@ -144,7 +153,8 @@ def _hook(record: Record, name: str) -> Any:
         if output.requires_grad:
             output.register_hook(keep)  # type: ignore[no-untyped-call]
             return None
-        # All parameters are frozen: here the graph begins. The copy lets later code write into its result.
+        # All parameters are frozen: here the graph begins. The copy lets later code write into its
+        # result.
         start = output.detach().requires_grad_()
         start.register_hook(keep)  # type: ignore[no-untyped-call]
         return start.clone()
@@ -173,7 +183,8 @@ def answer_logits(logits: Tensor, head: Head, mask: Tensor | None = None) -> Ten
     logits : Tensor, shape (examples, classes), (examples, 1) or (examples, tokens, classes)
     head : Head
     mask : Tensor, shape (examples, tokens), optional
-        Real tokens; positions without one (or, for a causal model, without a next one) give no answer.
+        Real tokens; positions without one (or, for a causal model, without a next one) give no
+        answer.
 
     Raises
     ------

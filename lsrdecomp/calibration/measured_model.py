@@ -1,15 +1,15 @@
 """A model that is measured: its modules by name, their sizes, the state it is in meanwhile, and what it keeps.
 
-Blocks can compute their activations again on the way back instead of keeping them. transformers does so for training
-alone, and asks ``module.training``, which would switch dropout on. So its blocks are found by their class and wrapped
-here; hooks inside them see the second pass, the one with gradients.
+Blocks can compute their activations again on the way back instead of keeping them. transformers
+does so for training alone, and asks ``module.training``, which would switch dropout on. So its
+blocks are found by their class and wrapped here; hooks inside them see the second pass, the one
+with gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lsrdecomp.adapters.geometry import LINEAR, geometry_of
 from lsrdecomp.calibration.fisher import CalibrationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
@@ -31,7 +34,9 @@ def layer_size(module: nn.Module, name: str) -> tuple[int, int]:
     """(m, n) of a Linear layer, GPT-2's Conv1D or an adapter's wrapping of either."""
     plain: nn.Module = getattr(module, "get_base_layer", lambda: module)()
     if not isinstance(plain, LINEAR):
-        raise CalibrationError(f"{name} is a {type(plain).__name__}; statistics are for Linear layers")
+        raise CalibrationError(
+            f"{name} is a {type(plain).__name__}; statistics are for Linear layers"
+        )
     return geometry_of(plain).matrix_shape
 
 
@@ -42,7 +47,9 @@ def measuring(model: nn.Module) -> Iterator[None]:
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     config = getattr(model, "config", None)
     caching = getattr(config, "use_cache", None)
-    checkpointing = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    checkpointing = [
+        module for module in model.modules() if getattr(module, "gradient_checkpointing", False)
+    ]
     model.eval()
     try:
         for parameter in learning:
@@ -68,12 +75,13 @@ def measuring(model: nn.Module) -> Iterator[None]:
 def recomputed(model: nn.Module, watched: Sequence[nn.Module]) -> Iterator[int]:
     """Inside, blocks of ``model`` keep their inputs alone; yields how many blocks it has, 0 if the model has no such.
 
-    A block is a `transformers.modeling_layers.GradientCheckpointingLayer`, and one inside another is left to the outer.
-    Parameters must be frozen: gradients reach a block through its arguments, or begin in it if it holds one of the
-    ``watched`` modules. Costs another forward pass of the blocks that gradients go through.
+    A block is a `transformers.modeling_layers.GradientCheckpointingLayer`, and one inside another
+    is left to the outer. Parameters must be frozen: gradients reach a block through its arguments,
+    or begin in it if it holds one of the ``watched`` modules. Costs another forward pass of the
+    blocks that gradients go through.
     """
-    # Instances get a forward of their own, which shadows their class's; one that they had already (accelerate's hooks
-    # set one) is put back at the end.
+    # Instances get a forward of their own, which shadows their class's; one that they had already
+    # (accelerate's hooks set one) is put back at the end.
     blocks = _outermost(model)
     own: dict[nn.Module, Any] = {block: block.__dict__.get("forward") for block in blocks}
     some = set(watched)
@@ -98,19 +106,27 @@ def _again(forward: Callable[..., Any], begins: bool) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         names, most = list(kwargs), len(args)
         # What a cache holds would be written twice, and nothing here reads one.
-        values: list[Any] = [None if isinstance(value, Cache) else value for value in (*args, *kwargs.values())]
+        values: list[Any] = [
+            None if isinstance(value, Cache) else value for value in (*args, *kwargs.values())
+        ]
         flowing = any(isinstance(value, Tensor) and value.requires_grad for value in values)
         if not torch.is_grad_enabled() or not (flowing or begins):
             return forward(*values[:most], **dict(zip(names, values[most:], strict=True)))
-        # A reentrant checkpoint goes back only if an argument asks for it: where they begin inside, one is made to.
+        # A reentrant checkpoint goes back only if an argument asks for it: where they begin inside,
+        # one is made to.
         if not flowing:
-            first = next(i for i, value in enumerate(values) if isinstance(value, Tensor) and value.is_floating_point())
+            first = next(
+                i
+                for i, value in enumerate(values)
+                if isinstance(value, Tensor) and value.is_floating_point()
+            )
             values[first] = values[first].detach().requires_grad_()
 
         def block(*values: Any) -> Any:
             return forward(*values[:most], **dict(zip(names, values[most:], strict=True)))
 
-        # The reentrant form: first without gradients, then with them, so that hooks can tell the two passes apart.
+        # The reentrant form: first without gradients, then with them, so that hooks can tell the
+        # two passes apart.
         return checkpoint(block, *values, use_reentrant=True, preserve_rng_state=False)
 
     return run

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.names import COMPONENTS
 from lsrdecomp.checkpoints.tensors import first_line, read_header
 from lsrdecomp.checkpoints.writers.gguf import GgufBase, read_base
 from lsrdecomp.errors import CheckpointError, LsrError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 INDEX = ".safetensors.index.json"
 CLASSES = {
@@ -38,10 +40,12 @@ class BaseModules:
     Attributes
     ----------
     shapes : Mapping of str to tuple of int, or None
-        Of the stored weight: out x in of a linear layer, in x out of transformers' ``Conv1D``. None where the stored
-        numbers are packed. A diffusers pipeline's names begin with the component; a GGUF file's are its own.
+        Of the stored weight: out x in of a linear layer, in x out of transformers' ``Conv1D``. None
+        where the stored numbers are packed. A diffusers pipeline's names begin with the component;
+        a GGUF file's are its own.
     gguf : GgufBase, optional
-        Where llama.cpp is concerned: the names and heads of a GGUF file, or of a config that has them.
+        Where llama.cpp is concerned: the names and heads of a GGUF file, or of a config that has
+        them.
 
     Examples
     --------
@@ -79,8 +83,9 @@ class BaseModules:
     def find_as_opened(self, name: str, task_type: str | None) -> str | None:
         """As `find`, where transformers opens the base for a task: it adds or takes away the first word of its names.
 
-        A file of the bare model has ``encoder.…`` where a model with a head calls it ``bert.encoder.…``, and the other
-        way round; language models are asked for by their own names.
+        A file of the bare model has ``encoder.…`` where a model with a head calls it
+        ``bert.encoder.…``, and the other way round; language models are asked for by their own
+        names.
         """
         same = self.find(name)
         if same is not None or self.from_gguf:
@@ -91,12 +96,16 @@ class BaseModules:
         if task_type in ("CAUSAL_LM", "SEQ_2_SEQ_LM"):
             return None
         firsts = {stored.partition(".")[0] for stored in self.shapes}
-        return next((f"{word}.{name}" for word in sorted(firsts) if f"{word}.{name}" in self.shapes), None)
+        return next(
+            (f"{word}.{name}" for word in sorted(firsts) if f"{word}.{name}" in self.shapes), None
+        )
 
     @cached_property
     def _bare(self) -> bool:
         """Whether no word stands above both numbered layers and embeddings, as one does in a model with a head."""
-        numbered = {name for name in self.shapes if any(part.isdecimal() for part in name.split("."))}
+        numbered = {
+            name for name in self.shapes if any(part.isdecimal() for part in name.split("."))
+        }
         above = {name.partition(".")[0] for name in numbered}
         return not above & {name.partition(".")[0] for name in self.shapes.keys() - numbered}
 
@@ -107,9 +116,9 @@ def read_modules(path: str | Path, *, task_type: str | None = None) -> BaseModul
     Parameters
     ----------
     path : str or Path
-        A model's directory, a safetensors file or its index, a GGUF file, a diffusers pipeline or one of its
-        components, or a config.json alone. Only for the last are torch and transformers needed: the model is built
-        without memory for its weights.
+        A model's directory, a safetensors file or its index, a GGUF file, a diffusers pipeline or
+        one of its components, or a config.json alone. Only for the last are torch and transformers
+        needed: the model is built without memory for its weights.
     task_type : str, optional
         As PEFT calls it: which class of model to build from a config alone.
 
@@ -142,7 +151,9 @@ def read_modules(path: str | Path, *, task_type: str | None = None) -> BaseModul
     folder = path if path.is_dir() else path.parent
     config = path if path.name == "config.json" else folder / "config.json"
     described = read_json(config) if config.is_file() else {}
-    component = CLASSES.get(str(described.get("_class_name") or next(iter(described.get("architectures") or []), "")))
+    component = CLASSES.get(
+        str(described.get("_class_name") or next(iter(described.get("architectures") or []), ""))
+    )
     if component is not None:
         return BaseModules(path, {f"{component}.{name}": shape for name, shape in shapes.items()})
     return BaseModules(path, shapes, _gguf(config))
@@ -168,14 +179,19 @@ def _modules(path: Path, task_type: str | None) -> Iterator[tuple[str, Shape | N
                 if module.endswith("embed_tokens"):
                     tied = tensor.shape
     if tied is not None:
-        yield "lm_head", tied  # of a model that ties it to the embedding; if it is stored, its size is the same
+        yield (
+            "lm_head",
+            tied,
+        )  # of a model that ties it to the embedding; if it is stored, its size is the same
 
 
 def _weight_files(path: Path) -> list[Path]:
     """The safetensors files of a base; none where there is only a config."""
     if path.is_dir():
         indices = sorted(path.glob(f"*{INDEX}"))
-        whole = [path / name for name in ("model.safetensors", "diffusion_pytorch_model.safetensors")]
+        whole = [
+            path / name for name in ("model.safetensors", "diffusion_pytorch_model.safetensors")
+        ]
         whole = [file for file in whole if file.exists() or file.is_symlink()]
         if not whole and not indices:
             return sorted(path.glob("*.safetensors"))
@@ -187,7 +203,9 @@ def _weight_files(path: Path) -> list[Path]:
         files = sorted(set(parts.values()))
         odd = [file for file in files if Path(file).name != file]
         if odd:
-            raise CheckpointError(f"names a file outside its directory, {ascii(odd[0])[:80]}", path=path)
+            raise CheckpointError(
+                f"names a file outside its directory, {ascii(odd[0])[:80]}", path=path
+            )
         return [path.parent / file for file in files]
     return [path] if path.suffix == ".safetensors" else []
 
@@ -232,9 +250,13 @@ def _built(config: Path, task_type: str | None) -> Iterator[tuple[str, tuple[int
                 model = _transformers(config, raw, task_type)
     except ImportError as error:
         text = f"{config}: of a config alone names come from the model it describes; without {error.name}"
-        raise LsrError(f"{text}: pip install 'lsrdecomp[peft]', or name a base with weights") from error
+        raise LsrError(
+            f"{text}: pip install 'lsrdecomp[peft]', or name a base with weights"
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise CheckpointError(f"no model can be built from it: {first_line(error)}", path=config) from error
+        raise CheckpointError(
+            f"no model can be built from it: {first_line(error)}", path=config
+        ) from error
     for name, module in model.named_modules(remove_duplicate=False):
         weight = getattr(module, "weight", None)
         if isinstance(weight, torch.Tensor) and weight.ndim > 1:

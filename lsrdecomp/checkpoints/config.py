@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from lsrdecomp.checkpoints.records import Checkpoint
 
 Value = TypeVar("Value")
 MAX_RANK = 2**31
@@ -28,7 +31,9 @@ class Config:
         self.path = path
 
     def error(self, field: str, expected: str) -> CheckpointError:
-        return CheckpointError(f"{field} is {_short(self.raw.get(field))}, expected {expected}", path=self.path)
+        return CheckpointError(
+            f"{field} is {_short(self.raw.get(field))}, expected {expected}", path=self.path
+        )
 
     def integer(self, field: str, default: int | None = None) -> int:
         return self._integer(self.raw.get(field, default), field)
@@ -50,11 +55,17 @@ class Config:
 
     def integers(self, field: str) -> dict[str, int]:
         """A pattern map with positive integers."""
-        return {key: self._integer(value, f"{field}[{key!r}]") for key, value in self.mapping(field).items()}
+        return {
+            key: self._integer(value, f"{field}[{key!r}]")
+            for key, value in self.mapping(field).items()
+        }
 
     def numbers(self, field: str) -> dict[str, float]:
         """A pattern map with finite numbers."""
-        return {key: self._number(value, f"{field}[{key!r}]") for key, value in self.mapping(field).items()}
+        return {
+            key: self._number(value, f"{field}[{key!r}]")
+            for key, value in self.mapping(field).items()
+        }
 
     def mapping(self, field: str) -> dict[str, Any]:
         value = self.raw.get(field) or {}
@@ -65,7 +76,8 @@ class Config:
     def _integer(self, value: Any, field: str) -> int:
         if type(value) is not int or not 0 < value < MAX_RANK:
             raise CheckpointError(
-                f"{field} is {_short(value)}, expected an integer from 1 to {MAX_RANK - 1}", path=self.path
+                f"{field} is {_short(value)}, expected an integer from 1 to {MAX_RANK - 1}",
+                path=self.path,
             )
         return value
 
@@ -76,28 +88,38 @@ class Config:
         except OverflowError:
             good = False
         if not good:
-            raise CheckpointError(f"{field} is {_short(value)}, expected a finite number", path=self.path)
+            raise CheckpointError(
+                f"{field} is {_short(value)}, expected a finite number", path=self.path
+            )
         return float(value)
 
 
 class Patterns:
     """Values by module-name pattern, under PEFT's rule: ``re.match(r"(.*\\.)?(key)$", name)``, first match wins.
 
-    With ``exact_first``, the rule of LSR adapters: a module's exact name is looked up before any pattern.
+    With ``exact_first``, the rule of LSR adapters: a module's exact name is looked up before any
+    pattern.
     """
 
-    def __init__(self, values: Mapping[str, Any], field: str, path: Path, *, exact_first: bool = False) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], field: str, path: Path, *, exact_first: bool = False
+    ) -> None:
         self.exact = dict(values) if exact_first else {}
         self.values = [(_compile(key, field, path), value) for key, value in values.items()]
         wild = sum(1 for key in values if re.search(r"[*+{?|]", key))
         if wild > MOST_WILD:
             raise CheckpointError(
-                f"{field} has {wild} patterns with wildcards; at most {MOST_WILD} are read", path=path
+                f"{field} has {wild} patterns with wildcards; at most {MOST_WILD} are read",
+                path=path,
             )
 
     def get(self, name: str, default: Value) -> Value:
         """The value for a module name, or the default."""
-        key = next((key for key in spellings(name) if key in self.exact), None) if self.exact else None
+        key = (
+            next((key for key in spellings(name) if key in self.exact), None)
+            if self.exact
+            else None
+        )
         if key is not None:
             return self.exact[key]  # type: ignore[no-any-return]
         return next((value for pattern, value in self.values if pattern.match(name)), default)
@@ -106,7 +128,9 @@ class Patterns:
 class Scales:
     """Rank and scale, alpha / r or alpha / √r, of every module: by the patterns of a config or its common values."""
 
-    def __init__(self, config: Config, rank: int, alpha: float, *, exact_first: bool = False) -> None:
+    def __init__(
+        self, config: Config, rank: int, alpha: float, *, exact_first: bool = False
+    ) -> None:
         self._rank, self._alpha = rank, alpha
         ranks, alphas = config.integers("rank_pattern"), config.numbers("alpha_pattern")
         self._ranks = Patterns(ranks, "rank_pattern", config.path, exact_first=exact_first)
@@ -150,14 +174,22 @@ def check_pattern(key: str, field: str, path: Path) -> None:
     # A backtracking matcher is slow on repeats inside repeats, and on many in a row.
     bare = re.sub(r"\\.|\[[^\]]*\]", "x", key)
     repeats, choices = len(re.findall(r"[*+{]", bare)), len(re.findall(r"[|?]", bare))
-    if len(key) > LONGEST_PATTERN or re.search(r"\)[*+{]", bare) or repeats > MOST_REPEATS or choices > MOST_CHOICES:
+    if (
+        len(key) > LONGEST_PATTERN
+        or re.search(r"\)[*+{]", bare)
+        or repeats > MOST_REPEATS
+        or choices > MOST_CHOICES
+    ):
         raise CheckpointError(
-            f"{field}: the pattern {_short(key)} has too many choices to be matched safely", path=path
+            f"{field}: the pattern {_short(key)} has too many choices to be matched safely",
+            path=path,
         )
     try:
         re.compile(key)
     except (re.error, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{field}: {_short(key)} is not a pattern ({error})", path=path) from None
+        raise CheckpointError(
+            f"{field}: {_short(key)} is not a pattern ({error})", path=path
+        ) from None
 
 
 def _compile(key: str, field: str, path: Path) -> re.Pattern[str]:
@@ -165,7 +197,9 @@ def _compile(key: str, field: str, path: Path) -> re.Pattern[str]:
     try:
         return re.compile(rf"(.*\.)?({key})$")
     except (re.error, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{field}: {_short(key)} is not a pattern ({error})", path=path) from None
+        raise CheckpointError(
+            f"{field}: {_short(key)} is not a pattern ({error})", path=path
+        ) from None
 
 
 def _words(value: Any) -> bool:
@@ -188,7 +222,8 @@ def _tokens(value: Any) -> bool:
     return _counts(value) or (isinstance(value, dict) and all(map(_counts, value.values())))
 
 
-# What says which modules are meant and what else is trained; everything else in a config is about training LoRA.
+# What says which modules are meant and what else is trained; everything else in a config is about
+# training LoRA.
 CARRIED: dict[str, tuple[str, tuple[Callable[[Any], bool], ...]]] = {
     "base_model_name_or_path": ("text", (_text,)),
     "revision": ("text", (_text,)),
@@ -197,7 +232,10 @@ CARRIED: dict[str, tuple[str, tuple[Callable[[Any], bool], ...]]] = {
     "target_modules": ("text or a list of text", (_text, _words)),
     "target_parameters": ("a list of text", (_words,)),
     "exclude_modules": ("text or a list of text", (_text, _words)),
-    "layers_to_transform": ("an integer or a list of integers", (lambda value: type(value) is int, _counts)),
+    "layers_to_transform": (
+        "an integer or a list of integers",
+        (lambda value: type(value) is int, _counts),
+    ),
     "layers_pattern": ("text or a list of text", (_text, _words)),
     "modules_to_save": ("a list of text", (_words,)),
     "trainable_token_indices": ("a list of integers, or a map to such lists", (_tokens,)),
@@ -215,12 +253,15 @@ def check_carried(config: Config) -> None:
 
 
 HEADS = ("classifier", "score")
-"""What PEFT adds to modules_to_save of every classifier, whichever it has, each time that it opens one."""
+"""What PEFT adds to modules_to_save of every classifier, whichever it has, each time that it opens
+one."""
 
 
 def _saved(config: Mapping[str, Any]) -> list[str]:
     """The modules that are saved whole, each named once."""
-    return [name for name in dict.fromkeys(config.get("modules_to_save") or ()) if isinstance(name, str)]
+    return [
+        name for name in dict.fromkeys(config.get("modules_to_save") or ()) if isinstance(name, str)
+    ]
 
 
 def missing_modules(config: Mapping[str, Any], extras: Iterable[str]) -> tuple[str, ...]:
@@ -249,7 +290,11 @@ def patterns(values: Mapping[str, Value], default: Value) -> dict[str, Value]:
 
 
 def carried_fields(
-    config: Mapping[str, Any], names: set[str], extras: set[str], source: Checkpoint | None, only: str
+    config: Mapping[str, Any],
+    names: set[str],
+    extras: set[str],
+    source: Checkpoint | None,
+    only: str,
 ) -> dict[str, Any]:
     """Fields of the new config taken from the old one, so that PEFT finds the same modules again.
 
@@ -270,7 +315,9 @@ def carried_fields(
         fields["target_modules"] = sorted(names)
     bias = config.get("bias", "none")
     has_bias = any(key.endswith(".bias") for key in extras)
-    fields["bias"] = "none" if not has_bias or bias not in ("all", "lora_only", "lsr_only") else bias
+    fields["bias"] = (
+        "none" if not has_bias or bias not in ("all", "lora_only", "lsr_only") else bias
+    )
     if fields["bias"] not in ("none", "all"):
         fields["bias"] = only
     fields["inference_mode"] = True

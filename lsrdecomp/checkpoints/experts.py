@@ -1,23 +1,27 @@
 """Experts that PEFT stores stacked, as parameters that ``target_parameters`` names: one layer for each expert.
 
-Of E experts and rank r, ``lora_A`` is (E·r, n) with the rows of an expert together, ``lora_B`` is (m, r·E) with the
-columns of a component together (PEFT 0.21, lora/layer.py, ``ParamWrapper``). Where a module has two such parameters,
-the first in the model's order is wrapped first and stored under one more ``.base_layer``.
+Of E experts and rank r, ``lora_A`` is (E·r, n) with the rows of an expert together, ``lora_B`` is
+(m, r·E) with the columns of a component together (PEFT 0.21, lora/layer.py, ``ParamWrapper``).
+Where a module has two such parameters, the first in the model's order is wrapped first and stored
+under one more ``.base_layer``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lsrdecomp.checkpoints.records import LoraLayer
-from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 from lsrdecomp.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from lsrdecomp.checkpoints.records import LoraLayer
+    from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 
 INNER = ".base_layer"
 ORDER = ("gate_up_proj", "down_proj")
@@ -41,7 +45,9 @@ class Stacks:
         if not parameters and not depth:
             return None
         if depth >= len(parameters):
-            text = f"wraps {depth + 1} parameters, of which target_parameters names {len(parameters)}"
+            text = (
+                f"wraps {depth + 1} parameters, of which target_parameters names {len(parameters)}"
+            )
             raise CheckpointError(text, path=self.path, tensor=key)
         return f"{module}.{parameters[-1 - depth]}"
 
@@ -60,7 +66,11 @@ class Stacks:
     def check_all_there(self, layers: Iterable[str]) -> None:
         """Raise `CheckpointError` for a parameter that no layer is an expert of."""
         parents = [f".{name.rpartition('.')[0]}" for name in layers]
-        missing = [target for target in self.targets if not any(name.endswith(f".{target}") for name in parents)]
+        missing = [
+            target
+            for target in self.targets
+            if not any(name.endswith(f".{target}") for name in parents)
+        ]
         if missing:
             text = f"target_parameters names {ascii(missing[0])[:80]}, of which the file holds no tensor"
             raise CheckpointError(text, path=self.path)
@@ -83,9 +93,7 @@ def expert_layers(
     """A layer for each expert of a stack, called by its number; ``read`` is asked for the stored halves."""
     count, rest = divmod(whole.rank, rank)
     if rest or whole.kernel:
-        text = (
-            f"shape {whole.down.shape} is no stack of experts of rank {rank}; correct r or rank_pattern in {path.name}"
-        )
+        text = f"shape {whole.down.shape} is no stack of experts of rank {rank}; correct r or rank_pattern in {path.name}"
         raise whole.down.error(text)
 
     def up(expert: int) -> Array:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import stat
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MAX_JSON = 16 * 2**20
 LFS = b"version https://git-lfs"
 SUMS = "SHA256SUMS"
-"""A digest of every file of a directory we write, in the form that the tool ``sha256sum -c`` reads."""
+"""A digest of every file of a directory we write, in the form that the tool ``sha256sum -c``
+reads."""
 EXAMPLES = (".jsonl", ".json", ".csv", ".parquet")
-"""Endings of files of examples, as `lsrdecomp.calibration.dataset` reads them; others hold a text a line."""
+"""Endings of files of examples, as `lsrdecomp.calibration.dataset` reads them; others hold a text a
+line."""
 LARGEST_SUMS = 2**20
 WRITTEN = ("adapter_model.safetensors", "adapters.safetensors", "adapter_config.json")
 """Files that act on the model: a record that does not name one vouches for nothing."""
@@ -33,7 +37,8 @@ def regular_file_size(path: Path) -> int:
     Raises
     ------
     CheckpointError
-        If there is no such file, if it is a directory, a device or a pipe, or if it is a Git-LFS pointer.
+        If there is no such file, if it is a directory, a device or a pipe, or if it is a Git-LFS
+        pointer.
     """
     try:
         status = path.stat()
@@ -47,7 +52,14 @@ def regular_file_size(path: Path) -> int:
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", path=path) from error
     if start.startswith(LFS):
-        size = next((line[5:].decode("ascii", "replace") for line in start.split(b"\n") if line[:5] == b"size "), "?")
+        size = next(
+            (
+                line[5:].decode("ascii", "replace")
+                for line in start.split(b"\n")
+                if line[:5] == b"size "
+            ),
+            "?",
+        )
         text = f"this is a Git-LFS pointer, not the file itself ({size} bytes are elsewhere): run git lfs pull"
         raise CheckpointError(text, path=path)
     return status.st_size
@@ -85,14 +97,20 @@ def parse_json(text: bytes, path: Path, *, what: str = "file") -> dict[str, Any]
     """A JSON object; a key given twice, a wrong encoding or endless nesting is a `CheckpointError`."""
     try:
         value = json.loads(
-            text.decode("utf-8-sig" if what == "file" else "utf-8"), object_pairs_hook=_once, parse_constant=_number
+            text.decode("utf-8-sig" if what == "file" else "utf-8"),
+            object_pairs_hook=_once,
+            parse_constant=_number,
         )
     except RecursionError:
         raise CheckpointError(f"the {what}'s JSON is nested too deeply", path=path) from None
     except ValueError as error:
-        raise CheckpointError(f"the {what} is not JSON: {str(error).partition(';')[0][:200]}", path=path) from None
+        raise CheckpointError(
+            f"the {what} is not JSON: {str(error).partition(';')[0][:200]}", path=path
+        ) from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"the {what}'s JSON is a {type(value).__name__}, expected an object", path=path)
+        raise CheckpointError(
+            f"the {what}'s JSON is a {type(value).__name__}, expected an object", path=path
+        )
     return value
 
 
@@ -105,7 +123,9 @@ def sha256(path: Path) -> str:
 def write_sums(directory: Path) -> None:
     """Record the digest of every file in ``directory``."""
     files = sorted(path for path in directory.iterdir() if path.is_file() and path.name != SUMS)
-    (directory / SUMS).write_text("".join(f"{sha256(path)}  {path.name}\n" for path in files), encoding="utf-8")
+    (directory / SUMS).write_text(
+        "".join(f"{sha256(path)}  {path.name}\n" for path in files), encoding="utf-8"
+    )
 
 
 def changed_files(directory: Path) -> tuple[str, ...] | None:
@@ -114,11 +134,17 @@ def changed_files(directory: Path) -> tuple[str, ...] | None:
     if not record.is_file():
         return None
     if record.stat().st_size > LARGEST_SUMS:
-        raise CheckpointError(f"{record.stat().st_size} bytes of digests; not a file written here", path=record)
+        raise CheckpointError(
+            f"{record.stat().st_size} bytes of digests; not a file written here", path=record
+        )
     files = {path.name: path for path in directory.iterdir() if path.is_file()}
     lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
     listed = {line.partition("  ")[2] for line in lines}
-    changed = [f"{name} (not in {SUMS})" for name in sorted(files) if name in WRITTEN and name not in listed]
+    changed = [
+        f"{name} (not in {SUMS})"
+        for name in sorted(files)
+        if name in WRITTEN and name not in listed
+    ]
     for line in lines:
         digest, _, name = line.partition("  ")
         if name not in files or sha256(files[name]) != digest:

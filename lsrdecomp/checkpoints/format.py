@@ -1,23 +1,27 @@
 """A format of adapters: what lies at a path before anyone says which it is, and what every reader refuses and returns.
 
-Config, weight file and headers are a `Bundle`, which a `Format` reads in the words that all of them share.
+Config, weight file and headers are a `Bundle`, which a `Format` reads in the words that all of them
+share.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from lsrdecomp.checkpoints.config import Config
 from lsrdecomp.checkpoints.files import read_json, regular_file_size
 from lsrdecomp.checkpoints.pickles import read_pickle
 from lsrdecomp.checkpoints.records import Checkpoint, Layer, natural, rank_notes
 from lsrdecomp.checkpoints.tensors import StoredTensor, read_header
 from lsrdecomp.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from os import PathLike
+
+    from lsrdecomp.checkpoints.config import Config
 
 CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # in PEFT's own order
@@ -45,7 +49,9 @@ class Bundle:
         return CheckpointError(message, path=self.config_path)
 
 
-def open_bundle(path: str | PathLike[str], name: str | None = None, max_memory: int | None = None) -> Bundle:
+def open_bundle(
+    path: str | PathLike[str], name: str | None = None, max_memory: int | None = None
+) -> Bundle:
     """Find config and weights at a path and read the headers; `CheckpointError` if there is not exactly one adapter.
 
     Parameters
@@ -68,18 +74,30 @@ def open_bundle(path: str | PathLike[str], name: str | None = None, max_memory: 
     if not target.is_dir():
         if target.suffix in (".json", ".md", ".txt", ".toml", ".yaml"):
             there = any(file.suffix in SUFFIXES for file in target.absolute().parent.iterdir())
-            way_out = f"give its directory, {target.parent}" if there else f"expected one of {', '.join(SUFFIXES)}"
+            way_out = (
+                f"give its directory, {target.parent}"
+                if there
+                else f"expected one of {', '.join(SUFFIXES)}"
+            )
             raise CheckpointError(f"holds no weights; {way_out}", path=target)
         with_config = target.name in BESIDE_CONFIG and (target.parent / CONFIG).exists()
-        return _read(target, target, read_json(target.parent / CONFIG) if with_config else None, max_memory)
+        return _read(
+            target, target, read_json(target.parent / CONFIG) if with_config else None, max_memory
+        )
     # Find 2: a directory with a config; of its weights the first that PEFT would look for.
     if (target / CONFIG).exists() or (target / CONFIG).is_symlink():
         config = read_json(target / CONFIG)
-        weights = [target / file for file in BESIDE_CONFIG if (target / file).exists() or (target / file).is_symlink()]
+        weights = [
+            target / file
+            for file in BESIDE_CONFIG
+            if (target / file).exists() or (target / file).is_symlink()
+        ]
         if not weights:
             files = sorted(entry for entry in target.iterdir() if entry.suffix in SUFFIXES)
             _refuse_shards(target, files)
-            alone = f"; to read {files[0].name} without the config, say so by name=" if files else ""
+            alone = (
+                f"; to read {files[0].name} without the config, say so by name=" if files else ""
+            )
             text = f"has {CONFIG} but no weights: {' or '.join(PEFT_WEIGHTS)} is missing{alone}"
             raise CheckpointError(text, path=target)
         return _read(target, weights[0], config, max_memory)
@@ -93,9 +111,13 @@ def open_bundle(path: str | PathLike[str], name: str | None = None, max_memory: 
         _refuse_shards(target, files)
         names = ", ".join(repr(file.name) for file in files[:8])
         text = (
-            f"{len(files)} weight files ({names}): say which by name=" if files else f"no {CONFIG} and no weight file"
+            f"{len(files)} weight files ({names}): say which by name="
+            if files
+            else f"no {CONFIG} and no weight file"
         )
-        raise CheckpointError(f"{text}; expected an adapter directory or one of {', '.join(SUFFIXES)}", path=target)
+        raise CheckpointError(
+            f"{text}; expected an adapter directory or one of {', '.join(SUFFIXES)}", path=target
+        )
     return _read(target, files[0], None, max_memory)
 
 
@@ -108,7 +130,9 @@ def _refuse_shards(directory: Path, files: Sequence[Path]) -> None:
         raise CheckpointError(f"{text}: {way_out}", path=directory)
 
 
-def _read(path: Path, weights: Path, config: Mapping[str, Any] | None, max_memory: int | None) -> Bundle:
+def _read(
+    path: Path, weights: Path, config: Mapping[str, Any] | None, max_memory: int | None
+) -> Bundle:
     if weights.suffix == ".safetensors":
         header = read_header(weights)
         return Bundle(path, weights, header.tensors, header.metadata, config)
@@ -126,7 +150,8 @@ DORA = "DoRA rescales every row by the norm of the base weights, which are not i
 NOT_READ = "such an adapter is not read: merge it into its base, or train it again as plain LoRA"
 WITHOUT = "(the rest of the file is read, if such tensors are taken out of it)"
 
-# Parts of other methods that change the forward pass; dropping them silently would change the model.
+# Parts of other methods that change the forward pass; dropping them silently would change the
+# model.
 OTHER_METHODS = {
     ".dora_scale": DORA,
     ".lora_magnitude_vector": DORA,
@@ -156,7 +181,8 @@ class Format(Protocol):
     def matches(self, bundle: Bundle) -> bool:
         """Whether `read` is to be asked: told from the config and the tensors' names alone.
 
-        Reads no numbers and raises nothing: a damaged file of this format matches, so that `read` says what is wrong.
+        Reads no numbers and raises nothing: a damaged file of this format matches, so that `read`
+        says what is wrong.
         """
         ...
 
@@ -168,14 +194,17 @@ class Format(Protocol):
         bundle : Bundle
             A bundle that `matches`.
         alpha : float, optional
-            LoRA alpha as given by the caller; a format whose files decide the scale calls `refuse_alpha`.
+            LoRA alpha as given by the caller; a format whose files decide the scale calls
+            `refuse_alpha`.
 
         Raises
         ------
         CheckpointError
-            One line with file, tensor, numbers and the way out, for anything missing, damaged or inconsistent.
+            One line with file, tensor, numbers and the way out, for anything missing, damaged or
+            inconsistent.
         UnsupportedError
-            For a sound file whose content is not expressed in the records: nothing is dropped that acts on the model.
+            For a sound file whose content is not expressed in the records: nothing is dropped that
+            acts on the model.
         """
         ...
 
@@ -211,7 +240,8 @@ def grouped(
 ) -> tuple[dict[str, Roles], dict[str, StoredTensor]]:
     """``{module: {role: tensor}}`` by the suffix of each key, and everything else under the key PEFT would give it.
 
-    With PEFT's prefix, which all keys then must have, a part of another method is told by its word; without by its end.
+    With PEFT's prefix, which all keys then must have, a part of another method is told by its word;
+    without by its end.
     """
     modules: dict[str, Roles] = {}
     extras: dict[str, StoredTensor] = {}
@@ -219,7 +249,9 @@ def grouped(
         key = without_prefix(tensor) if prefix else key
         for suffix, reason in OTHER_METHODS.items():
             if key.endswith(suffix) and (not prefix or PART.search(key)):
-                raise UnsupportedError(f"{reason}; {NOT_READ}", path=tensor.path, tensor=tensor.name)
+                raise UnsupportedError(
+                    f"{reason}; {NOT_READ}", path=tensor.path, tensor=tensor.name
+                )
         ends = [end for end in suffixes if key.endswith(end) and key != end]
         if not ends:
             if PART.search(key):
@@ -245,7 +277,9 @@ def need(name: str, roles: Roles, wanted: Iterable[str], allowed: Iterable[str] 
     more = set(roles) - {*wanted, *allowed}
     if more:
         raise CheckpointError(
-            f"has {', '.join(sorted(more))} beside {', '.join(wanted)}", path=example.path, tensor=name
+            f"has {', '.join(sorted(more))} beside {', '.join(wanted)}",
+            path=example.path,
+            tensor=name,
         )
 
 
@@ -280,8 +314,12 @@ def finish(
         What a file without layers is said to hold none of.
     """
     if not layers:
-        raise CheckpointError(f"holds no {parts} among {len(bundle.tensors)} tensors", path=bundle.weights)
+        raise CheckpointError(
+            f"holds no {parts} among {len(bundle.tensors)} tensors", path=bundle.weights
+        )
     ordered = tuple(sorted(layers, key=lambda layer: natural(layer.name)))
     raw = dict(config if config is not None else bundle.config or {})
     notes = (*notes, *rank_notes(ordered))
-    return Checkpoint(bundle.path, form, raw, ordered, dict(extras), bundle.weights, dict(bundle.metadata), notes)
+    return Checkpoint(
+        bundle.path, form, raw, ordered, dict(extras), bundle.weights, dict(bundle.metadata), notes
+    )

@@ -12,7 +12,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from array_api_compat import is_torch_array
 
@@ -22,10 +22,12 @@ from lsrdecomp.checkpoints.format import CONFIG, PREFIX, Bundle, Format, open_bu
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED
 from lsrdecomp.checkpoints.readers import lsr
 from lsrdecomp.checkpoints.readers.layouts import LAYOUTS
-from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import DTYPES, Array, TensorWriter
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    from lsrdecomp.checkpoints.records import Checkpoint
 
 NAMED = re.compile(r".+\.lora_(?:A|B)\.([^.]+)\.weight")
 WAY_OUT = "raise max_memory (--max-memory)"
@@ -56,15 +58,16 @@ def open_checkpoint(
     Parameters
     ----------
     path : str, Path, mapping or model
-        An adapter directory or a weight file; a state dict with the keys of any format, or a ``PeftModel``, which are
-        saved to a temporary directory that lives as long as what was read from it.
+        An adapter directory or a weight file; a state dict with the keys of any format, or a
+        ``PeftModel``, which are saved to a temporary directory that lives as long as what was read
+        from it.
     name : str, optional
         Weight file or sub-directory to take where a directory has several.
     alpha : float, optional
         LoRA alpha, for formats whose files do not hold it, and for state dicts of PEFT.
     max_memory : int, optional
-        Bytes that one layer as a LoRA in float64, or one other tensor, may take; larger ones are refused before they
-        are read.
+        Bytes that one layer as a LoRA in float64, or one other tensor, may take; larger ones are
+        refused before they are read.
 
     Returns
     -------
@@ -74,7 +77,8 @@ def open_checkpoint(
     Raises
     ------
     CheckpointError
-        One line with file, tensor, numbers and the way out, for anything missing, damaged or inconsistent.
+        One line with file, tensor, numbers and the way out, for anything missing, damaged or
+        inconsistent.
     UnsupportedError
         For a sound file whose content is not expressed here: it is refused by name, never dropped.
 
@@ -90,7 +94,8 @@ def open_checkpoint(
     >>> import numpy as np
     >>> pair = {"lora_A.weight": np.ones((2, 6)), "lora_B.weight": np.ones((4, 2))}
     >>> open_checkpoint({f"base_model.model.q_proj.{half}": array for half, array in pair.items()}, alpha=4).layers
-    (LoraLayer(name='q_proj', kind='linear', out_features=4, in_features=6, rank=2, scale=2.0, dtype='float64', ...),)
+    (LoraLayer(name='q_proj', kind='linear', out_features=4, in_features=6, rank=2, scale=2.0,
+    dtype='float64', ...),)
     """
     if isinstance(path, str | PathLike):
         bundle = open_bundle(path, name, max_memory)
@@ -99,7 +104,9 @@ def open_checkpoint(
         alpha = None if bundle.config is not None else alpha
     packed = bundle.tensors.get(PACKED) or bundle.tensors.get(NUMBERS)
     if packed is not None and max_memory is not None and packed.nbytes > max_memory:
-        raise packed.error(f"its {packed.nbytes} bytes are read whole, above the {max_memory} allowed; {WAY_OUT}")
+        raise packed.error(
+            f"its {packed.nbytes} bytes are read whole, above the {max_memory} allowed; {WAY_OUT}"
+        )
     _refuse_adapter_names(bundle.tensors, "save it by save_pretrained", bundle.weights)
     for form in FORMATS:
         if form.matches(bundle):
@@ -108,7 +115,9 @@ def open_checkpoint(
                 _check_memory(checkpoint, max_memory)
             return checkpoint
     if bundle.tensors and all(re.fullmatch(r"<.+>", key) for key in bundle.tensors):
-        raise CheckpointError(f"holds {len(bundle.tensors)} token embeddings and no LoRA layer", path=bundle.weights)
+        raise CheckpointError(
+            f"holds {len(bundle.tensors)} token embeddings and no LoRA layer", path=bundle.weights
+        )
     examples = ", ".join(map(repr, list(bundle.tensors)[:3])) or "nothing"
     readable = ", ".join(form.name for form in FORMATS)
     text = f"no adapter format known here: it holds {examples}; read are {readable}"
@@ -121,21 +130,30 @@ def _refuse_adapter_names(keys: Iterable[str], way_out: str, path: Path | None =
         named = NAMED.fullmatch(key)
         if named is not None:
             text = f"names the adapter {named[1]!r} in its keys: saved by state_dict(), which PEFT does not read"
-            raise UnsupportedError(f"{text}; {way_out}, or take '.{named[1]}' out of the keys", path=path, tensor=key)
+            raise UnsupportedError(
+                f"{text}; {way_out}, or take '.{named[1]}' out of the keys", path=path, tensor=key
+            )
 
 
 def _check_memory(checkpoint: Checkpoint, most: int) -> None:
-    # Of the factors or of the LoRA they expand to, whichever are more: a small file can imply a huge layer.
-    layers = [(x.name, max(x.parameters, x.rank * (x.out_features + x.in_features))) for x in checkpoint.layers]
+    # Of the factors or of the LoRA they expand to, whichever are more: a small file can imply a
+    # huge layer.
+    layers = [
+        (x.name, max(x.parameters, x.rank * (x.out_features + x.in_features)))
+        for x in checkpoint.layers
+    ]
     sizes = [(name, numbers, 8) for name, numbers in layers]
-    sizes += [(key, tensor.parameters, DTYPES[tensor.dtype].itemsize) for key, tensor in checkpoint.extras.items()]
+    sizes += [
+        (key, tensor.parameters, DTYPES[tensor.dtype].itemsize)
+        for key, tensor in checkpoint.extras.items()
+    ]
     for name, numbers, width in sizes:
         if numbers * width > most:
             text = f"its {numbers} numbers take {numbers * width} bytes, above the {most} allowed; {WAY_OUT}"
             raise CheckpointError(text, path=checkpoint.weights, tensor=name)
 
 
-# -- adapters in the memory of a program: saved to a temporary directory and read there --------------------------------
+# -- adapters in the memory of a program: saved to a temporary directory and read there ------------
 
 DOWN = (".lora_A.weight", ".lora_embedding_A")
 
@@ -148,12 +166,16 @@ class _Folder:
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
 
-def bundle_in_memory(adapter: Mapping[str, Any] | Model, name: str | None, alpha: float | None) -> Bundle:
+def bundle_in_memory(
+    adapter: Mapping[str, Any] | Model, name: str | None, alpha: float | None
+) -> Bundle:
     """The bundle of a state dict or a model; of PEFT's keys ``alpha`` goes into the config that they lack."""
     folder = _Folder()
     directory = folder.path / "adapter"
     if isinstance(adapter, Mapping):
-        _refuse_adapter_names(map(str, adapter), "give the PeftModel itself, or get_peft_model_state_dict of it")
+        _refuse_adapter_names(
+            map(str, adapter), "give the PeftModel itself, or get_peft_model_state_dict of it"
+        )
         directory.mkdir()
         arrays = {str(key): _array(str(key), value) for key, value in adapter.items()}
         if any(key.startswith(PREFIX) for key in arrays):
@@ -166,9 +188,14 @@ def bundle_in_memory(adapter: Mapping[str, Any] | Model, name: str | None, alpha
         adapter.save_pretrained(str(directory))
     else:
         kind = type(adapter).__name__
-        raise CheckpointError(f"expected a path, a state dict or a PeftModel, got an object of type {kind}")
+        raise CheckpointError(
+            f"expected a path, a state dict or a PeftModel, got an object of type {kind}"
+        )
     bundle = open_bundle(directory, name)
-    tied = {key: replace(tensor, fetch=partial(_read, tensor.fetch, folder)) for key, tensor in bundle.tensors.items()}
+    tied = {
+        key: replace(tensor, fetch=partial(_read, tensor.fetch, folder))
+        for key, tensor in bundle.tensors.items()
+    }
     return replace(bundle, tensors=tied)
 
 
@@ -194,7 +221,9 @@ def _config(arrays: Mapping[str, Array], alpha: float | None) -> dict[str, Any]:
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": alpha,
-        "rank_pattern": {exact_pattern(module): own for module, own in ranks.items() if own != rank},
+        "rank_pattern": {
+            exact_pattern(module): own for module, own in ranks.items() if own != rank
+        },
         "target_modules": module_suffixes(ranks),
     }
 
@@ -205,7 +234,11 @@ def _array(key: str, value: Any) -> Array:
         if is_torch_array(value) and str(value.dtype) == "torch.bfloat16":
             import torch
 
-            return value.detach().cpu().contiguous().view(torch.int16).numpy().view(DTYPES["bfloat16"])
+            return (
+                value.detach().cpu().contiguous().view(torch.int16).numpy().view(DTYPES["bfloat16"])
+            )
         return to_numpy(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"is no tensor that can be stored: {str(error)[:120]}", tensor=key) from None
+        raise CheckpointError(
+            f"is no tensor that can be stored: {str(error)[:120]}", tensor=key
+        ) from None

@@ -1,7 +1,7 @@
 """What a long run has done so far, in one hidden directory beside its output: after a kill the same call goes on there.
 
-Results lie under the digest of all that they depend on (`content_key`), so that none is ever taken for another's. One
-run at a time works in a directory; when its output is whole the directory goes.
+Results lie under the digest of all that they depend on (`content_key`), so that none is ever taken
+for another's. One run at a time works in a directory; when its output is whole the directory goes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.tensors import StoredTensor, TensorWriter, read_header
 from lsrdecomp.checkpoints.writing import lock_directory, new_file, write_json
 from lsrdecomp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from numpy.typing import NDArray
 
 RECORD = "journal.json"
 VERSION = 1
@@ -41,8 +44,8 @@ class Result:
 class Journal:
     """Results of an unfinished run; a context that holds the lock and decides at its end what stays.
 
-    If the block ends well the directory goes. If it ends with an error, the results stay and a note on the error says
-    where; a directory without results goes too.
+    If the block ends well the directory goes. If it ends with an error, the results stay and a note
+    on the error says where; a directory without results goes too.
 
     Parameters
     ----------
@@ -91,7 +94,9 @@ class Journal:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = lock_directory(self.path)
-            if self._lock is not None and not os.path.samestat(os.fstat(self._lock), self.path.stat()):
+            if self._lock is not None and not os.path.samestat(
+                os.fstat(self._lock), self.path.stat()
+            ):
                 raise FileNotFoundError  # the lock is on a directory that is gone
             about = read_json(record) if record.is_file() else {}
         except FileNotFoundError:  # the run that was here ended meanwhile
@@ -105,24 +110,32 @@ class Journal:
             raise CheckpointError(text, path=self.path) from error
         if self._lock is None and os.name == "posix":
             text = f"process {about.get('process', 'of another run')} is writing this output"
-            raise CheckpointError(f"{text}; wait until it ends, or choose another output", path=self.path)
+            raise CheckpointError(
+                f"{text}; wait until it ends, or choose another output", path=self.path
+            )
         return about
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         """Remove the directory, or say on the error that it stays."""
         if self._reads_only:
             return
         keep = error is not None and bool(self._results)
         if error is not None and keep:
             waits = f"What was done waits in {self.path}"
-            error.add_note(f"{waits}: the same command goes on from there; remove it to start again")
+            error.add_note(
+                f"{waits}: the same command goes on from there; remove it to start again"
+            )
         self._leave(keep)
 
     def _enter(self, record: Mapping[str, Any]) -> None:
         """Say whose the directory is; `CheckpointError` if it is not ours to use."""
         about = {"version": VERSION, "lsrdecomp": version("lsrdecomp")}
         if not record and self._results:
-            raise CheckpointError("is no journal written here; remove it or choose another output", path=self.path)
+            raise CheckpointError(
+                "is no journal written here; remove it or choose another output", path=self.path
+            )
         if record and any(record.get(name) != value for name, value in about.items()):
             text = f"was left by lsrdecomp {record.get('lsrdecomp')}; finish with that, or remove it to start again"
             raise CheckpointError(text, path=self.path)
@@ -161,7 +174,9 @@ class Journal:
         except (CheckpointError, KeyError, ValueError):
             return None
 
-    def put(self, key: str, arrays: Mapping[str, NDArray[Any]] | None = None, *, facts: Any = None) -> None:
+    def put(
+        self, key: str, arrays: Mapping[str, NDArray[Any]] | None = None, *, facts: Any = None
+    ) -> None:
         """Keep a result, in place of one that is there; it is on disk when this returns.
 
         Parameters
@@ -178,7 +193,10 @@ class Journal:
         """
         if self._reads_only:
             return
-        with new_file(self.path / f"{key}.safetensors", force=True) as part, TensorWriter(self.path) as writer:
+        with (
+            new_file(self.path / f"{key}.safetensors", force=True) as part,
+            TensorWriter(self.path) as writer,
+        ):
             for name, array in (arrays or {}).items():
                 writer.add(name, array)
             writer.write(part, {"facts": json.dumps(facts)})

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from lsrdecomp.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 COMPONENTS = ("unet", "text_encoder", "text_encoder_2", "transformer", "prior")
 """Components of pipelines whose loaders take LoRA."""
 KOHYA = {"unet": "lora_unet", "text_encoder": "lora_te", "text_encoder_2": "lora_te2"}
 """Prefixes of kohya's names; where there are two text encoders the first is ``lora_te1``."""
-LANGUAGE = re.compile(r"transformer\.(h|wte|wpe|word_embeddings|encoder|decoder|layers?|lm_head)(\.|$)")
-"""Modules of GPT-2, Bloom, GPT-Neo and others, whose first word is also that of a component of image pipelines."""
+LANGUAGE = re.compile(
+    r"transformer\.(h|wte|wpe|word_embeddings|encoder|decoder|layers?|lm_head)(\.|$)"
+)
+"""Modules of GPT-2, Bloom, GPT-Neo and others, whose first word is also that of a component of
+image pipelines."""
 TEXT_LEVEL = "text_model."
 CLIP = ("encoder.layers.", "embeddings.", "final_layer_norm.")
-"""Parts of a CLIP text model. Where they stand at its top, kohya's level ``text_model`` above them is missing."""
+"""Parts of a CLIP text model. Where they stand at its top, kohya's level ``text_model`` above them
+is missing."""
 
 
 def kind_of(name: str) -> str:
@@ -50,7 +57,9 @@ def common_prefix(names: Sequence[str]) -> str:
 def diffusers_name(name: str) -> str:
     """What diffusers' files call a layer: its name, if it is one; `UnsupportedError` for what they have no name for."""
     if name.startswith("lora_") and "." not in name:
-        raise UnsupportedError(f"{name}: a flattened name cannot be undone; write kohya, which diffusers loads too")
+        raise UnsupportedError(
+            f"{name}: a flattened name cannot be undone; write kohya, which diffusers loads too"
+        )
     _check_component(name, "diffusers", COMPONENTS)
     return name
 
@@ -76,10 +85,14 @@ def _check_component(name: str, form: str, components: Iterable[str]) -> None:
         return
     if ":" in name:
         text = f"called by its position in the trainer's list of modules, and {form} files call layers by their names"
-        raise UnsupportedError(f"{name}: {text}; name the base by --base, or write lora, which keeps it as it is")
+        raise UnsupportedError(
+            f"{name}: {text}; name the base by --base, or write lora, which keeps it as it is"
+        )
     parts = ", ".join(f"{part}." for part in components)
     text = f"{form} files hold layers of {parts} only"
-    raise UnsupportedError(f"{name}: {text}; write lora, or same with the LoRA it was made from as --like (like=)")
+    raise UnsupportedError(
+        f"{name}: {text}; write lora, or same with the LoRA it was made from as --like (like=)"
+    )
 
 
 def flat_name(name: str, *, sdxl: bool) -> str | None:
@@ -92,8 +105,9 @@ def flat_name(name: str, *, sdxl: bool) -> str | None:
     sdxl : bool
         Whether there are two text encoders.
 
-    Sources: sd-scripts 48d368fa5577, networks/lora.py, ``prefix + "." + name + "." + child_name`` with dots replaced;
-    LyCORIS f49d30d67059, kohya.py; ComfyUI 17358c8f73b5, comfy/lora.py, whose map has the same names.
+    Sources: sd-scripts 48d368fa5577, networks/lora.py, ``prefix + "." + name + "." + child_name``
+    with dots replaced; LyCORIS f49d30d67059, kohya.py; ComfyUI 17358c8f73b5, comfy/lora.py, whose
+    map has the same names.
 
     >>> flat_name("text_encoder.encoder.layers.0.self_attn.q_proj", sdxl=False)
     'lora_te_text_model_encoder_layers_0_self_attn_q_proj'

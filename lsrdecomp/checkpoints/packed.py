@@ -1,26 +1,26 @@
 """Layers in few bytes: the numbers of all in one tensor, their sizes in one index; the entries of each factor's own
 tensor and pattern would outweigh the factors.
 
-The tensor ``base_model.model.lsr_numbers`` holds bytes: each layer's in the order of the index, which is a text of the
-config (`lsrdecomp.checkpoints.packed_index`). An entry of the index is
+The tensor ``base_model.model.lsr_numbers`` holds bytes: each layer's in the order of the index,
+which is a text of the config (`lsrdecomp.checkpoints.packed_index`). An entry of the index is
 
     ["floats", out, inner, into, type, terms of the left side, terms of the right side]
-    ["terms", out, inner, into, [bits, exponent, terms] of the left side, the same of the right side]
-    ["components", [m, n], [bits of each component], exponent]
+    ["terms", out, inner, into, [bits, exponent, terms] of the left side, the same of the right
+    side] ["components", [m, n], [bits of each component], exponent]
 
-The bytes of floats are its factors one after the other, little-endian, scale folded in. A side of terms is its float16
-scales, then each factor's codes, packed; a component its scale, then u and v; `lsrdecomp.formats.quantized` says what
-they stand for. Files of version 0.1 have codes only, in ``lsr_packed``, after their index.
+The bytes of floats are its factors one after the other, little-endian, scale folded in. A side of
+terms is its float16 scales, then each factor's codes, packed; a component its scale, then u and v;
+`lsrdecomp.formats.quantized` says what they stand for. Files of version 0.1 have codes only, in
+``lsr_packed``, after their index.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,18 @@ from lsrdecomp.checkpoints.format import PREFIX
 from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.formats.number_formats import Codes, pack, packed_size, unpack
-from lsrdecomp.formats.quantized import CodedProduct, QuantizedMatrix, QuantizedProduct, SpectralCode
-from lsrdecomp.kronecker.separated import SeparatedProduct
+from lsrdecomp.formats.quantized import (
+    CodedProduct,
+    QuantizedMatrix,
+    QuantizedProduct,
+    SpectralCode,
+)
 from lsrdecomp.kronecker.shape import ProductShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from lsrdecomp.kronecker.separated import SeparatedProduct
 
 NUMBERS = f"{PREFIX}lsr_numbers"
 PACKED = f"{PREFIX}lsr_packed"
@@ -54,7 +63,8 @@ def damaged(
     return CheckpointError(f"{what}: {text}", tensor=tensor)
 
 
-# One layer -----------------------------------------------------------------------------------------------------------
+# One layer
+# -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +101,10 @@ class PackedLayer:
     def factor_shapes(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
         """Shapes (s, m_i, r_i) of the out side and (t, r_i, n_i) of the in side, as `factors` gives them."""
         sides = self.entry.shape.left.factors, self.entry.shape.right.factors
-        left, right = ([(terms, *size) for size in side] for terms, side in zip(self.entry.terms, sides, strict=True))
+        left, right = (
+            [(terms, *size) for size in side]
+            for terms, side in zip(self.entry.terms, sides, strict=True)
+        )
         return left, right
 
     @property
@@ -107,7 +120,9 @@ class PackedLayer:
         """The codes, unpacked. Raises `CheckpointError` if they cannot be read, or are floats."""
         numbers = self._unpacked()
         if isinstance(numbers, tuple):
-            raise CheckpointError("is stored in floating-point numbers, not in codes", tensor=NUMBERS)
+            raise CheckpointError(
+                "is stored in floating-point numbers, not in codes", tensor=NUMBERS
+            )
         return numbers
 
     def _unpacked(self) -> tuple[Factors, Factors] | CodedProduct:
@@ -120,7 +135,9 @@ class PackedLayer:
 def named_factors(layers: Mapping[str, PackedLayer]) -> dict[str, NDArray[Any]]:
     """The factors by the keys they would have in a file of their own, in float32 or, where stored so, float64."""
     return {
-        f"{PREFIX}{name}.lsr_{side}.factor_{i}": factor.astype("float64" if layer.storage == "float64" else "float32")
+        f"{PREFIX}{name}.lsr_{side}.factor_{i}": factor.astype(
+            "float64" if layer.storage == "float64" else "float32"
+        )
         for name, layer in layers.items()
         for side, factors in zip("BA", layer.factors(), strict=True)
         for i, factor in enumerate(factors, 1)
@@ -133,7 +150,11 @@ def factors_of(layer: CodedProduct) -> tuple[Factors, Factors]:
     As many terms as the index says, at least one: a term that rounded to zero stays, as zeros.
     """
     product: SeparatedProduct = layer.dequantized()
-    terms = [side.scales.size for side in (layer.left, layer.right)] if isinstance(layer, QuantizedProduct) else [1, 1]
+    terms = (
+        [side.scales.size for side in (layer.left, layer.right)]
+        if isinstance(layer, QuantizedProduct)
+        else [1, 1]
+    )
     left, right = (
         tuple(np.asarray(zero_padded(factor, 0, max(1, count))) for factor in side.folded())
         for side, count in zip((product.left, product.right), terms, strict=True)
@@ -141,7 +162,8 @@ def factors_of(layer: CodedProduct) -> tuple[Factors, Factors]:
     return left, right
 
 
-# Entries and bytes, written ------------------------------------------------------------------------------------------
+# Entries and bytes, written
+# ------------------------------------------------------------------------------------------
 
 
 def float_entry(shape: ProductShape, ranks: tuple[int, int], storage: str) -> list[Any]:
@@ -152,7 +174,9 @@ def float_entry(shape: ProductShape, ranks: tuple[int, int], storage: str) -> li
 def code_entry(layer: CodedProduct) -> list[Any]:
     """What the index says of a layer stored in codes."""
     if isinstance(layer, QuantizedProduct):
-        sides = [[side.bits, side.exponent, int(side.scales.size)] for side in (layer.left, layer.right)]
+        sides = [
+            [side.bits, side.exponent, int(side.scales.size)] for side in (layer.left, layer.right)
+        ]
         return ["terms", layer.shape.out, layer.shape.inner, layer.shape.into, *sides]
     return ["components", layer.matrix_shape, layer.bits, layer.exponent]
 
@@ -164,12 +188,15 @@ def code_bytes(layer: CodedProduct) -> Iterator[Bytes]:
             yield side.scales.astype("<f2").view(np.uint8)
             yield from (pack(code, side.bits) for code in side.codes)
     else:
-        for u, v, scale, bits in zip(layer.left, layer.right, layer.scales, layer.bits, strict=True):
+        for u, v, scale, bits in zip(
+            layer.left, layer.right, layer.scales, layer.bits, strict=True
+        ):
             yield np.array([scale], "<f2").view(np.uint8)
             yield pack(np.concatenate([u, v]), bits)
 
 
-# and read ------------------------------------------------------------------------------------------------------------
+# and read
+# ------------------------------------------------------------------------------------------------------------
 
 
 def parse(kind: str, *entry: Any) -> Entry:
@@ -189,14 +216,22 @@ def parse(kind: str, *entry: Any) -> Entry:
 
 
 def _float_entry(out: Any, inner: Any, into: Any, storage: Any, *terms: Any) -> tuple[Entry, bool]:
-    if storage not in FLOATS or len(terms) != 2 or not all(type(count) is int and count > 0 for count in terms):
+    if (
+        storage not in FLOATS
+        or len(terms) != 2
+        or not all(type(count) is int and count > 0 for count in terms)
+    ):
         raise ValueError(f"floats of type {str(storage)[:40]!r} and terms {str(list(terms))[:40]}")
     shape = ProductShape(tuple(out), tuple(inner), tuple(into))
     size = shape.parameters(*terms) * DTYPES[storage].itemsize
-    return Entry(shape, (terms[0], terms[1]), storage, size, partial(_read_floats, shape, terms, storage)), True
+    return Entry(
+        shape, (terms[0], terms[1]), storage, size, partial(_read_floats, shape, terms, storage)
+    ), True
 
 
-def _read_floats(shape: ProductShape, terms: tuple[int, int], storage: str, reader: Reader) -> tuple[Factors, Factors]:
+def _read_floats(
+    shape: ProductShape, terms: tuple[int, int], storage: str, reader: Reader
+) -> tuple[Factors, Factors]:
     left, right = (
         tuple(reader.floats(storage, (count, *size)) for size in side.factors)
         for count, side in zip(terms, (shape.left, shape.right), strict=True)
@@ -228,10 +263,14 @@ def _read_terms(sides: Sequence[tuple[int, int, int, Any]], reader: Reader) -> Q
 
 def _components_entry(sizes: Any, bits: Any, exponent: Any) -> tuple[Entry, bool]:
     m, n = sizes
-    empty = SpectralCode((), (), np.zeros(0, np.float16), _exponent(exponent), tuple(map(_bits, bits)), (m, n))
+    empty = SpectralCode(
+        (), (), np.zeros(0, np.float16), _exponent(exponent), tuple(map(_bits, bits)), (m, n)
+    )
     shape = ProductShape.low_rank((m, n), max(1, len(empty.bits)))
     size = sum(2 + packed_size(m + n, width) for width in empty.bits)
-    return Entry(shape, (1, 1), empty.storage, size, partial(_read_components, empty)), bool(empty.bits)
+    return Entry(shape, (1, 1), empty.storage, size, partial(_read_components, empty)), bool(
+        empty.bits
+    )
 
 
 def _read_components(empty: SpectralCode, reader: Reader) -> SpectralCode:
@@ -265,7 +304,9 @@ class Reader:
 
     def take(self, count: int) -> bytes:
         if self.position + count > self.packed.size:
-            raise ValueError(f"{count} bytes are needed at byte {self.position} of {self.packed.size}")
+            raise ValueError(
+                f"{count} bytes are needed at byte {self.position} of {self.packed.size}"
+            )
         piece = self.packed[self.position : self.position + count]
         self.position += count
         return piece.tobytes()
@@ -281,7 +322,9 @@ class Reader:
 
     def floats(self, storage: str, shape: tuple[int, ...]) -> NDArray[Any]:
         dtype = DTYPES[storage]
-        stored = np.frombuffer(self.take(math.prod(shape) * dtype.itemsize), dtype.newbyteorder("<"))
+        stored = np.frombuffer(
+            self.take(math.prod(shape) * dtype.itemsize), dtype.newbyteorder("<")
+        )
         return stored.astype(dtype, copy=False).reshape(shape)
 
     def scales(self, count: int) -> NDArray[np.float16]:
@@ -291,4 +334,6 @@ class Reader:
         return values
 
     def codes(self, bits: int, shape: tuple[int, ...]) -> Codes:
-        return unpack(np.frombuffer(self.take(packed_size(math.prod(shape), bits)), np.uint8), bits, shape)
+        return unpack(
+            np.frombuffer(self.take(packed_size(math.prod(shape), bits)), np.uint8), bits, shape
+        )

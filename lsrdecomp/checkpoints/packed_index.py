@@ -1,18 +1,20 @@
 """The index of packed layers, in adapter_config.json: which layers an LSR directory has, and their sizes.
 
-The index is the field ``layers``, so that PEFT knows all sizes before it opens the weights: ``"3:"`` and base85 of raw
-deflate of integers, each in bytes of seven bits, low ones first, a high bit for "more" (zigzag where negative ones
-occur), then two texts in UTF-8:
+The index is the field ``layers``, so that PEFT knows all sizes before it opens the weights:
+``"3:"`` and base85 of raw deflate of integers, each in bytes of seven bits, low ones first, a high
+bit for "more" (zigzag where negative ones occur), then two texts in UTF-8:
 
-    whether target_modules names more than these layers · number of layers · of structures · bytes of the first text
-    of each layer its module, of each the step of its block from the layer before, of each its structure
-    each structure, as `_structure` lays it out; the exponents of each layer
-    modules: a line each, a zero character where the number of the block stands; JSON of kinds that are not linear
+    whether target_modules names more than these layers · number of layers · of structures · bytes
+    of the first text of each layer its module, of each the step of its block from the layer before,
+    of each its structure each structure, as `_structure` lays it out; the exponents of each layer
+    modules: a line each, a zero character where the number of the block stands; JSON of kinds that
+    are not linear
 
-A structure is an entry of `lsrdecomp.checkpoints.packed` without its exponents. Version 0.2 wrote base64 of
-zlib-compressed JSON, ``{"version": 2, "layers": [[name, *entry], …], "kinds": {name: [kind, kernel]}, "dropped": [name,
-…], "exact": true}``, the last three where they say something. Files of version 0.1 have codes only, in ``lsr_packed``:
-the length of their index as four little-endian bytes, the index as a zlib-compressed list of entries, then the codes.
+A structure is an entry of `lsrdecomp.checkpoints.packed` without its exponents. Version 0.2 wrote
+base64 of zlib-compressed JSON, ``{"version": 2, "layers": [[name, *entry], …], "kinds": {name:
+[kind, kernel]}, "dropped": [name, …], "exact": true}``, the last three where they say something.
+Files of version 0.1 have codes only, in ``lsr_packed``: the length of their index as four
+little-endian bytes, the index as a zlib-compressed list of entries, then the codes.
 """
 
 from __future__ import annotations
@@ -22,10 +24,9 @@ import binascii
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,11 +42,15 @@ from lsrdecomp.checkpoints.packed import (
     damaged,
     parse,
 )
-from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import FLOATS, check_name, read_header
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.formats.quantized import CodedProduct
-from lsrdecomp.kronecker.shape import ProductShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from lsrdecomp.checkpoints.records import Checkpoint
+    from lsrdecomp.formats.quantized import CodedProduct
+    from lsrdecomp.kronecker.shape import ProductShape
 
 FIELD = "layers"
 VERSION, MARK = 2, "3:"
@@ -61,13 +66,19 @@ class Index:
     """What adapter_config.json says of packed layers."""
 
     entries: Mapping[str, Entry]
-    kinds: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # of layers that are not linear
-    dropped: tuple[str, ...] = ()  # layers of the source that were left out on purpose, where version 0.2 wrote it
+    kinds: Mapping[str, tuple[str, tuple[int, ...]]] = field(
+        default_factory=dict
+    )  # of layers that are not linear
+    dropped: tuple[
+        str, ...
+    ] = ()  # layers of the source that were left out on purpose, where version 0.2 wrote it
     exact: bool = False  # target_modules of the config names more than these layers, or nothing
 
     def config_fields(self) -> dict[str, Any]:
         """The fields of an `lsrdecomp.adapters.LsrConfig` that say the same, a pattern for every layer."""
-        fields = layer_patterns({name: (entry.shape, entry.terms) for name, entry in self.entries.items()})
+        fields = layer_patterns(
+            {name: (entry.shape, entry.terms) for name, entry in self.entries.items()}
+        )
         return fields | ({"target_modules": sorted(self.entries)} if self.exact else {})
 
     def layers(self, numbers: Bytes) -> dict[str, PackedLayer]:
@@ -96,7 +107,8 @@ def index_text(
     exact: bool = False,
 ) -> str:
     """The field ``layers`` of adapter_config.json."""
-    # Index 1: modules and structures once each; of every layer which it has, and by how much its block is further on.
+    # Index 1: modules and structures once each; of every layer which it has, and by how much its
+    # block is further on.
     modules: dict[str, int] = {}
     structures: dict[tuple[int, ...], int] = {}
     columns: tuple[list[int], ...] = ([], [], [], [])
@@ -116,7 +128,11 @@ def index_text(
     counts = (int(exact), len(entries), len(structures), len(text))
     laid_out = [value for structure in structures for value in structure]
     integers = [*counts, *columns[0], *columns[1], *columns[2], *laid_out, *columns[3]]
-    content = _in_sevens(integers) + text + (json.dumps(dict(kinds), separators=(",", ":")).encode() if kinds else b"")
+    content = (
+        _in_sevens(integers)
+        + text
+        + (json.dumps(dict(kinds), separators=(",", ":")).encode() if kinds else b"")
+    )
     deflate = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
     return MARK + base64.b85encode(deflate.compress(content) + deflate.flush()).decode()
 
@@ -126,20 +142,30 @@ def read_index(text: Any) -> Index:
     try:
         if isinstance(text, str) and text.startswith(MARK):
             squeezed = base64.b85decode(text.removeprefix(MARK))
-            return _laid_out(zlib.decompressobj(-zlib.MAX_WBITS).decompress(squeezed, LONGEST_INDEX))
+            return _laid_out(
+                zlib.decompressobj(-zlib.MAX_WBITS).decompress(squeezed, LONGEST_INDEX)
+            )
         raw = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), LONGEST_INDEX)
         index = json.loads(raw)
         if index["version"] != VERSION:
-            raise CheckpointError(f"version {str(index['version'])[:40]}, this release reads {VERSION} and {MARK[0]}")
+            raise CheckpointError(
+                f"version {str(index['version'])[:40]}, this release reads {VERSION} and {MARK[0]}"
+            )
         dropped = tuple(str(name) for name in index.get("dropped", ()))
-        return Index(_entries(index["layers"]), read_kinds(index.get("kinds", {})), dropped, index.get("exact") is True)
+        return Index(
+            _entries(index["layers"]),
+            read_kinds(index.get("kinds", {})),
+            dropped,
+            index.get("exact") is True,
+        )
     except (*DAMAGE, AttributeError, binascii.Error) as error:
         raise damaged(error, f"the index of packed layers ({FIELD}) is damaged", None) from None
 
 
 def _laid_out(content: bytes) -> Index:
     """The index in the bytes that `index_text` wrote."""
-    # The same in the order it was written; a count that the bytes could not hold is damage, not a reason to allocate.
+    # The same in the order it was written; a count that the bytes could not hold is damage, not a
+    # reason to allocate.
     reader = Reader(np.frombuffer(content, np.uint8))
     exact, layers, structures, length = (reader.integer() for _ in range(4))
     if max(layers, structures, length) > len(content):
@@ -148,12 +174,15 @@ def _laid_out(content: bytes) -> Index:
     entry_of = [_read_structure(reader) for _ in range(structures)]
     entries, block = [], 0
     spans = [
-        (structure, [_unzigzag(reader.integer()) for _ in range(entry_of[structure][1])]) for structure in structure_of
+        (structure, [_unzigzag(reader.integer()) for _ in range(entry_of[structure][1])])
+        for structure in structure_of
     ]
     modules = reader.take(length).decode().split("\n")
     for module, step, (structure, exponents) in zip(module_of, steps, spans, strict=True):
         block += _unzigzag(step)
-        entries.append([modules[module].replace("\0", str(block)), *entry_of[structure][0](*exponents)])
+        entries.append(
+            [modules[module].replace("\0", str(block)), *entry_of[structure][0](*exponents)]
+        )
     kinds = content[reader.position :]
     return Index(_entries(entries), read_kinds(json.loads(kinds) if kinds else {}), (), bool(exact))
 
@@ -191,7 +220,9 @@ def _read_structure(reader: Reader) -> tuple[Callable[..., list[Any]], int]:
         storage, s, t = FLOATS[reader.integer()], *integers(2)
         return (lambda: [kind, out, inner, into, storage, s, t]), 0
     bits_left, s, bits_right, t = integers(4)
-    return (lambda left, right: [kind, out, inner, into, [bits_left, left, s], [bits_right, right, t]]), 2
+    return (
+        lambda left, right: [kind, out, inner, into, [bits_left, left, s], [bits_right, right, t]]
+    ), 2
 
 
 def _in_sevens(integers: Iterable[int]) -> bytes:
@@ -215,14 +246,19 @@ def _unzigzag(value: int) -> int:
 
 def read_kinds(listed: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Kind and kernel of layers that are not linear; `TypeError` and its kin for what is no such table."""
-    return {str(name): (str(kind), tuple(int(side) for side in kernel)) for name, (kind, kernel) in listed.items()}
+    return {
+        str(name): (str(kind), tuple(int(side) for side in kernel))
+        for name, (kind, kernel) in listed.items()
+    }
 
 
 def read_packed(packed: Bytes) -> dict[str, PackedLayer]:
     """The layers of the tensor that version 0.1 wrote, their codes not yet unpacked."""
     try:
         length = int.from_bytes(packed[:4].tobytes(), "little")
-        index = json.loads(zlib.decompressobj().decompress(packed[4 : 4 + length].tobytes(), LONGEST_INDEX))
+        index = json.loads(
+            zlib.decompressobj().decompress(packed[4 : 4 + length].tobytes(), LONGEST_INDEX)
+        )
         entries = _entries(index)
     except DAMAGE as error:
         raise damaged(error) from None
@@ -238,7 +274,9 @@ def _entries(listed: Sequence[Any]) -> dict[str, Entry]:
     return entries
 
 
-def _sliced(entries: Mapping[str, Entry], numbers: Bytes, begin: int, tensor: str) -> dict[str, PackedLayer]:
+def _sliced(
+    entries: Mapping[str, Entry], numbers: Bytes, begin: int, tensor: str
+) -> dict[str, PackedLayer]:
     end = begin + sum(entry.size for entry in entries.values())
     if end != numbers.size:
         text = f"{end} of {numbers.size} bytes belong to {len(entries)} layers"

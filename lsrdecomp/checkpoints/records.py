@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints.files import sha256
 from lsrdecomp.checkpoints.names import kind_of
-from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.kronecker.shape import ProductShape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from lsrdecomp.checkpoints.tensors import Array, StoredTensor
+    from lsrdecomp.kronecker.shape import ProductShape
 
 LOKR = (
     "is LoKr, one Kronecker product already, which is not made smaller here: keep it, or write it as plain LoRA, which "
@@ -32,8 +35,8 @@ class LoraLayer:
     name : str
         Module path in the base model, such as ``"encoder.layer.0.attention.self.query"``.
     kind : str
-        ``"linear"``, ``"conv1d"`` (the base stores its weight in × out), ``"embedding"`` (its weight is ΔWᵀ) or
-        ``"conv"`` (``in_features`` is channels times kernel).
+        ``"linear"``, ``"conv1d"`` (the base stores its weight in × out), ``"embedding"`` (its
+        weight is ΔWᵀ) or ``"conv"`` (``in_features`` is channels times kernel).
     scale : float
         What the format multiplies by: alpha / r, alpha / √r, or 1.
     dtype : str
@@ -135,7 +138,9 @@ class LsrLayer:
 
     def load(self) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         """Factors of B, each (s, m_i, r_i), and of A, each (t, r_i, n_i), in at least float32."""
-        return tuple(tensor.load() for tensor in self.left), tuple(tensor.load() for tensor in self.right)
+        return tuple(tensor.load() for tensor in self.left), tuple(
+            tensor.load() for tensor in self.right
+        )
 
 
 Layer = LoraLayer | LsrLayer
@@ -192,13 +197,16 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         """What it holds in a few lines: layers of one kind, size and rank are counted together."""
-        head = (
-            f"{self.format} adapter {self.path.name}: {len(self.layers)} layers, {self.adapter_parameters:,} parameters"
-        )
+        head = f"{self.format} adapter {self.path.name}: {len(self.layers)} layers, {self.adapter_parameters:,} parameters"
         if self.extras:
             head += f", {self.extra_parameters:,} numbers of {len(self.extras)} other tensors"
-        kinds = Counter((kind_of(x.name), f"{x.out_features}×{x.in_features}", x.rank) for x in self.layers)
-        lines = [f"  {count:3} × {kind}, {size}, rank {rank}" for (kind, size, rank), count in kinds.items()]
+        kinds = Counter(
+            (kind_of(x.name), f"{x.out_features}×{x.in_features}", x.rank) for x in self.layers
+        )
+        lines = [
+            f"  {count:3} × {kind}, {size}, rank {rank}"
+            for (kind, size, rank), count in kinds.items()
+        ]
         if len(lines) > SHOWN_KINDS:
             lines[SHOWN_KINDS:] = [f"  … and {len(lines) - SHOWN_KINDS} more kinds of layers"]
         return "\n".join([head, *lines])
@@ -244,21 +252,28 @@ def natural(name: str) -> tuple[tuple[int, str], ...]:
     return (*((len(part) if i % 2 else 0, part) for i, part in enumerate(parts)), (0, name))
 
 
-def low_rank_layer(name: str, up: StoredTensor, down: StoredTensor, scale: float, *, kind: str = "linear") -> LoraLayer:
+def low_rank_layer(
+    name: str, up: StoredTensor, down: StoredTensor, scale: float, *, kind: str = "linear"
+) -> LoraLayer:
     """A `LoraLayer` from its two stored halves, checked against each other.
 
-    ``up`` is (m, r) and ``down`` (r, n); for convolutions (m, r, 1, …) and ``(r, channels, *kernel)``.
+    ``up`` is (m, r) and ``down`` (r, n); for convolutions (m, r, 1, …) and ``(r, channels,
+    *kernel)``.
     """
     if len(up.shape) < 2 or len(up.shape) != len(down.shape):
         raise up.error(f"shapes {up.shape} and {down.shape} of the two halves are not of one layer")
     if 0 in up.shape or 0 in down.shape:
         empty = up if 0 in up.shape else down
-        raise empty.error(f"shape {empty.shape} is empty: shards of a distributed run were not gathered before saving")
+        raise empty.error(
+            f"shape {empty.shape} is empty: shards of a distributed run were not gathered before saving"
+        )
     kernel = down.shape[2:]
     if kernel:
         kind = "conv"
     if any(side != 1 for side in up.shape[2:]):
-        raise up.error(f"shape {up.shape}: the out side of a convolution should have a 1 x 1 kernel")
+        raise up.error(
+            f"shape {up.shape}: the out side of a convolution should have a 1 x 1 kernel"
+        )
     if up.shape[1] != down.shape[0]:
         grouped = kernel and down.shape[0] % up.shape[1] == 0
         reason = "; grouped convolutions are not read" if grouped else ""
@@ -269,12 +284,16 @@ def low_rank_layer(name: str, up: StoredTensor, down: StoredTensor, scale: float
         if not half.dtype.startswith(("float", "bfloat")):
             raise half.error(f"dtype {half.dtype}, expected floating-point numbers")
     inputs = math.prod(down.shape[1:])
-    return LoraLayer(name, kind, up.shape[0], inputs, up.shape[1], scale, up.dtype, up, down, tuple(kernel))
+    return LoraLayer(
+        name, kind, up.shape[0], inputs, up.shape[1], scale, up.dtype, up, down, tuple(kernel)
+    )
 
 
 def rank_notes(layers: tuple[Layer, ...]) -> tuple[str, ...]:
     """One note if some low-rank layers have a rank above what their matrix can have."""
-    above = [layer for layer in layers if isinstance(layer, LoraLayer) and layer.rank > min(layer.shape)]
+    above = [
+        layer for layer in layers if isinstance(layer, LoraLayer) and layer.rank > min(layer.shape)
+    ]
     if not above:
         return ()
     first = above[0]

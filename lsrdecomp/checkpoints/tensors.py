@@ -9,11 +9,9 @@ import hashlib
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +20,10 @@ from safetensors import SafetensorError, safe_open
 from lsrdecomp.checkpoints.files import MAX_JSON, parse_json, regular_file_size
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 from lsrdecomp.precision import PRECISIONS, numpy_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
 
 Array = NDArray[Any]
 
@@ -85,7 +87,9 @@ class StoredTensor:
         finite = np.isfinite(array)
         if not finite.all():
             bad = int(array.size - np.count_nonzero(finite))
-            raise self.error(f"{bad} of {array.size} numbers are NaN or infinite; train or export this adapter again")
+            raise self.error(
+                f"{bad} of {array.size} numbers are NaN or infinite; train or export this adapter again"
+            )
         return array
 
     def error(self, message: str) -> CheckpointError:
@@ -111,31 +115,48 @@ def cast(array: Array, storage: str, name: str) -> Array:
         largest = float(np.max(np.abs(np.asarray(array, dtype=np.float64)), initial=0.0))
         wider = [name for name in ("bfloat16", "float32") if largest <= PRECISIONS[name].largest]
         advice = (
-            f"store as {' or '.join(wider)}" if wider else "no storage here holds it: the adapter must be scaled down"
+            f"store as {' or '.join(wider)}"
+            if wider
+            else "no storage here holds it: the adapter must be scaled down"
         )
         text = f"its largest entry {largest:.3g} does not fit {storage}; {advice}"
-        raise CheckpointError(text if np.isfinite(largest) else "has NaN or infinite numbers", tensor=name)
+        raise CheckpointError(
+            text if np.isfinite(largest) else "has NaN or infinite numbers", tensor=name
+        )
     return stored
 
 
 def check_name(name: str, path: Path) -> None:
     """Raise `CheckpointError` for a tensor name that could not be a module path, or would not print on one line."""
     if not name or len(name) > LONGEST_NAME:
-        raise CheckpointError(f"a tensor name has {len(name)} characters; 1 to {LONGEST_NAME} are read", path=path)
+        raise CheckpointError(
+            f"a tensor name has {len(name)} characters; 1 to {LONGEST_NAME} are read", path=path
+        )
     if not name.isprintable():
-        raise CheckpointError(f"the tensor name {name!a} has characters that cannot be printed", path=path)
+        raise CheckpointError(
+            f"the tensor name {name!a} has characters that cannot be printed", path=path
+        )
     if ".." in name or name[0] in "./\\" or name[1:3] in (":\\", ":/"):
-        raise CheckpointError(f"the tensor name {name!r} reads like a path out of here, not like a module", path=path)
+        raise CheckpointError(
+            f"the tensor name {name!r} reads like a path out of here, not like a module", path=path
+        )
 
 
-def derived(like: StoredTensor, shape: tuple[int, ...], compute: Callable[[], Array]) -> StoredTensor:
+def derived(
+    like: StoredTensor, shape: tuple[int, ...], compute: Callable[[], Array]
+) -> StoredTensor:
     """A tensor that is not stored but follows from stored ones: computed in float64 when asked for.
 
-    Raises `CheckpointError` if it would have more than 2^29 numbers: a small file can imply a huge product.
+    Raises `CheckpointError` if it would have more than 2^29 numbers: a small file can imply a huge
+    product.
     """
     if math.prod(shape) > MOST_DERIVED:
-        raise like.error(f"the product it is part of has shape {shape}, above {MOST_DERIVED} numbers")
-    return replace(like, shape=shape, dtype="float64", fetch=lambda: compute().astype(np.float64, copy=False))
+        raise like.error(
+            f"the product it is part of has shape {shape}, above {MOST_DERIVED} numbers"
+        )
+    return replace(
+        like, shape=shape, dtype="float64", fetch=lambda: compute().astype(np.float64, copy=False)
+    )
 
 
 CODES = {
@@ -146,7 +167,11 @@ CODES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
     "BOOL": "bool",
-    **{f"{code}{bits}": f"{kind}{bits}" for code, kind in (("I", "int"), ("U", "uint")) for bits in (64, 32, 16, 8)},
+    **{
+        f"{code}{bits}": f"{kind}{bits}"
+        for code, kind in (("I", "int"), ("U", "uint"))
+        for bits in (64, 32, 16, 8)
+    },
 }
 NAMES = {name: code for code, name in CODES.items()}
 LENGTH = 8  # bytes: the header's length, little-endian
@@ -168,12 +193,15 @@ def read_header(path: Path) -> Header:
     Raises
     ------
     CheckpointError
-        For a Git-LFS pointer, a truncated or padded file, a header longer than 16 MiB or not JSON, an unknown dtype,
-        a shape that disagrees with its bytes, a hole or an overlap, a name given twice or not fit for a module.
+        For a Git-LFS pointer, a truncated or padded file, a header longer than 16 MiB or not JSON,
+        an unknown dtype, a shape that disagrees with its bytes, a hole or an overlap, a name given
+        twice or not fit for a module.
     """
     size = regular_file_size(path)
     if size < LENGTH:
-        raise CheckpointError(f"truncated: {size} bytes, a safetensors file has at least {LENGTH}", path=path)
+        raise CheckpointError(
+            f"truncated: {size} bytes, a safetensors file has at least {LENGTH}", path=path
+        )
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH), "little")
         if length > size - LENGTH:
@@ -183,17 +211,23 @@ def read_header(path: Path) -> Header:
                 path=path,
             )
         if length > MAX_JSON:
-            raise CheckpointError(f"the header declares {length} bytes; at most {MAX_JSON} are read", path=path)
+            raise CheckpointError(
+                f"the header declares {length} bytes; at most {MAX_JSON} are read", path=path
+            )
         header = parse_json(file.read(length), path, what="header")
     start = LENGTH + length
     metadata = _metadata(header.pop("__metadata__", None), path)
-    tensors = {name: _entry(name, entry, path, start, size - start) for name, entry in header.items()}
+    tensors = {
+        name: _entry(name, entry, path, start, size - start) for name, entry in header.items()
+    }
     _check_layout(header, path, size - start)
     try:
         with safe_open(path, framework="numpy"):
             pass  # the reference reader must agree, or other tools would see another file than we do
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"the safetensors library refuses it: {first_line(error)}", path=path) from error
+        raise CheckpointError(
+            f"the safetensors library refuses it: {first_line(error)}", path=path
+        ) from error
     return Header(metadata, tensors)
 
 
@@ -204,7 +238,9 @@ def data_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+def encode_header(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> bytes:
     """Length and JSON of a header for tensors given as ``{name: (dtype, shape)}`` in file order."""
     entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     end = 0
@@ -214,7 +250,9 @@ def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: 
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % LENGTH)
     if len(text) > MAX_JSON:
-        raise CheckpointError(f"the header of {len(tensors)} tensors takes {len(text)} bytes; at most {MAX_JSON} fit")
+        raise CheckpointError(
+            f"the header of {len(tensors)} tensors takes {len(text)} bytes; at most {MAX_JSON} fit"
+        )
     return len(text).to_bytes(LENGTH, "little") + text
 
 
@@ -247,7 +285,11 @@ class TensorWriter:
             raise CheckpointError(f"dtype {dtype} is not one of {', '.join(NAMES)}", tensor=name)
         if name in self.tensors:
             raise CheckpointError("is written twice", tensor=name)
-        data = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
+        data = (
+            np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+            .reshape(-1)
+            .view(np.uint8)
+        )
         self.tensors[name] = (dtype, array.shape)
         self._places[name] = (self._spool.tell(), data.nbytes)
         self._spool.write(data.data)
@@ -277,7 +319,9 @@ class TensorWriter:
         return digest.hexdigest()
 
     def _order(self) -> list[str]:
-        return sorted(self.tensors, key=lambda name: (-DTYPES[self.tensors[name][0]].itemsize, name))
+        return sorted(
+            self.tensors, key=lambda name: (-DTYPES[self.tensors[name][0]].itemsize, name)
+        )
 
     def _pieces(self, order: Iterable[str]) -> Iterator[bytes]:
         for name in order:
@@ -307,12 +351,21 @@ def _metadata(value: object, path: Path) -> dict[str, str]:
 def _entry(name: str, entry: Any, path: Path, start: int, size: int) -> StoredTensor:
     check_name(name, path)
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError("its header entry is not dtype, shape and data_offsets", path=path, tensor=name)
+        raise CheckpointError(
+            "its header entry is not dtype, shape and data_offsets", path=path, tensor=name
+        )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in CODES:
         names = ", ".join(CODES)
-        raise UnsupportedError(f"dtype {str(dtype)[:40]!r} is not one of {names}", path=path, tensor=name)
-    if not _counts(shape) or not _counts(offsets) or len(offsets) != 2 or len(shape) > MOST_DIMENSIONS:
+        raise UnsupportedError(
+            f"dtype {str(dtype)[:40]!r} is not one of {names}", path=path, tensor=name
+        )
+    if (
+        not _counts(shape)
+        or not _counts(offsets)
+        or len(offsets) != 2
+        or len(shape) > MOST_DIMENSIONS
+    ):
         text = f"shape {str(shape)[:80]!r} and data_offsets {str(offsets)[:80]!r} are not lists of counts"
         raise CheckpointError(text, path=path, tensor=name)
     begin, end = offsets
@@ -321,19 +374,25 @@ def _entry(name: str, entry: Any, path: Path, start: int, size: int) -> StoredTe
         text = f"its bytes {begin} to {end} lie outside the {size} bytes of data; the file is truncated"
         raise CheckpointError(text, path=path, tensor=name)
     if end - begin != needed:
-        text = f"shape {tuple(shape)} of {dtype} needs {needed} bytes, but {end - begin} are declared"
+        text = (
+            f"shape {tuple(shape)} of {dtype} needs {needed} bytes, but {end - begin} are declared"
+        )
         raise CheckpointError(text, path=path, tensor=name)
     fetch = partial(_fetch, path, name, start + begin, tuple(shape), CODES[dtype])
     return StoredTensor(name, tuple(shape), CODES[dtype], path, fetch)
 
 
 def _counts(value: object) -> bool:
-    return isinstance(value, list) and all(type(count) is int and 0 <= count < 2**63 for count in value)
+    return isinstance(value, list) and all(
+        type(count) is int and 0 <= count < 2**63 for count in value
+    )
 
 
 def _check_layout(entries: Mapping[str, Any], path: Path, size: int) -> None:
     reached = 0
-    for begin, end, name in sorted((*entry["data_offsets"], name) for name, entry in entries.items()):
+    for begin, end, name in sorted(
+        (*entry["data_offsets"], name) for name, entry in entries.items()
+    ):
         if begin != reached:
             fault = (
                 f"overlaps the tensor before it, which ends at {reached}"
@@ -351,7 +410,9 @@ def _fetch(path: Path, name: str, offset: int, shape: tuple[int, ...], dtype: st
     try:
         array = np.fromfile(path, DTYPES[dtype], count, offset=offset)
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", path=path, tensor=name) from error
+        raise CheckpointError(
+            f"cannot be read: {error.strerror}", path=path, tensor=name
+        ) from error
     if array.size != count:
         text = f"the file changed while it was read: {array.size} of {count} numbers are left"
         raise CheckpointError(text, path=path, tensor=name)

@@ -1,7 +1,7 @@
 """Writing whole or not at all: asked before any work begins, then a hidden path beside it and one atomic rename.
 
-What is written says where it came from, source hash, versions and plan: in the header of the weight file; of an LSR
-directory on its card, README.md, since no byte of it is needed to open it.
+What is written says where it came from, source hash, versions and plan: in the header of the weight
+file; of an LSR directory on its card, README.md, since no byte of it is needed to open it.
 """
 
 from __future__ import annotations
@@ -18,21 +18,26 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints.files import write_sums
 from lsrdecomp.checkpoints.format import CONFIG
 from lsrdecomp.checkpoints.packed_index import FIELD, read_index
-from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from lsrdecomp.checkpoints.records import Checkpoint
 
 try:
     import fcntl
-except ImportError:  # no such locks outside POSIX: leftovers of killed runs then stay until removed by hand
+except (
+    ImportError
+):  # no such locks outside POSIX: leftovers of killed runs then stay until removed by hand
     fcntl = None  # type: ignore[assignment]
 
 WEIGHTS = "adapter_model.safetensors"
@@ -64,24 +69,36 @@ def check_place(out: Path, inputs: Iterable[Path] = ()) -> None:
     >>> with tempfile.TemporaryDirectory() as lora:
     ...     check_place(Path(lora) / "small", inputs=[Path(lora)])
     Traceback (most recent call last):
-    lsrdecomp.errors.CheckpointError: ...: the output is, holds or lies inside the input ...; choose another
+    lsrdecomp.errors.CheckpointError: ...: the output is, holds or lies inside the input ...; choose
+    another
     """
     if out.is_symlink():
         raise CheckpointError("the output is a symbolic link; name what it leads to", path=out)
     target = out.resolve()
     for path in inputs:
         source = path.resolve()
-        if target == source or target in source.parents or (source in target.parents and source.is_dir()):
-            raise CheckpointError(f"the output is, holds or lies inside the input {path}; choose another", path=out)
+        if (
+            target == source
+            or target in source.parents
+            or (source in target.parents and source.is_dir())
+        ):
+            raise CheckpointError(
+                f"the output is, holds or lies inside the input {path}; choose another", path=out
+            )
     above = next(parent for parent in out.absolute().parents if parent.exists())
     if not above.is_dir():
-        raise CheckpointError(f"cannot be written: {above} is a file, not a directory; choose another output", path=out)
+        raise CheckpointError(
+            f"cannot be written: {above} is a file, not a directory; choose another output",
+            path=out,
+        )
     try:
         with tempfile.TemporaryFile(dir=above):  # it has no name, so that a kill leaves nothing
             pass
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise CheckpointError(f"cannot be written: {above} takes no files ({reason})", path=out) from None
+        raise CheckpointError(
+            f"cannot be written: {above} takes no files ({reason})", path=out
+        ) from None
 
 
 def check_file(out: Path, inputs: Iterable[Path] = (), *, force: bool = False) -> None:
@@ -105,14 +122,19 @@ def check_file(out: Path, inputs: Iterable[Path] = (), *, force: bool = False) -
     >>> with tempfile.NamedTemporaryFile() as there:
     ...     check_file(Path(there.name))
     Traceback (most recent call last):
-    lsrdecomp.errors.CheckpointError: ...: already exists; choose another output, or replace the file by force=True
+    lsrdecomp.errors.CheckpointError: ...: already exists; choose another output, or replace the
+    file by force=True
     """
     check_place(out, inputs)
     if out.exists() and not out.is_file():
         kind = "a directory" if out.is_dir() else "no regular file"
-        raise CheckpointError(f"is {kind}: not replaced even by force; choose another output", path=out)
+        raise CheckpointError(
+            f"is {kind}: not replaced even by force; choose another output", path=out
+        )
     if out.exists() and not force:
-        raise CheckpointError("already exists; choose another output, or replace the file by force=True", path=out)
+        raise CheckpointError(
+            "already exists; choose another output, or replace the file by force=True", path=out
+        )
 
 
 def check_output(out: Path, inputs: Iterable[Path] = (), force: bool = False) -> None:
@@ -136,35 +158,48 @@ def check_output(out: Path, inputs: Iterable[Path] = (), force: bool = False) ->
     >>> with tempfile.TemporaryDirectory() as there:
     ...     check_output(Path(there))
     Traceback (most recent call last):
-    lsrdecomp.errors.CheckpointError: ...: already exists; choose another output, or replace it as a whole by force=True
+    lsrdecomp.errors.CheckpointError: ...: already exists; choose another output, or replace it as a
+    whole by force=True
     """
     check_place(out, inputs)
     if not out.exists():
         return
     if not force:
-        raise CheckpointError("already exists; choose another output, or replace it as a whole by force=True", path=out)
+        raise CheckpointError(
+            "already exists; choose another output, or replace it as a whole by force=True",
+            path=out,
+        )
     entries = list(out.iterdir()) if out.is_dir() else None
-    if entries is None or (entries and not (out / CONFIG).is_file()) or any(entry.is_dir() for entry in entries):
+    if (
+        entries is None
+        or (entries and not (out / CONFIG).is_file())
+        or any(entry.is_dir() for entry in entries)
+    ):
         text = f"not replaced even by force: it is not a directory of files with {CONFIG}"
         raise CheckpointError(f"{text}; remove it yourself", path=out)
 
 
 @contextmanager
-def new_directory(out: str | Path, *, inputs: Iterable[Path] = (), force: bool = False) -> Iterator[Path]:
+def new_directory(
+    out: str | Path, *, inputs: Iterable[Path] = (), force: bool = False
+) -> Iterator[Path]:
     """A directory to fill that becomes ``out`` as a whole when the block ends, or vanishes if it fails.
 
-    A kill at any moment leaves the old state or the new one, and at most a hidden ``.<out>.*.partial`` beside it,
-    which the next run to the same place removes.
+    A kill at any moment leaves the old state or the new one, and at most a hidden
+    ``.<out>.*.partial`` beside it, which the next run to the same place removes.
 
     Raises
     ------
     CheckpointError
-        If ``out`` exists and ``force`` is not given, if with ``force`` it is something else than an adapter
-        directory, if it equals, holds or lies inside an input, or if the disk is full.
+        If ``out`` exists and ``force`` is not given, if with ``force`` it is something else than an
+        adapter directory, if it equals, holds or lies inside an input, or if the disk is full.
     """
     out = Path(out)
     check_output(out, inputs, force)
-    with ExitStack() as locks, _beside(out) as part:  # the lock goes last: until then the leftovers are ours
+    with (
+        ExitStack() as locks,
+        _beside(out) as part,
+    ):  # the lock goes last: until then the leftovers are ours
         remove_leftovers(out.absolute())
         part.mkdir()
         lock = lock_directory(part)
@@ -179,7 +214,9 @@ def new_directory(out: str | Path, *, inputs: Iterable[Path] = (), force: bool =
 
 
 @contextmanager
-def new_file(out: str | Path, *, inputs: Iterable[Path] = (), force: bool = False) -> Iterator[Path]:
+def new_file(
+    out: str | Path, *, inputs: Iterable[Path] = (), force: bool = False
+) -> Iterator[Path]:
     """As `new_directory`, for one file: ``out`` appears whole when the block ends, or not at all.
 
     Parameters
@@ -199,7 +236,8 @@ def new_file(out: str | Path, *, inputs: Iterable[Path] = (), force: bool = Fals
     Raises
     ------
     CheckpointError
-        If ``out`` exists and ``force`` is not given, if it is an input or lies inside one, or if the disk is full.
+        If ``out`` exists and ``force`` is not given, if it is an input or lies inside one, or if
+        the disk is full.
 
     Examples
     --------
@@ -233,7 +271,9 @@ def _beside(out: Path) -> Iterator[Path]:
         made = []
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise CheckpointError(f"could not be written: {reason}; nothing was left behind", path=out) from error
+        raise CheckpointError(
+            f"could not be written: {reason}; nothing was left behind", path=out
+        ) from error
     finally:
         if part.is_dir():
             shutil.rmtree(part, ignore_errors=True)
@@ -246,7 +286,9 @@ def _beside(out: Path) -> Iterator[Path]:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """A JSON object, sorted and indented as PEFT writes its configs."""
-    path.write_text(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8"
+    )
 
 
 def _make_parents(directory: Path) -> list[Path]:
@@ -270,9 +312,7 @@ def _put_in_place(part: Path, out: Path, force: bool) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            text = (
-                "already exists, written by another run meanwhile; choose another output, or replace it by force=True"
-            )
+            text = "already exists, written by another run meanwhile; choose another output, or replace it by force=True"
             raise CheckpointError(text, path=out) from None
     elif not _exchange(part, out):
         old = part.with_suffix(".old")
@@ -301,7 +341,8 @@ def _exchange(first: Path, second: Path) -> bool:
 def lock_directory(directory: Path) -> int | None:
     """Lock the directory itself, so that the lock goes where it goes and ends with the process.
 
-    Not with filelock, which locks regular files only: a lock file of its own would be one more thing a kill leaves.
+    Not with filelock, which locks regular files only: a lock file of its own would be one more
+    thing a kill leaves.
     """
     if fcntl is None:
         return None
@@ -320,7 +361,10 @@ def remove_leftovers(out: Path, age: float = LEFTOVER_AGE) -> None:
     Those made or dated within ``age`` seconds of now stay: a run may be about to take its lock.
     """
     for left in map(
-        Path, glob.glob(str(Path(glob.escape(str(out.parent))) / f".{glob.escape(out.name[:180])}.*.partial"))
+        Path,
+        glob.glob(
+            str(Path(glob.escape(str(out.parent))) / f".{glob.escape(out.name[:180])}.*.partial")
+        ),
     ):
         with contextlib.suppress(OSError):
             if abs(time.time() - left.stat().st_mtime) < age:
@@ -341,10 +385,12 @@ def _fsync(path: Path) -> None:
         os.close(handle)
 
 
-# -- where it came from ------------------------------------------------------------------------------------------------
+# -- where it came from ----------------------------------------------------------------------------
 
 
-def metadata(source: Checkpoint | None, more: Mapping[str, Any] | None, **facts: Any) -> dict[str, str]:
+def metadata(
+    source: Checkpoint | None, more: Mapping[str, Any] | None, **facts: Any
+) -> dict[str, str]:
     """Header metadata: PEFT's format mark and one JSON text of ours."""
     return {"format": "pt", KEY: _text(source, {**facts, **(more or {})})}
 

@@ -24,7 +24,9 @@ for command in commands.ALL:
 
 @app.callback(invoke_without_command=True)
 def options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", is_eager=True)
+    ] = False,
 ) -> None:
     """Compress LoRA adapters to short sums of Kronecker products, and see what that costs."""
     if version:

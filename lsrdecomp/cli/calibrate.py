@@ -19,17 +19,29 @@ from lsrdecomp.fidelity.settings import EvaluatorSettings
 
 @options_of(EvaluatorSettings, only=SETTINGS)
 def calibrate(
-    base: Annotated[str, Input, typer.Argument(help="The base model: a name, a directory, a GGUF file, or smollm2.")],
+    base: Annotated[
+        str,
+        Input,
+        typer.Argument(help="The base model: a name, a directory, a GGUF file, or smollm2."),
+    ],
     *,
-    adapter: Annotated[Path, typer.Option(help="PEFT adapter whose layers are measured, active while measuring.")],
+    adapter: Annotated[
+        Path, typer.Option(help="PEFT adapter whose layers are measured, active while measuring.")
+    ],
     out: Annotated[Path, PLACE, typer.Option(help="Directory for the statistics.")],
     data: DataFile = None,
     answers: AnswerTokens = "completion",
-    text: Annotated[Path | None, typer.Option(help="Text file: a line an example, a tab between pairs.")] = None,
-    task: Annotated[Path | None, typer.Option(help="GLUE or SuperGLUE task directory, instead of --text.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text file: a line an example, a tab between pairs.")
+    ] = None,
+    task: Annotated[
+        Path | None, typer.Option(help="GLUE or SuperGLUE task directory, instead of --text.")
+    ] = None,
     samples: Annotated[int, typer.Option(help="Examples to use; about 500 are enough.")] = 512,
     batch: Annotated[int, typer.Option(help="Examples at a time.")] = 16,
-    max_full: Annotated[int, typer.Option(help="Layers up to this size keep whole covariances.")] = 1024,
+    max_full: Annotated[
+        int, typer.Option(help="Layers up to this size keep whole covariances.")
+    ] = 1024,
     rank: Annotated[int, typer.Option(help="Eigenpairs kept of larger ones.")] = 128,
     max_memory: Annotated[
         int | None,
@@ -40,23 +52,32 @@ def calibrate(
         ),
     ] = None,
     checkpointing: Annotated[
-        bool, typer.Option(help="Compute activations again on the way back: less memory, a third more time.")
+        bool,
+        typer.Option(
+            help="Compute activations again on the way back: less memory, a third more time."
+        ),
     ] = True,
-    seed: Annotated[int, typer.Option(help="Of the order of the texts and of the drawn answers.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the order of the texts and of the drawn answers.")
+    ] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     quiet: Quiet = False,
     **options: Any,
 ) -> None:
     """Measure what a base's layers do, once, for compress.
 
-    That is the covariances of their inputs and gradients, for `compress --calibrated`. No labels are needed: answers
-    are drawn from the model itself. One pass forward and one back per batch; started again after a kill, it goes on
-    where it was. The statistics serve every adapter of that base with these layers.
+    That is the covariances of their inputs and gradients, for `compress --calibrated`. No labels
+    are needed: answers are drawn from the model itself. One pass forward and one back per batch;
+    started again after a kill, it goes on where it was. The statistics serve every adapter of that
+    base with these layers.
 
-    Memory beside the base: the sums of all layers (--max-memory), and the activations of one batch (--batch).
+    Memory beside the base: the sums of all layers (--max-memory), and the activations of one batch
+    (--batch).
     """
     settings = EvaluatorSettings(**options)
-    questions = Questions(text, task, data, "train", answers, settings.max_length, settings.truncate)
+    questions = Questions(
+        text, task, data, "train", answers, settings.max_length, settings.truncate
+    )
     questions.check()
     with needs("calibration", "peft"):
         from lsrdecomp.calibration import base_model as bases
@@ -78,7 +99,9 @@ def calibrate(
             max_memory=max_memory,
             on_step=show,
         ).metadata
-    typer.echo(f"Wrote {out}: statistics of {len(base_model.modules)} layers from {about['examples']:,} examples.")
+    typer.echo(
+        f"Wrote {out}: statistics of {len(base_model.modules)} layers from {about['examples']:,} examples."
+    )
     effect = about["settings"]["effect"]
     if effect is not None:
         unit = "token" if base_model.head in TOKEN_HEADS else "example"

@@ -77,7 +77,9 @@ def inspect(
 
 def curve(
     adapter: Adapter,
-    out: Annotated[Path | None, NEW_FILE, typer.Option(help="Picture to write, .png or .svg.")] = None,
+    out: Annotated[
+        Path | None, NEW_FILE, typer.Option(help="Picture to write, .png or .svg.")
+    ] = None,
     name: Name = None,
     alpha: Alpha = None,
     quiet: Quiet = False,
@@ -90,19 +92,26 @@ def curve(
     """
     if out is not None:
         if out.suffix not in (".png", ".svg"):
-            raise typer.BadParameter(f"a picture ends in .png or .svg, got {out.name}", param_hint="--out")
+            raise typer.BadParameter(
+                f"a picture ends in .png or .svg, got {out.name}", param_hint="--out"
+            )
         with needs("a picture", "plots"):  # before any work
             import matplotlib  # noqa: F401
     checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha)
     with follow(quiet=quiet) as step:
         curves = compression.adapter_curves(checkpoint, on_step=step)
     if not any(curve.norm > 0.0 for curve in curves):
-        raise CheckpointError("ΔW is zero in every layer: there is nothing to approximate", path=checkpoint.path)
+        raise CheckpointError(
+            "ΔW is zero in every layer: there is nothing to approximate", path=checkpoint.path
+        )
     tables.show(json, tables.curve_table(curves, checkpoint.adapter_parameters))
     if out is not None:
         axes = plots.plot_error_curves(curves, storages=("bfloat16", "float16"))
         axes.axvline(checkpoint.adapter_parameters, color="0.45", linewidth=1.0)
-        axes.set_title(f"{checkpoint.path.name}: {checkpoint.adapter_parameters:,} LoRA parameters", fontsize=10)
+        axes.set_title(
+            f"{checkpoint.path.name}: {checkpoint.adapter_parameters:,} LoRA parameters",
+            fontsize=10,
+        )
         _save(axes, out)
         tables.show(json, f"Wrote {out}.")
     facts = {"adapter": str(adapter), "parameters": checkpoint.adapter_parameters}
@@ -115,26 +124,43 @@ def export(
         Path,
         UNKNOWN,
         typer.Option(
-            "--out", help="Directory (lora) or file (gguf, kohya, diffusers; same: as it was); must not exist."
+            "--out",
+            help="Directory (lora) or file (gguf, kohya, diffusers; same: as it was); must not exist.",
         ),
     ],
-    to: Annotated[str, typer.Option(help="Format to write: lora, gguf, kohya, diffusers, or same as --like.")] = "lora",
+    to: Annotated[
+        str, typer.Option(help="Format to write: lora, gguf, kohya, diffusers, or same as --like.")
+    ] = "lora",
     profile: Annotated[
-        str, typer.Option(help="Of lora: peft; server: one global scale, no head; lorax: also one padded rank.")
+        str,
+        typer.Option(
+            help="Of lora: peft; server: one global scale, no head; lorax: also one padded rank."
+        ),
     ] = "peft",
     storage: Annotated[
-        str | None, typer.Option(help="float32, float16, bfloat16; of gguf f16, f32 or q8_0. Absent: the source's.")
+        str | None,
+        typer.Option(
+            help="float32, float16, bfloat16; of gguf f16, f32 or q8_0. Absent: the source's."
+        ),
     ] = None,
     base: Annotated[
         str | None,
         Input,
-        typer.Option(help="Of gguf: its GGUF file, directory, config.json or smollm2. For unet:7 …: its pipeline."),
+        typer.Option(
+            help="Of gguf: its GGUF file, directory, config.json or smollm2. For unet:7 …: its pipeline."
+        ),
     ] = None,
     like: Annotated[
-        Path | None, typer.Option(help="Of same: the LoRA it was made from, whose keys, types and alphas are kept.")
+        Path | None,
+        typer.Option(
+            help="Of same: the LoRA it was made from, whose keys, types and alphas are kept."
+        ),
     ] = None,
     without_heads: Annotated[
-        bool, typer.Option("--without-heads", help="Leave out what is no part of a layer, such as heads; names it.")
+        bool,
+        typer.Option(
+            "--without-heads", help="Leave out what is no part of a layer, such as heads; names it."
+        ),
     ] = False,
     alpha: Alpha = None,
     force: Force = False,
@@ -144,11 +170,17 @@ def export(
 
     The file is a LoRA of the same ΔW.
     """
-    checkpoint = checkpoints.open_checkpoint(adapter, alpha=None if like else alpha, max_memory=max_memory)
+    checkpoint = checkpoints.open_checkpoint(
+        adapter, alpha=None if like else alpha, max_memory=max_memory
+    )
     base_path = None if base is None else served.base_files(base)
     if like is not None and to != "same":
         raise typer.BadParameter("goes with --to same", param_hint="--like")
-    model = None if like is None else checkpoints.open_checkpoint(like, alpha=alpha, max_memory=max_memory)
+    model = (
+        None
+        if like is None
+        else checkpoints.open_checkpoint(like, alpha=alpha, max_memory=max_memory)
+    )
     compression.export_lora(
         checkpoint,
         out,
@@ -164,12 +196,18 @@ def export(
         why = "as asked" if without_heads else f"as profile {profile} does"
         typer.echo(f"Left out, {why}: {', '.join(checkpoint.extras)}.")
     kind = checkpoint.format if model is None else model.format
-    stored = storage or ("f16" if to == "gguf" else (checkpoint if model is None else model).storage)
-    typer.echo(f"Wrote {out}: a {kind if to == 'same' else to} adapter, exact up to rounding to {stored}.")
+    stored = storage or (
+        "f16" if to == "gguf" else (checkpoint if model is None else model).storage
+    )
+    typer.echo(
+        f"Wrote {out}: a {kind if to == 'same' else to} adapter, exact up to rounding to {stored}."
+    )
 
 
 def demo(
-    out: Annotated[Path, PLACE, typer.Option(help="Directory for what the demo writes.")] = Path("demo-output"),
+    out: Annotated[Path, PLACE, typer.Option(help="Directory for what the demo writes.")] = Path(
+        "demo-output"
+    ),
     quiet: Quiet = False,
 ) -> None:
     """Compress the adapter that comes with the package.
@@ -185,7 +223,13 @@ def demo(
             "layers do. Forty-eight times fewer parameters, kept where they matter:\n",
         )
         compress(
-            source, out=out / "lsr", ratio=[48.0], calibrated=statistics, storage="float16", force=True, quiet=quiet
+            source,
+            out=out / "lsr",
+            ratio=[48.0],
+            calibrated=statistics,
+            storage="float16",
+            force=True,
+            quiet=quiet,
         )
         typer.echo("\nAs a plain LoRA, for every tool that loads LoRA:")
         export(out / "lsr", out / "lora", force=True)
@@ -196,7 +240,11 @@ def demo(
         typer.echo("Measured again from the files, both are what was recorded.\n")
         whole = checkpoint.adapter_parameters
         shares = {
-            label: {whole / row["ratio"]: row["share"] for row in scores["rows"] if row["method"] == method}
+            label: {
+                whole / row["ratio"]: row["share"]
+                for row in scores["rows"]
+                if row["method"] == method
+            }
             for label, method in (("LSR", "lsr-kfac"), ("truncated SVD", "svd-kfac"))
         }
         ours, svd = (f"{100 * points[whole / 48]:.0f} %" for points in shares.values())
@@ -211,7 +259,9 @@ def demo(
         if find_spec("matplotlib") is None:
             typer.echo("\nFor a picture of it: pip install 'lsrdecomp[plots]', and again.")
             return
-        axes = plots.plot_shares({label: points.items() for label, points in shares.items()}, whole=whole)
+        axes = plots.plot_shares(
+            {label: points.items() for label, points in shares.items()}, whole=whole
+        )
         _save(axes, out / "kept.png")
         typer.echo(f"\nWrote {out / 'kept.png'}: what is kept at other sizes.")
 
@@ -226,7 +276,11 @@ def _norm_and_rank(checkpoint: Checkpoint, layer: Any) -> tuple[float, int]:
     from lsrdecomp.compression.layers import layer_pair, layer_product
     from lsrdecomp.targets import LowRank
 
-    pair = layer_pair(checkpoint, layer) if isinstance(layer, LoraLayer) else LowRank(*layer_product(layer).to_lora())
+    pair = (
+        layer_pair(checkpoint, layer)
+        if isinstance(layer, LoraLayer)
+        else LowRank(*layer_product(layer).to_lora())
+    )
     tails = tail_norms(pair.svd[1])
     return pair.norm, next(k for k, tail in enumerate(tails) if tail <= 0.01 * tails[0])
 

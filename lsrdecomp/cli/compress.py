@@ -38,14 +38,17 @@ if TYPE_CHECKING:
     from lsrdecomp.fidelity import Measurement
 
 SHOWN = 2
-"""Examples in a report that a measured form answers differently, where no other number is asked for."""
+"""Examples in a report that a measured form answers differently, where no other number is asked
+for."""
 
 
 def split_sizes(text: str) -> tuple[int, ...]:
     """Sizes such as 4x2."""
     parts = text.lower().replace("×", "x").split("x")
     if not all(part.isdecimal() for part in parts):
-        raise typer.BadParameter(f"expected two sizes such as 4x2, got {text!r}", param_hint="--inner-shape")
+        raise typer.BadParameter(
+            f"expected two sizes such as 4x2, got {text!r}", param_hint="--inner-shape"
+        )
     return tuple(int(part) for part in parts)
 
 
@@ -54,7 +57,9 @@ def split_ratios(text: str) -> list[float]:
     try:
         ratios = [float(part) for part in text.split(",")]
     except ValueError as error:
-        raise typer.BadParameter(f"numbers such as 48 or 96,48,19, got {text!r}", param_hint="--ratio") from error
+        raise typer.BadParameter(
+            f"numbers such as 48 or 96,48,19, got {text!r}", param_hint="--ratio"
+        ) from error
     if len(set(ratios)) < len(ratios):
         raise typer.BadParameter(f"each ratio once, got {text!r}", param_hint="--ratio")
     return ratios
@@ -71,23 +76,37 @@ def compress(
     out: Annotated[
         Path | None,
         UNKNOWN,
-        typer.Option("--out", help="Directory to write, or for a LoRA as it came NAME.safetensors."),
+        typer.Option(
+            "--out", help="Directory to write, or for a LoRA as it came NAME.safetensors."
+        ),
     ] = None,
     calibrated: Annotated[
         Path | None,
         typer.Option(
-            "--calibrated", "--statistics", help="Statistics from `calibrate`: errors then count what the network does."
+            "--calibrated",
+            "--statistics",
+            help="Statistics from `calibrate`: errors then count what the network does.",
         ),
     ] = None,
     base: Annotated[
-        str | None, Input, typer.Option(help="Measure what is kept on this base: a name or a directory.")
+        str | None,
+        Input,
+        typer.Option(help="Measure what is kept on this base: a name or a directory."),
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="With --base: texts of the task, no labels; some held out.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="With --base: texts of the task, no labels; some held out.")
+    ] = None,
     storage: Storage = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that solve.")] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the table; write nothing.")] = False,
-    record: Annotated[bool, typer.Option("--record", help="Every layer in compression.json, not only sums.")] = False,
-    report: Annotated[Path | None, NEW_FILE, typer.Option(help="Also write the report as one HTML file.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the table; write nothing.")
+    ] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help="Every layer in compression.json, not only sums.")
+    ] = False,
+    report: Annotated[
+        Path | None, NEW_FILE, typer.Option(help="Also write the report as one HTML file.")
+    ] = None,
     name: Name = None,
     alpha: Alpha = None,
     wide: Wide = False,
@@ -100,41 +119,54 @@ def compress(
 ) -> None:
     """Make a LoRA adapter smaller; PEFT opens the result.
 
-    With --base and --data a share is the goal: --keep 0.95 finds the smallest form that keeps 95 % of what the adapter
-    does on held-out texts, in as few bits as serve best. --distil 200 also trains smaller ones on the LoRA's own
-    answers, without labels.
+    With --base and --data a share is the goal: --keep 0.95 finds the smallest form that keeps 95 %
+    of what the adapter does on held-out texts, in as few bits as serve best. --distil 200 also
+    trains smaller ones on the LoRA's own answers, without labels.
 
-    Without a base the goal is a size (--ratio, --params, --bytes) or an error (--rtol). With --calibrated errors are in
-    the Fisher norm, closeness of answers; without it in the Frobenius norm, closeness of numbers, where truncated SVD
-    is hard to beat, and is taken where it is better.
+    Without a base the goal is a size (--ratio, --params, --bytes) or an error (--rtol). With
+    --calibrated errors are in the Fisher norm, closeness of answers; without it in the Frobenius
+    norm, closeness of numbers, where truncated SVD is hard to beat, and is taken where it is
+    better.
 
     With --out small.safetensors a LoRA file comes back in its own format, in seconds.
     \f
 
-    Such a file is cut by truncated SVD, with one threshold over all layers. So is every file of a directory of such;
-    --dry-run shows the curve.
+    Such a file is cut by truncated SVD, with one threshold over all layers. So is every file of a
+    directory of such; --dry-run shows the curve.
 
-    --distil trains at most two sizes, and the smallest that keeps the share is written; if none does, the untrained
-    one. Exit code 1, and nothing written, if --rtol cannot be met in this storage.
+    --distil trains at most two sizes, and the smallest that keeps the share is written; if none
+    does, the untrained one. Exit code 1, and nothing written, if --rtol cannot be met in this
+    storage.
 
-    Several ratios share one search: --ratio 96,48 --out small writes small-96 and small-48. A killed run goes on where
-    it was: what was solved waits in .NAME.journal beside --out, also for another ratio, until the result is written.
+    Several ratios share one search: --ratio 96,48 --out small writes small-96 and small-48. A
+    killed run goes on where it was: what was solved waits in .NAME.journal beside --out, also for
+    another ratio, until the result is written.
     """
-    from lsrdecomp.fidelity.compress import compress as compress_measured  # here, since NumPy comes with it
+    from lsrdecomp.fidelity.compress import (
+        compress as compress_measured,
+    )  # here, since NumPy comes with it
     from lsrdecomp.fidelity.compress import usual_storage
 
-    # 1. The goals, before anything is opened: a plan for each ratio, none where a share to keep is the only goal.
+    # 1. The goals, before anything is opened: a plan for each ratio, none where a share to keep is
+    # the only goal.
     of_base = {name: options.pop(name) for name in MeasuredSettings.fields if name in options}
     plans = _plans(options, of_base, base, data)
     if report is not None:
         of_base.setdefault("examples", SHOWN)
     if out is None and not dry_run:
-        raise typer.BadParameter("name the directory to write, or ask for a --dry-run", param_hint="--out")
+        raise typer.BadParameter(
+            "name the directory to write, or ask for a --dry-run", param_hint="--out"
+        )
     if len(plans) > 1 and (report is not None or str(json) == "-"):
-        raise typer.BadParameter("several ratios have no common report; ask for one at a time", param_hint="--ratio")
-    # 2. LoRA files that are to come back as they came: truncated SVD without a model, and that is all.
+        raise typer.BadParameter(
+            "several ratios have no common report; ask for one at a time", param_hint="--ratio"
+        )
+    # 2. LoRA files that are to come back as they came: truncated SVD without a model, and that is
+    # all.
     open_adapter = partial(checkpoints.open_checkpoint, alpha=alpha, max_memory=max_memory)
-    cut = partial(resize.resize, plans=plans, storage=storage, force=force, dry_run=dry_run, quiet=quiet)
+    cut = partial(
+        resize.resize, plans=plans, storage=storage, force=force, dry_run=dry_run, quiet=quiet
+    )
     files = resize.several(adapter) if name is None and calibrated is None and base is None else []
     if files:
         resize.resize_all(files, out, open_adapter, cut)
@@ -152,29 +184,59 @@ def compress(
     for path in filter(None, outputs):
         checkpoints.check_output(path, inputs, force)
     statistics = None if calibrated is None else checkpoints.read_statistics(calibrated)
-    # 4. The results: one that is measured on a base, or one for each plan, drawn from a common search.
+    # 4. The results: one that is measured on a base, or one for each plan, drawn from a common
+    # search.
     journal = None if out is None or dry_run else checkpoints.Journal.beside(out)
     with journal or nullcontext():
         if journal is not None and journal.resumes:
-            tables.say(f"Going on from {journal.path}, which a run before left; remove it to start again.")
+            tables.say(
+                f"Going on from {journal.path}, which a run before left; remove it to start again."
+            )
         refusal = None
         with follow(quiet=quiet) as step:
             if base is None:
                 resources = compression.Resources(workers, of_base.get("device"), journal, step)
-                searched = compression.search_adapter(checkpoint, plans, statistics=statistics, resources=resources)
+                searched = compression.search_adapter(
+                    checkpoint, plans, statistics=statistics, resources=resources
+                )
                 results, refusal = _drawn(searched, plans)
             else:
-                goal = {"plan": plans[0]} if plans else {"storage": storage, "max_rank": options.get("max_rank")}
-                run: dict[str, Any] = {"data": data, "workers": workers, "journal": journal, "on_step": step, **of_base}
+                goal = (
+                    {"plan": plans[0]}
+                    if plans
+                    else {"storage": storage, "max_rank": options.get("max_rank")}
+                )
+                run: dict[str, Any] = {
+                    "data": data,
+                    "workers": workers,
+                    "journal": journal,
+                    "on_step": step,
+                    **of_base,
+                }
                 with tables.quiet():
-                    results = [compress_measured(checkpoint, base=base, statistics=statistics, **goal, **run)]
+                    results = [
+                        compress_measured(
+                            checkpoint, base=base, statistics=statistics, **goal, **run
+                        )
+                    ]
         # 5. What is said and written when the bar is gone: it would break lines that are printed.
-        unit = "token" if statistics is not None and _counts_tokens(statistics.metadata) else "example"
+        unit = (
+            "token" if statistics is not None and _counts_tokens(statistics.metadata) else "example"
+        )
         for result, output in zip(results, outputs, strict=False):
             _show(result, json, wide=wide, each=each, unit=unit)
             if result.met:
                 figures = json if len(outputs) == 1 else None
-                _write(result, output, report=report, json=figures, force=force, record=record, unit=unit, alpha=alpha)
+                _write(
+                    result,
+                    output,
+                    report=report,
+                    json=figures,
+                    force=force,
+                    record=record,
+                    unit=unit,
+                    alpha=alpha,
+                )
         if refusal is not None:
             raise refusal
     _write_figures(results, json)
@@ -190,17 +252,25 @@ def _plans(
     ratios = chosen.pop("ratio", [None])
     if base is None and (settings.keep is not None or data is not None or settings.distil):
         text = "--keep, --data and --distil measure a text model's answers: name it by --base, and texts by --data"
-        raise LsrError(f"{text}; without one, as for image models, ask for a size, such as --ratio 4")
+        raise LsrError(
+            f"{text}; without one, as for image models, ask for a size, such as --ratio 4"
+        )
     if base is not None and data is None:
-        raise LsrError("what is kept is measured on texts of the task: give --data FILE with --base")
+        raise LsrError(
+            "what is kept is measured on texts of the task: give --data FILE with --base"
+        )
     if base is not None and len(ratios) > 1:
-        raise LsrError("with --base one ratio at a time, or --keep for the smallest form that keeps a share")
+        raise LsrError(
+            "with --base one ratio at a time, or --keep for the smallest form that keeps a share"
+        )
     if settings.keep is not None and ratios == [None] and not set(chosen) & set(GOALS):
         return []
     return [CompressionPlan(**chosen, ratio=ratio) for ratio in ratios]
 
 
-def _drawn(searched: SearchedAdapter, plans: Sequence[CompressionPlan]) -> tuple[list[Compression], BudgetError | None]:
+def _drawn(
+    searched: SearchedAdapter, plans: Sequence[CompressionPlan]
+) -> tuple[list[Compression], BudgetError | None]:
     """The results up to a budget that cannot be met, and its refusal: what was drawn before is written all the same."""
     results: list[Compression] = []
     for plan in plans:
@@ -282,7 +352,9 @@ def _tried(tried: Sequence[Measurement]) -> str:
     if not trained:
         return f"{len(tried)} forms were measured."
     steps = max(measurement.steps for measurement in trained)
-    words = f"{len(tried)} forms were measured, {len(trained)} of them also trained for {steps} steps"
+    words = (
+        f"{len(tried)} forms were measured, {len(trained)} of them also trained for {steps} steps"
+    )
     return f"{words}: {', '.join(map(str, trained))}."
 
 

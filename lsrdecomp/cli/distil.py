@@ -17,13 +17,19 @@ from lsrdecomp.fidelity.settings import DistilSettings
 
 @options_of(DistilSettings)
 def distil(
-    adapter: Annotated[Path, typer.Argument(help="Directory that `compress` wrote.", show_default=False)],
+    adapter: Annotated[
+        Path, typer.Argument(help="Directory that `compress` wrote.", show_default=False)
+    ],
     *,
     teacher: Annotated[Path, typer.Option(help="The LoRA it was made from, a PEFT directory.")],
     base: Annotated[str, typer.Option(help="The base model, by name or directory.")],
-    data: Annotated[Path, typer.Option(help="Texts of the task, without labels; some are held out.")],
+    data: Annotated[
+        Path, typer.Option(help="Texts of the task, without labels; some are held out.")
+    ],
     out: Annotated[
-        Path | None, NEW_DIRECTORY, typer.Option(help="Directory to write; absent, ADAPTER is replaced.")
+        Path | None,
+        NEW_DIRECTORY,
+        typer.Option(help="Directory to write; absent, ADAPTER is replaced."),
     ] = None,
     quiet: Quiet = False,
     json: JsonFile = None,
@@ -32,13 +38,23 @@ def distil(
 ) -> None:
     """Train a compressed adapter towards its LoRA, no labels.
 
-    Its numbers are trained on the LoRA's own answers. The share kept is measured on held-out texts before and after,
-    and the better form is kept. A run that was killed goes on where it was; the adapter stays as it is until the end.
+    Its numbers are trained on the LoRA's own answers. The share kept is measured on held-out texts
+    before and after, and the better form is kept. A run that was killed goes on where it was; the
+    adapter stays as it is until the end.
     """
     from lsrdecomp.fidelity.distil import distil as run  # here, since NumPy comes with it
 
     with tables.quiet(), follow(quiet=quiet) as show:
-        done = run(adapter, base=base, data=data, teacher=teacher, out=out, force=force, on_step=show, **options)
+        done = run(
+            adapter,
+            base=base,
+            data=data,
+            teacher=teacher,
+            out=out,
+            force=force,
+            on_step=show,
+            **options,
+        )
     before, after, training = done.form.before, done.form.after, done.form.training
     verdict = "" if done.form.steps else "; no better, so the old form stays"
     tables.show(

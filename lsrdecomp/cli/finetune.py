@@ -27,15 +27,22 @@ if TYPE_CHECKING:
 def finetune(
     out: Annotated[Path, PLACE, typer.Option(help="Directory to write; must not exist.")],
     *,
-    config: Annotated[Path | None, typer.Option(help="TOML file with settings; options given here win.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file with settings; options given here win.")
+    ] = None,
     option: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the method, such as r=4; repeat it.")
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="An option of the method, such as r=4; repeat it."),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Any other setting, such as patience=3; repeat it."),
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="Any other setting, such as patience=3; repeat it."
+        ),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Throw away an interrupted run to the same place.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Throw away an interrupted run to the same place.")
+    ] = False,
     quiet: Quiet = False,
     json: JsonFile = None,
     force: ForceFile = False,
@@ -43,10 +50,11 @@ def finetune(
 ) -> None:
     """Train an adapter on a base: LoRA, LSR and others.
 
-    It is judged on the task's dev set. Writes OUT/adapter, a PEFT directory, OUT/record.json with settings, versions
-    and scores, and OUT/layers.jsonl with the spectra of the layers. Killed and started again, a run with --set
-    save_every=100 or --set patience=3 goes on where it was. For several devices: accelerate launch -m
-    lsrdecomp.cli.main finetune ... Exit code 1 if the loss was lost.
+    It is judged on the task's dev set. Writes OUT/adapter, a PEFT directory, OUT/record.json with
+    settings, versions and scores, and OUT/layers.jsonl with the spectra of the layers. Killed and
+    started again, a run with --set save_every=100 or --set patience=3 goes on where it was. For
+    several devices: accelerate launch -m lsrdecomp.cli.main finetune ... Exit code 1 if the loss
+    was lost.
     """
     named = FinetuneSettings.named
     if option:
@@ -77,16 +85,28 @@ def _parts(record: Record, out: Path) -> Iterator[Sheet | str]:
     """The scores as a table, what was said to the samples, and what the run took."""
     cells: dict[Column, Callable[[str], str]] = {
         Column(record.settings.task, justify="left"): str,
-        Column("majority"): lambda name: f"{record.baseline[name]:.4f}" if name in record.baseline else "",
+        Column("majority"): lambda name: (
+            f"{record.baseline[name]:.4f}" if name in record.baseline else ""
+        ),
     }
-    for head, scores in (("start", record.start), ("dev", record.dev), ("validation", record.validation)):
+    for head, scores in (
+        ("start", record.start),
+        ("dev", record.dev),
+        ("validation", record.validation),
+    ):
         if scores is not None:
             cells[Column(head)] = partial(_figure, scores)
     judged = {"accuracy", "token_accuracy"} & set(record.dev.metrics) or record.dev.accuracy is None
-    yield Sheet.of(cells, [*record.dev.metrics, *([] if judged else ["accuracy"]), "loss", "examples"])
+    yield Sheet.of(
+        cells, [*record.dev.metrics, *([] if judged else ["accuracy"]), "loss", "examples"]
+    )
     for sample in record.samples:
         yield f"\n{sample.prompt.strip()}"
-        for who, text in (("base", sample.base), ("adapted", sample.adapted), ("file", sample.completion)):
+        for who, text in (
+            ("base", sample.base),
+            ("adapted", sample.adapted),
+            ("file", sample.completion),
+        ):
             yield f"  {who + ':':9} {text}"
     yield (
         f"\n{record.settings.method}: {record.adapter_parameters:,} parameters and {record.head_parameters:,} in the "

@@ -25,13 +25,22 @@ MOST_ROWS = 20
 
 @options_of(compression.CompressionPlan, parsers={"inner_shape": (split_sizes, "NxN")})
 def fleet(
-    indir: Annotated[Path, typer.Argument(help="Directory with adapter directories anywhere below it.")],
-    outdir: Annotated[Path, PLACE, typer.Argument(help="Where each is written, at the same relative place.")],
+    indir: Annotated[
+        Path, typer.Argument(help="Directory with adapter directories anywhere below it.")
+    ],
+    outdir: Annotated[
+        Path, PLACE, typer.Argument(help="Where each is written, at the same relative place.")
+    ],
     *,
     plan: Annotated[
-        Path | None, typer.Option(help="Goal and storage in a TOML file: a line [compress], then as ratio = 48.")
+        Path | None,
+        typer.Option(
+            help="Goal and storage in a TOML file: a line [compress], then as ratio = 48."
+        ),
     ] = None,
-    workers: Annotated[int, typer.Option(help="Processes on this host; -1 for one per processor or GPU.")] = -1,
+    workers: Annotated[
+        int, typer.Option(help="Processes on this host; -1 for one per processor or GPU.")
+    ] = -1,
     calibrated: Annotated[
         Path | None,
         typer.Option(
@@ -42,12 +51,21 @@ def fleet(
     ] = None,
     share: Annotated[
         bool,
-        typer.Option("--share/--alone", help="Whether adapters of one base and the same layers share a search."),
+        typer.Option(
+            "--share/--alone",
+            help="Whether adapters of one base and the same layers share a search.",
+        ),
     ] = True,
-    ray: Annotated[str | None, typer.Option(help="Run on a Ray cluster instead: its address, or auto.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(help="Run on a Ray cluster instead: its address, or auto.")
+    ] = None,
     device: SolveDevice = None,
-    per_gpu: Annotated[int, typer.Option("--per-gpu", min=1, help="With --device cuda: jobs that share a GPU.")] = 1,
-    retries: Annotated[int, typer.Option(help="Further attempts for an adapter whose worker died.")] = 1,
+    per_gpu: Annotated[
+        int, typer.Option("--per-gpu", min=1, help="With --device cuda: jobs that share a GPU.")
+    ] = 1,
+    retries: Annotated[
+        int, typer.Option(help="Further attempts for an adapter whose worker died.")
+    ] = 1,
     quiet: Quiet = False,
     json: JsonFile = None,
     force: ForceFile = False,
@@ -56,14 +74,16 @@ def fleet(
 ) -> None:
     """Compress every adapter below a directory.
 
-    Each to the size or error that is asked for. Started again after a kill it goes on where it was. Exit code 1 if any
-    adapter failed or missed its tolerance; the others are done all the same.
+    Each to the size or error that is asked for. Started again after a kill it goes on where it was.
+    Exit code 1 if any adapter failed or missed its tolerance; the others are done all the same.
     """
     if plan is not None and options:
         beside = ", ".join(f"--{name.replace('_', '-')}" for name in options)
         raise LsrError(f"the goal and how it is met are in {plan}: leave out --plan, or {beside}")
     if plan is None and not set(options) & set(GOALS):
-        raise LsrError("one goal for all adapters: --ratio N, --params N, --bytes N or --rtol E; such as --ratio 48")
+        raise LsrError(
+            "one goal for all adapters: --ratio N, --params N, --bytes N or --rtol E; such as --ratio 48"
+        )
     settings = compression.CompressionPlan(**options) if plan is None else read_plan(plan)
     runner = (
         many.joblib_runner(workers, device, per_gpu)
@@ -102,7 +122,9 @@ def read_plan(path: Path) -> compression.CompressionPlan:
     """A plan from the table [compress] of a TOML file; a misspelt key is named with those that exist."""
     table = read_toml(path).get("compress")
     if not isinstance(table, dict):
-        raise LsrError(f"{path}: has no table [compress]: a line [compress], then options of compress, as ratio = 48")
+        raise LsrError(
+            f"{path}: has no table [compress]: a line [compress], then options of compress, as ratio = 48"
+        )
     try:
         return compression.CompressionPlan.from_mapping(table)
     except (LsrError, TypeError, ValueError) as error:

@@ -66,7 +66,8 @@ PANELS = {
         "Output": "out json force",
     },
 }
-"""Options of the verbs with many that are shown by ``-h``, by panel; the others come with ``--help-all``."""
+"""Options of the verbs with many that are shown by ``-h``, by panel; the others come with
+``--help-all``."""
 
 
 class Command(TyperCommand):
@@ -87,8 +88,12 @@ class Command(TyperCommand):
         panels = PANELS.get(self.name or "", {})
         sections = {"Arguments": [each for each in params if each.param_type_name == "argument"]}
         for panel, names in panels.items():
-            sections[panel] = [each for name in names.split() for each in options if f"--{name}" in each.opts]
-        rest = [each for each in options if not any(each in section for section in sections.values())]
+            sections[panel] = [
+                each for name in names.split() for each in options if f"--{name}" in each.opts
+            ]
+        rest = [
+            each for each in options if not any(each in section for section in sections.values())
+        ]
         if not panels:
             sections["Options"] = rest
         elif ctx.meta.get(ALL):
@@ -111,7 +116,9 @@ def _show_all(ctx: typer.Context, wanted: bool) -> None:
         raise typer.Exit()
 
 
-HelpAll = Annotated[bool, typer.Option("--help-all", callback=_show_all, is_eager=True, help="Show all options.")]
+HelpAll = Annotated[
+    bool, typer.Option("--help-all", callback=_show_all, is_eager=True, help="Show all options.")
+]
 
 
 def epilog(verb: str) -> str | None:
@@ -131,7 +138,9 @@ def flags(text: str) -> str:
     if text.startswith("one goal is needed"):
         goals = "--keep SHARE with --base and --data, --ratio N, --params N, --bytes N or --rtol E"
         return f"{text.partition(':')[0]}: {goals}; such as --ratio 48"
-    text = re.sub(r"^([a-z]\w+) must be ", lambda match: f"--{match[1].replace('_', '-')} must be ", text)
+    text = re.sub(
+        r"^([a-z]\w+) must be ", lambda match: f"--{match[1].replace('_', '-')} must be ", text
+    )
     return re.sub(
         r"\b(name|alpha|force|rtol|storage|ratio|statistics)=(?:True\b)?(?![\w'\"\[(.])",
         lambda match: {"statistics": "--calibrated"}.get(match[1], f"--{match[1]}"),

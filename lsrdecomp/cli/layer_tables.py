@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from lsrdecomp.compression.verify import LayerCheck
 
 FOLD_ABOVE = 24
-"""Up to this many layers each has its row; of more, those that became the same share one, unless all are asked for."""
+"""Up to this many layers each has its row; of more, those that became the same share one, unless
+all are asked for."""
 
 L = TypeVar("L")
 
@@ -36,7 +37,14 @@ def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = F
     functional = total.functional_error is not None
 
     def became(layer: LayerReport) -> Hashable:
-        return kind_of(layer.name), layer.rows, layer.columns, layer.structure, layer.shape, layer.separation_ranks
+        return (
+            kind_of(layer.name),
+            layer.rows,
+            layer.columns,
+            layer.structure,
+            layer.shape,
+            layer.separation_ranks,
+        )
 
     def error(group: list[LayerReport]) -> str:
         missed = "" if all(layer.met for layer in group) else " !"
@@ -54,7 +62,9 @@ def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = F
         Column("terms", 5): lambda group: group[0].terms,
         Column("parameters"): lambda group: f"{sum(layer.parameters for layer in group):,}",
         Column("of", 4): lambda group: f"{sum(layer.parameters_before for layer in group):,}",
-        Column("storage", 3, "left"): lambda group: "/".join(sorted({x.storage for x in group if x.parameters})),
+        Column("storage", 3, "left"): lambda group: "/".join(
+            sorted({x.storage for x in group if x.parameters})
+        ),
         Column("error", 2 if functional else 0): error,
         Column("Fisher error"): fisher_error if functional else lambda _: "",
         Column("γ", 9): lambda group: f"{max(layer.condition for layer in group):.2f}",
@@ -69,7 +79,9 @@ def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = F
     return _sheet(layers, became, cells, each, sums)
 
 
-def checkpoint_table(checkpoint: Checkpoint, ranks: Sequence[tuple[float, int]], *, each: bool = False) -> Sheet:
+def checkpoint_table(
+    checkpoint: Checkpoint, ranks: Sequence[tuple[float, int]], *, each: bool = False
+) -> Sheet:
     """What an adapter holds; ``ranks`` are (‖ΔW‖_F, rank that keeps 99 % of it) by layer."""
     ranks_by_name = dict(zip((layer.name for layer in checkpoint.layers), ranks, strict=True))
 
@@ -89,8 +101,12 @@ def checkpoint_table(checkpoint: Checkpoint, ranks: Sequence[tuple[float, int]],
         Column("structure", 4, "left"): lambda group: structure(group[0]),
         Column("parameters"): lambda group: f"{sum(layer.parameters for layer in group):,}",
         Column("dtype", 3, "left"): lambda group: group[0].dtype,
-        Column("‖ΔW‖", 2): lambda group: f"{math.hypot(*(ranks_by_name[layer.name][0] for layer in group)):.4g}",
-        Column("rank for 1 %"): lambda group: _range([ranks_by_name[layer.name][1] for layer in group]),
+        Column("‖ΔW‖", 2): lambda group: (
+            f"{math.hypot(*(ranks_by_name[layer.name][0] for layer in group)):.4g}"
+        ),
+        Column("rank for 1 %"): lambda group: _range(
+            [ranks_by_name[layer.name][1] for layer in group]
+        ),
     }
     return _sheet(checkpoint.layers, alike, cells, each)
 
@@ -141,13 +157,17 @@ def _sheet(
     cut = len(common_prefix([layer.name for layer in layers]))
     groups: dict[Hashable, list[Any]] = {}
     for index, layer in enumerate(layers):
-        groups.setdefault(index if each or len(layers) <= FOLD_ABOVE else alike(layer), []).append(layer)
+        groups.setdefault(index if each or len(layers) <= FOLD_ABOVE else alike(layer), []).append(
+            layer
+        )
     columns = {LAYER: lambda group: group_name([layer.name for layer in group], cut), **cells}
     total = [sums.get(column.head, "") for column in columns] if sums else None
     return Sheet.of(columns, groups.values(), total)
 
 
-def _together(group: Sequence[L], norm: Callable[[L], float | None], error: Callable[[L], float | None]) -> float:
+def _together(
+    group: Sequence[L], norm: Callable[[L], float | None], error: Callable[[L], float | None]
+) -> float:
     """The relative error of all layers of a group as one."""
     lost = math.hypot(*((norm(layer) or 0.0) * (error(layer) or 0.0) for layer in group))
     size = math.hypot(*(norm(layer) or 0.0 for layer in group))

@@ -14,7 +14,9 @@ STOPPED = 130
 
 def run() -> None:
     """Exit codes: 0 done, 1 a budget was missed or a check failed, 2 unusable input, 130 stopped by Ctrl-C."""
-    if isinstance(sys.stdout, TextIOWrapper):  # "⊗" is not in every encoding, such as that of a pipe on Windows
+    if isinstance(
+        sys.stdout, TextIOWrapper
+    ):  # "⊗" is not in every encoding, such as that of a pipe on Windows
         sys.stdout.reconfigure(errors="replace")
     try:
         from lsrdecomp.cli.app import app  # a second or two, in which Ctrl-C is no traceback either
@@ -30,7 +32,9 @@ def run() -> None:
         print("lsrdecomp: not enough memory for a layer of this size", file=sys.stderr)
         sys.exit(2)
     except (KeyboardInterrupt, SystemExit) as end:
-        if isinstance(end, SystemExit) and end.code != STOPPED:  # typer's answer to Ctrl-C is that code without a word
+        if (
+            isinstance(end, SystemExit) and end.code != STOPPED
+        ):  # typer's answer to Ctrl-C is that code without a word
             raise
         words = ["stopped; what was not finished was not written", *_notes(end)]
         print(f"lsrdecomp: {'. '.join(words)}", file=sys.stderr)

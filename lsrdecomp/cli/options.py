@@ -52,11 +52,17 @@ def memory_size(text: str) -> int:
     return int(match[1]) * int(base ** POWERS[match[2]])
 
 
-Adapter = Annotated[Path, typer.Argument(help="Adapter directory or weight file.", show_default=False)]
-JsonFile = Annotated[
-    Path | None, NEW_FILE, typer.Option("--json", help="Also write the figures as JSON; - for standard output.")
+Adapter = Annotated[
+    Path, typer.Argument(help="Adapter directory or weight file.", show_default=False)
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace what the outputs name; a directory as a whole.")]
+JsonFile = Annotated[
+    Path | None,
+    NEW_FILE,
+    typer.Option("--json", help="Also write the figures as JSON; - for standard output."),
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace what the outputs name; a directory as a whole.")
+]
 ForceFile = Annotated[bool, typer.Option("--force", help="Replace a file that --json names.")]
 Storage = Annotated[
     str | None,
@@ -65,10 +71,16 @@ Storage = Annotated[
         help="float32, float16, bfloat16, int8, int4, auto. Absent the LoRA's; with --base and --keep or --bytes auto.",
     ),
 ]
-Name = Annotated[str | None, typer.Option("--name", help="Weight file to take where the directory has several.")]
-Alpha = Annotated[float | None, typer.Option("--alpha", help="LoRA alpha, for files that do not hold it (loralib).")]
+Name = Annotated[
+    str | None, typer.Option("--name", help="Weight file to take where the directory has several.")
+]
+Alpha = Annotated[
+    float | None,
+    typer.Option("--alpha", help="LoRA alpha, for files that do not hold it (loralib)."),
+]
 SolveDevice = Annotated[
-    str | None, typer.Option("--device", help="Solve with torch on cuda, cuda:1, cpu, …; absent, with NumPy.")
+    str | None,
+    typer.Option("--device", help="Solve with torch on cuda, cuda:1, cpu, …; absent, with NumPy."),
 ]
 MaxMemory = Annotated[
     int | None,
@@ -81,4 +93,6 @@ MaxMemory = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")]
 Wide = Annotated[bool, typer.Option("--wide", help="All columns, however wide the table gets.")]
-Each = Annotated[bool, typer.Option("--all", help="A row for each layer; otherwise equal ones share a row.")]
+Each = Annotated[
+    bool, typer.Option("--all", help="A row for each layer; otherwise equal ones share a row.")
+]

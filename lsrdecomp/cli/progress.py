@@ -21,12 +21,14 @@ BAR = 12
 
 
 @contextmanager
-def follow(*, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[Step], None]]:
+def follow(
+    *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[Step], None]]:
     """Yields the callback that shows steps on stderr.
 
-    On a terminal there is one line with a bar, counts and the time left, which is gone when the block ends. Elsewhere
-    there is a line a minute, so that a log tells that the run lives; a run of less than a minute by ``clock``, in
-    seconds, writes none.
+    On a terminal there is one line with a bar, counts and the time left, which is gone when the
+    block ends. Elsewhere there is a line a minute, so that a log tells that the run lives; a run of
+    less than a minute by ``clock``, in seconds, writes none.
     """
     if quiet:
         yield lambda _: None
@@ -47,7 +49,10 @@ def follow(*, quiet: bool = False, clock: Callable[[], float] = time.monotonic) 
 
         def show(step: Step) -> None:
             nonlocal stage, last
-            if (step.stage, step.total) != stage or step.done == 0:  # what comes before the first count is no measure
+            if (
+                step.stage,
+                step.total,
+            ) != stage or step.done == 0:  # what comes before the first count is no measure
                 stage = step.stage, step.total
                 bars.reset(task.id, total=step.total or None)
             bars.update(task.id, completed=step.done)
@@ -57,7 +62,9 @@ def follow(*, quiet: bool = False, clock: Callable[[], float] = time.monotonic) 
             elif clock() - last >= EVERY:
                 last = clock()
                 words = ", ".join(filter(None, (_counts(step, " of "), _time_left(task))))
-                print(f"lsrdecomp: {step.stage}{words and ': ' + words}", file=sys.stderr, flush=True)
+                print(
+                    f"lsrdecomp: {step.stage}{words and ': ' + words}", file=sys.stderr, flush=True
+                )
 
         yield show
 

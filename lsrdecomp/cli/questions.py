@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 
 DataFile = Annotated[
     Path | None,
-    typer.Option(help="JSON lines with prompt and completion, with messages, or with text; in place of --text."),
+    typer.Option(
+        help="JSON lines with prompt and completion, with messages, or with text; in place of --text."
+    ),
 ]
-AnswerTokens = Annotated[str, typer.Option("--answers", help="Which tokens of --data count: completion or all.")]
+AnswerTokens = Annotated[
+    str, typer.Option("--answers", help="Which tokens of --data count: completion or all.")
+]
 SETTINGS = ("max_length", "truncate", "dtype")
 """Of `EvaluatorSettings`, options of each verb that asks questions."""
 
@@ -52,11 +56,15 @@ class Questions:
         if self.sources != 1:
             raise LsrError("give one of --data FILE.jsonl, --text FILE and --task DIR")
         if self.data is None and self.truncate:
-            raise LsrError("--truncate is about prompts and completions, texts are always cut: give --data FILE.jsonl")
+            raise LsrError(
+                "--truncate is about prompts and completions, texts are always cut: give --data FILE.jsonl"
+            )
         if self.data is None and self.answers != "completion":
             raise LsrError("--answers is about prompts and completions: give --data FILE.jsonl")
 
-    def batches(self, base: Base, *, size: int, seed: int) -> tuple[Iterator[dict[str, Tensor]], int]:
+    def batches(
+        self, base: Base, *, size: int, seed: int
+    ) -> tuple[Iterator[dict[str, Tensor]], int]:
         """What the model is called with, in an order that ``seed`` decides, and the number of examples."""
         from lsrdecomp.calibration import base_model as bases
         from lsrdecomp.calibration.dataset import read_examples
@@ -66,10 +74,14 @@ class Questions:
             examples = read_examples(self.data)
             settings: dict[str, Any] = {"answers": self.answers, "truncate": self.truncate}
             settings |= {"max_length": self.max_length}
-            return bases.prompt_batches(base, examples, size=size, seed=seed, **settings), len(examples)
+            return bases.prompt_batches(base, examples, size=size, seed=seed, **settings), len(
+                examples
+            )
         if self.text is not None:
             texts = bases.read_lines(self.text)
         else:
             assert self.task is not None
             texts = bases.task_texts(find_task(self.task).read(self.task, self.split))
-        return bases.batches(base, texts, size=size, max_length=self.max_length, seed=seed), len(texts)
+        return bases.batches(base, texts, size=size, max_length=self.max_length, seed=seed), len(
+            texts
+        )

@@ -17,13 +17,16 @@ if TYPE_CHECKING:
 TASKS = ("SEQ_CLS", "TOKEN_CLS", "CAUSAL_LM", "SEQ_2_SEQ_LM")
 """Task types of the adapters whose bases `calibrate` runs."""
 WRECK = 0.7
-"""Relative Frobenius error above which an adapter without statistics is told to be little of itself any more."""
+"""Relative Frobenius error above which an adapter without statistics is told to be little of itself
+any more."""
 
 
 def next_command(checkpoint: Checkpoint, output: Path, alpha: float | None) -> str:
     """What opens it: PEFT, or for files of other programs the file that they read."""
     if checkpoint.format.startswith("peft-") and not checkpoint.config.get("target_parameters"):
-        if checkpoint.format != "peft-lora" or not any(".experts." in layer.name for layer in checkpoint.layers):
+        if checkpoint.format != "peft-lora" or not any(
+            ".experts." in layer.name for layer in checkpoint.layers
+        ):
             return "Open it with PEFT after `import lsrdecomp.adapters`."
         out = quoted(f"{output}-lora")
         return f"For PEFT, which stacks experts:\n  lsrdecomp export {quoted(output)} --profile lorax --out {out}"
@@ -41,8 +44,13 @@ def next_command(checkpoint: Checkpoint, output: Path, alpha: float | None) -> s
 
 def warn_of_wreck(result: Any, output: Path | None) -> None:
     """Without statistics a small adapter is close in nothing that matters: say so, and what would help."""
-    total, dropped = result.totals, sum(row.norm > 0.0 and not row.parameters for row in result.layers)
-    if total.functional_error is not None or (total.relative_error <= WRECK and 2 * dropped < total.layers):
+    total, dropped = (
+        result.totals,
+        sum(row.norm > 0.0 and not row.parameters for row in result.layers),
+    )
+    if total.functional_error is not None or (
+        total.relative_error <= WRECK and 2 * dropped < total.layers
+    ):
         return
     tables.say(
         f"WARNING: little of this adapter is left: error {total.relative_error:.3g}, {dropped} of {total.layers} "
@@ -58,10 +66,16 @@ def warn_of_wreck(result: Any, output: Path | None) -> None:
         return
     base = source.config.get("base_model_name_or_path") or "BASE"
     goal = next(name for name in GOALS if getattr(plan, name) is not None)
-    flag = f"--{CompressionPlan.fields[goal].names[-1].replace('_', '-')} {getattr(plan, goal):.12g}"
+    flag = (
+        f"--{CompressionPlan.fields[goal].names[-1].replace('_', '-')} {getattr(plan, goal):.12g}"
+    )
     storage = "" if plan.storage == source.storage else f" --storage {plan.storage}"
     adapter = source.weights.parent
-    again = quoted(adapter.with_name("small") if output is None else output.with_name(f"{output.name}-measured"))
+    again = quoted(
+        adapter.with_name("small")
+        if output is None
+        else output.with_name(f"{output.name}-measured")
+    )
     tables.say(
         "Name its base and texts of its task, and it is made small by what its layers do:\n"
         f"  lsrdecomp compress {quoted(adapter)} --base {quoted(base)} --data TEXTS.txt {flag}{storage} --out {again}"

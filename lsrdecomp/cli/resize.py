@@ -64,7 +64,9 @@ def resize(
     json: Path | None = None,
 ) -> None:
     """One file for each plan; several ratios share the name, with the ratio before its ending."""
-    paths = [out if len(plans) == 1 else out.with_stem(f"{out.stem}-{plan.ratio:g}") for plan in plans]
+    paths = [
+        out if len(plans) == 1 else out.with_stem(f"{out.stem}-{plan.ratio:g}") for plan in plans
+    ]
     if not dry_run:
         for path in paths:
             checkpoints.check_file(path, (checkpoint.path, checkpoint.weights), force=force)
@@ -82,7 +84,10 @@ def resize(
 
 
 def resize_all(
-    files: Sequence[Path], out: Path | None, open_adapter: Callable[[Path], Checkpoint], cut: Callable[..., None]
+    files: Sequence[Path],
+    out: Path | None,
+    open_adapter: Callable[[Path], Checkpoint],
+    cut: Callable[..., None],
 ) -> None:
     """`resize`, as ``cut``, for every file of a directory under its own name; one that fails does not stop the others.
 
@@ -106,15 +111,24 @@ def _shown(cut: Truncation, path: Path | None, json: Path | None) -> dict[str, o
     from lsrdecomp.checkpoints.tensors import read_header
 
     whole, name = cut.source.adapter_parameters, cut.source.path.name
-    facts: dict[str, object] = {"source": name, "parameters_before": whole, "parameters": cut.parameters}
+    facts: dict[str, object] = {
+        "source": name,
+        "parameters_before": whole,
+        "parameters": cut.parameters,
+    }
     facts |= {"relative_error": cut.relative_error}
-    facts["ranks"] = {layer.name: rank for layer, rank in zip(cut.source.layers, cut.ranks, strict=True)}
+    facts["ranks"] = {
+        layer.name: rank for layer, rank in zip(cut.source.layers, cut.ranks, strict=True)
+    }
     if path is None:
         curve = list(cut.curve())
         rows = [(f"{ratio:g}", f"{size:,}", f"{error:.4f}") for ratio, size, error in curve]
         sheet = Sheet((Column("times fewer"), Column("parameters"), Column("relative error")), rows)
         tables.show(json, f"{name}: {whole:,} parameters", sheet)
-        points = [{"ratio": ratio, "parameters": size, "relative_error": error} for ratio, size, error in curve]
+        points = [
+            {"ratio": ratio, "parameters": size, "relative_error": error}
+            for ratio, size, error in curve
+        ]
         return facts | {"curve": points}
     record = loads(read_header(path).metadata["lsrdecomp"])
     moved = float(record["rounding"]) / float(record["norm"]) * (1.0 - cut.relative_error**2) ** 0.5

@@ -23,7 +23,9 @@ def base_files(base: str) -> Path:
     """Where the names of a base are read: the path itself, or the file that a package brings for a short name."""
     from lsrdecomp.calibration import bases
 
-    return bases.packaged_file() if base == bases.SMOLLM2 and not Path(base).exists() else Path(base)
+    return (
+        bases.packaged_file() if base == bases.SMOLLM2 and not Path(base).exists() else Path(base)
+    )
 
 
 def by_rules(adapter: Path, server: str, base: str | None, json: Path | None) -> None:
@@ -61,7 +63,13 @@ def _sentences(check: serving.ServingCheck) -> Iterator[str]:
 
 
 def by_asking(
-    adapter: Path, url: str, name: str | None, base: str | None, prompts: Path | None, dtype: str, json: Path | None
+    adapter: Path,
+    url: str,
+    name: str | None,
+    base: str | None,
+    prompts: Path | None,
+    dtype: str,
+    json: Path | None,
 ) -> None:
     """`serving.ask_server` in words; exit code 1 if the adapter does not act, or acts at another scale."""
     lines = {} if prompts is None else {"prompts": read_text_lines(prompts)}

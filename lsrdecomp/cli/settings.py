@@ -15,7 +15,9 @@ from lsrdecomp.cli.help import PANELS, HelpAll
 from lsrdecomp.cli.outputs import Input
 from lsrdecomp.fields import OPTION, READ, Field, Settings
 
-HELP_ALL = inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=HelpAll)
+HELP_ALL = inspect.Parameter(
+    "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=HelpAll
+)
 
 V = TypeVar("V", bound=Callable[..., Any])
 
@@ -28,17 +30,22 @@ def options_of(
 ) -> Callable[[V], V]:
     """The verb, whose ``**options`` takes the fields that are options; ``--help-all`` lists the others for ``--set``.
 
-    ``options`` holds what was on the command line, under the names of the fields. A field of the name of a
-    parameter is left to the verb itself; with ``only``, those named there are the options, and neither defaults nor
-    others are shown. A field in ``parsers`` is read from its text by a function, and shown as the word beside it.
+    ``options`` holds what was on the command line, under the names of the fields. A field of the
+    name of a parameter is left to the verb itself; with ``only``, those named there are the
+    options, and neither defaults nor others are shown. A field in ``parsers`` is read from its text
+    by a function, and shown as the word beside it.
     """
 
     def decorate(verb: V) -> V:
         signature = inspect.signature(verb, eval_str=True)
         own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
         before = [each for each in own if each.kind is not each.KEYWORD_ONLY]
-        fields = [each for each in settings.fields.values() if each.name not in signature.parameters]
-        chosen = [each for each in fields if (OPTION in each.marks if only is None else each.name in only)]
+        fields = [
+            each for each in settings.fields.values() if each.name not in signature.parameters
+        ]
+        chosen = [
+            each for each in fields if (OPTION in each.marks if only is None else each.name in only)
+        ]
         made = [_parameter(each, parsers.get(each.name), default=only is None) for each in chosen]
         if verb.__name__ in PANELS and HELP_ALL.name not in signature.parameters:
             made.append(HELP_ALL)
@@ -47,7 +54,9 @@ def options_of(
         @functools.wraps(verb)
         def run(*args: Any, help_all: bool = False, **kwargs: Any) -> Any:
             unset = [name for name in names if kwargs.get(name) in (None, [])]
-            return verb(*args, **{name: value for name, value in kwargs.items() if name not in unset})
+            return verb(
+                *args, **{name: value for name, value in kwargs.items() if name not in unset}
+            )
 
         run.__signature__ = signature.replace(parameters=[*before, *made, *own[len(before) :]])  # type: ignore[attr-defined]
         run.__annotations__ = verb.__annotations__ | {each.name: each.annotation for each in made}
@@ -59,7 +68,9 @@ def options_of(
     return decorate
 
 
-def _parameter(field: Field, parsed: tuple[Callable[[str], Any], str] | None, *, default: bool) -> inspect.Parameter:
+def _parameter(
+    field: Field, parsed: tuple[Callable[[str], Any], str] | None, *, default: bool
+) -> inspect.Parameter:
     flags = [f"--{name.replace('_', '-')}" for name in field.names]
     usual = field.shown_default.strip('"') if default and field.type is not bool else ""
     text = f"{field.help}  [default: {usual}]" if usual else field.help
@@ -68,7 +79,10 @@ def _parameter(field: Field, parsed: tuple[Callable[[str], Any], str] | None, *,
     marks = (Input, option) if READ in field.marks else (option,)
     kind = str if parser else list[str] if field.type is tuple else field.type
     return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, *marks]
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, *marks],
     )
 
 
@@ -77,6 +91,9 @@ def _listed(fields: list[Field]) -> str:
     for field in fields:
         usual = f" [{field.shown_default}]" if field.shown_default else ""
         lines += textwrap.wrap(
-            f"{field.name:<23}{field.help}{usual}", 78, initial_indent="  ", subsequent_indent=" " * 25
+            f"{field.name:<23}{field.help}{usual}",
+            78,
+            initial_indent="  ",
+            subsequent_indent=" " * 25,
         )
     return "\n".join(lines)

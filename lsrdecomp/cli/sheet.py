@@ -41,7 +41,10 @@ class Sheet:
 
     @classmethod
     def of(
-        cls, cells: Mapping[Column, Callable[[T], str]], items: Iterable[T], total: Sequence[str] | None = None
+        cls,
+        cells: Mapping[Column, Callable[[T], str]],
+        items: Iterable[T],
+        total: Sequence[str] | None = None,
     ) -> Sheet:
         """A row for each item, under every column what its function says of it."""
         return cls(tuple(cells), [[cell(item) for cell in cells.values()] for item in items], total)
@@ -52,7 +55,11 @@ class Sheet:
     def laid_out(self, width: int) -> Table:
         """The table at a width: the columns that fit, every number whole."""
         shown = self._kept(width)
-        room = width + GAP - sum(self._width(index) + GAP for index in shown if not self.columns[index].name)
+        room = (
+            width
+            + GAP
+            - sum(self._width(index) + GAP for index in shown if not self.columns[index].name)
+        )
         names = max(1, sum(self.columns[index].name for index in shown))
         most = max(LEAST_NAME, (room - GAP * names) // names)
         table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, GAP, 0, 0))

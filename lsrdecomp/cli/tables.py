@@ -31,11 +31,14 @@ WIDE = 1000
 def show(json: Path | None, *parts: Any, wide: bool = False) -> None:
     """Print for people, unless standard output is for the machine; with ``wide`` as wide as all columns need.
 
-    Sentences are left whole for a pipe to fold, and indented lines always: a command is typed as it stands.
+    Sentences are left whole for a pipe to fold, and indented lines always: a command is typed as it
+    stands.
     """
     if json is not None and str(json) == "-":
         return
-    plain = None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal() else PLAIN_WIDTH
+    plain = (
+        None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal() else PLAIN_WIDTH
+    )
     output = Console(width=WIDE if wide else plain, highlight=False, markup=False)
     for part in parts:
         for line in part.split("\n") if isinstance(part, str) else [part]:
@@ -85,10 +88,13 @@ def _json(value: Any) -> str:
 def files(texts: Mapping[Path, str]) -> Iterator[dict[Path, Path]]:
     """Files that appear when the block ends; if it fails, or one of them does not fit, none appears.
 
-    Yields where each waits until then. Whether they may was asked before, by `lsrdecomp.cli.outputs.checked`.
+    Yields where each waits until then. Whether they may was asked before, by
+    `lsrdecomp.cli.outputs.checked`.
     """
     with ExitStack() as together:
-        waiting = {path: together.enter_context(checkpoints.new_file(path, force=True)) for path in texts}
+        waiting = {
+            path: together.enter_context(checkpoints.new_file(path, force=True)) for path in texts
+        }
         for path, text in texts.items():
             with waiting[path].open("w", encoding="utf-8") as file:
                 file.write(text)
@@ -118,7 +124,9 @@ def curve_table(curves: Sequence[ErrorCurve], reference: int) -> Sheet:
 def file_sizes(source: Checkpoint, out: Path) -> str:
     """Bytes that open the adapters before and after; heads, which are carried along as they are, apart."""
     heads = source.extra_bytes
-    before, after = (bytes_to_open(path) - heads for path in (source.weights, out / checkpoints.WEIGHTS))
+    before, after = (
+        bytes_to_open(path) - heads for path in (source.weights, out / checkpoints.WEIGHTS)
+    )
     carried = f"; {heads:,} bytes of other tensors in both" if heads else ""
     times = f", {before / after:.3g} times fewer" if before > after else ""
     return f"Weights and config: {after:,} bytes instead of {before:,}{times}{carried}."

@@ -30,28 +30,47 @@ if TYPE_CHECKING:
 
 @options_of(EvaluatorSettings, only=SETTINGS)
 def verify(
-    source: Annotated[Path, typer.Argument(help="The adapter that was compressed.", show_default=False)],
+    source: Annotated[
+        Path, typer.Argument(help="The adapter that was compressed.", show_default=False)
+    ],
     written: Annotated[
-        Path | None, typer.Argument(help="What was written from it; not with --for or --server.", show_default=False)
+        Path | None,
+        typer.Argument(
+            help="What was written from it; not with --for or --server.", show_default=False
+        ),
     ] = None,
     *,
     base: Annotated[
-        str | None, Input, typer.Option(help="Also compare the answers of this base; with --for, what it is served on.")
+        str | None,
+        Input,
+        typer.Option(
+            help="Also compare the answers of this base; with --for, what it is served on."
+        ),
     ] = None,
     rules: Annotated[
         str | None,
-        typer.Option("--for", help="What would apply in peft, llama.cpp, vllm, sglang, diffusers or kohya."),
+        typer.Option(
+            "--for", help="What would apply in peft, llama.cpp, vllm, sglang, diffusers or kohya."
+        ),
     ] = None,
     server: Annotated[
-        str | None, typer.Option("--server", help="URL of a running llama.cpp or OpenAI server: ask it instead.")
+        str | None,
+        typer.Option(
+            "--server", help="URL of a running llama.cpp or OpenAI server: ask it instead."
+        ),
     ] = None,
     served_as: Annotated[
-        str | None, typer.Option("--served-as", help="With --server: the adapter's name or number there.")
+        str | None,
+        typer.Option("--served-as", help="With --server: the adapter's name or number there."),
     ] = None,
     data: DataFile = None,
     answers: AnswerTokens = "completion",
-    text: Annotated[Path | None, typer.Option(help="What it answers: a line an example, a tab between pairs.")] = None,
-    task: Annotated[Path | None, typer.Option(help="Dev split of a GLUE or SuperGLUE directory, not --text.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="What it answers: a line an example, a tab between pairs.")
+    ] = None,
+    task: Annotated[
+        Path | None, typer.Option(help="Dev split of a GLUE or SuperGLUE directory, not --text.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Examples at a time.", min=1)] = 16,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     name: Name = None,
@@ -66,30 +85,38 @@ def verify(
 ) -> None:
     """Measure a written adapter against its source.
 
-    Exit code 1 if it is not what was recorded, 3 if nothing was. With --base and texts, also how their answers differ;
-    no labels are needed.
+    Exit code 1 if it is not what was recorded, 3 if nothing was. With --base and texts, also how
+    their answers differ; no labels are needed.
 
-    verify ADAPTER --for vllm --base BASE says which layers that server would apply, by its rules, without running it;
-    verify ADAPTER --server URL asks a running one whether the adapter acts, and with --base at which scale. Exit code 1
-    if it would not, or does not.
+    verify ADAPTER --for vllm --base BASE says which layers that server would apply, by its rules,
+    without running it; verify ADAPTER --server URL asks a running one whether the adapter acts, and
+    with --base at which scale. Exit code 1 if it would not, or does not.
     """
     settings = EvaluatorSettings(**options)
     # 1. What a server makes of an adapter, by its rules or by asking it.
     if rules is not None or server is not None:
         if written is not None:
-            raise LsrError("--for and --server look at one adapter: name the one that is served, and no other")
+            raise LsrError(
+                "--for and --server look at one adapter: name the one that is served, and no other"
+            )
         if rules is not None and server is not None:
-            raise LsrError("--for goes by a server's rules and --server asks one that runs: one at a time")
+            raise LsrError(
+                "--for goes by a server's rules and --server asks one that runs: one at a time"
+            )
         if rules is not None:
             served.by_rules(source, rules, base, json)
         else:
             served.by_asking(source, str(server), served_as, base, text, settings.dtype, json)
         return
     if written is None:
-        raise LsrError("name what was written from it too; or ask what a server makes of it, by --for or --server")
+        raise LsrError(
+            "name what was written from it too; or ask what a server makes of it, by --for or --server"
+        )
     questions = Questions(text, task, data, "dev", answers, settings.max_length, settings.truncate)
     if (base is None) != (questions.sources == 0):
-        raise LsrError("answers are compared on a base: give --base with --data FILE.jsonl, --text FILE or --task DIR")
+        raise LsrError(
+            "answers are compared on a base: give --base with --data FILE.jsonl, --text FILE or --task DIR"
+        )
     if base is not None:
         questions.check()
     # 2. The numbers of what was written, and on a base its answers, against the source's.
@@ -98,7 +125,9 @@ def verify(
     with follow(quiet=quiet) as step:
         result = compression.verify(original, _opened(written, alpha, max_memory), on_step=step)
         if base is not None:
-            behaviour = _behaviour(base, source, written, questions, batch, device, settings.dtype, step)
+            behaviour = _behaviour(
+                base, source, written, questions, batch, device, settings.dtype, step
+            )
     # 3. What came of it, for people, for machines, and as an exit code.
     tables.show(json, verification_table(result, each=each), wide=wide)
     tables.show(json, f"Relative error over all layers: {result.relative_error:.4g}.")
@@ -128,7 +157,14 @@ def _opened(written: Path, alpha: float | None, max_memory: int | None) -> Check
 
 
 def _behaviour(
-    base: str, source: Path, written: Path, questions: Questions, size: int, device: str, dtype: str, step: OnStep
+    base: str,
+    source: Path,
+    written: Path,
+    questions: Questions,
+    size: int,
+    device: str,
+    dtype: str,
+    step: OnStep,
 ) -> Behaviour:
     with needs("a base", "peft"):
         from lsrdecomp.calibration import base_model as bases
@@ -146,9 +182,14 @@ def _behaviour(
     return Reference(first, counted()).compare(second)
 
 
-def _figures(result: compression.Verification, behaviour: Behaviour | None, base: str | None) -> dict[str, Any]:
+def _figures(
+    result: compression.Verification, behaviour: Behaviour | None, base: str | None
+) -> dict[str, Any]:
     """The same for a JSON file."""
-    layers = [{"name": c.name, "relative_error": c.relative_error, "recorded": c.recorded_error} for c in result.layers]
+    layers = [
+        {"name": c.name, "relative_error": c.relative_error, "recorded": c.recorded_error}
+        for c in result.layers
+    ]
     facts: dict[str, Any] = {"passed": result.passed, "relative_error": result.relative_error}
     facts |= {"source_matches": result.source_matches, "layers": layers}
     if behaviour is not None:
@@ -167,7 +208,11 @@ def _sentences(answers: Behaviour) -> Iterator[str]:
         error = "" if answers.standard_error is None else f" ± {100 * answers.standard_error:.1f}"
         yield f"It keeps {100 * answers.kept:.1f}{error} % of what the adapter does."
     if answers.agreement is not None:
-        whole = "" if answers.throughout is None else f", all along in {answers.throughout:.2%} of the examples"
+        whole = (
+            ""
+            if answers.throughout is None
+            else f", all along in {answers.throughout:.2%} of the examples"
+        )
         yield f"The likeliest answer is the same for {answers.agreement:.2%}{whole}."
 
 

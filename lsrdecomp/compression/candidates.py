@@ -1,20 +1,19 @@
 """What one layer can become, each with its price: nothing, itself, low rank, an LSR product.
 
-A `Candidate` is a value without factors: thousands are weighed against each other. `priced_as` says what one costs and
-loses in a storage type; `materialize` makes the factors of one that was chosen, once.
+A `Candidate` is a value without factors: thousands are weighed against each other. `priced_as` says
+what one costs and loses in a storage type; `materialize` makes the factors of one that was chosen,
+once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
 
 from lsrdecomp.arrays import tail_norms
-from lsrdecomp.compression.layers import Layer, SpillCache
 from lsrdecomp.compression.quantize import (
     INTEGER_BITS,
     layer_svd,
@@ -25,13 +24,18 @@ from lsrdecomp.compression.quantize import (
     svd_code,
     water_fill,
 )
-from lsrdecomp.compression.shapes import Configuration
 from lsrdecomp.errors import PrecisionError
-from lsrdecomp.formats.quantized import CodedProduct, QuantizedProduct, SpectralCode
 from lsrdecomp.kronecker.separated import SeparatedProduct, low_rank_product
-from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.precision import PRECISIONS, precision
-from lsrdecomp.solvers.base import PairSolution
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lsrdecomp.compression.layers import Layer, SpillCache
+    from lsrdecomp.compression.shapes import Configuration
+    from lsrdecomp.formats.quantized import CodedProduct, QuantizedProduct, SpectralCode
+    from lsrdecomp.kronecker.shape import ProductShape
+    from lsrdecomp.solvers.base import PairSolution
 
 POINTS = 24
 """Most sizes of low rank in integers that a layer offers."""
@@ -82,7 +86,9 @@ class Lsr(Candidate):
     structure = "LSR"
     shape: ProductShape
     ranks: tuple[int, int]
-    product: Callable[[], SeparatedProduct] = field(repr=False)  # reads it from where it waits, not rounded
+    product: Callable[[], SeparatedProduct] = field(
+        repr=False
+    )  # reads it from where it waits, not rounded
     refined: bool = False
 
     @property
@@ -90,7 +96,7 @@ class Lsr(Candidate):
         return self.shape, self.ranks
 
 
-# -- candidates of a layer --------------------------------------------------------------------------------------------
+# -- candidates of a layer -------------------------------------------------------------------------
 
 
 def drop(layer: Layer) -> Drop:
@@ -107,17 +113,27 @@ def low_rank_candidates(layer: Layer, most: float = math.inf) -> list[LowRank]:
     """The best approximation of every rank in the layer's norm, of at most ``most`` parameters."""
     tails, step = tail_norms(layer.gauge[1]), sum(layer.shape)
     ranks = (rank for rank in range(1, len(tails)) if rank * step <= most)
-    return [LowRank(parameters=rank * step, squared_error=tails[rank] ** 2, rank=rank) for rank in ranks]
+    return [
+        LowRank(parameters=rank * step, squared_error=tails[rank] ** 2, rank=rank) for rank in ranks
+    ]
 
 
 def water_filled_candidates(layer: Layer, most: float = math.inf) -> list[LowRank]:
     """SVD with bits spread over its components, from the smallest useful size to eight bits each or ``most`` bytes."""
     svd = layer_svd(layer)
     filled = water_fill(layer, *svd)
-    # Neighbouring steps differ by the bits of one component: of many some, evenly spaced in their logarithm.
-    counts = sorted({round(q) for q in np.geomspace(1, len(filled), min(POINTS, len(filled)))}) if filled else []
+    # Neighbouring steps differ by the bits of one component: of many some, evenly spaced in their
+    # logarithm.
+    counts = (
+        sorted({round(q) for q in np.geomspace(1, len(filled), min(POINTS, len(filled)))})
+        if filled
+        else []
+    )
     counts = [n for n in counts if sum(filled[n - 1]) * sum(layer.shape) <= 8.0 * most]
-    return [_coded_candidate(layer, spectral_code(layer, svd, filled[n - 1]), filled[n - 1]) for n in counts]
+    return [
+        _coded_candidate(layer, spectral_code(layer, svd, filled[n - 1]), filled[n - 1])
+        for n in counts
+    ]
 
 
 def equal_bits_candidates(layer: Layer, bits: int) -> list[LowRank]:
@@ -136,8 +152,9 @@ def equal_bits_candidates(layer: Layer, bits: int) -> list[LowRank]:
 def unrotated_candidates(layer: Layer) -> list[LowRank]:
     """The pair's own columns and rows as components of eight bits; nothing for a layer of zeros.
 
-    LoRA starts one side uniformly at random and most of that start is still there. In eight bits uniform numbers lose
-    about half as much as Gaussian ones, which singular vectors resemble; with fewer bits, components by size are ahead.
+    LoRA starts one side uniformly at random and most of that start is still there. In eight bits
+    uniform numbers lose about half as much as Gaussian ones, which singular vectors resemble; with
+    fewer bits, components by size are ahead.
     """
     if layer.squared_norm == 0.0:
         return []
@@ -147,7 +164,11 @@ def unrotated_candidates(layer: Layer) -> list[LowRank]:
 
 def _coded_candidate(layer: Layer, code: SpectralCode, bits: tuple[int, ...]) -> LowRank:
     rank = len(code.bits)
-    return _priced(layer, LowRank(parameters=rank * sum(layer.shape), squared_error=0.0, rank=rank, bits=bits), code)
+    return _priced(
+        layer,
+        LowRank(parameters=rank * sum(layer.shape), squared_error=0.0, rank=rank, bits=bits),
+        code,
+    )
 
 
 def lsr_candidate(solution: PairSolution, cache: SpillCache) -> Lsr:
@@ -163,7 +184,7 @@ def lsr_candidate(solution: PairSolution, cache: SpillCache) -> Lsr:
     )
 
 
-# -- in a storage type ------------------------------------------------------------------------------------------------
+# -- in a storage type -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +193,9 @@ class Materialized:
 
     candidate: Candidate  # its price is that of the stored factors
     coded: bool
-    stored: Callable[[], SeparatedProduct | CodedProduct] | None = field(repr=False)  # None for a layer left out
+    stored: Callable[[], SeparatedProduct | CodedProduct] | None = field(
+        repr=False
+    )  # None for a layer left out
 
     @property
     def form(self) -> SeparatedProduct | None:
@@ -183,8 +206,8 @@ class Materialized:
 def materialize(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materialized:
     """Make the factors of a candidate in its storage, and measure them in the layer's norm.
 
-    An LSR product in integers is solved for in the layer's norm (`refitted_product`), or rounded as it is if that is
-    nearer.
+    An LSR product in integers is solved for in the layer's norm (`refitted_product`), or rounded as
+    it is if that is nearer.
     """
     stored = _stored(layer, candidate)
     if stored is None:
@@ -198,7 +221,9 @@ def materialize(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materi
     return Materialized(priced, coded, cache.put(stored))
 
 
-def priced_as(layer: Layer, candidate: Candidate, storage: str, *, measured: bool = True) -> Candidate:
+def priced_as(
+    layer: Layer, candidate: Candidate, storage: str, *, measured: bool = True
+) -> Candidate:
     """The candidate in a storage type: its bytes counted, its error measured on rounded factors.
 
     Without ``measured`` a floating type leaves the error as it is. Integers for a low-rank pair are
@@ -242,13 +267,15 @@ def _stored(layer: Layer, candidate: Candidate) -> SeparatedProduct | CodedProdu
 def stored_product(product: SeparatedProduct, storage: str) -> SeparatedProduct | QuantizedProduct:
     """The product in factors stored as float32, float16 or bfloat16, or in codes as int8 or int4.
 
-    The form is canonical first where there is one (two factors), so that γ = 1 and rounding adds no more than its own
-    size. Raises `PrecisionError` for an unknown storage.
+    The form is canonical first where there is one (two factors), so that γ = 1 and rounding adds no
+    more than its own size. Raises `PrecisionError` for an unknown storage.
     """
     if storage in INTEGER_BITS:
         return quantized_product(product, INTEGER_BITS[storage])
     if storage not in PRECISIONS:
-        raise PrecisionError(f"{storage}: unknown storage; known: {', '.join([*PRECISIONS, *INTEGER_BITS])}")
+        raise PrecisionError(
+            f"{storage}: unknown storage; known: {', '.join([*PRECISIONS, *INTEGER_BITS])}"
+        )
     if product.left.order == 2:
         product = product.canonical()
     return product.round_to(storage)
@@ -256,7 +283,9 @@ def stored_product(product: SeparatedProduct, storage: str) -> SeparatedProduct 
 
 def as_read(stored: SeparatedProduct | CodedProduct, storage: str) -> SeparatedProduct:
     """What a reader gets: the numbers that codes stand for, or factors over which weights were spread, rounded."""
-    return stored.round_to(storage) if isinstance(stored, SeparatedProduct) else stored.dequantized()
+    return (
+        stored.round_to(storage) if isinstance(stored, SeparatedProduct) else stored.dequantized()
+    )
 
 
 def _float_bytes(candidate: Candidate) -> int:

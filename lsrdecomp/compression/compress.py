@@ -2,34 +2,45 @@
 
 1. Open: the layers of the checkpoint, each with the norm its error counts in (`open_layers`).
 2. Fit: candidates of all layers, solved once (`search_layers`), and which of them a plan takes.
-3. Materialize: the factors of those taken, rounded to their storage and measured (`candidates.materialize`).
+3. Materialize: the factors of those taken, rounded to their storage and measured
+   (`candidates.materialize`).
 4. Report: a row a layer (`report_layer`), in a `Compression` that can be saved.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import Statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression.candidates import Keep, Lsr, Materialized, keep, lsr_candidate, materialize
+from lsrdecomp.compression.candidates import (
+    Keep,
+    Lsr,
+    Materialized,
+    keep,
+    lsr_candidate,
+    materialize,
+)
 from lsrdecomp.compression.layers import Layer, SpillCache, StatisticsByLayer, batches, open_layers
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.result import Compression as Compression
 from lsrdecomp.compression.result import report_layer
 from lsrdecomp.compression.search import Fitted, fit_budget, search_layers
-from lsrdecomp.compression.search_table import SearchTable
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, Search
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 from lsrdecomp.solvers.pair.joint_als import JointALS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lsrdecomp.checkpoints import Checkpoint
+    from lsrdecomp.compression.search_table import SearchTable
 
 HEADER_BYTES = 320
 """Bytes of a header and a config that say little."""
@@ -41,7 +52,8 @@ FULL_ENOUGH = 0.99
 """A file this full is full enough to stop."""
 
 SOLVER = JointALS(tolerance=5e-4, initializations=1, single=True)
-"""Of layers at given terms: ends after about eight sweeps, in the median half a thousandth above where hundreds end."""
+"""Of layers at given terms: ends after about eight sweeps, in the median half a thousandth above
+where hundreds end."""
 
 
 def search_adapter(
@@ -59,11 +71,11 @@ def search_adapter(
     checkpoint : Checkpoint
         As returned by `lsrdecomp.open_checkpoint`.
     plans : sequence of CompressionPlan
-        What will be asked, at least one and all in one storage: larger shapes than they could want are not solved.
-        Other plans may be drawn as well.
+        What will be asked, at least one and all in one storage: larger shapes than they could want
+        are not solved. Other plans may be drawn as well.
     statistics : Mapping of module name to statistics, optional
-        As read by `read_statistics`: errors then count in the Fisher norm, and layers are weighed against each other by
-        what they do. Absent, the Frobenius norm of ΔW.
+        As read by `read_statistics`: errors then count in the Fisher norm, and layers are weighed
+        against each other by what they do. Absent, the Frobenius norm of ΔW.
     search : Search, optional
         How far to look for shapes; of no meaning with ``separation_rank``.
     resources : Resources, optional
@@ -77,17 +89,19 @@ def search_adapter(
     Raises
     ------
     BudgetError
-        If there is no plan, plans differ in storage, or a divergence (``kl``) is asked for without statistics.
+        If there is no plan, plans differ in storage, or a divergence (``kl``) is asked for without
+        statistics.
     CheckpointError
         Naming file and tensor, if a layer is not a LoRA or its numbers cannot be used.
     LsrError
-        If torch cannot compute in float64 on the device, or joblib is missing and several workers are asked for.
+        If torch cannot compute in float64 on the device, or joblib is missing and several workers
+        are asked for.
 
     Notes
     -----
-    Layers are read as they are needed, so many at a time as fit in 8 MiB (`layers.PAIR_ENTRIES`), at least one. What
-    they became waits in memory up to 8 MiB and then in a temporary file, as do the factors of all products that were
-    solved for.
+    Layers are read as they are needed, so many at a time as fit in 8 MiB (`layers.PAIR_ENTRIES`),
+    at least one. What they became waits in memory up to 8 MiB and then in a temporary file, as do
+    the factors of all products that were solved for.
 
     Examples
     --------
@@ -108,21 +122,35 @@ def search_adapter(
     if isinstance(statistics, Statistics):
         statistics.check_base(checkpoint.config.get("base_model_name_or_path"))
         effect = statistics.effect(checkpoint.source_sha256)
-    layers, cache, resources = open_layers(checkpoint, statistics), SpillCache(), resources or Resources()
+    layers, cache, resources = (
+        open_layers(checkpoint, statistics),
+        SpillCache(),
+        resources or Resources(),
+    )
     storages = {plan.storages for plan in plans}
     if len(storages) != 1:
         text = f"a search is for plans of one storage, and {len(plans)} plans have {len(storages)}"
         raise BudgetError(f"{text}: search once for each storage")
     if any(plan.kl is not None for plan in plans) and statistics is None:
-        raise BudgetError("a divergence (kl) is measured in the Fisher norm: calibrate first and pass the statistics")
+        raise BudgetError(
+            "a divergence (kl) is measured in the Fisher norm: calibrate first and pass the statistics"
+        )
     for plan in plans:
         if plan.bytes is not None:
             _bytes_for_factors(checkpoint, plan.bytes)
-    # Compress 2, fit: every layer at the shapes that a budget could want. Plans of given terms search for none.
+    # Compress 2, fit: every layer at the shapes that a budget could want. Plans of given terms
+    # search for none.
     budgets = [plan.budget(layers, effect) for plan in plans if plan.separation_rank is None]
     table = None
     if budgets:
-        table = search_layers(layers, budgets, search=search, storages=storages.pop(), cache=cache, resources=resources)
+        table = search_layers(
+            layers,
+            budgets,
+            search=search,
+            storages=storages.pop(),
+            cache=cache,
+            resources=resources,
+        )
     return SearchedAdapter(checkpoint, layers, table, resources.device, cache, effect)
 
 
@@ -145,7 +173,9 @@ class SearchedAdapter:
     table: SearchTable | None  # None: every layer at given terms
     device: str | None  # of torch, where joint least squares are solved
     cache: SpillCache
-    effect: float | None = None  # KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA
+    effect: float | None = (
+        None  # KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA
+    )
 
     def compress(self, plan: CompressionPlan, *, fill: bool = True) -> Compression:
         """The adapter under one plan.
@@ -155,8 +185,8 @@ class SearchedAdapter:
         plan : CompressionPlan
             In the storage that was searched for.
         fill : bool
-            Of a plan of bytes, whether files are tried, and solved for, till one is as full as may be. Without, it is
-            the first, which may be some hundred bytes larger.
+            Of a plan of bytes, whether files are tried, and solved for, till one is as full as may
+            be. Without, it is the first, which may be some hundred bytes larger.
 
         Raises
         ------
@@ -170,8 +200,9 @@ class SearchedAdapter:
     def expected_error(self, plan: CompressionPlan) -> float:
         """Squared relative error of a plan by the prices of what was solved: the same table answers for every size.
 
-        In the norm that was searched in, before refining, so somewhat above what `compress` comes to; milliseconds.
-        The plan has a number of parameters or bytes. Raises `BudgetError` as `compress`.
+        In the norm that was searched in, before refining, so somewhat above what `compress` comes
+        to; milliseconds. The plan has a number of parameters or bytes. Raises `BudgetError` as
+        `compress`.
         """
         return self._searched.expected_error(self._budget(plan))
 
@@ -186,20 +217,27 @@ class SearchedAdapter:
         budget = plan.budget(self.layers, self.effect)
         if plan.bytes is None:
             return budget
-        return replace(budget, bytes=_bytes_for_factors(self.checkpoint, plan.bytes) if size is None else size)
+        return replace(
+            budget, bytes=_bytes_for_factors(self.checkpoint, plan.bytes) if size is None else size
+        )
 
     def _fit(self, plan: CompressionPlan, size: float | None = None) -> Fitted:
         """Compress 2 and 3, fit and materialize: what each layer becomes, its factors made and measured."""
         if plan.separation_rank is not None:
             solver = replace(SOLVER, device=self.device)
             terms, storage = plan.separation_rank, plan.storages[0]
-            return Fitted(at_given_terms(self.layers, terms, plan.inner_shape, storage, solver, self.cache), None)
+            return Fitted(
+                at_given_terms(self.layers, terms, plan.inner_shape, storage, solver, self.cache),
+                None,
+            )
         return fit_budget(self._searched, self._budget(plan, size))
 
     def _reported(self, plan: CompressionPlan, fitted: Fitted) -> Compression:
         """Compress 4, report: a row a layer."""
         rows = []
-        for stored, layer, made in zip(self.checkpoint.layers, self.layers, fitted.chosen, strict=True):
+        for stored, layer, made in zip(
+            self.checkpoint.layers, self.layers, fitted.chosen, strict=True
+        ):
             best = made.candidate
             error = math.sqrt(best.squared_error)
             rows.append(
@@ -211,19 +249,25 @@ class SearchedAdapter:
                     storage=best.storage,
                     bytes=best.bytes,
                     error=error,
-                    met=plan.rtol is None or error <= plan.rtol * math.sqrt(layer.squared_norm) * (1.0 + 1e-12),
+                    met=plan.rtol is None
+                    or error <= plan.rtol * math.sqrt(layer.squared_norm) * (1.0 + 1e-12),
                 )
             )
         if all(made.stored is None for made in fitted.chosen):
             if not any(layer.squared_norm for layer in self.layers):
-                raise BudgetError("every layer of the adapter is zero: it does nothing, and there is nothing to keep")
+                raise BudgetError(
+                    "every layer of the adapter is zero: it does nothing, and there is nothing to keep"
+                )
             raise BudgetError("nothing of the adapter fits into this budget; allow more")
-        return Compression(self.checkpoint, plan, tuple(rows), fitted.chosen, fitted.low_rank_error, self.effect)
+        return Compression(
+            self.checkpoint, plan, tuple(rows), fitted.chosen, fitted.low_rank_error, self.effect
+        )
 
     def _filled(self, plan: CompressionPlan, size: int) -> Compression:
         """The best adapter whose weight file and config have at most ``size`` bytes together.
 
-        What a file holds beside its factors is known only once the factors are chosen, so files are tried.
+        What a file holds beside its factors is known only once the factors are chosen, so files are
+        tried.
         """
         best: Compression | None = None
         sizes: list[int] = []
@@ -240,7 +284,8 @@ class SearchedAdapter:
             with TemporaryDirectory() as folder:
                 written = bytes_to_open(result.save(Path(folder) / "sized") / WEIGHTS)
             sizes.append(written)
-            # Fill 2: the answer lies between what made a file that fits and what made one that does not.
+            # Fill 2: the answer lies between what made a file that fits and what made one that does
+            # not.
             if written <= size:
                 low = max(low, allowed)
                 best = result if best is None or result.error <= best.error else best
@@ -248,8 +293,8 @@ class SearchedAdapter:
                     break
             else:
                 high = min(high, allowed)
-            # Fill 3: so many bytes more as the file had to spare; where that changed no layer's choice, nearly all that
-            # may be; where it leads out of the interval, its middle.
+            # Fill 3: so many bytes more as the file had to spare; where that changed no layer's
+            # choice, nearly all that may be; where it leads out of the interval, its middle.
             guess = allowed + size - written
             if sizes.count(written) > 1:
                 guess = low + 0.9 * (high - low)
@@ -258,7 +303,9 @@ class SearchedAdapter:
             if high - low < 4.0:
                 break
         if best is None:
-            raise BudgetError(f"{size:,} bytes are too few: the smallest file found has {min(sizes):,}")
+            raise BudgetError(
+                f"{size:,} bytes are too few: the smallest file found has {min(sizes):,}"
+            )
         return best
 
 
@@ -285,11 +332,15 @@ def at_given_terms(
         for part in batches([layers[i] for i in indices]):
             some = [layers[i] for i in indices[part]]
             weights = None if some[0].is_frobenius else [layer.norms for layer in some]
-            solved = solver.solve_batch([layer.pair for layer in some], shape, (terms, terms), weights=weights)
+            solved = solver.solve_batch(
+                [layer.pair for layer in some], shape, (terms, terms), weights=weights
+            )
             for i, solution in zip(indices[part], solved, strict=True):
                 candidate: Lsr | Keep = lsr_candidate(solution, cache)
                 if candidate.parameters > layers[i].parameters and storage not in INTEGER_BITS:
-                    candidate = keep(layers[i])  # so many terms take more numbers than the pair itself, which is exact
+                    candidate = keep(
+                        layers[i]
+                    )  # so many terms take more numbers than the pair itself, which is exact
                 made[i] = materialize(layers[i], replace(candidate, storage=storage), cache)
     return tuple(made[i] for i in range(len(layers)))
 

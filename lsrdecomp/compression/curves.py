@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.arrays import tail_norms
-from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.compression.layers import layer_pair
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
-from lsrdecomp.targets.base import LowRank
+
+if TYPE_CHECKING:
+    from lsrdecomp.checkpoints import Checkpoint
+    from lsrdecomp.targets.base import LowRank
 
 Points = dict[int, tuple[int, float]]
 """For each number of terms: parameters and ‖ΔW − ΔŴ‖_F."""
 
 
-def adapter_curves(checkpoint: Checkpoint, *, on_step: OnStep | None = None) -> tuple[ErrorCurve, ...]:
+def adapter_curves(
+    checkpoint: Checkpoint, *, on_step: OnStep | None = None
+) -> tuple[ErrorCurve, ...]:
     """Relative error over all layers against the number of terms, for each structure a layer can be stored in.
 
-    The curves: truncated SVD, at 1, 2, … ranks a layer; and the LSR product at 1, 2, 3, 4, 6, 8, 12, … terms a side in
-    the balanced shape, each side by its own SVD in the balanced gauge. Nothing is rounded.
+    The curves: truncated SVD, at 1, 2, … ranks a layer; and the LSR product at 1, 2, 3, 4, 6, 8,
+    12, … terms a side in the balanced shape, each side by its own SVD in the balanced gauge.
+    Nothing is rounded.
 
     Parameters
     ----------
@@ -62,7 +68,9 @@ def adapter_curves(checkpoint: Checkpoint, *, on_step: OnStep | None = None) -> 
     for layer in checkpoint.layers:
         pair = layer_pair(checkpoint, layer)
         norms.append(pair.norm)
-        low_rank.append({k: (k * sum(pair.shape), tail) for k, tail in enumerate(tail_norms(pair.svd[1]))})
+        low_rank.append(
+            {k: (k * sum(pair.shape), tail) for k, tail in enumerate(tail_norms(pair.svd[1]))}
+        )
         factorwise.append(_factorwise(pair))
         measured.add()
     # Curves 2: all layers cut alike; errors add up as squares.
@@ -93,4 +101,6 @@ def _summed(label: str, layers: list[Points], norm: float) -> ErrorCurve:
     points = [[layer[max(k for k in layer if k <= rank)] for layer in layers] for rank in ranks]
     parameters = tuple(sum(count for count, _ in column) for column in points)
     errors = tuple(math.hypot(*(lost for _, lost in column)) for column in points)
-    return ErrorCurve(label, tuple(ranks), parameters, tuple(e / norm if norm > 0.0 else e for e in errors), norm)
+    return ErrorCurve(
+        label, tuple(ranks), parameters, tuple(e / norm if norm > 0.0 else e for e in errors), norm
+    )

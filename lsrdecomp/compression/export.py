@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,11 +20,15 @@ from lsrdecomp.checkpoints import (
 )
 from lsrdecomp.checkpoints.files import SUMS, changed_files
 from lsrdecomp.checkpoints.positional import resolve_positions
-from lsrdecomp.checkpoints.tensors import Array
 from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.compression.layers import layer_product
 from lsrdecomp.compression.result import recorded_errors
 from lsrdecomp.errors import CheckpointError, UnsupportedError, unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from lsrdecomp.checkpoints.tensors import Array
 
 FORMATS = ("lora", "same", "gguf", "kohya", "diffusers")
 
@@ -50,25 +53,31 @@ def export_lora(
     ----------
     checkpoint : Checkpoint
     out : path
-        A directory for "lora", a file for "kohya", "diffusers" and "gguf"; for "same" what ``like`` is.
+        A directory for "lora", a file for "kohya", "diffusers" and "gguf"; for "same" what ``like``
+        is.
     to : str
-        "lora" (PEFT), "kohya", "diffusers", "gguf" (llama.cpp) or "same": as ``like`` came, see `write_pairs`.
+        "lora" (PEFT), "kohya", "diffusers", "gguf" (llama.cpp) or "same": as ``like`` came, see
+        `write_pairs`.
     storage : str, optional
-        Type of the numbers; absent, the checkpoint's own (float32 where it holds codes), that of ``like`` for "same",
-        or f16 for "gguf", which also takes f32 and q8_0.
+        Type of the numbers; absent, the checkpoint's own (float32 where it holds codes), that of
+        ``like`` for "same", or f16 for "gguf", which also takes f32 and q8_0.
     profile : str
-        Of "lora": "peft"; "server", each layer at its own rank under one global scale and without the head; or "lorax",
-        padded to one rank, with zeros for layers that were dropped. See `lsrdecomp.checkpoints.write_lora`.
+        Of "lora": "peft"; "server", each layer at its own rank under one global scale and without
+        the head; or "lorax", padded to one rank, with zeros for layers that were dropped. See
+        `lsrdecomp.checkpoints.write_lora`.
 
     base : path, optional
-        Of "gguf", and needed there: the base as GGUF file, model directory or config.json. Absent, the directory that
-        the adapter's config names, if there is one. Of "kohya" and "diffusers", for layers called by position: the
-        pipeline they were trained on, from which they get their names.
+        Of "gguf", and needed there: the base as GGUF file, model directory or config.json. Absent,
+        the directory that the adapter's config names, if there is one. Of "kohya" and "diffusers",
+        for layers called by position: the pipeline they were trained on, from which they get their
+        names.
     like : Checkpoint, optional
-        Of "same": the file whose format is wanted again; absent, the checkpoint itself, which is then a LoRA.
+        Of "same": the file whose format is wanted again; absent, the checkpoint itself, which is
+        then a LoRA.
     without_heads : bool
-        Leave out all tensors that are no part of a layer: saved heads, biases, token embeddings. The profiles server
-        and lorax do so anyway; elsewhere what cannot hold them is refused without it.
+        Leave out all tensors that are no part of a layer: saved heads, biases, token embeddings.
+        The profiles server and lorax do so anyway; elsewhere what cannot hold them is refused
+        without it.
 
     Returns
     -------
@@ -80,7 +89,8 @@ def export_lora(
     UnsupportedError
         For another format, by name.
     CheckpointError
-        If ``out`` exists (unless ``force``), or a file of the checkpoint is not what was written, by its SHA256SUMS.
+        If ``out`` exists (unless ``force``), or a file of the checkpoint is not what was written,
+        by its SHA256SUMS.
 
     Examples
     --------
@@ -103,21 +113,30 @@ def export_lora(
     if base is not None and to in ("kohya", "diffusers"):
         names = resolve_positions(checkpoint, read_modules(base))
     layers: Iterable[tuple[str, Array, Array]] = (
-        (names.get(layer.name, layer.name), *layer_product(layer).to_lora()) for layer in checkpoint.layers
+        (names.get(layer.name, layer.name), *layer_product(layer).to_lora())
+        for layer in checkpoint.layers
     )
-    extras: dict[str, StoredTensor] | None = {} if without_heads or (to == "lora" and profile != "peft") else None
-    record: dict[str, Any] = {"derived_from": provenance(checkpoint), "recorded": recorded_errors(checkpoint)}
+    extras: dict[str, StoredTensor] | None = (
+        {} if without_heads or (to == "lora" and profile != "peft") else None
+    )
+    record: dict[str, Any] = {
+        "derived_from": provenance(checkpoint),
+        "recorded": recorded_errors(checkpoint),
+    }
     if extras is not None:
         record["left_out"] = sorted(checkpoint.extras)
     if names:
         record["renamed"] = {new: old for old, new in names.items()}
-    # Export 2: the format. What was recorded of the source goes along, so that `verify` can hold the file to it.
+    # Export 2: the format. What was recorded of the source goes along, so that `verify` can hold
+    # the file to it.
     if profile == "lorax" and to == "lora":
         layers = chain(layers, _zeros(checkpoint))
     written: dict[str, Any] = {"layers": layers, "extras": extras, "force": force}
     if to == "gguf":
         storage = {"float16": "f16", "float32": "f32"}.get(storage or "float16", storage or "f16")
-        return write_gguf(out, base=_base(checkpoint, base), source=checkpoint, storage=storage, **written)
+        return write_gguf(
+            out, base=_base(checkpoint, base), source=checkpoint, storage=storage, **written
+        )
     written["provenance"] = record
     if to == "same":
         return write_pairs(out, source=like or checkpoint, storage=storage, **written)
@@ -133,7 +152,9 @@ def _zeros(checkpoint: Checkpoint) -> Iterator[tuple[str, Array, Array]]:
     """Rank one and zero for each dropped layer: a server that stacks a type of layer misses none."""
     sizes: dict[str, set[tuple[int, int]]] = {}
     for layer in checkpoint.layers:
-        sizes.setdefault(layer.name.rpartition(".")[2], set()).add((layer.out_features, layer.in_features))
+        sizes.setdefault(layer.name.rpartition(".")[2], set()).add(
+            (layer.out_features, layer.in_features)
+        )
     for name in provenance(checkpoint).get("dropped", ()):
         like = sizes.get(name.rpartition(".")[2], set())
         if len(like) != 1:
@@ -148,7 +169,11 @@ def _base(checkpoint: Checkpoint, base: str | Path | None) -> GgufBase:
     if base is None and isinstance(named, str) and (Path(named) / "config.json").is_file():
         base = named
     if base is None:
-        text = "names no base" if named is None else f"its base {ascii(named)[:80]} is no directory here"
+        text = (
+            "names no base"
+            if named is None
+            else f"its base {ascii(named)[:80]} is no directory here"
+        )
         text += ", and a GGUF file follows its base's names and heads"
         way_out = "name it by --base: a GGUF file, a model directory or its config.json"
         raise CheckpointError(f"{text}; {way_out}", path=checkpoint.path)

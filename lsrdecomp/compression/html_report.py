@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.checkpoints.names import common_prefix
 from lsrdecomp.checkpoints.writing import installed_version
-from lsrdecomp.compression.result import Compression, LayerReport
 from lsrdecomp.compression.svg_curves import Line, svg_curves, svg_shares
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lsrdecomp.analysis import ErrorCurve
+    from lsrdecomp.compression.result import Compression, LayerReport
 
 
 def html_report(
-    compression: Compression, curves: Sequence[ErrorCurve] = (), *, out: Path | None = None, unit: str = "example"
+    compression: Compression,
+    curves: Sequence[ErrorCurve] = (),
+    *,
+    out: Path | None = None,
+    unit: str = "example",
 ) -> str:
     """One self-contained page: summary, curves, a table of layers that sorts, what was written, provenance.
 
@@ -26,8 +33,8 @@ def html_report(
     compression : Compression
         As `lsrdecomp.compress` returns it.
     curves : sequence of ErrorCurve
-        Of the whole adapter, as `adapter_curves` returns them, for a result that was not measured on a base; none: no
-        picture. The picture of one that was measured is of what its forms kept.
+        Of the whole adapter, as `adapter_curves` returns them, for a result that was not measured
+        on a base; none: no picture. The picture of one that was measured is of what its forms kept.
     out : Path, optional
         The directory that was written, to list its files.
     unit : str
@@ -84,7 +91,11 @@ def _shares(compression: Compression) -> str:
     lines = [
         Line(
             label,
-            sorted((float(form.bytes), getattr(form, share)) for form in tried if getattr(form, share) is not None),
+            sorted(
+                (float(form.bytes), getattr(form, share))
+                for form in tried
+                if getattr(form, share) is not None
+            ),
         )
         for label, share in (("untrained", "kept"), ("trained", "distilled"))
     ]
@@ -96,7 +107,10 @@ def _shares(compression: Compression) -> str:
 def _tiles(compression: Compression, unit: str) -> list[tuple[str, str]]:
     total, promise = compression.totals, compression.promise
     kinds = Counter(layer.structure for layer in compression.layers)
-    tiles = [*total.facts, ("structures", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))]
+    tiles = [
+        *total.facts,
+        ("structures", ", ".join(f"{count} {kind}" for kind, count in kinds.items())),
+    ]
     if promise is not None:
         tiles.insert(0, ("kept of what the adapter does", f"{100 * promise.kept:.1f} %"))
     elif total.kl is not None:
@@ -116,9 +130,13 @@ class Column:
 
 def _columns(functional: bool) -> list[Column]:
     def percent(layer: LayerReport) -> float:
-        return 100.0 * layer.parameters / layer.parameters_before if layer.parameters_before else 0.0
+        return (
+            100.0 * layer.parameters / layer.parameters_before if layer.parameters_before else 0.0
+        )
 
-    fisher = Column("Fisher error", "", lambda x: x.functional_error, lambda x: f"{x.functional_error:.3g}")
+    fisher = Column(
+        "Fisher error", "", lambda x: x.functional_error, lambda x: f"{x.functional_error:.3g}"
+    )
     return [
         Column("matrix", "wide", lambda x: x.rows * x.columns, lambda x: f"{x.rows}×{x.columns}"),
         Column("rank", "wide", lambda x: x.source_rank, lambda x: f"{x.source_rank}"),
@@ -141,7 +159,11 @@ def _columns(functional: bool) -> list[Column]:
 def _sizes(out: Path | None) -> list[tuple[str, str]]:
     if out is None:
         return []
-    return [(path.name, f"{path.stat().st_size:,} bytes") for path in sorted(out.iterdir()) if path.is_file()]
+    return [
+        (path.name, f"{path.stat().st_size:,} bytes")
+        for path in sorted(out.iterdir())
+        if path.is_file()
+    ]
 
 
 def _provenance(source: Any, plan: Any) -> list[tuple[str, str]]:

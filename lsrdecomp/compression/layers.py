@@ -1,7 +1,8 @@
 """The layers of an adapter: ΔW of each, the norm its error counts in, and how many of them fit in memory together.
 
-The numbers of a stored layer are read when they are asked for and forgotten when those of others are, so that an
-adapter of any length takes a few layers' memory. What is small and wanted often waits in a `SpillCache`.
+The numbers of a stored layer are read when they are asked for and forgotten when those of others
+are, so that an adapter of any length takes a few layers' memory. What is small and wanted often
+waits in a `SpillCache`.
 """
 
 from __future__ import annotations
@@ -23,36 +24,45 @@ from lsrdecomp.checkpoints.records import LOKR
 from lsrdecomp.errors import BudgetError, CheckpointError
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct, low_rank_product
 from lsrdecomp.targets.base import LowRank
-from lsrdecomp.targets.weighted import leading_norms, weighted_gauge, weighted_norm, weighted_residual_norm
+from lsrdecomp.targets.weighted import (
+    leading_norms,
+    weighted_gauge,
+    weighted_norm,
+    weighted_residual_norm,
+)
 from lsrdecomp.targets.weights import Identity, NormWeights
 
 T = TypeVar("T")
 
 PAIR_ENTRIES = 2**20
-"""Numbers of the pairs solved together, and of those that stay read: 8 MiB in float64, or one layer if it is larger."""
+"""Numbers of the pairs solved together, and of those that stay read: 8 MiB in float64, or one layer
+if it is larger."""
 
 NORM_ENTRIES = 2**23
 """The same for the weights of their norms."""
 
 LEADING_ENTRIES = 2**19
-"""The same for the weights in their leading coordinates, which every step of a solve reads: about what a processor has
-at hand without going to memory."""
+"""The same for the weights in their leading coordinates, which every step of a solve reads: about
+what a processor has at hand without going to memory."""
 
 SMALL = 2
-"""Leading coordinates of a stored layer that are this many times fewer than the norm's wait in the `SpillCache`."""
+"""Leading coordinates of a stored layer that are this many times fewer than the norm's wait in the
+`SpillCache`."""
 
 IN_MEMORY = 8 * 2**20
 """Bytes that a `SpillCache` holds before it moves to disk."""
 
 LARGEST_NORM = 1e140
-"""Of ΔW: squares of such norms, and sums of them over all layers of a model, are still finite in double precision."""
+"""Of ΔW: squares of such norms, and sums of them over all layers of a model, are still finite in
+double precision."""
 
 
 StatisticsByLayer = Mapping[str, NormWeights]
-"""What a layer's errors count in, by its name: `Statistics` of calibration, or weights of one's own."""
+"""What a layer's errors count in, by its name: `Statistics` of calibration, or weights of one's
+own."""
 
 
-# -- a layer ----------------------------------------------------------------------------------------------------------
+# -- a layer ---------------------------------------------------------------------------------------
 
 
 class Layer:
@@ -116,7 +126,9 @@ class Layer:
         """S, σ, T of the SVD (B S, σ, T A) in the layer's norm: small, where U and V are as large as the pair."""
         if self._gauge is None:
             pair = self.pair
-            self._gauge = self._keep(weighted_gauge(as_double(pair.left), as_double(pair.right), self.norms))
+            self._gauge = self._keep(
+                weighted_gauge(as_double(pair.left), as_double(pair.right), self.norms)
+            )
         return self._gauge()
 
     def truncated(self, rank: int) -> tuple[Array, Array]:
@@ -168,7 +180,11 @@ def _in_memory(value: T) -> Callable[[], T]:
 
 def norm_entries(norms: NormWeights) -> int:
     """Numbers in the weights of both sides."""
-    return sum(math.prod(side.basis.shape) for side in (norms.output, norms.input) if not isinstance(side, Identity))
+    return sum(
+        math.prod(side.basis.shape)
+        for side in (norms.output, norms.input)
+        if not isinstance(side, Identity)
+    )
 
 
 def batches(layers: Sequence[Layer], *, leading: bool = False) -> list[slice]:
@@ -187,23 +203,28 @@ def batches(layers: Sequence[Layer], *, leading: bool = False) -> list[slice]:
     return [*runs, slice(start, len(layers))] if layers else []
 
 
-# -- in and out of files ----------------------------------------------------------------------------------------------
+# -- in and out of files ---------------------------------------------------------------------------
 
 
 def open_layers(checkpoint: Checkpoint, statistics: StatisticsByLayer | None = None) -> list[Layer]:
     """The layers of a checkpoint, each read when its numbers are asked for and forgotten when others are.
 
-    Raises `CheckpointError` for a layer that is not a LoRA, `BudgetError` naming a layer that the statistics lack.
+    Raises `CheckpointError` for a layer that is not a LoRA, `BudgetError` naming a layer that the
+    statistics lack.
     """
-    # What cannot be compressed is said of all layers before the first is read; errors in different norms cannot share a
-    # budget.
+    # What cannot be compressed is said of all layers before the first is read; errors in different
+    # norms cannot share a budget.
     for layer in checkpoint.layers:
         _require_lora(checkpoint, layer)
         if statistics is not None and layer.name not in statistics:
             text = f"{layer.name}: no statistics for this layer; calibrate with this adapter's target modules"
             raise BudgetError(text)
 
-    cache, pairs, norms = SpillCache(), Recent(PAIR_ENTRIES, pair_entries), Recent(NORM_ENTRIES, norm_entries)
+    cache, pairs, norms = (
+        SpillCache(),
+        Recent(PAIR_ENTRIES, pair_entries),
+        Recent(NORM_ENTRIES, norm_entries),
+    )
 
     def stored(layer: LoraLayer) -> Layer:
         read_pair = partial(pairs.get, layer.name, partial(layer_pair, checkpoint, layer))
@@ -223,7 +244,8 @@ def pair_entries(pair: LowRank) -> int:
 def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
     """ΔW of a LoRA layer with its scale folded into B, in double precision.
 
-    Raises `CheckpointError` naming the layer if the size of ΔW leaves the range in which norms can be computed.
+    Raises `CheckpointError` naming the layer if the size of ΔW leaves the range in which norms can
+    be computed.
     """
     _require_lora(checkpoint, layer)
     left, right = layer.load()
@@ -243,7 +265,11 @@ def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
 
 def _require_lora(checkpoint: Checkpoint, layer: Any) -> None:
     if not isinstance(layer, LoraLayer):
-        text = "is an LSR layer already; compress the LoRA it came from" if checkpoint.format == "lsr" else LOKR
+        text = (
+            "is an LSR layer already; compress the LoRA it came from"
+            if checkpoint.format == "lsr"
+            else LOKR
+        )
         raise CheckpointError(text, path=checkpoint.path, tensor=layer.name)
 
 
@@ -254,11 +280,12 @@ def layer_product(layer: Any) -> SeparatedProduct:
         return low_rank_product(first.astype(np.float64) * layer.scale, second.astype(np.float64))
     left, right = ([factor.astype(np.float64) for factor in side] for side in (first, second))
     return SeparatedProduct(
-        SeparatedMatrix.from_factors([left[0] * layer.scale, *left[1:]]), SeparatedMatrix.from_factors(right)
+        SeparatedMatrix.from_factors([left[0] * layer.scale, *left[1:]]),
+        SeparatedMatrix.from_factors(right),
     )
 
 
-# -- what waits, and where --------------------------------------------------------------------------------------------
+# -- what waits, and where -------------------------------------------------------------------------
 
 
 class Recent(Generic[T]):
@@ -275,7 +302,10 @@ class Recent(Generic[T]):
         value = self._values.pop(name, None)
         if value is None:
             value = read()
-            while self._values and sum(map(self._entries, [value, *self._values.values()])) > self.most:
+            while (
+                self._values
+                and sum(map(self._entries, [value, *self._values.values()])) > self.most
+            ):
                 self._values.popitem(last=False)
         self._values[name] = value
         return value
@@ -284,8 +314,8 @@ class Recent(Generic[T]):
 class SpillCache:
     """Values put away and read back with the same bits: in memory while they are few, else in a temporary file.
 
-    The file has no name (it vanishes with the process, also when that is killed) and nobody else can write to it: that
-    is why it may hold pickles. It lies where ``TMPDIR`` says.
+    The file has no name (it vanishes with the process, also when that is killed) and nobody else
+    can write to it: that is why it may hold pickles. It lies where ``TMPDIR`` says.
     """
 
     def __init__(self) -> None:
@@ -301,7 +331,9 @@ class SpillCache:
             pickle.dump(value, self._file, protocol=pickle.HIGHEST_PROTOCOL)
             self._end = self._file.tell()
         except OSError as error:
-            text = f"factors that wait cannot be kept: {error.strerror}; point TMPDIR to a larger disk"
+            text = (
+                f"factors that wait cannot be kept: {error.strerror}; point TMPDIR to a larger disk"
+            )
             raise CheckpointError(text, path=tempfile.gettempdir()) from error
         return partial(self._read, start)
 

@@ -1,9 +1,10 @@
 """Factors in few bits: integer codes of the sides of a product, and of the components of a truncated SVD.
 
-An LSR product has codes of one width and a float16 scale a term, rounded one factor after the other while the others
-are solved again. Truncated SVD is stored by reverse water-filling [1]_: component k, a column and a row, in b_k-bit
-codes with one float16 scale. Bits go where they lower the expected error most; components below the water level get
-none. The pair itself, unrotated, can be coded in the same way.
+An LSR product has codes of one width and a float16 scale a term, rounded one factor after the other
+while the others are solved again. Truncated SVD is stored by reverse water-filling [1]_: component
+k, a column and a row, in b_k-bit codes with one float16 scale. Bits go where they lower the
+expected error most; components below the water level get none. The pair itself, unrotated, can be
+coded in the same way.
 
 References
 ----------
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +24,21 @@ from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.errors import PrecisionError
 from lsrdecomp.formats.number_formats import FORMATS, Codes, nearest_codes
-from lsrdecomp.formats.quantized import CodedProduct, QuantizedMatrix, QuantizedProduct, SpectralCode
-from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
+from lsrdecomp.formats.quantized import (
+    CodedProduct,
+    QuantizedMatrix,
+    QuantizedProduct,
+    SpectralCode,
+)
 from lsrdecomp.precision import INTEGERS
 from lsrdecomp.solvers.pair.quantization_aware import quantize_sequentially
 from lsrdecomp.targets.base import LowRank
-from lsrdecomp.targets.weights import NormWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
+    from lsrdecomp.targets.weights import NormWeights
 
 INTEGER_BITS = {name: FORMATS[name].bits for name in INTEGERS}
 """Bits of an integer code by the name of its storage."""
@@ -43,7 +53,7 @@ GAUSSIAN = {2: 0.191, 3: 0.0467, 4: 0.01256, 5: 0.00341, 6: 0.000884, 7: 0.00022
 Doubles = NDArray[np.float64]
 
 
-# -- products ---------------------------------------------------------------------------------------------------------
+# -- products --------------------------------------------------------------------------------------
 
 
 def quantized_product(product: SeparatedProduct, bits: int) -> QuantizedProduct:
@@ -68,11 +78,13 @@ def refitted_product(layer: Layer, product: SeparatedProduct, bits: int) -> Quan
     return QuantizedProduct(left, right)
 
 
-def coded_product(product: SeparatedProduct, bits: int, norms: NormWeights | None = None) -> CodedProduct:
+def coded_product(
+    product: SeparatedProduct, bits: int, norms: NormWeights | None = None
+) -> CodedProduct:
     """Codes near ``product``: solved for in the norm, or rounded as they are, whichever is nearer.
 
-    Rounded, since training may have left numbers that lie near codes already. A product of one factor a side is a
-    matrix of low rank, and its singular vectors are coded.
+    Rounded, since training may have left numbers that lie near codes already. A product of one
+    factor a side is a matrix of low rank, and its singular vectors are coded.
     """
     aim = Layer.of("", LowRank(*product.to_lora()), norms)
     if product.left.order == 1:
@@ -81,11 +93,14 @@ def coded_product(product: SeparatedProduct, bits: int, norms: NormWeights | Non
     return min((rounded, solved), key=lambda coded: aim.squared_error(coded.dequantized()))
 
 
-def codes_like(old: CodedProduct, product: SeparatedProduct, norms: NormWeights | None = None) -> CodedProduct:
+def codes_like(
+    old: CodedProduct, product: SeparatedProduct, norms: NormWeights | None = None
+) -> CodedProduct:
     """Codes of as many bits as ``old`` near ``product`` in the norm."""
     if isinstance(old, QuantizedProduct):
         return coded_product(product, max(old.left.bits, old.right.bits), norms)
-    # Bits by rank: the k-th largest singular value of the new form gets those that the k-th component had.
+    # Bits by rank: the k-th largest singular value of the new form gets those that the k-th
+    # component had.
     aim = Layer.of("", LowRank(*product.to_lora()), norms)
     rank = len(aim.gauge[1])
     return svd_code(aim, (*old.bits, *[0] * rank)[:rank])
@@ -114,7 +129,7 @@ def _float16(scales: Doubles) -> tuple[NDArray[np.float16], int]:
     return np.ldexp(scales, -exponent).astype(np.float16), exponent
 
 
-# -- low rank ---------------------------------------------------------------------------------------------------------
+# -- low rank --------------------------------------------------------------------------------------
 
 
 def svd_code(layer: Layer, bits: Sequence[int]) -> SpectralCode:
@@ -124,7 +139,9 @@ def svd_code(layer: Layer, bits: Sequence[int]) -> SpectralCode:
 
 def pair_code(layer: Layer) -> SpectralCode:
     """The code of the pair's own columns and rows, eight bits each."""
-    left, right = (to_numpy(side).astype(np.float64) for side in (layer.pair.left, layer.pair.right))
+    left, right = (
+        to_numpy(side).astype(np.float64) for side in (layer.pair.left, layer.pair.right)
+    )
     sizes = np.linalg.norm(left, axis=0), np.linalg.norm(right, axis=1)
     nonzero = np.flatnonzero(sizes[0] * sizes[1])
     u, v = left[:, nonzero] / sizes[0][nonzero], right[nonzero, :] / sizes[1][nonzero, None]
@@ -134,7 +151,11 @@ def pair_code(layer: Layer) -> SpectralCode:
 def layer_svd(layer: Layer) -> tuple[Doubles, Doubles, Doubles]:
     """U (m, r), σ, Vᵀ (r, n) of a layer in its norm."""
     pair, (columns, sigma, rows) = layer.pair, layer.gauge
-    return to_numpy(as_double(pair.left) @ columns), to_numpy(sigma), to_numpy(rows @ as_double(pair.right))
+    return (
+        to_numpy(as_double(pair.left) @ columns),
+        to_numpy(sigma),
+        to_numpy(rows @ as_double(pair.right)),
+    )
 
 
 def water_fill(layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles) -> list[tuple[int, ...]]:
@@ -143,12 +164,13 @@ def water_fill(layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles) -> list[tu
     Returns
     -------
     list of tuple of int
-        One width a component, 0 where it is left out; each entry spends more bits than the one before.
+        One width a component, 0 where it is left out; each entry spends more bits than the one
+        before.
 
     Notes
     -----
-    O(r log r) steps of a heap. The noise of a code of b bits in u_k counts ‖u_k‖² · tr G / m · D(b) against
-    u_kᵀ G u_k = 1, likewise for v_k: in the Frobenius norm both factors are one.
+    O(r log r) steps of a heap. The noise of a code of b bits in u_k counts ‖u_k‖² · tr G / m · D(b)
+    against u_kᵀ G u_k = 1, likewise for v_k: in the Frobenius norm both factors are one.
     """
     # Water 1: what noise in a component weighs beside the component itself.
     mean_out, mean_in = (float(w.trace) / w.size for w in (layer.norms.output, layer.norms.input))
@@ -169,17 +191,23 @@ def water_fill(layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles) -> list[tu
     return filled
 
 
-def _next_width(k: int, width: int, sigma: Doubles, noise: Doubles) -> tuple[float, int, int] | None:
+def _next_width(
+    k: int, width: int, sigma: Doubles, noise: Doubles
+) -> tuple[float, int, int] | None:
     """(−loss removed per bit, k, bits) of the best next width of component k; None if none lowers its loss.
 
     Several bits at once where that removes more per bit than one: a first bit alone codes nothing.
     """
 
     def lost(bits: int) -> float:
-        return float(sigma[k] ** 2) * (1.0 if bits == 0 else min(1.0, float(noise[k]) * GAUSSIAN[bits]))
+        return float(sigma[k] ** 2) * (
+            1.0 if bits == 0 else min(1.0, float(noise[k]) * GAUSSIAN[bits])
+        )
 
     wider = range(max(width + 1, 2), MOST_BITS + 1)
-    gain, bits = max((((lost(width) - lost(more)) / (more - width), more) for more in wider), default=(0.0, 0))
+    gain, bits = max(
+        (((lost(width) - lost(more)) / (more - width), more) for more in wider), default=(0.0, 0)
+    )
     return (-gain, k, bits) if gain > 0.0 else None
 
 
@@ -205,9 +233,13 @@ def spectral_code(layer: Layer, svd: Sequence[Doubles], bits: Sequence[int]) -> 
     root = np.sqrt(sigma[coded])
     left_codes, left = _nearest_columns(u[:, coded] * root, widths)
     right_codes, _ = _nearest_columns(vh[coded, :].T * root, widths)
-    # Codes 2: least squares in the norm for one side given the values of the other, rounded, and the other way round.
+    # Codes 2: least squares in the norm for one side given the values of the other, rounded, and
+    # the other way round.
     norms = layer.norms
-    b, a = to_numpy(layer.pair.left).astype(np.float64), to_numpy(layer.pair.right).astype(np.float64).T
+    b, a = (
+        to_numpy(layer.pair.left).astype(np.float64),
+        to_numpy(layer.pair.right).astype(np.float64).T,
+    )
     for _ in range(ROUNDS):
         weighted = norms.output.apply(left)
         fitted = a @ (b.T @ weighted) @ np.linalg.pinv(left.T @ weighted, hermitian=True)
@@ -215,7 +247,8 @@ def spectral_code(layer: Layer, svd: Sequence[Doubles], bits: Sequence[int]) -> 
         weighted = norms.input.apply(right)
         fitted = b @ (a.T @ weighted) @ np.linalg.pinv(right.T @ weighted, hermitian=True)
         left_codes, left = _nearest_columns(fitted, widths)
-    # Codes 3: the scales by least squares: Gram matrix of the rank-one codes, and their products with the layer.
+    # Codes 3: the scales by least squares: Gram matrix of the rank-one codes, and their products
+    # with the layer.
     left, right = left_codes.astype(np.float64), right_codes.astype(np.float64)
     weighted_left, weighted_right = norms.output.apply(left), norms.input.apply(right)
     gram = (left.T @ weighted_left) * (right.T @ weighted_right)

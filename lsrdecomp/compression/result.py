@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,11 +16,16 @@ from lsrdecomp import markup
 from lsrdecomp.checkpoints import Checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.writing import provenance
-from lsrdecomp.compression.candidates import Materialized
-from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.settings import GOALS, CompressionPlan
-from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.precision import precision
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from lsrdecomp.compression.candidates import Materialized
+    from lsrdecomp.compression.layers import Layer
+    from lsrdecomp.kronecker.separated import SeparatedProduct
 
 REPORT = "compression.json"
 """The report in a written directory; `verify` compares with it."""
@@ -47,8 +50,12 @@ class Compression:
     plan: CompressionPlan
     layers: tuple[LayerReport, ...]
     chosen: tuple[Materialized, ...] = field(repr=False)
-    low_rank_error: float | None = None  # of the best truncated SVD for the same budget, in the plan's norm
-    effect: float | None = None  # KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA
+    low_rank_error: float | None = (
+        None  # of the best truncated SVD for the same budget, in the plan's norm
+    )
+    effect: float | None = (
+        None  # KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA
+    )
     # Of one that was measured on its base: what it keeps, and what was measured beside it.
     promise: Any = None
     tried: tuple[Any, ...] = ()
@@ -80,7 +87,11 @@ class Compression:
         name = next(name for name in GOALS if name in goal)
         left_out = f", {total.dropped} of them left out" if total.dropped else ""
         norm = "Frobenius" if total.functional_error is None else "Fisher"
-        svd = "" if total.low_rank_error is None else f"; best truncated SVD of that size {total.low_rank_error:.3g}"
+        svd = (
+            ""
+            if total.low_rank_error is None
+            else f"; best truncated SVD of that size {total.low_rank_error:.3g}"
+        )
         missed = "" if self.met else f"\n   {total.missed} layers miss the tolerance"
         return (
             f"Compression of {self.source.path.name}, {name} = {goal[name]:,}\n"
@@ -93,8 +104,8 @@ class Compression:
     def sentences(self, unit: str = "example") -> Iterator[str]:
         """What one can act on; ``unit`` is what a network answers once for.
 
-        A divergence is estimated where none was measured. Of a form that was trained since, errors of its numbers say
-        nothing any more.
+        A divergence is estimated where none was measured. Of a form that was trained since, errors
+        of its numbers say nothing any more.
         """
         total = self.totals
         extra = f"; {total.extra_parameters:,} numbers of other modules are kept as they are"
@@ -113,7 +124,11 @@ class Compression:
             words = f"Relative error in the Fisher norm {total.functional_error:.3g}: how close the answers are."
             if self.promise is None:  # nothing was measured
                 of_all = "" if total.effect is None else f"of {total.effect:.3g} "
-                how = ", to second order and often several times too low" if total.effect is None else ""
+                how = (
+                    ", to second order and often several times too low"
+                    if total.effect is None
+                    else ""
+                )
                 words += f" Estimated divergence from the LoRA's answers: {total.kl:.3g} {of_all}nats per {unit}{how}."
             yield words
         if total.low_rank_error is not None:
@@ -122,20 +137,27 @@ class Compression:
     def _repr_html_(self) -> str:
         """The same for a notebook."""
         total = self.totals
-        pairs = [("parameters", f"{total.parameters:,} of {total.parameters_before:,}"), *total.facts]
+        pairs = [
+            ("parameters", f"{total.parameters:,} of {total.parameters_before:,}"),
+            *total.facts,
+        ]
         return markup.facts(f"Compression of {self.source.path.name}", pairs, total.verdict)
 
     def save(self, out: str | Path, *, force: bool = False, record: bool = False) -> Path:
         """Write the LSR directory that PEFT opens; other tensors of the source are carried along bit for bit.
 
-        With ``record`` its compression.json tells of every layer what `to_json` tells, else the sums alone.
+        With ``record`` its compression.json tells of every layer what `to_json` tells, else the
+        sums alone.
 
-        Raises `CheckpointError` if ``out`` exists (unless ``force``) or lies in the source; nothing is half written.
+        Raises `CheckpointError` if ``out`` exists (unless ``force``) or lies in the source; nothing
+        is half written.
         """
         return write_lsr(
             out,
             source=self.source,
-            layers=((name, *stored_factors(product)) for name, product in self._stored(coded=False)),
+            layers=(
+                (name, *stored_factors(product)) for name, product in self._stored(coded=False)
+            ),
             coded=self._stored(coded=True),
             storage=self.plan.float_storage,
             force=force,
@@ -221,7 +243,9 @@ class Totals:
     worst_error: float  # of a layer, in the norm of the plan
     worst_layer: str
     missed: int  # layers above the tolerance
-    low_rank_error: float | None  # the best truncated SVD found for the same budget, in the norm of the plan
+    low_rank_error: (
+        float | None
+    )  # the best truncated SVD found for the same budget, in the norm of the plan
     effect: float | None  # KL(LoRA ‖ no adapter) in nats an answer, where calibration measured it
 
     @property
@@ -291,7 +315,9 @@ def report_layer(
     frobenius = error
     if functional:
         frobenius = norm if product is None else layer.pair.residual_norm(product)
-    parameters = 0 if product is None else sum(f.size for side in stored_factors(product) for f in side)
+    parameters = (
+        0 if product is None else sum(f.size for side in stored_factors(product) for f in side)
+    )
     return LayerReport(
         name=layer.name,
         kind=stored.kind,
@@ -332,9 +358,9 @@ def totals(
 ) -> Totals:
     """Sum up; relative errors combine through the absolute ones.
 
-    The divergence is the squared error in the Fisher norm times ``effect``, KL(LoRA ‖ no adapter) as measured in
-    calibration. Without one it is the norm's own second-order value ½ Σ‖G^½ (ΔW − ΔŴ) C^½‖², which is several times
-    too low where a LoRA changes much.
+    The divergence is the squared error in the Fisher norm times ``effect``, KL(LoRA ‖ no adapter)
+    as measured in calibration. Without one it is the norm's own second-order value ½ Σ‖G^½ (ΔW −
+    ΔŴ) C^½‖², which is several times too low where a LoRA changes much.
     """
     functional = all(layer.functional_error is not None for layer in layers)
     worst = max(layers, key=lambda layer: layer.plan_error)
@@ -348,7 +374,9 @@ def totals(
         parameters=sum(layer.parameters for layer in layers),
         extra_parameters=extra_parameters,
         bytes=sum(layer.bytes for layer in layers),
-        relative_error=_share([x.norm * x.relative_error for x in layers], [x.norm for x in layers]),
+        relative_error=_share(
+            [x.norm * x.relative_error for x in layers], [x.norm for x in layers]
+        ),
         functional_error=error if functional else None,
         kl=kl if functional else None,
         worst_error=worst.plan_error,
@@ -359,7 +387,9 @@ def totals(
     )
 
 
-def to_json(layers: Sequence[LayerReport], summary: Totals, *, every_layer: bool, **facts: Any) -> dict[str, Any]:
+def to_json(
+    layers: Sequence[LayerReport], summary: Totals, *, every_layer: bool, **facts: Any
+) -> dict[str, Any]:
     """Plain values for a JSON file: of every layer, or the sums alone."""
     ratio = summary.ratio if math.isfinite(summary.ratio) else None
     rows = {"layers": [asdict(layer) for layer in layers]} if every_layer else {}
@@ -374,19 +404,26 @@ def report_text(report: dict[str, Any]) -> str:
 def recorded_errors(written: Checkpoint) -> dict[str, Any]:
     """``{"total": …, "layers": {name: …}}``, relative errors as far as a written adapter records them.
 
-    The report of a directory holds them, and an export of that directory repeats them in its header.
+    The report of a directory holds them, and an export of that directory repeats them in its
+    header.
     """
     path = written.weights.parent / REPORT
     if path.is_file():
         report = read_json(path)
         layers = report.get("layers")
         rows = [mapping(row) for row in layers] if isinstance(layers, list) else []
-        errors = {row["name"]: row["relative_error"] for row in rows if {"name", "relative_error"} <= row.keys()}
+        errors = {
+            row["name"]: row["relative_error"]
+            for row in rows
+            if {"name", "relative_error"} <= row.keys()
+        }
         total = mapping(report.get("totals")).get("relative_error")
     else:
         record = mapping(provenance(written).get("recorded"))
         errors, total = mapping(record.get("layers")), record.get("total")
-    numbers = {str(name): float(error) for name, error in errors.items() if isinstance(error, int | float)}
+    numbers = {
+        str(name): float(error) for name, error in errors.items() if isinstance(error, int | float)
+    }
     return {"total": float(total) if isinstance(total, int | float) else None, "layers": numbers}
 
 

@@ -1,15 +1,19 @@
 """The search over the shapes of all layers under one budget, from top to bottom: Search 1 to 7.
 
 1. Plain candidates of every layer: nothing, the layer as it is, truncated SVD of every rank.
-2. The coarse grid: even splits without an inner rank, for all layers of a kind at once; for several budgets all of it.
+2. The coarse grid: even splits without an inner rank, for all layers of a kind at once; for several
+   budgets all of it.
 3. A budget takes one candidate a layer, by what one more parameter removes of the loss.
-4. The fine grid, up to about the size that the budget gave each layer, unless low rank wins there; it chooses again.
-5. Neighbours of the shapes chosen most often, tried on a few layers and adopted where they pay; it chooses again.
+4. The fine grid, up to about the size that the budget gave each layer, unless low rank wins there;
+   it chooses again.
+5. Neighbours of the shapes chosen most often, tried on a few layers and adopted where they pay; it
+   chooses again.
 6. Shapes that layers of one size chose, for the others of that size.
 7. More sweeps for what is chosen, measured in the whole norm, until the choice stays.
 
-What was solved stays in the table (`search_table`), from which the next budget starts. Cost: the solves of steps 2 to
-7, each O((m + n)(R r + s r)) a sweep and layer (`JointALS`); choosing is milliseconds a layer (docs/scale.md).
+What was solved stays in the table (`search_table`), from which the next budget starts. Cost: the
+solves of steps 2 to 7, each O((m + n)(R r + s r)) a sweep and layer (`JointALS`); choosing is
+milliseconds a layer (docs/scale.md).
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ from __future__ import annotations
 import math
 from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from lsrdecomp.checkpoints.progress import Counter
 from lsrdecomp.compression.candidates import Materialized, drop, keep, low_rank_candidates
@@ -40,16 +44,20 @@ from lsrdecomp.compression.shapes import (
 from lsrdecomp.compression.solve import Effort, Task, product_of
 from lsrdecomp.kronecker.shape import ProductShape
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
 WIDENINGS = 2
-"""Most times that the fine grid is solved for a budget: with it some layers are given more, others less."""
+"""Most times that the fine grid is solved for a budget: with it some layers are given more, others
+less."""
 
 ROUNDS = 3
 """Most times that a budget is drawn anew because refining changed what is best."""
 
 
 PAYS = 0.02
-"""A neighbour is solved for all layers of its group if on a few of them it lowers loss and cost, weighed against each
-other as the budget does, by this share."""
+"""A neighbour is solved for all layers of its group if on a few of them it lowers loss and cost,
+weighed against each other as the budget does, by this share."""
 
 ADOPTED = 2
 """Most neighbours of one chosen shape that are solved for all layers of its group."""
@@ -58,14 +66,15 @@ GROUPS = 3
 """Most groups of layers of one chosen shape whose neighbours are tried in a round."""
 
 SMALLEST = 0.04
-"""Smallest group of layers of one chosen shape whose neighbours are tried, as a share of all layers."""
+"""Smallest group of layers of one chosen shape whose neighbours are tried, as a share of all
+layers."""
 
 TRIAL_LAYERS = 4
 """Layers of a group, from all depths of the network, on which a neighbour is tried."""
 
 STRIDE = 1.7
-"""The fine grid is solved up to this factor above the size that a layer was given; from the fewest terms, since what
-grew from fewer terms comes nearer than what starts from singular vectors."""
+"""The fine grid is solved up to this factor above the size that a layer was given; from the fewest
+terms, since what grew from fewer terms comes nearer than what starts from singular vectors."""
 
 REFINED = 3e-4
 """A sweep that lowers no error by more ends refining."""
@@ -74,7 +83,8 @@ NOTHING = 3e-3
 """So does one that lowers no loss by this share of what a layer loses on average."""
 
 PORTION = 8
-"""Sweeps at a time, after which only the layers go on whose losses they lowered by as much as ends refining each."""
+"""Sweeps at a time, after which only the layers go on whose losses they lowered by as much as ends
+refining each."""
 
 Group = tuple[tuple[object, ...], ProductShape]
 """Layers of one kind that took one shape."""
@@ -85,7 +95,9 @@ class Fitted:
     """All layers under one budget."""
 
     chosen: tuple[Materialized, ...]
-    low_rank_error: float | None  # the best truncated SVD found for the same budget and norm; None: none fits
+    low_rank_error: (
+        float | None
+    )  # the best truncated SVD found for the same budget and norm; None: none fits
 
 
 def search_layers(
@@ -103,11 +115,12 @@ def search_layers(
     ----------
     layers : sequence of Layer
     budgets : sequence of Budget
-        What will be drawn, from `CompressionPlan.budget`; larger shapes than they could want are not solved.
+        What will be drawn, from `CompressionPlan.budget`; larger shapes than they could want are
+        not solved.
     search : Search, optional
     storages : sequence of str
-        Types the factors may be stored in; more than one is of use when bytes are counted. With int8 or int4 among
-        them, truncated SVD in water-filled bits takes part.
+        Types the factors may be stored in; more than one is of use when bytes are counted. With
+        int8 or int4 among them, truncated SVD in water-filled bits takes part.
     cache : SpillCache, optional
         Where factors wait.
     resources : Resources, optional
@@ -115,8 +128,9 @@ def search_layers(
     Returns
     -------
     SearchTable
-        Of which `fit_budget` draws any budget. The error is never above that of the best truncated SVD for the same
-        budget and norm (``low_rank_error``), which is among the starting points of every allocation.
+        Of which `fit_budget` draws any budget. The error is never above that of the best truncated
+        SVD for the same budget and norm (``low_rank_error``), which is among the starting points of
+        every allocation.
 
     Examples
     --------
@@ -128,7 +142,9 @@ def search_layers(
     >>> fitted.chosen[0].candidate.parameters <= layer.parameters / 4
     True
     """
-    table = SearchTable(layers, search or Search(), storages, cache or SpillCache(), resources or Resources())
+    table = SearchTable(
+        layers, search or Search(), storages, cache or SpillCache(), resources or Resources()
+    )
     limit = max(budget.most_parameters for budget in budgets)
     table.refines_grid = limit < math.inf and len(budgets) == 1 and not table.search.shapes
     # Search 1: what needs no solve. All that is wanted of a layer is read at once.
@@ -144,7 +160,9 @@ def search_layers(
         tasks = _shapes_of_another(table, groups)
     else:
         tasks = [
-            task for indices in groups.values() for task in table.runner.tasks(indices, _grid(table, indices, limit))
+            task
+            for indices in groups.values()
+            for task in table.runner.tasks(indices, _grid(table, indices, limit))
         ]
     table.solve(tasks, "solving shapes")
     return table
@@ -152,14 +170,20 @@ def search_layers(
 
 def _grid(table: SearchTable, indices: Sequence[int], limit: float) -> list[Request]:
     """The grid for layers of one size, whole or coarse, as far as a budget of so many parameters could want it."""
-    first, ranks, search = table.layers[indices[0]], [table.layers[i].rank for i in indices], table.search
+    first, ranks, search = (
+        table.layers[indices[0]],
+        [table.layers[i].rank for i in indices],
+        table.search,
+    )
     most = min(max(ranks) * sum(first.shape) / 2, table.most_for(first, limit))
     if table.refines_grid:
         return coarse_grid(first.shape, search.orders, most)
     return shape_grid(first.shape, max(ranks), search.orders, search.inner_rank, most)
 
 
-def _shapes_of_another(table: SearchTable, groups: Mapping[tuple[object, ...], Sequence[int]]) -> list[Task]:
+def _shapes_of_another(
+    table: SearchTable, groups: Mapping[tuple[object, ...], Sequence[int]]
+) -> list[Task]:
     """The shapes that were passed for each layer; layers of one kind side by side where they share one."""
     sharing: dict[tuple[object, Request], list[int]] = {}
     requests = shapes_like(table.search.shapes, {layer.name: layer.shape for layer in table.layers})
@@ -168,7 +192,11 @@ def _shapes_of_another(table: SearchTable, groups: Mapping[tuple[object, ...], S
             for request in requests[table.layers[i].name]:
                 if request.shape.inner_rank <= table.layers[i].rank:
                     sharing.setdefault((kind, request), []).append(i)
-    return [task for (_, request), indices in sharing.items() for task in table.runner.tasks(indices, [request])]
+    return [
+        task
+        for (_, request), indices in sharing.items()
+        for task in table.runner.tasks(indices, [request])
+    ]
 
 
 def fit_budget(table: SearchTable, budget: Budget) -> Fitted:
@@ -194,8 +222,8 @@ def fit_budget(table: SearchTable, budget: Budget) -> Fitted:
         if not solve_fine_grid(table, [candidate.parameters for _, candidate in allocation.chosen]):
             break
         allocation = table.allocated(budget)
-    # Search 5 and 6: neighbours of the shapes that were chosen, and shapes of other layers of that size. A
-    # tolerance for each layer has no rate of exchange between layers.
+    # Search 5 and 6: neighbours of the shapes that were chosen, and shapes of other layers of that
+    # size. A tolerance for each layer has no rate of exchange between layers.
     if not (table.search.shapes or budget.layer_rtol):
         for _ in range(table.search.rounds):
             if not try_neighbours(table, allocation.entries, allocation.exchange_rate):
@@ -203,8 +231,8 @@ def fit_budget(table: SearchTable, budget: Budget) -> Fitted:
             allocation = table.allocated(budget)
         if table.search.rounds:
             exchange_shapes(table, allocation.entries)
-    # Search 7: refine what is chosen for what it may become, until refining changes no choice; then only errors
-    # in the whole norm count.
+    # Search 7: refine what is chosen for what it may become, until refining changes no choice; then
+    # only errors in the whole norm count.
     for _ in range(ROUNDS):
         allocation = table.allocated(budget, "expected")
         if not refine(table, allocation.entries, together=budget.layer_rtol is None):
@@ -215,9 +243,10 @@ def fit_budget(table: SearchTable, budget: Budget) -> Fitted:
 
 def solve_fine_grid(table: SearchTable, sizes: Sequence[int]) -> bool:
     """Search 4: solve every layer at the fine grid of shapes up to about so many parameters; whether there were any."""
-    # 4.1 Sizes by powers of `STRIDE`, so that layers share a task; each layer and power once. Not where the coarse grid
-    #     has nothing nearer than low rank in the Frobenius norm: of the LoRAs that were tried no finer shape was, and
-    #     where ΔW is near an LSR product of any shape, the coarse grid is nearer too.
+    # 4.1 Sizes by powers of `STRIDE`, so that layers share a task; each layer and power once. Not
+    #     where the coarse grid has nothing nearer than low rank in the Frobenius norm: of the LoRAs
+    #     that were tried no finer shape was, and where ΔW is near an LSR product of any shape, the
+    #     coarse grid is nearer too.
     groups: dict[tuple[tuple[object, ...], int, int], list[int]] = {}
     for i, (layer, size) in enumerate(zip(table.layers, sizes, strict=True)):
         if layer.is_frobenius and table.products(i) and table.low_rank_wins(i):
@@ -232,7 +261,9 @@ def solve_fine_grid(table: SearchTable, sizes: Sequence[int]) -> bool:
     for (_, rank, power), indices in groups.items():
         first, search = table.layers[indices[0]], table.search
         most = min(STRIDE ** (power + 1), first.parameters / 2)
-        tasks += table.runner.tasks(indices, fine_grid(first.shape, rank, search.orders, search.inner_rank, most))
+        tasks += table.runner.tasks(
+            indices, fine_grid(first.shape, rank, search.orders, search.inner_rank, most)
+        )
     table.solve(tasks, "solving more shapes")
     return bool(tasks)
 
@@ -270,7 +301,8 @@ def try_neighbours(table: SearchTable, chosen: Sequence[Entry], rate: float) -> 
             gain = sum(max(0.0, old - new) for old, new in zip(worth, after.tolist(), strict=True))
             gains[group][answer.shape, answer.ranks] += gain
         table.add(task, answers)
-    # 5.4 A neighbour that gains enough on the few is solved for the whole group, at terms around those tried.
+    # 5.4 A neighbour that gains enough on the few is solved for the whole group, at terms around
+    # those tried.
     adopted: list[Task] = []
     for group, gain_of in gains.items():
         for (shape, ranks), gain in sorted(gain_of.items(), key=lambda pair: -pair[1])[:ADOPTED]:
@@ -292,11 +324,15 @@ def _more_terms(table: SearchTable, chosen: Sequence[Entry], indices: Sequence[i
     tasks: list[Task] = []
     for (_, fresh), members in same.items():
         starts = {i: chosen[i].product.product() for i in members}
-        tasks += table.runner.tasks(members, [Request(chosen[members[0]].product.shape, fresh)], starts=starts)
+        tasks += table.runner.tasks(
+            members, [Request(chosen[members[0]].product.shape, fresh)], starts=starts
+        )
     return tasks
 
 
-def _trials(table: SearchTable, group: Group, chosen: Sequence[Entry], indices: Sequence[int]) -> list[Task]:
+def _trials(
+    table: SearchTable, group: Group, chosen: Sequence[Entry], indices: Sequence[int]
+) -> list[Task]:
     """Neighbouring shapes of a group, on a few of its layers from all depths of the network."""
     kind, shape = group
     ranks, _ = Tally(chosen[i].product.ranks for i in indices).most_common(1)[0]
@@ -314,10 +350,13 @@ def _trials(table: SearchTable, group: Group, chosen: Sequence[Entry], indices: 
 def exchange_shapes(table: SearchTable, chosen: Sequence[Entry]) -> None:
     """Search 6: what was chosen most often for a size of layer, solved for the layers of that size that lack it.
 
-    At numbers of terms that some layer took, up to a factor `STRIDE` from the size that a layer was given.
+    At numbers of terms that some layer took, up to a factor `STRIDE` from the size that a layer was
+    given.
     """
     # 6.1 The common shapes of every size of layer.
-    configurations = {table.layers[i].name: e.product.configuration for i, e in enumerate(chosen) if e.is_lsr}
+    configurations = {
+        table.layers[i].name: e.product.configuration for i, e in enumerate(chosen) if e.is_lsr
+    }
     common = shapes_like(configurations, {layer.name: layer.shape for layer in table.layers})
     # 6.2 Layers that lack one at terms near their size; each layer, shape and number of terms once.
     lacking: dict[tuple[Group, tuple[Ranks, ...]], list[int]] = {}
@@ -328,9 +367,13 @@ def exchange_shapes(table: SearchTable, chosen: Sequence[Entry]) -> None:
             shape = request.shape
             if shape.inner_rank > layer.rank or layer.squared_norm == 0.0:
                 continue
-            terms = tuple(ranks for ranks in request.terms if shape.parameters(*ranks) <= STRIDE * size)
+            terms = tuple(
+                ranks for ranks in request.terms if shape.parameters(*ranks) <= STRIDE * size
+            )
             near = {(shape, ranks) for ranks in terms if shape.parameters(*ranks) * STRIDE >= size}
-            if any(pair not in solved and ("exchanged", i, *pair) not in table.tried for pair in near):
+            if any(
+                pair not in solved and ("exchanged", i, *pair) not in table.tried for pair in near
+            ):
                 lacking.setdefault(((layer.kind, shape), terms), []).append(i)
             table.tried |= {("exchanged", i, *pair) for pair in near}
     tasks = [
@@ -344,17 +387,24 @@ def exchange_shapes(table: SearchTable, chosen: Sequence[Entry]) -> None:
 def refine(table: SearchTable, chosen: Sequence[Entry], *, together: bool = True) -> bool:
     """Search 7: more sweeps for the chosen LSR products, then measured in the whole norm; whether there were any.
 
-    With ``together`` it is the loss of all layers that counts, and sweeps stop where they lower that by little.
+    With ``together`` it is the loss of all layers that counts, and sweeps stop where they lower
+    that by little.
     """
-    # 7.1 The chosen products that were not refined yet, and the gain in loss below which no sweep is worth its time.
+    # 7.1 The chosen products that were not refined yet, and the gain in loss below which no sweep
+    # is worth its time.
     products = [entry.product for entry in chosen if entry.is_lsr]
     indices = [i for i, entry in enumerate(chosen) if entry.is_lsr and not entry.product.refined]
-    least = NOTHING * sum(entry.exact.squared_error for entry in chosen) / max(1, len(products)) if together else 0.0
+    least = (
+        NOTHING * sum(entry.exact.squared_error for entry in chosen) / max(1, len(products))
+        if together
+        else 0.0
+    )
     counter = Counter(table.runner.resources.on_step, "refining", len(indices), "layers")
     going_on = {i: (chosen[i].product.product(), chosen[i].exact.squared_error) for i in indices}
     for swept in range(0, table.search.sweeps, PORTION):
-        # 7.2 Some sweeps for the layers of one kind, shape and number of terms together, each from where it stands; all
-        #     that are left for one that is alone in its task, since no other waits for it.
+        # 7.2 Some sweeps for the layers of one kind, shape and number of terms together, each from
+        #     where it stands; all that are left for one that is alone in its task, since no other
+        #     waits for it.
         left = table.search.sweeps - swept
         to_the_end = Effort(left, REFINED, least)
         portion = replace(to_the_end, sweeps=min(PORTION, left))
@@ -363,14 +413,20 @@ def refine(table: SearchTable, chosen: Sequence[Entry], *, together: bool = True
             alike[table.layers[i].kind, chosen[i].product.configuration].append(i)
         starts, tasks = {i: product for i, (product, _) in going_on.items()}, []
         for (_, (shape, ranks)), members in alike.items():
-            parts = table.runner.tasks(members, [Request(shape, (ranks,))], starts=starts, effort=portion)
-            tasks += [part if len(part.indices) > 1 else replace(part, effort=to_the_end) for part in parts]
+            parts = table.runner.tasks(
+                members, [Request(shape, (ranks,))], starts=starts, effort=portion
+            )
+            tasks += [
+                part if len(part.indices) > 1 else replace(part, effort=to_the_end)
+                for part in parts
+            ]
         before, going_on = going_on, {}
         for task, answers in table.runner.answers(tasks):
             for position, i in enumerate(task.indices):
                 product = product_of(answers[0].factors_of(position))
                 loss = float(answers[0].errors[position]) ** 2
-                # 7.3 Layers that still gain go on among themselves, so that no batch waits for its slowest.
+                # 7.3 Layers that still gain go on among themselves, so that no batch waits for its
+                # slowest.
                 gain, enough = before[i][1] - loss, PORTION * max(least, 2.0 * REFINED * loss)
                 if task.effort.sweeps < left and gain > enough:
                     going_on[i] = product, loss

@@ -1,23 +1,24 @@
 """What a caller says of a compression: goal, search, resources.
 
-`CompressionPlan` is the goal, `Budget` what it allows the layers at hand. Light enough for the command line, which
-loads nothing before it works.
+`CompressionPlan` is the goal, `Budget` what it allows the layers at hand. Light enough for the
+command line, which loads nothing before it works.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
-from lsrdecomp.checkpoints.progress import OnStep
 from lsrdecomp.checkpoints.progress import Step as Step
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import OPTION, POSITIVE, Also, Settings, each, settings, whole
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from lsrdecomp.checkpoints import Checkpoint, Journal
+    from lsrdecomp.checkpoints.progress import OnStep
     from lsrdecomp.compression.candidates import Candidate
     from lsrdecomp.compression.layers import Layer
     from lsrdecomp.compression.shapes import Configuration
@@ -33,8 +34,8 @@ SPLIT = each(whole(1), "two or more whole numbers, r1, r2, …", least=2)
 class CompressionPlan(Settings):
     """What is asked: one goal, and how factors are stored.
 
-    Errors are in the Frobenius norm of ΔW or, if `compress` is given statistics, in the Fisher norm, where they measure
-    the change of the network's answers.
+    Errors are in the Frobenius norm of ΔW or, if `compress` is given statistics, in the Fisher
+    norm, where they measure the change of the network's answers.
 
     Examples
     --------
@@ -44,22 +45,44 @@ class CompressionPlan(Settings):
 
     error = BudgetError
 
-    rtol: Annotated[float | None, OPTION, POSITIVE, "Largest relative error of every layer, as written."] = None
-    separation_rank: Annotated[int | None, OPTION, whole(1), "So many terms a side in every layer."] = None
-    parameters: Annotated[
-        float | None, OPTION, POSITIVE, Also("params"), "So many parameters, in the factors of all layers."
+    rtol: Annotated[
+        float | None, OPTION, POSITIVE, "Largest relative error of every layer, as written."
     ] = None
-    ratio: Annotated[float | None, OPTION, POSITIVE, "So many times fewer parameters, over all layers."] = None
-    bytes: Annotated[int | None, OPTION, POSITIVE, "At most so many bytes to open it: weight file and config."] = None
+    separation_rank: Annotated[
+        int | None, OPTION, whole(1), "So many terms a side in every layer."
+    ] = None
+    parameters: Annotated[
+        float | None,
+        OPTION,
+        POSITIVE,
+        Also("params"),
+        "So many parameters, in the factors of all layers.",
+    ] = None
+    ratio: Annotated[
+        float | None, OPTION, POSITIVE, "So many times fewer parameters, over all layers."
+    ] = None
+    bytes: Annotated[
+        int | None, OPTION, POSITIVE, "At most so many bytes to open it: weight file and config."
+    ] = None
     kl: Annotated[
-        float | None, OPTION, POSITIVE, "Nats of divergence of answers: estimated by statistics, or on a base measured."
+        float | None,
+        OPTION,
+        POSITIVE,
+        "Nats of divergence of answers: estimated by statistics, or on a base measured.",
     ] = None
     inner_shape: Annotated[
-        tuple[int, ...] | None, OPTION, SPLIT, "With separation_rank: split of the inner rank, such as 4x2."
+        tuple[int, ...] | None,
+        OPTION,
+        SPLIT,
+        "With separation_rank: split of the inner rank, such as 4x2.",
     ] = None
-    max_rank: Annotated[int | None, OPTION, whole(1), "No layer of a larger rank when it is served as a LoRA."] = None
+    max_rank: Annotated[
+        int | None, OPTION, whole(1), "No layer of a larger rank when it is served as a LoRA."
+    ] = None
     storage: Annotated[
-        str, OPTION, "float32, float16, bfloat16; also int8, int4, auto (float16, int8 or int4 for each layer)."
+        str,
+        OPTION,
+        "float32, float16, bfloat16; also int8, int4, auto (float16, int8 or int4 for each layer).",
     ] = "float32"
 
     def check_together(self) -> None:
@@ -71,21 +94,32 @@ class CompressionPlan(Settings):
                 "(separation_rank), or a size (parameters, ratio, bytes) or divergence (kl) for all layers together"
             )
         if self.ratio is not None and self.ratio <= 1.0:
-            raise BudgetError(f"a ratio of {self.ratio:g} makes nothing smaller; ask for one above 1, such as 48")
+            raise BudgetError(
+                f"a ratio of {self.ratio:g} makes nothing smaller; ask for one above 1, such as 48"
+            )
         if self.rtol is not None and self.rtol >= 1.0:
             raise BudgetError(
                 f"no adapter at all has a relative error of 1, so {self.rtol:g} keeps nothing; ask for less"
             )
         if self.max_rank is not None and self.separation_rank is not None:
-            raise BudgetError("max_rank goes with goals that choose their shapes, not with separation_rank")
+            raise BudgetError(
+                "max_rank goes with goals that choose their shapes, not with separation_rank"
+            )
         if self.inner_shape is not None and self.separation_rank is None:
-            raise BudgetError("inner_shape goes with separation_rank; other goals choose their shapes")
+            raise BudgetError(
+                "inner_shape goes with separation_rank; other goals choose their shapes"
+            )
         if self.storage not in STORAGES:
-            from lsrdecomp.precision import PRECISIONS, type_name  # NumPy comes with it, and options come from fields
+            from lsrdecomp.precision import (
+                PRECISIONS,
+                type_name,
+            )  # NumPy comes with it, and options come from fields
 
             floats = [name for name in PRECISIONS if name != "tf32"]
             if type_name(self.storage) not in floats:
-                raise BudgetError(f"storage must be one of {', '.join([*floats, *STORAGES])}, got {self.storage!r}")
+                raise BudgetError(
+                    f"storage must be one of {', '.join([*floats, *STORAGES])}, got {self.storage!r}"
+                )
             object.__setattr__(self, "storage", type_name(self.storage))
 
     @property
@@ -96,7 +130,9 @@ class CompressionPlan(Settings):
     @property
     def float_storage(self) -> str:
         """The type of whatever is not stored in integers."""
-        return next((name for name in self.storages if name.startswith(("float", "bfloat"))), "float16")
+        return next(
+            (name for name in self.storages if name.startswith(("float", "bfloat"))), "float16"
+        )
 
     def budget(self, layers: Sequence[Layer], effect: float | None = None) -> Budget:
         """What the goal allows these layers; not for ``separation_rank``.
@@ -105,8 +141,9 @@ class CompressionPlan(Settings):
         ----------
         layers : sequence of Layer
         effect : float, optional
-            KL(LoRA ‖ no adapter), nats an answer: a divergence is then this times a squared relative error. Absent, it
-            is ½ Σ‖G^½ (ΔW − ΔŴ) C^½‖², the second-order estimate in the Fisher norm.
+            KL(LoRA ‖ no adapter), nats an answer: a divergence is then this times a squared
+            relative error. Absent, it is ½ Σ‖G^½ (ΔW − ΔŴ) C^½‖², the second-order estimate in the
+            Fisher norm.
 
         Raises
         ------
@@ -118,13 +155,17 @@ class CompressionPlan(Settings):
         if most is not None:
             budget = replace(budget, allowed=lambda candidate: candidate.rank <= most)
         if self.ratio is not None:
-            return replace(budget, parameters=math.fsum(layer.parameters for layer in layers) / self.ratio)
+            return replace(
+                budget, parameters=math.fsum(layer.parameters for layer in layers) / self.ratio
+            )
         if self.kl is None:
             return budget
         if effect is None:
             return replace(budget, squared_error=2.0 * self.kl)
         share = share_of_effect(self.kl, effect)
-        return replace(budget, squared_error=share * math.fsum(layer.squared_norm for layer in layers))
+        return replace(
+            budget, squared_error=share * math.fsum(layer.squared_norm for layer in layers)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The plan as written into the provenance."""
@@ -202,15 +243,15 @@ class Search:
     rounds : int
         Times that neighbours of what a budget chose are tried.
     orders : tuple of int
-        Numbers of Kronecker factors of a term. Three and more pay for very few parameters and have no canonical form.
-        Empty: truncated SVD alone.
+        Numbers of Kronecker factors of a term. Three and more pay for very few parameters and have
+        no canonical form. Empty: truncated SVD alone.
     inner_rank : int
         Largest inner rank that is tried; the rank of the layer bounds it too.
     sweeps : int
         Sweeps at most of the joint least squares that refine what a budget chose.
     shapes : Mapping of layer name to configuration, optional
-        What the layers of another adapter became: these shapes, and the commonest ones for each size of layer, are
-        solved for in place of the grid and its neighbours; see `Search.like`.
+        What the layers of another adapter became: these shapes, and the commonest ones for each
+        size of layer, are solved for in place of the grid and its neighbours; see `Search.like`.
 
     Examples
     --------
@@ -228,14 +269,14 @@ class Search:
     def like(cls, compressed: Checkpoint) -> Search:
         """The shapes that serve another adapter of the same base and layers, as it was written.
 
-        On LoRAs of a language model errors come within 3 % of those of a search of its own, in half the time
-        (``benchmarks/cost/fleet.py``).
+        On LoRAs of a language model errors come within 3 % of those of a search of its own, in half
+        the time (``benchmarks/cost/fleet.py``).
 
         Parameters
         ----------
         compressed : Checkpoint
-            What `lsrdecomp.compress` made of the other adapter under the same plan. If none of its layers is a sum of
-            Kronecker products, this is the default search.
+            What `lsrdecomp.compress` made of the other adapter under the same plan. If none of its
+            layers is a sum of Kronecker products, this is the default search.
 
         Examples
         --------
@@ -251,8 +292,16 @@ class Search:
         """
         from lsrdecomp.checkpoints import LsrLayer
 
-        products = (layer for layer in compressed.layers if isinstance(layer, LsrLayer) and layer.shape.order > 1)
-        return cls(shapes={layer.name: (layer.shape, (layer.left_rank, layer.right_rank)) for layer in products})
+        products = (
+            layer
+            for layer in compressed.layers
+            if isinstance(layer, LsrLayer) and layer.shape.order > 1
+        )
+        return cls(
+            shapes={
+                layer.name: (layer.shape, (layer.left_rank, layer.right_rank)) for layer in products
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)

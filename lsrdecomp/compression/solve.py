@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,15 +16,19 @@ from lsrdecomp.arrays import placed
 from lsrdecomp.checkpoints.journal import Result, content_key
 from lsrdecomp.checkpoints.progress import Counter
 from lsrdecomp.compression.layers import Layer, batches
-from lsrdecomp.compression.settings import Resources
 from lsrdecomp.compression.shapes import Ranks, Request, clipped
 from lsrdecomp.errors import LsrError, needs
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.problem import PairProblem, PairState, descend
 from lsrdecomp.solvers.pair.stacking import WeightedTargets
-from lsrdecomp.targets.base import LowRank
-from lsrdecomp.targets.weights import NormWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from lsrdecomp.compression.settings import Resources
+    from lsrdecomp.targets.base import LowRank
+    from lsrdecomp.targets.weights import NormWeights
 
 Factors = tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]
 
@@ -45,7 +48,9 @@ class Task:
 
     indices: tuple[int, ...]  # of the layers in the whole adapter
     requests: Sequence[Request]
-    starts: Sequence[SeparatedProduct] | None  # one a layer, of the shape of the only request and no more terms
+    starts: (
+        Sequence[SeparatedProduct] | None
+    )  # one a layer, of the shape of the only request and no more terms
     effort: Effort
     device: str | None
     targets: Sequence[LowRank] = ()  # read when the task is begun, and so are the norms
@@ -76,7 +81,9 @@ class Answer:
 
     def factors_of(self, position: int) -> Factors:
         """The factors of one layer."""
-        left, right = ([np.ascontiguousarray(factor[position]) for factor in side] for side in self.factors)
+        left, right = (
+            [np.ascontiguousarray(factor[position]) for factor in side] for side in self.factors
+        )
         return left, right
 
 
@@ -128,7 +135,8 @@ class TaskRunner:
     ) -> list[Task]:
         """The same requests for any number of layers of one kind, in parts that fit in memory together.
 
-        Layers whose norms need as many coordinates lie side by side. With ``starts`` each goes on from its own product.
+        Layers whose norms need as many coordinates lie side by side. With ``starts`` each goes on
+        from its own product.
         """
         tasks = []
         ordered = sorted(indices, key=lambda i: self.layers[i].leading_entries) if requests else []
@@ -140,12 +148,17 @@ class TaskRunner:
 
     def counter(self, tasks: Sequence[Task], stage: str) -> Counter:
         """Counts the layers and shapes of tasks."""
-        return Counter(self.resources.on_step, stage, sum(task.size for task in tasks), "layers × shapes")
+        return Counter(
+            self.resources.on_step, stage, sum(task.size for task in tasks), "layers × shapes"
+        )
 
-    def answers(self, tasks: Iterable[Task], counter: Counter | None = None) -> Iterator[tuple[Task, list[Answer]]]:
+    def answers(
+        self, tasks: Iterable[Task], counter: Counter | None = None
+    ) -> Iterator[tuple[Task, list[Answer]]]:
         """Answers to all tasks in their order, on which the table depends; what the journal has is not solved again.
 
-        A worker that is free takes the next task, whatever the others do. Raises `LsrError` if one of them is killed.
+        A worker that is free takes the next task, whatever the others do. Raises `LsrError` if one
+        of them is killed.
         """
         journal, ahead = self.resources.journal, deque[Any]()
         left, most = iter(tasks), 1 if self._pool is None else AHEAD * self.resources.workers
@@ -179,7 +192,11 @@ class TaskRunner:
         stored = None if journal is None else journal.get(key)
         if stored is not None:
             return task, "", partial(_unpacked, stored)
-        return task, key, partial(solve, task) if self._pool is None else self._pool.submit(solve, task).result
+        return (
+            task,
+            key,
+            partial(solve, task) if self._pool is None else self._pool.submit(solve, task).result,
+        )
 
 
 def solve(task: Task) -> list[Answer]:
@@ -195,7 +212,8 @@ def solve(task: Task) -> list[Answer]:
             ranks = clipped(request.shape, ranks)
             if ranks in solved:
                 continue
-            # Solutions of more terms start from those of fewer, which come nearer than singular vectors do.
+            # Solutions of more terms start from those of fewer, which come nearer than singular
+            # vectors do.
             inside = [fewer for fewer in solved if fewer[0] <= ranks[0] and fewer[1] <= ranks[1]]
             if inside:
                 begun, sweeps = problem.grown(solved[max(inside, key=sum)], ranks), effort.sweeps
@@ -232,6 +250,8 @@ def _unpacked(result: Result) -> list[Answer]:
     answers = []
     for i, (sizes, (s, t)) in enumerate(result.facts):
         shape = ProductShape(*map(tuple, sizes))
-        left, right = ([result.arrays[f"{i}.{name}.{j}"].read() for j in range(shape.order)] for name in SIDES)
+        left, right = (
+            [result.arrays[f"{i}.{name}.{j}"].read() for j in range(shape.order)] for name in SIDES
+        )
         answers.append(Answer(shape, (s, t), result.arrays[f"{i}.errors"].read(), (left, right)))
     return answers

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING
 
-from lsrdecomp.analysis import ErrorCurve
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lsrdecomp.analysis import ErrorCurve
 
 WIDTH, HEIGHT = 720.0, 400.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 132.0, 16.0, 44.0
@@ -25,7 +28,9 @@ class Line:
     points: list[tuple[float, float]]  # size and value, by rising size
 
 
-def svg_curves(curves: Sequence[ErrorCurve], here: tuple[int, float] | None = None, lora: int | None = None) -> str:
+def svg_curves(
+    curves: Sequence[ErrorCurve], here: tuple[int, float] | None = None, lora: int | None = None
+) -> str:
     """Relative error against parameters on logarithmic axes; lines are labelled in the margin.
 
     Parameters
@@ -42,8 +47,15 @@ def svg_curves(curves: Sequence[ErrorCurve], here: tuple[int, float] | None = No
     values = [y for line in lines for _, y in line.points] + ([here[1]] if here else [])
     if not values:
         return ""
-    # Up to 1 at least, the error of a layer left out, so that pictures of two adapters can be compared.
-    up = _Axis("relative Frobenius error", min(values) / 1.3, max(1.0, max(values)) * 1.2, HEIGHT - BOTTOM, TOP)
+    # Up to 1 at least, the error of a layer left out, so that pictures of two adapters can be
+    # compared.
+    up = _Axis(
+        "relative Frobenius error",
+        min(values) / 1.3,
+        max(1.0, max(values)) * 1.2,
+        HEIGHT - BOTTOM,
+        TOP,
+    )
     return _chart(lines, "parameters", up, here, lora)
 
 
@@ -53,7 +65,8 @@ def svg_shares(lines: Sequence[Line], here: tuple[int, float]) -> str:
     Parameters
     ----------
     lines : sequence of Line
-        Bytes and shares, as fractions; not joined, since forms of one size are made in several norms.
+        Bytes and shares, as fractions; not joined, since forms of one size are made in several
+        norms.
     here : (bytes, share)
         What was written.
     """
@@ -75,7 +88,8 @@ def _chart(
     sizes = [x for line in lines for x, _ in line.points] + ([float(lora)] if lora else [])
     sizes += [float(here[0])] if here else []
     across = _Axis(size, min(sizes) / 1.15, max(sizes) * 1.15, LEFT, WIDTH - RIGHT)
-    # Chart 2: from the back to the front: grid, the LoRA, this adapter, lines with their points and labels.
+    # Chart 2: from the back to the front: grid, the LoRA, this adapter, lines with their points and
+    # labels.
     parts = [*_grid(across, up)]
     if lora:
         x = across(lora)
@@ -86,7 +100,9 @@ def _chart(
     if here is not None:
         x, y = across(here[0]), up(here[1])
         hint = f"this adapter: {here[0]:,} {size}, {up.label} {here[1]:.3g}"
-        parts.append(f'<circle class="here" cx="{x:.1f}" cy="{y:.1f}" r="6"><title>{hint}</title></circle>')
+        parts.append(
+            f'<circle class="here" cx="{x:.1f}" cy="{y:.1f}" r="6"><title>{hint}</title></circle>'
+        )
     parts += _lines(lines, across, up, joined)
     title = f"{up.label[0].upper()}{up.label[1:]} against {size}"
     return (
@@ -99,7 +115,15 @@ def _chart(
 class _Axis:
     """An axis from numbers to where they are on the page, logarithmic or of shares from ``low`` to 1."""
 
-    def __init__(self, label: str, low: float, high: float, start: float, end: float, logarithmic: bool = True) -> None:
+    def __init__(
+        self,
+        label: str,
+        low: float,
+        high: float,
+        start: float,
+        end: float,
+        logarithmic: bool = True,
+    ) -> None:
         self.label, self.scale = label, math.log10 if logarithmic else float
         self.low, self.high = self.scale(low), self.scale(high)
         self.start, self.end, self.logarithmic = start, end, logarithmic
@@ -113,7 +137,13 @@ class _Axis:
             return [step / 5.0 for step in range(math.ceil(5.0 * self.low), 6)]
         # The fewer decades there are, the more numbers in each.
         decades_wide = self.high - self.low
-        steps = (1,) if decades_wide >= 2.5 else (1, 2, 5) if decades_wide >= 0.7 else (1, 1.5, 2, 3, 4, 5, 6, 8)
+        steps = (
+            (1,)
+            if decades_wide >= 2.5
+            else (1, 2, 5)
+            if decades_wide >= 0.7
+            else (1, 1.5, 2, 3, 4, 5, 6, 8)
+        )
         decades = range(math.floor(self.low), math.ceil(self.high) + 1)
         values = [step * 10.0**decade for decade in decades for step in steps]
         return [value for value in values if self.low <= math.log10(value) <= self.high]
@@ -128,16 +158,24 @@ def _grid(across: _Axis, up: _Axis) -> list[str]:
     parts = []
     for value in across.ticks():
         x = across(value)
-        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
+        parts.append(
+            f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+        )
         parts.append(
             f'<text class="small" x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{_count(value)}</text>'
         )
     for value in up.ticks():
         y = up(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="small" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
+        parts.append(
+            f'<text class="small" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>'
+        )
     middle = 0.5 * (LEFT + WIDTH - RIGHT)
-    parts.append(f'<text class="small" x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{across.label}</text>')
+    parts.append(
+        f'<text class="small" x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{across.label}</text>'
+    )
     parts.append(
         f'<text class="small" transform="translate(14 {0.5 * HEIGHT}) rotate(-90)" text-anchor="middle">'
         f"{up.label}</text>"
@@ -156,13 +194,17 @@ def _lines(lines: Sequence[Line], across: _Axis, up: _Axis, joined: bool) -> lis
             parts.append(f'<polyline class="c{i % 5}" points="{path}"/>')
         for (x, y), (count, value) in zip(spots, line.points, strict=True):
             hint = f"{escape(line.label)}: {count:,.0f} {across.label}, {up.label} {value:.3g}"
-            parts.append(f'<circle class="p{i % 5}" cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{hint}</title></circle>')
+            parts.append(
+                f'<circle class="p{i % 5}" cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{hint}</title></circle>'
+            )
         heights[i] = spots[-1][1]
     below = TOP
     for i in sorted(heights, key=heights.__getitem__):  # from the top, none over the one before
         below = max(below, heights[i])
         text = escape(lines[i].label)
-        parts.append(f'<text class="t{i % 5}" x="{WIDTH - RIGHT + 8}" y="{below + 4:.1f}">{text}</text>')
+        parts.append(
+            f'<text class="t{i % 5}" x="{WIDTH - RIGHT + 8}" y="{below + 4:.1f}">{text}</text>'
+        )
         below += LABEL
     return parts
 

@@ -1,16 +1,15 @@
 """Truncated SVD of a whole adapter with one threshold over all layers, in the source's own format: seconds, no base.
 
-Without a base, closeness of numbers is all there is, and there low rank is hard to beat; so nothing else is worked out.
-Each layer is read twice, once for its singular values and once to be written, and no layer stays in memory.
+Without a base, closeness of numbers is all there is, and there low rank is hard to beat; so nothing
+else is worked out. Each layer is read twice, once for its singular values and once to be written,
+and no layer stays in memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
@@ -23,6 +22,10 @@ from lsrdecomp.compression.layers import Layer, open_layers
 from lsrdecomp.compression.settings import CompressionPlan, PlanKeywords
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import takes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 RATIOS = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 """Of the curve that a dry run shows."""
@@ -57,7 +60,9 @@ class Truncation:
 
     @property
     def parameters(self) -> int:
-        return sum(rank * sum(layer.shape) for layer, rank in zip(self.layers, self.ranks, strict=True))
+        return sum(
+            rank * sum(layer.shape) for layer, rank in zip(self.layers, self.ranks, strict=True)
+        )
 
     @property
     def relative_error(self) -> float:
@@ -71,16 +76,28 @@ class Truncation:
         """(ratio, parameters, relative error) of the whole adapter at other sizes."""
         rule = rank_rule(self.source)
         for ratio in RATIOS:
-            ranks = _ranks_within(self.layers, self.sigma, self.source.adapter_parameters / ratio, rule)
+            ranks = _ranks_within(
+                self.layers, self.sigma, self.source.adapter_parameters / ratio, rule
+            )
             if any(ranks):
                 other = replace(self, ranks=ranks)
                 yield ratio, other.parameters, other.relative_error
 
     def save(self, out: str | Path, *, force: bool = False, on_step: OnStep | None = None) -> Path:
         """Write it as the source came, by `lsrdecomp.checkpoints.write_pairs`; layers of rank 0 are left out."""
-        record = {"plan": self.plan.to_json(), "recorded": {"total": self.relative_error, "layers": {}}}
+        record = {
+            "plan": self.plan.to_json(),
+            "recorded": {"total": self.relative_error, "layers": {}},
+        }
         pairs = self._pairs(on_step)
-        return write_pairs(out, source=self.source, layers=pairs, storage=self.storage, force=force, provenance=record)
+        return write_pairs(
+            out,
+            source=self.source,
+            layers=pairs,
+            storage=self.storage,
+            force=force,
+            provenance=record,
+        )
 
     def _pairs(self, on_step: OnStep | None) -> Iterator[tuple[str, Array, Array]]:
         written = Counter(on_step, "writing", len(self.layers), "layers")
@@ -108,8 +125,8 @@ def truncate(
     checkpoint : Checkpoint
         A LoRA in a format that `write_pairs` gives back as it came.
     plan : CompressionPlan, optional
-        A ratio, parameters or bytes of the file over all layers, or a relative error of every layer (``rtol``);
-        otherwise one of these goals as an argument.
+        A ratio, parameters or bytes of the file over all layers, or a relative error of every layer
+        (``rtol``); otherwise one of these goals as an argument.
     storage : str, optional
         A floating type; absent, that of each layer.
     on_step : callable, optional
@@ -133,27 +150,37 @@ def truncate(
 
     Notes
     -----
-    O((m + n) r²) a layer; between the two readings 2 r² + r numbers a layer wait, in memory or on disk.
+    O((m + n) r²) a layer; between the two readings 2 r² + r numbers a layer wait, in memory or on
+    disk.
     """
     same_form(checkpoint)
     if plan is not None and settings:
-        raise BudgetError(f"a plan was given, and {' and '.join(settings)} beside it: one of the two")
+        raise BudgetError(
+            f"a plan was given, and {' and '.join(settings)} beside it: one of the two"
+        )
     plan = plan or CompressionPlan(**settings)
     if plan.separation_rank is not None or plan.kl is not None:
-        raise BudgetError("a plain LoRA is made to ratio, parameters, bytes, rtol; other goals need a directory of LSR")
+        raise BudgetError(
+            "a plain LoRA is made to ratio, parameters, bytes, rtol; other goals need a directory of LSR"
+        )
     # Truncate 1: the singular values of every layer; they wait in its cache.
     layers, singular_values = tuple(open_layers(checkpoint)), []
     read = Counter(on_step, "reading", len(layers), "layers")
     for layer in layers:
         singular_values.append(to_numpy(layer.gauge[1]))
         read.add()
-    # Truncate 2: the rank of each layer, by a tolerance of its own or by one threshold over all of them.
+    # Truncate 2: the rank of each layer, by a tolerance of its own or by one threshold over all of
+    # them.
     sigma, rule = tuple(singular_values), rank_rule(checkpoint)
     if plan.rtol is not None:
         ranks = _ranks_for(sigma, plan.rtol, rule)
     else:
         whole = checkpoint.adapter_parameters
-        most = whole / plan.ratio if plan.ratio else plan.parameters or _room(checkpoint, plan, storage)
+        most = (
+            whole / plan.ratio
+            if plan.ratio
+            else plan.parameters or _room(checkpoint, plan, storage)
+        )
         ranks = _ranks_within(layers, sigma, most, rule)
     if plan.max_rank is not None:
         ranks = tuple(min(rank, plan.max_rank) for rank in ranks)
@@ -161,7 +188,9 @@ def truncate(
         text = "nothing of the adapter fits into this budget; allow more"
         if rule.least:
             every = sum(sum(layer.shape) for layer in layers)
-            text += f": a file of {checkpoint.format} has every layer, {every:,} parameters at rank 1"
+            text += (
+                f": a file of {checkpoint.format} has every layer, {every:,} parameters at rank 1"
+            )
         raise BudgetError(text + ", or store smaller numbers (--bytes, with --storage float16)")
     return Truncation(checkpoint, plan, layers, sigma, ranks, storage)
 
@@ -179,14 +208,26 @@ def _ranks_for(sigma: Sequence[Array], rtol: float, rule: RankRule) -> tuple[int
     return tuple(ranks)
 
 
-def _ranks_within(layers: Sequence[Layer], sigma: Sequence[Array], most: float, rule: RankRule) -> tuple[int, ...]:
+def _ranks_within(
+    layers: Sequence[Layer], sigma: Sequence[Array], most: float, rule: RankRule
+) -> tuple[int, ...]:
     """Components in the order of what each removes a parameter, for as long as they fit; none if the least does not."""
     squares = [[sigma[i] ** 2 for i in group] for group in rule.groups]
-    gains = [np.sum([np.pad(s, (0, max(map(len, group)) - len(s))) for s in group], axis=0) for group in squares]
+    gains = [
+        np.sum([np.pad(s, (0, max(map(len, group)) - len(s))) for s in group], axis=0)
+        for group in squares
+    ]
     sizes = [sum(sum(layers[i].shape) for i in group) for group in rule.groups]
     if rule.common:  # the rank with which most is kept
-        fills = [_fill_with(rank, gains, sizes, most) for rank in range(1, max(map(len, gains)) + 1)]
-        chosen = max(fills, key=lambda fill: sum(float(gain[:r].sum()) for gain, r in zip(gains, fill, strict=True)))
+        fills = [
+            _fill_with(rank, gains, sizes, most) for rank in range(1, max(map(len, gains)) + 1)
+        ]
+        chosen = max(
+            fills,
+            key=lambda fill: sum(
+                float(gain[:r].sum()) for gain, r in zip(gains, fill, strict=True)
+            ),
+        )
     else:
         chosen = _fill(gains, sizes, most, rule.least)
     ranks = [0] * len(layers)
@@ -202,7 +243,10 @@ def _fill(gains: Sequence[Array], sizes: Sequence[int], most: float, least: int 
     if used > most:
         return [0] * len(gains)
     slopes = [gain[least:] / size for gain, size in zip(gains, sizes, strict=True)]
-    owners, steepness = np.repeat(np.arange(len(gains)), list(map(len, slopes))), np.concatenate(slopes)
+    owners, steepness = (
+        np.repeat(np.arange(len(gains)), list(map(len, slopes))),
+        np.concatenate(slopes),
+    )
     for component in np.argsort(-steepness, kind="stable"):
         i = int(owners[component])
         if steepness[component] > 0.0 and used + sizes[i] <= most:
@@ -224,6 +268,8 @@ def _room(checkpoint: Checkpoint, plan: CompressionPlan, storage: str | None) ->
     factors = sum(layer.up.nbytes + layer.down.nbytes for layer in checkpoint.layers)
     others = checkpoint.weights.stat().st_size - factors + HEADER
     if plan.bytes <= others:
-        raise BudgetError(f"header and other tensors alone take {others:,} bytes; allow more than {plan.bytes:,}")
+        raise BudgetError(
+            f"header and other tensors alone take {others:,} bytes; allow more than {plan.bytes:,}"
+        )
     room: float = (plan.bytes - others) / width
     return room

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.files import changed_files
 from lsrdecomp.checkpoints.names import flat_name
 from lsrdecomp.checkpoints.progress import Counter, OnStep
@@ -17,8 +15,14 @@ from lsrdecomp.compression.layers import layer_pair, layer_product
 from lsrdecomp.compression.result import mapping, recorded_errors
 from lsrdecomp.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from lsrdecomp.checkpoints import Checkpoint
+
 AGREEMENT = 1e-9
-"""Measured and recorded errors are the same computation on the same stored numbers; this much may differ by library."""
+"""Measured and recorded errors are the same computation on the same stored numbers; this much may
+differ by library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +61,17 @@ class Verification:
     layers: tuple[LayerCheck, ...]
     relative_error: float  # over all layers together
     recorded_error: float | None  # the same as the writer measured it, if it said
-    source_matches: bool | None  # the source has the bytes it had when this was made; None: not recorded
+    source_matches: (
+        bool | None
+    )  # the source has the bytes it had when this was made; None: not recorded
     changed_files: tuple[str, ...]  # files that are not what was written, by their recorded digests
     changed_tensors: tuple[str, ...]  # tensors carried along that differ from the source's
-    rounding: float = 0.0  # by how much an export may differ from what was recorded before it, over all layers
-    recorded: bool = True  # whether anything was written of what this should be; without, nothing is vouched for
+    rounding: float = (
+        0.0  # by how much an export may differ from what was recorded before it, over all layers
+    )
+    recorded: bool = (
+        True  # whether anything was written of what this should be; without, nothing is vouched for
+    )
 
     @property
     def agrees(self) -> bool:
@@ -71,10 +81,16 @@ class Verification:
     @property
     def passed(self) -> bool:
         sound = not self.changed_files and not self.changed_tensors and self.agrees
-        return sound and self.source_matches is not False and all(layer.agrees for layer in self.layers)
+        return (
+            sound
+            and self.source_matches is not False
+            and all(layer.agrees for layer in self.layers)
+        )
 
 
-def verify(source: Checkpoint, written: Checkpoint, *, on_step: OnStep | None = None) -> Verification:
+def verify(
+    source: Checkpoint, written: Checkpoint, *, on_step: OnStep | None = None
+) -> Verification:
     """Measure ‖ΔW − ΔŴ‖_F / ‖ΔW‖_F of every layer of ``written`` against ``source``, and look for changes since.
 
     Parameters
@@ -89,7 +105,8 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_step: OnStep | None = 
     Returns
     -------
     Verification
-        ``passed`` if all is as the writer recorded it; an error that is larger than asked for is no failure here.
+        ``passed`` if all is as the writer recorded it; an error that is larger than asked for is no
+        failure here.
 
     Raises
     ------
@@ -98,7 +115,8 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_step: OnStep | None = 
 
     Notes
     -----
-    One thin QR of both pairs a layer, O((m + n)(r + q)²) for rank q as written; one layer is in memory at a time.
+    One thin QR of both pairs a layer, O((m + n)(r + q)²) for rank q as written; one layer is in
+    memory at a time.
 
     Examples
     --------
@@ -113,17 +131,28 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_step: OnStep | None = 
     (True, 12, True)
     """
     if source.format == "lsr":
-        raise CheckpointError("is an LSR adapter: name first the LoRA that it was made from", path=source.path)
+        raise CheckpointError(
+            "is an LSR adapter: name first the LoRA that it was made from", path=source.path
+        )
     # 1. What was recorded of the written one, and of what it was made from.
     record, errors = provenance(written), recorded_errors(written)
     recorded, recorded_total = errors["layers"], errors["total"]
     chain = tuple(_chain(record))
     origins = {mapping(entry.get("source")).get("sha256") for entry in chain} - {None}
     exported = "rounding" in record
-    if exported and len(chain) == 1 and source.source_sha256 in origins:  # an export of the source itself
+    if (
+        exported and len(chain) == 1 and source.source_sha256 in origins
+    ):  # an export of the source itself
         recorded_total = recorded_total or 0.0
-    dropped = {name for entry in chain if isinstance(entry.get("dropped"), list) for name in map(str, entry["dropped"])}
-    whole = "sha256" in record  # of all tensors as they were written: what is not among them was left out then
+    dropped = {
+        name
+        for entry in chain
+        if isinstance(entry.get("dropped"), list)
+        for name in map(str, entry["dropped"])
+    }
+    whole = (
+        "sha256" in record
+    )  # of all tensors as they were written: what is not among them was left out then
     # 2. Every layer of the source: what is there in its place, or that it was left out on purpose.
     names = _source_names(source, written, record)
     check_layers(written, source, names)
@@ -131,7 +160,10 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_step: OnStep | None = 
     checks, size, lost = [], 0.0, 0.0
     measured = Counter(on_step, "measuring", len(source.layers), "layers")
     for layer in source.layers:
-        pair, left_out = layer_pair(source, layer), layer.name not in present and (whole or layer.name in dropped)
+        pair, left_out = (
+            layer_pair(source, layer),
+            layer.name not in present and (whole or layer.name in dropped),
+        )
         error, parameters = pair.norm, 0
         if not left_out:
             other = present.get(layer.name) or written.layer(layer.name)
@@ -150,15 +182,23 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_step: OnStep | None = 
         lost / size if size > 0.0 else lost,
         recorded_total,
         source_matches=source.source_sha256 in origins if origins else None,
-        changed_files=tuple(dict.fromkeys([*(changed or ()), *([written.weights.name] if altered else [])])),
-        changed_tensors=tuple(_changed_tensors(source, written, set(map(str, record.get("left_out") or ())))),
+        changed_files=tuple(
+            dict.fromkeys([*(changed or ()), *([written.weights.name] if altered else [])])
+        ),
+        changed_tensors=tuple(
+            _changed_tensors(source, written, set(map(str, record.get("left_out") or ())))
+        ),
         rounding=float(moved) / size if isinstance(moved, int | float) and size > 0.0 else 0.0,
         recorded=recorded_total is not None
-        or bool(changed == () or "sha256" in record or written.source_sha256 == source.source_sha256),
+        or bool(
+            changed == () or "sha256" in record or written.source_sha256 == source.source_sha256
+        ),
     )
 
 
-def check_layers(written: Checkpoint, source: Checkpoint, names: Mapping[str, str] | None = None) -> None:
+def check_layers(
+    written: Checkpoint, source: Checkpoint, names: Mapping[str, str] | None = None
+) -> None:
     """Raise `CheckpointError` unless the layers of ``written`` are layers of ``source``, of the same sizes.
 
     ``names`` are the source's of layers that were given others.
@@ -167,34 +207,50 @@ def check_layers(written: Checkpoint, source: Checkpoint, names: Mapping[str, st
     for layer in written.layers:
         other = of_source.get((names or {}).get(layer.name, layer.name))
         if other is None:
-            raise CheckpointError(f"layer {layer.name!r} is not in the source {source.path}", path=written.path)
+            raise CheckpointError(
+                f"layer {layer.name!r} is not in the source {source.path}", path=written.path
+            )
         ours, theirs = ((each.out_features, each.in_features) for each in (layer, other))
         if ours != theirs:
             text = f"{ours[0]} x {ours[1]}, but {theirs[0]} x {theirs[1]} in {source.path}"
             raise CheckpointError(text, path=written.path, tensor=layer.name)
 
 
-def _source_names(source: Checkpoint, written: Checkpoint, record: dict[str, Any]) -> dict[str, str]:
+def _source_names(
+    source: Checkpoint, written: Checkpoint, record: dict[str, Any]
+) -> dict[str, str]:
     """The source's name of each layer that was given another: by the record, or flattened for kohya."""
     names = {str(new): str(old) for new, old in mapping(record.get("renamed")).items()}
     if written.format == "kohya":
         for sdxl in (False, True):
             flat = {flat_name(layer.name, sdxl=sdxl): layer.name for layer in source.layers}
             names |= {new: old for new, old in flat.items() if new is not None}
-        names = {new: old for new, old in names.items() if old in {layer.name for layer in source.layers}}
+        names = {
+            new: old for new, old in names.items() if old in {layer.name for layer in source.layers}
+        }
     return names
 
 
 def _agree(measured: float, recorded: float | None, rounding: float = 0.0) -> bool:
     if recorded is None:
         return math.isfinite(measured)
-    return math.isclose(measured, recorded, rel_tol=AGREEMENT, abs_tol=1e-12 + (1.0 + AGREEMENT) * rounding)
+    return math.isclose(
+        measured, recorded, rel_tol=AGREEMENT, abs_tol=1e-12 + (1.0 + AGREEMENT) * rounding
+    )
 
 
 def _changed_tensors(source: Checkpoint, written: Checkpoint, left_out: set[str]) -> Iterator[str]:
     for name in sorted((set(source.extras) - left_out) | set(written.extras)):
-        both = [checkpoint.extras[name].read() for checkpoint in (source, written) if name in checkpoint.extras]
-        if len(both) < 2 or both[0].dtype != both[1].dtype or both[0].tobytes() != both[1].tobytes():
+        both = [
+            checkpoint.extras[name].read()
+            for checkpoint in (source, written)
+            if name in checkpoint.extras
+        ]
+        if (
+            len(both) < 2
+            or both[0].dtype != both[1].dtype
+            or both[0].tobytes() != both[1].tobytes()
+        ):
             yield name
 
 

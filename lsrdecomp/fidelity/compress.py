@@ -4,19 +4,23 @@
 
 From ``lsrdecomp compress LORA --base B --data D --keep .9`` to the file:
 
-1. `cli.compress` opens the LoRA (`checkpoints.open_checkpoint`) and calls `compress`, which calls `_measured`.
-2. `evaluate.Evaluator` opens the base with the LoRA on it, keeps its answers to texts that are held out, and measures
-   on others what its layers do (`calibration.calibrate`): the norm that errors count in.
-3. `compression.search_adapter` solves every layer at many shapes in that norm (`compression.search`).
-4. `keep.SmallestForm` asks that search for forms of several sizes, which `forms.CompressedFormCache` writes, measures
-   and, if that is asked for, trains (`calibration.distil`), each once.
-5. `MeasuredCompression.save` puts the files of the smallest that keeps enough in their place (`rewrite.publish`).
+1. `cli.compress` opens the LoRA (`checkpoints.open_checkpoint`) and calls `compress`, which calls
+   `_measured`.
+2. `evaluate.Evaluator` opens the base with the LoRA on it, keeps its answers to texts that are held
+   out, and measures on others what its layers do (`calibration.calibrate`): the norm that errors
+   count in.
+3. `compression.search_adapter` solves every layer at many shapes in that norm
+   (`compression.search`).
+4. `keep.SmallestForm` asks that search for forms of several sizes, which
+   `forms.CompressedFormCache` writes, measures and, if that is asked for, trains
+   (`calibration.distil`), each once.
+5. `MeasuredCompression.save` puts the files of the smallest that keeps enough in their place
+   (`rewrite.publish`).
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from html import escape
@@ -26,7 +30,6 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from lsrdecomp.checkpoints import Checkpoint, Journal, open_checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
-from lsrdecomp.checkpoints.format_table import AdapterSource
 from lsrdecomp.checkpoints.progress import OnStep, Step
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
@@ -46,6 +49,9 @@ from lsrdecomp.fidelity.settings import MeasuredKeywords, MeasuredSettings
 from lsrdecomp.fields import takes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from lsrdecomp.checkpoints.format_table import AdapterSource
     from lsrdecomp.fidelity.evaluate import Texts
     from lsrdecomp.fidelity.forms import CompressedForm, CompressedFormCache
     from lsrdecomp.fidelity.keep import FormOfPlan, SmallestForm
@@ -110,14 +116,16 @@ def compress(
     plan : CompressionPlan, optional
         A size or an error, to be used more than once; otherwise one of the goals below.
     base : str or path, optional
-        The base model, by name or directory. What is kept is then measured, and stands in ``result.promise``.
+        The base model, by name or directory. What is kept is then measured, and stands in
+        ``result.promise``.
     data : path or sequence of texts, optional
         With ``base``: texts of the task, without labels.
     storage : str, optional
-        As in a plan; absent, the LoRA's type, or with a base and ``keep`` or ``bytes`` the bits that suit each layer.
+        As in a plan; absent, the LoRA's type, or with a base and ``keep`` or ``bytes`` the bits
+        that suit each layer.
     statistics : Statistics, str or path, optional
-        So that errors count what the network does; a directory that `lsrdecomp calibrate` wrote, or what
-        `read_statistics` returned. With ``base`` they are measured, unless they are given.
+        So that errors count what the network does; a directory that `lsrdecomp calibrate` wrote, or
+        what `read_statistics` returned. With ``base`` they are measured, unless they are given.
     search : Search, optional
         How far to look for shapes.
     workers : int
@@ -139,8 +147,8 @@ def compress(
     BudgetError
         If the goal cannot be met, if none is given, or more than one.
     CheckpointError, LsrError
-        If files or base cannot be used; for a name that is no goal or setting, with the nearest that is; if torch,
-        transformers or peft are missing and a base is given.
+        If files or base cannot be used; for a name that is no goal or setting, with the nearest
+        that is; if torch, transformers or peft are missing and a base is given.
 
     Examples
     --------
@@ -148,16 +156,18 @@ def compress(
     >>> from importlib.resources import files
     >>> lsr.compress(files("lsrdecomp.cli") / "demo_adapter", ratio=10)
     Compression of demo_adapter, ratio = 10
-       12 layers, ... of them left out: 7,3... of 73,728 parameters (10 times fewer), 29,... bytes as float32
-       relative error 0.51... in the Frobenius norm; best truncated SVD of that size 0.52...
-       not on disk before save(directory)
+       12 layers, ... of them left out: 7,3... of 73,728 parameters (10 times fewer), 29,... bytes
+       as float32 relative error 0.51... in the Frobenius norm; best truncated SVD of that size
+       0.52... not on disk before save(directory)
 
-    With a base: ``lsr.compress("my-lora/", base="smollm2", data="prompts.jsonl", keep=0.95).save("small/")``.
+    With a base: ``lsr.compress("my-lora/", base="smollm2", data="prompts.jsonl",
+    keep=0.95).save("small/")``.
     """
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     if isinstance(statistics, str | Path):
         statistics = read_statistics(statistics)
-    # 1. The goal: of a size or an error a plan; a share to keep makes plans of its own, once a base can be asked.
+    # 1. The goal: of a size or an error a plan; a share to keep makes plans of its own, once a base
+    # can be asked.
     of_plan = {name: value for name, value in settings.items() if name in CompressionPlan.fields}
     of_base = {name: value for name, value in settings.items() if name in MeasuredSettings.fields}
     goals = [name for name in GOALS if of_plan.get(name) is not None]
@@ -174,8 +184,12 @@ def compress(
     if base is None:
         resources = Resources(workers, of_base.pop("device", None), journal, on_step)
         if plan is None or of_base or data is not None:
-            raise BudgetError("a share to keep is measured: give base= and data= with it, or a size such as ratio=48")
-        searched = search_adapter(checkpoint, [plan], statistics=statistics, search=search, resources=resources)
+            raise BudgetError(
+                "a share to keep is measured: give base= and data= with it, or a size such as ratio=48"
+            )
+        searched = search_adapter(
+            checkpoint, [plan], statistics=statistics, search=search, resources=resources
+        )
         return searched.compress(plan)
     # 3. With a base: what is kept is measured.
     chosen = MeasuredSettings(**of_base)
@@ -206,18 +220,28 @@ class NumberedSteps:
     def begin(self, stage: str) -> None:
         """The next step."""
         self._number += 1
-        self._steps = max(self._steps, self._number)  # more than was foreseen, where training did not bring enough
+        self._steps = max(
+            self._steps, self._number
+        )  # more than was foreseen, where training did not bring enough
         self(Step(stage, 0, 0))
 
     def __call__(self, step: Step) -> None:
         """What is done in it."""
         if self._on_step is not None:
-            self._on_step(replace(step, stage=f"step {self._number} of {self._steps} · {step.stage}"))
+            self._on_step(
+                replace(step, stage=f"step {self._number} of {self._steps} · {step.stage}")
+            )
 
 
-def usual_storage(checkpoint: Checkpoint, base: object, keep: float | None, size: int | None) -> str:
+def usual_storage(
+    checkpoint: Checkpoint, base: object, keep: float | None, size: int | None
+) -> str:
     """Bits that each layer chooses, where a base says what they keep and bytes are wanted few; else the LoRA's type."""
-    return "auto" if base is not None and (keep is not None or size is not None) else checkpoint.storage
+    return (
+        "auto"
+        if base is not None and (keep is not None or size is not None)
+        else checkpoint.storage
+    )
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -229,13 +253,23 @@ class MeasuredCompression(Compression):
     facts: dict[str, Any]
     _folder: TemporaryDirectory[str] | None
     tried: tuple[Measurement, ...] = ()  # every form that was measured, in that order
-    differing: tuple[Answered, ...] = ()  # examples that the form answers differently; in no file but the report
-    truncated_svd: Measurement | None = None  # in bits, of as many bytes, on the texts of the promise
+    differing: tuple[
+        Answered, ...
+    ] = ()  # examples that the form answers differently; in no file but the report
+    truncated_svd: Measurement | None = (
+        None  # in bits, of as many bytes, on the texts of the promise
+    )
 
     def __repr__(self) -> str:
         """The compression's goal, sizes and errors, then what it keeps, in ten lines or fewer."""
         *compression, unsaved = super().__repr__().split("\n")
-        return "\n".join([*compression, *(f"   {line.strip()}" for line in repr(self.promise).split("\n")), unsaved])
+        return "\n".join(
+            [
+                *compression,
+                *(f"   {line.strip()}" for line in repr(self.promise).split("\n")),
+                unsaved,
+            ]
+        )
 
     def _repr_html_(self) -> str:
         """The same for a notebook."""
@@ -244,13 +278,23 @@ class MeasuredCompression(Compression):
     def to_json(self, *, every_layer: bool = True) -> dict[str, Any]:
         """The report of the compression, the promise, and the forms that were measured."""
         rival = {} if self.truncated_svd is None else {"truncated_svd": asdict(self.truncated_svd)}
-        measured = {**self.facts, "tried": [asdict(measurement) for measurement in self.tried], **rival}
-        return {**super().to_json(every_layer=every_layer), **measured, "promise": self.promise.to_json()}
+        measured = {
+            **self.facts,
+            "tried": [asdict(measurement) for measurement in self.tried],
+            **rival,
+        }
+        return {
+            **super().to_json(every_layer=every_layer),
+            **measured,
+            "promise": self.promise.to_json(),
+        }
 
     def save(self, out: str | Path, *, force: bool = False, record: bool = False) -> Path:
         """As `Compression.save`; the promise stands in the record and on the card."""
         report = self.to_json(every_layer=record)
-        return publish(self.written, out, report, self.promise, inputs=(self.source.path,), force=force)
+        return publish(
+            self.written, out, report, self.promise, inputs=(self.source.path,), force=force
+        )
 
 
 def _measured(
@@ -275,8 +319,12 @@ def _measured(
     # 1. Open: the base with the LoRA on it, and how it answers the texts that are held out.
     keep = settings.keep
     chooses = keep is not None or (plan is not None and plan.kl is not None)
-    evaluator = Evaluator(base, checkpoint.path, read_data(data), settings, chooses=chooses, on_step=steps)
-    if plan is not None and plan.kl is not None:  # a share as well, now that the LoRA's effect on these texts is known
+    evaluator = Evaluator(
+        base, checkpoint.path, read_data(data), settings, chooses=chooses, on_step=steps
+    )
+    if (
+        plan is not None and plan.kl is not None
+    ):  # a share as well, now that the LoRA's effect on these texts is known
         keep = 1.0 - share_of_effect(plan.kl, evaluator.reference.effect)
         plan_fields, plan = {"storage": plan.storage, "max_rank": plan.max_rank}, None
     folder = TemporaryDirectory()
@@ -287,7 +335,11 @@ def _measured(
 
     # 2. Fit: the form to a plan, or the smallest that keeps enough.
     def goal() -> FormOfPlan | SmallestForm:
-        return FormOfPlan(forms, search, plan) if plan else SmallestForm(forms, search, keep or 0.0, plan_fields)
+        return (
+            FormOfPlan(forms, search, plan)
+            if plan
+            else SmallestForm(forms, search, keep or 0.0, plan_fields)
+        )
 
     best = _fitted(forms, goal, settings.passes, steps)
     # 3. Materialize: the files as they were measured.
@@ -299,7 +351,9 @@ def _measured(
         rival = _truncated_svd(forms, search, size, Path(folder.name) / "svd")
     differing = [each for each in answered if each.form != each.lora]
     fidelity = evaluator.fidelity(
-        best.behaviour if evaluator.chooser is evaluator.reference else evaluator.measure_held_out(best.path),
+        best.behaviour
+        if evaluator.chooser is evaluator.reference
+        else evaluator.measure_held_out(best.path),
         best.path,
         checkpoint,
         data_name(data),
@@ -337,7 +391,8 @@ def _fitted(
             forms.statistics = forms.evaluator.statistics(forms.journal, best.path)
         steps.begin("searching" if best is None else "searching again")
         goal = goal_in_norm()
-        # How large exactly a form must be is asked in the last norm alone, and only what came of it is trained.
+        # How large exactly a form must be is asked in the last norm alone, and only what came of it
+        # is trained.
         if turn < passes:
             form = goal.first()
         elif forms.steps:

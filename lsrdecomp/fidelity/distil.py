@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from lsrdecomp.checkpoints import Journal, check_output, content_key, open_checkpoint
 from lsrdecomp.checkpoints.files import read_json
-from lsrdecomp.checkpoints.progress import OnStep
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.result import REPORT
 from lsrdecomp.compression.verify import check_layers
 from lsrdecomp.errors import needs
-from lsrdecomp.fidelity.fidelity import Fidelity
 from lsrdecomp.fidelity.rewrite import publish
 from lsrdecomp.fidelity.settings import DistilKeywords, DistilSettings
 from lsrdecomp.fields import takes
 
 if TYPE_CHECKING:
+    from lsrdecomp.checkpoints.progress import OnStep
     from lsrdecomp.fidelity.evaluate import Texts
+    from lsrdecomp.fidelity.fidelity import Fidelity
     from lsrdecomp.fidelity.forms import DistilledForm
 
 
@@ -56,7 +56,10 @@ class Distilled:
         share = self.form.before.kept
         before = "" if share is None else f", which kept {100 * share:.1f} %"
         return "\n".join(
-            [f"Distilled {self.directory}{before}", *(f"   {line.strip()}" for line in repr(self.promise).split("\n"))]
+            [
+                f"Distilled {self.directory}{before}",
+                *(f"   {line.strip()}" for line in repr(self.promise).split("\n")),
+            ]
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +82,8 @@ def distil(
 ) -> Distilled:
     """Train the numbers of a compressed adapter on the LoRA's own answers, and keep the better of old and new.
 
-    Of a classifier it also learns what the LoRA's last layer reads; see `lsrdecomp.calibration.distil.distil_factors`.
+    Of a classifier it also learns what the LoRA's last layer reads; see
+    `lsrdecomp.calibration.distil.distil_factors`.
 
     Parameters
     ----------
@@ -103,20 +107,23 @@ def distil(
     Returns
     -------
     Distilled
-        What the better of the old and the new numbers keeps, as measured on texts that training did not see.
+        What the better of the old and the new numbers keeps, as measured on texts that training did
+        not see.
 
     Raises
     ------
     CheckpointError
         If directory, teacher and base do not belong together.
     LsrError
-        If texts are too few, or the LoRA does nothing on them; if torch, transformers or peft are missing.
+        If texts are too few, or the LoRA does nothing on them; if torch, transformers or peft are
+        missing.
 
     Notes
     -----
-    A kill loses nothing: ``directory`` is replaced in one step at the end, and the journal beside the output holds the
-    state of training, from which the same call goes on. Started by ``accelerate launch`` on several devices, they
-    share each step's examples (``micro`` at a time); the first writes.
+    A kill loses nothing: ``directory`` is replaced in one step at the end, and the journal beside
+    the output holds the state of training, from which the same call goes on. Started by
+    ``accelerate launch`` on several devices, they share each step's examples (``micro`` at a time);
+    the first writes.
     """
     with needs("distillation", "peft"):
         from accelerate import PartialState
@@ -139,7 +146,10 @@ def distil(
     if chosen.device == "cuda" and team.num_processes > 1:
         chosen = chosen.replace(device=str(team.device))
     evaluator = Evaluator(base, source.path, texts, chosen, on_step=on_step)
-    with Journal.beside(out, reads_only=not team.is_main_process) as journal, TemporaryDirectory() as folder:
+    with (
+        Journal.beside(out, reads_only=not team.is_main_process) as journal,
+        TemporaryDirectory() as folder,
+    ):
         # 2. and 3. Fit and materialize: training, then the files with the new numbers.
         evaluator.say("measuring")
         form = distil_form(
@@ -156,10 +166,15 @@ def distil(
             statistics=statistics,
         )
         # 4. Report: what the better files keep, written with them.
-        fidelity = evaluator.fidelity(form.behaviour, form.path, source, data_name(data), distilled=form.steps)
+        fidelity = evaluator.fidelity(
+            form.behaviour, form.path, source, data_name(data), distilled=form.steps
+        )
         if team.is_main_process:
             record = form.path / REPORT
-            report = {**(read_json(record) if record.is_file() else {}), "distillation": form.to_json()}
+            report = {
+                **(read_json(record) if record.is_file() else {}),
+                "distillation": form.to_json(),
+            }
             publish(form.path, out, report, fidelity, inputs=(source.path,), force=replaces)
         team.wait_for_everyone()
     return Distilled(out, fidelity, form)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.helpers import rescale_adapter_scale
@@ -22,7 +22,6 @@ from lsrdecomp.calibration.base_model import (
     read_lines,
     task_texts,
 )
-from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import PromptExample, prompt_text, read_examples, tokenize
 from lsrdecomp.calibration.distil import Lessons
@@ -38,6 +37,9 @@ from lsrdecomp.fidelity.fidelity import Answered, Fidelity
 from lsrdecomp.fidelity.settings import EvaluatorSettings
 from lsrdecomp.training.tasks import find_task
 
+if TYPE_CHECKING:
+    from lsrdecomp.calibration.behaviour import Behaviour
+
 Item = Text | PromptExample
 Texts = Sequence[Item]
 
@@ -48,15 +50,18 @@ HELD_OUT, HELD_OUT_PROMPTS = 128, 64
 SAMPLES, SAMPLES_OF_TOKENS = 512, 64
 """Examples that calibration reads at most, and where each asks for many tokens."""
 STRENGTH = 0.4
-"""Of the LoRA while the norm is measured: errors add up along the network, and a small form does in part what the LoRA
-does. At 5.5 kB on SmolLM2 .886 is kept in place of .816 (benchmarks/results/one_command.json, one seed)."""
+"""Of the LoRA while the norm is measured: errors add up along the network, and a small form does in
+part what the LoRA does. At 5.5 kB on SmolLM2 .886 is kept in place of .816
+(benchmarks/results/one_command.json, one seed)."""
 ANSWERED = 32
 """Held-out examples that are answered in words, where that is asked for."""
 TEACHER_SHARE = 0.2
-"""Batches of the lessons, of all steps: the source answers each once, and that costs a forward pass."""
+"""Batches of the lessons, of all steps: the source answers each once, and that costs a forward
+pass."""
 FEWEST_LESSONS = 8
 CHECK_BATCHES = 4
-"""Batches that say when to stop; they are held out of the lessons, and the promise is measured on others."""
+"""Batches that say when to stop; they are held out of the lessons, and the promise is measured on
+others."""
 LEAST = 32
 """Texts a promise needs: eight to measure on, the others to learn from."""
 LEAST_HELD_OUT = 8
@@ -77,8 +82,9 @@ class Evaluator:
         Split by seed; texts with the same first part fall on the same side.
     settings : EvaluatorSettings, optional
     chooses : bool
-        Whether one of many forms is chosen by what they keep. Where `ENOUGH_TO_CHOOSE` or more are held out it is on
-        half as many others, so that what is promised of it is measured on texts that chose nothing.
+        Whether one of many forms is chosen by what they keep. Where `ENOUGH_TO_CHOOSE` or more are
+        held out it is on half as many others, so that what is promised of it is measured on texts
+        that chose nothing.
     on_step : callable, optional
         Called with a `Step` before and during each part of the work.
 
@@ -91,7 +97,8 @@ class Evaluator:
 
     Notes
     -----
-    Costs two forward passes over the held-out texts and those that choose; each `measure` costs one over these.
+    Costs two forward passes over the held-out texts and those that choose; each `measure` costs one
+    over these.
     """
 
     def __init__(
@@ -106,12 +113,14 @@ class Evaluator:
     ) -> None:
         self.settings = settings = settings or EvaluatorSettings()
         self.on_step = on_step
-        # 1. Three parts of the texts: what is promised is measured on the first, forms are chosen by the second, norms
-        #    and training see the third.
+        # 1. Three parts of the texts: what is promised is measured on the first, forms are chosen
+        #    by the second, norms and training see the third.
         prompted = any(isinstance(text, PromptExample) for text in texts)
         held_out = settings.held_out or (HELD_OUT_PROMPTS if prompted else HELD_OUT)
         self.held_out, rest = split(texts, held_out, settings.seed)
-        choosing = len(self.held_out) // 2 if chooses and len(self.held_out) >= ENOUGH_TO_CHOOSE else 0
+        choosing = (
+            len(self.held_out) // 2 if chooses and len(self.held_out) >= ENOUGH_TO_CHOOSE else 0
+        )
         self.choosing, self.calibration = rest[:choosing], rest[choosing:]
         # 2. The base, once; adapters share its large weights.
         self.say("opening the base")
@@ -122,14 +131,24 @@ class Evaluator:
             if isinstance(error, LsrError):
                 raise
             words = " ".join(str(error).split())[:300]
-            raise CheckpointError(f"does not open on the base {base}: {words}", path=lora) from error
+            raise CheckpointError(
+                f"does not open on the base {base}: {words}", path=lora
+            ) from error
         self.size = settings.batch or (8 if self.source.head in TOKEN_HEADS else 32)
-        if self.source.head is Head.causal_lm:  # what is too long is told of all texts, before the work
-            tokenize([text for text in texts if isinstance(text, PromptExample)], self.source.tokenizer, **self._cut)
+        if (
+            self.source.head is Head.causal_lm
+        ):  # what is too long is told of all texts, before the work
+            tokenize(
+                [text for text in texts if isinstance(text, PromptExample)],
+                self.source.tokenizer,
+                **self._cut,
+            )
         # 3. The LoRA's answers, once; every form is compared with them.
         self.say(f"the LoRA's own answers to {len(self.held_out) + choosing} held-out examples")
         self.reference = Reference(self.source, self.batches(self.held_out))
-        self.chooser = Reference(self.source, self.batches(self.choosing)) if choosing else self.reference
+        self.chooser = (
+            Reference(self.source, self.batches(self.choosing)) if choosing else self.reference
+        )
         if not self.reference.effect > NO_EFFECT:
             raise LsrError(
                 f"the adapter changes no answer on these texts (divergence {self.reference.effect:.2g} nats): there is "
@@ -153,7 +172,9 @@ class Evaluator:
             if prompts:
                 yield from prompt_batches(self.source, prompts, **settings, **self._cut)
             if pairs:
-                yield from batches(self.source, pairs, **settings, max_length=self.settings.max_length)
+                yield from batches(
+                    self.source, pairs, **settings, max_length=self.settings.max_length
+                )
 
     @property
     def _cut(self) -> dict[str, Any]:
@@ -180,32 +201,47 @@ class Evaluator:
         answers: tuple[list[str], ...] = ([], [])
         if head is Head.classification:
             names: Any = self.source.model.config.id2label  # type: ignore[union-attr]
-            # As the model reads them: batches are of like length, so answers do not come in the order of the texts.
+            # As the model reads them: batches are of like length, so answers do not come in the
+            # order of the texts.
             for batch in self.batches(texts):
                 questions += tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True)
                 for model, said in zip(models, answers, strict=True):
                     with torch.no_grad():
                         said += [str(names[int(k)]) for k in ask(model, batch).logits.argmax(-1)]
         elif head is Head.causal_lm:
-            prompted = [prompt_text(text, tokenizer) for text in texts if isinstance(text, PromptExample)]
+            prompted = [
+                prompt_text(text, tokenizer) for text in texts if isinstance(text, PromptExample)
+            ]
             questions = [prompt for prompt in prompted if prompt]
             # As many new tokens as the longest held-out completion has.
             longest = int(self.reference.counts.max())
-            answers = tuple(generate(each.model, tokenizer, questions, new_tokens=longest) for each in models)
+            answers = tuple(
+                generate(each.model, tokenizer, questions, new_tokens=longest) for each in models
+            )
         return [Answered(*each) for each in zip(questions, *answers, strict=True)]
 
     @property
     def key(self) -> str:
         """A digest of what its answers depend on: adapter, base, settings (but not where it runs) and texts."""
-        settings = {name: getattr(self.settings, name) for name in EvaluatorSettings.fields if name != "device"}
-        about = [self.source.adapter_sha256, self.source.name, self.source.modules, self.size, settings]
+        settings = {
+            name: getattr(self.settings, name)
+            for name in EvaluatorSettings.fields
+            if name != "device"
+        }
+        about = [
+            self.source.adapter_sha256,
+            self.source.name,
+            self.source.modules,
+            self.size,
+            settings,
+        ]
         return content_key(about, self.held_out, self.choosing, self.calibration)
 
     def statistics(self, journal: Journal, written: Path | None = None) -> Statistics:
         """Statistics of the adapted layers, on texts that are not held out: the norm in which forms are searched.
 
-        With the LoRA at `STRENGTH`, or with a compressed form of it, as ``written``. Those that a run before finished
-        in the journal are read.
+        With the LoRA at `STRENGTH`, or with a compressed form of it, as ``written``. Those that a
+        run before finished in the journal are read.
         """
         # Of a language model few texts do: each has as many answers as tokens.
         many_tokens = self.source.head in TOKEN_HEADS
@@ -216,7 +252,10 @@ class Evaluator:
             stage = "calibrating" if written is None else "calibrating with the compressed adapter"
             self.say(stage)
             # A form may have left layers out, which then act as they do in the base.
-            base = replace(self.source if written is None else self.base.adapted(written), modules=self.source.modules)
+            base = replace(
+                self.source if written is None else self.base.adapted(written),
+                modules=self.source.modules,
+            )
             with rescale_adapter_scale(base.model, STRENGTH) if written is None else nullcontext():
                 return calibrate(
                     base,
@@ -231,18 +270,24 @@ class Evaluator:
 
     def lessons(self, steps: int, micro: int | None = None) -> Lessons:
         """Of the texts that are not held out: a few to check by, of the others what so many steps go through."""
-        check, rest = self.calibration[: CHECK_BATCHES * self.size], self.calibration[CHECK_BATCHES * self.size :]
+        check, rest = (
+            self.calibration[: CHECK_BATCHES * self.size],
+            self.calibration[CHECK_BATCHES * self.size :],
+        )
         if len(rest) < self.size:  # so few that no batch would be left: every fourth checks
             check = self.calibration[::4]
             rest = [text for index, text in enumerate(self.calibration) if index % 4]
-        # As many as the teacher answers at little cost beside the steps, which go through them again and again.
+        # As many as the teacher answers at little cost beside the steps, which go through them
+        # again and again.
         count = max(FEWEST_LESSONS, round(TEACHER_SHARE * steps))
         rest = sorted(rest[: count * self.size], key=_letters)  # texts of like length in a step
         parts = [rest[start : start + self.size] for start in range(0, len(rest), self.size)]
         batches = [list(self.batches(part, micro or self.size)) for part in parts]
         return Lessons(self.source, batches, Reference(self.source, self.batches(check)))
 
-    def fidelity(self, behaviour: Behaviour, written: Path, source: Checkpoint, data: str, **facts: Any) -> Fidelity:
+    def fidelity(
+        self, behaviour: Behaviour, written: Path, source: Checkpoint, data: str, **facts: Any
+    ) -> Fidelity:
         """The record of a measured form of ``source``, with further facts of it."""
         return Fidelity.of(
             behaviour,
@@ -257,15 +302,19 @@ class Evaluator:
 
 def share_kept(behaviour: Behaviour) -> float:
     """The share kept, to compare by: −∞ where it is no number."""
-    return behaviour.kept if behaviour.kept is not None and math.isfinite(behaviour.kept) else -math.inf
+    return (
+        behaviour.kept
+        if behaviour.kept is not None and math.isfinite(behaviour.kept)
+        else -math.inf
+    )
 
 
 def read_data(data: str | Path | Texts) -> list[Item]:
     """The texts of a file, of a GLUE directory (its train split), or as given.
 
-    A file whose name ends in .jsonl, .json or .csv holds prompts and completions, conversations or texts, see
-    `lsrdecomp.calibration.dataset`: only completions are answers. Any other has a text a line, a tab between pairs.
-    Raises `CheckpointError` or `DataError` for what cannot be read.
+    A file whose name ends in .jsonl, .json or .csv holds prompts and completions, conversations or
+    texts, see `lsrdecomp.calibration.dataset`: only completions are answers. Any other has a text a
+    line, a tab between pairs. Raises `CheckpointError` or `DataError` for what cannot be read.
     """
     if not isinstance(data, str | Path):
         return list(data)
@@ -295,7 +344,9 @@ def split(texts: Texts, held_out: int, seed: int) -> tuple[list[Item], list[Item
     for text in texts:
         groups.setdefault(_beginning(text), []).append(text)
     if len(groups) < LEAST:
-        raise LsrError(f"{len(groups)} different texts are too few: a promise needs {LEAST}, a few hundred are better")
+        raise LsrError(
+            f"{len(groups)} different texts are too few: a promise needs {LEAST}, a few hundred are better"
+        )
     most = max(LEAST_HELD_OUT, min(held_out, len(texts) // 4))
     keys = list(groups)
     random.Random(seed).shuffle(keys)
@@ -309,7 +360,11 @@ def split(texts: Texts, held_out: int, seed: int) -> tuple[list[Item], list[Item
 def _letters(item: Item) -> int:
     """Letters of a text, for sorting."""
     if isinstance(item, PromptExample):
-        return len(item.prompt) + len(item.completion) + sum(len(each["content"]) for each in item.messages)
+        return (
+            len(item.prompt)
+            + len(item.completion)
+            + sum(len(each["content"]) for each in item.messages)
+        )
     return len(item[0]) + len(item[1] or "")
 
 

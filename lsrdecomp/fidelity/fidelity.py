@@ -41,7 +41,8 @@ class Answered:
 
 UNITS = ((1, "kB"), (2, "MB"), (3, "GB"))
 LITTLE = 0.5
-"""A form that keeps less than this share is not what anybody wants without having asked for its size."""
+"""A form that keeps less than this share is not what anybody wants without having asked for its
+size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -53,8 +54,8 @@ class Fidelity(Behaviour):
     data, base : str
         Where the examples are from, and the base that read them.
     bytes_before, bytes_after, head_bytes : int
-        Of what opens the LoRA and the form, weight file and adapter_config.json, and of what both carry along beside
-        the layers.
+        Of what opens the LoRA and the form, weight file and adapter_config.json, and of what both
+        carry along beside the layers.
     distilled : int
         Steps of distillation.
     measurements : int
@@ -62,7 +63,8 @@ class Fidelity(Behaviour):
     asked : float, optional
         The least share that was asked for.
     answered, alike : int
-        Held-out examples that were answered in words, and those where the form says what the LoRA does.
+        Held-out examples that were answered in words, and those where the form says what the LoRA
+        does.
 
     Examples
     --------
@@ -114,7 +116,11 @@ class Fidelity(Behaviour):
     def _clauses(self) -> list[str]:
         error = "" if self.standard_error is None else f" ± {100 * self.standard_error:.1f}"
         what = "token" if self.unit == "token" else "answer"
-        same = "" if self.agreement is None else f"; likeliest {what} the same for {100 * self.agreement:.0f} %"
+        same = (
+            ""
+            if self.agreement is None
+            else f"; likeliest {what} the same for {100 * self.agreement:.0f} %"
+        )
         if self.throughout is not None:
             same += f", all along in {100 * self.throughout:.0f} % of the examples"
         if self.answered:
@@ -142,5 +148,7 @@ def size_text(size: int) -> str:
     """
     if size < 1000:
         return f"{size} B"
-    unit, value = next((unit, size / 1000**k) for k, unit in UNITS if size < 1000 ** (k + 1) or unit == "GB")
+    unit, value = next(
+        (unit, size / 1000**k) for k, unit in UNITS if size < 1000 ** (k + 1) or unit == "GB"
+    )
     return f"{value:.1f} {unit}" if value < 9.95 else f"{value:.0f} {unit}"

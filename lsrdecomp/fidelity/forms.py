@@ -7,23 +7,26 @@ import os
 import shutil
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.arrays import to_numpy
-from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.distil import Distillation, Lessons, distil_factors
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression.compress import Compression
-from lsrdecomp.compression.layers import StatisticsByLayer
 from lsrdecomp.fidelity.evaluate import Evaluator, share_kept
 from lsrdecomp.fidelity.fidelity import Measurement
 from lsrdecomp.fidelity.rewrite import recorded_layers, rewrite
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lsrdecomp.calibration.base_model import Base
+    from lsrdecomp.compression.compress import Compression
+    from lsrdecomp.compression.layers import StatisticsByLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,10 @@ class DistilledForm:
     def to_json(self) -> dict[str, Any]:
         """How it was trained, and the two behaviours."""
         behaviours = {"before": self.before, "after": self.after}
-        shares = {name: {**asdict(behaviour), "kept": behaviour.kept} for name, behaviour in behaviours.items()}
+        shares = {
+            name: {**asdict(behaviour), "kept": behaviour.kept}
+            for name, behaviour in behaviours.items()
+        }
         return {**asdict(self.training), **shares, "kept_steps": self.steps}
 
 
@@ -100,8 +106,9 @@ class CompressedFormCache:
     steps : int
         Of distillation; 0: none.
     journal : Journal
-        Where forms are kept under the digest of their numbers, with what was measured. In another run on the same
-        texts, base and settings what is there is not done again, and a distillation goes on from its last look.
+        Where forms are kept under the digest of their numbers, with what was measured. In another
+        run on the same texts, base and settings what is there is not done again, and a distillation
+        goes on from its last look.
     """
 
     def __init__(
@@ -112,7 +119,12 @@ class CompressedFormCache:
         steps: int,
         journal: Journal,
     ) -> None:
-        self.evaluator, self.source, self.statistics, self.steps = evaluator, source, statistics, steps
+        self.evaluator, self.source, self.statistics, self.steps = (
+            evaluator,
+            source,
+            statistics,
+            steps,
+        )
         self.journal = journal
         self._measurements: dict[str, Measurement] = {}
 
@@ -123,7 +135,8 @@ class CompressedFormCache:
 
     def untrained(self, compression: Compression) -> CompressedForm:
         """The form as compressed."""
-        # 1. Written first, since its name is the digest of its bytes: equal forms of two sizes are one.
+        # 1. Written first, since its name is the digest of its bytes: equal forms of two sizes are
+        # one.
         new = compression.save(self.journal.directory("new"), force=True, record=bool(self.steps))
         files = [(new / name).read_bytes() for name in (WEIGHTS, "adapter_config.json")]
         key = content_key(self.evaluator.key, files)
@@ -152,16 +165,21 @@ class CompressedFormCache:
         """What every form is trained on: the LoRA answers once."""
         return self.evaluator.lessons(self.steps)
 
-    def distilled(self, form: CompressedForm, words: str = "", enough: float = math.inf) -> CompressedForm:
+    def distilled(
+        self, form: CompressedForm, words: str = "", enough: float = math.inf
+    ) -> CompressedForm:
         """The form trained on the LoRA's answers, or as it was where that is no better; ``words`` say which it is.
 
-        Training ends when the share ``enough`` is kept, and goes on from there when it is asked for with a larger one.
+        Training ends when the share ``enough`` is kept, and goes on from there when it is asked for
+        with a larger one.
         """
         key = content_key(form.path.name, self.steps, enough)
         out, measured = self.journal.directory(key), self.journal.get(key)
         if measured is not None:
             before, after = (Behaviour(**measured.facts[name]) for name in ("before", "after"))
-            trained = DistilledForm(form.path, out, before, after, Distillation(**measured.facts["training"]))
+            trained = DistilledForm(
+                form.path, out, before, after, Distillation(**measured.facts["training"])
+            )
         else:
             shutil.rmtree(out, ignore_errors=True)  # a kill came between writing and measuring
             trained = distil_form(
@@ -180,12 +198,17 @@ class CompressedFormCache:
             )
             behaviours = {"before": asdict(trained.before), "after": asdict(trained.after)}
             self.journal.put(key, facts={**behaviours, "training": asdict(trained.training)})
-        # The list has shares after training also where the untrained form stays; the form itself is the better one.
+        # The list has shares after training also where the untrained form stays; the form itself is
+        # the better one.
         measurement = self._measurements[form.path.name]
-        measurement = replace(measurement, distilled=trained.behaviour.kept, steps=trained.training.steps)
+        measurement = replace(
+            measurement, distilled=trained.behaviour.kept, steps=trained.training.steps
+        )
         self._measurements[form.path.name] = measurement
         layers = recorded_layers(trained.path) if trained.steps else form.compression.layers
-        return CompressedForm(replace(form.compression, layers=layers), trained.path, trained.behaviour, trained)
+        return CompressedForm(
+            replace(form.compression, layers=layers), trained.path, trained.behaviour, trained
+        )
 
 
 def distil_form(
@@ -206,8 +229,8 @@ def distil_form(
 ) -> DistilledForm:
     """Distil the directory ``form`` on an open base and write what came of it to ``out``; see `lsrdecomp.distil`.
 
-    ``steps`` to ``key`` are as for `distil_factors`; ``before`` is what the form keeps as it is; ``words`` go before
-    those on each part of the work.
+    ``steps`` to ``key`` are as for `distil_factors`; ``before`` is what the form keeps as it is;
+    ``words`` go before those on each part of the work.
     """
     # 1. Training.
     student = evaluator.base.adapted(form)
@@ -236,8 +259,12 @@ def products_of(student: Base) -> dict[str, SeparatedProduct]:
     for name, module in student.model.get_base_model().named_modules():  # type: ignore[operator]
         if isinstance(module, LsrLayer):
             sides: Any = (side["default"].factors for side in (module.lsr_B, module.lsr_A))
-            left, right = ([to_numpy(factor.detach().double().cpu()) for factor in side] for side in sides)
+            left, right = (
+                [to_numpy(factor.detach().double().cpu()) for factor in side] for side in sides
+            )
             # What is written has a scale of 1: PEFT's goes into a factor.
             left[0] = left[0] * module.scaling["default"]
-            products[name] = SeparatedProduct(SeparatedMatrix.from_factors(left), SeparatedMatrix.from_factors(right))
+            products[name] = SeparatedProduct(
+                SeparatedMatrix.from_factors(left), SeparatedMatrix.from_factors(right)
+            )
     return products

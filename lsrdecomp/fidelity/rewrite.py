@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import SUMS, read_json
@@ -14,12 +13,24 @@ from lsrdecomp.checkpoints.writing import CARD, new_directory, provenance
 from lsrdecomp.compression.candidates import as_read, stored_product
 from lsrdecomp.compression.layers import Layer, StatisticsByLayer, layer_product, open_layers
 from lsrdecomp.compression.quantize import codes_like
-from lsrdecomp.compression.result import REPORT, LayerReport, report_layer, report_text, stored_factors, to_json, totals
+from lsrdecomp.compression.result import (
+    REPORT,
+    LayerReport,
+    report_layer,
+    report_text,
+    stored_factors,
+    to_json,
+    totals,
+)
 from lsrdecomp.compression.verify import check_layers
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.fidelity.fidelity import Fidelity
-from lsrdecomp.formats.quantized import CodedProduct
-from lsrdecomp.kronecker.separated import SeparatedProduct
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from lsrdecomp.fidelity.fidelity import Fidelity
+    from lsrdecomp.formats.quantized import CodedProduct
+    from lsrdecomp.kronecker.separated import SeparatedProduct
 
 
 def rewrite(
@@ -32,7 +43,8 @@ def rewrite(
 ) -> Path:
     """Write the directory ``written`` again with other factors, rounded as the old ones were.
 
-    Integer codes are solved for afresh: near the new numbers in the norm of the layer, or rounded, whichever is nearer.
+    Integer codes are solved for afresh: near the new numbers in the norm of the layer, or rounded,
+    whichever is nearer.
 
     Parameters
     ----------
@@ -44,7 +56,8 @@ def rewrite(
         The LoRA, against which errors are measured.
     forms : Mapping of layer name to SeparatedProduct
     statistics : Mapping, optional
-        As for `compress`: the norm codes are solved in, and the error that the record tells beside Frobenius'.
+        As for `compress`: the norm codes are solved in, and the error that the record tells beside
+        Frobenius'.
     """
     # 1. What was written, which must be of this LoRA; and its layers, in whose norms errors count.
     old = open_checkpoint(written)
@@ -61,7 +74,11 @@ def rewrite(
                 codes[layer.name] = codes_like(codes[layer.name], form, layers[layer.name].norms)
             continue
         storage = layer.dtype
-        floats[layer.name] = layer_product(layer) if form is None else as_read(stored_product(form, storage), storage)
+        floats[layer.name] = (
+            layer_product(layer)
+            if form is None
+            else as_read(stored_product(form, storage), storage)
+        )
     # 3. The files, with the record of the old ones and the errors of the new numbers.
     record = provenance(old)
     return write_lsr(
@@ -105,10 +122,14 @@ def publish(
         for file in written.iterdir():
             if file.is_file() and file.name != SUMS:
                 shutil.copyfile(file, part / file.name)
-        (part / REPORT).write_text(report_text({**report, "promise": fidelity.to_json()}), encoding="utf-8")
+        (part / REPORT).write_text(
+            report_text({**report, "promise": fidelity.to_json()}), encoding="utf-8"
+        )
         card = part / CARD
         text = card.read_text(encoding="utf-8") if card.is_file() else ""
-        card.write_text(f"{text.rstrip()}\n\nThis adapter {fidelity.sentence()}.\n", encoding="utf-8")
+        card.write_text(
+            f"{text.rstrip()}\n\nThis adapter {fidelity.sentence()}.\n", encoding="utf-8"
+        )
     return out
 
 
@@ -117,9 +138,14 @@ def recorded_layers(directory: Path) -> tuple[LayerReport, ...]:
     path = directory / REPORT
     rows = read_json(path).get("layers", [])
     try:
-        return tuple(LayerReport(**{**row, "separation_ranks": tuple(row["separation_ranks"])}) for row in rows)
+        return tuple(
+            LayerReport(**{**row, "separation_ranks": tuple(row["separation_ranks"])})
+            for row in rows
+        )
     except (TypeError, KeyError) as error:
-        raise CheckpointError(f"is of another release ({error}); write the adapter again", path=path) from None
+        raise CheckpointError(
+            f"is of another release ({error}); write the adapter again", path=path
+        ) from None
 
 
 def _record(
@@ -130,7 +156,8 @@ def _record(
     codes: Mapping[str, CodedProduct],
 ) -> dict[str, str]:
     """The report of the directory with the errors of the new numbers; none where it had none."""
-    # Record 1: what the directory said of itself; where it said it of every layer, so does the new one.
+    # Record 1: what the directory said of itself; where it said it of every layer, so does the new
+    # one.
     path = old.weights.parent / REPORT
     if not path.is_file():
         return {}
@@ -138,22 +165,31 @@ def _record(
     detailed = "layers" in facts
     before = {row.name: row for row in recorded_layers(old.weights.parent)}
     storages = {layer.name: layer.dtype for layer in old.layers}
-    # Record 2: a row a layer, its error measured on the new numbers; shape and storage are the old ones.
+    # Record 2: a row a layer, its error measured on the new numbers; shape and storage are the old
+    # ones.
     rows = []
     for stored, layer in zip(source.layers, layers.values(), strict=True):
         code, row = codes.get(stored.name), before.get(stored.name)
         if row is None and detailed:
-            raise CheckpointError(f"has no line of layer {stored.name!r}; write the adapter again", path=path)
+            raise CheckpointError(
+                f"has no line of layer {stored.name!r}; write the adapter again", path=path
+            )
         product = code.dequantized() if code is not None else floats.get(stored.name)
         storage = storages.get(stored.name, "float32") if code is None else code.storage
         structure = "drop" if product is None else "LSR"
         if row is not None:  # a directory that records more than sums knows better
             storage, structure = row.storage, row.structure
         size, met = None if code is None else code.bytes, row is None or row.met
-        rows.append(report_layer(stored, layer, product, structure=structure, storage=storage, bytes=size, met=met))
-    # Record 3: the sums. What was known of the budget (the best truncated SVD, the effect) still holds; a promise does
-    # not: it is measured again.
+        rows.append(
+            report_layer(
+                stored, layer, product, structure=structure, storage=storage, bytes=size, met=met
+            )
+        )
+    # Record 3: the sums. What was known of the budget (the best truncated SVD, the effect) still
+    # holds; a promise does not: it is measured again.
     sums = facts.get("totals", {})
     summary = totals(rows, source.extra_parameters, sums.get("low_rank_error"), sums.get("effect"))
-    others = {key: value for key, value in facts.items() if key not in ("totals", "layers", "promise")}
+    others = {
+        key: value for key, value in facts.items() if key not in ("totals", "layers", "promise")
+    }
     return {REPORT: report_text(to_json(rows, summary, every_layer=detailed, **others))}

@@ -22,19 +22,32 @@ class EvaluatorSettings(Settings):
     """
 
     held_out: Annotated[
-        int | None, OPTION, whole(8), "Examples of the promise, at most a quarter; absent, 64 prompts or 128 texts."
+        int | None,
+        OPTION,
+        whole(8),
+        "Examples of the promise, at most a quarter; absent, 64 prompts or 128 texts.",
     ] = None
     batch: Annotated[
-        int | None, OPTION, whole(1), "Examples at a time, and in a step; absent, 8 for language models, else 32."
+        int | None,
+        OPTION,
+        whole(1),
+        "Examples at a time, and in a step; absent, 8 for language models, else 32.",
     ] = None
     max_length: Annotated[
-        int | None, OPTION, whole(1), "Most tokens of an example: 1024 with prompts, 128 of a text, if absent."
+        int | None,
+        OPTION,
+        whole(1),
+        "Most tokens of an example: 1024 with prompts, 128 of a text, if absent.",
     ] = None
-    truncate: Annotated[bool, OPTION, "Cut longer prompts at their beginning, instead of refusing them."] = False
-    dtype: Annotated[str, OPTION, one_of(("float32", "bfloat16")), "Precision of the base: float32 or bfloat16."] = (
-        "float32"
-    )
-    device: Annotated[str | None, OPTION, "cuda, cuda:1, …; absent, the CPU, where NumPy solves."] = None
+    truncate: Annotated[
+        bool, OPTION, "Cut longer prompts at their beginning, instead of refusing them."
+    ] = False
+    dtype: Annotated[
+        str, OPTION, one_of(("float32", "bfloat16")), "Precision of the base: float32 or bfloat16."
+    ] = "float32"
+    device: Annotated[
+        str | None, OPTION, "cuda, cuda:1, …; absent, the CPU, where NumPy solves."
+    ] = None
     seed: Annotated[int, OPTION, "Of the split of the texts and their order."] = 0
 
 
@@ -49,14 +62,25 @@ class MeasuredSettings(EvaluatorSettings):
     """
 
     keep: Annotated[
-        float | None, OPTION, SHARE, "With --base: the smallest form that keeps this share, such as 0.95."
+        float | None,
+        OPTION,
+        SHARE,
+        "With --base: the smallest form that keeps this share, such as 0.95.",
     ] = None
-    distil: Annotated[int, OPTION, whole(0), "With --base: train it on the LoRA's answers for so many steps."] = 0
+    distil: Annotated[
+        int, OPTION, whole(0), "With --base: train it on the LoRA's answers for so many steps."
+    ] = 0
     examples: Annotated[
-        int, OPTION, whole(0), "With --base: show so many examples that the form answers differently; SVD beside it."
+        int,
+        OPTION,
+        whole(0),
+        "With --base: show so many examples that the form answers differently; SVD beside it.",
     ] = 0
     passes: Annotated[
-        int, OPTION, whole(1), "With --base: 2 searches again in the norm around the form that came of the first."
+        int,
+        OPTION,
+        whole(1),
+        "With --base: 2 searches again in the norm around the form that came of the first.",
     ] = 1
 
 
@@ -70,15 +94,25 @@ class DistilSettings(EvaluatorSettings):
     60
     """
 
-    steps: Annotated[int, OPTION, whole(1), "Training steps at most, trials of rates among them."] = 200
-    rate: Annotated[float | None, OPTION, POSITIVE, "Relative change a step; absent, tried out."] = None
-    calibrated: Annotated[
-        str | None, OPTION, READ, Also("statistics"), "Statistics, for codes solved in the Fisher norm."
+    steps: Annotated[
+        int, OPTION, whole(1), "Training steps at most, trials of rates among them."
+    ] = 200
+    rate: Annotated[
+        float | None, OPTION, POSITIVE, "Relative change a step; absent, tried out."
     ] = None
-    micro: Annotated[int | None, OPTION, whole(1), "Of the examples of a step, so many at a time."] = None
+    calibrated: Annotated[
+        str | None,
+        OPTION,
+        READ,
+        Also("statistics"),
+        "Statistics, for codes solved in the Fisher norm.",
+    ] = None
+    micro: Annotated[
+        int | None, OPTION, whole(1), "Of the examples of a step, so many at a time."
+    ] = None
 
 
-# -- the same as keyword arguments, for type checkers and editors; a test compares the two ---------------------------
+# -- the same as keyword arguments, for type checkers and editors; a test compares the two ---------
 
 
 class EvaluatorKeywords(TypedDict, total=False):

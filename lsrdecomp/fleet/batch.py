@@ -40,8 +40,8 @@ Runner = Callable[[Sequence[Job], CompressionPlan], Iterator[Outcome]]
 def find_adapters(folder: Path) -> list[str]:
     """Names, relative to ``folder``, of all directories below it that hold adapter weights, and of LoRA files; sorted.
 
-    A file is one where no config lies beside it, of an adapter, a model or statistics. Hidden directories are left
-    out: what a killed run left half written is one.
+    A file is one where no config lies beside it, of an adapter, a model or statistics. Hidden
+    directories are left out: what a killed run left half written is one.
 
     Parameters
     ----------
@@ -64,12 +64,20 @@ def find_adapters(folder: Path) -> list[str]:
     """
     if not folder.is_dir():
         raise CheckpointError("is not a directory of adapters", path=folder)
-    names = {path.parent.relative_to(folder).as_posix() for name in WEIGHTS for path in folder.rglob(name)}
+    names = {
+        path.parent.relative_to(folder).as_posix()
+        for name in WEIGHTS
+        for path in folder.rglob(name)
+    }
     configs = (CONFIG, "config.json", METADATA)
     for path in folder.rglob(f"*{FILE}"):
-        if path.name not in WEIGHTS and not any((path.parent / config).exists() for config in configs):
+        if path.name not in WEIGHTS and not any(
+            (path.parent / config).exists() for config in configs
+        ):
             names.add(path.relative_to(folder).as_posix())
-    return sorted(name for name in names - {"."} if not any(part.startswith(".") for part in name.split("/")))
+    return sorted(
+        name for name in names - {"."} if not any(part.startswith(".") for part in name.split("/"))
+    )
 
 
 def run_fleet(
@@ -86,8 +94,9 @@ def run_fleet(
 ) -> list[Outcome]:
     """Compress every adapter below ``folder`` into the same place below ``out``.
 
-    Each output appears whole or not at all, and each outcome is one line appended to ``out/fleet.jsonl``. Called again
-    after a kill, only what has no line yet runs. One adapter that fails, or kills its worker, never stops the others.
+    Each output appears whole or not at all, and each outcome is one line appended to
+    ``out/fleet.jsonl``. Called again after a kill, only what has no line yet runs. One adapter that
+    fails, or kills its worker, never stops the others.
 
     Parameters
     ----------
@@ -100,13 +109,15 @@ def run_fleet(
     retries : int
         Further attempts, each in a process of its own, for a job whose worker died.
     max_memory : int, optional
-        Bytes that one layer in float64, or one other tensor, may take; an adapter with a larger one fails unread.
+        Bytes that one layer in float64, or one other tensor, may take; an adapter with a larger one
+        fails unread.
     statistics : path, optional
-        Statistics for all adapters, or a directory with those of each at its own place: errors then count in the Fisher
-        norm.
+        Statistics for all adapters, or a directory with those of each at its own place: errors then
+        count in the Fisher norm.
     share : bool
-        Whether adapters of one base and the same layers share their search: the first of them, by name, is searched
-        before the others, which take its shapes (`Search.like`). Of no use to plans of given terms or of a tolerance.
+        Whether adapters of one base and the same layers share their search: the first of them, by
+        name, is searched before the others, which take its shapes (`Search.like`). Of no use to
+        plans of given terms or of a tolerance.
     on_step : callable, optional
         Called with a `Step` as adapters end, in whichever state.
 
@@ -118,7 +129,8 @@ def run_fleet(
     Raises
     ------
     CheckpointError
-        If there is nothing to do, an adapter has no statistics, or the manifest belongs to another plan.
+        If there is nothing to do, an adapter has no statistics, or the manifest belongs to another
+        plan.
 
     Examples
     --------
@@ -140,12 +152,23 @@ def run_fleet(
     # Fleet 1: what there is, and what of it has no line in the manifest yet.
     names = find_adapters(folder)
     if not names:
-        raise CheckpointError(f"holds no adapters (directories with {' or '.join(WEIGHTS)})", path=folder)
+        raise CheckpointError(
+            f"holds no adapters (directories with {' or '.join(WEIGHTS)})", path=folder
+        )
     measured = _statistics_of(names, statistics)
     out.mkdir(parents=True, exist_ok=True)
-    manifest = Manifest(out / MANIFEST, plan, None if statistics is None else str(Path(statistics).resolve()))
-    jobs = [Job(name, str(folder / name), str(_place(out, name)), max_memory, measured.get(name)) for name in names]
-    left = {job.name: job for job in jobs if not _settled(manifest.outcomes.get(job.name), Path(job.out))}
+    manifest = Manifest(
+        out / MANIFEST, plan, None if statistics is None else str(Path(statistics).resolve())
+    )
+    jobs = [
+        Job(name, str(folder / name), str(_place(out, name)), max_memory, measured.get(name))
+        for name in names
+    ]
+    left = {
+        job.name: job
+        for job in jobs
+        if not _settled(manifest.outcomes.get(job.name), Path(job.out))
+    }
     ended = Counter(on_step, "compressing", len(left), "adapters")
 
     def work(jobs: Sequence[Job]) -> None:
@@ -154,7 +177,11 @@ def run_fleet(
             ended.add()
 
     searches = plan.separation_rank is None and plan.rtol is None
-    groups = _like_adapters({job.name: job.source for job in jobs}, max_memory) if share and searches and left else []
+    groups = (
+        _like_adapters({job.name: job.source for job in jobs}, max_memory)
+        if share and searches and left
+        else []
+    )
 
     def leader(names: Sequence[str]) -> str:
         """The first of a group that is done, or still left to be tried; no name if there is none."""
@@ -162,14 +189,19 @@ def run_fleet(
         able = {*left, *done}
         return next((name for name in names if name in able), "")
 
-    # Fleet 2: of each group of like adapters one, until one is done or none is left; then the others, in its shapes.
+    # Fleet 2: of each group of like adapters one, until one is done or none is left; then the
+    # others, in its shapes.
     while first := {leader(group) for group in groups} & left.keys():
         work([left.pop(name) for name in sorted(first)])
     for group in groups:
         lead = leader(group)
-        left |= {name: replace(left[name], like=str(_place(out, lead))) for name in group if name in left}
+        left |= {
+            name: replace(left[name], like=str(_place(out, lead))) for name in group if name in left
+        }
     work(list(left.values()))
-    for name in names:  # what workers that were killed, in this run or an earlier one, left half written
+    for (
+        name
+    ) in names:  # what workers that were killed, in this run or an earlier one, left half written
         remove_leftovers(_place(out, name), age=0.0)
     return [manifest.outcomes[name] for name in names]
 
@@ -181,7 +213,9 @@ def run_job(job: Job, plan: CompressionPlan) -> Outcome:
         statistics = None if job.statistics is None else read_statistics(job.statistics)
         search = None if job.like is None else Search.like(open_checkpoint(job.like))
         resources = Resources(device=job.device)
-        searched = search_adapter(source, [plan], statistics=statistics, search=search, resources=resources)
+        searched = search_adapter(
+            source, [plan], statistics=statistics, search=search, resources=resources
+        )
         result = searched.compress(plan)
         total = result.totals
         figures = total.parameters_before, total.parameters, result.error
@@ -195,7 +229,9 @@ def run_job(job: Job, plan: CompressionPlan) -> Outcome:
         return Outcome(job.name, "failed", " ".join(str(error).split()) or type(error).__name__)
 
 
-def _outcomes(jobs: Sequence[Job], plan: CompressionPlan, runner: Runner, retries: int) -> Iterator[Outcome]:
+def _outcomes(
+    jobs: Sequence[Job], plan: CompressionPlan, runner: Runner, retries: int
+) -> Iterator[Outcome]:
     """What becomes of jobs; those whose worker died are tried again, each alone, so that it takes no other with it."""
     by_name, rounds = {job.name: job for job in jobs}, [list(jobs)] if jobs else []
     for attempt in range(1, retries + 2):
@@ -220,8 +256,13 @@ def _like_adapters(sources: Mapping[str, str], max_memory: int | None = None) ->
             adapter = open_checkpoint(source, max_memory=max_memory)
         except (LsrError, OSError):
             continue
-        layers = ((layer.name, layer.out_features, layer.in_features, layer.rank) for layer in adapter.layers)
-        groups.setdefault((adapter.config.get("base_model_name_or_path"), tuple(sorted(layers))), []).append(name)
+        layers = (
+            (layer.name, layer.out_features, layer.in_features, layer.rank)
+            for layer in adapter.layers
+        )
+        groups.setdefault(
+            (adapter.config.get("base_model_name_or_path"), tuple(sorted(layers))), []
+        ).append(name)
     return [names for names in groups.values() if len(names) > 1]
 
 
@@ -235,7 +276,9 @@ def _statistics_of(names: Sequence[str], folder: str | Path | None) -> dict[str,
     missing = [name for name in names if not (folder / name / METADATA).is_file()]
     if missing:
         text = f"has no statistics for {len(missing)} of {len(names)} adapters, and none for all of them"
-        raise CheckpointError(f"{text}; calibrate {missing[0]} with --out {folder / missing[0]}", path=folder)
+        raise CheckpointError(
+            f"{text}; calibrate {missing[0]} with --out {folder / missing[0]}", path=folder
+        )
     return {name: str(folder / name) for name in names}
 
 
@@ -267,13 +310,17 @@ def summary(outcomes: Iterable[Outcome]) -> dict[str, Any]:
     --------
     >>> done = Outcome("a", "done", parameters_before=73728, parameters=1536)
     >>> summary([done, Outcome("b", "failed", "truncated")])
-    {'adapters': 2, 'done': 1, 'missed': 0, 'failed': 1, 'parameters_before': 73728, 'parameters': 1536}
+    {'adapters': 2, 'done': 1, 'missed': 0, 'failed': 1, 'parameters_before': 73728, 'parameters':
+    1536}
     """
     listed = list(outcomes)
     done = [outcome for outcome in listed if outcome.state == "done"]
     return {
         "adapters": len(listed),
-        **{state: sum(outcome.state == state for outcome in listed) for state in ("done", "missed", "failed")},
+        **{
+            state: sum(outcome.state == state for outcome in listed)
+            for state in ("done", "missed", "failed")
+        },
         "parameters_before": sum(outcome.parameters_before for outcome in done),
         "parameters": sum(outcome.parameters for outcome in done),
     }

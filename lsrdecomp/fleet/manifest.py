@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from lsrdecomp.compression.settings import CompressionPlan
 
 MANIFEST = "fleet.jsonl"
 FIRST = b'{"plan":'
 WORDS = {"plan": "plan", "calibrated": "norm: statistics"}
 State = Literal["done", "missed", "failed", "died"]
-"""Of these only the last is for runners: its worker was killed or ran out of memory, and it is to be tried again."""
+"""Of these only the last is for runners: its worker was killed or ran out of memory, and it is to
+be tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +45,17 @@ class Outcome:
 class Manifest:
     """Outcomes as JSON lines after a first line that says what was asked for.
 
-    Only ever appended to, each line flushed to disk; a last line cut by a kill is overwritten by the next one.
+    Only ever appended to, each line flushed to disk; a last line cut by a kill is overwritten by
+    the next one.
     """
 
     def __init__(self, path: Path, plan: CompressionPlan, calibrated: str | None = None) -> None:
         self.path = path
         self.outcomes: dict[str, Outcome] = {}
-        wanted = {"plan": json.loads(json.dumps(plan.to_json())), "calibrated": calibrated}  # as it reads it back
+        wanted = {
+            "plan": json.loads(json.dumps(plan.to_json())),
+            "calibrated": calibrated,
+        }  # as it reads it back
         lines = self._sound_lines()
         if lines:
             for name, value in wanted.items():
@@ -56,7 +64,9 @@ class Manifest:
                     text = f"belongs to another {WORDS[name]}, {json.dumps(recorded)[:400]}; choose another output"
                     raise CheckpointError(text, path=path)
         else:
-            self._write(json.dumps({name: value for name, value in wanted.items() if value is not None}))
+            self._write(
+                json.dumps({name: value for name, value in wanted.items() if value is not None})
+            )
         for line in lines[1:]:
             outcome = _outcome(line)
             if outcome is None:
@@ -77,8 +87,12 @@ class Manifest:
             lines = [json.loads(line) for line in whole.splitlines()]
         except (ValueError, RecursionError):
             lines = [None]
-        if not all(isinstance(line, dict) for line in lines) or (not lines and content[:8] != FIRST[: len(content)]):
-            raise CheckpointError("is not a manifest written here; choose another output", path=self.path)
+        if not all(isinstance(line, dict) for line in lines) or (
+            not lines and content[:8] != FIRST[: len(content)]
+        ):
+            raise CheckpointError(
+                "is not a manifest written here; choose another output", path=self.path
+            )
         if len(whole) < len(content):
             os.truncate(self.path, len(whole))
         return lines

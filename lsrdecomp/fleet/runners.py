@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.arrays import check_device
-from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import LsrError, needs
 from lsrdecomp.fleet.batch import Job, Runner, run_job
 from lsrdecomp.fleet.manifest import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lsrdecomp.compression.settings import CompressionPlan
 
 IN_FLIGHT = 1000
 """Jobs handed to a Ray cluster at a time."""
@@ -22,7 +25,8 @@ def joblib_runner(workers: int = -1, device: str | None = None, per_gpu: int = 1
     Parameters
     ----------
     workers : int
-        Processes; −1 for as many as there are processors, or GPUs times ``per_gpu`` if they are asked for.
+        Processes; −1 for as many as there are processors, or GPUs times ``per_gpu`` if they are
+        asked for.
     device : str, optional
         As for `lsrdecomp.compress`. With ``"cuda"`` the jobs take the GPUs of this host in turn.
     per_gpu : int
@@ -52,12 +56,14 @@ def joblib_runner(workers: int = -1, device: str | None = None, per_gpu: int = 1
             from joblib.externals.loky.process_executor import BrokenProcessPool
         left = {job.name for job in jobs}
         placed = [replace(job, device=devices[k % len(devices)]) for k, job in enumerate(jobs)]
-        # A single worker is a process too: a job that takes its process down must not take the fleet with it.
+        # A single worker is a process too: a job that takes its process down must not take the
+        # fleet with it.
         count = max(workers, 2) if workers > 0 else workers
         with parallel_config(backend="loky", n_jobs=count, inner_max_num_threads=1):
             try:
                 parallel = Parallel(
-                    return_as="generator_unordered", pre_dispatch=max(workers, 1) if workers > 0 else "2*n_jobs"
+                    return_as="generator_unordered",
+                    pre_dispatch=max(workers, 1) if workers > 0 else "2*n_jobs",
                 )
                 for outcome in parallel(delayed(run_job)(job, plan) for job in placed):
                     left.remove(outcome.name)
@@ -90,7 +96,8 @@ def ray_runner(address: str = "auto", device: str | None = None, per_gpu: int = 
     address : str
         Of the cluster, as ``ray.init`` takes it.
     device : str, optional
-        As for `lsrdecomp.compress`. With ``"cuda"`` every job asks the cluster for its share of a GPU.
+        As for `lsrdecomp.compress`. With ``"cuda"`` every job asks the cluster for its share of a
+        GPU.
     per_gpu : int
         Jobs that share a GPU.
 
@@ -110,12 +117,20 @@ def ray_runner(address: str = "auto", device: str | None = None, per_gpu: int = 
             import ray
         if not ray.is_initialized():
             ray.init(address=address, log_to_driver=False)
-        environment = {"env_vars": {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}}
+        environment = {
+            "env_vars": {
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "MKL_NUM_THREADS": "1",
+            }
+        }
         gpus = 1.0 / per_gpu if device == "cuda" else 0.0
         resources: Any = ray.cluster_resources
         if resources().get("GPU", 0.0) < gpus:
             raise LsrError(f"device {device!r}: no node of the Ray cluster has a GPU")
-        remote = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0, runtime_env=environment)(run_job)
+        remote = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0, runtime_env=environment)(
+            run_job
+        )
         waiting = [replace(job, device=device) for job in reversed(jobs)]
         running: dict[Any, Job] = {}
         while waiting or running:
@@ -128,6 +143,8 @@ def ray_runner(address: str = "auto", device: str | None = None, per_gpu: int = 
                 try:
                     yield ray.get(reference)
                 except ray.exceptions.RayError as error:
-                    yield Outcome(job.name, "died", f"its worker died: {str(error).splitlines()[0]}")
+                    yield Outcome(
+                        job.name, "died", f"its worker died: {str(error).splitlines()[0]}"
+                    )
 
     return run

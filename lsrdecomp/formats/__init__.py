@@ -1,6 +1,7 @@
 """Number formats of stored factors: rounding, bit packing, quantized codes, and which format pays where.
 
-`smallest` stores a separated matrix in the fewest bytes within an error; `FORMATS` lists the formats.
+`smallest` stores a separated matrix in the fewest bytes within an error; `FORMATS` lists the
+formats.
 """
 
 import lazy_loader

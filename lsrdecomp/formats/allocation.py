@@ -1,14 +1,15 @@
 """One budget over many parts, layers of a network or terms of a sum: which of its options each part takes.
 
-Every part offers options with a cost (parameters, bytes) and a loss (absolute squared error in one norm, so that parts
-can be compared and losses add). On the lower convex hull of each part's options "most loss removed per unit of cost" is
-the right order [1]_; what the hull leaves of the budget goes to single changes and exchanges, which never make
-it worse. Numbers only: nothing here knows a matrix.
+Every part offers options with a cost (parameters, bytes) and a loss (absolute squared error in one
+norm, so that parts can be compared and losses add). On the lower convex hull of each part's options
+"most loss removed per unit of cost" is the right order [1]_; what the hull leaves of the budget
+goes to single changes and exchanges, which never make it worse. Numbers only: nothing here knows a
+matrix.
 
 References
 ----------
-.. [1] Y. Shoham and A. Gersho, Efficient bit allocation for an arbitrary set of quantizers, IEEE Trans. ASSP 36 (1988).
-   doi:10.1109/29.90373
+.. [1] Y. Shoham and A. Gersho, Efficient bit allocation for an arbitrary set of quantizers, IEEE
+   Trans. ASSP 36 (1988). doi:10.1109/29.90373
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.errors import BudgetError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
 EXCHANGES = 200
-"""Most exchanges between two layers after the greedy pass; each lowers the loss, and few are ever needed."""
+"""Most exchanges between two layers after the greedy pass; each lowers the loss, and few are ever
+needed."""
 
 Doubles: TypeAlias = NDArray[np.float64]
 
@@ -43,8 +47,15 @@ class Options:
         """Raises `BudgetError` unless there is an option and all numbers are finite and not negative."""
         cost, loss = np.asarray(costs, dtype=np.float64), np.asarray(losses, dtype=np.float64)
         if cost.shape != loss.shape or cost.ndim != 1 or cost.size == 0:
-            raise BudgetError(f"a layer needs as many costs as losses, and at least one: {cost.shape}, {loss.shape}")
-        if not (np.all(np.isfinite(cost)) and np.all(np.isfinite(loss)) and cost.min() >= 0 and loss.min() >= 0):
+            raise BudgetError(
+                f"a layer needs as many costs as losses, and at least one: {cost.shape}, {loss.shape}"
+            )
+        if not (
+            np.all(np.isfinite(cost))
+            and np.all(np.isfinite(loss))
+            and cost.min() >= 0
+            and loss.min() >= 0
+        ):
             raise BudgetError("costs and losses must be finite and not negative")
         return cls(cost, loss)
 
@@ -94,7 +105,8 @@ def within_cost(layers: Sequence[Options], budget: float, starts: Sequence[Choic
     layers : sequence of Options
     budget : float
     starts : sequence of choices
-        Known solutions, such as the best truncated SVD: the answer is at least as good as each that keeps the budget.
+        Known solutions, such as the best truncated SVD: the answer is at least as good as each that
+        keeps the budget.
 
     Returns
     -------
@@ -109,7 +121,9 @@ def within_cost(layers: Sequence[Options], budget: float, starts: Sequence[Choic
     cheapest = [layer.cheapest for layer in layers]
     least = total_cost(layers, cheapest)
     if least > budget:
-        raise BudgetError(f"a budget of {budget:,.0f} is out of reach: the cheapest options cost {least:,.0f} together")
+        raise BudgetError(
+            f"a budget of {budget:,.0f} is out of reach: the cheapest options cost {least:,.0f} together"
+        )
     choices = []
     for start in (cheapest, *starts):
         choice, spent = list(start), total_cost(layers, start)
@@ -132,8 +146,13 @@ def within_loss(layers: Sequence[Options], allowed: float, starts: Sequence[Choi
     mirrored = [Options(layer.losses, layer.costs) for layer in layers]
     best = total_loss(layers, [layer.best for layer in layers])
     if best > allowed:
-        raise BudgetError(f"a loss of {allowed:.4g} is out of reach: the best options lose {best:.4g} together")
-    choice, lost = [layer.cheapest for layer in layers], total_loss(layers, [layer.cheapest for layer in layers])
+        raise BudgetError(
+            f"a loss of {allowed:.4g} is out of reach: the best options lose {best:.4g} together"
+        )
+    choice, lost = (
+        [layer.cheapest for layer in layers],
+        total_loss(layers, [layer.cheapest for layer in layers]),
+    )
     for i, option, _, loss in _greedy(layers):
         if lost <= allowed:
             break
@@ -156,7 +175,9 @@ def _greedy(layers: Sequence[Options]) -> Iterator[tuple[int, int, float, float]
 
     def push(i: int, corner: int) -> None:
         if corner < len(hulls[i]):
-            heapq.heappush(heap, (-layers[i]._slope(hulls[i][corner - 1], hulls[i][corner]), i, corner))
+            heapq.heappush(
+                heap, (-layers[i]._slope(hulls[i][corner - 1], hulls[i][corner]), i, corner)
+            )
 
     for i in range(len(layers)):
         push(i, 1)
@@ -212,7 +233,10 @@ def _exchanged(layers: Sequence[Options], choice: Choice, budget: float) -> Choi
         total = np.where(layer[partner] != layer[savers], gain[savers] + gain[partner], -np.inf)
         if total.size == 0 or total.max() <= 0.0:
             return choice
-        pair = [(moves, int(order[i])) for i in (savers[int(np.argmax(total))], partner[int(np.argmax(total))])]
+        pair = [
+            (moves, int(order[i]))
+            for i in (savers[int(np.argmax(total))], partner[int(np.argmax(total))])
+        ]
         if not _improves(layers, choice, pair, budget):
             return choice
         for _, pick in pair:
@@ -221,12 +245,16 @@ def _exchanged(layers: Sequence[Options], choice: Choice, budget: float) -> Choi
     return choice
 
 
-def _improves(layers: Sequence[Options], choice: Choice, picks: list[tuple[_Moves, int]], budget: float) -> bool:
+def _improves(
+    layers: Sequence[Options], choice: Choice, picks: list[tuple[_Moves, int]], budget: float
+) -> bool:
     """Whether a change keeps the budget and lowers the loss in exact sums, not only in differences."""
     changed = list(choice)
     for moves, pick in picks:
         changed[moves.layer[pick]] = int(moves.option[pick])
-    return total_cost(layers, changed) <= budget and total_loss(layers, changed) < total_loss(layers, choice)
+    return total_cost(layers, changed) <= budget and total_loss(layers, changed) < total_loss(
+        layers, choice
+    )
 
 
 def _running_argmax(values: Doubles) -> NDArray[np.int64]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,14 +14,20 @@ from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.formats.allocation import FormatChoice, cheapest_formats
 from lsrdecomp.formats.number_formats import FORMATS, StoredFactor, round_factor, storage_format
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import tolerance
-from lsrdecomp.targets.base import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lsrdecomp.kronecker.shape import KroneckerShape
+    from lsrdecomp.targets.base import Target
 
 SMALL_FORMATS = ("float32", "float16", "float8_e4m3fn", "int8", "int4")
-"""What the allocation chooses from unless told: bfloat16 and e5m2 spend bits on range that unit factors do not need."""
+"""What the allocation chooses from unless told: bfloat16 and e5m2 spend bits on range that unit
+factors do not need."""
 ROUNDS = 16
-"""Most times the inner budget is tightened when terms that are not orthogonal round worse than they add up."""
+"""Most times the inner budget is tightened when terms that are not orthogonal round worse than they
+add up."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +59,8 @@ class StoredTerm:
 class StoredMatrix:
     """A separated matrix as stored, with the error it is certified for.
 
-    The matrix is 2^exponent Σ_k w_k F_k⁽¹⁾ ⊗ … ⊗ F_k⁽ᵈ⁾ with float32 weights w and the factors' codes F.
+    The matrix is 2^exponent Σ_k w_k F_k⁽¹⁾ ⊗ … ⊗ F_k⁽ᵈ⁾ with float32 weights w and the factors'
+    codes F.
 
     Examples
     --------
@@ -69,7 +76,9 @@ class StoredMatrix:
     shape: KroneckerShape
     exponent: int
     terms: tuple[StoredTerm, ...]
-    certified_error: float  # upper bound on ‖M − M̃‖_F, absolute: a formed residual plus its own rounding
+    certified_error: (
+        float  # upper bound on ‖M − M̃‖_F, absolute: a formed residual plus its own rounding
+    )
     norm: float  # ‖M‖_F
 
     @property
@@ -112,17 +121,19 @@ def smallest(
 ) -> StoredMatrix:
     """Fewest bytes that keep the *stored* error at most ``atol``.
 
-    For each term: drop it, or choose a format for each factor. Rounding errors ρ are measured, factor by factor; the
-    error is predicted by Σ_dropped λ² + Σ_kept λ²(ρ_1² + … + ρ_d²), exact for orthogonal terms; weights are refitted to
-    the rounded factors. What is certified is the residual of the rounded matrix, formed, so terms that cancel cost
-    bytes but never the certificate. See docs/error-budget.md.
+    For each term: drop it, or choose a format for each factor. Rounding errors ρ are measured,
+    factor by factor; the error is predicted by Σ_dropped λ² + Σ_kept λ²(ρ_1² + … + ρ_d²), exact for
+    orthogonal terms; weights are refitted to the rounded factors. What is certified is the residual
+    of the rounded matrix, formed, so terms that cancel cost bytes but never the certificate. See
+    docs/error-budget.md.
 
     Parameters
     ----------
     target : Target
         M.
     approximation : SeparatedMatrix
-        More accurate than ``atol``: its terms are candidates, in their order, orthogonal (`canonical`) if d = 2.
+        More accurate than ``atol``: its terms are candidates, in their order, orthogonal
+        (`canonical`) if d = 2.
     atol : float
         Allowed ‖M − M̃‖_F.
     formats : sequence of str
@@ -135,7 +146,8 @@ def smallest(
     Raises
     ------
     BudgetError
-        If ``atol`` cannot be met, naming the part, truncation or rounding, that exceeds it and what would do.
+        If ``atol`` cannot be met, naming the part, truncation or rounding, that exceeds it and what
+        would do.
 
     Examples
     --------
@@ -161,17 +173,28 @@ def smallest(
     for _ in range(ROUNDS):
         budget = rounding.scaled(allowed) ** 2 - rounding.scaled(truncation) ** 2
         choices = cheapest_formats(
-            rounding.weights, rounding.squares, rounding.bytes, math.sqrt(max(budget, 0.0)), rounding.overhead
+            rounding.weights,
+            rounding.squares,
+            rounding.bytes,
+            math.sqrt(max(budget, 0.0)),
+            rounding.overhead,
         )
         stored = rounding.store(choices)
         read = _read(approximation.kronecker_shape, rounding.exponent, stored)
-        error = certified(target, _beside(read, approximation.astype(dtype_name(as_double(approximation.factors[0])))))
+        error = certified(
+            target,
+            _beside(read, approximation.astype(dtype_name(as_double(approximation.factors[0])))),
+        )
         closest = min(closest, error)
         if error <= atol:
-            return StoredMatrix(approximation.kronecker_shape, rounding.exponent, stored, error, target.norm)
+            return StoredMatrix(
+                approximation.kronecker_shape, rounding.exponent, stored, error, target.norm
+            )
         if allowed <= truncation:
             break
-        allowed = max(truncation, allowed * min(0.99, atol / error)) if allowed > truncation else 0.0
+        allowed = (
+            max(truncation, allowed * min(0.99, atol / error)) if allowed > truncation else 0.0
+        )
     finest = min(names, key=lambda name: float(np.sum(rounding.squares[..., names.index(name)])))
     raise BudgetError(_refusal(atol, truncation, closest, finest, target.norm))
 
@@ -179,9 +202,10 @@ def smallest(
 def as_stored(matrix: SeparatedMatrix, storage: str) -> SeparatedMatrix:
     """What a reader gets of a matrix whose factors are all stored in one format, λ beside them in its own type.
 
-    Every factor of every term is first scaled to the upper end of the format's range, so that neither large nor small
-    matrices overflow or vanish; integer codes carry the scale of their factor. Held in the library and type of
-    ``matrix``. See `lsrdecomp.formats.number_formats.storage_format` for names, and for the error of unknown ones.
+    Every factor of every term is first scaled to the upper end of the format's range, so that
+    neither large nor small matrices overflow or vanish; integer codes carry the scale of their
+    factor. Held in the library and type of ``matrix``. See
+    `lsrdecomp.formats.number_formats.storage_format` for names, and for the error of unknown ones.
     """
     chosen = storage_format(storage)
     if matrix.separation_rank == 0:
@@ -197,13 +221,16 @@ def as_stored(matrix: SeparatedMatrix, storage: str) -> SeparatedMatrix:
 def least_bytes(shape: KroneckerShape, rank: int, formats: Sequence[str] = SMALL_FORMATS) -> int:
     """Bytes that ``rank`` stored terms take at the very least, whatever the error."""
     every = [storage_format(name) for name in formats]
-    return 8 + rank * (4 + shape.order + sum(min(format_.bytes(size) for format_ in every) for size in shape.sizes))
+    return 8 + rank * (
+        4 + shape.order + sum(min(format_.bytes(size) for format_ in every) for size in shape.sizes)
+    )
 
 
 def certified(target: Target, approximation: SeparatedMatrix) -> float:
     """An upper bound on ‖M − M̃‖_F: the residual formed in double precision, and a bound on the rounding of that.
 
-    Forming Σ_k λ_k ⊗_i F_k⁽ⁱ⁾ and subtracting errs by at most a small multiple of s·d·2⁻⁵³(‖λ‖₁ + ‖M‖).
+    Forming Σ_k λ_k ⊗_i F_k⁽ⁱ⁾ and subtracting errs by at most a small multiple of s·d·2⁻⁵³(‖λ‖₁ +
+    ‖M‖).
     """
     size = float(np.sum(to_numpy(as_double(approximation.weights)))) + target.norm
     if size == 0.0:
@@ -226,7 +253,9 @@ class _Rounding:
     @classmethod
     def measure(cls, approximation: SeparatedMatrix, names: tuple[str, ...]) -> _Rounding:
         if is_differentiated(approximation.factors[0]):
-            raise LsrError("stored codes pass no gradients; pass matrix.detach(), or leave out budget= and storage=")
+            raise LsrError(
+                "stored codes pass no gradients; pass matrix.detach(), or leave out budget= and storage="
+            )
         weights = to_numpy(as_double(approximation.weights))
         units = tuple(to_numpy(as_double(f)) for f in approximation.factors)
         peak = float(weights[0]) if len(weights) else 1.0
@@ -240,8 +269,13 @@ class _Rounding:
                 row.append(tuple(factor for factor, _ in pairs))
             every.append(tuple(row))
         parts = 2 if any(np.iscomplexobj(u) for u in units) else 1
-        sizes = [[storage_format(name).bytes(u.shape[1] * u.shape[2] * parts) for name in names] for u in units]
-        return cls(exponent, np.ldexp(weights, -exponent), units, tuple(every), squares, np.asarray(sizes))
+        sizes = [
+            [storage_format(name).bytes(u.shape[1] * u.shape[2] * parts) for name in names]
+            for u in units
+        ]
+        return cls(
+            exponent, np.ldexp(weights, -exponent), units, tuple(every), squares, np.asarray(sizes)
+        )
 
     def scaled(self, error: float) -> float:
         """An error in the units of the weights."""
@@ -255,7 +289,9 @@ class _Rounding:
     def store(self, choices: Sequence[FormatChoice]) -> tuple[StoredTerm, ...]:
         """The chosen codes, with weights refitted to them by least squares and rounded to float32."""
         chosen = [(k, choice) for k, choice in enumerate(choices) if choice is not None]
-        factors = [tuple(self.rounded[k][i][t] for i, t in enumerate(choice)) for k, choice in chosen]
+        factors = [
+            tuple(self.rounded[k][i][t] for i, t in enumerate(choice)) for k, choice in chosen
+        ]
         if not factors:
             return ()
         weights = self._refitted(factors)
@@ -287,13 +323,17 @@ def _read(shape: KroneckerShape, exponent: int, terms: Sequence[StoredTerm]) -> 
         for k, term in enumerate(terms):
             stack[k] = term.factors[i].values
         factors.append(stack)
-    weights = np.ldexp(np.asarray([float(term.weight) for term in terms], dtype=np.float64), exponent)
+    weights = np.ldexp(
+        np.asarray([float(term.weight) for term in terms], dtype=np.float64), exponent
+    )
     return SeparatedMatrix.from_factors(factors, weights)
 
 
 def _beside(matrix: SeparatedMatrix, other: SeparatedMatrix) -> SeparatedMatrix:
     """The matrix in the library, element type and place of another."""
-    return SeparatedMatrix(like(matrix.weights, other.weights), tuple(map(like, matrix.factors, other.factors)))
+    return SeparatedMatrix(
+        like(matrix.weights, other.weights), tuple(map(like, matrix.factors, other.factors))
+    )
 
 
 def _refusal(atol: float, truncation: float, closest: float, finest: str, size: float) -> str:

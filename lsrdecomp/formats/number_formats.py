@@ -32,7 +32,9 @@ class Format:
     bits: int
     kind: str  # "float" or "integer"
     top: float  # largest code; 1 where the range is so wide that unit factors need no scale
-    scales: tuple[float, ...]  # tried scales, relative to the one that brings the largest entry to the top
+    scales: tuple[
+        float, ...
+    ]  # tried scales, relative to the one that brings the largest entry to the top
 
     def bytes(self, entries: int) -> int:
         """Those of so many numbers, packed."""
@@ -45,7 +47,8 @@ class Format:
 
 
 _OCTAVE = tuple(2.0 ** (-k / 8) for k in range(8))
-"""Eight scales an octave: with three bits of significand their rounding errors differ noticeably."""
+"""Eight scales an octave: with three bits of significand their rounding errors differ
+noticeably."""
 
 
 def _floating(name: str, scales: tuple[float, ...] = (1.0,)) -> Format:
@@ -62,10 +65,14 @@ FORMATS = {
         _floating("bfloat16"),
         _floating("float8_e4m3fn", _OCTAVE),
         _floating("float8_e5m2", _OCTAVE),
-        *(Format(name, (2 * top + 1).bit_length(), "integer", float(top), ()) for name, top in INTEGERS.items()),
+        *(
+            Format(name, (2 * top + 1).bit_length(), "integer", float(top), ())
+            for name, top in INTEGERS.items()
+        ),
     )
 }
-"""By name. Integers try scales that clip the largest entries, which pays where a factor has tails: `nearest_codes`."""
+"""By name. Integers try scales that clip the largest entries, which pays where a factor has tails:
+`nearest_codes`."""
 
 
 CLIPS = 24
@@ -166,7 +173,9 @@ def round_factor(factor: np.ndarray, name: str) -> tuple[StoredFactor, float]:
     if chosen.kind == "integer":
         integers = nearest_codes(flat[None, :], chosen.bits)[0][0]
         packed = pack(integers, chosen.bits) if chosen.bits < 8 else integers
-        return StoredFactor(chosen.name, shape, is_complex, packed), _misfit(flat, integers.astype(np.float64))
+        return StoredFactor(chosen.name, shape, is_complex, packed), _misfit(
+            flat, integers.astype(np.float64)
+        )
     peak = float(np.max(np.abs(flat)))
     best: tuple[float, np.ndarray] | None = None
     for relative in chosen.scales:
@@ -197,7 +206,9 @@ def nearest_codes(rows: NDArray[np.float64], bits: int) -> tuple[Codes, NDArray[
     best_codes, best_steps = np.zeros_like(rows), np.zeros(len(rows))
     best_error = np.sum(rows * rows, axis=1)
     levels, each_row = np.linspace(1.0, 0.25, CLIPS)[:, None], np.arange(len(rows))
-    at_once = max(1, CLIPPED // max(1, rows.size))  # short rows cost less together than one level after the other
+    at_once = max(
+        1, CLIPPED // max(1, rows.size)
+    )  # short rows cost less together than one level after the other
     for start in range(0, CLIPS, at_once):
         step = np.where(largest > 0, levels[start : start + at_once] * largest / top, 1.0)
         codes = np.clip(np.rint(rows / step[:, :, None]), -top, top)  # (levels, s, p)
@@ -226,7 +237,7 @@ def _misfit(flat: np.ndarray, values: np.ndarray) -> float:
     return float(np.linalg.norm(flat - values * (float(values @ flat) / square)))
 
 
-# -- small integers as a dense run of bits -----------------------------------------------------------------------------
+# -- small integers as a dense run of bits ---------------------------------------------------------
 
 
 def pack(codes: Codes, bits: int) -> NDArray[np.uint8]:
@@ -245,7 +256,9 @@ def unpack(packed: NDArray[np.uint8], bits: int, shape: tuple[int, ...]) -> Code
     count = math.prod(shape)
     needed = packed_size(count, bits)
     if packed.size != needed:
-        raise PrecisionError(f"{packed.size} bytes of {bits}-bit codes, but shape {shape} needs {needed}")
+        raise PrecisionError(
+            f"{packed.size} bytes of {bits}-bit codes, but shape {shape} needs {needed}"
+        )
     digits = np.unpackbits(packed)[: count * bits].reshape(count, bits)
     padded = np.concatenate([np.zeros((count, 8 - bits), dtype=np.uint8), digits], axis=1)
     unsigned = np.packbits(padded, axis=1)[:, 0].astype(np.int16)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lsrdecomp.formats.number_formats import Codes, packed_size
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.shape import ProductShape
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 COMPONENT_BYTES = 3
 """Float16 scale and the number of bits of a component of a `SpectralCode`."""
@@ -47,7 +49,9 @@ class QuantizedMatrix:
     def dequantized(self) -> SeparatedMatrix:
         """What a reader gets, in float64."""
         weights = np.ldexp(self.scales.astype(np.float64), self.exponent)
-        return SeparatedMatrix.from_factors([code.astype(np.float64) for code in self.codes], weights)
+        return SeparatedMatrix.from_factors(
+            [code.astype(np.float64) for code in self.codes], weights
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,9 @@ class QuantizedProduct:
     @property
     def shape(self) -> ProductShape:
         left, right = ([code.shape[1:] for code in side.codes] for side in (self.left, self.right))
-        return ProductShape(tuple(s[0] for s in left), tuple(s[1] for s in left), tuple(s[1] for s in right))
+        return ProductShape(
+            tuple(s[0] for s in left), tuple(s[1] for s in left), tuple(s[1] for s in right)
+        )
 
     def dequantized(self) -> SeparatedProduct:
         """What a reader gets, in float64."""
@@ -131,7 +137,9 @@ class SpectralCode:
         root = np.sqrt(np.abs(np.ldexp(self.scales.astype(np.float64), self.exponent)))
         signs = np.sign(self.scales.astype(np.float64))
         left = np.stack([u.astype(np.float64) for u in self.left], axis=1) * (root * signs)
-        return low_rank_product(left, root[:, None] * np.stack([v.astype(np.float64) for v in self.right]))
+        return low_rank_product(
+            left, root[:, None] * np.stack([v.astype(np.float64) for v in self.right])
+        )
 
 
 CodedProduct: TypeAlias = QuantizedProduct | SpectralCode

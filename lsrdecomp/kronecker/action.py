@@ -14,9 +14,17 @@ from lsrdecomp.kronecker.rearrange import apply_sum_of_kroneckers
 from lsrdecomp.kronecker.terms import Terms
 
 FORMED_ENTRIES = 2**27
-"""Most entries that are formed without being asked by name (`Action.to_matrix`): 1 GiB in double precision."""
-OPERATORS = {np.matmul: "matmul", np.add: "add", np.subtract: "sub", np.multiply: "mul", np.true_divide: "truediv"}
-"""NumPy's names of operators that this class has itself, which need no formed matrix or say what they form."""
+"""Most entries that are formed without being asked by name (`Action.to_matrix`): 1 GiB in double
+precision."""
+OPERATORS = {
+    np.matmul: "matmul",
+    np.add: "add",
+    np.subtract: "sub",
+    np.multiply: "mul",
+    np.true_divide: "truediv",
+}
+"""NumPy's names of operators that this class has itself, which need no formed matrix or say what
+they form."""
 
 
 class Action(Terms):
@@ -76,10 +84,12 @@ class Action(Terms):
     def __matmul__(self, x: Any) -> Any:
         """The action on a vector (n,) or columns (n, b), never forming the matrix; of another separated matrix A B.
 
-        By (A ⊗ B)(C ⊗ D) = AC ⊗ BD a product of s and t terms has at most s·t; `lsrdecomp.recompress` finds
-        how few serve [1]_. Raises `ShapeError` where sizes, or the inner splits of two separated matrices, disagree.
+        By (A ⊗ B)(C ⊗ D) = AC ⊗ BD a product of s and t terms has at most s·t;
+        `lsrdecomp.recompress` finds how few serve [1]_. Raises `ShapeError` where sizes, or the
+        inner splits of two separated matrices, disagree.
 
-        .. [1] G. Beylkin and M. J. Mohlenkamp, SIAM J. Sci. Comput. 26 (2005), sec. 2. doi:10.1137/040604959
+        .. [1] G. Beylkin and M. J. Mohlenkamp, SIAM J. Sci. Comput. 26 (2005), sec. 2.
+               doi:10.1137/040604959
         """
         if not isinstance(x, Terms):
             return self._image(x)
@@ -139,7 +149,9 @@ class Action(Terms):
         Raises `ShapeError` above that, with the bytes it would take and the ways around.
         """
         if copy is False:
-            raise ValueError("a separated matrix is formed anew: np.asarray(A, copy=False) cannot be met")
+            raise ValueError(
+                "a separated matrix is formed anew: np.asarray(A, copy=False) cannot be met"
+            )
         formed = to_numpy(self._formed("numpy.asarray"))
         return formed if dtype is None else formed.astype(dtype)
 
@@ -181,7 +193,11 @@ class Action(Terms):
         if hasattr(x, "toarray"):
             x = x.toarray()
         x = as_floating(x, "x")
-        if array_api_compat.is_numpy_array(x) is not array_api_compat.is_numpy_array(self.factors[0]):
+        if array_api_compat.is_numpy_array(x) is not array_api_compat.is_numpy_array(
+            self.factors[0]
+        ):
             own, other = (type(array).__module__.split(".")[0] for array in (self.factors[0], x))
-            raise TypeError(f"the factors are arrays of {own}, the operand is one of {other}; A.to_numpy() moves A")
+            raise TypeError(
+                f"the factors are arrays of {own}, the operand is one of {other}; A.to_numpy() moves A"
+            )
         return x

@@ -15,8 +15,8 @@ from lsrdecomp.kronecker.terms import Terms, alike
 class Algebra(Action):
     """Algebra: ``+ - * /`` entry by entry, as for arrays; Kronecker products; inner products.
 
-    With numbers and separated matrices the result is separated; with an array it is an array, and the matrix is formed
-    (see `FORMED_ENTRIES`).
+    With numbers and separated matrices the result is separated; with an array it is an array, and
+    the matrix is formed (see `FORMED_ENTRIES`).
     """
 
     @overload
@@ -100,7 +100,9 @@ class Algebra(Action):
         if _is_number(other) and self.separation_rank == 1:
             _no_zeros(self)
             return self.from_factors([1.0 / f for f in self.factors], 1.0 / self.weights) * other
-        return (other if _is_number(other) else self._operand(other)) / self._formed("dividing by a separated matrix")
+        return (other if _is_number(other) else self._operand(other)) / self._formed(
+            "dividing by a separated matrix"
+        )
 
     def kron(self, other: Terms) -> Self:
         """A ⊗ B: the factors of both one after the other, s·t terms."""
@@ -114,7 +116,8 @@ class Algebra(Action):
     def inner(self, other: Terms) -> Any:
         """⟨A, B⟩ = tr(Aᴴ B) = Σ_k Σ_l λ_k κ_l Π_i ⟨A_k⁽ⁱ⁾, B_l⁽ⁱ⁾⟩, a number in double precision; cost s·t·Σ m_i n_i.
 
-        Rounding errors are of the size γ_A γ_B 2⁻⁵³‖A‖‖B‖; for a norm use ``norm``, which loses only γ.
+        Rounding errors are of the size γ_A γ_B 2⁻⁵³‖A‖‖B‖; for a norm use ``norm``, which loses
+        only γ.
         """
         self._same_shape(other, "multiply")
         xp = namespace(*self.factors, *other.factors)
@@ -155,4 +158,6 @@ def _no_zeros(matrix: Terms) -> None:
     for i, factor in enumerate(matrix.factors, 1):
         xp = namespace(factor)
         if bool(xp.any(factor == 0)):
-            raise PrecisionError(f"factor {i} of the divisor has zero entries: the quotient is not finite")
+            raise PrecisionError(
+                f"factor {i} of the divisor has zero entries: the quotient is not finite"
+            )

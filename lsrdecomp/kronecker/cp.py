@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.kronecker.shape import KroneckerShape
+
+if TYPE_CHECKING:
+    from lsrdecomp.kronecker.shape import KroneckerShape
 
 
 def to_cp(matrix: SeparatedMatrix) -> Any:
     """The rearranged matrix R(M̂) as a ``tensorly.cp_tensor.CPTensor`` of NumPy arrays.
 
-    Its factor matrices are (m_i·n_i, s): column k of factor i holds the entries of M_k⁽ⁱ⁾ row by row.
+    Its factor matrices are (m_i·n_i, s): column k of factor i holds the entries of M_k⁽ⁱ⁾ row by
+    row.
 
     Parameters
     ----------
@@ -69,6 +72,11 @@ def from_cp(cp: Any, shape: KroneckerShape) -> SeparatedMatrix:
     weights, factors = cp
     heights = tuple(int(f.shape[0]) for f in factors)
     if heights != shape.sizes:
-        raise ShapeError(f"{shape} has factors of {shape.sizes} entries, the CP tensor has modes of {heights}")
-    stacks = [np.asarray(f).T.reshape(f.shape[1], m, n) for f, (m, n) in zip(factors, shape.factors, strict=True)]
+        raise ShapeError(
+            f"{shape} has factors of {shape.sizes} entries, the CP tensor has modes of {heights}"
+        )
+    stacks = [
+        np.asarray(f).T.reshape(f.shape[1], m, n)
+        for f, (m, n) in zip(factors, shape.factors, strict=True)
+    ]
     return SeparatedMatrix.from_factors(stacks, None if weights is None else np.asarray(weights))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +12,9 @@ from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.rearrange import khatri_rao, pairs_of_rows
 from lsrdecomp.kronecker.terms import Terms
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 class Entries(Terms):
     """Entries: ``A[i, j]``, rows, columns, diagonal, trace."""
@@ -20,8 +22,8 @@ class Entries(Terms):
     def __getitem__(self, key: Any) -> Array:
         """Rows, columns, blocks and entries as for a NumPy array, as an array.
 
-        ``A[i]``, ``A[:, j]``, ``A[2:5, ::3]``, ``A[rows]``, ``A[i, j]``; two lists name entries one by one. A row costs
-        s·n, a block (rows, columns) s·d operations an entry.
+        ``A[i]``, ``A[:, j]``, ``A[2:5, ::3]``, ``A[rows]``, ``A[i, j]``; two lists name entries one
+        by one. A row costs s·n, a block (rows, columns) s·d operations an entry.
 
         Raises
         ------
@@ -68,25 +70,35 @@ class Entries(Terms):
     def _rows(self, rows: np.ndarray) -> Array:
         """Whole rows, shape (len(rows), n): a row of a Kronecker product is the product of rows."""
         xp, s = namespace(*self.factors), self.separation_rank
-        picked = [_taken(f, digit) for f, digit in zip(self.factors, self._digits(rows, 0), strict=True)]
+        picked = [
+            _taken(f, digit) for f, digit in zip(self.factors, self._digits(rows, 0), strict=True)
+        ]
         if s == 0:
-            return xp.zeros((len(rows), self.shape[1]), dtype=self.dtype, device=device(self.weights))
+            return xp.zeros(
+                (len(rows), self.shape[1]), dtype=self.dtype, device=device(self.weights)
+            )
         columns = [xp.permute_dims(factor, (1, 2, 0)) for factor in picked]  # (rows, n_i, s)
         columns[0] = columns[0] * self._weights()
         if len(columns) == 1:
             return xp.sum(columns[0], axis=2)
         first, last = reduce(khatri_rao, columns[:-1]), columns[-1]
-        return xp.reshape(pairs_of_rows(first[:, None, :, :], last[:, None, :, :]), (len(rows), self.shape[1]))
+        return xp.reshape(
+            pairs_of_rows(first[:, None, :, :], last[:, None, :, :]), (len(rows), self.shape[1])
+        )
 
     def _at(self, rows: np.ndarray, columns: np.ndarray) -> Array:
         """Entries at broadcast places."""
         xp = namespace(*self.factors)
         rows, columns = np.broadcast_arrays(rows, columns)
         state = self._weights()[:, None]
-        for factor, i, j in zip(self.factors, self._digits(rows, 0), self._digits(columns, 1), strict=True):
+        for factor, i, j in zip(
+            self.factors, self._digits(rows, 0), self._digits(columns, 1), strict=True
+        ):
             s, m, n = factor.shape
             state = state * _taken(xp.reshape(factor, (s, m * n)), (i * n + j).reshape(-1))
-        total = xp.sum(state, axis=0) if self.separation_rank else xp.zeros(rows.size, dtype=self.dtype)
+        total = (
+            xp.sum(state, axis=0) if self.separation_rank else xp.zeros(rows.size, dtype=self.dtype)
+        )
         return xp.reshape(total, rows.shape)
 
     def _digits(self, places: np.ndarray, axis: int) -> Sequence[np.ndarray]:
@@ -110,7 +122,11 @@ def _indices(key: Any, size: int, name: str) -> np.ndarray:
     if places.ndim > 1 or not (np.issubdtype(places.dtype, np.integer) or places.size == 0):
         raise IndexError(f"a {name} index is an integer, a slice, or one list of them; got {key!r}")
     places = places.astype(np.int64)
-    wrong = places[(places < -size) | (places >= size)] if places.ndim else places[None][abs(places[None] + 0.5) > size]
+    wrong = (
+        places[(places < -size) | (places >= size)]
+        if places.ndim
+        else places[None][abs(places[None] + 0.5) > size]
+    )
     if wrong.size:
         raise IndexError(f"{name} {int(wrong[0])} is out of bounds: the matrix has {size} {name}s")
     return np.where(places < 0, places + size, places)

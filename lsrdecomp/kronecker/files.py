@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from lsrdecomp.arrays import dtype_name, to_numpy
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.kronecker.terms import Terms
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 KIND = "lsrdecomp.SeparatedMatrix"
 """What such a file says that it is."""
@@ -22,7 +24,13 @@ KIND = "lsrdecomp.SeparatedMatrix"
 class Files(Terms):
     """Files: ``save`` and ``load``."""
 
-    def save(self, path: str | Path, *, provenance: Mapping[str, Any] | None = None, overwrite: bool = False) -> Path:
+    def save(
+        self,
+        path: str | Path,
+        *,
+        provenance: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> Path:
         """Write weights and factors as they are to one safetensors file, whole or not at all.
 
         Parameters
@@ -36,7 +44,8 @@ class Files(Terms):
         Raises
         ------
         CheckpointError
-            If there is something at ``path`` (but for a regular file with ``overwrite``), or its directory is missing.
+            If there is something at ``path`` (but for a regular file with ``overwrite``), or its
+            directory is missing.
         """
         from safetensors.numpy import save
 
@@ -51,7 +60,9 @@ class Files(Terms):
             "provenance": json.dumps(dict(provenance or {}), sort_keys=True),
         }
         data = save({name: _real(array) for name, array in arrays.items()}, metadata)
-        handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+        handle, partial = tempfile.mkstemp(
+            prefix=f".{path.name}.", suffix=".partial", dir=path.parent
+        )
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
@@ -82,11 +93,15 @@ class Files(Terms):
             if set(names) != set(arrays):
                 raise ValueError(f"tensors {sorted(arrays)} where {names} belong")
             complex_values = metadata["dtype"].startswith("complex")
-            stacks = tuple(_complex(arrays[name]) if complex_values else arrays[name] for name in names[1:])
+            stacks = tuple(
+                _complex(arrays[name]) if complex_values else arrays[name] for name in names[1:]
+            )
             matrix = cls(arrays["weights"], stacks)
             tiling = [list(pair) for pair in matrix.kronecker_shape.factors]
             if tiling != shape or dtype_name(stacks[0]) != metadata["dtype"]:
-                raise ValueError(f"its tensors are {tiling}, its header says {shape} of {metadata['dtype']}")
+                raise ValueError(
+                    f"its tensors are {tiling}, its header says {shape} of {metadata['dtype']}"
+                )
         except (KeyError, TypeError, AttributeError, ValueError, LsrError) as error:
             raise CheckpointError(f"not a whole {KIND}: {error}", path=path) from error
         return matrix
@@ -132,12 +147,16 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise CheckpointError("is not a file" if path.exists() else "there is no such file", path=path)
+        raise CheckpointError(
+            "is not a file" if path.exists() else "there is no such file", path=path
+        )
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             if metadata.get("kind") != KIND:
-                raise CheckpointError(f"holds no {KIND}; it says kind {metadata.get('kind')!r}", path=path)
+                raise CheckpointError(
+                    f"holds no {KIND}; it says kind {metadata.get('kind')!r}", path=path
+                )
             return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -157,7 +176,9 @@ def _check_place(path: Path, overwrite: bool) -> None:
 
 def _real(array: Any) -> Any:
     array = np.ascontiguousarray(array)
-    return array.view(array.real.dtype).reshape(*array.shape, 2) if np.iscomplexobj(array) else array
+    return (
+        array.view(array.real.dtype).reshape(*array.shape, 2) if np.iscomplexobj(array) else array
+    )
 
 
 def _complex(array: Any) -> Any:

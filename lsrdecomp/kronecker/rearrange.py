@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lsrdecomp.arrays import Array, Namespace, device, namespace
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.shape import KroneckerShape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def kron(*factors: Array) -> Array:
@@ -50,7 +53,8 @@ def kron(*factors: Array) -> Array:
 def rearrange(matrix: Array, shape: KroneckerShape | Sequence[Sequence[int]] | str) -> Array:
     """Van Loan–Pitsianis rearrangement: one axis per Kronecker factor, holding that factor's entries row by row.
 
-    A Kronecker product becomes a product of vectors of rank one, so separation rank becomes (tensor) rank [1]_.
+    A Kronecker product becomes a product of vectors of rank one, so separation rank becomes
+    (tensor) rank [1]_.
 
     Parameters
     ----------
@@ -61,7 +65,8 @@ def rearrange(matrix: Array, shape: KroneckerShape | Sequence[Sequence[int]] | s
     Returns
     -------
     Array, shape (…, m_1·n_1, …, m_d·n_d)
-        The same entries in a new order, so the Frobenius norm is the same; a matrix for two factors.
+        The same entries in a new order, so the Frobenius norm is the same; a matrix for two
+        factors.
 
     Raises
     ------
@@ -78,18 +83,22 @@ def rearrange(matrix: Array, shape: KroneckerShape | Sequence[Sequence[int]] | s
 
     References
     ----------
-    .. [1] C. F. Van Loan and N. Pitsianis, Approximation with Kronecker products, in Linear Algebra for Large Scale and
-       Real-Time Applications, 1993. doi:10.1007/978-94-015-8196-7_17
+    .. [1] C. F. Van Loan and N. Pitsianis, Approximation with Kronecker products, in Linear Algebra
+       for Large Scale and Real-Time Applications, 1993. doi:10.1007/978-94-015-8196-7_17
     """
     shape = KroneckerShape.parse(shape)
     shape.check(tuple(matrix.shape[-2:]))
     xp, d, front = namespace(matrix), shape.order, tuple(matrix.shape[:-2])
     entries = xp.reshape(matrix, (*front, *shape.rows, *shape.columns))
     pairs = tuple(len(front) + axis for i in range(d) for axis in (i, d + i))
-    return xp.reshape(xp.permute_dims(entries, (*range(len(front)), *pairs)), (*front, *shape.sizes))
+    return xp.reshape(
+        xp.permute_dims(entries, (*range(len(front)), *pairs)), (*front, *shape.sizes)
+    )
 
 
-def inverse_rearrange(tensor: Array, shape: KroneckerShape | Sequence[Sequence[int]] | str) -> Array:
+def inverse_rearrange(
+    tensor: Array, shape: KroneckerShape | Sequence[Sequence[int]] | str
+) -> Array:
     """The matrix whose rearrangement is ``tensor``.
 
     Parameters
@@ -118,9 +127,14 @@ def inverse_rearrange(tensor: Array, shape: KroneckerShape | Sequence[Sequence[i
     xp, d = namespace(tensor), shape.order
     front = tuple(tensor.shape[: tensor.ndim - d])
     if tuple(tensor.shape) != (*front, *shape.sizes):
-        raise ShapeError(f"expected a tensor of shape {shape.sizes} for {shape}, got {tuple(tensor.shape)}")
+        raise ShapeError(
+            f"expected a tensor of shape {shape.sizes} for {shape}, got {tuple(tensor.shape)}"
+        )
     entries = xp.reshape(tensor, (*front, *(size for pair in shape.factors for size in pair)))
-    order = (*range(len(front)), *(len(front) + axis for start in (0, 1) for axis in range(start, 2 * d, 2)))
+    order = (
+        *range(len(front)),
+        *(len(front) + axis for start in (0, 1) for axis in range(start, 2 * d, 2)),
+    )
     return xp.reshape(xp.permute_dims(entries, order), (*front, *shape.matrix_shape))
 
 
@@ -143,7 +157,9 @@ def khatri_rao(left: Array, right: Array) -> Array:
            [ 5, 12]])
     """
     xp, (*front, p, s) = namespace(left, right), left.shape
-    return xp.reshape(left[..., :, None, :] * right[..., None, :, :], (*front, p * right.shape[-2], s))
+    return xp.reshape(
+        left[..., :, None, :] * right[..., None, :, :], (*front, p * right.shape[-2], s)
+    )
 
 
 def sum_of_kroneckers(factors: Sequence[Array], weights: Array | None = None) -> Array:
@@ -158,7 +174,8 @@ def sum_of_kroneckers(factors: Sequence[Array], weights: Array | None = None) ->
     Returns
     -------
     Array, shape (Π m_i, Π n_i)
-        Of two factors by `pairs_of_rows`, else one product of the rearranged factors; 2·s·Πm_i·Πn_i operations.
+        Of two factors by `pairs_of_rows`, else one product of the rearranged factors; 2·s·Πm_i·Πn_i
+        operations.
 
     Examples
     --------
@@ -178,10 +195,14 @@ def sum_of_kroneckers(factors: Sequence[Array], weights: Array | None = None) ->
         rows, columns = shape.matrix_shape
         turned = [xp.matrix_transpose(factor) for factor in factors] if columns < rows else factors
         n, q = turned[0].shape[2], turned[1].shape[2]
-        if factors[0].shape[0] * (n + q) <= 4 * n * q:  # else slices are thin, and copies of factors outgrow the sum
+        if (
+            factors[0].shape[0] * (n + q) <= 4 * n * q
+        ):  # else slices are thin, and copies of factors outgrow the sum
             formed = pairs_of_rows(*(xp.permute_dims(factor, (1, 2, 0)) for factor in turned))
             return xp.matrix_transpose(formed) if columns < rows else formed
-    flat = [xp.matrix_transpose(xp.reshape(f, (f.shape[0], f.shape[1] * f.shape[2]))) for f in factors]
+    flat = [
+        xp.matrix_transpose(xp.reshape(f, (f.shape[0], f.shape[1] * f.shape[2]))) for f in factors
+    ]
     entries = flat[0] @ xp.matrix_transpose(reduce(khatri_rao, flat[1:]))
     return inverse_rearrange(xp.reshape(entries, shape.sizes), shape)
 
@@ -189,7 +210,9 @@ def sum_of_kroneckers(factors: Sequence[Array], weights: Array | None = None) ->
 def pairs_of_rows(first: Array, second: Array) -> Array:
     """Σ_k first_k ⊗ second_k of (…, m, n, s) and (…, p, q, s): a product for each pair of rows, no entry moved."""
     xp, (*batch, m, n, _), (p, q) = namespace(first, second), first.shape, second.shape[-3:-1]
-    slices = first[..., :, None, :, :] @ xp.matrix_transpose(second)[..., None, :, :, :]  # (…, m, p, n, q)
+    slices = (
+        first[..., :, None, :, :] @ xp.matrix_transpose(second)[..., None, :, :, :]
+    )  # (…, m, p, n, q)
     return xp.reshape(slices, (*batch, m * p, n * q))
 
 
@@ -205,7 +228,8 @@ def apply_sum_of_kroneckers(factors: Sequence[Array], weights: Array | None, x: 
     Returns
     -------
     Array, shape (Π m_i,) or (Π m_i, b)
-        One batched matrix product per factor, the last factor first; the sum over terms is part of the last one.
+        One batched matrix product per factor, the last factor first; the sum over terms is part of
+        the last one.
 
     Raises
     ------
@@ -252,7 +276,9 @@ def factor_shape(factors: Sequence[Array]) -> KroneckerShape:
         if factor.ndim != 3:
             raise ShapeError(f"factor {i}: expected shape (s, m, n), got {tuple(factor.shape)}")
         if factor.shape[0] != factors[0].shape[0]:
-            raise ShapeError(f"factor 1 has {factors[0].shape[0]} terms, but factor {i} has {factor.shape[0]}")
+            raise ShapeError(
+                f"factor 1 has {factors[0].shape[0]} terms, but factor {i} has {factor.shape[0]}"
+            )
     return KroneckerShape(tuple((f.shape[1], f.shape[2]) for f in factors))
 
 
@@ -280,7 +306,8 @@ def commutation_matrix(m: int, n: int, xp: Namespace = np) -> Array:
 
     References
     ----------
-    .. [1] J. R. Magnus and H. Neudecker, The commutation matrix, Ann. Statist. 7 (1979). doi:10.1214/aos/1176344621
+    .. [1] J. R. Magnus and H. Neudecker, The commutation matrix, Ann. Statist. 7 (1979).
+           doi:10.1214/aos/1176344621
     """
     identity = xp.eye(m * n)
     order = np.arange(m * n).reshape(n, m).T.reshape(-1)

@@ -1,6 +1,7 @@
 """SeparatedMatrix, Σ_k λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾ with unit factors, and the product of two, (Σ B1 ⊗ B2)(Σ A1 ⊗ A2).
 
-Each is used as a matrix, changed in form, rounded; of a product also its gauge, norm and expansion to a plain LoRA.
+Each is used as a matrix, changed in form, rounded; of a product also its gauge, norm and expansion
+to a plain LoRA.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ class SeparatedMatrix(Algebra, Entries, Files):
     factors : tuple of Array, shapes (s, m_i, n_i)
         Each factor of each term has Frobenius norm one.
 
-    Use `from_factors` to build one from factors of any norm. With no terms (s = 0) it is the zero matrix.
+    Use `from_factors` to build one from factors of any norm. With no terms (s = 0) it is the zero
+    matrix.
 
     **Contents.** A chapter each, in this order below:
 
     - *Form*: ``canonical truncate folded round_to astype in_double``
     - *Algebra*: ``+ - * /`` with numbers, arrays and each other, ``kron``, ``inner``
-    - *Action*: ``@ dot matvec matmat rmatvec rmatmat``, ``A @ B``, ``T mT H mH conj transpose adjoint``,
-      ``ndim size to_numpy to_linear_operator``; NumPy and SciPy take it as it is
+    - *Action*: ``@ dot matvec matmat rmatvec rmatmat``, ``A @ B``, ``T mT H mH conj transpose
+      adjoint``, ``ndim size to_numpy to_linear_operator``; NumPy and SciPy take it as it is
     - *Entries*: ``A[i, j]``, rows and columns, ``diagonal``, ``trace``
     - *Files*: ``save``, ``load``
-    - *Terms*: ``from_factors weights factors separation_rank order kronecker_shape shape dtype parameters norm
-      condition to_matrix``
+    - *Terms*: ``from_factors weights factors separation_rank order kronecker_shape shape dtype
+      parameters norm condition to_matrix``
 
     Solving, determinants, eigenvalues, functions and preconditioners are in `lsrdecomp.operators`.
 
@@ -65,11 +67,13 @@ class SeparatedMatrix(Algebra, Entries, Files):
     def canonical(self) -> Self:
         """The same matrix with orthogonal terms, γ = 1, for two factors: the SVD of the rearrangement from QR factors.
 
-        Cost O((p + q)·s²) for factors of p and q entries. Raises `ShapeError` for another number of factors, where no
-        such form exists.
+        Cost O((p + q)·s²) for factors of p and q entries. Raises `ShapeError` for another number of
+        factors, where no such form exists.
         """
         if self.order != 2:
-            raise ShapeError(f"orthogonal terms exist for two factors; this matrix has {self.order}")
+            raise ShapeError(
+                f"orthogonal terms exist for two factors; this matrix has {self.order}"
+            )
         xp = namespace(*self.factors)
         (left, r_left), (right, r_right) = (xp.linalg.qr(as_double(c)) for c in self._columns())
         core = (r_left * as_double(self.weights)) @ xp.matrix_transpose(r_right)
@@ -79,7 +83,8 @@ class SeparatedMatrix(Algebra, Entries, Files):
         first = xp.reshape(xp.matrix_transpose(left @ u), (s, m, n))
         second = xp.reshape(vh @ xp.matrix_transpose(right), (s, p, q))
         return self.from_factors(
-            (xp.astype(first, self.dtype), xp.astype(second, self.dtype)), xp.astype(sigma, self.weights.dtype)
+            (xp.astype(first, self.dtype), xp.astype(second, self.dtype)),
+            xp.astype(sigma, self.weights.dtype),
         )
 
     def folded(self) -> tuple[Array, ...]:
@@ -95,8 +100,9 @@ class SeparatedMatrix(Algebra, Entries, Files):
         storage : str
             A floating type.
         scaled : bool
-            Round unit factors instead, each multiplied by a power of two that brings its largest entry to the upper end
-            of the range of ``storage``; the powers and λ are kept apart. Nothing overflows, and nothing small is lost.
+            Round unit factors instead, each multiplied by a power of two that brings its largest
+            entry to the upper end of the range of ``storage``; the powers and λ are kept apart.
+            Nothing overflows, and nothing small is lost.
 
         Raises
         ------
@@ -109,7 +115,9 @@ class SeparatedMatrix(Algebra, Entries, Files):
         for factor in self.factors:
             xp = namespace(factor)
             peak = to_numpy(xp.max(xp.abs(factor), axis=(1, 2))).astype(np.float64)
-            power = np.exp2(np.floor(np.log2(largest / peak))) if largest < 1e30 else np.ones_like(peak)
+            power = (
+                np.exp2(np.floor(np.log2(largest / peak))) if largest < 1e30 else np.ones_like(peak)
+            )
             rounded.append(round_to(factor * like(power, self.weights)[:, None, None], storage))
             weights = weights / like(power, weights)
         return self.from_factors(rounded, weights)
@@ -119,7 +127,9 @@ class SeparatedMatrix(Algebra, Entries, Files):
         xp = namespace(*self.factors)
         kind = getattr(xp, name)
         real = getattr(xp, name.replace("complex64", "float32").replace("complex128", "float64"))
-        return self._of(xp.astype(self.weights, real), tuple(xp.astype(f, kind) for f in self.factors))
+        return self._of(
+            xp.astype(self.weights, real), tuple(xp.astype(f, kind) for f in self.factors)
+        )
 
     def __repr__(self) -> str:
         rows, columns = self.shape
@@ -157,7 +167,9 @@ class SeparatedProduct:
     def __post_init__(self) -> None:
         inner = self.left.kronecker_shape.columns, self.right.kronecker_shape.rows
         if inner[0] != inner[1]:
-            raise ShapeError(f"inner splits differ: {self.left.kronecker_shape} against {self.right.kronecker_shape}")
+            raise ShapeError(
+                f"inner splits differ: {self.left.kronecker_shape} against {self.right.kronecker_shape}"
+            )
 
     @property
     def product_shape(self) -> ProductShape:
@@ -197,12 +209,16 @@ class SeparatedProduct:
     def canonical(self) -> SeparatedProduct:
         """The same product with orthogonal terms on each side (γ = 1) and equal norms of the sides."""
         left, right = self.left.canonical(), self.right.canonical()
-        sizes = norm(left.weights), norm(right.weights)  # of the sides, for their terms are orthogonal
+        sizes = (
+            norm(left.weights),
+            norm(right.weights),
+        )  # of the sides, for their terms are orthogonal
         if not min(sizes) > 0.0:
             return SeparatedProduct(left, right)
         ratio = (sizes[1] / sizes[0]) ** 0.5
         return SeparatedProduct(
-            SeparatedMatrix(left.weights * ratio, left.factors), SeparatedMatrix(right.weights / ratio, right.factors)
+            SeparatedMatrix(left.weights * ratio, left.factors),
+            SeparatedMatrix(right.weights / ratio, right.factors),
         )
 
     def round_to(self, storage: str) -> SeparatedProduct:
@@ -240,5 +256,6 @@ def low_rank_product(left: Array, right: Array) -> SeparatedProduct:
     ((6, 4), (1, 1), True)
     """
     return SeparatedProduct(
-        SeparatedMatrix.from_factors((left[None, :, :],)), SeparatedMatrix.from_factors((right[None, :, :],))
+        SeparatedMatrix.from_factors((left[None, :, :],)),
+        SeparatedMatrix.from_factors((right[None, :, :],)),
     )

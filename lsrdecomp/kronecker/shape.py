@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import ShapeError, unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 
 def divisors(n: int) -> tuple[int, ...]:
@@ -93,7 +95,9 @@ class KroneckerShape:
         try:
             factors = tuple((_size(m), _size(n)) for m, n in self.factors)
         except (TypeError, ValueError) as error:
-            raise ShapeError(f"factors must be pairs of positive integers, got {self.factors!r}") from error
+            raise ShapeError(
+                f"factors must be pairs of positive integers, got {self.factors!r}"
+            ) from error
         if not factors:
             raise ShapeError("a Kronecker shape needs at least one factor")
         object.__setattr__(self, "factors", factors)
@@ -110,7 +114,9 @@ class KroneckerShape:
     @classmethod
     def balanced(cls, matrix_shape: tuple[int, int], order: int = 2) -> KroneckerShape:
         """The most even split of both sides into ``order`` factors."""
-        return cls.of(balanced_split(matrix_shape[0], order), balanced_split(matrix_shape[1], order))
+        return cls.of(
+            balanced_split(matrix_shape[0], order), balanced_split(matrix_shape[1], order)
+        )
 
     @classmethod
     def parse(cls, value: Any, words: Sequence[str] = ()) -> KroneckerShape:
@@ -120,7 +126,8 @@ class KroneckerShape:
         ----------
         value : KroneckerShape, sequence of pairs, or str
         words : sequence of str
-            Other words that the caller understands; a text without sizes is refused with the nearest of them.
+            Other words that the caller understands; a text without sizes is refused with the
+            nearest of them.
 
         >>> str(KroneckerShape.parse("16x16, 8x8")), str(KroneckerShape.parse(((4, 4), (2, 2))))
         ('16×16 ⊗ 8×8', '4×4 ⊗ 2×2')
@@ -129,12 +136,17 @@ class KroneckerShape:
             return value
         if isinstance(value, str):
             if words and not any(letter.isdecimal() for letter in value):
-                raise ShapeError(f"shape: no word {unknown(value, words)}; or sizes such as '16x16, 8x8'")
+                raise ShapeError(
+                    f"shape: no word {unknown(value, words)}; or sizes such as '16x16, 8x8'"
+                )
             pairs = [
-                re.fullmatch(r"\(?\s*(\d+)\s*[x×X*]\s*(\d+)\s*\)?", part.strip()) for part in re.split("[,;⊗]", value)
+                re.fullmatch(r"\(?\s*(\d+)\s*[x×X*]\s*(\d+)\s*\)?", part.strip())
+                for part in re.split("[,;⊗]", value)
             ]
             if not all(pairs):
-                raise ShapeError(f"shape: sizes are written '16x16, 8x8', one pair a factor, got {value!r}")
+                raise ShapeError(
+                    f"shape: sizes are written '16x16, 8x8', one pair a factor, got {value!r}"
+                )
             return cls(tuple((int(pair[1]), int(pair[2])) for pair in pairs if pair))
         try:
             return cls(tuple((m, n) for m, n in value))
@@ -181,7 +193,11 @@ class KroneckerShape:
     def essential(self) -> KroneckerShape:
         """The shape of the `essential_factors` alone."""
         kept = self.essential_factors
-        return self if len(kept) == self.order else KroneckerShape(tuple(self.factors[i] for i in kept))
+        return (
+            self
+            if len(kept) == self.order
+            else KroneckerShape(tuple(self.factors[i] for i in kept))
+        )
 
     @property
     def transposed(self) -> KroneckerShape:
@@ -197,11 +213,18 @@ class KroneckerShape:
             return
         if len(matrix_shape) != 2:
             raise ShapeError(f"{name}: expected two dimensions, got shape {tuple(matrix_shape)}")
-        for side, sizes, length in (("rows", self.rows, matrix_shape[0]), ("columns", self.columns, matrix_shape[1])):
+        for side, sizes, length in (
+            ("rows", self.rows, matrix_shape[0]),
+            ("columns", self.columns, matrix_shape[1]),
+        ):
             if math.prod(sizes) != length:
                 product = " x ".join(map(str, sizes))
-                hint = f"\nSizes that divide {length}: {_some(divisors(length))}" if length > 0 else ""
-                raise ShapeError(f"{name}: {product} = {math.prod(sizes)} {side}, but the matrix has {length}.{hint}")
+                hint = (
+                    f"\nSizes that divide {length}: {_some(divisors(length))}" if length > 0 else ""
+                )
+                raise ShapeError(
+                    f"{name}: {product} = {math.prod(sizes)} {side}, but the matrix has {length}.{hint}"
+                )
 
     def __str__(self) -> str:
         return " ⊗ ".join(f"{m}×{n}" for m, n in self.factors)
@@ -224,13 +247,19 @@ class ProductShape:
         for name in ("out", "inner", "into"):
             object.__setattr__(self, name, tuple(_size(q) for q in getattr(self, name)))
         if not len(self.out) == len(self.inner) == len(self.into) > 0:
-            raise ShapeError(f"out {self.out}, inner {self.inner} and into {self.into} must have equally many sizes")
+            raise ShapeError(
+                f"out {self.out}, inner {self.inner} and into {self.into} must have equally many sizes"
+            )
 
     @classmethod
     def balanced(cls, matrix_shape: tuple[int, int], inner: Sequence[int]) -> ProductShape:
         """The most even split of both sides around a given split of the inner rank."""
         order = len(inner)
-        return cls(balanced_split(matrix_shape[0], order), tuple(inner), balanced_split(matrix_shape[1], order))
+        return cls(
+            balanced_split(matrix_shape[0], order),
+            tuple(inner),
+            balanced_split(matrix_shape[1], order),
+        )
 
     @classmethod
     def low_rank(cls, matrix_shape: tuple[int, int], rank: int) -> ProductShape:
@@ -261,7 +290,9 @@ class ProductShape:
 
     def parameters(self, left_rank: int, right_rank: int | None = None) -> int:
         """Numbers in all factors, for separation ranks of the two sides (equal if one is given)."""
-        return self.left.parameters(left_rank) + self.right.parameters(left_rank if right_rank is None else right_rank)
+        return self.left.parameters(left_rank) + self.right.parameters(
+            left_rank if right_rank is None else right_rank
+        )
 
     def __str__(self) -> str:
         return f"({self.left})({self.right})"

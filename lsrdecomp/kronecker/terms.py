@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -26,7 +25,11 @@ from lsrdecomp.arrays import (
 )
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.rearrange import factor_shape, khatri_rao, sum_of_kroneckers
-from lsrdecomp.kronecker.shape import KroneckerShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lsrdecomp.kronecker.shape import KroneckerShape
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -64,7 +67,11 @@ class Terms:
         factors = alike(*(as_floating(f, f"factor {i}") for i, f in enumerate(factors, 1)))
         factor_shape(factors)
         xp = namespace(*factors)
-        if weights is not None and is_complex(as_floating(weights, "weights")) and not is_complex(factors[0]):
+        if (
+            weights is not None
+            and is_complex(as_floating(weights, "weights"))
+            and not is_complex(factors[0])
+        ):
             factors = [xp.astype(f, xp.result_type(f.dtype, xp.complex64)) for f in factors]
         units, scale, exponent = [], None, np.zeros(factors[0].shape[0], dtype=np.int64)
         for i, factor in enumerate(factors, 1):
@@ -84,7 +91,9 @@ class Terms:
             scale, exponent = scale * size, exponent + power
         scale = _times_power(scale, exponent)
         if not bool(xp.all(xp.isfinite(scale))):
-            raise PrecisionError("the product of the norms of a term's factors exceeds the largest number of its type")
+            raise PrecisionError(
+                "the product of the norms of a term's factors exceeds the largest number of its type"
+            )
         sizes = to_numpy(scale)
         positive = [int(k) for k in np.argsort(-sizes, kind="stable") if sizes[k] > 0.0]
         if positive == list(range(int(scale.shape[0]))):
@@ -133,7 +142,8 @@ class Terms:
     def condition(self) -> float:
         """γ = (Σλ²)^½ / ‖M̂‖_F: how much larger the terms are than their sum [1]_. One for orthogonal terms.
 
-        .. [1] G. Beylkin and M. J. Mohlenkamp, SIAM J. Sci. Comput. 26 (2005), eq. (3.11). doi:10.1137/040604959
+        .. [1] G. Beylkin and M. J. Mohlenkamp, SIAM J. Sci. Comput. 26 (2005), eq. (3.11).
+               doi:10.1137/040604959
         """
         if self.separation_rank == 0:
             return 1.0
@@ -141,7 +151,9 @@ class Terms:
 
     def in_double(self) -> Self:
         """The same terms in float64 or complex128."""
-        return self._of(as_double(self.weights), tuple(alike(*(as_double(f) for f in self.factors))))
+        return self._of(
+            as_double(self.weights), tuple(alike(*(as_double(f) for f in self.factors)))
+        )
 
     def to_matrix(self) -> Array:
         """The matrix, formed; shape (rows, columns)."""
@@ -156,7 +168,9 @@ class Terms:
             a, b = alike(f, g)
             paired = operation(a[:, None, :, :], b[None, :, :, :])
             factors.append(xp.reshape(paired, (s * t, *paired.shape[2:])))
-        return self.from_factors(factors, xp.reshape(self.weights[:, None] * other.weights[None, :], (s * t,)))
+        return self.from_factors(
+            factors, xp.reshape(self.weights[:, None] * other.weights[None, :], (s * t,))
+        )
 
     def _weights(self) -> Array:
         xp = namespace(*self.factors)
@@ -165,7 +179,10 @@ class Terms:
     def _columns(self) -> list[Array]:
         """Each stack of factors as a matrix (m_i·n_i, s)."""
         xp = namespace(*self.factors)
-        return [xp.matrix_transpose(xp.reshape(f, (f.shape[0], f.shape[1] * f.shape[2]))) for f in self.factors]
+        return [
+            xp.matrix_transpose(xp.reshape(f, (f.shape[0], f.shape[1] * f.shape[2])))
+            for f in self.factors
+        ]
 
     def _core(self) -> Array:
         """A matrix C, at most s × s, with ‖C λ‖ = ‖M̂‖_F: R factors folded together one Kronecker factor at a time."""

@@ -18,8 +18,8 @@ Structures
 Gaussian processes on grids
     `log_marginal_likelihood`, with its gradient
 
-Records are `LinearSolution`, `ApproximateInverse`, `GridLikelihood`, `Eigen`, `Svd`. `lsrdecomp.recompress` finds fewer
-terms for a sum or product that has too many.
+Records are `LinearSolution`, `ApproximateInverse`, `GridLikelihood`, `Eigen`, `Svd`.
+`lsrdecomp.recompress` finds fewer terms for a sum or product that has too many.
 """
 
 import lazy_loader

@@ -1,27 +1,33 @@
 """Sums whose factors are diagonal in common bases: A = U diag(v) Uᴴ with U = ⊗ U_i, from m_i × m_i problems only.
 
-Kronecker sums A ⊗ I + I ⊗ B for any number of factors, finite elements K ⊗ M + M ⊗ K, a covariance plus noise, and any
-A₁ ⊗ B₁ + A₂ ⊗ B₂ of Hermitian factors, one of each pair definite, are of this kind.
+Kronecker sums A ⊗ I + I ⊗ B for any number of factors, finite elements K ⊗ M + M ⊗ K, a covariance
+plus noise, and any A₁ ⊗ B₁ + A₂ ⊗ B₂ of Hermitian factors, one of each pair definite, are of this
+kind.
 
-Source: R. E. Lynch, J. R. Rice and D. H. Thomas, Direct solution of partial difference equations by tensor product
-methods, Numer. Math. 6 (1964). doi:10.1007/BF01386067
+Source: R. E. Lynch, J. R. Rice and D. H. Thomas, Direct solution of partial difference equations by
+tensor product methods, Numer. Math. 6 (1964). doi:10.1007/BF01386067
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.errors import MatrixError
 from lsrdecomp.kronecker.rearrange import apply_sum_of_kroneckers
-from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.operators.single import deviation
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lsrdecomp.kronecker.separated import SeparatedMatrix
+
 ALLOWED = 1e-13
-"""Off-diagonal rest of a factor of norm one in the common basis, per row, that counts as rounding."""
+"""Off-diagonal rest of a factor of norm one in the common basis, per row, that counts as
+rounding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +104,9 @@ def diagonalize(matrix: SeparatedMatrix, *, unitary: bool = False) -> Diagonaliz
 
 def along(factors: tuple[np.ndarray, ...], x: np.ndarray) -> np.ndarray:
     """(⊗ F_i) x for x of shape (n,) or (n, b): one product of matrices a factor."""
-    return np.asarray(apply_sum_of_kroneckers([factor[None] for factor in factors], None, np.asarray(x)))
+    return np.asarray(
+        apply_sum_of_kroneckers([factor[None] for factor in factors], None, np.asarray(x))
+    )
 
 
 def _common_basis(stack: np.ndarray, unitary: bool) -> tuple[np.ndarray, np.ndarray, bool] | None:
@@ -108,8 +116,8 @@ def _common_basis(stack: np.ndarray, unitary: bool) -> tuple[np.ndarray, np.ndar
     m = stack.shape[1]
     if max(deviation(f) for f in stack) > ALLOWED * m:
         return None
-    # Basis 1: eigenvectors of a random combination of the terms serve all of them if any basis does, for what one term
-    # leaves open, equal eigenvalues, others decide.
+    # Basis 1: eigenvectors of a random combination of the terms serve all of them if any basis
+    # does, for what one term leaves open, equal eigenvalues, others decide.
     stack = 0.5 * (stack + stack.conj().transpose(0, 2, 1))
     mixed = np.random.default_rng(0).uniform(0.5, 1.5, (2, len(stack)))
     for mass in _masses(stack, unitary):

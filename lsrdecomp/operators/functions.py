@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lsrdecomp.arrays import Array, as_double, as_floating, is_complex, like, to_numpy
-from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.operators.diagonal import along, diagonalize
 from lsrdecomp.operators.host import check_sides, detached, host, wide
+
+if TYPE_CHECKING:
+    from lsrdecomp.kronecker.separated import SeparatedMatrix
 
 
 def expm_multiply(matrix: SeparatedMatrix, x: Any, t: complex = 1.0) -> Array:
     """exp(t A) x, never forming A.
 
-    Kronecker sums by exp(A ⊕ B) = exp(A) ⊗ exp(B), commuting Hermitian factors by their eigenvalues, other sums by
-    ``scipy.sparse.linalg.expm_multiply``, whose error is of the size of rounding as well.
+    Kronecker sums by exp(A ⊕ B) = exp(A) ⊗ exp(B), commuting Hermitian factors by their
+    eigenvalues, other sums by ``scipy.sparse.linalg.expm_multiply``, whose error is of the size of
+    rounding as well.
 
     Parameters
     ----------
@@ -61,7 +64,9 @@ def expm_multiply(matrix: SeparatedMatrix, x: Any, t: complex = 1.0) -> Array:
         image = flat.apply(np.exp(t * flat.values), values)
     else:
         operator = terms.to_linear_operator() * t
-        trace = complex(terms.trace()) * t if is_complex(terms.factors[0]) else float(terms.trace()) * t
+        trace = (
+            complex(terms.trace()) * t if is_complex(terms.factors[0]) else float(terms.trace()) * t
+        )
         image = scipy.sparse.linalg.expm_multiply(operator, values, traceA=trace)
     return like(image, wide(x, 1j * matrix if np.iscomplexobj(t) else matrix))
 
@@ -82,5 +87,7 @@ def _kronecker_sum(matrix: SeparatedMatrix) -> list[np.ndarray] | None:
             else:
                 return None
         term = np.eye(sizes[0]) if index is None else matrix.factors[index][k]
-        parts[index or 0] = parts[index or 0] + (scale if np.iscomplexobj(parts[0]) else scale.real) * term
+        parts[index or 0] = (
+            parts[index or 0] + (scale if np.iscomplexobj(parts[0]) else scale.real) * term
+        )
     return parts

@@ -1,20 +1,23 @@
 """Gaussian process on a grid: the marginal likelihood of K₁ ⊗ … ⊗ K_d + σ² I and its gradient, exact by eigenvalues.
 
-Source: Y. Saatçi, Scalable inference for structured Gaussian process models, PhD thesis, Cambridge (2011), ch. 5.
+Source: Y. Saatçi, Scalable inference for structured Gaussian process models, PhD thesis, Cambridge
+(2011), ch. 5.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lsrdecomp.errors import MatrixError, ShapeError
 from lsrdecomp.operators.diagonal import along
 from lsrdecomp.operators.single import outer, require_hermitian
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,9 @@ class GridLikelihood:
     """
 
     value: float  # −½ yᵀ(K + σ²I)⁻¹y − ½ log det(K + σ²I) − ½ n log 2π
-    covariance_gradients: tuple[np.ndarray, ...]  # ∂ value / ∂ K_i, symmetric; chain with ∂K_i/∂θ by Σ G ∘ ∂K
+    covariance_gradients: tuple[
+        np.ndarray, ...
+    ]  # ∂ value / ∂ K_i, symmetric; chain with ∂K_i/∂θ by Σ G ∘ ∂K
     noise_gradient: float  # ∂ value / ∂ σ²
     weights: np.ndarray  # α = (K + σ²I)⁻¹ y: predictions are K(∗, grid) α
 
@@ -74,25 +79,37 @@ def log_marginal_likelihood(covariances: Sequence[Any], noise: float, y: Any) ->
             raise ShapeError(f"covariance {i} must be square, it has shape {part.shape}")
         require_hermitian(part, f"covariance {i}")
     if values.size != math.prod(sizes):
-        raise ShapeError(f"{values.size:,} observations on a grid of {sizes}, which has {math.prod(sizes):,} points")
+        raise ShapeError(
+            f"{values.size:,} observations on a grid of {sizes}, which has {math.prod(sizes):,} points"
+        )
     if not (math.isfinite(noise) and noise > 0.0):
         raise MatrixError(f"the variance of the noise must be positive, got {noise}")
-    # Likelihood 1: the eigenvalues of the sum are all products of those of the factors, and the noise.
+    # Likelihood 1: the eigenvalues of the sum are all products of those of the factors, and the
+    # noise.
     spectra = [np.linalg.eigh(part) for part in parts]
     eigen, vectors = [pair[0] for pair in spectra], tuple(pair[1] for pair in spectra)
     total = np.asarray(outer(eigen)) + noise
     if total.min() <= 0.0:
-        raise MatrixError(f"the covariance with noise {noise:.3g} is not positive definite: {total.min():.3g}")
+        raise MatrixError(
+            f"the covariance with noise {noise:.3g} is not positive definite: {total.min():.3g}"
+        )
     # Likelihood 2: α = (K + σ²I)⁻¹ y and the value, in the common eigenvectors.
     turned = along(tuple(v.T for v in vectors), values)
     weighted = turned / total
     alpha = along(vectors, weighted)
-    value = -0.5 * (float(turned @ weighted) + float(np.sum(np.log(total))) + values.size * math.log(2.0 * math.pi))
-    # Likelihood 3: along K_i the gradient is ½ (α αᵀ − (K + σ²I)⁻¹) contracted with the other factors.
+    value = -0.5 * (
+        float(turned @ weighted)
+        + float(np.sum(np.log(total)))
+        + values.size * math.log(2.0 * math.pi)
+    )
+    # Likelihood 3: along K_i the gradient is ½ (α αᵀ − (K + σ²I)⁻¹) contracted with the other
+    # factors.
     inverse = (1.0 / total).reshape(sizes)
     gradients = []
     for i, (v, lam) in enumerate(zip(vectors, eigen, strict=True)):
-        rest = np.asarray(outer([np.ones_like(lam) if j == i else e for j, e in enumerate(eigen)])).reshape(sizes)
+        rest = np.asarray(
+            outer([np.ones_like(lam) if j == i else e for j, e in enumerate(eigen)])
+        ).reshape(sizes)
         axes = tuple(j for j in range(len(parts)) if j != i)
         spread = np.sum(inverse * rest, axis=axes)  # diagonal of V_iᵀ (∂ log det / ∂ K_i) V_i
         state = weighted.reshape(sizes)

@@ -11,7 +11,9 @@ def check_separated(matrix: SeparatedMatrix) -> SeparatedMatrix:
     """The matrix; `MatrixError` for an array or sparse matrix, which is to be decomposed first."""
     if not isinstance(matrix, SeparatedMatrix):
         words = "make one of it by lsrdecomp.decompose(matrix, shape, rtol=1e-12)"
-        raise MatrixError(f"expected a sum of Kronecker products, got a {type(matrix).__name__}: {words}")
+        raise MatrixError(
+            f"expected a sum of Kronecker products, got a {type(matrix).__name__}: {words}"
+        )
     return matrix
 
 
@@ -19,7 +21,9 @@ def check_sides(matrix: SeparatedMatrix, b: Array) -> None:
     """Raise `ShapeError` unless a square matrix and a right-hand side fit."""
     rows, columns = check_separated(matrix).shape
     if rows != columns:
-        raise ShapeError(f"a {rows}×{columns} matrix: solving needs a square one; SciPy's lsmr takes it as it is")
+        raise ShapeError(
+            f"a {rows}×{columns} matrix: solving needs a square one; SciPy's lsmr takes it as it is"
+        )
     if b.ndim not in (1, 2) or b.shape[0] != rows:
         raise ShapeError(f"b has shape {tuple(b.shape)}, the matrix {rows}×{columns}")
     finite_norm(b, "b")  # refuses entries that are not finite
@@ -35,7 +39,9 @@ def host(matrix: SeparatedMatrix) -> SeparatedMatrix:
 def detached(array: Array) -> Array:
     """The array, unless it requires a gradient, which would be lost."""
     if getattr(array, "requires_grad", False):
-        raise MatrixError("gradients are followed through one term only; detach the tensors of this sum first")
+        raise MatrixError(
+            "gradients are followed through one term only; detach the tensors of this sum first"
+        )
     return array
 
 

@@ -1,14 +1,14 @@
 """An inverse of few Kronecker terms: alternating least squares on ‖I − A X‖_F, every step exact, so it never rises.
 
-Source: Y. Voet, Preconditioning techniques for generalized Sylvester matrix equations, 2023. arXiv:2307.07884
+Source: Y. Voet, Preconditioning techniques for generalized Sylvester matrix equations, 2023.
+arXiv:2307.07884
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.operators.preconditioners import nearest_kronecker
 from lsrdecomp.operators.single import inv
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 EXACT = 1e-10
 """Relative error within which a matrix that is not separated yet is written as terms first."""
@@ -40,7 +43,9 @@ class ApproximateInverse:
 
     approximation: SeparatedMatrix  # X
     residual: float  # ‖I − A X‖_F / ‖I‖_F, measured; below one it is better than nothing
-    residuals: tuple[float, ...]  # the same after each sweep, from the normal equations; never rising
+    residuals: tuple[
+        float, ...
+    ]  # the same after each sweep, from the normal equations; never rising
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -105,8 +110,9 @@ def approximate_inverse(
 
     Notes
     -----
-    A sweep solves, for each factor, rank·m_i equations for m_i right-hand sides: (rank·m_i)³/3 + rank²·s²·m_i²
-    operations. The inverse of a symmetric matrix comes out symmetric up to the residual only: use it with GMRES.
+    A sweep solves, for each factor, rank·m_i equations for m_i right-hand sides: (rank·m_i)³/3 +
+    rank²·s²·m_i² operations. The inverse of a symmetric matrix comes out symmetric up to the
+    residual only: use it with GMRES.
 
     Examples
     --------
@@ -120,7 +126,8 @@ def approximate_inverse(
 
     References
     ----------
-    .. [1] Y. Voet, Preconditioning techniques for generalized Sylvester matrix equations, 2023. arXiv:2307.07884
+    .. [1] Y. Voet, Preconditioning techniques for generalized Sylvester matrix equations, 2023.
+           arXiv:2307.07884
     """
     a = _separated(matrix, shape)
     if any(m != n for m, n in a.kronecker_shape.factors):
@@ -129,7 +136,8 @@ def approximate_inverse(
         raise MatrixError("the matrix is zero: it has no inverse")
     if isinstance(rank, bool) or rank != int(rank) or rank < 1:
         raise ShapeError(f"a separation rank is a positive integer, got {rank}")
-    # Step 1: terms of A with weights folded in, and the products A_tᴴ A_u of each factor, which stay.
+    # Step 1: terms of A with weights folded in, and the products A_tᴴ A_u of each factor, which
+    # stay.
     factors = [np.asarray(f) for f in a.folded()]
     crossed = [np.einsum("tba,ubc->tuac", f.conj(), f, optimize=True) for f in factors]
     # Step 2: a start in the algebra that the factors of A span.
@@ -150,9 +158,12 @@ def approximate_inverse(
             on_sweep(sweep, now)
         if len(history) > 1 and history[-2] - now <= rtol * history[-2]:
             break
-    # Step 4: ‖I − A X‖ from QR factors, for the normal equations lose half the digits of a small one.
+    # Step 4: ‖I − A X‖ from QR factors, for the normal equations lose half the digits of a small
+    # one.
     inverse = SeparatedMatrix.from_factors(best)
-    eye = SeparatedMatrix.from_factors([np.eye(m, dtype=factors[0].dtype)[None] for m in a.kronecker_shape.rows])
+    eye = SeparatedMatrix.from_factors(
+        [np.eye(m, dtype=factors[0].dtype)[None] for m in a.kronecker_shape.rows]
+    )
     measured = (eye - a @ inverse).norm / math.sqrt(a.shape[0])
     return ApproximateInverse(inverse, measured, tuple(history))
 
@@ -174,7 +185,10 @@ def _block(
         gram = gram * (flat.conj() @ flat.T).reshape(len(stack), r, len(stack), r)
         traces = traces * np.einsum("tkaa->tk", images).conj()
     if isinstance(gram, float):  # a single factor
-        gram, traces = np.ones((len(factors[i]), r, len(factors[i]), r)), np.ones((len(factors[i]), r))
+        gram, traces = (
+            np.ones((len(factors[i]), r, len(factors[i]), r)),
+            np.ones((len(factors[i]), r)),
+        )
     normal = np.einsum("tkul,tuac->kalc", gram, crossed[i], optimize=True).reshape(r * m, r * m)
     right = np.einsum("tk,tba->kab", traces, factors[i].conj(), optimize=True).reshape(r * m, m)
     size = float(np.trace(normal).real) / (r * m)
@@ -214,7 +228,9 @@ def _balance(stacks: list[np.ndarray]) -> None:
         f *= (mean / np.maximum(size, 1e-300))[:, None, None]
 
 
-def _separated(matrix: Any, shape: KroneckerShape | Sequence[Sequence[int]] | str | None) -> SeparatedMatrix:
+def _separated(
+    matrix: Any, shape: KroneckerShape | Sequence[Sequence[int]] | str | None
+) -> SeparatedMatrix:
     shape = None if shape is None else KroneckerShape.parse(shape)
     if isinstance(matrix, SeparatedMatrix) and shape in (None, matrix.kronecker_shape):
         separated = matrix

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lsrdecomp.arrays import is_complex
 from lsrdecomp.errors import LsrError
-from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.operators.preconditioners import nearest_kronecker
 from lsrdecomp.operators.single import deviation, inv
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lsrdecomp.kronecker.separated import SeparatedMatrix
 
 RESTART = 60
 """Vectors that GMRES keeps."""
@@ -31,7 +34,9 @@ def krylov(
 
     chosen = choose(matrix) if method in ("auto", "exact") else method
     norm = matrix.norm or 1.0
-    matrix = matrix * (1.0 / norm)  # SciPy's MINRES compares with absolute numbers: at 1e-14 it gives up
+    matrix = matrix * (
+        1.0 / norm
+    )  # SciPy's MINRES compares with absolute numbers: at 1e-14 it gives up
     if isinstance(preconditioner, str) and preconditioner == "auto":
         preconditioner = automatic(matrix, chosen)
     elif preconditioner is not None:
@@ -46,7 +51,9 @@ def krylov(
             on_iteration(count)
         return np.asarray(operator @ x)
 
-    counted = sparse.LinearOperator(matrix.shape, matvec=product, dtype=np.result_type(operator.dtype, b.dtype))
+    counted = sparse.LinearOperator(
+        matrix.shape, matvec=product, dtype=np.result_type(operator.dtype, b.dtype)
+    )
     columns, worst = [], 0
     used = lambda: count  # noqa: E731
     for column in b.reshape(len(b), -1).T:
@@ -61,7 +68,9 @@ def choose(matrix: SeparatedMatrix) -> str:
     if (matrix - matrix.mH).norm > 1e-14 * max(matrix.norm, float(np.sum(matrix.weights))):
         return "gmres"
     if all(deviation(f) <= 1e-14 * len(f) for stack in matrix.factors for f in stack):
-        lowest = [np.array([np.linalg.eigvalsh(f)[[0, -1]] for f in stack]) for stack in matrix.factors]
+        lowest = [
+            np.array([np.linalg.eigvalsh(f)[[0, -1]] for f in stack]) for stack in matrix.factors
+        ]
         signs = np.ones(matrix.separation_rank)
         for ends in lowest:
             semidefinite = (ends[:, 0] >= -1e-14) | (ends[:, 1] <= 1e-14)
@@ -103,12 +112,15 @@ def _column(
         if now > 0.9 * before:
             break  # rounding, or a matrix the method cannot serve
         before, left = now, most - count()
-        # A method stops by its own estimate, of a preconditioned residual: the true one is formed, and solved again.
+        # A method stops by its own estimate, of a preconditioned residual: the true one is formed,
+        # and solved again.
         goal = 0.5 * rtol * size / now
         if method == "gmres":
             inner = min(RESTART, left, len(b))
             cycles = max(1, left // inner)
-            step, _ = sparse.gmres(operator, rest, rtol=goal, restart=inner, maxiter=cycles, M=preconditioner)
+            step, _ = sparse.gmres(
+                operator, rest, rtol=goal, restart=inner, maxiter=cycles, M=preconditioner
+            )
         elif method == "minres":
             step, _ = sparse.minres(operator, rest, rtol=goal * 0.1, maxiter=left, M=preconditioner)
         else:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from lsrdecomp.arrays import Array, as_double, as_floating, is_complex, like, norm, to_numpy
 from lsrdecomp.errors import BudgetError, ConvergenceError, MatrixError
-from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.operators.diagonal import diagonalize
 from lsrdecomp.operators.host import check_sides, detached, host, wide
 from lsrdecomp.operators.krylov import krylov
 from lsrdecomp.operators.single import solve_single
 from lsrdecomp.operators.triangular import triangularize
 from lsrdecomp.precision import tolerance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lsrdecomp.kronecker.separated import SeparatedMatrix
 
 Method = Literal["auto", "exact", "cg", "minres", "gmres"]
 
@@ -38,7 +41,9 @@ class LinearSolution:
 
     x: Array  # like b
     relative_residual: float  # ‖b − A x‖ / ‖b‖, measured afresh; of the worst column
-    backward_error: float  # ‖b − A x‖ / (‖A‖‖x‖ + ‖b‖), Frobenius: at rounding level no method can do better
+    backward_error: (
+        float  # ‖b − A x‖ / (‖A‖‖x‖ + ‖b‖), Frobenius: at rounding level no method can do better
+    )
     method: str  # "factors", "diagonal", "triangular", "cg", "minres" or "gmres"
     iterations: int  # products with A in the Krylov method; 0 for the exact ones
     rtol: float
@@ -47,7 +52,8 @@ class LinearSolution:
     def converged(self) -> bool:
         """Whether the residual met ``rtol``, or rounding."""
         return self.relative_residual <= self.rtol or (
-            not self.iterations and self.backward_error <= tolerance(self.x.dtype, int(self.x.shape[0]))
+            not self.iterations
+            and self.backward_error <= tolerance(self.x.dtype, int(self.x.shape[0]))
         )
 
     def __str__(self) -> str:
@@ -70,27 +76,29 @@ def solve(
 ) -> LinearSolution:
     """Solve A x = b without forming A.
 
-    One term is solved by its factors. Sums of Hermitian factors with common bases (Kronecker sums of any number of
-    factors, finite elements on tensor grids, covariance plus noise) go by `diagonalize`, any other Kronecker sum and
-    any two terms by `triangularize`, everything else by SciPy: CG (Hermitian and positive by its factors), MINRES
-    (real symmetric) or GMRES.
+    One term is solved by its factors. Sums of Hermitian factors with common bases (Kronecker sums
+    of any number of factors, finite elements on tensor grids, covariance plus noise) go by
+    `diagonalize`, any other Kronecker sum and any two terms by `triangularize`, everything else by
+    SciPy: CG (Hermitian and positive by its factors), MINRES (real symmetric) or GMRES.
 
     Parameters
     ----------
     matrix : SeparatedMatrix, shape (n, n)
     b : array, shape (n,) or (n, k)
-        Of the library of the factors. On torch tensors one term is differentiable; other sums refuse tensors that
-        require a gradient.
+        Of the library of the factors. On torch tensors one term is differentiable; other sums
+        refuse tensors that require a gradient.
     rtol : float
         Goal for ‖b − A x‖ / ‖b‖ of each column of an iterative method.
     method : str
         ``"exact"`` refuses to iterate.
     preconditioner : "auto", None, or anything SciPy takes as ``M``
-        An approximation of the inverse, such as `approximate_inverse` gives. ``"auto"`` inverts `nearest_kronecker`.
+        An approximation of the inverse, such as `approximate_inverse` gives. ``"auto"`` inverts
+        `nearest_kronecker`.
     max_iterations : int
         For each column.
     throw : bool
-        Raise where the goal is not met. Else that is a `RuntimeWarning`, and ``converged`` of the record is False.
+        Raise where the goal is not met. Else that is a `RuntimeWarning`, and ``converged`` of the
+        record is False.
     on_iteration : callable, optional
         Called with the number of products with A so far.
 
@@ -103,13 +111,15 @@ def solve(
     MatrixError
         For a matrix that is singular to working precision, where an exact method finds it.
     ConvergenceError
-        With ``throw`` where the goal is not met; ``record`` is the `LinearSolution` that was reached.
+        With ``throw`` where the goal is not met; ``record`` is the `LinearSolution` that was
+        reached.
     ShapeError
         If the matrix is not square or ``b`` does not fit.
 
     Notes
     -----
-    One term costs Σ m_i³ + n·Σ m_i, the diagonal form more m_i³, the triangular one s·n·Σ m_i in m_1⋯m_{d−1} steps.
+    One term costs Σ m_i³ + n·Σ m_i, the diagonal form more m_i³, the triangular one s·n·Σ m_i in
+    m_1⋯m_{d−1} steps.
 
     Examples
     --------
@@ -158,7 +168,13 @@ def _by_common_bases(matrix: SeparatedMatrix, b: np.ndarray) -> tuple[np.ndarray
 
 
 def _finish(
-    matrix: SeparatedMatrix, b: Array, x: Array, method: str, iterations: int, rtol: float, throw: bool
+    matrix: SeparatedMatrix,
+    b: Array,
+    x: Array,
+    method: str,
+    iterations: int,
+    rtol: float,
+    throw: bool,
 ) -> LinearSolution:
     right, solution, rest = (to_numpy(q).reshape(q.shape[0], -1) for q in (b, x, b - matrix @ x))
     sizes = [np.linalg.norm(q.astype(complex), axis=0) for q in (rest, right)]
@@ -166,7 +182,9 @@ def _finish(
     if not math.isfinite(relative):
         relative = math.inf
     total = matrix.to_numpy().norm * norm(solution) + norm(right)
-    record = LinearSolution(x, relative, norm(rest) / total if total else 0.0, method, iterations, rtol)
+    record = LinearSolution(
+        x, relative, norm(rest) / total if total else 0.0, method, iterations, rtol
+    )
     if not record.converged:
         text = f"{record}; allow more iterations, pass a better preconditioner (approximate_inverse) or loosen rtol"
         if throw:

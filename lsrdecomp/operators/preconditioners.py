@@ -1,16 +1,16 @@
 """The nearest single Kronecker product: of a matrix, or of a sum over samples that is never formed; positive if it is.
 
-For a positive semidefinite A the nearest B ⊗ C has positive semidefinite factors (theorem 5.8): a contraction of A
-with such a factor is one again, so the iterations here never leave them; rounding is cut off at the end.
+For a positive semidefinite A the nearest B ⊗ C has positive semidefinite factors (theorem 5.8): a
+contraction of A with such a factor is one again, so the iterations here never leave them; rounding
+is cut off at the end.
 
-Source: C. F. Van Loan and N. Pitsianis, Approximation with Kronecker products, in Linear Algebra for Large Scale and
-Real-Time Applications, 1993. doi:10.1007/978-94-015-8196-7_17
+Source: C. F. Van Loan and N. Pitsianis, Approximation with Kronecker products, in Linear Algebra
+for Large Scale and Real-Time Applications, 1993. doi:10.1007/978-94-015-8196-7_17
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,6 +32,9 @@ from lsrdecomp.operators.host import host
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.targets.convert import as_target
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 ROUNDS = 500
 """Most rounds of an alternating iteration for one term."""
 
@@ -39,25 +42,29 @@ GAP = 1e-13
 """Change of the factors, of norm one, at which such an iteration on a matrix ends."""
 
 
-def nearest_kronecker(matrix: Any, shape: KroneckerShape | Sequence[Sequence[int]] | str) -> SeparatedMatrix:
+def nearest_kronecker(
+    matrix: Any, shape: KroneckerShape | Sequence[Sequence[int]] | str
+) -> SeparatedMatrix:
     """The one Kronecker product nearest to a matrix in the Frobenius norm; `inv` of it is a preconditioner.
 
     Parameters
     ----------
     matrix : array, scipy sparse matrix, SeparatedMatrix, LinearOperator or other target
     shape : KroneckerShape, sizes or text
-        Factors of the product, also as ``"2x2, 2x2"``; two, or any number for arrays and separated matrices.
+        Factors of the product, also as ``"2x2, 2x2"``; two, or any number for arrays and separated
+        matrices.
 
     Returns
     -------
     SeparatedMatrix
-        One term; usable wherever SciPy takes a ``LinearOperator``. For a Hermitian positive semidefinite matrix every
-        factor is one, with eigenvalues below rounding raised to it.
+        One term; usable wherever SciPy takes a ``LinearOperator``. For a Hermitian positive
+        semidefinite matrix every factor is one, with eigenvalues below rounding raised to it.
 
     Raises
     ------
     MatrixError
-        For the zero matrix; for a sum of three and more factors that requires a gradient, which is not followed.
+        For the zero matrix; for a sum of three and more factors that requires a gradient, which is
+        not followed.
 
     Examples
     --------
@@ -72,7 +79,9 @@ def nearest_kronecker(matrix: Any, shape: KroneckerShape | Sequence[Sequence[int
         nearest = matrix.canonical().truncate(1) if matrix.order == 2 else _nearest_term(matrix)
     elif shape.order == 2:
         target = as_target(matrix)
-        nearest = _polished(target.rearranged(shape), decompose(target, shape, rank=1).approximation, shape)
+        nearest = _polished(
+            target.rearranged(shape), decompose(target, shape, rank=1).approximation, shape
+        )
     else:
         nearest = decompose(matrix, shape, rank=1).approximation
     if nearest.separation_rank == 0:
@@ -87,7 +96,9 @@ def _nearest_term(matrix: SeparatedMatrix) -> SeparatedMatrix:
     if by_als.separation_rank:
         starts.append([stack[0] for stack in by_als.factors])
     # Of projections of one matrix the longer is the nearer.
-    return max((_power(matrix, start) for start in starts), key=lambda nearest: norm(nearest.weights))
+    return max(
+        (_power(matrix, start) for start in starts), key=lambda nearest: norm(nearest.weights)
+    )
 
 
 def _power(matrix: SeparatedMatrix, start: Sequence[np.ndarray]) -> SeparatedMatrix:
@@ -96,7 +107,8 @@ def _power(matrix: SeparatedMatrix, start: Sequence[np.ndarray]) -> SeparatedMat
     weights = to_numpy(as_double(matrix.weights))
     now = [first.astype(stack.dtype) for first, stack in zip(start, factors, strict=True)]
     for _ in range(ROUNDS):
-        # Each factor in turn: the sum contracted with all others, which is the best one beside them.
+        # Each factor in turn: the sum contracted with all others, which is the best one beside
+        # them.
         change = 0.0
         for i, stack in enumerate(factors):
             shares = weights.astype(stack.dtype)
@@ -106,7 +118,9 @@ def _power(matrix: SeparatedMatrix, start: Sequence[np.ndarray]) -> SeparatedMat
             image = np.tensordot(shares, stack, axes=1)
             size = float(np.linalg.norm(image))
             if size == 0.0:  # orthogonal to this start: the heaviest term is one to go on from
-                return SeparatedMatrix(matrix.weights[:1], tuple(f[:1, :, :] for f in matrix.factors))
+                return SeparatedMatrix(
+                    matrix.weights[:1], tuple(f[:1, :, :] for f in matrix.factors)
+                )
             change = max(change, float(np.linalg.norm(image / size - now[i])))
             now[i] = image / size
         if change <= GAP:
@@ -114,7 +128,9 @@ def _power(matrix: SeparatedMatrix, start: Sequence[np.ndarray]) -> SeparatedMat
     xp = namespace(*matrix.factors)
     where = device(matrix.factors[0])
     made = [xp.asarray(f[None], dtype=matrix.dtype, device=where) for f in now]
-    return SeparatedMatrix.from_factors(made, xp.asarray([size], dtype=matrix.weights.dtype, device=where))
+    return SeparatedMatrix.from_factors(
+        made, xp.asarray([size], dtype=matrix.weights.dtype, device=where)
+    )
 
 
 def _polished(rearranged: Any, nearest: SeparatedMatrix, shape: KroneckerShape) -> SeparatedMatrix:
@@ -136,7 +152,9 @@ def _polished(rearranged: Any, nearest: SeparatedMatrix, shape: KroneckerShape) 
             break
     (m, n), (p, q) = shape.factors
     made = [xp.reshape(left, (1, m, n)), xp.reshape(conjugate(column), (1, p, q))]
-    return SeparatedMatrix.from_factors(made, xp.asarray([size], dtype=xp.float64, device=device(made[0])))
+    return SeparatedMatrix.from_factors(
+        made, xp.asarray([size], dtype=xp.float64, device=device(made[0]))
+    )
 
 
 def positive(term: SeparatedMatrix) -> SeparatedMatrix:
@@ -162,7 +180,8 @@ def positive(term: SeparatedMatrix) -> SeparatedMatrix:
         floor = 4.0 * mu * int(factor.shape[0]) * float(to_numpy(values)[-1])
         if smallest < floor:
             factor = sign * (
-                (vectors * xp.where(values < floor, floor * xp.ones_like(values), values)) @ adjoint(vectors)
+                (vectors * xp.where(values < floor, floor * xp.ones_like(values), values))
+                @ adjoint(vectors)
             )
             factor = 0.5 * (factor + adjoint(factor))
         signs, made = signs * sign, [*made, (sign * factor)[None, :, :]]

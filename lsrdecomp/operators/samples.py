@@ -41,12 +41,13 @@ def nearest_kronecker_of_samples(
     Raises
     ------
     ConvergenceError
-        If two different products are so equally near that the iteration does not decide between them.
+        If two different products are so equally near that the iteration does not decide between
+        them.
 
     Notes
     -----
-    A round costs 4 N (m² + p²) operations, and the memory of the samples once more. The distance falls by (σ₂/σ₁)² a
-    round, the ratio of the two leading singular values of the rearranged sum.
+    A round costs 4 N (m² + p²) operations, and the memory of the samples once more. The distance
+    falls by (σ₂/σ₁)² a round, the ratio of the two leading singular values of the rearranged sum.
 
     Examples
     --------
@@ -64,7 +65,11 @@ def nearest_kronecker_of_samples(
     require_finite(a, "a")
     require_finite(g, "g")
     xp = namespace(a, g)
-    counts = xp.ones(a.shape[0], dtype=xp.float64, device=device(a)) if weights is None else as_double(weights)
+    counts = (
+        xp.ones(a.shape[0], dtype=xp.float64, device=device(a))
+        if weights is None
+        else as_double(weights)
+    )
     if bool(xp.any(counts < 0)):
         raise MatrixError("weights of samples must not be negative")
     first = _covariance(a, counts * _form(g, None))
@@ -73,7 +78,8 @@ def nearest_kronecker_of_samples(
         raise MatrixError("all samples are zero: no Kronecker product is nearest")
     first, change = first / size, 1.0
     for _ in range(ROUNDS):
-        # Each factor in turn: the sum contracted with the other one, a covariance of weighted samples.
+        # Each factor in turn: the sum contracted with the other one, a covariance of weighted
+        # samples.
         second = _covariance(g, counts * _form(a, first))
         second = second / norm(second)
         image = _covariance(a, counts * _form(g, second))
@@ -83,7 +89,9 @@ def nearest_kronecker_of_samples(
         ratio, change, first = gap / change, gap, image / size
         if gap <= 1e-15 or (ratio < 1.0 and gap * ratio / (1.0 - ratio) <= rtol):
             return positive(
-                SeparatedMatrix.from_factors([first[None, :, :], second[None, :, :]], size * xp.ones_like(counts[:1]))
+                SeparatedMatrix.from_factors(
+                    [first[None, :, :], second[None, :, :]], size * xp.ones_like(counts[:1])
+                )
             )
     raise ConvergenceError(
         f"two Kronecker products are almost equally near: after {ROUNDS} rounds the factors still change by {gap:.3g}",

@@ -1,7 +1,7 @@
 """One Kronecker term in closed form: inverse, determinant, eigenvalues, singular values, roots, in any array library.
 
-Everything follows from the factors: cost Σ m_i³ where a formed matrix would cost Π m_i³. On torch tensors the results
-are differentiable in the factors.
+Everything follows from the factors: cost Σ m_i³ where a formed matrix would cost Π m_i³. On torch
+tensors the results are differentiable in the factors.
 
 Source: C. F. Van Loan, The ubiquitous Kronecker product, J. Comput. Appl. Math. 123
 (2000). doi:10.1016/S0377-0427(00)00393-9
@@ -71,8 +71,8 @@ def inv(matrix: SeparatedMatrix) -> SeparatedMatrix:
     Raises
     ------
     ShapeError
-        For more than one term, whose inverse is in general no short sum (`approximate_inverse` finds a near one);
-        factors that are not square.
+        For more than one term, whose inverse is in general no short sum (`approximate_inverse`
+        finds a near one); factors that are not square.
     MatrixError
         If a factor is singular to working precision; the message names it.
 
@@ -99,7 +99,8 @@ def pinv(matrix: SeparatedMatrix, *, rtol: float | None = None) -> SeparatedMatr
     matrix : SeparatedMatrix, shape (m, n)
         One term.
     rtol : float, optional
-        Relative to the largest singular value of each factor; absent, twice max(m, n) unit roundoffs.
+        Relative to the largest singular value of each factor; absent, twice max(m, n) unit
+        roundoffs.
 
     Returns
     -------
@@ -121,7 +122,10 @@ def pinv(matrix: SeparatedMatrix, *, rtol: float | None = None) -> SeparatedMatr
     factors = one_term(matrix, "a pseudo-inverse")
     xp = namespace(*factors)
     allowed = [tolerance(f.dtype, max(f.shape)) / 4.0 if rtol is None else rtol for f in factors]
-    return _of([xp.linalg.pinv(f, rtol=r) for f, r in zip(factors, allowed, strict=True)], 1.0 / matrix.weights)
+    return _of(
+        [xp.linalg.pinv(f, rtol=r) for f, r in zip(factors, allowed, strict=True)],
+        1.0 / matrix.weights,
+    )
 
 
 def slogdet_of_term(matrix: SeparatedMatrix) -> tuple[Any, Any]:
@@ -299,7 +303,10 @@ def sqrtm(matrix: SeparatedMatrix) -> SeparatedMatrix:
     for factor in positive_factors(matrix, "a square root", strictly=False):
         xp = namespace(factor)
         values, vectors = xp.linalg.eigh(factor)
-        roots.append((vectors * xp.sqrt(xp.where(values > 0, values, xp.zeros_like(values)))) @ adjoint(vectors))
+        roots.append(
+            (vectors * xp.sqrt(xp.where(values > 0, values, xp.zeros_like(values))))
+            @ adjoint(vectors)
+        )
     return _of(roots, matrix.weights**0.5)
 
 
@@ -307,14 +314,18 @@ def solve_single(matrix: SeparatedMatrix, b: Array) -> Array:
     """A⁻¹ b of one term by a factorization of each factor; b of shape (n,) or (n, k)."""
     factors = square_factors(matrix, "a solution")
     xp = namespace(b, *factors)
-    state = xp.reshape(b / matrix.weights[0], (1, b.shape[0], -1 if b.ndim == 1 else int(b.shape[1])))
+    state = xp.reshape(
+        b / matrix.weights[0], (1, b.shape[0], -1 if b.ndim == 1 else int(b.shape[1]))
+    )
     before = 1
     for i, factor in enumerate(factors, 1):
         require_invertible(factor, f"factor {i}")
         m = int(factor.shape[0])
         state = xp.reshape(state, (before, m, math.prod(b.shape) // (before * m)))
         flat = xp.reshape(xp.permute_dims(state, (1, 0, 2)), (m, -1))
-        state = xp.permute_dims(xp.reshape(xp.linalg.solve(factor, flat), (m, before, -1)), (1, 0, 2))
+        state = xp.permute_dims(
+            xp.reshape(xp.linalg.solve(factor, flat), (m, before, -1)), (1, 0, 2)
+        )
         before *= m
     return xp.reshape(state, tuple(b.shape))
 
@@ -339,7 +350,9 @@ def square_factors(matrix: SeparatedMatrix, what: str) -> list[Array]:
     factors = one_term(matrix, what)
     for i, factor in enumerate(factors, 1):
         if factor.shape[0] != factor.shape[1]:
-            raise ShapeError(f"factor {i} is {factor.shape[0]}×{factor.shape[1]}; {what} needs square factors")
+            raise ShapeError(
+                f"factor {i} is {factor.shape[0]}×{factor.shape[1]}; {what} needs square factors"
+            )
     return factors
 
 

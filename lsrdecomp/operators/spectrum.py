@@ -68,7 +68,8 @@ def logdet(matrix: SeparatedMatrix) -> Any:
     Raises
     ------
     MatrixError
-        If the determinant is not positive: `slogdet` gives its sign as well. For sums without common bases.
+        If the determinant is not positive: `slogdet` gives its sign as well. For sums without
+        common bases.
 
     Examples
     --------
@@ -81,16 +82,18 @@ def logdet(matrix: SeparatedMatrix) -> Any:
     """
     sign, log = slogdet(matrix)
     if not abs(complex(sign) - 1.0) <= 1e-8:
-        raise MatrixError(f"the determinant has the sign {sign:.3g}, and no real logarithm: see slogdet")
+        raise MatrixError(
+            f"the determinant has the sign {sign:.3g}, and no real logarithm: see slogdet"
+        )
     return log
 
 
 def eigenvalues(matrix: SeparatedMatrix, mass: SeparatedMatrix | None = None) -> Array:
     """All eigenvalues of a sum whose factors commute, or of the pencil A x = λ B x with ``mass`` B of one term.
 
-    Kronecker sums of any number of factors, a covariance plus noise, finite elements with their mass matrix; A₁ ⊗ B₁ +
-    A₂ ⊗ B₂ with ``mass`` A₂ ⊗ B₁. Real and ascending where the factors are Hermitian (and the mass positive definite),
-    else complex in no order. Cost a few Σ m_i³ + s·n.
+    Kronecker sums of any number of factors, a covariance plus noise, finite elements with their
+    mass matrix; A₁ ⊗ B₁ + A₂ ⊗ B₂ with ``mass`` A₂ ⊗ B₁. Real and ascending where the factors are
+    Hermitian (and the mass positive definite), else complex in no order. Cost a few Σ m_i³ + s·n.
 
     Parameters
     ----------
@@ -117,11 +120,17 @@ def eigenvalues(matrix: SeparatedMatrix, mass: SeparatedMatrix | None = None) ->
     """
     shape = check_separated(matrix).kronecker_shape
     if mass is not None and (mass.separation_rank != 1 or mass.kronecker_shape != shape):
-        raise ShapeError(f"a mass is one term of {shape}; this has {mass.separation_rank} of {mass.kronecker_shape}")
+        raise ShapeError(
+            f"a mass is one term of {shape}; this has {mass.separation_rank} of {mass.kronecker_shape}"
+        )
     if any(m != n for m, n in shape.factors):
         raise ShapeError(f"eigenvalues need square factors, these are {shape}")
     terms = host(matrix)
-    unit = SeparatedMatrix.from_factors([np.eye(m)[None] for m in shape.rows]) if mass is None else host(mass)
+    unit = (
+        SeparatedMatrix.from_factors([np.eye(m)[None] for m in shape.rows])
+        if mass is None
+        else host(mass)
+    )
     both = _joined(terms, unit)
     flat = diagonalize(both, unitary=mass is None)
     if flat is not None and np.all(flat.terms[-1] > 0):
@@ -132,14 +141,19 @@ def eigenvalues(matrix: SeparatedMatrix, mass: SeparatedMatrix | None = None) ->
     if np.min(np.abs(bent.terms[-1])) <= 2.0**-50 * np.max(np.abs(bent.terms[-1])):
         raise MatrixError("the mass is singular: the pencil has infinite eigenvalues")
     values = bent.terms[:-1].sum(axis=0) / bent.terms[-1]
-    return values if isinstance(matrix.weights, np.ndarray) else namespace(matrix.weights).asarray(values)
+    return (
+        values
+        if isinstance(matrix.weights, np.ndarray)
+        else namespace(matrix.weights).asarray(values)
+    )
 
 
 def _joined(matrix: SeparatedMatrix, last: SeparatedMatrix) -> SeparatedMatrix:
     """The terms of both in this order, not sorted by size."""
     pairs = zip(matrix.factors, last.factors, strict=True)
     return SeparatedMatrix(
-        np.concatenate([matrix.weights, last.weights]), tuple(np.concatenate([f, g]) for f, g in pairs)
+        np.concatenate([matrix.weights, last.weights]),
+        tuple(np.concatenate([f, g]) for f, g in pairs),
     )
 
 

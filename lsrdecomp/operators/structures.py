@@ -1,14 +1,13 @@
 """Matrices people have, as sums of Kronecker products: Kronecker sums, blurs with boundaries, covariances on grids.
 
-A sum that comes as a sparse matrix (finite differences or elements on a tensor grid) needs none of these:
-``decompose(sparse, shape, rtol=1e-12)`` finds its terms.
+A sum that comes as a sparse matrix (finite differences or elements on a tensor grid) needs none of
+these: ``decompose(sparse, shape, rtol=1e-12)`` finds its terms.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -17,6 +16,9 @@ from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.targets.base import Dense
 from lsrdecomp.targets.residual import row_blocks
 from lsrdecomp.targets.row_stream import RowStream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
 
 Boundary = Literal["zero", "periodic", "reflective"]
 
@@ -45,20 +47,28 @@ def kronecker_sum(*parts: Any) -> SeparatedMatrix:
     """
     for i, part in enumerate(parts, 1):
         if isinstance(part, list | tuple) and any(np.ndim(row) == 2 for row in part):
-            raise ShapeError(f"part {i} of a Kronecker sum is a list of matrices; write kronecker_sum(A, B)")
+            raise ShapeError(
+                f"part {i} of a Kronecker sum is a list of matrices; write kronecker_sum(A, B)"
+            )
     matrices = [np.asarray(part.toarray() if hasattr(part, "toarray") else part) for part in parts]
     for i, matrix in enumerate(matrices, 1):
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-            raise ShapeError(f"part {i} of a Kronecker sum must be square, it has shape {matrix.shape}")
+            raise ShapeError(
+                f"part {i} of a Kronecker sum must be square, it has shape {matrix.shape}"
+            )
     kind = np.result_type(*matrices, np.float32)
     stacks = [
-        np.stack([matrix if k == i else np.eye(len(matrix)) for k in range(len(matrices))]).astype(kind)
+        np.stack([matrix if k == i else np.eye(len(matrix)) for k in range(len(matrices))]).astype(
+            kind
+        )
         for i, matrix in enumerate(matrices)
     ]
     return SeparatedMatrix.from_factors(stacks)
 
 
-def blur(kernel: Any, sizes: Sequence[int], boundary: Boundary = "zero", *, rtol: float = 1e-14) -> SeparatedMatrix:
+def blur(
+    kernel: Any, sizes: Sequence[int], boundary: Boundary = "zero", *, rtol: float = 1e-14
+) -> SeparatedMatrix:
     """Convolution of an image, read row by row, with a point spread function; terms as the kernel has rank.
 
     Parameters
@@ -67,7 +77,8 @@ def blur(kernel: Any, sizes: Sequence[int], boundary: Boundary = "zero", *, rtol
         Odd sides; its middle entry is the weight of the pixel itself.
     sizes : (rows, columns) of the image
     boundary : str
-        What is beyond the image: ``"zero"``, the other side (``"periodic"``), its mirror image (``"reflective"``) [1]_.
+        What is beyond the image: ``"zero"``, the other side (``"periodic"``), its mirror image
+        (``"reflective"``) [1]_.
     rtol : float
         Singular values of the kernel below this share of the largest are dropped.
 
@@ -96,7 +107,9 @@ def blur(kernel: Any, sizes: Sequence[int], boundary: Boundary = "zero", *, rtol
     """
     kernel = Dense(np.asarray(kernel)).matrix
     if len(sizes) != 2 or not all(side % 2 for side in kernel.shape):
-        raise ShapeError(f"a kernel of odd sides and an image of two, got {kernel.shape} and {tuple(sizes)}")
+        raise ShapeError(
+            f"a kernel of odd sides and an image of two, got {kernel.shape} and {tuple(sizes)}"
+        )
     for side, size in zip(kernel.shape, sizes, strict=True):
         if side > size:
             raise ShapeError(f"the kernel {kernel.shape} is larger than the image {tuple(sizes)}")
@@ -107,7 +120,9 @@ def blur(kernel: Any, sizes: Sequence[int], boundary: Boundary = "zero", *, rtol
     return SeparatedMatrix.from_factors([first, second], sigma[:rank])
 
 
-def covariance_on_grid(kernel: Callable[[np.ndarray, np.ndarray], np.ndarray], axes: Sequence[Any]) -> RowStream:
+def covariance_on_grid(
+    kernel: Callable[[np.ndarray, np.ndarray], np.ndarray], axes: Sequence[Any]
+) -> RowStream:
     """A covariance function on the points of a tensor grid, a block of rows at a time: a target for `decompose`.
 
     Parameters
@@ -152,4 +167,6 @@ def _convolution(weights: np.ndarray, size: int, boundary: Boundary) -> np.ndarr
     modes = {"zero": "constant", "periodic": "wrap", "reflective": "reflect"}
     if boundary not in modes:
         raise BudgetError(f"boundary {boundary!r} is none of zero, periodic, reflective")
-    return np.asarray(convolve1d(np.eye(size, dtype=weights.dtype), weights, axis=0, mode=modes[boundary]))
+    return np.asarray(
+        convolve1d(np.eye(size, dtype=weights.dtype), weights, axis=0, mode=modes[boundary])
+    )

@@ -1,24 +1,28 @@
 """Sums whose factors are triangular in common bases: any A₁ ⊗ B₁ + A₂ ⊗ B₂ and any Kronecker sum, Hermitian or not.
 
-The generalised Schur form Qᴴ A_k Z of each pair of factors makes the sum block triangular; the solution follows by back
-substitution, as Bartels and Stewart's for the Sylvester equation.
+The generalised Schur form Qᴴ A_k Z of each pair of factors makes the sum block triangular; the
+solution follows by back substitution, as Bartels and Stewart's for the Sylvester equation.
 
-Sources: R. H. Bartels and G. W. Stewart, Solution of the matrix equation AX + XB = C, Comm. ACM 15 (1972).
-doi:10.1145/361573.361582; J. D. Gardiner, A. J. Laub, J. J. Amato and C. B. Moler, Solution of the Sylvester matrix
-equation AXBᵀ + CXDᵀ = E, ACM Trans. Math. Softw. 18 (1992). doi:10.1145/146847.146929
+Sources: R. H. Bartels and G. W. Stewart, Solution of the matrix equation AX + XB = C, Comm. ACM 15
+(1972). doi:10.1145/361573.361582; J. D. Gardiner, A. J. Laub, J. J. Amato and C. B. Moler, Solution
+of the Sylvester matrix equation AXBᵀ + CXDᵀ = E, ACM Trans. Math. Softw. 18 (1992).
+doi:10.1145/146847.146929
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.kronecker.rearrange import khatri_rao
-from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.operators.diagonal import ALLOWED, along, nonzero_sums
+
+if TYPE_CHECKING:
+    from lsrdecomp.kronecker.separated import SeparatedMatrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +88,8 @@ def triangularize(matrix: SeparatedMatrix) -> Triangularized | None:
     mixed = np.random.default_rng(0).uniform(0.5, 1.5, (2, matrix.separation_rank))
     for factor in matrix.factors:
         stack = to_numpy(as_double(factor))
-        # Schur 1: two terms have a common form; of more, random combinations of all terms show it if there is one.
+        # Schur 1: two terms have a common form; of more, random combinations of all terms show it
+        # if there is one.
         first, second = (np.tensordot(row, stack, axes=1) for row in mixed)
         if len(stack) == 2:
             first, second = stack
@@ -96,10 +101,14 @@ def triangularize(matrix: SeparatedMatrix) -> Triangularized | None:
         left.append(q)
         right.append(z)
         triangles.append(np.triu(turned))
-    return Triangularized(tuple(left), tuple(right), to_numpy(as_double(matrix.weights)), tuple(triangles))
+    return Triangularized(
+        tuple(left), tuple(right), to_numpy(as_double(matrix.weights)), tuple(triangles)
+    )
 
 
-def _back_substitution(weights: np.ndarray, triangles: tuple[np.ndarray, ...], b: np.ndarray) -> np.ndarray:
+def _back_substitution(
+    weights: np.ndarray, triangles: tuple[np.ndarray, ...], b: np.ndarray
+) -> np.ndarray:
     """(Σ_k w_k ⊗_i T_k⁽ⁱ⁾)⁻¹ b, b (n, columns): the last index of the first factor first."""
     import scipy.linalg
 

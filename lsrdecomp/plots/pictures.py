@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.analysis import ErrorCurve, LayerGrid, Limit, ParetoPoint, Spectrum
 from lsrdecomp.errors import needs
-from lsrdecomp.solvers.base import Sweep
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
     from matplotlib.axes import Axes
+
+    from lsrdecomp.solvers.base import Sweep
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's colours, told apart with any colour vision."""
@@ -71,7 +73,9 @@ def plot_error_curves(
     if against == "bytes" and drawn and not storages:
         ax.set_ylim(bottom=0.5 * max(curve.floor(storage) for curve in drawn))
     if any(errors := [error for curve in drawn for error in curve.relative_errors]):
-        ax.set_ylim(top=1.6 * max(errors))  # margins of a logarithmic axis grow with what lies below the picture
+        ax.set_ylim(
+            top=1.6 * max(errors)
+        )  # margins of a logarithmic axis grow with what lies below the picture
     for limit in limits:
         _reference(ax, limit)
     words = {"ranks": "separation rank s", "bytes": f"bytes in {storage}"}
@@ -80,7 +84,9 @@ def plot_error_curves(
     return ax
 
 
-def plot_pareto(points: Sequence[ParetoPoint], *, size: str = "parameters", ax: Axes | None = None) -> Axes:
+def plot_pareto(
+    points: Sequence[ParetoPoint], *, size: str = "parameters", ax: Axes | None = None
+) -> Axes:
     """The Pareto front as steps; each run of points of one curve has that curve's name.
 
     Parameters
@@ -108,13 +114,26 @@ def plot_pareto(points: Sequence[ParetoPoint], *, size: str = "parameters", ax: 
     ax = ax if ax is not None else new_axes()
     shown = [point for point in points if point.size > 0 and point.relative_error > _LEAST]
     ax.step(
-        [p.size for p in shown], [p.relative_error for p in shown], where="post", color=GREY, linewidth=1.0, zorder=1
+        [p.size for p in shown],
+        [p.relative_error for p in shown],
+        where="post",
+        color=GREY,
+        linewidth=1.0,
+        zorder=1,
     )
     labels = list(dict.fromkeys(point.label for point in shown))
     for i, label in enumerate(labels):
         own = [point for point in shown if point.label == label]
         x, y = [p.size for p in own], [p.relative_error for p in own]
-        ax.plot(x, y, linestyle="none", marker=MARKERS[i % 7], markersize=5, color=COLOURS[i % 7], label=label)
+        ax.plot(
+            x,
+            y,
+            linestyle="none",
+            marker=MARKERS[i % 7],
+            markersize=5,
+            color=COLOURS[i % 7],
+            label=label,
+        )
     ax.set(xscale="log", yscale="log")
     dress(ax, size, "relative Frobenius error")
     name_lines(ax)
@@ -153,7 +172,9 @@ def plot_spectra(spectra: Spectrum | Iterable[Spectrum], *, ax: Axes | None = No
     return ax
 
 
-def plot_sweeps(sweeps: Mapping[str, Sequence[Sweep]], *, quantity: str = "condition", ax: Axes | None = None) -> Axes:
+def plot_sweeps(
+    sweeps: Mapping[str, Sequence[Sweep]], *, quantity: str = "condition", ax: Axes | None = None
+) -> Axes:
     """How γ ("condition") or the error ("relative_error") went along the sweeps of solvers, one line a solve.
 
     Parameters
@@ -179,7 +200,9 @@ def plot_sweeps(sweeps: Mapping[str, Sequence[Sweep]], *, quantity: str = "condi
     ax = ax if ax is not None else new_axes()
     for i, (label, steps) in enumerate(sweeps.items()):
         values = [getattr(step, quantity) for step in steps]
-        x, y = _positive([step.index + 1 for step in steps], [v if math.isfinite(v) else 0.0 for v in values])
+        x, y = _positive(
+            [step.index + 1 for step in steps], [v if math.isfinite(v) else 0.0 for v in values]
+        )
         _line(ax, x, y, i, label, marker=len(x) <= 40)
     ax.set_yscale("log")
     dress(ax, "sweep", "condition γ" if quantity == "condition" else "relative Frobenius error")
@@ -222,7 +245,10 @@ def plot_shares(
     if whole is not None:
         ax.axhline(1.0, color=GREY, linewidth=0.8)
         ax.annotate(
-            f"the LoRA itself, {whole:,} parameters", (0.01, 1.01), xycoords=("axes fraction", "data"), fontsize=TEXT
+            f"the LoRA itself, {whole:,} parameters",
+            (0.01, 1.01),
+            xycoords=("axes fraction", "data"),
+            fontsize=TEXT,
         )
     ax.set_ylim(0.0, 1.1)
     dress(ax, "parameters", "share of what it does that is kept")
@@ -257,7 +283,9 @@ def plot_layer_grid(grid: LayerGrid, *, ax: Axes | None = None) -> Axes:
     if ax is None:
         ax = new_axes(min(12.0, 2.6 + 0.9 * columns), min(12.0, 1.8 + 0.32 * rows))
     image = ax.imshow(np.ma.masked_invalid(values), aspect="auto", cmap="cividis")
-    ax.set_xticks(range(columns), grid.modules, rotation=30, ha="right", rotation_mode="anchor", fontsize=TEXT)
+    ax.set_xticks(
+        range(columns), grid.modules, rotation=30, ha="right", rotation_mode="anchor", fontsize=TEXT
+    )
     step = max(1, math.ceil(rows / 40))
     ax.set_yticks(range(0, rows, step), grid.blocks[::step], fontsize=TEXT)
     ax.tick_params(length=0)
@@ -267,7 +295,13 @@ def plot_layer_grid(grid: LayerGrid, *, ax: Axes | None = None) -> Axes:
             if math.isfinite(value):
                 shade = float(np.interp(value, image.get_clim(), (0.0, 1.0)))
                 ax.text(
-                    j, i, f"{value:.2g}", ha="center", va="center", fontsize=TEXT - 1, color="w" if shade < 0.5 else "k"
+                    j,
+                    i,
+                    f"{value:.2g}",
+                    ha="center",
+                    va="center",
+                    fontsize=TEXT - 1,
+                    color="w" if shade < 0.5 else "k",
                 )
     figure = ax.get_figure(root=True)
     if figure is not None:
@@ -305,9 +339,19 @@ _LEAST = 1e-16
 _WRITTEN_CELLS = 150
 
 
-def _line(ax: Axes, x: Sequence[float], y: Sequence[float], i: int, label: str, marker: bool = True) -> None:
+def _line(
+    ax: Axes, x: Sequence[float], y: Sequence[float], i: int, label: str, marker: bool = True
+) -> None:
     sign = MARKERS[i % len(MARKERS)] if marker else ""
-    ax.plot(x, y, marker=sign, markersize=3.5, linewidth=1.5, color=COLOURS[i % len(COLOURS)], label=label)
+    ax.plot(
+        x,
+        y,
+        marker=sign,
+        markersize=3.5,
+        linewidth=1.5,
+        color=COLOURS[i % len(COLOURS)],
+        label=label,
+    )
 
 
 def _floors(ax: Axes, curves: Sequence[ErrorCurve], storages: Sequence[str]) -> None:
@@ -320,7 +364,9 @@ def _floors(ax: Axes, curves: Sequence[ErrorCurve], storages: Sequence[str]) -> 
             f"{storage} rounding", (0.01, floor), xycoords=("axes fraction", "data"), va="bottom", fontsize=TEXT - 0.5,
             color="0.3",
         )  # fmt: skip
-    ax.set_ylim(bottom=0.5 * min(floors.values()))  # below the finest floor there is nothing left to store
+    ax.set_ylim(
+        bottom=0.5 * min(floors.values())
+    )  # below the finest floor there is nothing left to store
 
 
 def _reference(ax: Axes, limit: Limit) -> None:
@@ -344,7 +390,7 @@ def _positive(x: Iterable[float], y: Sequence[float]) -> tuple[list[float], list
     return [a for a, _ in points], [b for _, b in points]
 
 
-# -- what all pictures share ------------------------------------------------------------------------------------------
+# -- what all pictures share -----------------------------------------------------------------------
 
 
 def new_axes(width: float = 6.4, height: float = 4.2) -> Axes:
@@ -370,7 +416,9 @@ def dress(ax: Axes, xlabel: str, ylabel: str) -> None:
             decades = math.log10(high / low) if 0.0 < low < high else 1.0  # nothing is drawn yet
             axis.set_minor_formatter(NullFormatter())
             if decades < 3.0:
-                axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2.0 else (1.0, 3.0)))
+                axis.set_major_locator(
+                    LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2.0 else (1.0, 3.0))
+                )
             if axis is ax.xaxis or decades < 3.0:
                 axis.set_major_formatter(FuncFormatter(lambda value, _: _count(value)))
 

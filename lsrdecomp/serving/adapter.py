@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints import Checkpoint, StoredTensor, open_checkpoint
 from lsrdecomp.checkpoints.records import Layer, LoraLayer
 from lsrdecomp.checkpoints.writers.gguf import import_gguf
 from lsrdecomp.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 GGUF = "gguf"
 MISSING = "the base has no module of that name"
@@ -24,7 +26,9 @@ def read_adapter(path: str | Path) -> Checkpoint:
     return _gguf(path) if path.suffix == ".gguf" else open_checkpoint(path)
 
 
-def misfit(layer: Layer, module: str | None, shapes: Mapping[str, tuple[int, ...] | None]) -> str | None:
+def misfit(
+    layer: Layer, module: str | None, shapes: Mapping[str, tuple[int, ...] | None]
+) -> str | None:
     """What is wrong with the module that a layer is for: there is none, or its weight, if known, has another size."""
     if module is None:
         return MISSING
@@ -88,11 +92,19 @@ def _gguf(path: Path) -> Checkpoint:
         module, _, half = name.rpartition(".")
         up = tensors.get(f"{module}.lora_b")
         table = module == "token_embd.weight"  # of an embedding the first half is stored transposed
-        fits = up is not None and len(down.shape) == len(up.shape) == 2 and up.shape[1] == down.shape[int(table)]
+        fits = (
+            up is not None
+            and len(down.shape) == len(up.shape) == 2
+            and up.shape[1] == down.shape[int(table)]
+        )
         if half == "lora_a" and up is not None and fits:
             (m, rank), n = up.shape, down.shape[int(not table)]
             kind, scale = "embedding" if table else "linear", alpha / rank if alpha else 1.0
-            layers.append(LoraLayer(module.removesuffix(".weight"), kind, m, n, rank, scale, down.dtype, up, down))
+            layers.append(
+                LoraLayer(
+                    module.removesuffix(".weight"), kind, m, n, rank, scale, down.dtype, up, down
+                )
+            )
         elif not (half == "lora_b" and f"{module}.lora_a" in tensors):
             others[name] = down
     return Checkpoint(path, GGUF, fields, tuple(layers), others, path)

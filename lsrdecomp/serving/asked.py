@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lsrdecomp.errors import CheckpointError, needs
 from lsrdecomp.serving.client import Prompt, Token, connect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
 
 PROMPTS = (
     "The city by the river is",
@@ -23,7 +25,8 @@ PROMPTS = (
     "Dear customer, we are sorry that",
     "Name: The Eagle. Food: French. Text:",
 )
-"""Eight short beginnings of different kinds: what an adapter was trained for moves at least some of them."""
+"""Eight short beginnings of different kinds: what an adapter was trained for moves at least some of
+them."""
 BEYOND = 3.0
 """An effect counts from so many times what two equal requests differ by."""
 LEAST = 1e-4  # nats
@@ -104,7 +107,8 @@ def ask_server(
 ) -> Asked:
     """Ask a running llama.cpp or OpenAI-compatible server for log-probabilities with and without an adapter.
 
-    Three requests a prompt, of one token each; with a base also a few dozen passes of PEFT over the prompts.
+    Three requests a prompt, of one token each; with a base also a few dozen passes of PEFT over the
+    prompts.
 
     Parameters
     ----------
@@ -147,7 +151,13 @@ def ask_server(
     plain = [client.ask(text, adapted=False) for text in texts]
     again = [client.ask(text, adapted=False) for text in texts]
     adapted = [client.ask(text, adapted=True) for text in texts]
-    measured = (client.server, client.adapter, len(texts), _distance(plain, again), _distance(plain, adapted))
+    measured = (
+        client.server,
+        client.adapter,
+        len(texts),
+        _distance(plain, again),
+        _distance(plain, adapted),
+    )
     if expected is None:
         return Asked(*measured, client.scale)
     scale, fit = fitted_scale(lambda s: _distance(adapted, expected(s)))
@@ -163,7 +173,9 @@ class ScaledModel:
         loaded = load_base(base, adapter, dtype=dtype)
         self.model: Any = loaded.model
         self.tokens: list[list[int]] = [loaded.tokenizer(text)["input_ids"] for text in prompts]
-        self._scaled: list[Any] = [module for module in self.model.modules() if hasattr(module, "scale_layer")]
+        self._scaled: list[Any] = [
+            module for module in self.model.modules() if hasattr(module, "scale_layer")
+        ]
         self._text = cache(lambda token: str(loaded.tokenizer.decode([token])))
 
     def at(self, scale: float) -> list[Mapping[Token, float]]:
@@ -183,7 +195,9 @@ class ScaledModel:
         import torch
 
         with torch.no_grad():
-            logits = self.model(input_ids=torch.tensor([tokens]), logits_to_keep=1).logits[0, -1].float()
+            logits = (
+                self.model(input_ids=torch.tensor([tokens]), logits_to_keep=1).logits[0, -1].float()
+            )
         best = logits.log_softmax(-1).topk(min(LIKELIEST, logits.numel()))
         pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
         # Two tokens may read alike: the likelier one is what a server would name.
@@ -205,9 +219,17 @@ def fitted_scale(distance: Callable[[float], float]) -> tuple[float, float]:
     return SCALES[best], seen[best]
 
 
-def _distance(first: Sequence[Mapping[Token, float]], second: Sequence[Mapping[Token, float]]) -> float:
+def _distance(
+    first: Sequence[Mapping[Token, float]], second: Sequence[Mapping[Token, float]]
+) -> float:
     """Mean absolute difference over the first's tokens; where the second does not give one, it is at most its least."""
     both = zip(first, second, strict=True)
     return float(
-        np.mean([abs(p - seen.get(t, min([p, *seen.values()]))) for asked, seen in both for t, p in asked.items()])
+        np.mean(
+            [
+                abs(p - seen.get(t, min([p, *seen.values()])))
+                for asked, seen in both
+                for t, p in asked.items()
+            ]
+        )
     )

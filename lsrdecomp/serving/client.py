@@ -29,7 +29,8 @@ def connect(url: str, adapter: str | None, file: Path) -> LlamaCpp | OpenAi:
     url : str
         As ``http://127.0.0.1:8080``; a trailing ``/v1`` is left out.
     adapter : str, optional
-        Its name, number or file name there. Absent, the only one there, or the one of ``file``'s name.
+        Its name, number or file name there. Absent, the only one there, or the one of ``file``'s
+        name.
     file : Path
         The adapter as it lies here.
 
@@ -40,7 +41,9 @@ def connect(url: str, adapter: str | None, file: Path) -> LlamaCpp | OpenAi:
     """
     root = url.rstrip("/").removesuffix("/v1")
     if not root.startswith(("http://", "https://")):
-        raise LsrError(f"{ascii(url)[:100]} is no address of a server, such as http://127.0.0.1:8080")
+        raise LsrError(
+            f"{ascii(url)[:100]} is no address of a server, such as http://127.0.0.1:8080"
+        )
     try:
         listed = _request(f"{root}/lora-adapters")
     except _NoPlaceError:
@@ -66,14 +69,26 @@ class LlamaCpp:
 
     def ask(self, prompt: Prompt, *, adapted: bool) -> Mapping[Token, float]:
         """Log-probabilities of the likeliest next tokens."""
-        # An adapter that is off in the server is asked for at full scale, for it is the adapter that is looked at.
+        # An adapter that is off in the server is asked for at full scale, for it is the adapter
+        # that is looked at.
         chosen = (self.scale or 1.0) if adapted else 0.0
-        lora = [{"id": number, "scale": chosen if number == self.number else 0.0} for number in self.numbers]
-        fields = {"prompt": prompt if isinstance(prompt, str) else list(prompt), "n_predict": 1, "temperature": 0}
-        reply = _request(f"{self.root}/completion", fields | {"n_probs": TOP, "cache_prompt": False, "lora": lora})
+        lora = [
+            {"id": number, "scale": chosen if number == self.number else 0.0}
+            for number in self.numbers
+        ]
+        fields = {
+            "prompt": prompt if isinstance(prompt, str) else list(prompt),
+            "n_predict": 1,
+            "temperature": 0,
+        }
+        reply = _request(
+            f"{self.root}/completion",
+            fields | {"n_probs": TOP, "cache_prompt": False, "lora": lora},
+        )
         try:
             return {
-                token["id"]: float(token["logprob"]) for token in reply["completion_probabilities"][0]["top_logprobs"]
+                token["id"]: float(token["logprob"])
+                for token in reply["completion_probabilities"][0]["top_logprobs"]
             }
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise LsrError(f"{self.root}/completion: no log-probabilities in its answer") from error
@@ -91,10 +106,19 @@ class OpenAi:
 
     def ask(self, prompt: Prompt, *, adapted: bool) -> Mapping[Token, float]:
         """As `LlamaCpp.ask`."""
-        fields = {"model": self.adapter if adapted else self.base, "max_tokens": 1, "temperature": 0, "seed": 0}
+        fields = {
+            "model": self.adapter if adapted else self.base,
+            "max_tokens": 1,
+            "temperature": 0,
+            "seed": 0,
+        }
         fields |= {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
         # vLLM gives token numbers on request; servers that know less refuse the word or the count.
-        attempts = ({"logprobs": TOP, "return_tokens_as_token_ids": True}, {"logprobs": TOP}, {"logprobs": FEW})
+        attempts = (
+            {"logprobs": TOP, "return_tokens_as_token_ids": True},
+            {"logprobs": TOP},
+            {"logprobs": FEW},
+        )
         for attempt in attempts:
             try:
                 reply = _request(f"{self.root}/v1/completions", fields | attempt)
@@ -106,7 +130,9 @@ class OpenAi:
             likeliest = reply["choices"][0]["logprobs"]["top_logprobs"][0]
             return {_token(key): float(value) for key, value in likeliest.items()}
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise LsrError(f"{self.root}/v1/completions: no log-probabilities in its answer") from error
+            raise LsrError(
+                f"{self.root}/v1/completions: no log-probabilities in its answer"
+            ) from error
 
 
 def _token(key: str) -> Token:
@@ -115,16 +141,30 @@ def _token(key: str) -> Token:
 
 
 def _llama_cpp(root: str, listed: list[Any], adapter: str | None, file: Path) -> LlamaCpp:
-    loras = {int(lora["id"]): lora for lora in listed if isinstance(lora, dict) and isinstance(lora.get("id"), int)}
+    loras = {
+        int(lora["id"]): lora
+        for lora in listed
+        if isinstance(lora, dict) and isinstance(lora.get("id"), int)
+    }
     names = {number: str(lora.get("path", number)) for number, lora in loras.items()}
     chosen = _chosen(root, names, adapter, file)
     scale = loras[chosen].get("scale")
-    return LlamaCpp(root, tuple(loras), chosen, names[chosen], float(scale) if isinstance(scale, int | float) else None)
+    return LlamaCpp(
+        root,
+        tuple(loras),
+        chosen,
+        names[chosen],
+        float(scale) if isinstance(scale, int | float) else None,
+    )
 
 
 def _openai(root: str, reply: Any, adapter: str | None, file: Path) -> OpenAi:
     listed = reply.get("data") if isinstance(reply, dict) else None
-    models = [model for model in listed or () if isinstance(model, dict) and isinstance(model.get("id"), str)]
+    models = [
+        model
+        for model in listed or ()
+        if isinstance(model, dict) and isinstance(model.get("id"), str)
+    ]
     if len(models) < 2:
         text = f"{root}/v1/models names {len(models)} models; an adapter that is served is named beside its base"
         raise LsrError(text)
@@ -144,7 +184,11 @@ def _chosen(root: str, names: Mapping[int, str], wanted: str | None, file: Path)
     """The number of the adapter that is meant."""
     listing = ", ".join(f"{number} ({name})" for number, name in names.items()) or "none"
     if wanted is not None:
-        matches = [n for n, name in names.items() if wanted in (str(n), name, Path(name).name, Path(name).stem)]
+        matches = [
+            n
+            for n, name in names.items()
+            if wanted in (str(n), name, Path(name).name, Path(name).stem)
+        ]
         if len(matches) != 1:
             raise LsrError(f"{root} has no one adapter {ascii(wanted)[:80]}; there are: {listing}")
         return matches[0]

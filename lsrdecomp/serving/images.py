@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
-from lsrdecomp.checkpoints import BaseModules, Checkpoint
 from lsrdecomp.checkpoints.names import TEXT_LEVEL, diffusers_name, flat_name, kohya_name
 from lsrdecomp.serving.adapter import export_command, misfit
 from lsrdecomp.serving.report import ModuleFate, ServingCheck
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from lsrdecomp.checkpoints import BaseModules, Checkpoint
+
 TEXT_WORDS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 """Layers of a text encoder that diffusers looks at."""
 UNET_PARTS = ("attentions", "resnets", "downsamplers", "upsamplers")
-"""What lies in Transformer2DModel, ResnetBlock2D, Downsample2D and Upsample2D, the classes that kohya-ss visits."""
+"""What lies in Transformer2DModel, ResnetBlock2D, Downsample2D and Upsample2D, the classes that
+kohya-ss visits."""
 TEXT_PARTS = ("self_attn", "mlp")
 
 
 def diffusers(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
     """Names begin with a component, or are kohya's; a name that no module has is passed over with a warning."""
     if adapter.format not in ("diffusers", "kohya"):
-        way_out = export_command(adapter, "--to diffusers", "-diffusers.safetensors", diffusers_name)
-        check.refuse(f"diffusers loads files of diffusers and kohya, and this is {adapter.format}: {way_out}")
+        way_out = export_command(
+            adapter, "--to diffusers", "-diffusers.safetensors", diffusers_name
+        )
+        check.refuse(
+            f"diffusers loads files of diffusers and kohya, and this is {adapter.format}: {way_out}"
+        )
     if adapter.extras:
         first = next(iter(adapter.extras))
-        check.refuse(f"{len(adapter.extras)} tensors are no LoRA weights ({first}), at which it stops")
+        check.refuse(
+            f"{len(adapter.extras)} tensors are no LoRA weights ({first}), at which it stops"
+        )
     if _unreadable(adapter, base, check):
         return
     if adapter.format == "kohya":
@@ -41,14 +52,18 @@ def diffusers(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> No
             check.refuse("diffusers raises where a size differs")
         check.modules.append(ModuleFate(layer.name, layer.rank, fault))
     if flattened and adapter.format == "diffusers":
-        check.notes.append("names without the level text_model fit text encoders of transformers 5 alone")
+        check.notes.append(
+            "names without the level text_model fit text encoders of transformers 5 alone"
+        )
 
 
 def kohya(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
     """Flattened names of the linear and convolution layers in the classes that kohya-ss visits; others go unseen."""
     if adapter.format not in ("kohya", "lycoris"):
         way_out = export_command(adapter, "--to kohya", "-kohya.safetensors", kohya_name)
-        check.refuse(f"kohya-ss loads files of its own keys, and this is {adapter.format}: {way_out}")
+        check.refuse(
+            f"kohya-ss loads files of its own keys, and this is {adapter.format}: {way_out}"
+        )
     if _unreadable(adapter, base, check):
         return
     modules = _flattened(base, _visited)
@@ -62,7 +77,9 @@ def kohya(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
 def _unreadable(adapter: Checkpoint, base: BaseModules, check: ServingCheck) -> bool:
     """Whether names need not be compared: the file is refused for its form, or the base is none of such a model."""
     if not base.components:
-        check.refuse("the base is no diffusers pipeline, nor a component of one with its config.json")
+        check.refuse(
+            "the base is no diffusers pipeline, nor a component of one with its config.json"
+        )
     if check.refusals:
         check.modules += [ModuleFate(layer.name, layer.rank) for layer in adapter.layers]
     return bool(check.refusals)
@@ -71,7 +88,11 @@ def _unreadable(adapter: Checkpoint, base: BaseModules, check: ServingCheck) -> 
 def _without_level(name: str) -> str:
     """A name of a module; of text encoders without their level text_model, which loaders take away."""
     component, _, rest = name.partition(".")
-    return f"{component}.{rest.removeprefix(TEXT_LEVEL)}" if component.startswith("text_encoder") else name
+    return (
+        f"{component}.{rest.removeprefix(TEXT_LEVEL)}"
+        if component.startswith("text_encoder")
+        else name
+    )
 
 
 def _flattened(base: BaseModules, wanted: Callable[[str], bool]) -> Mapping[str, str]:

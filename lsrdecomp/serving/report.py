@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,5 +100,7 @@ class ServingCheck:
             "refusals": self.refusals,
             "notes": self.notes,
             "ignored": [{"name": module.name, "fault": module.fault} for module in self.ignored],
-            "rescaled": [{"name": module.name, "factor": module.factor} for module in self.rescaled],
+            "rescaled": [
+                {"name": module.name, "factor": module.factor} for module in self.rescaled
+            ],
         }

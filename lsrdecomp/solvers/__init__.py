@@ -15,8 +15,8 @@ Pairs (the two sides of a LoRA layer)
     `JointALS`         least squares of the product, in a weighted norm if there are statistics
     `FactorwiseSVD`    each side by itself
 
-`Solver` and `PairSolver` are the contract, `Solution`, `PairSolution`, `Decomposition`, `Sweep`, `Event` and `Status`
-the records; `solvers.base` explains each field.
+`Solver` and `PairSolver` are the contract, `Solution`, `PairSolution`, `Decomposition`, `Sweep`,
+`Event` and `Status` the records; `solvers.base` explains each field.
 """
 
 import lazy_loader

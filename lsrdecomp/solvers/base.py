@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lsrdecomp.errors import BudgetError, ShapeError
-from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
-from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
-from lsrdecomp.targets.base import LowRank, Target
-from lsrdecomp.targets.weights import NormWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
+    from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
+    from lsrdecomp.targets.base import LowRank, Target
+    from lsrdecomp.targets.weights import NormWeights
 
 
 class Status(Enum):
@@ -28,15 +31,17 @@ class Status(Enum):
         "Every allowed term was used and the error is still above the budget. "
         "Allow more terms, loosen the tolerance, or try another Kronecker shape."
     )
-    precision_exhausted = (
-        "Rounding to the storage type alone exceeds the budget. Store in a finer type, or loosen the tolerance."
-    )
+    precision_exhausted = "Rounding to the storage type alone exceeds the budget. Store in a finer type, or loosen the tolerance."
     ill_conditioned = (
         "Terms cancel: γ·μ·‖M‖ is above the budget, so the stored error would be rounding. "
         "Raise the penalty on λ, store in a finer type, or use fewer terms."
     )
-    stalled = "The error stopped falling above the budget. Allow more terms, or another seed or start."
-    sweep_limit = "The sweep limit was reached while the error was still falling. Allow more sweeps."
+    stalled = (
+        "The error stopped falling above the budget. Allow more terms, or another seed or start."
+    )
+    sweep_limit = (
+        "The sweep limit was reached while the error was still falling. Allow more sweeps."
+    )
 
     @property
     def met(self) -> bool:
@@ -120,12 +125,20 @@ class Solution:
     (SeparatedMatrix(12×12 as 1 × [4×4 ⊗ 3×3], 25 parameters, γ = 1), 'converged', 0.0)
     """
 
-    approximation: SeparatedMatrix  # unit factors, λ descending, in the library and element type of the target
+    approximation: (
+        SeparatedMatrix  # unit factors, λ descending, in the library and element type of the target
+    )
     status: Status  # `rank_reached` where no error was asked for; else `converged`, or why not
-    sweeps: tuple[Sweep, ...] = ()  # what ``on_sweep`` was told, in that order; one record of a direct solver
-    optimality_gap: float | None = None  # excess of the error over the optimum, relative; None: not known
+    sweeps: tuple[
+        Sweep, ...
+    ] = ()  # what ``on_sweep`` was told, in that order; one record of a direct solver
+    optimality_gap: float | None = (
+        None  # excess of the error over the optimum, relative; None: not known
+    )
     gap_kind: ErrorKind = ErrorKind.estimated  # `bounded`: rigorous; `estimated`: extrapolated
-    relative_error: float | None = None  # ‖M − M̂‖/‖M‖ if the solver has measured it; else `Target.residual_norm` does
+    relative_error: float | None = (
+        None  # ‖M − M̂‖/‖M‖ if the solver has measured it; else `Target.residual_norm` does
+    )
 
 
 class Solver(Protocol):
@@ -151,7 +164,8 @@ class Solver(Protocol):
         shape : KroneckerShape
             Sizes of the factors.
         rank : int, optional
-            Number of terms; beside ``atol``, the most that may be used. More than the shape can need is clipped.
+            Number of terms; beside ``atol``, the most that may be used. More than the shape can
+            need is clipped.
         atol : float, optional
             Allowed ‖M − M̂‖_F: as few terms as the solver finds to reach it.
         on_sweep : callable, optional
@@ -164,7 +178,8 @@ class Solver(Protocol):
         Raises
         ------
         ShapeError
-            If the shape does not tile the target, or has a number of factors that the solver is not for.
+            If the shape does not tile the target, or has a number of factors that the solver is not
+            for.
         BudgetError
             If neither ``rank`` nor ``atol`` is given, or ``atol`` is negative or not finite.
         """
@@ -190,11 +205,17 @@ class PairSolution:
     """
 
     product: SeparatedProduct  # in the library of the target, in double precision
-    relative_error: float  # ‖G^½(M − M̂)C^½‖ / ‖G^½ M C^½‖, measured, not the steering figure of the last sweep
-    start_error: float  # the same for the start; that of the product itself where nothing is iterated
+    relative_error: (
+        float  # ‖G^½(M − M̂)C^½‖ / ‖G^½ M C^½‖, measured, not the steering figure of the last sweep
+    )
+    start_error: (
+        float  # the same for the start; that of the product itself where nothing is iterated
+    )
     norm: float  # ‖G^½ M C^½‖
     status: Status
-    sweeps: tuple[Sweep, ...] = field(default=(), repr=False)  # what ``on_sweep`` was told, of this pair alone
+    sweeps: tuple[Sweep, ...] = field(
+        default=(), repr=False
+    )  # what ``on_sweep`` was told, of this pair alone
 
     @property
     def error(self) -> float:
@@ -225,7 +246,8 @@ class PairSolver(Protocol):
         ranks : int or (int, int)
             Terms of the out side and of the in side; more than a side can need are clipped.
         weights : NormWeights, optional
-            G and C of the norm ‖G^½ X C^½‖ in which the error is reported; absent, the Frobenius norm.
+            G and C of the norm ‖G^½ X C^½‖ in which the error is reported; absent, the Frobenius
+            norm.
         on_sweep : callable, optional
             Told each `Sweep` as it happens.
 
@@ -242,14 +264,22 @@ class PairSolver(Protocol):
 
 
 def most_terms(
-    size: tuple[int, int], shape: KroneckerShape, rank: int | None, atol: float | None, *, order: int | None = None
+    size: tuple[int, int],
+    shape: KroneckerShape,
+    rank: int | None,
+    atol: float | None,
+    *,
+    order: int | None = None,
 ) -> int:
     """The most terms that a solve of a matrix (m, n) may use, after the checks that every `Solver` makes.
 
-    ``order`` is the one number of factors that the solver is for, None for any. Raises as `Solver.solve` says.
+    ``order`` is the one number of factors that the solver is for, None for any. Raises as
+    `Solver.solve` says.
     """
     if order is not None and shape.order != order:
-        raise ShapeError(f"this solver is for {'two' if order == 2 else order} factors; {shape} has {shape.order}")
+        raise ShapeError(
+            f"this solver is for {'two' if order == 2 else order} factors; {shape} has {shape.order}"
+        )
     shape.check(size)
     if rank is None and atol is None:
         raise BudgetError("say what is wanted: rank= or atol=")
@@ -282,4 +312,6 @@ def pair_terms(
     out_rank, in_rank = (ranks, ranks) if isinstance(ranks, int) else ranks
     if out_rank < 1 or in_rank < 1:
         raise ShapeError(f"separation ranks must be positive, got {out_rank} and {in_rank}")
-    return min(out_rank, shape.left.max_separation_rank), min(in_rank, shape.right.max_separation_rank)
+    return min(out_rank, shape.left.max_separation_rank), min(
+        in_rank, shape.right.max_separation_rank
+    )

@@ -1,6 +1,7 @@
 """Tensor operations on a batch of separated matrices of one shape, in the array API standard (which has no einsum).
 
-Factors are held as stacks (L, m_i·n_i, s): L problems, the entries of a factor row by row, the terms.
+Factors are held as stacks (L, m_i·n_i, s): L problems, the entries of a factor row by row, the
+terms.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from lsrdecomp.arrays import NUMPY, Array, device, namespace
 from lsrdecomp.kronecker.rearrange import inverse_rearrange, khatri_rao, pairs_of_rows, rearrange
-from lsrdecomp.kronecker.shape import KroneckerShape
+
+if TYPE_CHECKING:
+    from lsrdecomp.kronecker.shape import KroneckerShape
 
 Stacks: TypeAlias = list[Array]
 Operator: TypeAlias = Callable[[Array], Array]
@@ -21,7 +24,8 @@ Operator: TypeAlias = Callable[[Array], Array]
 def summed(stacks: Stacks, shape: KroneckerShape) -> Array:
     """Σ_k of the Kronecker products of each problem, formed: (L, m, n).
 
-    Of two factors as the transpose of an array (L, n, m), which needs no copy in another order of its entries.
+    Of two factors as the transpose of an array (L, n, m), which needs no copy in another order of
+    its entries.
     """
     xp, d, batch = namespace(*stacks), shape.order, stacks[0].shape[0]
     if d == 2:
@@ -43,7 +47,8 @@ def mttkrp(tensor: Array, stacks: Stacks, skip: int) -> Array:
 def contraction(matrices: Array, shape: KroneckerShape) -> Callable[[Stacks, int], Array]:
     """`mttkrp` of the rearranged matrices (L, m, n), a function of stacks and the one left out.
 
-    For two factors the matrices are not rearranged, but contracted slice by slice of their transpose.
+    For two factors the matrices are not rearranged, but contracted slice by slice of their
+    transpose.
     """
     if shape.order != 2:
         tensor = rearrange(matrices, shape)
@@ -55,9 +60,13 @@ def contraction(matrices: Array, shape: KroneckerShape) -> Callable[[Stacks, int
         other = _split_columns(stacks, shape)[1 - skip]  # (L, n_j, m_j, s)
         total: Array = 0.0
         for k in range(shape.columns[1 - skip]):
-            part = slices[:, :, k, :, :] if skip == 0 else xp.matrix_transpose(slices[:, k, :, :, :])
+            part = (
+                slices[:, :, k, :, :] if skip == 0 else xp.matrix_transpose(slices[:, k, :, :, :])
+            )
             total = total + part @ other[:, k, None, :, :]  # (L, n_i, m_i, s)
-        return xp.reshape(xp.permute_dims(total, (0, 2, 1, 3)), (*stacks[skip].shape[:2], total.shape[3]))
+        return xp.reshape(
+            xp.permute_dims(total, (0, 2, 1, 3)), (*stacks[skip].shape[:2], total.shape[3])
+        )
 
     return contracted
 
@@ -65,7 +74,10 @@ def contraction(matrices: Array, shape: KroneckerShape) -> Callable[[Stacks, int
 def _split_columns(stacks: Stacks, shape: KroneckerShape) -> list[Array]:
     """Stacks (L, m_i·n_i, s) as (L, n_i, m_i, s), views where the library allows."""
     xp = namespace(*stacks)
-    split = (xp.reshape(x, (x.shape[0], *pair, x.shape[2])) for x, pair in zip(stacks, shape.factors, strict=True))
+    split = (
+        xp.reshape(x, (x.shape[0], *pair, x.shape[2]))
+        for x, pair in zip(stacks, shape.factors, strict=True)
+    )
     return [xp.permute_dims(x, (0, 2, 1, 3)) for x in split]
 
 
@@ -76,7 +88,11 @@ def other_columns(stacks: Stacks, shape: KroneckerShape, others: Sequence[int]) 
     for j in others:
         m, r = shape.factors[j]
         factor = xp.reshape(stacks[j], (batch, 1, m, 1, r, s))
-        product = factor if product is None else xp.reshape(product, (batch, rows, 1, columns, 1, s)) * factor
+        product = (
+            factor
+            if product is None
+            else xp.reshape(product, (batch, rows, 1, columns, 1, s)) * factor
+        )
         rows, columns = rows * m, columns * r
     return xp.reshape(product, (batch, rows, columns * s))
 
@@ -92,7 +108,10 @@ def balanced_terms(stacks: Stacks) -> Stacks:
     xp, order = namespace(*stacks), len(stacks)
     norms = [xp.linalg.vector_norm(stack, axis=1) for stack in stacks]
     common = math.prod(norms) ** (1.0 / order)
-    return [stack * safe_ratio(common, length)[:, None, :] for stack, length in zip(stacks, norms, strict=True)]
+    return [
+        stack * safe_ratio(common, length)[:, None, :]
+        for stack, length in zip(stacks, norms, strict=True)
+    ]
 
 
 def scaled(stacks: Stacks, factor: Array) -> Stacks:
@@ -111,7 +130,9 @@ def chosen(condition: Array, first: Sequence[Array], second: Sequence[Array]) ->
 def dot(a: Array, b: Array) -> Array:
     """Inner product of each problem, shaped (L, 1, …, 1) to multiply it."""
     xp, batch = namespace(a, b), a.shape[0]
-    return xp.reshape(xp.reshape(a, (batch, 1, -1)) @ xp.reshape(b, (batch, -1, 1)), (batch, *[1] * (a.ndim - 1)))
+    return xp.reshape(
+        xp.reshape(a, (batch, 1, -1)) @ xp.reshape(b, (batch, -1, 1)), (batch, *[1] * (a.ndim - 1))
+    )
 
 
 def safe_ratio(a: Array, b: Array) -> Array:
@@ -137,7 +158,9 @@ def damped(matrices: Array, fraction: float) -> Array:
     return matrices + shift[:, None, None] * identity_like(matrices)
 
 
-def conjugate_gradients(apply: Operator, precondition: Operator, right_hand: Array, steps: int) -> Array:
+def conjugate_gradients(
+    apply: Operator, precondition: Operator, right_hand: Array, steps: int
+) -> Array:
     """``steps`` preconditioned conjugate gradient steps from zero, for every problem of the batch (first axis).
 
     A problem whose search direction has no curvature stays where it is.

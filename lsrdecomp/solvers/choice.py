@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lsrdecomp.arrays import is_differentiated
 from lsrdecomp.errors import BudgetError, ShapeError, unknown
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import PRECISIONS
-from lsrdecomp.solvers.base import Solver
 from lsrdecomp.solvers.cp.als import ALS
 from lsrdecomp.solvers.svd.batched import BatchedKrylov
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram
 from lsrdecomp.targets.base import Dense, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lsrdecomp.kronecker.shape import KroneckerShape
+    from lsrdecomp.solvers.base import Solver
 
 DENSE_SVD_LIMIT = 32
 """Up to this many rows or columns of the rearrangement the full SVD is the fastest solver."""
@@ -27,7 +30,8 @@ GRAM_LIMIT = 192
 """Up to this many `Gram` is the fastest, of a matrix in memory."""
 
 SMALL_ENTRIES = 2**20
-"""Entries of a matrix in memory below which `BatchedKrylov`, which measures least on its way, finds a few terms."""
+"""Entries of a matrix in memory below which `BatchedKrylov`, which measures least on its way, finds
+a few terms."""
 
 
 SOLVERS: dict[str, Callable[[], Solver]] = {
@@ -50,10 +54,14 @@ def named_solver(solver: Any) -> Solver:
     if isinstance(solver, str):
         name = solver.lower().replace("-", "_").replace("blockgolubkahan", "golub_kahan")
         if name not in SOLVERS:
-            raise BudgetError(f"solver: no solver {unknown(solver, SOLVERS)}, or a value of lsrdecomp.solvers")
+            raise BudgetError(
+                f"solver: no solver {unknown(solver, SOLVERS)}, or a value of lsrdecomp.solvers"
+            )
         return SOLVERS[name]()
     if not callable(getattr(solver, "solve", None)):
-        raise BudgetError(f"solver: {type(solver).__name__} has no method solve; see lsrdecomp.solvers.base.Solver")
+        raise BudgetError(
+            f"solver: {type(solver).__name__} has no method solve; see lsrdecomp.solvers.base.Solver"
+        )
     return solver  # type: ignore[no-any-return]
 
 
@@ -62,11 +70,12 @@ def choose_solver(
 ) -> Solver:
     """The solver that `decompose` takes when none is given, for so many terms, or by a tolerance if ``rank`` is None.
 
-    Two factors: the full SVD while the smaller side of the rearrangement is at most `DENSE_SVD_LIMIT`, the Gram matrix
-    of a small array up to `GRAM_LIMIT`, `BatchedKrylov` for up to a sixteenth of all terms of a larger one; else block
-    Golub–Kahan, which never forms a low-rank target and turns to the Gram matrix where that is cheaper. Their error may
-    exceed the optimum by a thousandth; the record states by how much. Any other number of factors: alternating least
-    squares, with the penalty of the storage type. Factors of 1×1 do not count.
+    Two factors: the full SVD while the smaller side of the rearrangement is at most
+    `DENSE_SVD_LIMIT`, the Gram matrix of a small array up to `GRAM_LIMIT`, `BatchedKrylov` for up
+    to a sixteenth of all terms of a larger one; else block Golub–Kahan, which never forms a
+    low-rank target and turns to the Gram matrix where that is cheaper. Their error may exceed the
+    optimum by a thousandth; the record states by how much. Any other number of factors: alternating
+    least squares, with the penalty of the storage type. Factors of 1×1 do not count.
     """
     shape = shape.essential
     if shape.order != 2:
@@ -82,10 +91,14 @@ def choose_solver(
     return BlockGolubKahan()
 
 
-def with_start(solver: Solver, seed: int | None, init: SeparatedMatrix | None, shape: KroneckerShape) -> Solver:
+def with_start(
+    solver: Solver, seed: int | None, init: SeparatedMatrix | None, shape: KroneckerShape
+) -> Solver:
     """The solver with the seed and the start asked for, where it has such settings."""
     if init is not None and not isinstance(init, SeparatedMatrix):
-        raise ShapeError(f"init: expected a SeparatedMatrix or a Decomposition, got {type(init).__name__}")
+        raise ShapeError(
+            f"init: expected a SeparatedMatrix or a Decomposition, got {type(init).__name__}"
+        )
     if init is not None and init.kronecker_shape != shape:
         raise ShapeError(f"init has the shape {init.kronecker_shape}, but the factors are {shape}")
     changes: dict[str, Any] = {}
@@ -93,4 +106,4 @@ def with_start(solver: Solver, seed: int | None, init: SeparatedMatrix | None, s
         changes["seed"] = seed
     if init is not None and hasattr(solver, "init"):
         changes["init"] = init
-    return replace(cast(Any, solver), **changes) if changes else solver
+    return replace(cast("Any", solver), **changes) if changes else solver

@@ -22,7 +22,8 @@ WORTH = 1.1
 class Decomposition(SeparatedMatrix):
     """M̂ as it is stored, used as any `SeparatedMatrix` is, with the figures it can be trusted for.
 
-    What is computed from it (``result.T``, ``result - H``, ``result.truncate(2)``) is a plain `SeparatedMatrix`.
+    What is computed from it (``result.T``, ``result - H``, ``result.truncate(2)``) is a plain
+    `SeparatedMatrix`.
 
     Parameters
     ----------
@@ -39,7 +40,8 @@ class Decomposition(SeparatedMatrix):
         Whether the error was measured or bounded.
     sweeps : tuple of Sweep
     optimality_gap : float, optional
-        How much smaller the relative error of any matrix of as many terms could be, where that is known.
+        How much smaller the relative error of any matrix of as many terms could be, where that is
+        known.
     gap_kind : ErrorKind
     stored : StoredMatrix, optional
         What is written, where a budget was given.
@@ -117,12 +119,14 @@ class Decomposition(SeparatedMatrix):
         near = [
             sweep
             for sweep in self.sweeps
-            if sweep.relative_error <= WORTH * self.relative_error and sweep.condition <= self.condition / 10.0
+            if sweep.relative_error <= WORTH * self.relative_error
+            and sweep.condition <= self.condition / 10.0
         ]
         if self.condition <= LARGE_CONDITION or not near:
             return ""
         passed = min(near, key=lambda sweep: sweep.condition)
-        # The penalty of a coarser type keeps γ small; by the rule γ·μ·‖M‖ ≤ ε this error can bear these.
+        # The penalty of a coarser type keeps γ small; by the rule γ·μ·‖M‖ ≤ ε this error can bear
+        # these.
         coarser = [
             name
             for name in ("bfloat16", "float16")
@@ -143,8 +147,12 @@ class Decomposition(SeparatedMatrix):
         """A table of the terms, with error, γ and bytes."""
         rows, columns = self.shape
         weights, size = to_numpy(self.weights).tolist(), self.target_norm or 1.0
-        lines = [(f"{k}", f"{value:.4g}", f"{value / size:.2e}") for k, value in enumerate(weights, 1)]
-        table = "\n".join(f"{k:>6}  {value:>11}  {share:>9}" for k, value, share in markup.shortened(lines))
+        lines = [
+            (f"{k}", f"{value:.4g}", f"{value / size:.2e}") for k, value in enumerate(weights, 1)
+        ]
+        table = "\n".join(
+            f"{k:>6}  {value:>11}  {share:>9}" for k, value, share in markup.shortened(lines)
+        )
         return (
             f"{rows} × {columns} as {self.separation_rank} × [{self.kronecker_shape}]\n"
             f"  term            λ    λ / ‖M‖\n{table}\n"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lsrdecomp.arrays import device, namespace
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.base import Solution, Solver, Sweep, most_terms
 from lsrdecomp.solvers.progress import SolveProgress
-from lsrdecomp.targets.base import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lsrdecomp.kronecker.shape import KroneckerShape
+    from lsrdecomp.targets.base import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,9 @@ class MatrixSolver(ABC):
     ) -> Solution:
         essential = shape.essential
         most = most_terms(target.shape, essential, rank, atol, order=self.order)
-        solution = self._solve(MatrixProblem(target, essential, rank, atol, most, SolveProgress(on_sweep)))
+        solution = self._solve(
+            MatrixProblem(target, essential, rank, atol, most, SolveProgress(on_sweep))
+        )
         if essential == shape:
             return solution
         return replace(solution, approximation=with_unit_factors(solution.approximation, shape))
@@ -80,6 +85,10 @@ def without_unit_factors(matrix: SeparatedMatrix) -> SeparatedMatrix:
 def with_unit_factors(matrix: SeparatedMatrix, shape: KroneckerShape) -> SeparatedMatrix:
     """The inverse of `without_unit_factors`, for a shape of which ``matrix`` has the essential one."""
     xp, essential = namespace(*matrix.factors), shape.essential_factors
-    unit = xp.ones((matrix.separation_rank, 1, 1), dtype=matrix.dtype, device=device(matrix.factors[0]))
-    factors = (matrix.factors[essential.index(i)] if i in essential else unit for i in range(shape.order))
+    unit = xp.ones(
+        (matrix.separation_rank, 1, 1), dtype=matrix.dtype, device=device(matrix.factors[0])
+    )
+    factors = (
+        matrix.factors[essential.index(i)] if i in essential else unit for i in range(shape.order)
+    )
     return SeparatedMatrix(matrix.weights, tuple(factors))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.base import Event, Solution, Solver, Sweep
-from lsrdecomp.targets.base import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lsrdecomp.kronecker.shape import KroneckerShape
+    from lsrdecomp.targets.base import Target
 
 StateT = TypeVar("StateT")
 
@@ -28,10 +31,13 @@ class Step(Generic[StateT]):
 class SolveProgress:
     """What one solve has done so far, told to a callback, and how much it may still do.
 
-    Handed down to every loop of a solve, and from one solver to the next, so that records are numbered through.
+    Handed down to every loop of a solve, and from one solver to the next, so that records are
+    numbered through.
     """
 
-    def __init__(self, on_sweep: Callable[[Sweep], Any] | None = None, limit: float = math.inf) -> None:
+    def __init__(
+        self, on_sweep: Callable[[Sweep], Any] | None = None, limit: float = math.inf
+    ) -> None:
         self.limit = limit
         self._on_sweep = on_sweep
         self._sweeps: list[Sweep] = []
@@ -50,7 +56,9 @@ class SolveProgress:
         if self._event is not Event.hand_over:
             self._event = event
 
-    def note(self, relative_error: float, condition: float = 1.0, objective: float | None = None) -> None:
+    def note(
+        self, relative_error: float, condition: float = 1.0, objective: float | None = None
+    ) -> None:
         sweep = Sweep(len(self._sweeps) + 1, relative_error, condition, self._event, objective)
         self._event = Event.step
         self._sweeps.append(sweep)
@@ -80,14 +88,19 @@ class SolveProgress:
 
 
 def iterate(
-    steps: Iterator[Step[StateT]], begun: StateT, progress: SolveProgress | None = None, *, most: float = math.inf
+    steps: Iterator[Step[StateT]],
+    begun: StateT,
+    progress: SolveProgress | None = None,
+    *,
+    most: float = math.inf,
 ) -> tuple[StateT, bool]:
     """Take steps until one is settled, none is left, ``most`` are taken, or the solve has none left to take.
 
     Returns
     -------
     (state, bool)
-        Of the last step, ``begun`` if there is none; and whether it ended by itself, not by a limit.
+        Of the last step, ``begun`` if there is none; and whether it ended by itself, not by a
+        limit.
     """
     state, taken = begun, 0
     while taken < most and not (progress is not None and progress.exhausted):

@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lsrdecomp.arrays import dtype_name
 from lsrdecomp.errors import BudgetError, ConvergenceError
-from lsrdecomp.formats.mixed_precision import SMALL_FORMATS, StoredMatrix, as_stored, least_bytes, smallest
+from lsrdecomp.formats.mixed_precision import (
+    SMALL_FORMATS,
+    StoredMatrix,
+    as_stored,
+    least_bytes,
+    smallest,
+)
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import ErrorBudget, precision, unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Event, Solution, Solver, Status
 from lsrdecomp.solvers.decomposition import Decomposition
-from lsrdecomp.solvers.progress import SolveProgress
-from lsrdecomp.targets.base import Target
+
+if TYPE_CHECKING:
+    from lsrdecomp.kronecker.shape import KroneckerShape
+    from lsrdecomp.solvers.progress import SolveProgress
+    from lsrdecomp.targets.base import Target
 
 CANCELLING = 10.0
-"""A γ above this is what keeps a rounded sum from its tolerance; below it the type itself is too coarse."""
+"""A γ above this is what keeps a rounded sum from its tolerance; below it the type itself is too
+coarse."""
 HOPELESS = 100.0
-"""Rounding that exceeds the tolerance by more than this is not to be mended by other terms of the same type."""
+"""Rounding that exceeds the tolerance by more than this is not to be mended by other terms of the
+same type."""
 PATIENCE = 3
 """Further numbers of terms that are tried without the stored error, or the bytes, falling."""
 FALLS = 0.7
 """By what factor the stored error of one more term must fall to count as progress."""
 TRUNCATION_SHARE = {2: 0.25, 3: 0.8}
-"""Share of a budget that the first candidates may use before rounding. Two factors: orthogonal terms are nested, so one
-accurate solve serves. More factors: few terms, then one more at a time."""
+"""Share of a budget that the first candidates may use before rounding. Two factors: orthogonal
+terms are nested, so one accurate solve serves. More factors: few terms, then one more at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +62,39 @@ class Problem:
 
     def solve(self, *, rank: int | None = None, atol: float | None = None) -> Solution:
         most = self.most if rank is None else rank
-        return self.progress.solve(self.solver, self.target, self.shape, rank=most, atol=atol, event=Event.start)
+        return self.progress.solve(
+            self.solver, self.target, self.shape, rank=most, atol=atol, event=Event.start
+        )
 
 
-def measured(target: Target, solution: Solution, storage: str | None, goal: float | None) -> Decomposition:
+def measured(
+    target: Target, solution: Solution, storage: str | None, goal: float | None
+) -> Decomposition:
     """The record of a solution rounded to ``storage`` (None: as computed), its error measured after rounding.
 
-    The status is judged by that error: what the solver thought of its own tolerance or storage type counts only where
-    the error is above ``goal``.
+    The status is judged by that error: what the solver thought of its own tolerance or storage type
+    counts only where the error is above ``goal``.
     """
     computed = solution.approximation
     stored = computed if storage is None else as_stored(computed, storage)
     norm = target.norm
-    if stored is computed and solution.relative_error is not None:  # measured already, and nothing rounded since
+    if (
+        stored is computed and solution.relative_error is not None
+    ):  # measured already, and nothing rounded since
         error = solution.relative_error * norm
     else:
         error = target.residual_norm(stored)
     status = solution.status
     if goal is not None and error <= goal * (1.0 + 1e-12):
         status = Status.converged
-    elif goal is not None and status in (Status.converged, Status.ill_conditioned, Status.rank_reached):
-        status = Status.ill_conditioned if stored.condition > CANCELLING else Status.precision_exhausted
+    elif goal is not None and status in (
+        Status.converged,
+        Status.ill_conditioned,
+        Status.rank_reached,
+    ):
+        status = (
+            Status.ill_conditioned if stored.condition > CANCELLING else Status.precision_exhausted
+        )
     return Decomposition(
         approximation=stored,
         relative_error=error / norm if norm > 0.0 else error,
@@ -87,8 +110,9 @@ def measured(target: Target, solution: Solution, storage: str | None, goal: floa
 def within(problem: Problem, goal: float, storage: str | None) -> Decomposition:
     """The fewest terms found whose stored error is at most ``goal``; else the nearest record, with the reason.
 
-    Where the first answer is lost to rounding, one term more is tried, then less truncation; terms that are not nested
-    are fitted anew for each number of them, since a sum that was grown term by term may cancel where another does not.
+    Where the first answer is lost to rounding, one term more is tried, then less truncation; terms
+    that are not nested are fitted anew for each number of them, since a sum that was grown term by
+    term may cancel where another does not.
     """
     # Stored 1: as few terms as reach the goal before rounding; mostly they do after it too.
     first = problem.solve(atol=goal)
@@ -99,7 +123,11 @@ def within(problem: Problem, goal: float, storage: str | None) -> Decomposition:
     lost = _lost_to_rounding(first, best)
     if lost > HOPELESS * goal:
         return best
-    return _less_truncation(problem, goal, storage, best) if problem.nested else _anew(problem, goal, storage, best)
+    return (
+        _less_truncation(problem, goal, storage, best)
+        if problem.nested
+        else _anew(problem, goal, storage, best)
+    )
 
 
 def _lost_to_rounding(solution: Solution, record: Decomposition) -> float:
@@ -109,7 +137,9 @@ def _lost_to_rounding(solution: Solution, record: Decomposition) -> float:
     return (solution.approximation - record.approximation).norm
 
 
-def _less_truncation(problem: Problem, goal: float, storage: str | None, best: Decomposition) -> Decomposition:
+def _less_truncation(
+    problem: Problem, goal: float, storage: str | None, best: Decomposition
+) -> Decomposition:
     """One more term, then tighter and tighter tolerances, until truncation and rounding together meet the goal."""
     if best.status is Status.rank_exhausted or best.separation_rank >= problem.last:
         return best
@@ -145,7 +175,8 @@ def _anew(problem: Problem, goal: float, storage: str | None, best: Decompositio
 def fewest_bytes(problem: Problem, budget: ErrorBudget, throw: bool) -> Decomposition:
     """The record with the fewest bytes whose certified error keeps the budget.
 
-    Raises `ConvergenceError` with ``throw`` if none does; else the record in float32, without ``stored``.
+    Raises `ConvergenceError` with ``throw`` if none does; else the record in float32, without
+    ``stored``.
     """
     target, goal = problem.target, budget.allowed(problem.target.norm)
     formats = SMALL_FORMATS if budget.storage is None else (budget.storage,)
@@ -159,7 +190,8 @@ def fewest_bytes(problem: Problem, budget: ErrorBudget, throw: bool) -> Decompos
         own, _ = _stored(target, exact.approximation, goal, formats)
         if own is not None and (best is None or own.bytes < best.bytes):
             best, solution = own, exact
-    # Bytes 3: fresh fits of more terms, which may be rounded more coarsely, until they cannot have fewer bytes.
+    # Bytes 3: fresh fits of more terms, which may be rounded more coarsely, until they cannot have
+    # fewer bytes.
     if not problem.nested:
         idle, rank = 0, max(first.approximation.separation_rank, 1)
         while idle < PATIENCE and rank <= problem.last:
@@ -190,7 +222,9 @@ def _stored(
         return None, str(error)
 
 
-def _record(target: Target, solution: Solution, stored: StoredMatrix, budget: ErrorBudget) -> Decomposition:
+def _record(
+    target: Target, solution: Solution, stored: StoredMatrix, budget: ErrorBudget
+) -> Decomposition:
     approximation = stored.approximation
     computed = approximation.condition * unit_roundoff(budget.compute) * target.norm
     enough = computed <= budget.allowed(target.norm) or math.isclose(target.norm, 0.0)

@@ -1,8 +1,9 @@
 """Targets: what a solver is asked to approximate, the norms it is measured in, and the measured error.
 
-`as_target` chooses one: `Dense` for arrays, `LowRank` for a pair B A, `Sparse` and `Operator` for scipy's, `Separated`
-for a sum of Kronecker products, `RowStream` for a matrix that does not fit into memory. `NormWeights` holds the two
-weights of a norm ‖G^½ X C^½‖_F, such as `LowRankPlusIdentity`.
+`as_target` chooses one: `Dense` for arrays, `LowRank` for a pair B A, `Sparse` and `Operator` for
+scipy's, `Separated` for a sum of Kronecker products, `RowStream` for a matrix that does not fit
+into memory. `NormWeights` holds the two weights of a norm ‖G^½ X C^½‖_F, such as
+`LowRankPlusIdentity`.
 """
 
 import lazy_loader

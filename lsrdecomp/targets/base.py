@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.arrays import (
     Array,
@@ -23,7 +22,6 @@ from lsrdecomp.arrays import (
 )
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
-from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.targets.contract import Rearranged as Rearranged
 from lsrdecomp.targets.contract import Target as Target
 from lsrdecomp.targets.contract import require_two_factors
@@ -31,11 +29,18 @@ from lsrdecomp.targets.residual import Approximation as Approximation
 from lsrdecomp.targets.residual import check_sizes, pair_distance, residual_norm, separated_distance
 from lsrdecomp.targets.row_stream import RearrangedRows
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lsrdecomp.kronecker.shape import KroneckerShape
+
 CACHED = 2**18
-"""Entries of a dense matrix that are rearranged at a time where it is not held: 2 MiB in double precision."""
+"""Entries of a dense matrix that are rearranged at a time where it is not held: 2 MiB in double
+precision."""
 
 BETWEEN = 2**20
-"""Entries between the two contractions of a pair's product, above which its columns go one after the other."""
+"""Entries between the two contractions of a pair's product, above which its columns go one after
+the other."""
 
 LARGE = 2**21
 """Entries of a dense matrix above which inner products measure an error sooner than entries do."""
@@ -59,7 +64,9 @@ class RearrangedDense:
         return self.matrix @ x
 
     def rmatmat(self, y: Array) -> Array:
-        return adjoint(adjoint(y) @ self.matrix)  # twice as fast as adjoint(matrix) @ y: BLAS reads rows as they lie
+        return adjoint(
+            adjoint(y) @ self.matrix
+        )  # twice as fast as adjoint(matrix) @ y: BLAS reads rows as they lie
 
     def formed(self) -> Array:
         return self.matrix
@@ -72,8 +79,8 @@ class Dense:
     Parameters
     ----------
     matrix : array_like, shape (m, n)
-        Real or complex, of any array library; integers are promoted to float64, half precisions to float32. Raises
-        `PrecisionError` unless all entries are finite.
+        Real or complex, of any array library; integers are promoted to float64, half precisions to
+        float32. Raises `PrecisionError` unless all entries are finite.
 
     Examples
     --------
@@ -116,7 +123,9 @@ class Dense:
         require_two_factors(shape, self.shape)
         (rows, columns), p = self.shape, shape.rows[1]
         xp, whole = namespace(self.matrix), max(1, CACHED // (columns * p)) * p
-        height = whole if whole * columns <= 8 * CACHED else max(1, CACHED // columns)  # whole rows of R(M) if possible
+        height = (
+            whole if whole * columns <= 8 * CACHED else max(1, CACHED // columns)
+        )  # whole rows of R(M) if possible
         kind = as_double(self.matrix[:1, :1]).dtype if kind is None else kind
 
         def parts() -> Iterator[tuple[int, Array]]:
@@ -129,7 +138,10 @@ class Dense:
     def residual_norm(self, approximation: Any) -> float:
         """‖M − M̂‖_F in double precision from entries; of large matrices by `separated_distance`, where exact."""
         check_sizes(self.shape, approximation.shape)
-        if len(getattr(approximation, "factors", ())) == 2 and self.shape[0] * self.shape[1] >= LARGE:
+        if (
+            len(getattr(approximation, "factors", ())) == 2
+            and self.shape[0] * self.shape[1] >= LARGE
+        ):
             operator = self.streamed(approximation.kronecker_shape)
             distance = separated_distance(operator, self.norm, self.norm, approximation)
             if distance is not None:
@@ -141,8 +153,8 @@ class Dense:
 class RearrangedLowRank:
     """R(BA) = Σ_ρ mat(b_ρ) ⊗ mat(a_ρ), mat row by row, applied without being formed.
 
-    ``left`` (m_1, m_2, r) holds the columns of B, ``right`` (n_1, n_2, r) the rows of A. The order of the two
-    contractions is the one that needs less work.
+    ``left`` (m_1, m_2, r) holds the columns of B, ``right`` (n_1, n_2, r) the rows of A. The order
+    of the two contractions is the one that needs less work.
     """
 
     left: Array
@@ -168,17 +180,26 @@ class RearrangedLowRank:
     def formed(self) -> Array:
         xp = namespace(self.left, self.right)
         (m, p, r), (n, q, _) = self.left.shape, self.right.shape
-        left, right = as_double(self.left), as_double(self.right)  # a product in single precision would round entries
+        left, right = (
+            as_double(self.left),
+            as_double(self.right),
+        )  # a product in single precision would round entries
         entries = xp.reshape(left, (m * p, r)) @ xp.matrix_transpose(xp.reshape(right, (n * q, r)))
-        return xp.reshape(xp.permute_dims(xp.reshape(entries, (m, p, n, q)), (0, 2, 1, 3)), (m * n, p * q))
+        return xp.reshape(
+            xp.permute_dims(xp.reshape(entries, (m, p, n, q)), (0, 2, 1, 3)), (m * n, p * q)
+        )
 
 
 def _apply_pair(left: Array, right: Array, x: Array) -> Array:
     """Σ_ρ (L_ρ ⊗ R_ρ) x for L (m, p, r), R (n, q, r) and x (p·q, b), a few columns at a time if they are large."""
     xp = namespace(left, right, x)
     (m, p, r), (n, q, _), b = left.shape, right.shape, x.shape[1]
-    columns = xp.reshape(xp.matrix_transpose(x), (b, p, q))  # each column a matrix: no array of size r is ever permuted
-    right_first = p * (q * n + n * m) <= q * (p * m + m * n)  # r·b·p·n·q + r·b·m·p·n against its mirror
+    columns = xp.reshape(
+        xp.matrix_transpose(x), (b, p, q)
+    )  # each column a matrix: no array of size r is ever permuted
+    right_first = p * (q * n + n * m) <= q * (
+        p * m + m * n
+    )  # r·b·p·n·q + r·b·m·p·n against its mirror
     if right_first:
         outer = xp.reshape(left, (m, p * r))
         inner = xp.reshape(xp.permute_dims(right, (1, 2, 0)), (q, r * n))
@@ -245,8 +266,8 @@ class LowRank:
     def svd(self) -> tuple[Array, Array, Array]:
         """(U, σ, Vᴴ) of the product through two thin QR factorizations, in double precision.
 
-        Cost O((m + n)·r²); at most min(r, m, n) singular values. The gauge of a checkpoint is arbitrary,
-        B A = (B G)(G⁻¹ A), and this is the way out of it.
+        Cost O((m + n)·r²); at most min(r, m, n) singular values. The gauge of a checkpoint is
+        arbitrary, B A = (B G)(G⁻¹ A), and this is the way out of it.
         """
         xp = namespace(self.left, self.right)
         q_left, r_left = xp.linalg.qr(as_double(self.left))
@@ -257,11 +278,15 @@ class LowRank:
     @cached_property
     def triangles(self) -> tuple[Array, Array]:
         """R of thin QR factorizations of B and of Aᴴ, in double precision."""
-        return triangular_factor(as_double(self.left)), triangular_factor(adjoint(as_double(self.right)))
+        return triangular_factor(as_double(self.left)), triangular_factor(
+            adjoint(as_double(self.right))
+        )
 
     @cached_property
     def norm(self) -> float:
-        return finite_norm(self.triangles[0] @ adjoint(self.triangles[1]), "low-rank matrix", made=True)
+        return finite_norm(
+            self.triangles[0] @ adjoint(self.triangles[1]), "low-rank matrix", made=True
+        )
 
     def balanced(self, rank: int | None = None) -> LowRank:
         """The pair U√Σ, √Σ Vᴴ, truncated or padded to ``rank``: the gauge in which both sides carry the spectrum."""
@@ -287,10 +312,10 @@ class LowRank:
     def residual_norm(self, approximation: Any) -> float:
         """‖BA − M̂‖_F in double precision; for a product M̂ = B̂Â by `pair_distance`, else block by block.
 
-        The first costs O((m + n)(r + r̂)²) instead of O(m·n·(r + r̂)); its rounding error is of the order of
-        2⁻⁵³(‖B‖‖A‖ + ‖B̂‖‖Â‖), as for the entries of a residual. For two Kronecker factors inner products are taken, s
-        products with the rearrangement, where they give twelve digits: while the distance is above 1/`WIDEST` of the
-        sizes of what is subtracted.
+        The first costs O((m + n)(r + r̂)²) instead of O(m·n·(r + r̂)); its rounding error is of the
+        order of 2⁻⁵³(‖B‖‖A‖ + ‖B̂‖‖Â‖), as for the entries of a residual. For two Kronecker factors
+        inner products are taken, s products with the rearrangement, where they give twelve digits:
+        while the distance is above 1/`WIDEST` of the sizes of what is subtracted.
         """
         check_sizes(self.shape, approximation.shape)
         left, right = as_double(self.left), as_double(self.right)
@@ -298,7 +323,10 @@ class LowRank:
             other_left, other_right = (as_double(f) for f in approximation.to_lora())
             return pair_distance(left, adjoint(right), other_left, adjoint(other_right))
         if len(getattr(approximation, "factors", ())) == 2:
-            pair, size = LowRank(left, right).rearranged(approximation.kronecker_shape), norm(left) * norm(right)
+            pair, size = (
+                LowRank(left, right).rearranged(approximation.kronecker_shape),
+                norm(left) * norm(right),
+            )
             distance = separated_distance(pair, self.norm, size, approximation)
             if distance is not None:
                 return distance

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from lsrdecomp.arrays import Array
 from lsrdecomp.errors import ShapeError
-from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.targets.residual import Approximation
+
+if TYPE_CHECKING:
+    from lsrdecomp.arrays import Array
+    from lsrdecomp.kronecker.shape import KroneckerShape
+    from lsrdecomp.targets.residual import Approximation
 
 
 @runtime_checkable

@@ -17,9 +17,9 @@ from lsrdecomp.targets.sparse import Sparse
 def as_target(matrix: Any) -> Target:
     """What a solver can work on, from what a caller has.
 
-    A target stays as it is. A `SeparatedMatrix` becomes `Separated`, a scipy sparse matrix or array `Sparse`, a
-    ``numpy.memmap`` a `RowStream`, anything that offers ``matmat`` or ``matvec`` (a scipy ``LinearOperator``) an
-    `Operator`, and anything else `Dense`.
+    A target stays as it is. A `SeparatedMatrix` becomes `Separated`, a scipy sparse matrix or array
+    `Sparse`, a ``numpy.memmap`` a `RowStream`, anything that offers ``matmat`` or ``matvec`` (a
+    scipy ``LinearOperator``) an `Operator`, and anything else `Dense`.
 
     Parameters
     ----------

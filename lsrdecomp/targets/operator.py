@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lsrdecomp.arrays import Array, namespace, to_numpy
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.targets.contract import Rearranged, require_formable, require_two_factors
 from lsrdecomp.targets.residual import check_sizes, row_blocks
 from lsrdecomp.targets.row_stream import RowStream, block_norm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lsrdecomp.kronecker.shape import KroneckerShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,9 @@ def _swap(x: Array, m: int, n: int) -> Array:
 class Operator:
     """A matrix known by its action on vectors, such as a scipy ``LinearOperator``.
 
-    The rearrangement mixes rows with columns, so that every product with R(M) needs all n columns of M: n products
-    with the operator, in blocks. Where the matrix fits into memory, ``Dense(operator @ numpy.eye(n))`` pays them once.
+    The rearrangement mixes rows with columns, so that every product with R(M) needs all n columns
+    of M: n products with the operator, in blocks. Where the matrix fits into memory,
+    ``Dense(operator @ numpy.eye(n))`` pays them once.
 
     Parameters
     ----------
@@ -102,7 +106,9 @@ class Operator:
         """‖M − M̂‖_F, measured: `Target.residual_norm`."""
         check_sizes(self.shape, approximation.shape)
         if not hasattr(approximation, "factors"):
-            approximation = SeparatedMatrix(np.ones(1), (to_numpy(approximation.to_matrix())[None, :, :],))
+            approximation = SeparatedMatrix(
+                np.ones(1), (to_numpy(approximation.to_matrix())[None, :, :],)
+            )
         return self._transpose.residual_norm(approximation.mT)
 
     @cached_property
@@ -119,6 +125,8 @@ class Operator:
             if hasattr(self.operator, "matmat"):
                 columns = np.asarray(self.operator.matmat(unit)).T
             else:
-                columns = np.stack([np.asarray(self.operator.matvec(column)).reshape(m) for column in unit.T])
+                columns = np.stack(
+                    [np.asarray(self.operator.matvec(column)).reshape(m) for column in unit.T]
+                )
             block_norm(part.start, columns, "columns")
             yield columns

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -22,6 +21,9 @@ from lsrdecomp.arrays import (
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.rearrange import kron
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
 ROW_BLOCK = 512
 """Most rows of a residual formed at a time."""
 
@@ -29,10 +31,12 @@ BLOCK_ENTRIES = 2**22
 """Most entries of a residual formed at a time: 32 MiB in double precision."""
 
 CACHED = 2**15
-"""The same of a matrix in memory: 256 KiB, which stay in a processor's cache and need no fresh pages."""
+"""The same of a matrix in memory: 256 KiB, which stay in a processor's cache and need no fresh
+pages."""
 
 WIDEST = 32.0
-"""Sizes of the terms in units of their distance up to which inner products give it to twelve digits."""
+"""Sizes of the terms in units of their distance up to which inner products give it to twelve
+digits."""
 
 
 class Approximation(Protocol):
@@ -55,21 +59,26 @@ def row_blocks(rows: int, columns: int, entries: int = BLOCK_ENTRIES) -> Iterato
         yield slice(start, min(start + height, rows))
 
 
-def residual_norm(shape: tuple[int, int], rows: Callable[[slice], Array], approximation: Approximation) -> float:
+def residual_norm(
+    shape: tuple[int, int], rows: Callable[[slice], Array], approximation: Approximation
+) -> float:
     """‖M − M̂‖_F for a matrix M known by its blocks of rows.
 
-    Raises `ShapeError` if the sizes disagree. A sum of Kronecker products is formed block by block from its factors;
-    other approximations are formed whole.
+    Raises `ShapeError` if the sizes disagree. A sum of Kronecker products is formed block by block
+    from its factors; other approximations are formed whole.
     """
     check_sizes(shape, approximation.shape)
     block = rows_of(approximation)
-    return math.hypot(*(norm(as_double(rows(part)) - block(part)) for part in row_blocks(*shape, CACHED)))
+    return math.hypot(
+        *(norm(as_double(rows(part)) - block(part)) for part in row_blocks(*shape, CACHED))
+    )
 
 
 def pair_core(lefts: Sequence[Array], rights: Sequence[Array]) -> Array:
     """A small matrix with the singular values of B Aᴴ − B̂ Âᴴ for ``lefts`` (B, B̂), ``rights`` (A, Â); or of B Aᴴ alone.
 
-    Shapes (…, m, r), (…, m, r̂) and (…, n, r), (…, n, r̂); cost O((m + n)(r + r̂)²), without a copy of any of them.
+    Shapes (…, m, r), (…, m, r̂) and (…, n, r), (…, n, r̂); cost O((m + n)(r + r̂)²), without a copy
+    of any of them.
     """
     columns, rows, r = triangular_factor(*lefts), triangular_factor(*rights), lefts[0].shape[-1]
     core = columns[..., :, :r] @ adjoint(rows[..., :, :r])
@@ -87,17 +96,22 @@ def pair_distance(left: Array, right: Array, other_left: Array, other_right: Arr
 def pair_distances(left: Array, right: Array, other_left: Array, other_right: Array) -> Array:
     """‖B Aᴴ − B̂ Âᴴ‖_F of pairs (…, m, r), (…, n, r) and (…, m, r̂), (…, n, r̂), shape (…).
 
-    Let N = ‖B‖‖A‖ + ‖B̂‖‖Â‖. Inner products give the distance with a relative error of about 2⁻⁵³(N/distance)², entries
-    of `pair_core` with 2⁻⁵³ N/distance: both to twelve digits while the distance is above N / `WIDEST`, and there inner
-    products take a quarter of the time for sides 4096 long. Elsewhere the residual's entries are formed.
+    Let N = ‖B‖‖A‖ + ‖B̂‖‖Â‖. Inner products give the distance with a relative error of about
+    2⁻⁵³(N/distance)², entries of `pair_core` with 2⁻⁵³ N/distance: both to twelve digits while the
+    distance is above N / `WIDEST`, and there inner products take a quarter of the time for sides
+    4096 long. Elsewhere the residual's entries are formed.
     """
     distances = inner_distances(left, right, other_left, other_right)
     if distances is None:
-        return namespace(left).linalg.matrix_norm(pair_core([left, other_left], [right, other_right]))
+        return namespace(left).linalg.matrix_norm(
+            pair_core([left, other_left], [right, other_right])
+        )
     return distances
 
 
-def inner_distances(left: Array, right: Array, other_left: Array, other_right: Array) -> Array | None:
+def inner_distances(
+    left: Array, right: Array, other_left: Array, other_right: Array
+) -> Array | None:
     """`pair_distances` from inner products, or None unless all of them are exact that way."""
     xp = namespace(left, right)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -120,23 +134,37 @@ def _inner_product(left: Array, right: Array) -> Array:
     return namespace(left, right).sum(real_part(left * conjugate(right)), axis=(-2, -1))
 
 
-def separated_distance(rearranged: Any, norm_of: float, size: float, approximation: Any) -> float | None:
+def separated_distance(
+    rearranged: Any, norm_of: float, size: float, approximation: Any
+) -> float | None:
     """‖R − Σ λ u vᵀ‖ as the root of ‖R‖² − 2 Re Σ λ ūᵀ R v̄ + ‖M̂‖², or None where that loses digits.
 
-    For two factors, R an operator in double precision with norm ``norm_of``: s products with it. Twelve digits are left
-    while the distance is above 1/`WIDEST` of ``size`` and ‖λ‖, the sizes of what is subtracted.
+    For two factors, R an operator in double precision with norm ``norm_of``: s products with it.
+    Twelve digits are left while the distance is above 1/`WIDEST` of ``size`` and ‖λ‖, the sizes of
+    what is subtracted.
     """
     factors, weights = approximation.factors, as_double(approximation.weights)
     xp, s = namespace(*factors), int(factors[0].shape[0])
     if s == 0:
         return None
-    rows, columns = (xp.reshape(as_double(factor), (s, factor.shape[1] * factor.shape[2])) for factor in factors)
+    rows, columns = (
+        xp.reshape(as_double(factor), (s, factor.shape[1] * factor.shape[2])) for factor in factors
+    )
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        length, whole, size = np.float64(approximation.norm), np.float64(norm_of), np.float64(size) + norm(weights)
-        # Orthogonal to what is left, as a projection is: then the rest is known beforehand, and often too small.
+        length, whole, size = (
+            np.float64(approximation.norm),
+            np.float64(norm_of),
+            np.float64(size) + norm(weights),
+        )
+        # Orthogonal to what is left, as a projection is: then the rest is known beforehand, and
+        # often too small.
         if (whole - length) * (whole + length) * WIDEST**2 < size**2:
             return None
-        products = to_numpy(xp.sum(conjugate(rows) * xp.matrix_transpose(rearranged.matmat(adjoint(columns))), axis=1))
+        products = to_numpy(
+            xp.sum(
+                conjugate(rows) * xp.matrix_transpose(rearranged.matmat(adjoint(columns))), axis=1
+            )
+        )
         squared = whole**2 - 2.0 * (np.real(products) @ to_numpy(weights)) + length**2
         exact = size**2 < squared * WIDEST**2 < math.inf
     return math.sqrt(squared) if exact else None
@@ -144,7 +172,9 @@ def separated_distance(rearranged: Any, norm_of: float, size: float, approximati
 
 def check_sizes(target: tuple[int, int], other: tuple[int, int]) -> None:
     if tuple(target) != tuple(other):
-        raise ShapeError(f"the target is {target[0]}×{target[1]}, the approximation {other[0]}×{other[1]}")
+        raise ShapeError(
+            f"the target is {target[0]}×{target[1]}, the approximation {other[0]}×{other[1]}"
+        )
 
 
 def rows_of(approximation: Any) -> Callable[[slice], Array]:
@@ -157,7 +187,9 @@ def rows_of(approximation: Any) -> Callable[[slice], Array]:
     s, _, n = first.shape
     inner = kron(*others)  # (s, Π m_i, Π n_i), term by term
     p, q = inner.shape[1:]
-    outer = xp.permute_dims(first * as_double(xp.astype(approximation.weights, first.dtype))[:, None, None], (1, 2, 0))
+    outer = xp.permute_dims(
+        first * as_double(xp.astype(approximation.weights, first.dtype))[:, None, None], (1, 2, 0)
+    )
 
     def slab(first_outer: int, last_outer: int, first_inner: int, last_inner: int) -> Array:
         """Rows (i, k) with i and k in two ranges: one matrix product, entries (i, j, k, l) to rows (i, k)."""

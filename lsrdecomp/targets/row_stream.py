@@ -3,32 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, as_double, as_floating, device, finite_norm, namespace, norm
+from lsrdecomp.arrays import (
+    Array,
+    adjoint,
+    as_double,
+    as_floating,
+    device,
+    finite_norm,
+    namespace,
+    norm,
+)
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.targets.contract import require_formable, require_two_factors
-from lsrdecomp.targets.residual import Approximation, block_height, check_sizes, rows_of, whole_blocks
+from lsrdecomp.targets.residual import (
+    Approximation,
+    block_height,
+    check_sizes,
+    rows_of,
+    whole_blocks,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
 
 
 @dataclass(frozen=True, eq=False)
 class RowStream:
     """A matrix read a block of rows at a time, as often as needed: one larger than memory, on disk or computed.
 
-    Every product with R(M), the norm and the residual are one pass over the blocks. Solvers that work in blocks of
-    vectors (`BlockGolubKahan`) make few passes.
+    Every product with R(M), the norm and the residual are one pass over the blocks. Solvers that
+    work in blocks of vectors (`BlockGolubKahan`) make few passes.
 
     Parameters
     ----------
     blocks : callable
-        Returns a fresh iterable of arrays (b_i, n), top to bottom, b_i of any size; called once a pass.
+        Returns a fresh iterable of arrays (b_i, n), top to bottom, b_i of any size; called once a
+        pass.
     shape : tuple of int
         (m, n), the sizes of the whole.
 
@@ -52,16 +70,23 @@ class RowStream:
         ``rows`` is the height of a block; absent, 32 MiB of double precision.
         """
         if len(matrix.shape) != 2 or 0 in matrix.shape:
-            raise ShapeError(f"matrix: expected two dimensions with entries, got shape {tuple(matrix.shape)}")
+            raise ShapeError(
+                f"matrix: expected two dimensions with entries, got shape {tuple(matrix.shape)}"
+            )
         m, n = (int(size) for size in matrix.shape)
         height = rows or block_height(n)
-        return cls(lambda: (matrix[start : min(start + height, m), :] for start in range(0, m, height)), (m, n))
+        return cls(
+            lambda: (matrix[start : min(start + height, m), :] for start in range(0, m, height)),
+            (m, n),
+        )
 
     def parts(self) -> Iterator[tuple[int, Array]]:
         """(first row, block), checked: the blocks must be as wide as the matrix and fill it."""
         done = 0
         for block in self.blocks():
-            part = as_floating(np.asarray(block) if isinstance(block, np.memmap) else block, f"rows {done}…")
+            part = as_floating(
+                np.asarray(block) if isinstance(block, np.memmap) else block, f"rows {done}…"
+            )
             if part.ndim != 2 or part.shape[1] != self.shape[1]:
                 raise ShapeError(
                     f"row stream: the block at row {done} has shape {tuple(part.shape)}, "
@@ -70,7 +95,9 @@ class RowStream:
             yield done, part
             done += int(part.shape[0])
         if done != self.shape[0]:
-            raise ShapeError(f"row stream: the blocks hold {done} rows, the matrix has {self.shape[0]}")
+            raise ShapeError(
+                f"row stream: the blocks hold {done} rows, the matrix has {self.shape[0]}"
+            )
 
     @cached_property
     def norm(self) -> float:
@@ -96,7 +123,10 @@ class RowStream:
         check_sizes(self.shape, approximation.shape)
         block = rows_of(approximation)
         return math.hypot(
-            *(norm(as_double(part) - block(slice(start, start + int(part.shape[0])))) for start, part in self.parts())
+            *(
+                norm(as_double(part) - block(slice(start, start + int(part.shape[0]))))
+                for start, part in self.parts()
+            )
         )
 
 
@@ -104,8 +134,8 @@ class RowStream:
 class RearrangedRows:
     """R(M) for a matrix read in blocks of rows.
 
-    Rows i·m₂ + k of M, for one i and several k, are the columns (k, ·) of the rows (i, ·) of R(M); blocks that cover
-    all k are whole rows of R(M).
+    Rows i·m₂ + k of M, for one i and several k, are the columns (k, ·) of the rows (i, ·) of R(M);
+    blocks that cover all k are whole rows of R(M).
     """
 
     parts: Callable[[], Iterator[tuple[int, Array]]]

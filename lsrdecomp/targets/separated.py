@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from lsrdecomp.arrays import Array, adjoint, as_double, conjugate, namespace
 from lsrdecomp.kronecker.rearrange import sum_of_kroneckers
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.targets.base import RearrangedDense
 from lsrdecomp.targets.contract import Rearranged, require_two_factors
 from lsrdecomp.targets.residual import Approximation, residual_norm, row_blocks, rows_of
 from lsrdecomp.targets.row_stream import RearrangedRows
+
+if TYPE_CHECKING:
+    from lsrdecomp.kronecker.shape import KroneckerShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +48,8 @@ class RearrangedPair:
 class Separated:
     """A sum of Kronecker products of any number of factors, to be approximated by fewer terms or in another shape.
 
-    In its own shape, and where consecutive factors are taken together, R(M) is a thin product and nothing is formed;
-    in any other shape M is formed a block of rows at a time.
+    In its own shape, and where consecutive factors are taken together, R(M) is a thin product and
+    nothing is formed; in any other shape M is formed a block of rows at a time.
 
     Examples
     --------
@@ -74,7 +77,10 @@ class Separated:
         xp, s = namespace(*factors), self.matrix.separation_rank
         if s == 0:
             return RearrangedDense(xp.zeros(shape.sizes, dtype=self.matrix.dtype))
-        weighted = (factors[0] * xp.astype(self.matrix.weights, factors[0].dtype)[:, None, None], *factors[1:])
+        weighted = (
+            factors[0] * xp.astype(self.matrix.weights, factors[0].dtype)[:, None, None],
+            *factors[1:],
+        )
         own = self.matrix.kronecker_shape.factors
         for cut in range(1, len(own)):
             if _merged(own[:cut]) == shape.factors[0] and _merged(own[cut:]) == shape.factors[1]:
@@ -98,5 +104,7 @@ def _merged(factors: tuple[tuple[int, int], ...]) -> tuple[int, int]:
 def _columns(factors: tuple[Array, ...]) -> Array:
     """Entries of the Kronecker product of each term, one column a term."""
     xp = namespace(*factors)
-    terms = [sum_of_kroneckers([f[k : k + 1, :, :] for f in factors]) for k in range(factors[0].shape[0])]
+    terms = [
+        sum_of_kroneckers([f[k : k + 1, :, :] for f in factors]) for k in range(factors[0].shape[0])
+    ]
     return xp.stack([xp.reshape(term, (-1,)) for term in terms], axis=1)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lsrdecomp.arrays import Array, as_double, as_floating, finite_norm, require_matrix
 from lsrdecomp.errors import PrecisionError
 from lsrdecomp.kronecker.rearrange import khatri_rao
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.targets.contract import require_formable, require_two_factors
 from lsrdecomp.targets.residual import Approximation, check_sizes, residual_norm
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from lsrdecomp.kronecker.shape import KroneckerShape
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +31,8 @@ class Sparse:
     Parameters
     ----------
     matrix : scipy sparse matrix or array, shape (m, n)
-        Duplicate entries add up; integers are promoted to float64. Raises `PrecisionError` unless entries are finite.
+        Duplicate entries add up; integers are promoted to float64. Raises `PrecisionError` unless
+        entries are finite.
 
     Examples
     --------
@@ -70,15 +75,21 @@ class Sparse:
 
         (_, n), (p, q) = shape.factors
         entries = self.matrix.tocoo()
-        (i, k), (j, column) = np.divmod(entries.row.astype(np.int64), p), np.divmod(entries.col.astype(np.int64), q)
-        return RearrangedSparse(csr_array((entries.data, (i * n + j, k * q + column)), shape=shape.sizes))
+        (i, k), (j, column) = (
+            np.divmod(entries.row.astype(np.int64), p),
+            np.divmod(entries.col.astype(np.int64), q),
+        )
+        return RearrangedSparse(
+            csr_array((entries.data, (i * n + j, k * q + column)), shape=shape.sizes)
+        )
 
     def core(self, shape: KroneckerShape) -> tuple[Array, tuple[Any, ...]]:
         """R(M) for any number of factors, where it is not zero.
 
-        A sum of Kronecker products of sparse factors fills only the product of their patterns: places (i, j) of a
-        factor where M has no entry at all are left out, so that a finite-difference operator on a grid of
-        100 × 100 × 100 points becomes a tensor of 298 × 298 × 298.
+        A sum of Kronecker products of sparse factors fills only the product of their patterns:
+        places (i, j) of a factor where M has no entry at all are left out, so that a
+        finite-difference operator on a grid of 100 × 100 × 100 points becomes a tensor of 298 × 298
+        × 298.
 
         Returns
         -------
@@ -104,13 +115,18 @@ class Sparse:
         """The core, and for each factor the places i·n + j that it covers."""
         shape.check(self.shape)
         entries = self.matrix.tocoo()
-        rows, columns = np.unravel_index(entries.row, shape.rows), np.unravel_index(entries.col, shape.columns)
+        rows, columns = (
+            np.unravel_index(entries.row, shape.rows),
+            np.unravel_index(entries.col, shape.columns),
+        )
         used_places = [
             np.unique(i.astype(np.int64) * n + j, return_inverse=True)
             for (_, n), i, j in zip(shape.factors, rows, columns, strict=True)
         ]
         sizes = tuple(max(1, used.size) for used, _ in used_places)
-        require_formable(math.prod(sizes), f"the {' × '.join(map(str, sizes))} places of a sparse matrix")
+        require_formable(
+            math.prod(sizes), f"the {' × '.join(map(str, sizes))} places of a sparse matrix"
+        )
         core = np.zeros(sizes, dtype=self.matrix.dtype)
         core[tuple(index for _, index in used_places)] = entries.data
         return core, tuple(used if used.size else np.zeros(1, np.int64) for used, _ in used_places)
@@ -119,14 +135,22 @@ class Sparse:
         """‖M − M̂‖_F; from the core alone where M̂ has three and more factors that vanish wherever the core does."""
         check_sizes(self.shape, approximation.shape)
         factors = getattr(approximation, "factors", ())
-        if isinstance(approximation, SeparatedMatrix) and len(factors) > 2 and approximation.separation_rank:
+        if (
+            isinstance(approximation, SeparatedMatrix)
+            and len(factors) > 2
+            and approximation.separation_rank
+        ):
             core, places = self._restricted(approximation.kronecker_shape)
             flat = [np.reshape(as_double(f), (f.shape[0], -1)) for f in factors]
             outside = [np.delete(f, used, axis=1) for f, used in zip(flat, places, strict=True)]
             if not any(np.any(f) for f in outside):
                 columns = [f[:, used].T for f, used in zip(flat, places, strict=True)]
-                return _core_distance(core, columns, np.asarray(approximation.weights, dtype=np.float64))
-        return residual_norm(self.shape, lambda rows: self.matrix[rows.start : rows.stop].toarray(), approximation)
+                return _core_distance(
+                    core, columns, np.asarray(approximation.weights, dtype=np.float64)
+                )
+        return residual_norm(
+            self.shape, lambda rows: self.matrix[rows.start : rows.stop].toarray(), approximation
+        )
 
 
 def _core_distance(core: Array, columns: Sequence[Array], weights: Array) -> float:

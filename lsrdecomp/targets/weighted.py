@@ -1,20 +1,34 @@
 """Low-rank targets in a weighted norm ‖G^½ X C^½‖_F: norm, singular gauge, error of an approximation.
 
-Also the norm in its leading coordinates: fewer eigenpairs where the others weigh nearly alike, for faster solves.
+Also the norm in its leading coordinates: fewer eigenpairs where the others weigh nearly alike, for
+faster solves.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from lsrdecomp.arrays import Array, as_double, dtype_name, namespace, norm, to_numpy, triangular_factor
+from lsrdecomp.arrays import (
+    Array,
+    as_double,
+    dtype_name,
+    namespace,
+    norm,
+    to_numpy,
+    triangular_factor,
+)
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.targets.base import Approximation, LowRank
 from lsrdecomp.targets.residual import check_sizes, pair_core, pair_distances
 from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights, Weight
 
+if TYPE_CHECKING:
+    from lsrdecomp.targets.base import Approximation, LowRank
+
 CONDITION = 1e4
-"""Of a Gram matrix with a unit diagonal, up to which its Cholesky factor serves as R of a QR factorization."""
+"""Of a Gram matrix with a unit diagonal, up to which its Cholesky factor serves as R of a QR
+factorization."""
 
 SMALLEST = 1e-140
 """Lengths of columns whose squares keep their digits."""
@@ -48,7 +62,9 @@ def weighted_norm(target: LowRank, weights: NormWeights) -> float:
     return float(pair_norms(as_double(target.left), as_double(target.right), weights))
 
 
-def weighted_residual_norm(target: LowRank, approximation: Approximation, weights: NormWeights) -> float:
+def weighted_residual_norm(
+    target: LowRank, approximation: Approximation, weights: NormWeights
+) -> float:
     """‖G^½ (BA − M̂) C^½‖_F from residual entries in double precision.
 
     Parameters
@@ -60,9 +76,10 @@ def weighted_residual_norm(target: LowRank, approximation: Approximation, weight
     Returns
     -------
     float
-        For an approximation that is a pair of thin factors the entries are those in orthonormal bases of the two row
-        and column spaces, at cost and memory O((m + n)(r + r̂ + q)) and a rounding error of about
-        2⁻⁵³(‖G^½B‖‖AC^½‖ + ‖G^½B̂‖‖ÂC^½‖); a direct Kronecker sum is formed, O(m·n).
+        For an approximation that is a pair of thin factors the entries are those in orthonormal
+        bases of the two row and column spaces, at cost and memory O((m + n)(r + r̂ + q)) and a
+        rounding error of about 2⁻⁵³(‖G^½B‖‖AC^½‖ + ‖G^½B̂‖‖ÂC^½‖); a direct Kronecker sum is
+        formed, O(m·n).
 
     Raises
     ------
@@ -96,8 +113,9 @@ def weighted_residual_norm(target: LowRank, approximation: Approximation, weight
 def weighted_gauge(left: Array, right: Array, weights: NormWeights) -> tuple[Array, Array, Array]:
     """S, σ, T of shapes (…, r, k), (…, k), (…, k, r) with U = B S, Vᵀ = T A of the SVD U σ Vᵀ of a pair in the norm.
 
-    Columns of G^½ U and C^½ V are orthonormal, to twelve digits. In double precision NumPy's triangles are
-    Cholesky's factors of Gram matrices where these are well conditioned, in a fifth of the time.
+    Columns of G^½ U and C^½ V are orthonormal, to twelve digits. In double precision NumPy's
+    triangles are Cholesky's factors of Gram matrices where these are well conditioned, in a fifth
+    of the time.
     """
     return gauge_of(*map(_cholesky_or_qr, _weighted(left, right, weights)))
 
@@ -105,8 +123,8 @@ def weighted_gauge(left: Array, right: Array, weights: NormWeights) -> tuple[Arr
 def _cholesky_or_qr(array: Array) -> Array:
     """R with Rᵀ R = Aᵀ A: ‖R x‖ has twelve digits of ‖A x‖ for every x [1]_.
 
-    .. [1] Y. Yamamoto, Y. Nakatsukasa, Y. Yanagisawa and T. Fukaya, Roundoff error analysis of the CholeskyQR2
-       algorithm, Electron. Trans. Numer. Anal. 44 (2015).
+    .. [1] Y. Yamamoto, Y. Nakatsukasa, Y. Yanagisawa and T. Fukaya, Roundoff error analysis of the
+       CholeskyQR2 algorithm, Electron. Trans. Numer. Anal. 44 (2015).
     """
     if type(array) is not np.ndarray or array.ndim != 2 or array.dtype != np.float64:
         return triangular_factor(array)
@@ -135,9 +153,15 @@ def gauge_of(triangle: Array, other: Array) -> tuple[Array, Array, Array]:
     """`weighted_gauge` from its `weighted_triangles`."""
     xp = namespace(triangle, other)
     u, sigma, vh = xp.linalg.svd(triangle @ xp.matrix_transpose(other), full_matrices=False)
-    floor = int(triangle.shape[-1]) * unit_roundoff(dtype_name(sigma)) * xp.max(sigma, axis=-1, keepdims=True)
+    floor = (
+        int(triangle.shape[-1])
+        * unit_roundoff(dtype_name(sigma))
+        * xp.max(sigma, axis=-1, keepdims=True)
+    )
     positive = sigma > floor
-    inverse = xp.where(positive, 1.0 / xp.where(positive, sigma, xp.ones_like(sigma)), xp.zeros_like(sigma))
+    inverse = xp.where(
+        positive, 1.0 / xp.where(positive, sigma, xp.ones_like(sigma)), xp.zeros_like(sigma)
+    )
     columns = xp.matrix_transpose(other) @ (xp.matrix_transpose(vh) * inverse[..., None, :])
     rows = (inverse[..., :, None] * xp.matrix_transpose(u)) @ triangle
     return columns, xp.where(positive, sigma, xp.zeros_like(sigma)), rows
@@ -153,7 +177,9 @@ def pair_residual_norms(
     left: Array, right: Array, other_left: Array, other_right: Array, weights: NormWeights
 ) -> Array:
     """‖G^½ (B A − B̂ Â) C^½‖_F of batches of pairs in double precision, shape (…)."""
-    return pair_distances(*_weighted(left, right, weights), *_weighted(other_left, other_right, weights))
+    return pair_distances(
+        *_weighted(left, right, weights), *_weighted(other_left, other_right, weights)
+    )
 
 
 def _weighted(left: Array, right: Array, weights: NormWeights) -> tuple[Array, Array]:
@@ -162,11 +188,13 @@ def _weighted(left: Array, right: Array, weights: NormWeights) -> tuple[Array, A
 
 
 SPREAD = 0.02
-"""What eigenvalues that are replaced by their mean may differ from it, in all, as a share of the trace. On a language
-model's layers norms and errors then agree with those of the whole weight to a thousandth."""
+"""What eigenvalues that are replaced by their mean may differ from it, in all, as a share of the
+trace. On a language model's layers norms and errors then agree with those of the whole weight to a
+thousandth."""
 
 STEP = 16
-"""Eigenpairs come in multiples of this, so that layers of one size can share a batch without much padding."""
+"""Eigenpairs come in multiples of this, so that layers of one size can share a batch without much
+padding."""
 
 
 def leading_norms(norms: NormWeights) -> NormWeights:

@@ -1,7 +1,8 @@
 """Positive semidefinite weights of a norm, as operators: the identity, and leading eigenpairs beside one value.
 
-The weighted norm of a layer's change is ‖G^½ X C^½‖_F with an output weight G and an input weight C (`NormWeights`).
-Every weight knows how it acts, how its root acts and its trace, and may carry leading batch axes.
+The weighted norm of a layer's change is ‖G^½ X C^½‖_F with an output weight G and an input weight C
+(`NormWeights`). Every weight knows how it acts, how its root acts and its trace, and may carry
+leading batch axes.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class LowRankPlusIdentity:
             rest = xp.asarray(rest, dtype=xp.float64, device=device(basis))
         rest = _not_negative(as_double(rest), "rest of a weight")
         if tuple(values.shape) != (*basis.shape[:-2], basis.shape[-1]):
-            raise ShapeError(f"basis {tuple(basis.shape)} of a weight against values {tuple(values.shape)}")
+            raise ShapeError(
+                f"basis {tuple(basis.shape)} of a weight against values {tuple(values.shape)}"
+            )
         for name, value in (("basis", basis), ("values", values), ("rest", rest)):
             object.__setattr__(self, name, value)
 
@@ -78,7 +81,9 @@ class LowRankPlusIdentity:
     def trace(self) -> Array:
         xp = namespace(self.basis)
         lengths = xp.sum(self.basis * self.basis, axis=-2)
-        return self.size * self.rest + xp.sum(lengths * (self.values - self.rest[..., None]), axis=-1)
+        return self.size * self.rest + xp.sum(
+            lengths * (self.values - self.rest[..., None]), axis=-1
+        )
 
     def apply(self, x: Array) -> Array:
         """W X for X of shape (…, n, b)."""
@@ -98,11 +103,14 @@ class LowRankPlusIdentity:
 
     def _act(self, values: Array, rest: Array, x: Array) -> Array:
         inside = namespace(self.basis).matrix_transpose(self.basis) @ x
-        return rest[..., None, None] * x + self.basis @ ((values - rest[..., None])[..., :, None] * inside)
+        return rest[..., None, None] * x + self.basis @ (
+            (values - rest[..., None])[..., :, None] * inside
+        )
 
 
 Weight: TypeAlias = Identity | LowRankPlusIdentity
-"""A symmetric positive semidefinite matrix C of shape (size, size), known by its action in double precision."""
+"""A symmetric positive semidefinite matrix C of shape (size, size), known by its action in double
+precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,5 +167,7 @@ def _finite(array: Array, name: str) -> Array:
 def _not_negative(array: Array, name: str) -> Array:
     xp = namespace(array)
     if bool(xp.any(_finite(array, name) < 0)):
-        raise PrecisionError(f"{name}: an entry of {float(xp.min(array)):.3g}; a weight must be positive semidefinite")
+        raise PrecisionError(
+            f"{name}: an entry of {float(xp.min(array)):.3g}; a weight must be positive semidefinite"
+        )
     return array

@@ -1,14 +1,16 @@
 """Property tests for Kronecker code, yours as well as ours: strategies that draw cases, checks that find wrong code.
 
-Needs hypothesis: ``pip install 'lsrdecomp[testing]'``. Each check takes *your* function, `check_operator` your class.
-The identities that they try are also functions by themselves, in `identities`, `khatri_rao`, `vectorization`,
-`partial_trace` and `representations`.
+Needs hypothesis: ``pip install 'lsrdecomp[testing]'``. Each check takes *your* function,
+`check_operator` your class. The identities that they try are also functions by themselves, in
+`identities`, `khatri_rao`, `vectorization`, `partial_trace` and `representations`.
 """
 
 try:
     import hypothesis as _hypothesis  # noqa: F401
 except ImportError as _error:
-    raise ImportError("lsrdecomp.testing needs hypothesis: pip install 'lsrdecomp[testing]'") from _error
+    raise ImportError(
+        "lsrdecomp.testing needs hypothesis: pip install 'lsrdecomp[testing]'"
+    ) from _error
 
 from lsrdecomp.testing import identities as identities
 from lsrdecomp.testing.agreement import IdentityError as IdentityError

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from array_api_compat import is_array_api_obj
@@ -14,12 +13,16 @@ from lsrdecomp.arrays import device, dtype_name, namespace, norm, to_numpy
 from lsrdecomp.errors import LsrError
 from lsrdecomp.precision import tolerance
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
 Matrix = np.ndarray
 Sides = tuple[Any, Any]
 """The two sides of an identity, which must agree."""
 
 COARSE = {"float32", "complex64"}
-"""Types of answers that are no finding by themselves, but that differ by more than float64 explains."""
+"""Types of answers that are no finding by themselves, but that differ by more than float64
+explains."""
 
 SHOWN_ENTRIES = 24
 """Arrays of at most this many entries are printed in an error."""
@@ -41,7 +44,12 @@ class IdentityError(LsrError, AssertionError):
     """
 
     def __init__(
-        self, identity: str, message: str, *, gap: float | None = None, cause: BaseException | None = None
+        self,
+        identity: str,
+        message: str,
+        *,
+        gap: float | None = None,
+        cause: BaseException | None = None,
     ) -> None:
         super().__init__(f"{identity}: {message}")
         self.identity = identity
@@ -61,14 +69,15 @@ class Identities:
     ) -> Callable[[Callable[..., Sides]], Callable[..., None]]:
         """Decorator that makes a check of an identity, written as a function that returns its two sides.
 
-        The function takes yours, as a function of NumPy arrays, and the arrays. Its name is that of the identity, the
-        first line of its docstring the formula. The check takes a function and arrays of any library, and raises
-        `IdentityError` unless both sides agree up to rounding. Rounding is relative to ``bound``, a function of the
-        arrays: the size of the numbers that are added up, absent the product of the norms. With ``sums`` it grows with
-        the sides of the matrices.
+        The function takes yours, as a function of NumPy arrays, and the arrays. Its name is that of
+        the identity, the first line of its docstring the formula. The check takes a function and
+        arrays of any library, and raises `IdentityError` unless both sides agree up to rounding.
+        Rounding is relative to ``bound``, a function of the arrays: the size of the numbers that
+        are added up, absent the product of the norms. With ``sums`` it grows with the sides of the
+        matrices.
 
-        Each of ``cases`` is a callable (Cases) -> arguments, or the sides of matrices, named as in `numpy.einsum`:
-        ``"mn np"`` for a product.
+        Each of ``cases`` is a callable (Cases) -> arguments, or the sides of matrices, named as in
+        `numpy.einsum`: ``"mn np"`` for a product.
         """
 
         def decorate(sides: Callable[..., Sides]) -> Callable[..., None]:
@@ -104,7 +113,13 @@ def exact(*arrays: Any) -> float:
 
 
 def require_agreement(
-    identity: str, actual: Any, expected: Any, *, bound: float, size: int = 1, inputs: Sequence[Any] = ()
+    identity: str,
+    actual: Any,
+    expected: Any,
+    *,
+    bound: float,
+    size: int = 1,
+    inputs: Sequence[Any] = (),
 ) -> None:
     """Raise `IdentityError` unless two arrays agree up to rounding.
 
@@ -115,12 +130,13 @@ def require_agreement(
     actual, expected : array_like
         Of any library; equal shapes are part of the identity, and NaN in the same entries.
     bound : float
-        Size of the numbers that were added up: rounding is relative to this, not to a result that may cancel.
+        Size of the numbers that were added up: rounding is relative to this, not to a result that
+        may cancel.
     size : int
         Length of the longest sum.
     inputs : sequence
-        What the functions were called with, shown where small; the finest of the types of its arrays sets the
-        precision, since libraries compute in it.
+        What the functions were called with, shown where small; the finest of the types of its
+        arrays sets the precision, since libraries compute in it.
 
     Raises
     ------
@@ -130,16 +146,25 @@ def require_agreement(
     __tracebackhide__ = True
     ours, reference = np.asarray(to_numpy(actual)), np.asarray(to_numpy(expected))
     if ours.shape != reference.shape:
-        raise IdentityError(identity, f"shape {ours.shape}, expected {reference.shape}{shown(inputs)}")
+        raise IdentityError(
+            identity, f"shape {ours.shape}, expected {reference.shape}{shown(inputs)}"
+        )
     missing = np.isnan(reference)
     if not np.array_equal(np.isnan(ours), missing):
-        raise IdentityError(identity, f"NaN in {_count_nan(ours)}, expected in {_count_nan(reference)}{shown(inputs)}")
+        raise IdentityError(
+            identity,
+            f"NaN in {_count_nan(ours)}, expected in {_count_nan(reference)}{shown(inputs)}",
+        )
     gap = norm((ours - reference)[~missing].astype(complex))
     types = [dtype_name(array) for array in arrays_in(inputs)] or ["float64"]
     allowed = bound * min(tolerance(name, size) for name in types)
     if not gap <= allowed:
         scale, kind = bound or norm(reference[~missing]), dtype_name(ours)
-        coarse = f"; the answer is {kind}: dtype= and tolerance= allow for it" if kind in COARSE - {*types} else ""
+        coarse = (
+            f"; the answer is {kind}: dtype= and tolerance= allow for it"
+            if kind in COARSE - {*types}
+            else ""
+        )
         raise IdentityError(
             identity,
             f"the two sides differ by {gap:.3g}, rounding explains {allowed:.3g}{coarse}{shown(inputs)}",
@@ -154,7 +179,10 @@ def shown(arguments: Sequence[Any]) -> str:
         values = np.asarray(to_numpy(array))
         sides = "×".join(map(str, values.shape))
         text = np.array2string(values, precision=3, separator=", ").replace("\n", "\n      ")
-        lines.append(f"\n  {next(letters, '')} {sides}" + (f" = {text}" if values.size <= SHOWN_ENTRIES else ""))
+        lines.append(
+            f"\n  {next(letters, '')} {sides}"
+            + (f" = {text}" if values.size <= SHOWN_ENTRIES else "")
+        )
     rest = [str(argument) for argument in arguments if not arrays_in(argument)]
     return "".join(lines) + (f"\n  with {', '.join(rest)}" if rest else "")
 
@@ -168,7 +196,9 @@ def arrays_in(value: Any) -> tuple[Any, ...]:
 
 def _on_numpy(function: Callable[..., Any], arrays: Sequence[Any]) -> Callable[..., Any]:
     """``function`` as one of NumPy arrays; it is called with arrays of the library and the device of ``arrays``."""
-    convert = partial(namespace(*arrays).asarray, device=device(arrays[0])) if arrays else np.asarray
+    convert = (
+        partial(namespace(*arrays).asarray, device=device(arrays[0])) if arrays else np.asarray
+    )
     return lambda *arguments: _as_numpy(function(*_converted(arguments, convert)))
 
 

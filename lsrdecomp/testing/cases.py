@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 from hypothesis import strategies as st
 
 from lsrdecomp.arrays import Array, Namespace, to_numpy
-from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.testing.agreement import Identities, IdentityError
 from lsrdecomp.testing.strategies import (
     SIZES,
@@ -24,6 +23,9 @@ from lsrdecomp.testing.strategies import (
     small_matrices,
 )
 
+if TYPE_CHECKING:
+    from lsrdecomp.kronecker.shape import KroneckerShape
+
 
 class Options(TypedDict, total=False):
     """What every check takes beside your function.
@@ -31,13 +33,16 @@ class Options(TypedDict, total=False):
     Attributes
     ----------
     xp : namespace
-        Array library in which the cases are handed over: ``numpy``, ``torch``, any of the array API standard.
+        Array library in which the cases are handed over: ``numpy``, ``torch``, any of the array API
+        standard.
     complex_values : bool
         Also draw complex matrices, of the precision of ``dtype``; true if absent.
     dtype : str
-        Element type of the cases: ``"float64"`` if absent, ``"float32"``, ``"complex128"``, ``"complex64"``.
+        Element type of the cases: ``"float64"`` if absent, ``"float32"``, ``"complex128"``,
+        ``"complex64"``.
     tolerance : float, optional
-        Relative difference to let pass where rounding explains less: for code that computes in a coarser type.
+        Relative difference to let pass where rounding explains less: for code that computes in a
+        coarser type.
     max_examples : int
         Cases drawn for each identity, 25 if absent; they are the same in each run.
 
@@ -58,21 +63,32 @@ class Cases:
     """Draws what an identity needs, in the array library and the element type that a check was called with."""
 
     def __init__(
-        self, draw: Callable[[Any], Any], xp: Namespace, complex_values: bool, dtype: str, order: int | None
+        self,
+        draw: Callable[[Any], Any],
+        xp: Namespace,
+        complex_values: bool,
+        dtype: str,
+        order: int | None,
     ) -> None:
         self.draw = draw
         self._order = order
         self._xp = xp
         self._complex = dtype.startswith("complex") or (complex_values and draw(st.booleans()))
         self._real = "float32" if dtype in ("float32", "complex64") else "float64"
-        self._dtype = {"float32": "complex64", "float64": "complex128"}[self._real] if self._complex else dtype
+        self._dtype = (
+            {"float32": "complex64", "float64": "complex128"}[self._real]
+            if self._complex
+            else dtype
+        )
 
     def array(self, values: Any, dtype: str | None = None) -> Array:
         """NumPy values in the array library and element type of the cases, or in ``dtype``."""
         return self._xp.asarray(np.array(values, dtype=dtype or self._dtype))
 
     def shape(self, square: bool = False) -> KroneckerShape:
-        shape: KroneckerShape = self.draw(kronecker_shapes(order=self._order, max_entries=400, square=square))
+        shape: KroneckerShape = self.draw(
+            kronecker_shapes(order=self._order, max_entries=400, square=square)
+        )
         return shape
 
     def sides(self, count: int, among: Sequence[int] = SIZES) -> list[int]:
@@ -99,7 +115,10 @@ class Cases:
         isometries = []
         for m, n in self.shape().factors:
             r = self.draw(st.integers(0, min(m, n)))
-            u, v = (np.linalg.qr(to_numpy(self.draw(matrices((size, size), scale=1.0))))[0] for size in (m, n))
+            u, v = (
+                np.linalg.qr(to_numpy(self.draw(matrices((size, size), scale=1.0))))[0]
+                for size in (m, n)
+            )
             isometries.append(self.array(u[:, :r] @ v[:, :r].T))
         return tuple(isometries)
 
@@ -116,17 +135,27 @@ class Cases:
         """Weights s, s − 1, …, 1 and a stack of s factors for each position."""
         shape = self.shape(square)
         s = self.draw(st.integers(1, 4))
-        stacks = [np.stack([to_numpy(self.matrix(pair)) for _ in range(s)]) for pair in shape.factors]
+        stacks = [
+            np.stack([to_numpy(self.matrix(pair)) for _ in range(s)]) for pair in shape.factors
+        ]
         return self.array(np.arange(s, 0.0, -1.0), self._real), tuple(map(self.array, stacks))
 
     def invertible_term(self) -> tuple[Array, tuple[Array, ...]]:
         """One term of well conditioned square factors."""
-        factors = [self.draw(invertible_matrices(m, self._complex, 5.0)) for m in self.shape(square=True).rows]
-        return self.array(np.ones(1), self._real), tuple(self.array(factor[None]) for factor in factors)
+        factors = [
+            self.draw(invertible_matrices(m, self._complex, 5.0))
+            for m in self.shape(square=True).rows
+        ]
+        return self.array(np.ones(1), self._real), tuple(
+            self.array(factor[None]) for factor in factors
+        )
 
     def small_term(self) -> tuple[Array, tuple[Array, ...]]:
         """Two terms, the second with 1e-4 of the weight of the first and a minus sign."""
-        stacks = [self.array(np.stack([_counted((2, 3)), _counted((2, 3))[::-1]])) for _ in range(self._order or 2)]
+        stacks = [
+            self.array(np.stack([_counted((2, 3)), _counted((2, 3))[::-1]]))
+            for _ in range(self._order or 2)
+        ]
         return self.array([1.0, -1e-4], self._real), tuple(stacks)
 
 
@@ -166,15 +195,19 @@ def trials(
 ) -> list[Trial]:
     """Each identity on drawn cases, and ``on_corners`` (absent, the first identity) on corner cases.
 
-    ``corners`` names shapes of arrays: sides that are equal, long or empty. Arrays of the first of them also carry NaN,
-    entries that a coarser type loses, and, where there are two, arrays of two element types.
+    ``corners`` names shapes of arrays: sides that are equal, long or empty. Arrays of the first of
+    them also carry NaN, entries that a coarser type loses, and, where there are two, arrays of two
+    element types.
     """
     first = partial(on_corners or identities.checks[0][0], function)
 
     def on_drawn(check: Callable[..., None], cases: Any, d: Cases) -> None:
         check(function, *(d.matrices(*cases.split()) if isinstance(cases, str) else cases(d)))
 
-    drawn = [(check.__name__.replace("_", " "), partial(on_drawn, check, cases)) for check, cases in identities.checks]
+    drawn = [
+        (check.__name__.replace("_", " "), partial(on_drawn, check, cases))
+        for check, cases in identities.checks
+    ]
     fixed = _corner_arrays(corners, options) if corners else {}
     return [*drawn, *((name, Corner(name, first, arrays)) for name, arrays in fixed.items())]
 
@@ -184,7 +217,10 @@ def _corner_arrays(
 ) -> dict[str, list[tuple[np.ndarray, str | None]]]:
     """The arrays of each corner case with their element types, None for that of the drawn cases."""
     # Small integers: exact in half precision; turned on, so that arrays of equal shape differ.
-    arrays = {name: [np.roll(_counted(q), -i) for i, q in enumerate(shapes)] for name, shapes in corners.items()}
+    arrays = {
+        name: [np.roll(_counted(q), -i) for i, q in enumerate(shapes)]
+        for name, shapes in corners.items()
+    }
     ordinary = next(iter(arrays.values()))
     arrays["not a number"] = [np.where(array == 1.0, np.nan, array) for array in ordinary]
     arrays["stored by columns"] = [np.asfortranarray(array) for array in ordinary]
@@ -193,7 +229,9 @@ def _corner_arrays(
     typed: dict[str, list[tuple[np.ndarray, str | None]]] = {
         name: [(values, None) for values in group] for name, group in arrays.items()
     }
-    real_and_complex = options.get("complex_values", True) and options.get("dtype", "float64") == "float64"
+    real_and_complex = (
+        options.get("complex_values", True) and options.get("dtype", "float64") == "float64"
+    )
     if real_and_complex and len(ordinary) == 2:
         a, b = ordinary
         typed |= {

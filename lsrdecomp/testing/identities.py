@@ -1,12 +1,14 @@
 """The identities of Kronecker products, one function each, and `check_kron`, which tries them all on drawn cases.
 
-Each takes your ``kron(A, B)`` and matrices of any array library, and raises `IdentityError` where the identity fails
-beyond rounding. Only your function is called with your library's arrays; the other side is worked out in NumPy.
+Each takes your ``kron(A, B)`` and matrices of any array library, and raises `IdentityError` where
+the identity fails beyond rounding. Only your function is called with your library's arrays; the
+other side is worked out in NumPy.
 
 References
 ----------
-R. A. Horn and C. R. Johnson, Topics in Matrix Analysis, chapter 4, Cambridge University Press (1991).
-C. F. Van Loan, The ubiquitous Kronecker product, J. Comput. Appl. Math. 123 (2000). doi:10.1016/S0377-0427(00)00393-9
+R. A. Horn and C. R. Johnson, Topics in Matrix Analysis, chapter 4, Cambridge University Press
+(1991). C. F. Van Loan, The ubiquitous Kronecker product, J. Comput. Appl. Math. 123 (2000).
+doi:10.1016/S0377-0427(00)00393-9
 """
 
 from __future__ import annotations
@@ -39,15 +41,16 @@ def check_kron(kron: Kron, **options: Unpack[Options]) -> None:
     Raises
     ------
     IdentityError
-        With the name of the identity that tells most, the smallest case found that breaks it, and the names of the
-        others that fail; also where ``kron`` itself raises, with what it raised.
+        With the name of the identity that tells most, the smallest case found that breaks it, and
+        the names of the others that fail; also where ``kron`` itself raises, with what it raised.
 
     Examples
     --------
     >>> check_kron(np.kron)
     >>> check_kron(lambda a, b: np.kron(b, a))                                  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    lsrdecomp.testing.agreement.IdentityError: definition, (A ⊗ B)[i·p + k, j·q + l] = A[i, j]·B[k, l]: ...
+    lsrdecomp.testing.agreement.IdentityError: definition, (A ⊗ B)[i·p + k, j·q + l] = A[i, j]·B[k,
+    l]: ...
     """
     __tracebackhide__ = True
     corners = {
@@ -135,15 +138,17 @@ def determinant(kron: Kron, a: Matrix, b: Matrix) -> Sides:
     """
     (phase_a, size_a), (phase_b, size_b) = np.linalg.slogdet(a), np.linalg.slogdet(b)
     m, p = len(a), len(b)
-    return np.stack(np.linalg.slogdet(kron(a, b))), np.stack([phase_a**p * phase_b**m, p * size_a + m * size_b])
+    return np.stack(np.linalg.slogdet(kron(a, b))), np.stack(
+        [phase_a**p * phase_b**m, p * size_a + m * size_b]
+    )
 
 
 @IDENTITIES.on("mm pp", sums=True)
 def eigenvectors(kron: Kron, a: Matrix, b: Matrix) -> Sides:
     """(A ⊗ B)(u ⊗ v) = αβ (u ⊗ v) for A u = α u, B v = β v.
 
-    For every pair; A and B square. The residual is compared, which rounding cannot spoil even where eigenvalues are
-    ill conditioned.
+    For every pair; A and B square. The residual is compared, which rounding cannot spoil even where
+    eigenvalues are ill conditioned.
     """
     (alpha, u), (beta, v) = np.linalg.eig(a), np.linalg.eig(b)
     return kron(a, b) @ np.kron(u, v), np.kron(u, v) * np.kron(alpha, beta)
@@ -168,5 +173,7 @@ def singular_values(kron: Kron, a: Matrix, b: Matrix) -> Sides:
 def norms(kron: Kron, a: Matrix, b: Matrix) -> Sides:
     """‖A ⊗ B‖ = ‖A‖·‖B‖ for the Frobenius, the spectral, the column-sum and the row-sum norm."""
     kinds: tuple[Any, ...] = ("fro", 2, 1, np.inf)
-    product, first, second = ([np.linalg.norm(q, kind) for kind in kinds] for q in (kron(a, b), a, b))
+    product, first, second = (
+        [np.linalg.norm(q, kind) for kind in kinds] for q in (kron(a, b), a, b)
+    )
     return np.stack(product), np.multiply(first, second)

@@ -1,13 +1,14 @@
 """The identities of Khatri–Rao products, one function each, and `check_khatri_rao`.
 
-A ⊙ B takes A (m, n) and B (p, n) to (m·p, n): column j is A[:, j] ⊗ B[:, j], the first factor outermost, as in
-``scipy.linalg.khatri_rao``. Each function takes your ``khatri_rao(A, B)`` and raises `IdentityError`.
+A ⊙ B takes A (m, n) and B (p, n) to (m·p, n): column j is A[:, j] ⊗ B[:, j], the first factor
+outermost, as in ``scipy.linalg.khatri_rao``. Each function takes your ``khatri_rao(A, B)`` and
+raises `IdentityError`.
 
 References
 ----------
-C. G. Khatri and C. R. Rao, Solutions to some functional equations and their applications to characterization of
-probability distributions, Sankhyā A 30 (1968).
-S. Liu and G. Trenkler, Hadamard, Khatri-Rao, Kronecker and other matrix products, Int. J. Inf. Syst. Sci. 4 (2008).
+C. G. Khatri and C. R. Rao, Solutions to some functional equations and their applications to
+characterization of probability distributions, Sankhyā A 30 (1968). S. Liu and G. Trenkler,
+Hadamard, Khatri-Rao, Kronecker and other matrix products, Int. J. Inf. Syst. Sci. 4 (2008).
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ def check_khatri_rao(khatri_rao: KhatriRao, **options: Unpack[Options]) -> None:
     Parameters
     ----------
     khatri_rao : callable (A, B) -> A ⊙ B
-        A (m, n) and B (p, n) to (m·p, n); column j is A[:, j] ⊗ B[:, j]. One that works row by row, the face-splitting
-        product, is passed as ``lambda A, B: mine(A.T, B.T).T``.
+        A (m, n) and B (p, n) to (m·p, n); column j is A[:, j] ⊗ B[:, j]. One that works row by row,
+        the face-splitting product, is passed as ``lambda A, B: mine(A.T, B.T).T``.
     **options
         `Options`: array library, element type, tolerance, number of cases.
 
     Raises
     ------
     IdentityError
-        Naming the identity that tells most, with the smallest case that breaks it; also where your code raises.
+        Naming the identity that tells most, with the smallest case that breaks it; also where your
+        code raises.
 
     Examples
     --------
@@ -49,7 +51,8 @@ def check_khatri_rao(khatri_rao: KhatriRao, **options: Unpack[Options]) -> None:
     >>> check_khatri_rao(khatri_rao)
     >>> check_khatri_rao(lambda a, b: khatri_rao(b, a))                         # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    lsrdecomp.testing.agreement.IdentityError: definition, (A ⊙ B)[i·p + k, j] = A[i, j]·B[k, j]: ...
+    lsrdecomp.testing.agreement.IdentityError: definition, (A ⊙ B)[i·p + k, j] = A[i, j]·B[k, j]:
+    ...
     """
     __tracebackhide__ = True
     corners = {

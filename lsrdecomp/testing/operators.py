@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
 
 from lsrdecomp.arrays import Array, norm, to_numpy
 from lsrdecomp.errors import LsrError
 from lsrdecomp.testing.agreement import require_agreement
-from lsrdecomp.testing.cases import Cases, Options, Trial
 from lsrdecomp.testing.representations import formed_terms
 from lsrdecomp.testing.runner import guarded, try_identities
+
+if TYPE_CHECKING:
+    from lsrdecomp.testing.cases import Cases, Options, Trial
 
 Build = Callable[[Array, Sequence[Array]], Any]
 Method = Callable[..., Any]
@@ -26,17 +28,28 @@ class MethodIdentity:
 
     attributes: tuple[str, ...]  # in this order
     identity: str
-    expected: Callable[..., Any]  # of the formed matrix, and of the argument where the method has one
+    expected: Callable[
+        ..., Any
+    ]  # of the formed matrix, and of the argument where the method has one
     argument: Literal["vector of columns", "vector of rows", "itself"] | None = None
     matrix: Literal["any", "square", "invertible"] = "any"  # invertible: one well conditioned term
 
 
 METHODS: Mapping[str, MethodIdentity] = {
-    "matvec": MethodIdentity(("__matmul__", "matvec", "matmul", "dot"), "A x", lambda A, x: A @ x, "vector of columns"),
-    "matrix": MethodIdentity(("to_matrix", "to_dense", "toarray", "todense"), "A formed", lambda A: A),
-    "transpose": MethodIdentity(("mT", "T"), "Aᵀ y without conjugation", lambda A, y: A.T @ y, "vector of rows"),
+    "matvec": MethodIdentity(
+        ("__matmul__", "matvec", "matmul", "dot"), "A x", lambda A, x: A @ x, "vector of columns"
+    ),
+    "matrix": MethodIdentity(
+        ("to_matrix", "to_dense", "toarray", "todense"), "A formed", lambda A: A
+    ),
+    "transpose": MethodIdentity(
+        ("mT", "T"), "Aᵀ y without conjugation", lambda A, y: A.T @ y, "vector of rows"
+    ),
     "adjoint": MethodIdentity(
-        ("rmatvec", "mH", "H"), "⟨y, A x⟩ = ⟨Aᴴ y, x⟩", lambda A, y: A.conj().T @ y, "vector of rows"
+        ("rmatvec", "mH", "H"),
+        "⟨y, A x⟩ = ⟨Aᴴ y, x⟩",
+        lambda A, y: A.conj().T @ y,
+        "vector of rows",
     ),
     "trace": MethodIdentity(("trace",), "the sum of the diagonal", np.trace, matrix="square"),
     "inner": MethodIdentity(("inner",), "⟨A, A⟩ = ‖A‖²", np.vdot, "itself"),
@@ -61,12 +74,12 @@ def check_operator(
     Parameters
     ----------
     build : callable (weights, factors) -> operator
-        Makes your object for Σ_k λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾ from stacks of factors (s, m_i, n_i). ``solve`` and ``logdet``
-        are tried on one term alone.
+        Makes your object for Σ_k λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾ from stacks of factors (s, m_i, n_i).
+        ``solve`` and ``logdet`` are tried on one term alone.
     methods : names, or a mapping from names to callables, optional
-        Which of ``matvec matrix transpose adjoint trace inner norm solve logdet`` to try; absent, those that the
-        object has under a usual name. A callable takes the operator and its argument:
-        ``{"solve": lambda A, b: my_solve(A, b)}``.
+        Which of ``matvec matrix transpose adjoint trace inner norm solve logdet`` to try; absent,
+        those that the object has under a usual name. A callable takes the operator and its
+        argument: ``{"solve": lambda A, b: my_solve(A, b)}``.
     order : int, optional
         Number of factors; absent, one to four.
     **options
@@ -75,7 +88,8 @@ def check_operator(
     Raises
     ------
     IdentityError
-        Naming the method that tells most, with the smallest case that breaks it; also where your code raises.
+        Naming the method that tells most, with the smallest case that breaks it; also where your
+        code raises.
     LsrError
         If a method that is asked for is not there.
 
@@ -94,15 +108,22 @@ def check_operator(
         method = guarded(callables[name])
         return name, lambda d: _method_agrees(d, name, guarded_build, method)
 
-    try_identities([identity(name) for name in METHODS if name in callables], order=order, **options)
+    try_identities(
+        [identity(name) for name in METHODS if name in callables], order=order, **options
+    )
 
 
 def _method_agrees(d: Cases, name: str, build: Build, method: Method) -> None:
     row = METHODS[name]
     # 1. An operator, and its matrix formed by NumPy.
-    weights, factors = d.invertible_term() if row.matrix == "invertible" else d.terms(square=row.matrix == "square")
+    weights, factors = (
+        d.invertible_term()
+        if row.matrix == "invertible"
+        else d.terms(square=row.matrix == "square")
+    )
     operator, dense = build(weights, factors), formed_terms(weights, factors)
-    # 2. The argument of the method; rounding is relative to the terms, which may cancel, and to the argument.
+    # 2. The argument of the method; rounding is relative to the terms, which may cancel, and to the
+    # argument.
     bound = norm(weights) * math.prod(map(norm, factors))
     arguments: tuple[Any, ...] = ()
     dense_arguments: tuple[Any, ...] = ()
@@ -114,7 +135,8 @@ def _method_agrees(d: Cases, name: str, build: Build, method: Method) -> None:
     # 3. In a solution and a determinant rounding grows with the condition.
     if row.matrix == "invertible":
         bound *= float(np.linalg.cond(dense) * np.linalg.norm(np.linalg.inv(dense)) ** 2)
-    # 4. The method: log|det A| may be the second of a pair, or the real part of a complex logarithm.
+    # 4. The method: log|det A| may be the second of a pair, or the real part of a complex
+    # logarithm.
     answer = method(operator, *arguments)
     if name == "logdet":
         answer = answer[1] if isinstance(answer, tuple) else answer
@@ -129,7 +151,9 @@ def _method_agrees(d: Cases, name: str, build: Build, method: Method) -> None:
     )
 
 
-def _callables(sample: Any, methods: Sequence[str] | Mapping[str, Method] | None) -> dict[str, Method]:
+def _callables(
+    sample: Any, methods: Sequence[str] | Mapping[str, Method] | None
+) -> dict[str, Method]:
     """The methods to try: those that the caller passes, and those that the object has under a usual name."""
     callables: dict[str, Method] = dict(methods) if isinstance(methods, Mapping) else {}
     for name in METHODS if methods is None else methods:
@@ -146,7 +170,9 @@ def _callables(sample: Any, methods: Sequence[str] | Mapping[str, Method] | None
                 f"{type(sample).__name__} has none of {', '.join(usual)}; pass methods={{{name!r}: callable}}"
             )
     if not callables:
-        raise LsrError(f"{type(sample).__name__} has no method under a usual name; pass methods={{'matvec': callable}}")
+        raise LsrError(
+            f"{type(sample).__name__} has no method under a usual name; pass methods={{'matvec': callable}}"
+        )
     return callables
 
 

@@ -1,13 +1,14 @@
 """The identities of partial traces, one function each, and `check_partial_trace`.
 
-A matrix X (p·q, p·q) acts on a product of two spaces. tr₁(X) is (q, q), the sum of its p diagonal blocks; tr₂(X) is
-(p, p), the trace of each block. tr₁(A ⊗ B) = tr(A)·B and tr₂(A ⊗ B) = A·tr(B). Each function takes your
-``partial_trace(X, (p, q), axis)``, where axis 0 asks for tr₁ and axis 1 for tr₂, and raises `IdentityError`. In a
-formula tr₂ stands for both.
+A matrix X (p·q, p·q) acts on a product of two spaces. tr₁(X) is (q, q), the sum of its p diagonal
+blocks; tr₂(X) is (p, p), the trace of each block. tr₁(A ⊗ B) = tr(A)·B and tr₂(A ⊗ B) = A·tr(B).
+Each function takes your ``partial_trace(X, (p, q), axis)``, where axis 0 asks for tr₁ and axis 1
+for tr₂, and raises `IdentityError`. In a formula tr₂ stands for both.
 
 References
 ----------
-R. Bhatia, Partial traces and entropy inequalities, Linear Algebra Appl. 370 (2003). doi:10.1016/S0024-3795(03)00387-X
+R. Bhatia, Partial traces and entropy inequalities, Linear Algebra Appl. 370 (2003).
+doi:10.1016/S0024-3795(03)00387-X
 """
 
 from __future__ import annotations
@@ -34,15 +35,17 @@ def check_partial_trace(partial_trace: PartialTrace, **options: Unpack[Options])
     Parameters
     ----------
     partial_trace : callable (X, (p, q), axis) -> tr₁(X) or tr₂(X)
-        X is (p·q, p·q). Axis 0 traces out the first factor and leaves (q, q), axis 1 the second and leaves (p, p). Two
-        functions are passed as ``lambda X, dims, axis: (trace_1, trace_2)[axis](X, *dims)``.
+        X is (p·q, p·q). Axis 0 traces out the first factor and leaves (q, q), axis 1 the second and
+        leaves (p, p). Two functions are passed as ``lambda X, dims, axis: (trace_1,
+        trace_2)[axis](X, *dims)``.
     **options
         `Options`: array library, element type, tolerance, number of cases.
 
     Raises
     ------
     IdentityError
-        Naming the identity that tells most, with the smallest case that breaks it; also where your code raises.
+        Naming the identity that tells most, with the smallest case that breaks it; also where your
+        code raises.
 
     Examples
     --------
@@ -51,7 +54,8 @@ def check_partial_trace(partial_trace: PartialTrace, **options: Unpack[Options])
     >>> check_partial_trace(mine)
     >>> check_partial_trace(lambda X, dims, axis: mine(X, dims, 1 - axis))    # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    lsrdecomp.testing.agreement.IdentityError: definition, tr₂(A)[i, j] = Σ_k A[i·q + k, j·q + k], ...
+    lsrdecomp.testing.agreement.IdentityError: definition, tr₂(A)[i, j] = Σ_k A[i·q + k, j·q + k],
+    ...
     """
     __tracebackhide__ = True
 
@@ -66,7 +70,9 @@ def check_partial_trace(partial_trace: PartialTrace, **options: Unpack[Options])
         "empty first factor": ((0, 2, 0, 2),),
         "empty second factor": ((2, 0, 2, 0),),
     }
-    try_identities(trials(IDENTITIES, guarded(partial_trace), options, corners, both_axes), **options)
+    try_identities(
+        trials(IDENTITIES, guarded(partial_trace), options, corners, both_axes), **options
+    )
 
 
 def _drawn(d: Cases, second: Literal["", "whole", "traced", "left"] = "") -> tuple[Any, ...]:
@@ -74,7 +80,9 @@ def _drawn(d: Cases, second: Literal["", "whole", "traced", "left"] = "") -> tup
     dims, axis = d.sides(2, (1, 2, 3, 5)), d.draw(st.integers(0, 1))
     size = {"whole": dims[0] * dims[1], "traced": dims[axis], "left": dims[1 - axis]}.get(second)
     x = d.matrix((dims[0] * dims[1],) * 2)
-    return (x, tuple(dims), axis) if size is None else (x, tuple(dims), axis, d.matrix((size, size)))
+    return (
+        (x, tuple(dims), axis) if size is None else (x, tuple(dims), axis, d.matrix((size, size)))
+    )
 
 
 def _on_factor(matrix: Matrix, dims: Dims, axis: int) -> Matrix:
@@ -86,7 +94,9 @@ def _on_factor(matrix: Matrix, dims: Dims, axis: int) -> Matrix:
 @IDENTITIES.on(_drawn, sums=True)
 def definition(partial_trace: PartialTrace, a: Matrix, dims: Dims, axis: int) -> Sides:
     """tr₂(A)[i, j] = Σ_k A[i·q + k, j·q + k], tr₁(A)[k, l] = Σ_i A[i·q + k, i·q + l]."""
-    return partial_trace(a, dims, axis), np.trace(a.reshape(*dims, *dims), axis1=axis, axis2=axis + 2)
+    return partial_trace(a, dims, axis), np.trace(
+        a.reshape(*dims, *dims), axis1=axis, axis2=axis + 2
+    )
 
 
 @IDENTITIES.on(lambda d: _drawn(d, "whole"), bound=lambda a, b: norm(a) + 2.0 * norm(b), sums=True)
@@ -118,7 +128,9 @@ def trace(partial_trace: PartialTrace, a: Matrix, dims: Dims, axis: int) -> Side
 @IDENTITIES.on(lambda d: _drawn(d, "left"), sums=True)
 def module(partial_trace: PartialTrace, a: Matrix, dims: Dims, axis: int, b: Matrix) -> Sides:
     """tr₂((B ⊗ I) A) = B tr₂(A), tr₁((I ⊗ B) A) = B tr₁(A)."""
-    return partial_trace(_on_factor(b, dims, 1 - axis) @ a, dims, axis), b @ partial_trace(a, dims, axis)
+    return partial_trace(_on_factor(b, dims, 1 - axis) @ a, dims, axis), b @ partial_trace(
+        a, dims, axis
+    )
 
 
 @IDENTITIES.on(lambda d: _drawn(d, "traced"), sums=True)

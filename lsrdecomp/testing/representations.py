@@ -1,13 +1,13 @@
 """Checks of rearrangements and of sums of Kronecker products, and the identities they try, one function each.
 
-A shape is a `KroneckerShape`; ``rearrange(matrix, shape)`` returns (m_1·n_1, …, m_d·n_d); a representation is
-``(weights, factors)`` with weights (s,) and one stack of factors (s, m_i, n_i) for each position. The identities take
-your function and a case, and raise `IdentityError`.
+A shape is a `KroneckerShape`; ``rearrange(matrix, shape)`` returns (m_1·n_1, …, m_d·n_d); a
+representation is ``(weights, factors)`` with weights (s,) and one stack of factors (s, m_i, n_i)
+for each position. The identities take your function and a case, and raise `IdentityError`.
 
 References
 ----------
-C. F. Van Loan and N. Pitsianis, Approximation with Kronecker products, in Linear Algebra for Large Scale and Real-Time
-Applications, Kluwer (1993). doi:10.1007/978-94-015-8196-7_17
+C. F. Van Loan and N. Pitsianis, Approximation with Kronecker products, in Linear Algebra for Large
+Scale and Real-Time Applications, Kluwer (1993). doi:10.1007/978-94-015-8196-7_17
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from hypothesis import strategies as st
 from lsrdecomp.arrays import Array, namespace, norm, to_numpy
 from lsrdecomp.kronecker.rearrange import inverse_rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.testing.agreement import Identities, IdentityError, Matrix, Sides, exact, require_agreement
+from lsrdecomp.testing.agreement import (
+    Identities,
+    IdentityError,
+    Matrix,
+    Sides,
+    exact,
+    require_agreement,
+)
 from lsrdecomp.testing.cases import Cases, Options, trials
 from lsrdecomp.testing.runner import guarded, try_identities
 
@@ -40,7 +47,8 @@ def check_apply(apply: Apply, **options: Unpack[Options]) -> None:
     Parameters
     ----------
     apply : callable ([A, B, …], x) -> (A ⊗ B ⊗ …) x
-        Takes one to four factors, one-row and one-column ones among them, and x of shape (n, columns).
+        Takes one to four factors, one-row and one-column ones among them, and x of shape (n,
+        columns).
     **options
         `Options`: array library, element type, tolerance, number of cases.
 
@@ -75,15 +83,17 @@ def check_rearrange(
     order : int or None
         Number of factors it can do; ``None`` for any.
     columns : bool
-        Blocks are counted and read column by column, as Van Loan and Pitsianis do; absent, row by row, as this library.
-        It is tried on transposes, and an error shows the transpose of what yours was called with.
+        Blocks are counted and read column by column, as Van Loan and Pitsianis do; absent, row by
+        row, as this library. It is tried on transposes, and an error shows the transpose of what
+        yours was called with.
     **options
         `Options`: array library, element type, tolerance, number of cases.
 
     Raises
     ------
     IdentityError
-        Naming the identity that tells most, with the smallest case that breaks it; also where your code raises.
+        Naming the identity that tells most, with the smallest case that breaks it; also where your
+        code raises.
 
     Examples
     --------
@@ -135,8 +145,9 @@ def check_sum(form: Form, *, order: int | None = None, **options: Unpack[Options
 def check_decomposition(decompose: Decompose, **options: Unpack[Options]) -> None:
     """Try a function that finds the best sum of Kronecker products of two factors.
 
-    Some matrices have singular values down to rounding, which an SVD through the Gram matrix loses. Weights must
-    descend, factors have norm one, and the residual the norm that Eckart and Young's theorem says.
+    Some matrices have singular values down to rounding, which an SVD through the Gram matrix loses.
+    Weights must descend, factors have norm one, and the residual the norm that Eckart and Young's
+    theorem says.
 
     Parameters
     ----------
@@ -214,14 +225,19 @@ def there_and_back(round_trip: Rearrange, matrix: Matrix, shape: KroneckerShape)
 def formed_terms(weights: Array, factors: Sequence[Array]) -> np.ndarray:
     """Σ_k λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾ by ``numpy.kron``, in double precision."""
     stacks = [to_numpy(f).astype(np.result_type(to_numpy(f).dtype, np.float64)) for f in factors]
-    total = sum(weight * reduce(np.kron, [f[k] for f in stacks]) for k, weight in enumerate(to_numpy(weights)))
+    total = sum(
+        weight * reduce(np.kron, [f[k] for f in stacks])
+        for k, weight in enumerate(to_numpy(weights))
+    )
     return np.asarray(total)
 
 
 def unit_terms(weights: Matrix, factors: Sequence[Matrix]) -> None:
     """λ ≥ 0, descending, and every factor of every term has Frobenius norm one, so that γ means something."""
     if np.iscomplexobj(weights) or np.any(weights < 0.0) or np.any(np.diff(weights) > 0.0):
-        raise IdentityError("weights", f"λ must be real, not negative and descending, got {weights}")
+        raise IdentityError(
+            "weights", f"λ must be real, not negative and descending, got {weights}"
+        )
     for i, terms in enumerate(factors, 1):
         require_agreement(
             f"unit factors, ‖M_k⁽{i}⁾‖_F = 1",
@@ -237,11 +253,14 @@ def unit_terms(weights: Matrix, factors: Sequence[Matrix]) -> None:
 def best_terms(decompose: Decompose, matrix: Matrix, shape: KroneckerShape, rank: int) -> Sides:
     """‖A − Â‖ is the tail of the spectrum of R(A).
 
-    At most ``rank`` terms of two factors, and no other such terms are nearer. With all terms the matrix comes back; a
-    wrong conjugate, a transposed factor, a lost term and a weight counted twice all show here.
+    At most ``rank`` terms of two factors, and no other such terms are nearer. With all terms the
+    matrix comes back; a wrong conjugate, a transposed factor, a lost term and a weight counted
+    twice all show here.
     """
     (m, n), (p, q) = shape.factors
-    sigma = np.linalg.svd(matrix.reshape(m, p, n, q).transpose(0, 2, 1, 3).reshape(m * n, p * q), compute_uv=False)
+    sigma = np.linalg.svd(
+        matrix.reshape(m, p, n, q).transpose(0, 2, 1, 3).reshape(m * n, p * q), compute_uv=False
+    )
     weights, factors = decompose(matrix, shape, rank)
     unit_terms(weights, factors)
     if len(weights) > rank:

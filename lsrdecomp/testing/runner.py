@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
@@ -14,6 +13,9 @@ from hypothesis import strategies as st
 from lsrdecomp.arrays import Namespace, to_numpy
 from lsrdecomp.testing.agreement import IdentityError, arrays_in, shown
 from lsrdecomp.testing.cases import Cases, Corner, Trial
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 EXAMPLES = 25
 """Cases drawn for each identity."""
@@ -30,8 +32,9 @@ class _Raised(Exception):  # noqa: N818 - never leaves this file
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     """The code under test; what it raises becomes an `IdentityError` that names identity and case.
 
-    Sparse results are formed. A ``numpy.matrix`` is refused: its ``*`` and its slices are not those of an array; so are
-    lists of numbers and nothing. Arguments must stay as they are, or the case that is shown is not what was computed.
+    Sparse results are formed. A ``numpy.matrix`` is refused: its ``*`` and its slices are not those
+    of an array; so are lists of numbers and nothing. Arguments must stay as they are, or the case
+    that is shown is not what was computed.
     """
 
     def called(*inputs: Any) -> Any:
@@ -43,8 +46,16 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
                 isinstance(result, list) and not any(array.ndim for array in arrays_in(result))
             ):
                 raise TypeError(f"the result is a {type(result).__name__}, not an array")
-            if not all(map(partial(np.array_equal, equal_nan=True), before, map(to_numpy, arrays_in(inputs)))):
-                raise IdentityError("arguments stay as they are", f"your code changed them{shown(before)}")
+            if not all(
+                map(
+                    partial(np.array_equal, equal_nan=True),
+                    before,
+                    map(to_numpy, arrays_in(inputs)),
+                )
+            ):
+                raise IdentityError(
+                    "arguments stay as they are", f"your code changed them{shown(before)}"
+                )
             return result
         except IdentityError:
             raise
@@ -66,8 +77,8 @@ def try_identities(
 ) -> None:
     """Try each; raise `IdentityError` for the first that fails with its smallest case, and say which others do.
 
-    The list begins with what tells most: an identity further down fails as well where one above does. ``order`` is the
-    number of factors of the shapes that are drawn; None for one to four.
+    The list begins with what tells most: an identity further down fails as well where one above
+    does. ``order`` is the number of factors of the shapes that are drawn; None for one to four.
     """
     __tracebackhide__ = True
 
@@ -82,7 +93,11 @@ def try_identities(
     for name, check in trials:
         # Only the first failure is shown with its case, so only that case is made small.
         failure = _first_failure(
-            name, partial(on_case, check), max_examples, isinstance(check, Corner), shrink=not failures
+            name,
+            partial(on_case, check),
+            max_examples,
+            isinstance(check, Corner),
+            shrink=not failures,
         )
         if failure is not None:
             failures.append(failure)
@@ -90,13 +105,20 @@ def try_identities(
         first = failures[0]
         _, *others = dict.fromkeys(error.identity.split(",")[0] for error in failures)
         more = f"\n  also broken: {'; '.join(others)}" if others else ""
-        raise IdentityError(first.identity, first.message + more, gap=first.gap, cause=first.cause) from first.cause
+        raise IdentityError(
+            first.identity, first.message + more, gap=first.gap, cause=first.cause
+        ) from first.cause
 
 
 def _first_failure(
-    name: str, on_case: Callable[[Callable[[Any], Any]], None], max_examples: int, is_corner: bool, shrink: bool
+    name: str,
+    on_case: Callable[[Callable[[Any], Any]], None],
+    max_examples: int,
+    is_corner: bool,
+    shrink: bool,
 ) -> IdentityError | None:
-    # Hypothesis reads and tokenizes the source of what it runs, decorators included, twice for each identity.
+    # Hypothesis reads and tokenizes the source of what it runs, decorators included, twice for each
+    # identity.
     def every_case(data: st.DataObject) -> None:
         on_case(data.draw)
 
@@ -106,7 +128,11 @@ def _first_failure(
         deadline=None,
         derandomize=True,
         database=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.nested_given],
+        suppress_health_check=[
+            HealthCheck.too_slow,
+            HealthCheck.data_too_large,
+            HealthCheck.nested_given,
+        ],
         print_blob=False,
         report_multiple_bugs=False,
         phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
@@ -122,7 +148,14 @@ def _first_failure(
     except _Raised as error:
         what = f"{type(error.cause).__name__}: {str(error.cause).strip() or 'no message'}"
         way_out = "; xp= names another library than NumPy" if "ndarray" in what else ""
-        return IdentityError(name, f"your code raised {what}{way_out}{shown(error.inputs)}", cause=error.cause)
-    except (ValueError, TypeError, IndexError, ArithmeticError) as error:  # an answer of a shape that nothing fits
+        return IdentityError(
+            name, f"your code raised {what}{way_out}{shown(error.inputs)}", cause=error.cause
+        )
+    except (
+        ValueError,
+        TypeError,
+        IndexError,
+        ArithmeticError,
+    ) as error:  # an answer of a shape that nothing fits
         return IdentityError(name, f"the answer cannot be compared: {error}", cause=error)
     return None

@@ -47,7 +47,12 @@ def kronecker_shapes(
 
 
 @st.composite
-def matrices(draw: st.DrawFn, shape: tuple[int, int], scale: float | None = None, complex_values: bool = False) -> Any:
+def matrices(
+    draw: st.DrawFn,
+    shape: tuple[int, int],
+    scale: float | None = None,
+    complex_values: bool = False,
+) -> Any:
     """Gaussian NumPy matrices in double precision; ``scale`` absent draws one from 1e-150 to 1e150.
 
     Examples
@@ -81,8 +86,8 @@ def small_matrices(draw: st.DrawFn, shape: tuple[int, int], complex_values: bool
 def special_matrices(draw: st.DrawFn, shape: tuple[int, int]) -> Any:
     """Matrices that break careless code.
 
-    Zero, one entry, ones, identity, rank one, equal singular values, signed zeros, columns of very different size, and
-    numbers near the largest and the smallest of double precision.
+    Zero, one entry, ones, identity, rank one, equal singular values, signed zeros, columns of very
+    different size, and numbers near the largest and the smallest of double precision.
 
     Examples
     --------
@@ -102,7 +107,9 @@ _SPECIAL: dict[str, Any] = {
     "ones": lambda m, n, _: np.ones((m, n)),
     "identity": lambda m, n, _: np.eye(m, n),
     "rank one": lambda m, n, rng: np.outer(rng.standard_normal(m), rng.standard_normal(n)),
-    "equal singular values": lambda m, n, rng: np.linalg.qr(rng.standard_normal((max(m, n),) * 2))[0][:m, :n],
+    "equal singular values": lambda m, n, rng: np.linalg.qr(rng.standard_normal((max(m, n),) * 2))[
+        0
+    ][:m, :n],
     "signed zeros": lambda m, n, rng: np.where(rng.random((m, n)) < 0.5, -0.0, 0.0) + np.eye(m, n),
     "graded": lambda m, n, rng: rng.standard_normal((m, n)) * 10.0 ** np.linspace(0, -16, n),
     "huge": lambda m, n, rng: rng.standard_normal((m, n)) * 1e300,
@@ -111,7 +118,9 @@ _SPECIAL: dict[str, Any] = {
 
 
 @st.composite
-def invertible_matrices(draw: st.DrawFn, size: int, complex_values: bool = False, max_condition: float = 100.0) -> Any:
+def invertible_matrices(
+    draw: st.DrawFn, size: int, complex_values: bool = False, max_condition: float = 100.0
+) -> Any:
     """Square matrices with singular values between 1 / ``max_condition`` and 1.
 
     Examples
@@ -158,8 +167,8 @@ def separated_matrices(
 ) -> SeparatedMatrix:
     """Separated matrices with Gaussian factors and weights spread over up to six decades; terms may nearly cancel.
 
-    With ``condition`` there are two terms of equal weight that cancel until γ is that number (at least √½, which two
-    equal terms have); the shape needs a factor of two entries or more.
+    With ``condition`` there are two terms of equal weight that cancel until γ is that number (at
+    least √½, which two equal terms have); the shape needs a factor of two entries or more.
 
     Examples
     --------
@@ -183,7 +192,9 @@ def separated_matrices(
 
 
 @st.composite
-def low_rank_pairs(draw: st.DrawFn, shape: KroneckerShape | None = None, max_rank: int = 4) -> LowRank:
+def low_rank_pairs(
+    draw: st.DrawFn, shape: KroneckerShape | None = None, max_rank: int = 4
+) -> LowRank:
     """Pairs like those of a LoRA layer; the rank may exceed the dimensions, and a side may be all zero.
 
     Examples
@@ -227,7 +238,9 @@ class LoraCase:
 
 
 @st.composite
-def lora_layers(draw: st.DrawFn, shape: KroneckerShape | None = None, max_rank: int = 8) -> LoraCase:
+def lora_layers(
+    draw: st.DrawFn, shape: KroneckerShape | None = None, max_rank: int = 8
+) -> LoraCase:
     """LoRA layers as they occur: never trained (B zero), trained in one direction, with a repeated row of A, of a rank
     above the matrix, with the numbers of a half-precision file; alpha from tiny to large.
 
@@ -272,7 +285,10 @@ def _cancelling(
         first = second = frame[:, 0]
         if i == wide:  # two unit vectors at an angle θ differ by 2 sin(θ/2), and γ = √2 / that
             half = math.asin(min(1.0, math.sqrt(0.5) / condition))
-            first, second = (math.cos(half) * frame[:, 0] + sign * math.sin(half) * frame[:, 1] for sign in (1, -1))
+            first, second = (
+                math.cos(half) * frame[:, 0] + sign * math.sin(half) * frame[:, 1]
+                for sign in (1, -1)
+            )
             second = -second
         factors.append(np.stack([first.reshape(m, n), second.reshape(m, n)]))
     return SeparatedMatrix.from_factors(factors, np.full(2, 10.0 ** rng.uniform(-3, 3)))
@@ -284,4 +300,6 @@ def _generator(draw: st.DrawFn) -> np.random.Generator:
 
 def _orthonormal(rng: np.random.Generator, rows: int, columns: int, complex_values: bool) -> Any:
     values = rng.standard_normal((rows, columns))
-    return np.linalg.qr(values + 1j * rng.standard_normal(values.shape) if complex_values else values)[0]
+    return np.linalg.qr(
+        values + 1j * rng.standard_normal(values.shape) if complex_values else values
+    )[0]

@@ -1,13 +1,13 @@
 """The identities of vec and of the commutation matrix, one function each, and `check_vec`.
 
-vec(X) of X (m, n) stacks the columns in a vector of m·n entries; K_{m,n} is the permutation with K vec(X) = vec(Xᵀ).
-Each function takes your vec, its inverse or K, and raises `IdentityError`.
+vec(X) of X (m, n) stacks the columns in a vector of m·n entries; K_{m,n} is the permutation with K
+vec(X) = vec(Xᵀ). Each function takes your vec, its inverse or K, and raises `IdentityError`.
 
 References
 ----------
-R. A. Horn and C. R. Johnson, Topics in Matrix Analysis, chapter 4, Cambridge University Press (1991).
-J. R. Magnus and H. Neudecker, The commutation matrix: some properties and applications, Ann. Statist. 7 (1979).
-doi:10.1214/aos/1176344621
+R. A. Horn and C. R. Johnson, Topics in Matrix Analysis, chapter 4, Cambridge University Press
+(1991). J. R. Magnus and H. Neudecker, The commutation matrix: some properties and applications,
+Ann. Statist. 7 (1979). doi:10.1214/aos/1176344621
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def check_vec(
     Parameters
     ----------
     vec : callable (X) -> vec(X)
-        X (m, n) to (m·n,) or to a single column (m·n, 1). One that stacks rows is passed as ``lambda X: mine(X.T)``.
+        X (m, n) to (m·n,) or to a single column (m·n, 1). One that stacks rows is passed as
+        ``lambda X: mine(X.T)``.
     unvec : callable (v, (m, n)) -> X, optional
         The inverse of vec, for v of shape (m·n,).
     commutation : callable (m, n) -> K, optional
@@ -51,7 +52,8 @@ def check_vec(
     Raises
     ------
     IdentityError
-        Naming the identity that tells most, with the smallest case that breaks it; also where your code raises.
+        Naming the identity that tells most, with the smallest case that breaks it; also where your
+        code raises.
 
     Examples
     --------

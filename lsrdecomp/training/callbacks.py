@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +17,10 @@ from lsrdecomp.adapters.factors import KroneckerFactors
 from lsrdecomp.calibration.base_model import has_delta
 from lsrdecomp.checkpoints.progress import OnStep, Step
 from lsrdecomp.checkpoints.writing import new_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 
 class Progress(TrainerCallback):
@@ -91,18 +93,24 @@ class LayerLog(TrainerCallback):
         with new_file(self.file, force=True) as part:
             part.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
         if state.global_step == 0:
             self._append(state, model)
 
-    def on_log(self, args: Any, state: Any, control: Any, model: Any = None, logs: Any = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, model: Any = None, logs: Any = None, **_: Any
+    ) -> None:
         if "loss" in (logs or {}):
             self._append(state, model)
 
     def _append(self, state: Any, model: Any) -> None:
         if model is None:
             return
-        lines = [json.dumps({"step": state.global_step, **figures}) for figures in layer_figures(model)]  # collective
+        lines = [
+            json.dumps({"step": state.global_step, **figures}) for figures in layer_figures(model)
+        ]  # collective
         if not state.is_world_process_zero:
             return
         with self.file.open("a", encoding="utf-8") as log:
@@ -112,10 +120,12 @@ class LayerLog(TrainerCallback):
 @torch.no_grad()
 def layer_figures(model: nn.Module, adapter: str = "default") -> Iterator[dict[str, Any]]:
     """One record per adapted layer: ``layer``, ``norm`` = ‖ΔW‖_F and, of each sum of Kronecker products in it, the
-    ``weights`` λ_k in descending order and the ``condition`` γ = ‖λ‖₂ / ‖sum‖_F (None while the sum is zero).
+    ``weights`` λ_k in descending order and the ``condition`` γ = ‖λ‖₂ / ‖sum‖_F (None while the sum
+    is zero).
 
-    Costs one product of the formed pair per layer; ΔW itself is formed only for kinds that offer nothing smaller. Where
-    parameters are sharded over processes (FSDP2), every process has to make this call: a layer's are gathered in turn.
+    Costs one product of the formed pair per layer; ΔW itself is formed only for kinds that offer
+    nothing smaller. Where parameters are sharded over processes (FSDP2), every process has to make
+    this call: a layer's are gathered in turn.
     """
     for name, module in model.named_modules():
         if has_delta(module) and isinstance(module, nn.Module) and adapter in _adapters(module):
@@ -157,7 +167,9 @@ def _norm(module: Any, adapter: str) -> float:
     if pair is not None:
         left, right = pair(adapter)
         # ‖BA‖² = ⟨BᵀB, AAᵀ⟩ needs no m × n array, and neither Gram matrix is large.
-        return math.sqrt(max(0.0, float(((left.T @ left).double() * (right @ right.T).double()).sum())))
+        return math.sqrt(
+            max(0.0, float(((left.T @ left).double() * (right @ right.T).double()).sum()))
+        )
     return float(torch.linalg.vector_norm(module.get_delta_weight(adapter).double()))
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from scipy.special import log_softmax
 from torch import Tensor
-from transformers import Trainer
 
 from lsrdecomp.calibration.base_model import Base, batches, task_texts
 from lsrdecomp.calibration.bases import find_base
@@ -21,6 +19,11 @@ from lsrdecomp.training.language import LanguageDataset, read_language
 from lsrdecomp.training.record import Sample, Scores
 from lsrdecomp.training.settings import EMBEDDED, FinetuneSettings, SettingsError
 from lsrdecomp.training.tasks import TASKS, Task, metric_functions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from transformers import Trainer
 
 SPLIT_SEED = 20260101  # one split for all runs, so that seeds vary the training alone
 
@@ -52,8 +55,12 @@ class TaskDataset:
         return self.task.baseline(self.dev)
 
     def collator(self, tokenizer: Any) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
-        length = min(self.settings.max_length, tokenizer.model_max_length)  # longer ones the base cannot read
-        return partial(collated, tokenizer=tokenizer, length=length, regression=self.task.regression)
+        length = min(
+            self.settings.max_length, tokenizer.model_max_length
+        )  # longer ones the base cannot read
+        return partial(
+            collated, tokenizer=tokenizer, length=length, regression=self.task.regression
+        )
 
     def judge_dev(self, trainer: Trainer) -> Scores:
         return self._judged(trainer, self.dev)
@@ -66,7 +73,9 @@ class TaskDataset:
 
     def questions(self, base: Base, *, size: int, seed: int) -> Iterator[dict[str, Tensor]]:
         """The training examples as a calibration reads them."""
-        return batches(base, task_texts(self.train), size=size, max_length=self.settings.max_length, seed=seed)
+        return batches(
+            base, task_texts(self.train), size=size, max_length=self.settings.max_length, seed=seed
+        )
 
     def _judged(self, trainer: Trainer, examples: list[Example]) -> Scores:
         answered = trainer.predict(examples)  # type: ignore[arg-type]
@@ -74,7 +83,8 @@ class TaskDataset:
 
 
 Dataset = TaskDataset | LanguageDataset
-"""What a run reads: both offer the same, and ``train`` and ``validation`` hold what ``collator`` takes."""
+"""What a run reads: both offer the same, and ``train`` and ``validation`` hold what ``collator``
+takes."""
 
 
 def judge(task: Task, outputs: np.ndarray, labels: np.ndarray) -> Scores:
@@ -89,7 +99,8 @@ def judge(task: Task, outputs: np.ndarray, labels: np.ndarray) -> Scores:
     Returns
     -------
     Scores
-        With a loss of None where the outputs are not finite; such answers count as class 0, or score 0.
+        With a loss of None where the outputs are not finite; such answers count as class 0, or
+        score 0.
     """
     outputs = np.asarray(outputs, dtype=np.float64)
     labels = np.asarray(labels)
@@ -101,8 +112,11 @@ def judge(task: Task, outputs: np.ndarray, labels: np.ndarray) -> Scores:
         accuracy = None
     else:
         answers = outputs.argmax(-1)
-        # log_loss of scikit-learn cuts probabilities off at 2⁻⁵²; a sure and wrong answer costs more than that.
-        loss = float(-log_softmax(outputs, axis=-1)[np.arange(len(labels)), labels.astype(int)].mean())
+        # log_loss of scikit-learn cuts probabilities off at 2⁻⁵²; a sure and wrong answer costs
+        # more than that.
+        loss = float(
+            -log_softmax(outputs, axis=-1)[np.arange(len(labels)), labels.astype(int)].mean()
+        )
         accuracy = float(np.mean(answers == labels))
     return Scores(task.score(labels, answers), accuracy, loss if finite else None, len(labels))
 
@@ -121,15 +135,25 @@ def read_dataset(settings: FinetuneSettings) -> TaskDataset | LanguageDataset:
         return read_language(settings)
     task = TASKS[settings.task]
     metric_functions()  # refuses, before any work, where they cannot be computed
-    own = embedded() if settings.model == EMBEDDED or (settings.task == EMBEDDED and settings.data is None) else None
-    base = str(own.model) if own is not None and settings.model == EMBEDDED else find_base(settings.model)
+    own = (
+        embedded()
+        if settings.model == EMBEDDED or (settings.task == EMBEDDED and settings.data is None)
+        else None
+    )
+    base = (
+        str(own.model)
+        if own is not None and settings.model == EMBEDDED
+        else find_base(settings.model)
+    )
     data = settings.data if settings.data is not None or own is None else str(own.data)
     assert data is not None
     train = subsample(task.read(data, "train"), settings.train_examples, seed=SPLIT_SEED)
     validation: list[Example] = []
     if settings.patience is not None:
         train, validation = split(train, settings.validation)
-    dev = sorted(subsample(task.read(data, "dev"), settings.dev_examples, seed=SPLIT_SEED), key=length)
+    dev = sorted(
+        subsample(task.read(data, "dev"), settings.dev_examples, seed=SPLIT_SEED), key=length
+    )
     return TaskDataset(settings, task, base, train, sorted(validation, key=length), dev)
 
 
@@ -143,7 +167,9 @@ def split(examples: Sequence[Example], share: float) -> tuple[list[Example], lis
     """
     count = round(share * len(examples))
     if not 0 < count < len(examples):
-        raise SettingsError(f"validation = {share} of {len(examples)} training examples leaves {count} of them apart")
+        raise SettingsError(
+            f"validation = {share} of {len(examples)} training examples leaves {count} of them apart"
+        )
     order = np.random.default_rng(SPLIT_SEED + 1).permutation(len(examples))
     return [examples[i] for i in order[count:]], [examples[i] for i in order[:count]]
 
@@ -153,7 +179,9 @@ def length(example: Example) -> int:
     return max(len(first) + len(second or "") for first, second in example.choices)
 
 
-def collated(examples: Sequence[Example], *, tokenizer: Any, length: int, regression: bool) -> dict[str, Tensor]:
+def collated(
+    examples: Sequence[Example], *, tokenizer: Any, length: int, regression: bool
+) -> dict[str, Tensor]:
     """Examples as a classifier reads them: one row per choice, ``labels`` one per example.
 
     Parameters
@@ -168,6 +196,8 @@ def collated(examples: Sequence[Example], *, tokenizer: Any, length: int, regres
     rows = task_texts(examples)
     first, second = [row[0] for row in rows], [row[1] for row in rows]
     pairs = None if any(text is None for text in second) else second
-    read = tokenizer(first, pairs, padding=True, truncation=True, max_length=length, return_tensors="pt")
+    read = tokenizer(
+        first, pairs, padding=True, truncation=True, max_length=length, return_tensors="pt"
+    )
     kind = torch.float32 if regression else torch.int64
     return {**read, "labels": torch.tensor([example.label for example in examples], dtype=kind)}

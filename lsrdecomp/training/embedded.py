@@ -1,14 +1,14 @@
 """The embedded task: a small transformer that reads digits, to be adapted to digits lying on their side.
 
-It needs no download: the pictures come with scikit-learn, and the base is trained here, in about 15 seconds on one
-core, the first time it is asked for. A picture is a sentence of 16 words, its grey levels from 0 to 16.
+It needs no download: the pictures come with scikit-learn, and the base is trained here, in about 15
+seconds on one core, the first time it is asked for. A picture is a sentence of 16 words, its grey
+levels from 0 to 16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedTo
 from lsrdecomp.calibration.bases import cache_directory, made_once
 from lsrdecomp.training.settings import EMBEDDED
 from lsrdecomp.training.tasks import TASKS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 VERSION = 1  # of the base and the data; a new one makes a new cache
 SIZE = 4  # a picture is SIZE × SIZE
@@ -49,7 +52,9 @@ def embedded(directory: str | Path | None = None, *, steps: int = STEPS) -> Embe
     steps : int
         Of pretraining; 30 ms each.
     """
-    directory = Path(directory) if directory is not None else cache_directory() / f"{EMBEDDED}-{VERSION}"
+    directory = (
+        Path(directory) if directory is not None else cache_directory() / f"{EMBEDDED}-{VERSION}"
+    )
     made_once(directory, lambda part: _make(Embedded(part / "model", part / EMBEDDED), steps))
     return Embedded(directory / "model", directory / EMBEDDED)
 
@@ -63,9 +68,12 @@ def _make(paths: Embedded, steps: int) -> None:
     task = TASKS[EMBEDDED]
     for split, rows in (("train", slice(PRETRAINED_ON, -DEV)), ("dev", slice(-DEV, None))):
         lines = [
-            f"{' '.join(map(str, p.ravel()))}\t{label}" for p, label in zip(turned[rows], labels[rows], strict=True)
+            f"{' '.join(map(str, p.ravel()))}\t{label}"
+            for p, label in zip(turned[rows], labels[rows], strict=True)
         ]
-        task.file(paths.data, split).write_text("\n".join(["pixels\tlabel", *lines, ""]), encoding="utf-8")
+        task.file(paths.data, split).write_text(
+            "\n".join(["pixels\tlabel", *lines, ""]), encoding="utf-8"
+        )
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:
@@ -79,19 +87,32 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _write_tokenizer(directory: Path) -> None:
-    words = [*map(str, range(LEVELS)), PAD, START, UNKNOWN]  # so that the identifier of a grey level is itself
-    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNKNOWN))
+    words = [
+        *map(str, range(LEVELS)),
+        PAD,
+        START,
+        UNKNOWN,
+    ]  # so that the identifier of a grey level is itself
+    tokenizer = Tokenizer(
+        WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNKNOWN)
+    )
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.post_processor = TemplateProcessing(
         single=f"{START} $A", pair=f"{START} $A $B:1", special_tokens=[(START, words.index(START))]
     )
     fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, pad_token=PAD, cls_token=START, unk_token=UNKNOWN, model_max_length=SIZE**2 + 1
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        cls_token=START,
+        unk_token=UNKNOWN,
+        model_max_length=SIZE**2 + 1,
     )
     fast.save_pretrained(directory)
 
 
-def _pretrain(pictures: np.ndarray, labels: np.ndarray, steps: int) -> BertForSequenceClassification:
+def _pretrain(
+    pictures: np.ndarray, labels: np.ndarray, steps: int
+) -> BertForSequenceClassification:
     sizes = BertConfig(
         vocab_size=LEVELS + 3,
         hidden_size=64,
@@ -119,7 +140,9 @@ def _pretrain(pictures: np.ndarray, labels: np.ndarray, steps: int) -> BertForSe
     return model
 
 
-def _batches(pictures: np.ndarray, labels: np.ndarray, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(
+    pictures: np.ndarray, labels: np.ndarray, steps: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     generator = np.random.default_rng(SEED)
     tokens = torch.from_numpy(pictures.reshape(len(pictures), -1))
     tokens = torch.cat((torch.full((len(tokens), 1), LEVELS + 1), tokens), dim=1)  # (N, 17)

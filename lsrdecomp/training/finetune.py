@@ -10,11 +10,10 @@ import statistics
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from peft import PeftModel
 from torch import Tensor
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_utils import set_seed
@@ -23,7 +22,6 @@ from lsrdecomp.calibration.base_model import load_base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key, open_checkpoint
 from lsrdecomp.checkpoints.packed_index import codes_in
-from lsrdecomp.checkpoints.progress import OnStep
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.checkpoints.writers.lsr import pack_lsr
 from lsrdecomp.compression.compress import search_adapter
@@ -31,7 +29,6 @@ from lsrdecomp.compression.layers import layer_product
 from lsrdecomp.compression.quantize import INTEGER_BITS, coded_product, codes_like
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.formats.quantized import CodedProduct
 from lsrdecomp.training.callbacks import Clock, LayerLog, Progress, StopWhenLost
 from lsrdecomp.training.dataset import Dataset, read_dataset
 from lsrdecomp.training.model import counts, needs_checkpointing, open_model, written_bytes
@@ -47,6 +44,12 @@ from lsrdecomp.training.trainer import (
     training_arguments,
 )
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+    from lsrdecomp.checkpoints.progress import OnStep
+    from lsrdecomp.formats.quantized import CodedProduct
+
 START = "start"
 TRAINER_STATE = "trainer_state.json"  # transformers writes it last into a checkpoint
 DEFAULT_EPOCHS = 3
@@ -61,9 +64,10 @@ def finetune(
 ) -> Record:
     """Train an adapter and write ``out/adapter``, ``out/record.json`` and, with ``log_every``, ``out/layers.jsonl``.
 
-    The directory appears as a whole when the run is finished. Until then the run lives in the journal beside it;
-    with ``save_every`` or ``patience``, the same call after a kill goes on from the last whole checkpoint there, and
-    ends as an uninterrupted run would. Under `accelerate launch` every process makes this call, and the first writes.
+    The directory appears as a whole when the run is finished. Until then the run lives in the
+    journal beside it; with ``save_every`` or ``patience``, the same call after a kill goes on from
+    the last whole checkpoint there, and ends as an uninterrupted run would. Under `accelerate
+    launch` every process makes this call, and the first writes.
 
     Parameters
     ----------
@@ -102,7 +106,9 @@ def finetune(
     settings, wanted = _settled(settings), settings
     if settings.batch % (state.num_processes * settings.accumulate):
         pieces = f" in {settings.accumulate} pieces each" if settings.accumulate > 1 else ""
-        raise SettingsError(f"batch = {settings.batch} cannot be shared by {state.num_processes} processes{pieces}")
+        raise SettingsError(
+            f"batch = {settings.batch} cannot be shared by {state.num_processes} processes{pieces}"
+        )
     with Journal.beside(out, reads_only=not state.is_main_process) as journal:
         run = journal.directory(content_key(wanted.to_json()))
         if state.is_main_process:
@@ -110,8 +116,14 @@ def finetune(
         state.wait_for_everyone()
         try:
             with state.main_process_first():
-                start = compressed_start(settings, dataset, run / START) if settings.ratio is not None else settings
-            record = _train(settings, dataset, *open_model(start, dataset.base, dataset.outputs), run, on_step)
+                start = (
+                    compressed_start(settings, dataset, run / START)
+                    if settings.ratio is not None
+                    else settings
+                )
+            record = _train(
+                settings, dataset, *open_model(start, dataset.base, dataset.outputs), run, on_step
+            )
         except BaseException:
             if state.is_main_process and not any((run / CHECKPOINTS).glob("checkpoint-*")):
                 shutil.rmtree(run, ignore_errors=True)  # nothing to go on from
@@ -148,28 +160,38 @@ def evaluate(settings: FinetuneSettings) -> Scores:
             settings = compressed_start(settings, dataset, Path(directory))
         opened = open_model(settings, dataset.base, dataset.outputs)
         trainer_class = TextTrainer if settings.is_language else TaskTrainer
-        trainer = trainer_class(*opened, settings, judging_arguments(settings, Path(directory)), dataset=dataset)
+        trainer = trainer_class(
+            *opened, settings, judging_arguments(settings, Path(directory)), dataset=dataset
+        )
         return dataset.judge_dev(trainer)
 
 
-def compressed_start(settings: FinetuneSettings, dataset: Dataset, directory: Path) -> FinetuneSettings:
+def compressed_start(
+    settings: FinetuneSettings, dataset: Dataset, directory: Path
+) -> FinetuneSettings:
     """The LoRA in ``init``, compressed ``ratio`` times by statistics of the training examples, as a new ``init``.
 
-    The statistics are of 128 examples of a language model and 512 of a task: a pass forward and back each. What is in
-    ``directory`` already is not made again.
+    The statistics are of 128 examples of a language model and 512 of a task: a pass forward and
+    back each. What is in ``directory`` already is not made again.
     """
     adapter, statistics = directory / ADAPTER, directory / "statistics"
     if not adapter.exists():
         if not (statistics / METADATA).exists():
             on_gpu = settings.device != "cpu" and torch.cuda.is_available()
             dtype = "bfloat16" if settings.precision == "bfloat16" else "float32"
-            base = load_base(dataset.base, str(settings.init), dtype=dtype, device="cuda" if on_gpu else "cpu")
+            base = load_base(
+                dataset.base, str(settings.init), dtype=dtype, device="cuda" if on_gpu else "cpu"
+            )
             rounds = dataset.questions(base, size=settings.batch, seed=settings.seed)
             samples = min(128 if settings.is_language else 512, len(dataset.train))
-            calibrate(base, rounds, out=statistics, seed=settings.seed, samples=samples, effect=False)
+            calibrate(
+                base, rounds, out=statistics, seed=settings.seed, samples=samples, effect=False
+            )
         plan = CompressionPlan(ratio=settings.ratio, storage=settings.storage or "float32")
         lora = open_checkpoint(str(settings.init))
-        search_adapter(lora, [plan], statistics=read_statistics(statistics)).compress(plan).save(adapter)
+        search_adapter(lora, [plan], statistics=read_statistics(statistics)).compress(plan).save(
+            adapter
+        )
     return settings.replace(init=str(adapter), ratio=None)
 
 
@@ -177,7 +199,11 @@ def _settled(settings: FinetuneSettings) -> FinetuneSettings:
     """With the precision that ``auto`` stands for here: bfloat16 on a GPU that has it."""
     if settings.precision != "auto":
         return settings
-    on_gpu = settings.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
+    on_gpu = (
+        settings.device != "cpu"
+        and torch.cuda.is_available()
+        and torch.cuda.is_bf16_supported(False)
+    )
     return settings.replace(precision="bfloat16" if on_gpu else "float32")
 
 
@@ -210,13 +236,19 @@ def _train(
     if settings.gradient_checkpointing is None:
         tokens = max(dataset.lengths) if settings.is_language else settings.max_length
         rows = settings.batch // (PartialState().num_processes * settings.accumulate)
-        settings = settings.replace(gradient_checkpointing=needs_checkpointing(model, tokens * rows))
+        settings = settings.replace(
+            gradient_checkpointing=needs_checkpointing(model, tokens * rows)
+        )
     adapter_parameters, head_parameters = counts(model)
     layers = LayerLog(run / LAYER_LOG)
     trainer = _trainer(settings, dataset, model, tokenizer, run, layers, on_step)
     start = dataset.judge_dev(trainer) if settings.measure_start else None
     # 2. Training, from the last checkpoint if a run was killed.
-    last = max((run / CHECKPOINTS).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), default=None)
+    last = max(
+        (run / CHECKPOINTS).glob("checkpoint-*"),
+        key=lambda path: int(path.name.split("-")[1]),
+        default=None,
+    )
     if last is not None and trainer.is_world_process_zero():
         layers.resume(int(last.name.split("-")[1]))
     set_seed(settings.seed)  # what was judged before must not move the dropout
@@ -224,14 +256,23 @@ def _train(
         torch.cuda.reset_peak_memory_stats()
     trainer.train(resume_from_checkpoint=None if last is None else str(last))
     peak = _peak_bytes()
-    clock = next(each for each in trainer.callback_handler.callbacks if isinstance(each, Clock))  # resuming makes anew
-    # 3. The adapter on disk, of sharded parameters gathered; and what it answers, with the numbers that were written.
-    whole = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
+    clock = next(
+        each for each in trainer.callback_handler.callbacks if isinstance(each, Clock)
+    )  # resuming makes anew
+    # 3. The adapter on disk, of sharded parameters gathered; and what it answers, with the numbers
+    # that were written.
+    whole = (
+        trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        if trainer.is_fsdp_enabled
+        else None
+    )
     if trainer.is_world_process_zero():
         storage = "float32" if trainer.is_fsdp_enabled else settings.storage
         save_adapter(model, run, whole, storage=storage, like=settings.init)
     trainer.accelerator.wait_for_everyone()
-    if _is_lsr(model) and any(layer.dtype != "float32" for layer in open_checkpoint(run / ADAPTER).layers):
+    if _is_lsr(model) and any(
+        layer.dtype != "float32" for layer in open_checkpoint(run / ADAPTER).layers
+    ):
         model.load_adapter(run / ADAPTER, "written")
         model.set_adapter("written")
     dev, validation = dataset.judge_dev(trainer), dataset.judge_validation(trainer)
@@ -253,7 +294,8 @@ def _train(
         steps=trainer.state.global_step,
         best_step=trainer.state.best_global_step if settings.patience is not None else None,
         losses=tuple(
-            (int(entry["step"]), float(entry["loss"]) if math.isfinite(entry["loss"]) else None) for entry in logged
+            (int(entry["step"]), float(entry["loss"]) if math.isfinite(entry["loss"]) else None)
+            for entry in logged
         ),
         wall_seconds=clock.seconds,
         step_seconds=statistics.median(clock.steps) if clock.steps else 0.0,
@@ -305,15 +347,22 @@ def _is_lsr(model: PeftModel) -> bool:
     return bool(model.peft_config[model.active_adapter].peft_type == "LSR")
 
 
-def _stored(trained: Checkpoint, storage: str | None, like: str | None) -> tuple[dict[str, CodedProduct], str]:
+def _stored(
+    trained: Checkpoint, storage: str | None, like: str | None
+) -> tuple[dict[str, CodedProduct], str]:
     """Integer codes of the layers that get them, and the type of the others' factors."""
     if storage in INTEGER_BITS:
         bits = INTEGER_BITS[storage]
-        return {layer.name: coded_product(layer_product(layer), bits) for layer in trained.layers}, "float32"
+        return {
+            layer.name: coded_product(layer_product(layer), bits) for layer in trained.layers
+        }, "float32"
     if storage is not None or like is None:
         return {}, storage or "float32"
     old = open_checkpoint(like)
-    codes = {name: codes_like(code, layer_product(trained.layer(name))) for name, code in codes_in(old).items()}
+    codes = {
+        name: codes_like(code, layer_product(trained.layer(name)))
+        for name, code in codes_in(old).items()
+    }
     return codes, next((layer.dtype for layer in old.layers if layer.name not in codes), "float32")
 
 
@@ -338,7 +387,9 @@ def _trainer(
     args = training_arguments(settings, run, steps, sampler.batches)
     try:
         trainer_class = TextTrainer if settings.is_language else TaskTrainer
-        trainer = trainer_class(model, tokenizer, settings, args, dataset=dataset, sampler=sampler, callbacks=callbacks)
+        trainer = trainer_class(
+            model, tokenizer, settings, args, dataset=dataset, sampler=sampler, callbacks=callbacks
+        )
     except (ValueError, RuntimeError) as error:  # what to report to is unknown or not installed
         raise SettingsError(str(error)) from error
     if trainer.is_fsdp_enabled:

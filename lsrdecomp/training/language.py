@@ -1,22 +1,21 @@
 """Language models: examples as JSON lines, and answers judged by what they say.
 
-An answer is right when greedy decoding would give the completion word for word. That needs no decoding: it does so if
-and only if, given the true completion so far, every next token is the likeliest one. BLEU and chrF do decode.
+An answer is right when greedy decoding would give the completion word for word. That needs no
+decoding: it does so if and only if, given the true completion so far, every next token is the
+likeliest one. BLEU and chrF do decode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from datasets import Dataset as Table
 from torch import Tensor, nn
-from transformers import Trainer
 from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -39,6 +38,11 @@ from lsrdecomp.calibration.fisher import IGNORED, Head
 from lsrdecomp.errors import needs
 from lsrdecomp.training.record import Sample, Scores
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from transformers import Trainer
 
 EVALUATION_BATCH = 16
 HELD_OUT = 0.1  # of the file, where no other file is given
@@ -79,15 +83,17 @@ class LanguageDataset:
 
     def collator(self, tokenizer: Any) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
         return cast(
-            Callable[[Sequence[Any]], dict[str, Tensor]],
-            DataCollatorForLanguageModeling(tokenizer.pad_token_id, padding_free=self.settings.packing),
+            "Callable[[Sequence[Any]], dict[str, Tensor]]",
+            DataCollatorForLanguageModeling(
+                tokenizer.pad_token_id, padding_free=self.settings.packing
+            ),
         )
 
     def questions(self, base: Base, *, size: int, seed: int) -> Iterator[dict[str, Tensor]]:
         return token_batches(self.rows, size=size, seed=seed, pad=base.tokenizer.pad_token_id)
 
     def judge_dev(self, trainer: Trainer) -> Scores:
-        return judge_language(cast(nn.Module, trainer.model), self)
+        return judge_language(cast("nn.Module", trainer.model), self)
 
     def judge_validation(self, trainer: Trainer) -> Scores | None:
         if self.validation is None:
@@ -134,37 +140,50 @@ def read_language(settings: FinetuneSettings) -> LanguageDataset:
     else:
         share = min(MOST_HELD_OUT, round(HELD_OUT * len(train)))
         if share < 1:
-            raise SettingsError(f"{settings.data} has {len(train)} examples, too few to hold some out; give dev_data")
+            raise SettingsError(
+                f"{settings.data} has {len(train)} examples, too few to hold some out; give dev_data"
+            )
         train, dev = hold_out(train, share, seed=settings.split_seed)
     train = subsample(train, settings.train_examples, seed=settings.split_seed)
     dev = subsample(dev, settings.dev_examples, seed=settings.split_seed)
 
     def tokens(examples: Sequence[PromptExample]) -> list[Tokens]:
         length, cut = settings.max_length, settings.truncate
-        return tokenize(examples, tokenizer, max_length=length, answers=settings.answers, truncate=cut)
+        return tokenize(
+            examples, tokenizer, max_length=length, answers=settings.answers, truncate=cut
+        )
 
     validation: list[Tokens] = []
     rows = tokens(train)
     if settings.patience is not None:
-        rows, validation = hold_out(rows, round(settings.validation * len(rows)), seed=settings.split_seed)
+        rows, validation = hold_out(
+            rows, round(settings.validation * len(rows)), seed=settings.split_seed
+        )
         if not validation:
             raise SettingsError(
                 f"validation = {settings.validation} of {len(train)} examples leaves none of them apart"
             )
-    return LanguageDataset(settings, tokenizer, find_base(settings.model), rows, validation, dev, tokens(dev))
+    return LanguageDataset(
+        settings, tokenizer, find_base(settings.model), rows, validation, dev, tokens(dev)
+    )
 
 
 def _table(rows: Sequence[Tokens]) -> Table:
     """Rows under TRL's names; nothing comes before a first token, so it is never an answer."""
     labels = [
-        [token if answer and i else IGNORED for i, (token, answer) in enumerate(zip(row.ids, row.answers, strict=True))]
+        [
+            token if answer and i else IGNORED
+            for i, (token, answer) in enumerate(zip(row.ids, row.answers, strict=True))
+        ]
         for row in rows
     ]
     return Table.from_dict({"input_ids": [list(row.ids) for row in rows], "labels": labels})
 
 
 @torch.no_grad()
-def judge_tokens(model: nn.Module, rows: Sequence[Tokens], pad: int, *, autocast: bool) -> tuple[Scores, list[bool]]:
+def judge_tokens(
+    model: nn.Module, rows: Sequence[Tokens], pad: int, *, autocast: bool
+) -> tuple[Scores, list[bool]]:
     """Loss and accuracy per completion token, and which examples greedy decoding would answer word for word.
 
     Parameters
@@ -182,7 +201,9 @@ def judge_tokens(model: nn.Module, rows: Sequence[Tokens], pad: int, *, autocast
     with evaluating(model, autocast=autocast) as device:
         for start in range(0, len(order), EVALUATION_BATCH):
             chosen = order[start : start + EVALUATION_BATCH]
-            (inputs,) = token_batches([rows[i] for i in chosen], size=len(chosen), seed=None, pad=pad, device=device)
+            (inputs,) = token_batches(
+                [rows[i] for i in chosen], size=len(chosen), seed=None, pad=pad, device=device
+            )
             answers = ask(base, inputs)
             wanted = inputs["input_ids"][:, 1:][inputs[ANSWER_MASK][:, 1:].bool()]
             total += float(F.cross_entropy(answers.logits, wanted, reduction="sum"))
@@ -197,12 +218,14 @@ def judge_tokens(model: nn.Module, rows: Sequence[Tokens], pad: int, *, autocast
 def judge_language(model: nn.Module, data: LanguageDataset) -> Scores:
     """Scores on the held-out examples of a run.
 
-    Beside the loss stands what the setting ``metric`` asks for: the share of examples that greedy decoding would answer
-    word for word, or BLEU or chrF of what it says (by sacrebleu, from 0 to 100, against all ``references`` of a line or
-    its completion).
+    Beside the loss stands what the setting ``metric`` asks for: the share of examples that greedy
+    decoding would answer word for word, or BLEU or chrF of what it says (by sacrebleu, from 0 to
+    100, against all ``references`` of a line or its completion).
     """
     metric, autocast = data.settings.metric, data.settings.precision != "float32"
-    scores, right = judge_tokens(model, data.dev_rows, data.tokenizer.pad_token_id, autocast=autocast)
+    scores, right = judge_tokens(
+        model, data.dev_rows, data.tokenizer.pad_token_id, autocast=autocast
+    )
     assert scores.accuracy is not None
     metrics = {"token_accuracy": scores.accuracy}
     if metric == "exact":
@@ -219,6 +242,8 @@ def overlap(metric: str, said: Sequence[str], examples: Sequence[PromptExample])
 
     references = [example.references or (completion_text(example).strip(),) for example in examples]
     most = max(map(len, references))
-    columns: Any = [[each[k] if k < len(each) else None for each in references] for k in range(most)]
+    columns: Any = [
+        [each[k] if k < len(each) else None for each in references] for k in range(most)
+    ]
     measure = sacrebleu.corpus_bleu if metric == "bleu" else sacrebleu.corpus_chrf
     return float(measure(list(said), columns).score)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from lsrdecomp.fields import SettingsError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from peft import PeftConfig
 
 NOT_OPTIONS = (
@@ -53,7 +54,9 @@ class Method:
     def options(self) -> tuple[str, ...]:
         """Names a user may set."""
         taken = {*NOT_OPTIONS, *self.fixed}
-        return tuple(entry.name for entry in dataclasses.fields(self.config) if entry.name not in taken)
+        return tuple(
+            entry.name for entry in dataclasses.fields(self.config) if entry.name not in taken
+        )
 
     def fits(self, config: Mapping[str, Any]) -> bool:
         """Whether an adapter_config.json with these values may be of this method."""
@@ -65,7 +68,10 @@ class Method:
 LORA = {"r": 8, "lora_alpha": 16}
 # r = 2·2 with 4 terms, scaled by 2 as LoRA's default is: docs/fine-tune.md has the comparison.
 LSR = {"inner_shape": [2, 2], "separation_rank": 4, "lsr_alpha": 8}
-HEAD = {"target_modules": "dummy-target-modules", "r": 1}  # PEFT's DUMMY_TARGET_MODULES: no layer is adapted
+HEAD = {
+    "target_modules": "dummy-target-modules",
+    "r": 1,
+}  # PEFT's DUMMY_TARGET_MODULES: no layer is adapted
 
 METHODS: dict[str, Method] = {
     "lora": Method("peft:LoraConfig", LORA),
@@ -139,7 +145,8 @@ def adapter_config(
     Raises
     ------
     SettingsError
-        If the method or an option is unknown, or the config refuses a value; the message lists what there is.
+        If the method or an option is unknown, or the config refuses a value; the message lists what
+        there is.
     """
     from peft import TaskType
 
@@ -152,11 +159,19 @@ def adapter_config(
     own = {**chosen.defaults, **options}
     if chosen.defaults is LSR and "r" in options and "inner_shape" not in options:
         del own["inner_shape"]  # an inner rank of its own gets its most even split
-    places: dict[str, Any] = {"target_modules": None if target_modules is None else list(target_modules)}
+    places: dict[str, Any] = {
+        "target_modules": None if target_modules is None else list(target_modules)
+    }
     if layers is not None:
         places["layers_to_transform"] = list(layers)
     saved = None if modules_to_save is None else list(modules_to_save)
-    fields = {**places, **own, **chosen.fixed, "task_type": TaskType(task_type), "modules_to_save": saved}
+    fields = {
+        **places,
+        **own,
+        **chosen.fixed,
+        "task_type": TaskType(task_type),
+        "modules_to_save": saved,
+    }
     if method == "head":
         fields.pop("layers_to_transform", None)
     try:

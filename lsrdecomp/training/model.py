@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -12,7 +11,11 @@ import transformers
 from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+)
 
 from lsrdecomp.calibration.base_model import load_model
 from lsrdecomp.calibration.bases import PUBLISHED
@@ -22,12 +25,17 @@ from lsrdecomp.errors import CheckpointError, needs
 from lsrdecomp.training.methods import adapter_config, find_method
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 SAVED = ".modules_to_save."
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEADS = ["classifier", "score"]  # what transformers calls the heads of its classifiers
 
 
-def open_model(settings: FinetuneSettings, base: str | Path, outputs: int | None) -> tuple[PeftModel, Any]:
+def open_model(
+    settings: FinetuneSettings, base: str | Path, outputs: int | None
+) -> tuple[PeftModel, Any]:
     """Open the base with a head for the task, put the adapter on it, and open what reads its texts.
 
     Parameters
@@ -36,18 +44,21 @@ def open_model(settings: FinetuneSettings, base: str | Path, outputs: int | None
     base : str or path
         As transformers takes it.
     outputs : int, optional
-        Numbers that the head gives a row of tokens; None for a language model, which has no head of its own.
+        Numbers that the head gives a row of tokens; None for a language model, which has no head of
+        its own.
 
     Raises
     ------
     SettingsError
-        If an option or a target does not fit the model, or the adapter directory is of another method.
+        If an option or a target does not fit the model, or the adapter directory is of another
+        method.
     CheckpointError
         If the base cannot be opened, or an adapter's head has another size.
     LsrError
         If a 4-bit base is asked for without bitsandbytes.
     """
-    # 1. The base, in the precision of the run, with a head of the task's size; the seed decides how a new head starts.
+    # 1. The base, in the precision of the run, with a head of the task's size; the seed decides how
+    # a new head starts.
     transformers.set_seed(settings.seed)
     method = find_method(settings.method)
     four_bit = method.four_bit or settings.four_bit
@@ -64,7 +75,8 @@ def open_model(settings: FinetuneSettings, base: str | Path, outputs: int | None
         model = prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
             model, use_gradient_checkpointing=bool(settings.gradient_checkpointing)
         )
-    # 2. The adapter, new or from a directory, and the head it starts with; what is trained is in float32.
+    # 2. The adapter, new or from a directory, and the head it starts with; what is trained is in
+    # float32.
     adapted = _start(settings, model) if settings.init is None else _continue(settings, model)
     if settings.head is not None:
         _take_head(adapted, Path(settings.head))
@@ -87,7 +99,9 @@ def trained(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, bool]]:
 def counts(model: PeftModel) -> tuple[int, int]:
     """Trained numbers of the adapter, and of everything else."""
     sizes = [(parameter.numel(), adapters) for _, parameter, adapters in trained(model)]
-    return sum(size for size, adapters in sizes if adapters), sum(size for size, adapters in sizes if not adapters)
+    return sum(size for size, adapters in sizes if adapters), sum(
+        size for size, adapters in sizes if not adapters
+    )
 
 
 def written_bytes(directory: Path) -> tuple[int, int]:
@@ -106,13 +120,16 @@ def needs_checkpointing(model: nn.Module, tokens: int) -> bool:
 
     References
     ----------
-    .. [1] V. Korthikanti et al., Reducing activation recomputation in large transformer models, 2022. arXiv:2205.05198
+    .. [1] V. Korthikanti et al., Reducing activation recomputation in large transformer models,
+           2022. arXiv:2205.05198
     """
     config: Any = model.config
     config = config.get_text_config()
     parameter = next(model.parameters())
     layers = getattr(config, "num_hidden_layers", 0)
-    activations = 17 * tokens * layers * getattr(config, "hidden_size", 0) * parameter.element_size()
+    activations = (
+        17 * tokens * layers * getattr(config, "hidden_size", 0) * parameter.element_size()
+    )
     if parameter.is_cuda or torch.cuda.is_available():
         return bool(activations > torch.cuda.mem_get_info()[0] / 2)
     return bool(activations > psutil.virtual_memory().available / 2)
@@ -122,14 +139,18 @@ def _loading_options(settings: FinetuneSettings, four_bit: bool) -> dict[str, An
     """Precision and place of the base, for ``from_pretrained``."""
     device_map = {} if settings.device_map is None else {"device_map": settings.device_map}
     if not four_bit:
-        return {"dtype": torch.bfloat16 if settings.precision == "bfloat16" else torch.float32} | device_map
+        return {
+            "dtype": torch.bfloat16 if settings.precision == "bfloat16" else torch.float32
+        } | device_map
     with needs("a base in 4 bits", "quantized"):
         import bitsandbytes  # noqa: F401
     return device_map | {
         "quantization_config": BitsAndBytesConfig(  # type: ignore[no-untyped-call]
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=torch.float32 if settings.precision == "float32" else torch.bfloat16,
+            bnb_4bit_compute_dtype=torch.float32
+            if settings.precision == "float32"
+            else torch.bfloat16,
             llm_int8_skip_modules=HEADS,
         )
     }
@@ -150,7 +171,9 @@ def _start(settings: FinetuneSettings, model: nn.Module) -> PeftModel:
         return get_peft_model(model, config)
     except (ValueError, TypeError, RuntimeError) as error:
         targets = ", ".join(settings.target_modules or ("its usual layers",))
-        raise SettingsError(f"{settings.method} on {targets} does not fit {settings.model}: {error}") from error
+        raise SettingsError(
+            f"{settings.method} on {targets} does not fit {settings.model}: {error}"
+        ) from error
 
 
 def _attention(model: nn.Module) -> tuple[str, ...] | None:
@@ -188,7 +211,9 @@ def _take_head(model: PeftModel, directory: Path) -> None:
     with safe_open(str(file), framework="pt") as saved:
         missing = [name for name in own if name not in saved.keys()]  # noqa: SIM118 not a mapping
         if missing or not own:
-            raise CheckpointError("holds no head to start from", path=file, tensor=next(iter(missing), None))
+            raise CheckpointError(
+                "holds no head to start from", path=file, tensor=next(iter(missing), None)
+            )
         for name, parameter in own.items():
             tensor = saved.get_tensor(name)
             if tensor.shape != parameter.shape:

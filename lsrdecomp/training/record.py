@@ -6,19 +6,31 @@ import dataclasses
 import json
 import platform
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints.writing import installed_version, new_file
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.training.settings import FinetuneSettings
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 RECORD = "record.json"
 ADAPTER = "adapter"
 LAYER_LOG = "layers.jsonl"
-PACKAGES = ("lsrdecomp", "torch", "peft", "transformers", "accelerate", "trl", "numpy", "scikit-learn", "sacrebleu")
+PACKAGES = (
+    "lsrdecomp",
+    "torch",
+    "peft",
+    "transformers",
+    "accelerate",
+    "trl",
+    "numpy",
+    "scikit-learn",
+    "sacrebleu",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +39,9 @@ class Scores:
 
     metrics: Mapping[str, float]  # the task's own; the first is the one its benchmark ranks by
     accuracy: float | None  # None for a regression
-    loss: float | None  # mean cross-entropy in nats, or mean squared error; None if outputs are not finite
+    loss: (
+        float | None
+    )  # mean cross-entropy in nats, or mean squared error; None if outputs are not finite
     examples: int
 
 
@@ -48,8 +62,12 @@ class Record:
     settings: FinetuneSettings
     start: Scores | None  # on dev before the first step, where it was asked for
     dev: Scores
-    validation: Scores | None  # of the kept state on the split of the training set; None without early stopping
-    baseline: Mapping[str, float]  # the task's metrics on dev for always giving the commonest answer
+    validation: (
+        Scores | None
+    )  # of the kept state on the split of the training set; None without early stopping
+    baseline: Mapping[
+        str, float
+    ]  # the task's metrics on dev for always giving the commonest answer
     adapter_parameters: int  # trained numbers in adapted layers
     head_parameters: int  # trained numbers elsewhere: classifier, biases
     adapter_bytes: int  # of the adapter's tensors in the written file
@@ -57,7 +75,9 @@ class Record:
     train_examples: int
     steps: int  # done
     best_step: int | None  # the one that was kept, with early stopping
-    losses: tuple[tuple[int, float | None], ...]  # (step, mean training loss since the entry before)
+    losses: tuple[
+        tuple[int, float | None], ...
+    ]  # (step, mean training loss since the entry before)
     wall_seconds: float  # training alone, over all resumptions
     step_seconds: float  # median of one step
     peak_bytes: int | None  # of the accelerator, or of the process on a CPU
@@ -77,18 +97,23 @@ class Record:
     def from_mapping(cls, values: Mapping[str, Any]) -> Record:
         """What `to_json` gave."""
         scores = {
-            name: None if values[name] is None else Scores(**values[name]) for name in ("start", "dev", "validation")
+            name: None if values[name] is None else Scores(**values[name])
+            for name in ("start", "dev", "validation")
         }
         settings = FinetuneSettings.from_mapping(values["settings"])
         samples = tuple(Sample(**each) for each in values.get("samples", ()))
         losses = tuple((int(step), loss) for step, loss in values["losses"])
-        return cls(**{**values, **scores, "settings": settings, "losses": losses, "samples": samples})
+        return cls(
+            **{**values, **scores, "settings": settings, "losses": losses, "samples": samples}
+        )
 
     def write(self, directory: Path) -> Path:
         """Write `record.json` into a directory, whole or not at all."""
         path = directory / RECORD
         with new_file(path) as part:
-            part.write_text(json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            part.write_text(
+                json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8"
+            )
         return path
 
 
@@ -132,7 +157,16 @@ def commit() -> str | None:
         return None
     try:
         done = subprocess.run(
-            ["git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
+            [
+                "git",
+                "-C",
+                str(checkout),
+                "describe",
+                "--always",
+                "--abbrev=12",
+                "--dirty=+",
+                "--exclude=*",
+            ],
             capture_output=True,
             text=True,
             timeout=10,

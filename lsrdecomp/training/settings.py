@@ -58,7 +58,11 @@ class FinetuneSettings(Settings):
     """
 
     model: Annotated[
-        str, OPTION, READ, Also("base"), "The base: a name, a directory, a GGUF file, smollm2, or embedded."
+        str,
+        OPTION,
+        READ,
+        Also("base"),
+        "The base: a name, a directory, a GGUF file, smollm2, or embedded.",
     ]
     task: Annotated[
         str,
@@ -67,14 +71,22 @@ class FinetuneSettings(Settings):
         "A GLUE or SuperGLUE task, embedded, or jsonl: a language model, whose data end in .jsonl, .json or .csv.",
     ]
     data: Annotated[
-        str | None, OPTION, READ, "File of examples for a language model, or directory of the tasks' files."
+        str | None,
+        OPTION,
+        READ,
+        "File of examples for a language model, or directory of the tasks' files.",
     ] = None
-    method: Annotated[str, OPTION, one_of(METHODS), "lora, lsr, dora, krona, …; a wrong one shows all."] = "lora"
-    options: Annotated[Mapping[str, Any], "Of the method, under the names of its config, such as r."] = field(
-        default_factory=dict
-    )
+    method: Annotated[
+        str, OPTION, one_of(METHODS), "lora, lsr, dora, krona, …; a wrong one shows all."
+    ] = "lora"
+    options: Annotated[
+        Mapping[str, Any], "Of the method, under the names of its config, such as r."
+    ] = field(default_factory=dict)
     init: Annotated[
-        str | None, OPTION, READ, "Adapter directory to train on from; it brings its method, options, layers and head."
+        str | None,
+        OPTION,
+        READ,
+        "Adapter directory to train on from; it brings its method, options, layers and head.",
     ] = None
     ratio: Annotated[
         float | None,
@@ -88,40 +100,69 @@ class FinetuneSettings(Settings):
         one_of(STORAGES),
         "Of LSR's factors in the file: float32, float16, bfloat16, int8 or int4; if absent, as in init, else float32.",
     ] = None
-    head: Annotated[str | None, READ, "Adapter directory whose saved head is the start of this run's head."] = None
-    target_modules: Annotated[tuple[str, ...] | None, "Endings of module names; if absent, the usual ones."] = None
-    layers: Annotated[
-        tuple[int, ...] | None, each(whole(0), "a list of layer indices", least=1), "Only these layer indices."
+    head: Annotated[
+        str | None, READ, "Adapter directory whose saved head is the start of this run's head."
     ] = None
-    learning_rate: Annotated[float, OPTION, POSITIVE, Also("rate"), "Largest learning rate of the schedule."] = 1e-3
-    # Four, as in LoRA+, was behind for LSR from scratch: benchmarks/experiments/ablation-minilm.toml.
+    target_modules: Annotated[
+        tuple[str, ...] | None, "Endings of module names; if absent, the usual ones."
+    ] = None
+    layers: Annotated[
+        tuple[int, ...] | None,
+        each(whole(0), "a list of layer indices", least=1),
+        "Only these layer indices.",
+    ] = None
+    learning_rate: Annotated[
+        float, OPTION, POSITIVE, Also("rate"), "Largest learning rate of the schedule."
+    ] = 1e-3
+    # Four, as in LoRA+, was behind for LSR from scratch:
+    # benchmarks/experiments/ablation-minilm.toml.
     zero_init_lr_factor: Annotated[
-        float, POSITIVE, Also("zero_rate"), "Factor on the learning rate of what starts as all zeros, as in LoRA+."
+        float,
+        POSITIVE,
+        Also("zero_rate"),
+        "Factor on the learning rate of what starts as all zeros, as in LoRA+.",
     ] = 1.0
     head_learning_rate: Annotated[
-        float | None, POSITIVE, Also("head_rate"), "Learning rate of the head; if absent, that of the rest."
+        float | None,
+        POSITIVE,
+        Also("head_rate"),
+        "Learning rate of the head; if absent, that of the rest.",
     ] = None
-    batch: Annotated[int, OPTION, whole(1), "Examples per step, over all processes; 8 for a language model."] = 32
-    accumulate: Annotated[int, OPTION, whole(1), "Pieces in which each process reads its share of a batch."] = 1
-    packing: Annotated[bool, OPTION, LANGUAGE, "Fill rows of max_length with several examples each, by TRL."] = False
-    epochs: Annotated[float | None, OPTION, POSITIVE, "Passes over the training set; 3 if absent."] = None
+    batch: Annotated[
+        int, OPTION, whole(1), "Examples per step, over all processes; 8 for a language model."
+    ] = 32
+    accumulate: Annotated[
+        int, OPTION, whole(1), "Pieces in which each process reads its share of a batch."
+    ] = 1
+    packing: Annotated[
+        bool, OPTION, LANGUAGE, "Fill rows of max_length with several examples each, by TRL."
+    ] = False
+    epochs: Annotated[
+        float | None, OPTION, POSITIVE, "Passes over the training set; 3 if absent."
+    ] = None
     steps: Annotated[int | None, OPTION, whole(1), "Steps, instead of epochs."] = None
-    optimizer: Annotated[str, OPTION, "As transformers names it, such as adafactor or paged_adamw_8bit."] = (
-        "adamw_torch"
-    )
-    scheduler: Annotated[str, OPTION, "Of the learning rate, as transformers names it, such as cosine."] = "linear"
+    optimizer: Annotated[
+        str, OPTION, "As transformers names it, such as adafactor or paged_adamw_8bit."
+    ] = "adamw_torch"
+    scheduler: Annotated[
+        str, OPTION, "Of the learning rate, as transformers names it, such as cosine."
+    ] = "linear"
     weight_decay: Annotated[float, OPTION, "Of what is no vector."] = 0.0
-    warmup: Annotated[float, OPTION, SHARE_OR_NONE, "Share of the steps over which the learning rate rises."] = 0.06
+    warmup: Annotated[
+        float, OPTION, SHARE_OR_NONE, "Share of the steps over which the learning rate rises."
+    ] = 0.06
     max_length: Annotated[
         int,
         OPTION,
         whole(2),
         "Tokens of an example, the rest is cut; for a language model 1024, and longer is refused.",
     ] = 128
-    truncate: Annotated[bool, OPTION, LANGUAGE, "Cut longer prompts at their beginning, instead of refusing them."] = (
-        False
-    )
-    seed: Annotated[int, OPTION, "Of the start and the order of examples; it leaves the splits as they are."] = 0
+    truncate: Annotated[
+        bool, OPTION, LANGUAGE, "Cut longer prompts at their beginning, instead of refusing them."
+    ] = False
+    seed: Annotated[
+        int, OPTION, "Of the start and the order of examples; it leaves the splits as they are."
+    ] = 0
     precision: Annotated[
         str,
         OPTION,
@@ -130,30 +171,53 @@ class FinetuneSettings(Settings):
         "bfloat16 loads the base in it and keeps what is trained in float32; auto does so on a GPU that has it.",
     ] = "auto"
     device: Annotated[str, OPTION, one_of(("auto", "cpu", "cuda")), "auto, cpu or cuda."] = "auto"
-    device_map: Annotated[str | None, OPTION, "How transformers spreads the base over devices, such as auto."] = None
-    four_bit: Annotated[bool, OPTION, "Hold the base in 4 bits (NF4, by bitsandbytes), for any method."] = False
+    device_map: Annotated[
+        str | None, OPTION, "How transformers spreads the base over devices, such as auto."
+    ] = None
+    four_bit: Annotated[
+        bool, OPTION, "Hold the base in 4 bits (NF4, by bitsandbytes), for any method."
+    ] = False
     gradient_checkpointing: Annotated[
-        bool | None, OPTION, "Recompute activations in the backward pass; if absent, where memory asks for it."
+        bool | None,
+        OPTION,
+        "Recompute activations in the backward pass; if absent, where memory asks for it.",
     ] = None
     patience: Annotated[
-        int | None, whole(1), "Stop after so many looks at a split without a smaller loss, and keep the best."
+        int | None,
+        whole(1),
+        "Stop after so many looks at a split without a smaller loss, and keep the best.",
     ] = None
-    validation: Annotated[float, SHARE, "With patience, share of the training set split off; dev only measures."] = 0.1
-    evaluate_every: Annotated[int | None, whole(1), "Steps between the looks; an epoch if absent."] = None
+    validation: Annotated[
+        float, SHARE, "With patience, share of the training set split off; dev only measures."
+    ] = 0.1
+    evaluate_every: Annotated[
+        int | None, whole(1), "Steps between the looks; an epoch if absent."
+    ] = None
     train_head: Annotated[bool, "false: the head keeps the values it starts with."] = True
     measure_start: Annotated[bool, "Also judge the answers on dev before the first step."] = False
-    train_examples: Annotated[int | None, whole(1), "At most so many to train on, always the same ones."] = None
-    dev_examples: Annotated[int | None, whole(1), "At most so many to judge by, always the same ones."] = None
+    train_examples: Annotated[
+        int | None, whole(1), "At most so many to train on, always the same ones."
+    ] = None
+    dev_examples: Annotated[
+        int | None, whole(1), "At most so many to judge by, always the same ones."
+    ] = None
     log_every: Annotated[
-        int, "Steps between entries of losses and spectra; with 0 a lost run is not stopped early either."
+        int,
+        "Steps between entries of losses and spectra; with 0 a lost run is not stopped early either.",
     ] = 50
     save_every: Annotated[int, "Steps between checkpoints to resume from; 0 for none."] = 0
-    report_to: Annotated[tuple[str, ...], OPTION, "What else transformers reports to, such as tensorboard."] = ()
-    dev_data: Annotated[str | None, LANGUAGE, READ, "File to judge by; if absent, a tenth of data, 200 at most."] = None
-    metric: Annotated[str, LANGUAGE, one_of(METRICS), "Measured beside the loss: exact, bleu or chrf."] = "loss"
-    answers: Annotated[str, LANGUAGE, one_of(("completion", "all")), "Tokens that are learned: completion or all."] = (
-        "completion"
-    )
+    report_to: Annotated[
+        tuple[str, ...], OPTION, "What else transformers reports to, such as tensorboard."
+    ] = ()
+    dev_data: Annotated[
+        str | None, LANGUAGE, READ, "File to judge by; if absent, a tenth of data, 200 at most."
+    ] = None
+    metric: Annotated[
+        str, LANGUAGE, one_of(METRICS), "Measured beside the loss: exact, bleu or chrf."
+    ] = "loss"
+    answers: Annotated[
+        str, LANGUAGE, one_of(("completion", "all")), "Tokens that are learned: completion or all."
+    ] = "completion"
     samples: Annotated[int, LANGUAGE, "Held-out prompts whose answers go into the record."] = 4
     new_tokens: Annotated[int, LANGUAGE, whole(1), "Most tokens of an answer."] = 64
     split_seed: Annotated[int, LANGUAGE, "Of the examples that are held out."] = 0
@@ -166,13 +230,21 @@ class FinetuneSettings(Settings):
     def check_together(self) -> None:
         """What settings must be to each other."""
         if self.epochs is not None and self.steps is not None:
-            raise SettingsError(f"give epochs or steps, not both; got {self.epochs} and {self.steps}")
+            raise SettingsError(
+                f"give epochs or steps, not both; got {self.epochs} and {self.steps}"
+            )
         if self.evaluate_every is not None and self.patience is None:
             raise SettingsError("evaluate_every is about early stopping: give patience too")
         if self.init is not None:
-            twice = [name for name in ("options", "target_modules", "layers", "head") if getattr(self, name)]
+            twice = [
+                name
+                for name in ("options", "target_modules", "layers", "head")
+                if getattr(self, name)
+            ]
             if twice:
-                raise SettingsError(f"init brings its own {', '.join(twice)}; leave out one or the other")
+                raise SettingsError(
+                    f"init brings its own {', '.join(twice)}; leave out one or the other"
+                )
         if self.ratio is not None and (self.init is None or self.method not in ("lsr", "qlsr")):
             raise SettingsError(
                 "ratio makes an LSR adapter of the LoRA in init: give init, and no method but lsr or qlsr"
@@ -182,24 +254,41 @@ class FinetuneSettings(Settings):
             if self.method not in ("lsr", "qlsr"):
                 raise SettingsError(f"{about}: method is {self.method}, not lsr or qlsr")
             if self.options.get("use_dora"):
-                raise SettingsError(f"{about}: with use_dora they are written in float32; leave out one or the other")
+                raise SettingsError(
+                    f"{about}: with use_dora they are written in float32; leave out one or the other"
+                )
         if self.method == "head" and not self.train_head:
-            raise SettingsError("method head trains the head alone: train_head = false leaves nothing to train")
+            raise SettingsError(
+                "method head trains the head alone: train_head = false leaves nothing to train"
+            )
         if self.is_language:
             self._check_language()
         else:
             alone = [entry for entry in self.fields.values() if LANGUAGE in entry.marks]
             changed = [entry.name for entry in alone if getattr(self, entry.name) != entry.default]
             if changed:
-                raise SettingsError(f"{', '.join(changed)}: for a language model, whose task is {JSONL}")
+                raise SettingsError(
+                    f"{', '.join(changed)}: for a language model, whose task is {JSONL}"
+                )
         if self.task not in (EMBEDDED, JSONL) and self.data is None:
-            raise SettingsError(f"task {self.task} reads files: give data, the directory that holds {self.task}/")
+            raise SettingsError(
+                f"task {self.task} reads files: give data, the directory that holds {self.task}/"
+            )
 
     def _check_language(self) -> None:
         if self.data is None:
-            raise SettingsError("a language model reads JSON lines: give data, a file such as train.jsonl")
-        if self.model == EMBEDDED or self.method == "head" or self.head is not None or not self.train_head:
-            raise SettingsError("a language model has no head to train: leave out head, train_head and model embedded")
+            raise SettingsError(
+                "a language model reads JSON lines: give data, a file such as train.jsonl"
+            )
+        if (
+            self.model == EMBEDDED
+            or self.method == "head"
+            or self.head is not None
+            or not self.train_head
+        ):
+            raise SettingsError(
+                "a language model has no head to train: leave out head, train_head and model embedded"
+            )
 
     @classmethod
     def usual(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:

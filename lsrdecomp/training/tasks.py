@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from lsrdecomp.calibration.dataset import Choices, DataError, Example, read_rows
 from lsrdecomp.errors import needs
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 Row = Mapping[str, Any]
 Metric = Callable[[np.ndarray, np.ndarray], float]
@@ -59,12 +61,15 @@ class Task:
         Raises
         ------
         DataError
-            If the split does not exist, or a row lacks a column, holds an unknown label or is not JSON.
+            If the split does not exist, or a row lacks a column, holds an unknown label or is not
+            JSON.
         CheckpointError
             If the file is missing, not a regular file or a Git-LFS pointer.
         """
         if split not in self.splits:
-            raise DataError(f"{self.name} has no split {split!r} with labels; there are: {', '.join(self.splits)}")
+            raise DataError(
+                f"{self.name} has no split {split!r} with labels; there are: {', '.join(self.splits)}"
+            )
         path = self.file(data, split)
         examples = [self._example(row, where) for row, where in read_rows(path, self.columns)]
         if not examples:
@@ -75,7 +80,9 @@ class Task:
         try:
             choices, value = self.example(row)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise DataError(f"{where}: {self.name} needs {error}; it has {', '.join(map(str, row))}") from None
+            raise DataError(
+                f"{where}: {self.name} needs {error}; it has {', '.join(map(str, row))}"
+            ) from None
         if self.regression:
             try:
                 score = float(value)
@@ -99,7 +106,9 @@ class Task:
     def baseline(self, examples: Sequence[Example]) -> dict[str, float]:
         """Every metric for always answering the commonest label (the mean score for a regression)."""
         labels = np.array([example.label for example in examples])
-        constant = labels.mean() if self.regression else Counter(labels.tolist()).most_common(1)[0][0]
+        constant = (
+            labels.mean() if self.regression else Counter(labels.tolist()).most_common(1)[0][0]
+        )
         return self.score(labels, np.full_like(labels, constant))
 
 
@@ -124,12 +133,19 @@ def metric_functions() -> Mapping[str, Metric]:
     }
 
 
-COPA_QUESTIONS = MappingProxyType({"cause": "What was the cause of this?", "effect": "What happened as a result?"})
+COPA_QUESTIONS = MappingProxyType(
+    {"cause": "What was the cause of this?", "effect": "What happened as a result?"}
+)
 
 
-def _reads(label: str, first: str, second: str | None = None) -> Callable[[Row], tuple[Choices, Any]]:
+def _reads(
+    label: str, first: str, second: str | None = None
+) -> Callable[[Row], tuple[Choices, Any]]:
     """A row's text columns, one or a pair, and its label."""
-    return lambda row: (((row[first].strip(), row[second].strip() if second else None),), row[label])
+    return lambda row: (
+        ((row[first].strip(), row[second].strip() if second else None),),
+        row[label],
+    )
 
 
 def _copa(row: Row) -> tuple[Choices, Any]:
@@ -138,7 +154,8 @@ def _copa(row: Row) -> tuple[Choices, Any]:
 
 
 def _wsc(row: Row) -> tuple[Choices, Any]:
-    # The pronoun may occur more than once: stars mark the one that is meant, by its place among the words.
+    # The pronoun may occur more than once: stars mark the one that is meant, by its place among the
+    # words.
     words, target = row["text"].split(" "), row["target"]
     index = target["span2_index"]
     marked = " ".join([*words[:index], "*", words[index], "*", *words[index + 1 :]])
@@ -160,7 +177,12 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             Task("SST-2", CLASSES, ("accuracy",), _reads("label", "sentence")),
             Task("MRPC", CLASSES, ("accuracy", "f1"), _reads("Quality", "#1 String", "#2 String")),
             Task("STS-B", (), ("pearson", "spearman"), _reads("score", "sentence1", "sentence2")),
-            Task("RTE", ("entailment", "not_entailment"), ("accuracy",), _reads("label", "sentence1", "sentence2")),
+            Task(
+                "RTE",
+                ("entailment", "not_entailment"),
+                ("accuracy",),
+                _reads("label", "sentence1", "sentence2"),
+            ),
             Task(
                 "CB",
                 ("entailment", "contradiction", "neutral"),
@@ -170,8 +192,16 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             ),
             Task("COPA", CLASSES, ("accuracy",), _copa, suffix="jsonl"),
             Task("WSC", TRUTH, ("accuracy",), _wsc, suffix="jsonl"),
-            Task("BoolQ", TRUTH, ("accuracy",), _reads("answer", "question", "passage"), suffix="jsonl"),
-            Task("embedded", tuple("0123456789"), ("accuracy", "macro_f1"), _reads("label", "pixels")),
+            Task(
+                "BoolQ",
+                TRUTH,
+                ("accuracy",),
+                _reads("answer", "question", "passage"),
+                suffix="jsonl",
+            ),
+            Task(
+                "embedded", tuple("0123456789"), ("accuracy", "macro_f1"), _reads("label", "pixels")
+            ),
         )
     }
 )
@@ -201,5 +231,7 @@ def find_task(directory: str | Path) -> Task:
     """
     name = Path(directory).resolve().name
     if name not in TASKS:
-        raise DataError(f"{directory}: no task is called {name!r}; the directory's name is one of {', '.join(TASKS)}")
+        raise DataError(
+            f"{directory}: no task is called {name!r}; the directory's name is one of {', '.join(TASKS)}"
+        )
     return TASKS[name]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import PartialState
-from peft import PeftModel
 from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
@@ -19,9 +16,16 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from lsrdecomp.calibration.dataset import like_lengths
-from lsrdecomp.training.dataset import Dataset
 from lsrdecomp.training.model import trained
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from peft import PeftModel
+
+    from lsrdecomp.training.dataset import Dataset
 
 CHECKPOINTS = "checkpoints"
 EVALUATION_BATCH = 64
@@ -30,8 +34,9 @@ EVALUATION_BATCH = 64
 class WholeBatches(Sampler[int]):
     """A random order of examples in batches of like length, all of them full.
 
-    The last batch of an epoch is filled up with examples from its beginning, so that any number of processes that
-    divides ``batch`` sees the same batches. The order depends on ``seed`` and ``epoch`` alone.
+    The last batch of an epoch is filled up with examples from its beginning, so that any number of
+    processes that divides ``batch`` sees the same batches. The order depends on ``seed`` and
+    ``epoch`` alone.
     """
 
     def __init__(self, lengths: Sequence[int], batch: int, seed: int) -> None:
@@ -132,15 +137,24 @@ class TaskTrainer(AdapterTrainer):
     """The loss is the mean of an example: cross-entropy over classes or choices, squared error for scores."""
 
     model_accepts_loss_kwargs = property(lambda self: False, lambda self, _: None)
-    """Never: a batch's loss is a mean of its own, which Trainer then divides by the number of micro-batches."""
+    """Never: a batch's loss is a mean of its own, which Trainer then divides by the number of
+    micro-batches."""
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Any:
         """The mean loss of a batch, and with it the answers, (examples, classes or choices)."""
         labels: Tensor = inputs.pop("labels")
         logits = model(**inputs).logits.float().reshape(len(labels), -1)
-        loss = F.mse_loss(logits[:, 0], labels) if labels.is_floating_point() else F.cross_entropy(logits, labels)
+        loss = (
+            F.mse_loss(logits[:, 0], labels)
+            if labels.is_floating_point()
+            else F.cross_entropy(logits, labels)
+        )
         return (loss, {"logits": logits}) if return_outputs else loss
 
 
@@ -155,7 +169,9 @@ class TextTrainer(AdapterTrainer, SFTTrainer):
                 "your own, as any model of PEFT, or leave the rows out"
             )
         super().__init__(model, *arguments, **options)
-        for _, parameter, _ in trained(model):  # TRL rounds them to bfloat16 on a quantized base; factors multiply up
+        for _, parameter, _ in trained(
+            model
+        ):  # TRL rounds them to bfloat16 on a quantized base; factors multiply up
             parameter.data = parameter.data.float()
 
 
@@ -171,15 +187,25 @@ class _Epochs(TrainerCallback):
 
 def rates(model: PeftModel, settings: FinetuneSettings) -> dict[str, float]:
     """The learning rate of every trained parameter, by name."""
-    head = settings.learning_rate if settings.head_learning_rate is None else settings.head_learning_rate
+    head = (
+        settings.learning_rate
+        if settings.head_learning_rate is None
+        else settings.head_learning_rate
+    )
     fast = settings.learning_rate * settings.zero_init_lr_factor
     return {
-        name: head if not adapters else settings.learning_rate if bool(parameter.detach().any()) else fast
+        name: head
+        if not adapters
+        else settings.learning_rate
+        if bool(parameter.detach().any())
+        else fast
         for name, parameter, adapters in trained(model)
     }
 
 
-def judging_arguments(settings: FinetuneSettings, directory: Path, **more: Any) -> TrainingArguments:
+def judging_arguments(
+    settings: FinetuneSettings, directory: Path, **more: Any
+) -> TrainingArguments:
     """Settings of a run in the words of Trainer, as far as judging needs them, with ``more``."""
     common: dict[str, Any] = {
         "output_dir": str(directory),
@@ -187,7 +213,8 @@ def judging_arguments(settings: FinetuneSettings, directory: Path, **more: Any) 
         "seed": settings.seed,
         "bf16": settings.precision != "float32",
         # Without this, transformers refuses bfloat16 where there is only a CPU.
-        "use_cpu": settings.device == "cpu" or (settings.device == "auto" and not torch.accelerator.is_available()),
+        "use_cpu": settings.device == "cpu"
+        or (settings.device == "auto" and not torch.accelerator.is_available()),
         "disable_tqdm": True,
         "remove_unused_columns": False,
         "label_names": ["labels"],
@@ -199,10 +226,14 @@ def judging_arguments(settings: FinetuneSettings, directory: Path, **more: Any) 
     }
     if not settings.is_language:
         return TrainingArguments(**common, **more)
-    return SFTConfig(**common, **more, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None)
+    return SFTConfig(
+        **common, **more, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None
+    )
 
 
-def training_arguments(settings: FinetuneSettings, run: Path, steps: int, epoch: int) -> TrainingArguments:
+def training_arguments(
+    settings: FinetuneSettings, run: Path, steps: int, epoch: int
+) -> TrainingArguments:
     """Everything for a run of ``steps`` in the directory ``run``, with ``epoch`` steps to an epoch.
 
     Raises
@@ -225,7 +256,8 @@ def training_arguments(settings: FinetuneSettings, run: Path, steps: int, epoch:
             settings,
             run / CHECKPOINTS,
             max_steps=steps,
-            per_device_train_batch_size=settings.batch // (PartialState().num_processes * settings.accumulate),
+            per_device_train_batch_size=settings.batch
+            // (PartialState().num_processes * settings.accumulate),
             gradient_accumulation_steps=settings.accumulate,
             learning_rate=settings.learning_rate,
             optim=settings.optimizer,
@@ -251,11 +283,13 @@ def check_sharding(version: int, settings: FinetuneSettings) -> None:
     Raises
     ------
     SettingsError
-        For FSDP's first version, which holds an adapter and its frozen base in one flat parameter, and for
-        ``measure_start`` and ``storage``.
+        For FSDP's first version, which holds an adapter and its frozen base in one flat parameter,
+        and for ``measure_start`` and ``storage``.
     """
     if version != 2:
-        raise SettingsError(f"FSDP version {version} is not supported; launch with --fsdp_version 2")
+        raise SettingsError(
+            f"FSDP version {version} is not supported; launch with --fsdp_version 2"
+        )
     if settings.measure_start:
         raise SettingsError(
             "measure_start judges the model before it is trained, but FSDP shards it together with its optimizer: "

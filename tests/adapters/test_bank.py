@@ -24,7 +24,12 @@ UP = "model.layers.{}.mlp.up_proj"
 
 def base() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 24,
+        "intermediate_size": 36,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=96, pad_token_id=0, **sizes)).eval()
 
 
@@ -40,9 +45,13 @@ def folders(tmp_path_factory):
     square = {Q.format(0): wide, Q.format(1): wide}
     write_lsr_directory(root / "a", square)
     write_lsr_directory(root / "b", square, seed=1)
-    write_lsr_directory(root / "c", {Q.format(1): wide, UP.format(0): ((9, 4), (1, 3), (4, 6))}, seed=2)
+    write_lsr_directory(
+        root / "c", {Q.format(1): wide, UP.format(0): ((9, 4), (1, 3), (4, 6))}, seed=2
+    )
     torch.manual_seed(3)
-    lora = get_peft_model(base(), LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    lora = get_peft_model(
+        base(), LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    )
     lora.save_pretrained(root / "lora")
     source = open_checkpoint(root / "lora")
     compress(source, CompressionPlan(ratio=2.0, storage="int8")).save(root / "d")
@@ -60,7 +69,9 @@ def bank(folders) -> AdapterBank:
 
 @pytest.fixture(scope="module")
 def alone(folders) -> dict[str, torch.Tensor]:
-    found = {name: logits(PeftModel.from_pretrained(base(), folders / name).eval()) for name in "abcde"}
+    found = {
+        name: logits(PeftModel.from_pretrained(base(), folders / name).eval()) for name in "abcde"
+    }
     return {**found, "__base__": logits(base())}
 
 
@@ -122,7 +133,9 @@ def test_only_numbers_are_held_and_equal_layouts_once(folders):
     bank.add("0", folders / "a")
     first = bank.nbytes
     numbers = sum(
-        tensor.nbytes for layer in open_checkpoint(folders / "a").layers for tensor in (*layer.left, *layer.right)
+        tensor.nbytes
+        for layer in open_checkpoint(folders / "a").layers
+        for tensor in (*layer.left, *layer.right)
     )
     for name in range(1, 10):
         bank.add(str(name), folders / "ab"[name % 2 : name % 2 + 1])
@@ -135,8 +148,12 @@ def test_only_numbers_are_held_and_equal_layouts_once(folders):
 
 def test_transposed_weights(tmp_path):
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_embd=24, n_layer=2, n_head=4, vocab_size=96, n_positions=16)).eval()
-    write_lsr_directory(tmp_path, {"transformer.h.0.attn.c_attn": ((9, 8), (2, 2), (6, 4))}, fan_in_fan_out=True)
+    model = GPT2LMHeadModel(
+        GPT2Config(n_embd=24, n_layer=2, n_head=4, vocab_size=96, n_positions=16)
+    ).eval()
+    write_lsr_directory(
+        tmp_path, {"transformer.h.0.attn.c_attn": ((9, 8), (2, 2), (6, 4))}, fan_in_fan_out=True
+    )
     bank = AdapterBank(model, slots=1)
     bank.add("a", tmp_path)
     plain = logits(model)
@@ -144,7 +161,9 @@ def test_transposed_weights(tmp_path):
     adapted = logits(bank.model)
     bank.remove("a")
     torch.testing.assert_close(logits(bank.model), plain)
-    torch.testing.assert_close(logits(PeftModel.from_pretrained(bank.model.unload(), tmp_path).eval()), adapted)
+    torch.testing.assert_close(
+        logits(PeftModel.from_pretrained(bank.model.unload(), tmp_path).eval()), adapted
+    )
 
 
 def test_what_a_bank_cannot_hold_is_refused_and_nothing_changes(folders, tmp_path, bank):
@@ -159,13 +178,22 @@ def test_what_a_bank_cannot_hold_is_refused_and_nothing_changes(folders, tmp_pat
     with pytest.raises(CheckpointError, match="is no LSR adapter"):
         bank.add("f", folders / "lora")
     write_lsr_directory(tmp_path / "wide", {Q.format(0): ((6, 6), (2, 2), (6, 4))})
-    with pytest.raises(CheckpointError, match=r"layers.0.self_attn.q_proj is 36 x 24, but 24 x 24 in the base model"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"layers.0.self_attn.q_proj is 36 x 24, but 24 x 24 in the base model",
+    ):
         bank.add("f", tmp_path / "wide")
     write_lsr_directory(tmp_path / "far", {"model.layers.7.mlp.up_proj": ((6, 6), (2, 2), (6, 4))})
-    with pytest.raises(CheckpointError, match=r"the base model has no linear layer model.layers.7.mlp.up_proj"):
+    with pytest.raises(
+        CheckpointError, match=r"the base model has no linear layer model.layers.7.mlp.up_proj"
+    ):
         bank.add("f", tmp_path / "far")
-    settings = LsrConfig(r=4, separation_rank=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    settings = LsrConfig(
+        r=4, separation_rank=2, target_modules=["q_proj"], modules_to_save=["lm_head"]
+    )
     get_peft_model(base(), settings).save_pretrained(tmp_path / "head")
-    with pytest.raises(UnsupportedLayerError, match="Kronecker factors alone, but there is also .*lm_head"):
+    with pytest.raises(
+        UnsupportedLayerError, match="Kronecker factors alone, but there is also .*lm_head"
+    ):
         bank.add("f", tmp_path / "head")
     assert list(bank) == list("abcde")

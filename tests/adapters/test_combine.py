@@ -8,7 +8,13 @@ import warnings
 import pytest
 import torch
 from adapters_support import tiny_bert, token_batch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from peft.tuners.lora import LoraLayer
 from peft.utils import merge_utils
 from test_options import tiny_llama
@@ -52,7 +58,11 @@ def lsr_layers(model: nn.Module) -> dict[str, LsrLayer]:
 
 
 def weighted(layer: LsrLayer, weights=WEIGHTS, names="ab") -> torch.Tensor:
-    return sum(w * layer.delta_matrix(n) for w, n in zip(weights, names, strict=True) if layer.has_adapter(n))
+    return sum(
+        w * layer.delta_matrix(n)
+        for w, n in zip(weights, names, strict=True)
+        if layer.has_adapter(n)
+    )
 
 
 def apart(left: torch.Tensor, right: torch.Tensor) -> float:
@@ -64,9 +74,13 @@ TARGETS = ["lin", "wide", "emb", "conv"]
 ALIKE = LsrConfig(target_modules=TARGETS, r=4, separation_rank=[2, 3])
 OTHER = {
     "alike": ALIKE,
-    "other scale": LsrConfig(target_modules=TARGETS, r=4, separation_rank=1, lsr_alpha=3, use_rslora=True),
+    "other scale": LsrConfig(
+        target_modules=TARGETS, r=4, separation_rank=1, lsr_alpha=3, use_rslora=True
+    ),
     "other split": LsrConfig(
-        target_modules=TARGETS, r=4, shape_pattern={"lin": {"out": [8, 1], "inner": [4, 1], "into": [3, 4]}}
+        target_modules=TARGETS,
+        r=4,
+        shape_pattern={"lin": {"out": [8, 1], "inner": [4, 1], "into": [3, 4]}},
     ),
     "other order": LsrConfig(target_modules=TARGETS, r=4, order=3),
     "other layers": LsrConfig(target_modules=["lin", "emb"], r=4),
@@ -81,21 +95,37 @@ def every_other(tensor: torch.Tensor, density: float, rescale: bool) -> torch.Te
     return tensor * mask.reshape(tensor.shape) / density
 
 
-def as_lsr(config: LoraConfig, state: dict[str, torch.Tensor]) -> tuple[LsrConfig, dict[str, torch.Tensor]]:
+def as_lsr(
+    config: LoraConfig, state: dict[str, torch.Tensor]
+) -> tuple[LsrConfig, dict[str, torch.Tensor]]:
     """The same adapter as one term of the shape ``(m×r ⊗ 1×1)(r×n ⊗ 1×1)``."""
     tensors, shapes = {}, {}
     for key, tensor in state.items():
-        module, side = re.fullmatch(r"base_model\.model\.(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", key).groups()
+        module, side = re.fullmatch(
+            r"base_model\.model\.(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", key
+        ).groups()
         matrix = tensor.flatten(1)
-        stem, sizes = f"base_model.model.{module}.lsr_{side}", shapes.setdefault(f"^{module}", {"inner": [config.r, 1]})
+        stem, sizes = (
+            f"base_model.model.{module}.lsr_{side}",
+            shapes.setdefault(f"^{module}", {"inner": [config.r, 1]}),
+        )
         sizes |= {"into": [matrix.shape[1], 1]} if side == "A" else {"out": [matrix.shape[0], 1]}
-        tensors |= {f"{stem}.factor_1": matrix.unsqueeze(0), f"{stem}.factor_2": torch.ones(1, 1, 1)}
-    settings = {"r": config.r, "lsr_alpha": config.lora_alpha, "separation_rank": 1, "shape_pattern": shapes}
+        tensors |= {
+            f"{stem}.factor_1": matrix.unsqueeze(0),
+            f"{stem}.factor_2": torch.ones(1, 1, 1),
+        }
+    settings = {
+        "r": config.r,
+        "lsr_alpha": config.lora_alpha,
+        "separation_rank": 1,
+        "shape_pattern": shapes,
+    }
     return LsrConfig(target_modules=TARGETS, **settings), tensors
 
 
 @pytest.mark.parametrize(
-    ("kind", "rank"), [(kind, r) for kind in KINDS for r in (4, 3) if r == 4 or kind not in SIDEWISE]
+    ("kind", "rank"),
+    [(kind, r) for kind in KINDS for r in (4, 3) if r == 4 or kind not in SIDEWISE],
 )
 def test_every_kind_gives_what_lora_gives(kind, rank, monkeypatch):
     monkeypatch.setattr(merge_utils, "random_pruning", every_other)
@@ -119,11 +149,15 @@ def test_every_kind_gives_what_lora_gives(kind, rank, monkeypatch):
         warnings.simplefilter("ignore")
         for model in (lora, mine):
             model.add_weighted_adapter(["x", "y"], WEIGHTS, "sum", combination_type=kind, **PRUNING)
-    layers = {name: module for name, module in lora.named_modules() if isinstance(module, LoraLayer)}
+    layers = {
+        name: module for name, module in lora.named_modules() if isinstance(module, LoraLayer)
+    }
     assert len(layers) == 4
     for name, layer in layers.items():
         other = mine.get_submodule(name)
-        assert apart(other.get_delta_weight("sum"), layer.get_delta_weight("sum")) < 10 * CLOSE, name
+        assert apart(other.get_delta_weight("sum"), layer.get_delta_weight("sum")) < 10 * CLOSE, (
+            name
+        )
         assert other.layout["sum"].r == layer.r["sum"]
 
 
@@ -140,14 +174,22 @@ def test_the_error_said_is_the_error_made(kind, other):
         layer = layers[f"base_model.model.{name}"]
         exact = weighted(layer)
         if kind in ("cat", "linear", "svd"):
-            assert error == pytest.approx(apart(layer.delta_matrix("sum"), exact), rel=1e-3, abs=CLOSE)
+            assert error == pytest.approx(
+                apart(layer.delta_matrix("sum"), exact), rel=1e-3, abs=CLOSE
+            )
         if kind == "cat":
             assert error < CLOSE
         if kind == "linear":
             sides = zip(*(layer._sides(n) for n in "ab" if layer.has_adapter(n)), strict=True)
-            roots = [abs(w * layer.scaling[n]) ** 0.5 for w, n in zip(WEIGHTS, "ab", strict=True) if n in layer.scaling]
+            roots = [
+                abs(w * layer.scaling[n]) ** 0.5
+                for w, n in zip(WEIGHTS, "ab", strict=True)
+                if n in layer.scaling
+            ]
             right, left = (list(side) for side in sides)
-            right = sum(r * (-1) ** i * side for i, (r, side) in enumerate(zip(roots, right, strict=True)))
+            right = sum(
+                r * (-1) ** i * side for i, (r, side) in enumerate(zip(roots, right, strict=True))
+            )
             left = sum(r * side for r, side in zip(roots, left, strict=True))
             assert apart(layer.delta_matrix("sum"), left @ right) < CLOSE
         if kind == "svd":
@@ -165,13 +207,17 @@ def test_linear_keeps_the_kronecker_factors_where_the_split_is_one():
 
 def test_svd_of_unequal_ranks_takes_the_larger_and_loses_only_what_it_must():
     model = lsr(ALIKE, OTHER_RANK)
-    with pytest.warns(UserWarning, match=r"adapter sum, combined by 'svd', misses up to \d+% of what was asked"):
+    with pytest.warns(
+        UserWarning, match=r"adapter sum, combined by 'svd', misses up to \d+% of what was asked"
+    ):
         errors = model.add_weighted_adapter(["a", "b"], WEIGHTS, "sum")
     for name, layer in lsr_layers(model).items():
         exact = weighted(layer)
         tail = torch.linalg.svdvals(exact)[6:].norm() / exact.norm()
         assert layer.layout["sum"].r == 6
-        assert errors[name.removeprefix("base_model.model.")] == pytest.approx(float(tail), rel=1e-3, abs=CLOSE)
+        assert errors[name.removeprefix("base_model.model.")] == pytest.approx(
+            float(tail), rel=1e-3, abs=CLOSE
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         errors = model.add_weighted_adapter(["a", "b"], WEIGHTS, "exact", "svd", svd_rank=10)
@@ -182,13 +228,19 @@ def test_svd_of_unequal_ranks_takes_the_larger_and_loses_only_what_it_must():
 def test_the_error_of_a_pruned_matrix_is_against_the_pruned_matrix(kind):
     model = lsr(ALIKE, OTHER_RANK)
     with pytest.warns(UserWarning, match="misses"):
-        few = model.add_weighted_adapter(["a", "b"], WEIGHTS, "few", kind, svd_rank=2, seed=3, **PRUNING)
-    many = model.add_weighted_adapter(["a", "b"], WEIGHTS, "many", kind, svd_rank=20, seed=3, **PRUNING)
+        few = model.add_weighted_adapter(
+            ["a", "b"], WEIGHTS, "few", kind, svd_rank=2, seed=3, **PRUNING
+        )
+    many = model.add_weighted_adapter(
+        ["a", "b"], WEIGHTS, "many", kind, svd_rank=20, seed=3, **PRUNING
+    )
     for name, error in many.items():
         layer = lsr_layers(model)[f"base_model.model.{name}"]
         assert error < CLOSE
         assert apart(layer.delta_matrix("many"), weighted(layer)) > 0.1
-        assert few[name] == pytest.approx(apart(layer.delta_matrix("few"), layer.delta_matrix("many")), rel=1e-3)
+        assert few[name] == pytest.approx(
+            apart(layer.delta_matrix("few"), layer.delta_matrix("many")), rel=1e-3
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -313,10 +365,20 @@ def test_a_module_trained_in_full_comes_along():
             {"combination_type": "mean"},
             "Invalid combination_type: mean; LSR adapters combine by cat",
         ),
-        (["a", "b"], [1, 1], {"combination_type": "ties"}, "pass density above 0 and up to 1, got None"),
+        (
+            ["a", "b"],
+            [1, 1],
+            {"combination_type": "ties"},
+            "pass density above 0 and up to 1, got None",
+        ),
         (["a", "b"], [1, 1], {"combination_type": "dare_linear_svd", "density": 1.5}, "got 1.5"),
         (["a", "b"], [1, 1], {"combination_type": "dare_linear", "density": 0.0}, "got 0.0"),
-        (["a", "b"], [1, 1], {"majority_sign_method": "mean"}, "'total' or 'frequency', got 'mean'"),
+        (
+            ["a", "b"],
+            [1, 1],
+            {"majority_sign_method": "mean"},
+            "'total' or 'frequency', got 'mean'",
+        ),
         (["a", "b"], [1, 1], {"svd_rank": 0}, "svd_rank must be at least 1, got 0"),
         (["a", "b"], [1, 1], {"svd_clamp": 2.0}, "svd_clamp is a quantile from 0 to 1, got 2.0"),
         (
@@ -336,7 +398,9 @@ def test_what_is_no_combination_is_refused_and_nothing_is_left(names, weights, o
     assert list(model.state_dict()) == keys
 
 
-@pytest.mark.parametrize("trained", [{"use_dora": True}, {"trainable_token_indices": {"word_embeddings": [3]}}])
+@pytest.mark.parametrize(
+    "trained", [{"use_dora": True}, {"trainable_token_indices": {"word_embeddings": [3]}}]
+)
 def test_what_does_not_add_up_is_refused(trained):
     model = get_peft_model(tiny_bert(), LsrConfig(target_modules=["query"], r=2, **trained))
     with pytest.raises(UnsupportedLayerError, match=next(iter(trained))):
@@ -361,5 +425,7 @@ def test_relatives_say_that_they_do_not_combine(config_cls):
 
 def test_sides_of_a_layer_add_only_where_its_ranks_are_alike():
     model = lsr(ALIKE, LsrConfig(target_modules=TARGETS, r=2, rank_pattern={"conv": 4}))
-    with pytest.raises(ValueError, match="lin has 4 in a, 2 in b; cat and the kinds with svd take any"):
+    with pytest.raises(
+        ValueError, match="lin has 4 in a, 2 in b; cat and the kinds with svd take any"
+    ):
         model.add_weighted_adapter(["a", "b"], WEIGHTS, "sum", "linear")

@@ -33,12 +33,21 @@ def pipeline() -> diffusers.StableDiffusionPipeline:
         cross_attention_dim=24,
         attention_head_dim=4,
     )
-    sizes = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 24,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     text = CLIPTextModel(CLIPTextConfig(vocab_size=64, max_position_embeddings=16, **sizes))
     parts = {"vae": None, "tokenizer": None, "feature_extractor": None, "safety_checker": None}
     scheduler = diffusers.DDIMScheduler(steps_offset=1, clip_sample=False)
     made = diffusers.StableDiffusionPipeline(
-        unet=unet.eval(), text_encoder=text.eval(), scheduler=scheduler, requires_safety_checker=False, **parts
+        unet=unet.eval(),
+        text_encoder=text.eval(),
+        scheduler=scheduler,
+        requires_safety_checker=False,
+        **parts,
     )
     made.set_progress_bar_config(disable=True)
     return made
@@ -67,8 +76,12 @@ def files(tmp_path_factory) -> dict[str, Path]:
     for number, rank in enumerate((4, 2)):
         pipe = pipeline()
         torch.manual_seed(10 + number)
-        pipe.unet.add_adapter(LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=False, target_modules=UNET))
-        pipe.text_encoder.add_adapter(LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=False, target_modules=TEXT))
+        pipe.unet.add_adapter(
+            LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=False, target_modules=UNET)
+        )
+        pipe.text_encoder.add_adapter(
+            LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=False, target_modules=TEXT)
+        )
         diffusers.StableDiffusionPipeline.save_lora_weights(
             folder / f"source-{number}",
             unet_lora_layers=get_peft_model_state_dict(pipe.unet),
@@ -76,17 +89,27 @@ def files(tmp_path_factory) -> dict[str, Path]:
         )
         path = folder / f"source-{number}" / "pytorch_lora_weights.safetensors"
         checkpoint = open_checkpoint(path)
-        assert {layer.name.partition(".")[0] for layer in checkpoint.layers} == {"unet", "text_encoder"}
+        assert {layer.name.partition(".")[0] for layer in checkpoint.layers} == {
+            "unet",
+            "text_encoder",
+        }
         layers = [(layer.name, *scaled(layer)) for layer in checkpoint.layers]
         found[f"source-{number}"] = path
         for form in ("diffusers", "kohya"):
             path = folder / f"{form}-{number}.safetensors"
-            found[f"{form}-{number}"] = write_pairs(path, names=form, layers=layers, source=checkpoint)
-    exact = compress(open_checkpoint(found["source-0"]), CompressionPlan(rtol=1e-7, storage="float32"))
+            found[f"{form}-{number}"] = write_pairs(
+                path, names=form, layers=layers, source=checkpoint
+            )
+    exact = compress(
+        open_checkpoint(found["source-0"]), CompressionPlan(rtol=1e-7, storage="float32")
+    )
     exact.save(folder / "lsr")
     again = open_checkpoint(folder / "lsr")
     found["lsr-0"] = write_pairs(
-        folder / "lsr.safetensors", names="diffusers", layers=map(expanded, again.layers), source=again
+        folder / "lsr.safetensors",
+        names="diffusers",
+        layers=map(expanded, again.layers),
+        source=again,
     )
     return found
 
@@ -131,7 +154,9 @@ def test_one_adapter_through_its_life(files, bare, form):
     source, ours = states
     for step, (mine, theirs) in enumerate(zip(ours, source, strict=True)):
         assert close(mine, theirs), step
-    assert all((state - bare).norm() / bare.norm() > 1e-2 for state in source[:4]), "every state is one of its own"
+    assert all((state - bare).norm() / bare.norm() > 1e-2 for state in source[:4]), (
+        "every state is one of its own"
+    )
     assert close(ours[4], bare)
 
 
@@ -162,7 +187,9 @@ def test_our_own_layers_take_the_weights_that_a_pipeline_sets():
     pipe = pipeline()
     plain = outputs(pipe)
     torch.manual_seed(2)
-    inject_adapter_in_model(LsrConfig(r=4, separation_rank=2, init_weights=False, target_modules=UNET), pipe.unet, "a")
+    inject_adapter_in_model(
+        LsrConfig(r=4, separation_rank=2, init_weights=False, target_modules=UNET), pipe.unet, "a"
+    )
     states = {}
     for weight in (1.0, 0.0, 0.5):
         set_weights_and_activate_adapters(pipe.unet, ["a"], [weight])

@@ -83,7 +83,9 @@ def test_lsr_as_lora_computes_the_same(use_dora):
 
 def test_grouped_convolutions_become_lora():
     torch.manual_seed(0)
-    model = get_peft_model(Mixed(), LsrConfig(target_modules=["conv", "lin"], r=4, init_weights=False)).eval()
+    model = get_peft_model(
+        Mixed(), LsrConfig(target_modules=["conv", "lin"], r=4, init_weights=False)
+    ).eval()
     x = torch.randn(2, 6, 7, 7)
     lora, tensors = to_lora(model)
     assert lora.r == 12
@@ -94,7 +96,9 @@ def test_grouped_convolutions_become_lora():
 
 
 def test_a_dilated_convolution_is_refused_as_peft_drops_the_dilation():
-    model = get_peft_model(nn.ModuleDict({"c": nn.Conv1d(4, 4, 3, dilation=2)}), LsrConfig(target_modules=["c"], r=2))
+    model = get_peft_model(
+        nn.ModuleDict({"c": nn.Conv1d(4, 4, 3, dilation=2)}), LsrConfig(target_modules=["c"], r=2)
+    )
     with pytest.raises(UnsupportedLayerError, match="dilation"):
         to_lora(model)
 
@@ -115,8 +119,19 @@ SECOND = {
 
 @pytest.mark.parametrize("second", SECOND)
 def test_concatenation_is_exact(second):
-    first = LsrConfig(target_modules=["query", "key"], r=4, separation_rank=[2, 3], lsr_alpha=3, init_weights=False)
-    settings = {"target_modules": ["query", "key"], "init_weights": False, "use_rslora": True, **SECOND[second]}
+    first = LsrConfig(
+        target_modules=["query", "key"],
+        r=4,
+        separation_rank=[2, 3],
+        lsr_alpha=3,
+        init_weights=False,
+    )
+    settings = {
+        "target_modules": ["query", "key"],
+        "init_weights": False,
+        "use_rslora": True,
+        **SECOND[second],
+    }
     model = randomised(get_peft_model(tiny_bert(), first, adapter_name="a"))
     model.add_adapter("b", LsrConfig(**settings))
     randomised(model, 1)
@@ -125,7 +140,9 @@ def test_concatenation_is_exact(second):
     for module in model.modules():
         if getattr(module, "layout", None):
             parts = [
-                w * module.delta_matrix(name) for w, name in zip(weights, "ab", strict=True) if name in module.layout
+                w * module.delta_matrix(name)
+                for w, name in zip(weights, "ab", strict=True)
+                if name in module.layout
             ]
             assert_same(module.delta_matrix("sum"), torch.stack(parts).sum(0))
     model.set_adapter("sum")
@@ -148,7 +165,9 @@ def test_a_concatenated_adapter_saves_and_loads(tmp_path):
     model.set_adapter("sum")
     expected = outputs(model)
     model.save_pretrained(tmp_path)
-    torch.testing.assert_close(outputs(PeftModel.from_pretrained(tiny_bert(), tmp_path / "sum").eval()), expected)
+    torch.testing.assert_close(
+        outputs(PeftModel.from_pretrained(tiny_bert(), tmp_path / "sum").eval()), expected
+    )
 
 
 def test_rescale_is_linear_and_undone_even_by_an_error():
@@ -181,7 +200,9 @@ def test_saving_writes_a_card_and_the_lora_beside(tmp_path):
 def test_a_card_keeps_what_others_wrote(tmp_path):
     get_peft_model(tiny_bert(), LsrConfig(target_modules=["query"], r=4)).save_pretrained(tmp_path)
     path = tmp_path / "README.md"
-    path.write_text("# Mine\n\nWords.\n\n" + path.read_text().split("---")[-1] + "\n## After\n\nMore words.\n")
+    path.write_text(
+        "# Mine\n\nWords.\n\n" + path.read_text().split("---")[-1] + "\n## After\n\nMore words.\n"
+    )
     write_card(tmp_path, "LSR")
     card = path.read_text()
     assert "# Mine\n\nWords." in card
@@ -208,7 +229,9 @@ def test_servers_with_one_global_scale_read_the_export():
         {},
     )
     assert {key.rpartition(".lora_")[2] for key in tensors} == {"A.weight", "B.weight"}
-    layers = {name: layer for name, layer in model.named_modules() if getattr(layer, "layout", None)}
+    layers = {
+        name: layer for name, layer in model.named_modules() if getattr(layer, "layout", None)
+    }
     assert len(tensors) == 2 * len(layers)
     for name, layer in layers.items():
         a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]

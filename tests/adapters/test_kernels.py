@@ -22,7 +22,9 @@ def stacked(sizes: list[tuple[int, int]], terms: int, seed: int = 0) -> list[tor
 
 
 def rounding(expected: np.ndarray, terms: int, order: int) -> float:
-    return 8 * terms * order * unit_roundoff("float64") * max(1.0, float(np.abs(expected).max())) * 16
+    return (
+        8 * terms * order * unit_roundoff("float64") * max(1.0, float(np.abs(expected).max())) * 16
+    )
 
 
 @given(SIZES, st.integers(1, 5))

@@ -28,7 +28,9 @@ def applied(x: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
 def test_the_unformed_product_is_the_formed_one(a, b, c, d, terms):
     first, second, x = draw(terms, a, b), draw(terms, c, d, seed=1), draw(2, 3, b * d, seed=2)
     expected = x.numpy() @ kron_sum([first.numpy(), second.numpy()]).T
-    assert np.abs(apply([first, second], x).numpy() - expected).max() <= 1e-12 * max(1, np.abs(expected).max())
+    assert np.abs(apply([first, second], x).numpy() - expected).max() <= 1e-12 * max(
+        1, np.abs(expected).max()
+    )
 
 
 @pytest.mark.parametrize("sides", [(4, 2, 2, 3), (2, 3, 4, 2)], ids=["second first", "first first"])
@@ -42,11 +44,16 @@ def test_its_gradients_in_either_order(sides, frozen):
 
 
 def test_autocast_and_float32_factors():
-    first, second = (torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(seed)) / 8 for seed in (0, 1))
+    first, second = (
+        torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(seed)) / 8 for seed in (0, 1)
+    )
     x = draw(10, 64).float()
     for leaf in (first, second):
         leaf.requires_grad_()
-    exact = x.double().numpy() @ kron_sum([first.detach().double().numpy(), second.detach().double().numpy()]).T
+    exact = (
+        x.double().numpy()
+        @ kron_sum([first.detach().double().numpy(), second.detach().double().numpy()]).T
+    )
     with torch.autocast("cpu", torch.bfloat16):
         y = apply([first, second], x)
     y.sum().backward()
@@ -67,7 +74,9 @@ def test_a_direct_sum_pays_until_its_terms_fill_the_matrix():
     assert kronecker_pays(383, (768, 1), (1, 768)), "plain low rank below half the side"
     assert not kronecker_pays(384, (768, 1), (1, 768))
     assert not kronecker_pays(24, (32, 24), (32, 24))
-    assert kronecker_pays(3, (4, 2), (2, 64)), "272 operations a term in the cheaper order, 1024 formed"
+    assert kronecker_pays(3, (4, 2), (2, 64)), (
+        "272 operations a term in the cheaper order, 1024 formed"
+    )
     assert not kronecker_pays(4, (4, 2), (2, 64))
     assert not kronecker_pays(1, (8, 8, 8), (8, 8, 8)), "more than two factors are formed"
 

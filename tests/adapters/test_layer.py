@@ -21,7 +21,10 @@ KINDS = {
     "conv1d": lambda: (nn.Conv1d(6, 8, 3, stride=2, padding=1, dilation=2), torch.randn(2, 6, 11)),
     "conv2d": lambda: (nn.Conv2d(4, 6, (3, 2), padding="same"), torch.randn(2, 4, 5, 6)),
     "conv2d grouped": lambda: (nn.Conv2d(6, 9, 3, groups=3), torch.randn(2, 6, 5, 5)),
-    "conv2d reflected": lambda: (nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), torch.randn(2, 4, 5, 5)),
+    "conv2d reflected": lambda: (
+        nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"),
+        torch.randn(2, 4, 5, 5),
+    ),
     "conv3d": lambda: (nn.Conv3d(2, 4, 2, bias=False), torch.randn(2, 2, 3, 4, 3)),
 }
 
@@ -37,7 +40,11 @@ def adapted(kind: str, dtype: torch.dtype = torch.float64, **settings):
 
 
 def closeness(reference: torch.Tensor) -> float:
-    return 64 * unit_roundoff(str(reference.dtype).removeprefix("torch.")) * float(reference.abs().max())
+    return (
+        64
+        * unit_roundoff(str(reference.dtype).removeprefix("torch."))
+        * float(reference.abs().max())
+    )
 
 
 @pytest.mark.parametrize("order", [2, 3])
@@ -58,13 +65,21 @@ def test_forward_is_base_plus_delta(kind, order):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_every_factor(kind, order):
     layer, x = adapted(kind, order=order)
-    factors = [factor.detach() for side in (layer.lsr_A, layer.lsr_B) for factor in side["default"].factors]
-    names = [f"{side}.default.factor_{index}" for side in ("lsr_A", "lsr_B") for index in range(1, order + 1)]
+    factors = [
+        factor.detach() for side in (layer.lsr_A, layer.lsr_B) for factor in side["default"].factors
+    ]
+    names = [
+        f"{side}.default.factor_{index}"
+        for side in ("lsr_A", "lsr_B")
+        for index in range(1, order + 1)
+    ]
 
     def output(*given: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(layer, dict(zip(names, given, strict=True)), (x,))
 
-    assert torch.autograd.gradcheck(output, [factor.requires_grad_() for factor in factors], fast_mode=True)
+    assert torch.autograd.gradcheck(
+        output, [factor.requires_grad_() for factor in factors], fast_mode=True
+    )
 
 
 @pytest.mark.parametrize("safe_merge", [False, True])
@@ -129,7 +144,9 @@ def test_the_start_has_the_spread_it_promises():
 
 def test_low_rank_as_a_shape_starts_like_lora():
     shape = {"out": [8, 1], "inner": [4, 1], "into": [12, 1]}
-    layer, x = adapted("linear", init_weights=True, separation_rank=1, shape_pattern={"layer": shape})
+    layer, x = adapted(
+        "linear", init_weights=True, separation_rank=1, shape_pattern={"layer": shape}
+    )
     out, into = layer.lsr_B["default"], layer.lsr_A["default"]
     assert not out.factor_1.any()
     assert out.factor_2.item() == pytest.approx(1)
@@ -141,10 +158,18 @@ def test_low_rank_as_a_shape_starts_like_lora():
 @pytest.mark.parametrize(
     "change",
     [
-        lambda layer: layer.base_layer.register_forward_hook(lambda module, args, output: output + 1),
-        lambda layer: layer.base_layer.register_forward_pre_hook(lambda module, args: (args[0] + 1,)),
-        lambda layer: setattr(layer.base_layer, "forward", lambda x: nn.functional.linear(x, layer.weight) + 1),
-        lambda layer: nn.utils.parametrize.register_parametrization(layer.base_layer, "weight", nn.Identity()),
+        lambda layer: layer.base_layer.register_forward_hook(
+            lambda module, args, output: output + 1
+        ),
+        lambda layer: layer.base_layer.register_forward_pre_hook(
+            lambda module, args: (args[0] + 1,)
+        ),
+        lambda layer: setattr(
+            layer.base_layer, "forward", lambda x: nn.functional.linear(x, layer.weight) + 1
+        ),
+        lambda layer: nn.utils.parametrize.register_parametrization(
+            layer.base_layer, "weight", nn.Identity()
+        ),
     ],
 )
 def test_a_base_layer_that_does_more_is_called(change):
@@ -178,7 +203,9 @@ def test_factors_are_expanded_in_their_own_precision_under_autocast():
 def test_a_shape_that_does_not_tile_the_layer_names_it():
     shape = {"out": [7, 110], "inner": [2, 2], "into": [24, 32]}
     model = nn.ModuleDict({"mlp": nn.ModuleDict({"down": nn.Linear(768, 768)})})
-    with pytest.raises(ShapeError, match=r"mlp.down, out side: 7 x 110 = 770 rows, but the matrix has 768"):
+    with pytest.raises(
+        ShapeError, match=r"mlp.down, out side: 7 x 110 = 770 rows, but the matrix has 768"
+    ):
         get_peft_model(model, LsrConfig(target_modules=["down"], shape_pattern={"down": shape}))
 
 
@@ -191,7 +218,10 @@ def test_a_shape_that_does_not_tile_the_layer_names_it():
         ({"separation_rank": [1, 2, 3]}, r"one number or \[out side, in side\]"),
         ({"separation_rank": 0}, "value passed is 0"),
         ({"shape_pattern": {"q": {"out": [2, 2]}}}, "shape_pattern"),
-        ({"shape_pattern": {"q": {"out": [2, 2], "inner": [2], "into": [2, 2]}}}, "equally many sizes"),
+        (
+            {"shape_pattern": {"q": {"out": [2, 2], "inner": [2], "into": [2, 2]}}},
+            "equally many sizes",
+        ),
         ({"rank_pattern": {"q": -1}}, "rank_pattern"),
         ({"lsr_dropout": 1.5}, "lsr_dropout"),
         ({"init_weights": "pissa"}, "init_weights"),
@@ -205,7 +235,9 @@ def test_settings_that_contradict_one_another_are_refused(settings, message):
 
 
 def test_patterns_choose_by_the_end_of_the_name():
-    model = nn.ModuleDict({name: nn.ModuleDict({"q": nn.Linear(12, 12), "k": nn.Linear(12, 12)}) for name in "ab"})
+    model = nn.ModuleDict(
+        {name: nn.ModuleDict({"q": nn.Linear(12, 12), "k": nn.Linear(12, 12)}) for name in "ab"}
+    )
     config = LsrConfig(
         target_modules=["q", "k"],
         r=4,
@@ -218,7 +250,11 @@ def test_patterns_choose_by_the_end_of_the_name():
     )
     layers = get_peft_model(model, config).base_model.model
     found = {
-        f"{a}.{b}": (layer.layout["default"].r, layer.scaling["default"], layer.layout["default"].separation_ranks)
+        f"{a}.{b}": (
+            layer.layout["default"].r,
+            layer.scaling["default"],
+            layer.layout["default"].separation_ranks,
+        )
         for a, pair in layers.items()
         for b, layer in pair.items()
     }
@@ -230,7 +266,9 @@ def test_patterns_choose_by_the_end_of_the_name():
     }
 
 
-@pytest.mark.parametrize("key", ["a.q", "^a.q", "a.q$", "^a.q$", r"a\.q", r"^a\.q", r"a\.q$", r"^a\.q$"])
+@pytest.mark.parametrize(
+    "key", ["a.q", "^a.q", "a.q$", "^a.q$", r"a\.q", r"^a\.q", r"a\.q$", r"^a\.q$"]
+)
 def test_an_exact_name_is_looked_up_and_beats_patterns(key, monkeypatch):
     patterns = {".*q": 3, key: 6, "q": 5}
     assert config.find(patterns, "b.q") == 3
@@ -242,7 +280,9 @@ def test_an_exact_name_is_looked_up_and_beats_patterns(key, monkeypatch):
 def test_rank_and_shape_patterns_may_not_disagree():
     shape = {"out": [3, 4], "inner": [2, 2], "into": [3, 4]}
     config = LsrConfig(target_modules=["q"], rank_pattern={"q": 6}, shape_pattern={"q": shape})
-    with pytest.raises(ShapeError, match="q: inner 2 x 2 = 4 in shape_pattern, but rank_pattern says 6"):
+    with pytest.raises(
+        ShapeError, match="q: inner 2 x 2 = 4 in shape_pattern, but rank_pattern says 6"
+    ):
         get_peft_model(nn.ModuleDict({"q": nn.Linear(12, 12)}), config)
 
 

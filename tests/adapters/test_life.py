@@ -35,7 +35,9 @@ def logits(model) -> torch.Tensor:
 def trained(config: LsrConfig | None = None, seed: int = 0):
     """A model whose adapter is not zero."""
     torch.manual_seed(seed)
-    return get_peft_model(tiny_bert(), config or LsrConfig(r=4, separation_rank=3, init_weights=False, **TARGETS))
+    return get_peft_model(
+        tiny_bert(), config or LsrConfig(r=4, separation_rank=3, init_weights=False, **TARGETS)
+    )
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -60,7 +62,9 @@ def test_a_written_directory_opens_as_base_plus_delta(tmp_path, rslora):
 
 @pytest.mark.parametrize("order", [3, 4])
 def test_higher_orders_open_too(tmp_path, order):
-    sizes = {3: ((2, 3, 4), (2, 1, 2), (4, 3, 2)), 4: ((2, 2, 3, 2), (2, 1, 1, 2), (3, 2, 2, 2))}[order]
+    sizes = {3: ((2, 3, 4), (2, 1, 2), (4, 3, 2)), 4: ((2, 2, 3, 2), (2, 1, 1, 2), (3, 2, 2, 2))}[
+        order
+    ]
     deltas = write_lsr_directory(tmp_path, {QUERY: sizes})
     model = PeftModel.from_pretrained(tiny_bert(), tmp_path)
     mine = model.base_model.model.get_submodule(QUERY).get_delta_weight("default").numpy()
@@ -70,7 +74,9 @@ def test_higher_orders_open_too(tmp_path, order):
 @pytest.mark.parametrize("name", NAMES)
 def test_save_and_load_return_equal_bits_under_any_name(tmp_path, name):
     model = get_peft_model(
-        tiny_bert(), LsrConfig(r=4, separation_rank=[3, 2], init_weights=False, **TARGETS), adapter_name=name
+        tiny_bert(),
+        LsrConfig(r=4, separation_rank=[3, 2], init_weights=False, **TARGETS),
+        adapter_name=name,
     )
     expected = logits(model)
     model.save_pretrained(tmp_path)
@@ -86,10 +92,16 @@ def test_save_and_load_return_equal_bits_under_any_name(tmp_path, name):
 
 
 def test_the_saved_file_has_the_agreed_layout(tmp_path):
-    trained(LsrConfig(r=4, order=3, separation_rank=[3, 2], target_modules=["query"])).save_pretrained(tmp_path)
+    trained(
+        LsrConfig(r=4, order=3, separation_rank=[3, 2], target_modules=["query"])
+    ).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     prefix = f"base_model.model.{QUERY}."
-    shapes = {key.removeprefix(prefix): value.shape for key, value in tensors.items() if key.startswith(prefix)}
+    shapes = {
+        key.removeprefix(prefix): value.shape
+        for key, value in tensors.items()
+        if key.startswith(prefix)
+    }
     assert shapes == {
         "lsr_A.factor_1": (2, 2, 4),
         "lsr_A.factor_2": (2, 2, 3),
@@ -114,13 +126,17 @@ def test_a_missing_factor_is_named(tmp_path):
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     del tensors[f"base_model.model.{DOWN}.lsr_B.factor_2"]
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match=r"output.dense.lsr_B.default.factor_2: .* 3 of the 4 tensors"):
+    with pytest.raises(
+        CheckpointError, match=r"output.dense.lsr_B.default.factor_2: .* 3 of the 4 tensors"
+    ):
         PeftModel.from_pretrained(tiny_bert(), tmp_path)
 
 
 def test_a_base_of_another_width_is_refused_by_name(tmp_path):
     write_lsr_directory(tmp_path, {QUERY: ((6, 5), (2, 2), (4, 6))})
-    with pytest.raises(ShapeError, match=f"{QUERY}, out side: 6 x 5 = 30 rows, but the matrix has 24"):
+    with pytest.raises(
+        ShapeError, match=f"{QUERY}, out side: 6 x 5 = 30 rows, but the matrix has 24"
+    ):
         PeftModel.from_pretrained(tiny_bert(), tmp_path)
 
 
@@ -148,14 +164,18 @@ def test_merge_adapter_and_back():
 def test_two_adapters_side_by_side(tmp_path):
     model = trained(seed=0)
     one = logits(model)
-    model.add_adapter("second", LsrConfig(r=9, order=2, separation_rank=1, init_weights=False, **TARGETS))
+    model.add_adapter(
+        "second", LsrConfig(r=9, order=2, separation_rank=1, init_weights=False, **TARGETS)
+    )
     assert torch.equal(logits(model), one)
     model.set_adapter("second")
     two = logits(model)
     assert not same(one, two)
     rows = token_batch()["input_ids"]
     with torch.no_grad():
-        mixed = model(input_ids=rows, adapter_names=["default", "second", "__base__", "second", "default"]).logits
+        mixed = model(
+            input_ids=rows, adapter_names=["default", "second", "__base__", "second", "default"]
+        ).logits
     assert same(mixed[[0, 4]], one[[0, 4]])
     assert same(mixed[[1, 3]], two[[1, 3]])
     model.save_pretrained(tmp_path)
@@ -168,7 +188,9 @@ def test_two_adapters_side_by_side(tmp_path):
 
 
 def test_modules_to_save_travel_with_the_adapter(tmp_path):
-    config = LsrConfig(r=4, init_weights=False, modules_to_save=["pooler"], target_modules=["query"])
+    config = LsrConfig(
+        r=4, init_weights=False, modules_to_save=["pooler"], target_modules=["query"]
+    )
     model = trained(config)
     with torch.no_grad():
         model.base_model.model.bert.pooler.modules_to_save["default"].dense.weight.mul_(3)
@@ -216,8 +238,14 @@ def test_the_trainer_trains_the_adapter_alone_and_the_result_reloads(tmp_path):
     )
     trainer = Trainer(model, arguments, train_dataset=data)
     trainer.train()
-    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
-    assert changed == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    changed = {
+        name
+        for name, parameter in model.named_parameters()
+        if not torch.equal(parameter, before[name])
+    }
+    assert changed == {
+        name for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     expected = logits(model)
     trainer.save_model(tmp_path / "end")
     assert same(logits(PeftModel.from_pretrained(tiny_bert(), tmp_path / "end")), expected)
@@ -227,7 +255,8 @@ def test_auto_model_opens_an_adapter_by_its_directory(tmp_path):
     base = tiny_bert()
     base.save_pretrained(tmp_path / "base")
     head = {
-        f"base_model.model.classifier.{name}": value.numpy() for name, value in base.classifier.state_dict().items()
+        f"base_model.model.classifier.{name}": value.numpy()
+        for name, value in base.classifier.state_dict().items()
     }
     settings = {"base_model_name_or_path": str(tmp_path / "base"), "task_type": "SEQ_CLS"}
     write_lsr_directory(tmp_path / "adapter", MODULES, extra=head, **settings)
@@ -252,20 +281,28 @@ def test_low_memory_loading_is_the_same(tmp_path):
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_what_peft_saved_is_packed_into_a_fraction(tmp_path, rslora):
-    config = LsrConfig(r=4, separation_rank=3, lsr_alpha=3, use_rslora=rslora, init_weights=False, **TARGETS)
+    config = LsrConfig(
+        r=4, separation_rank=3, lsr_alpha=3, use_rslora=rslora, init_weights=False, **TARGETS
+    )
     model = trained(config)
     model.save_pretrained(tmp_path / "saved")
     pack_lsr(open_checkpoint(tmp_path / "saved"), tmp_path / "packed")
     assert same(logits(PeftModel.from_pretrained(tiny_bert(), tmp_path / "packed")), logits(model))
-    saved, packed = (bytes_to_open(tmp_path / name / "adapter_model.safetensors") for name in ("saved", "packed"))
+    saved, packed = (
+        bytes_to_open(tmp_path / name / "adapter_model.safetensors") for name in ("saved", "packed")
+    )
     numbers = 4 * open_checkpoint(tmp_path / "saved").adapter_parameters
     assert packed - numbers < 0.2 * (saved - numbers)
-    assert "shape_pattern" not in json.loads((tmp_path / "packed" / "adapter_config.json").read_text())
+    assert "shape_pattern" not in json.loads(
+        (tmp_path / "packed" / "adapter_config.json").read_text()
+    )
 
 
 def test_packed_modules_named_in_full_are_in_the_index_alone(tmp_path):
     model = trained(LsrConfig(r=4, init_weights=False, target_modules=[QUERY, DOWN]))
     model.save_pretrained(tmp_path / "saved")
     pack_lsr(open_checkpoint(tmp_path / "saved"), tmp_path / "packed")
-    assert "target_modules" not in json.loads((tmp_path / "packed" / "adapter_config.json").read_text())
+    assert "target_modules" not in json.loads(
+        (tmp_path / "packed" / "adapter_config.json").read_text()
+    )
     assert same(logits(PeftModel.from_pretrained(tiny_bert(), tmp_path / "packed")), logits(model))

@@ -26,14 +26,24 @@ SETTINGS = {
     "three factors": {"target_modules": LINEAR, "order": 3, "r": 8},
     "DoRA": {"target_modules": LINEAR, "use_dora": True},
     "embedding too": {"target_modules": ["word_embeddings", "query"]},
-    "ranks that differ": {"target_modules": LINEAR, "rank_pattern": {"query": 6}, "separation_rank": [3, 1]},
+    "ranks that differ": {
+        "target_modules": LINEAR,
+        "rank_pattern": {"query": 6},
+        "separation_rank": [3, 1],
+    },
 }
 
 
 def adapted(dtype: torch.dtype = torch.float64, **settings) -> PeftModel:
     """A small BERT with an adapter whose factors are all random, in training mode."""
     torch.manual_seed(0)
-    settings = {"r": 4, "separation_rank": 2, "init_weights": False, "target_modules": LINEAR, **settings}
+    settings = {
+        "r": 4,
+        "separation_rank": 2,
+        "init_weights": False,
+        "target_modules": LINEAR,
+        **settings,
+    }
     return get_peft_model(tiny_bert(), LsrConfig(**settings)).to(dtype).train()
 
 
@@ -43,7 +53,10 @@ def results(model: PeftModel, **given) -> dict[str, Tensor]:
     model.zero_grad()
     logits = model(**token_batch(rows=8), **given).logits
     logits.square().sum().backward()
-    return {"logits": logits, **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+    return {
+        "logits": logits,
+        **{name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+    }
 
 
 def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], bound: float = 1e-12) -> None:
@@ -59,7 +72,9 @@ def dense(model: PeftModel) -> PeftModel:
     twin = copy.deepcopy(model)
 
     def product(layer: LsrLayer, adapter: str, x: Tensor) -> Tensor:
-        return layer.geometry.matrix_output(layer.lsr_dropout[adapter](x), layer.delta_matrix(adapter))
+        return layer.geometry.matrix_output(
+            layer.lsr_dropout[adapter](x), layer.delta_matrix(adapter)
+        )
 
     for layer in twin.modules():
         # An embedding's gradient at the padding token is that of its second half alone.
@@ -88,13 +103,24 @@ def test_checkpointed_layers_and_adapters_switched_off_between_forward_and_backw
             reference = model(**token_batch(rows=8)).logits
         assert (reference - logits).norm() > 0.01 * logits.norm()
     logits.square().sum().backward()
-    assert_equal({"logits": logits, **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}, expected)
+    assert_equal(
+        {
+            "logits": logits,
+            **{n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+        },
+        expected,
+    )
 
 
 def test_an_answer_is_generated_from_pairs_formed_once(monkeypatch):
     config = LsrConfig(target_modules=["q_proj"], r=4, init_weights=False)
     model = get_peft_model(tiny_model(), config).eval()
-    options = {"max_new_tokens": 4, "min_new_tokens": 4, "return_dict_in_generate": True, "output_logits": True}
+    options = {
+        "max_new_tokens": 4,
+        "min_new_tokens": 4,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
     layers = sum(isinstance(module, LsrLayer) for module in model.modules())
     calls = []
     monkeypatch.setattr(factors, "expand", lambda sums: calls.append(sums) or expand(sums))
@@ -107,7 +133,9 @@ def test_an_answer_is_generated_from_pairs_formed_once(monkeypatch):
 
 
 def test_what_is_formed_without_a_graph_is_not_used_where_gradients_are_wanted():
-    sums = next(module for module in adapted().modules() if isinstance(module, factors.KroneckerFactors))
+    sums = next(
+        module for module in adapted().modules() if isinstance(module, factors.KroneckerFactors)
+    )
     with factors.formed_once():
         with torch.no_grad():
             assert sums.matrix() is sums.matrix()
@@ -131,7 +159,9 @@ CHANGES = {
     "counted by PyTorch": lambda sums: sums.factor_1.mul_(2),
     "not counted by PyTorch": lambda sums: sums.factor_1.data.mul_(2),
     "other storage": lambda sums: setattr(sums.factor_1, "data", sums.factor_1.data * 2),
-    "loaded": lambda sums: sums.load_state_dict({name: 2 * value for name, value in sums.state_dict().items()}),
+    "loaded": lambda sums: sums.load_state_dict(
+        {name: 2 * value for name, value in sums.state_dict().items()}
+    ),
     "another precision": lambda sums: sums.float(),
     "NaN": lambda sums: sums.factor_1.data.fill_(torch.nan),
 }
@@ -140,7 +170,9 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @torch.no_grad()
 def test_a_matrix_formed_earlier_is_used_while_the_factors_hold_the_same_numbers(change):
-    sums = next(module for module in adapted().modules() if isinstance(module, factors.KroneckerFactors))
+    sums = next(
+        module for module in adapted().modules() if isinstance(module, factors.KroneckerFactors)
+    )
     twin = copy.deepcopy(sums)
     before = sums.matrix()
     assert sums.matrix() is before
@@ -153,7 +185,9 @@ def test_a_matrix_formed_earlier_is_used_while_the_factors_hold_the_same_numbers
 
 @torch.no_grad()
 def test_matrices_formed_earlier_are_no_part_of_the_module():
-    sums = next(module for module in adapted().modules() if isinstance(module, factors.KroneckerFactors))
+    sums = next(
+        module for module in adapted().modules() if isinstance(module, factors.KroneckerFactors)
+    )
     size = len(pickle.dumps(sums))
     sums.matrix()
     assert sums in factors._latest
@@ -170,7 +204,9 @@ def test_factors_without_numbers_are_not_compared():
 def test_a_functional_call_uses_the_parameters_it_was_given():
     model = adapted().eval()
     base = model.base_model.model
-    doubled = {n: 2 * p.detach() for n, p in base.named_parameters() if "lsr_B.default.factor_1" in n}
+    doubled = {
+        n: 2 * p.detach() for n, p in base.named_parameters() if "lsr_B.default.factor_1" in n
+    }
     with torch.no_grad():
         model(**token_batch())
         ours = torch.func.functional_call(base, doubled, kwargs=token_batch()).logits
@@ -199,7 +235,9 @@ def one_process(tmp_path):
     """A process group of this process alone."""
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("this build of torch has no gloo")
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -226,14 +264,20 @@ def test_sharded_models_give_the_same(nested):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     ours = results(model)
-    assert_equal({n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in ours.items()}, expected)
+    assert_equal(
+        {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in ours.items()}, expected
+    )
 
 
 def several() -> PeftModel:
     """Three adapters of different ranks, the third on fewer layers."""
     model = adapted()
-    model.add_adapter("b", LsrConfig(r=2, separation_rank=3, init_weights=False, target_modules=LINEAR))
-    model.add_adapter("c", LsrConfig(r=4, separation_rank=2, init_weights=False, target_modules=["query"]))
+    model.add_adapter(
+        "b", LsrConfig(r=2, separation_rank=3, init_weights=False, target_modules=LINEAR)
+    )
+    model.add_adapter(
+        "c", LsrConfig(r=4, separation_rank=2, init_weights=False, target_modules=["query"])
+    )
     return model.double().eval()
 
 

@@ -41,7 +41,12 @@ class Experts(nn.Module):
 
 def tiny_llama(**settings) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     return LlamaForCausalLM(
         LlamaConfig(vocab_size=30, pad_token_id=0, initializer_range=0.3, **sizes, **settings)
     ).eval()
@@ -56,12 +61,16 @@ def test_dora_scales_the_rows_of_the_sum(kind):
     torch.manual_seed(0)
     layer, x = LAYERS[kind]()
     config = LsrConfig(target_modules=["layer"], r=4, init_weights=False, use_dora=True)
-    adapted = get_peft_model(nn.ModuleDict({"layer": layer}), config).double().base_model.model["layer"]
+    adapted = (
+        get_peft_model(nn.ModuleDict({"layer": layer}), config).double().base_model.model["layer"]
+    )
     x = x.double() if x.is_floating_point() else x
     base = adapted.get_base_layer()
     with torch.no_grad():
         plain = base(x) + adapted.delta_output("default", x)
-        assert relative(adapted(x), plain) < 1e-6  # the magnitude starts at the norm (kept in float32 until .double())
+        assert (
+            relative(adapted(x), plain) < 1e-6
+        )  # the magnitude starts at the norm (kept in float32 until .double())
         adapted.lsr_magnitude_vector["default"].mul_(torch.linspace(0.5, 2, adapted.out_features))
         result = adapted(x)
         total = adapted.geometry.to_matrix(base.weight) + adapted.delta_matrix("default")
@@ -80,7 +89,8 @@ def test_dora_scales_the_rows_of_the_sum(kind):
 def test_a_dora_and_a_plain_adapter_merge_together_and_apart():
     torch.manual_seed(0)
     model = get_peft_model(
-        nn.Sequential(nn.Linear(12, 8)), LsrConfig(target_modules=["0"], r=4, init_weights=False, use_dora=True)
+        nn.Sequential(nn.Linear(12, 8)),
+        LsrConfig(target_modules=["0"], r=4, init_weights=False, use_dora=True),
     )
     model.add_adapter("plain", LsrConfig(target_modules=["0"], r=2, init_weights=False))
     model = model.double()
@@ -97,7 +107,9 @@ def test_a_dora_and_a_plain_adapter_merge_together_and_apart():
 
 
 def test_dora_saves_its_magnitudes(tmp_path):
-    model = get_peft_model(tiny_bert(), LsrConfig(target_modules=["query"], r=4, init_weights=False, use_dora=True))
+    model = get_peft_model(
+        tiny_bert(), LsrConfig(target_modules=["query"], r=4, init_weights=False, use_dora=True)
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "magnitude" in name:
@@ -110,7 +122,12 @@ def test_dora_saves_its_magnitudes(tmp_path):
 
 
 def test_tied_layers_share_one_adapter(tmp_path):
-    config = LsrConfig(target_modules=["embed_tokens", "lm_head"], r=4, init_weights=False, ensure_weight_tying=True)
+    config = LsrConfig(
+        target_modules=["embed_tokens", "lm_head"],
+        r=4,
+        init_weights=False,
+        ensure_weight_tying=True,
+    )
     rows = torch.randint(0, 30, (2, 5), generator=torch.Generator().manual_seed(0))
     model = get_peft_model(tiny_llama(tie_word_embeddings=True), config).eval()
     embedding, head = model.base_model.model.model.embed_tokens, model.base_model.model.lm_head
@@ -131,7 +148,9 @@ def test_tied_layers_share_one_adapter(tmp_path):
 
 
 def test_replicated_layers_have_adapters_of_their_own():
-    config = LsrConfig(target_modules=["q_proj"], r=2, layer_replication=[[0, 2], [0, 2]], init_weights=False)
+    config = LsrConfig(
+        target_modules=["q_proj"], r=2, layer_replication=[[0, 2], [0, 2]], init_weights=False
+    )
     model = get_peft_model(tiny_llama(), config)
     layers = model.base_model.model.model.layers
     assert len(layers) == 4
@@ -146,7 +165,9 @@ def test_stacked_experts_get_a_delta_each(tmp_path, transposed):
     base = nn.ModuleDict({"experts": Experts(transposed)})
     start = {name: value.clone() for name, value in base.state_dict().items()}
     names = ["experts.up", "experts.down"]
-    config = LsrConfig(target_parameters=names, target_modules=[], r=2, separation_rank=3, init_weights=False)
+    config = LsrConfig(
+        target_parameters=names, target_modules=[], r=2, separation_rank=3, init_weights=False
+    )
     model = get_peft_model(base, config)
     outer = model.base_model.model["experts"]
     x = torch.randn(3, 4, 6)
@@ -157,11 +178,17 @@ def test_stacked_experts_get_a_delta_each(tmp_path, transposed):
         for wrapper in (outer, outer.base_layer):
             delta = wrapper.get_delta_weight("default")
             assert torch.linalg.matrix_rank(delta).tolist() == [2, 2, 2]
-            getattr(plain, wrapper.parameter_name).copy_(start[f"experts.{wrapper.parameter_name}"] + delta)
+            getattr(plain, wrapper.parameter_name).copy_(
+                start[f"experts.{wrapper.parameter_name}"] + delta
+            )
         assert relative(result, plain(x)) < 1e-5
         assert torch.equal(outer.get_base_layer().up, start["experts.up"])
     result.sum().backward()
-    assert all(factor.grad.any() for side in (outer.lsr_A, outer.lsr_B) for factor in side["default"].factors)
+    assert all(
+        factor.grad.any()
+        for side in (outer.lsr_A, outer.lsr_B)
+        for factor in side["default"].factors
+    )
     model.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(nn.ModuleDict({"experts": Experts(transposed)}), tmp_path)
     again.base_model.model["experts"].get_base_layer().load_state_dict(
@@ -176,7 +203,13 @@ def test_stacked_experts_get_a_delta_each(tmp_path, transposed):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gradients_of_the_factors_of_stacked_experts(transposed):
     torch.manual_seed(0)
-    config = LsrConfig(target_parameters=["experts.up"], target_modules=[], r=2, separation_rank=2, init_weights=False)
+    config = LsrConfig(
+        target_parameters=["experts.up"],
+        target_modules=[],
+        r=2,
+        separation_rank=2,
+        init_weights=False,
+    )
     model = get_peft_model(nn.ModuleDict({"experts": Experts(transposed)}), config).double()
     layer, x = model.base_model.model["experts"], torch.randn(3, 4, 6, dtype=torch.float64)
     given = {name: value.detach() for name, value in layer.named_parameters() if "lsr_" in name}
@@ -184,7 +217,9 @@ def test_gradients_of_the_factors_of_stacked_experts(transposed):
     def output(*values: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(layer, dict(zip(given, values, strict=True)), (x,))
 
-    assert torch.autograd.gradcheck(output, [value.requires_grad_() for value in given.values()], fast_mode=True)
+    assert torch.autograd.gradcheck(
+        output, [value.requires_grad_() for value in given.values()], fast_mode=True
+    )
 
 
 @pytest.mark.parametrize("option", [{"lsr_dropout": 0.1}, {"use_dora": True}])
@@ -213,13 +248,16 @@ def half_precision(ratio: float, dtype: torch.dtype = torch.bfloat16) -> PeftMod
     return peft
 
 
-@pytest.mark.parametrize(("ratio", "least", "most"), [(1e-1, 0.99, 1.01), (2e-3, 0.6, 0.95), (1e-4, 0.0, 0.2)])
+@pytest.mark.parametrize(
+    ("ratio", "least", "most"), [(1e-1, 0.99, 1.01), (2e-3, 0.6, 0.95), (1e-4, 0.0, 0.2)]
+)
 def test_a_merge_into_bfloat16_says_what_survived(ratio, least, most):
     model = half_precision(ratio)
     before = [layer.get_base_layer().weight.clone() for layer in model.base_model.model]
     if most < 0.5:
         with pytest.raises(
-            MergeError, match=r"^0: only \d+% of the update of adapter default would survive in bfloat16"
+            MergeError,
+            match=r"^0: only \d+% of the update of adapter default would survive in bfloat16",
         ):
             model.merge_adapter()
         with pytest.raises(MergeError, match="less than the 50% asked for"):
@@ -235,7 +273,9 @@ def test_a_merge_into_bfloat16_says_what_survived(ratio, least, most):
         assert least <= share["default"] <= most
         update = layer.delta_matrix("default")
         change = layer.get_base_layer().weight.float() - weight.float()
-        assert share["default"] == pytest.approx(float((change * update).sum() / update.square().sum()), rel=1e-4)
+        assert share["default"] == pytest.approx(
+            float((change * update).sum() / update.square().sum()), rel=1e-4
+        )
 
 
 def test_a_merge_into_float32_loses_nothing():
@@ -268,7 +308,9 @@ def test_mixed_batches_compile_once_around_the_hooks_that_name_adapters():
     torch.manual_seed(0)
     torch._dynamo.reset()
     config = LsrConfig(target_modules=["0", "2"], r=4, separation_rank=2, init_weights=False)
-    model = get_peft_model(nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 6)), config, adapter_name="x")
+    model = get_peft_model(
+        nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 6)), config, adapter_name="x"
+    )
     model.add_adapter("y", config)
     model.eval()
     graphs = CompileCounter()
@@ -287,7 +329,9 @@ def test_gradient_checkpointing_changes_no_gradient(use_reentrant):
     gradients = []
     for checkpointing in (False, True):
         torch.manual_seed(1)
-        model = get_peft_model(tiny_llama(), LsrConfig(target_modules=["q_proj", "down_proj"], r=4, init_weights=False))
+        model = get_peft_model(
+            tiny_llama(), LsrConfig(target_modules=["q_proj", "down_proj"], r=4, init_weights=False)
+        )
         model.train()
         if checkpointing:
             model.enable_input_require_grads()
@@ -301,7 +345,9 @@ def test_gradient_checkpointing_changes_no_gradient(use_reentrant):
 
 
 def test_trainable_tokens_beside_an_adapter(tmp_path):
-    config = LsrConfig(target_modules=["q_proj"], r=4, init_weights=False, trainable_token_indices=[3, 7])
+    config = LsrConfig(
+        target_modules=["q_proj"], r=4, init_weights=False, trainable_token_indices=[3, 7]
+    )
     rows = torch.tensor([[3, 7, 9]])
     model = get_peft_model(tiny_llama(), config).eval()
     with torch.no_grad():
@@ -310,14 +356,20 @@ def test_trainable_tokens_beside_an_adapter(tmp_path):
                 parameter.add_(1.0)
         expected = model(rows).logits
         model.save_pretrained(tmp_path)
-        torch.testing.assert_close(PeftModel.from_pretrained(tiny_llama(), tmp_path).eval()(rows).logits, expected)
+        torch.testing.assert_close(
+            PeftModel.from_pretrained(tiny_llama(), tmp_path).eval()(rows).logits, expected
+        )
         assert relative(model.merge_and_unload()(rows).logits, expected) < 1e-5
 
 
-@pytest.mark.parametrize(("tied", "named"), [(False, ["embed_tokens", "lm_head"]), (True, ["embed_tokens"])])
+@pytest.mark.parametrize(
+    ("tied", "named"), [(False, ["embed_tokens", "lm_head"]), (True, ["embed_tokens"])]
+)
 def test_trained_token_rows_of_a_lora_come_along(tied, named, tmp_path):
     indices = {name: [3, 7] for name in named}
-    config = LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False, trainable_token_indices=indices)
+    config = LoraConfig(
+        target_modules=["q_proj"], r=4, init_lora_weights=False, trainable_token_indices=indices
+    )
     rows = torch.tensor([[3, 7, 9]])
     model = get_peft_model(tiny_llama(tie_word_embeddings=tied), config).eval()
     with torch.no_grad():
@@ -329,7 +381,9 @@ def test_trained_token_rows_of_a_lora_come_along(tied, named, tmp_path):
     assert relative(bare, expected) > 0.1
     model.save_pretrained(tmp_path / "lora")
     compress(tmp_path / "lora", rtol=1e-6).save(tmp_path / "lsr")
-    opened = PeftModel.from_pretrained(tiny_llama(tie_word_embeddings=tied), tmp_path / "lsr").eval()
+    opened = PeftModel.from_pretrained(
+        tiny_llama(tie_word_embeddings=tied), tmp_path / "lsr"
+    ).eval()
     assert relative(opened(rows).logits, expected) < 1e-5
 
 
@@ -337,19 +391,28 @@ def test_beam_search_gives_the_encoder_the_names_unrepeated():
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
     base = T5ForConditionalGeneration(T5Config(vocab_size=30, decoder_start_token_id=0, **sizes))
-    model = get_peft_model(base, LsrConfig(target_modules=["q", "v"], r=4, init_weights=False), adapter_name="a")
-    model.add_adapter("b", LsrConfig(target_modules=["q", "v"], r=4, init_weights=False, lsr_alpha=64))
+    model = get_peft_model(
+        base, LsrConfig(target_modules=["q", "v"], r=4, init_weights=False), adapter_name="a"
+    )
+    model.add_adapter(
+        "b", LsrConfig(target_modules=["q", "v"], r=4, init_weights=False, lsr_alpha=64)
+    )
     model.eval()
     rows = torch.randint(2, 30, (2, 6), generator=torch.Generator().manual_seed(0))
     options = {"num_beams": 3, "max_new_tokens": 4, "min_new_tokens": 4}
     mixed = model.generate(input_ids=rows, adapter_names=["a", "b"], **options)
     for index, name in enumerate("ab"):
         model.set_adapter(name)
-        assert torch.equal(mixed[index], model.generate(input_ids=rows[index : index + 1], **options)[0])
+        assert torch.equal(
+            mixed[index], model.generate(input_ids=rows[index : index + 1], **options)[0]
+        )
 
 
 def test_the_share_of_an_update_that_rounding_left():
-    update, before = torch.randn(64, 48, dtype=torch.float64), torch.randn(64, 48, dtype=torch.float64)
+    update, before = (
+        torch.randn(64, 48, dtype=torch.float64),
+        torch.randn(64, 48, dtype=torch.float64),
+    )
     assert surviving_share(before, before + update, update) == pytest.approx(1)
     assert surviving_share(before, before + 0.25 * update, update) == pytest.approx(0.25)
     assert surviving_share(before, before, update) == 0

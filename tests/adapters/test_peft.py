@@ -45,7 +45,9 @@ def config(kind: str, **settings):
 
 def adapted(kind: str = "lsr", **settings) -> PeftModel:
     torch.manual_seed(0)
-    return get_peft_model(tiny_bert(), config(kind, **{"target_modules": ["query", "dense"], **settings})).eval()
+    return get_peft_model(
+        tiny_bert(), config(kind, **{"target_modules": ["query", "dense"], **settings})
+    ).eval()
 
 
 def logits(model: nn.Module) -> torch.Tensor:
@@ -65,7 +67,9 @@ def test_all_linear_finds_every_layer_a_second_time(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_linear_leaves_wrapped_embeddings_and_convolutions_alone(kind):
-    base = nn.ModuleDict({"look": nn.Embedding(12, 8), "line": nn.Linear(8, 8), "fold": nn.Conv1d(8, 8, 2)})
+    base = nn.ModuleDict(
+        {"look": nn.Embedding(12, 8), "line": nn.Linear(8, 8), "fold": nn.Conv1d(8, 8, 2)}
+    )
     model = get_peft_model(base, config(kind, target_modules=["look", "line", "fold"]))
     model.add_adapter("second", config(kind, target_modules="all-linear"))
     held = {name: model.base_model.model[name].has_adapter("second") for name in base}
@@ -78,10 +82,13 @@ def test_a_wrapped_model_can_be_pickled():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("module", [nn.Embedding(12, 8), nn.Conv1d(8, 8, 2)], ids=["embedding", "convolution"])
+@pytest.mark.parametrize(
+    "module", [nn.Embedding(12, 8), nn.Conv1d(8, 8, 2)], ids=["embedding", "convolution"]
+)
 def test_what_is_no_linear_layer_is_not_converted(kind, module):
     model = get_peft_model(
-        nn.ModuleDict({"part": module, "line": nn.Linear(8, 8)}), config(kind, target_modules=["part"])
+        nn.ModuleDict({"part": module, "line": nn.Linear(8, 8)}),
+        config(kind, target_modules=["part"]),
     )
     assert not model.base_model.model["part"].supports_lora_conversion()
     with pytest.raises(TypeError, match="do not support LoRA conversion"):
@@ -115,7 +122,9 @@ def test_scales_are_multiples_of_what_the_settings_say(kind):
         layer.set_scale("default", 0.5)
         assert now() == pytest.approx(0.5, rel=1e-4)
         layer.set_scale("default", 2.0)
-        assert now() == pytest.approx(2.0, rel=1e-4), "of the settings' scale, not of the present one"
+        assert now() == pytest.approx(2.0, rel=1e-4), (
+            "of the settings' scale, not of the present one"
+        )
         layer.scale_layer(0.25)
         assert now() == pytest.approx(0.5, rel=1e-4)
         layer.unscale_layer(0.25)
@@ -151,7 +160,11 @@ def test_loraplus_trains_the_out_side_faster():
     model = adapted(use_dora=True, modules_to_save=["classifier"])
     groups = loraplus_groups(model, lr=1e-3, loraplus_lr_ratio=4.0, weight_decay=0.1)
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
-    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = {
+        id(parameter): name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
     seen = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -166,7 +179,11 @@ def test_loraplus_without_an_out_side_is_refused():
     with pytest.raises(UnsupportedLayerError, match="no LSR adapter is trained here"):
         loraplus_groups(adapted("krona"), lr=1e-3, loraplus_lr_ratio=4.0)
     with pytest.raises(UnsupportedLayerError, match="no LSR adapter is trained here"):
-        loraplus_groups(get_peft_model(tiny_bert(), LoraConfig(target_modules=["query"])), lr=1, loraplus_lr_ratio=4)
+        loraplus_groups(
+            get_peft_model(tiny_bert(), LoraConfig(target_modules=["query"])),
+            lr=1,
+            loraplus_lr_ratio=4,
+        )
     with pytest.raises(ValueError, match=r"is below 1: 0.5"):
         loraplus_groups(adapted(), lr=1e-3, loraplus_lr_ratio=0.5)
 
@@ -205,10 +222,14 @@ def test_a_base_that_torchao_itself_quantized():
     model = get_peft_model(base, LsrConfig(r=4, separation_rank=2, target_modules=["0"]))
     torch.testing.assert_close(model(x), expected)
     model(x).square().sum().backward()
-    assert any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+    assert any(
+        parameter.grad is not None and parameter.grad.any() for parameter in model.parameters()
+    )
     before = model.base_model.model[0].get_base_weight().clone()
     for merge in (model.merge_adapter, model.merge_and_unload):
-        with pytest.raises(MergeError, match="quantized by torchao cannot be merged here.*quantization_config"):
+        with pytest.raises(
+            MergeError, match="quantized by torchao cannot be merged here.*quantization_config"
+        ):
             merge()
     assert torch.equal(model.base_model.model[0].get_base_weight(), before)
 
@@ -228,7 +249,9 @@ class Mamba(nn.Module):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_fused_kernels_of_mamba_read_past_a_layer_is_refused(kind):
-    with pytest.raises(UnsupportedLayerError, match=f"(?i){kind}.*'out_proj' is incompatible with Mamba"):
+    with pytest.raises(
+        UnsupportedLayerError, match=f"(?i){kind}.*'out_proj' is incompatible with Mamba"
+    ):
         get_peft_model(Mamba(), config(kind, target_modules=["in_proj", "out_proj"]))
     get_peft_model(Mamba(), config(kind, target_modules=["in_proj"]))
 

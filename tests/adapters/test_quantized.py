@@ -26,7 +26,9 @@ def bnb_4bit():
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
 
 
 def torchao_int8():
@@ -42,15 +44,24 @@ BACKENDS = [bnb_8bit, bnb_4bit, torchao_int8]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=96, pad_token_id=0, initializer_range=0.1, **sizes))
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=96, pad_token_id=0, initializer_range=0.1, **sizes)
+    )
     path = tmp_path_factory.mktemp("llama")
     model.save_pretrained(path)
     return path
 
 
 def opened(folder: Path, backend) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=backend(), device_map={"": "cpu"})
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=backend(), device_map={"": "cpu"}
+    )
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -65,7 +76,9 @@ def config(**settings) -> LsrConfig:
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_it_trains_saves_and_reloads(folder, tmp_path, backend, use_dora):
-    base = prepare_model_for_kbit_training(opened(folder, backend), use_gradient_checkpointing=False)
+    base = prepare_model_for_kbit_training(
+        opened(folder, backend), use_gradient_checkpointing=False
+    )
     model = get_peft_model(base, config(use_dora=use_dora, init_weights=False))
     layers = [module for module in model.modules() if isinstance(module, LsrLayer)]
     assert all(layer.quantization_backend is not None for layer in layers)
@@ -91,7 +104,9 @@ def test_a_merge_states_its_loss_and_refuses_a_large_one(folder, backend):
         for layer in layers:
             layer.lsr_B["default"].factor_1 *= 1e-4
     plain = [layer.get_base_weight().clone() for layer in layers]
-    with pytest.raises(MergeError, match="q_proj: only .* of the update of adapter default would survive in"):
+    with pytest.raises(
+        MergeError, match="q_proj: only .* of the update of adapter default would survive in"
+    ):
         model.merge_and_unload()
     for layer, weight in zip(layers, plain, strict=True):
         torch.testing.assert_close(layer.get_base_weight(), weight, rtol=1e-2, atol=1e-4)

@@ -14,7 +14,11 @@ import processes
 import pytest
 from adapters_support import write_lsr_directory
 from peft import PeftConfig
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.mapping import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
+    PEFT_TYPE_TO_PREFIX_MAPPING,
+    PEFT_TYPE_TO_TUNER_MAPPING,
+)
 from peft.utils.peft_types import PeftType
 
 from lsrdecomp import adapters
@@ -32,7 +36,9 @@ def without_the_import(folder):
     lsrdecomp.open_checkpoint(folder)
     from peft import PeftConfig
 
-    assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("lsrdecomp")]
+    assert not [
+        finder for finder in sys.meta_path if type(finder).__module__.startswith("lsrdecomp")
+    ]
     with pytest.raises(KeyError, match="LSR"):
         PeftConfig.from_pretrained(folder)
     import lsrdecomp.adapters
@@ -45,7 +51,12 @@ def test_the_enum_member_is_a_real_one():
     assert isinstance(member, PeftType)
     assert isinstance(member, str)
     assert member is PeftType("LSR") is PeftType["LSR"]
-    assert (member.name, member.value, member == "LSR", f"{member.value}") == ("LSR", "LSR", True, "LSR")
+    assert (member.name, member.value, member == "LSR", f"{member.value}") == (
+        "LSR",
+        "LSR",
+        True,
+        "LSR",
+    )
     assert member in PeftType
     assert "LSR" in list(PeftType)
     assert list(PeftType).count(member) == 1
@@ -89,7 +100,9 @@ def test_a_fresh_process_needs_the_import_and_nothing_else_teaches_peft(tmp_path
 
 def test_packages_of_methods_are_told_of_every_kind():
     """What PEFT with docs/upstream-peft.patch reads from installed packages."""
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads(
+        (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    )["project"]
     ours = {
         cls
         for cls in map(vars(adapters).get, adapters.__all__)
@@ -107,5 +120,8 @@ def test_the_settings_survive_their_file(tmp_path):
         shape_pattern={"q": {side: [2, 3] for side in ("out", "inner", "into")}},
     )
     config.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["load_with"] == "import lsrdecomp.adapters"
+    assert (
+        json.loads((tmp_path / "adapter_config.json").read_text())["load_with"]
+        == "import lsrdecomp.adapters"
+    )
     assert PeftConfig.from_pretrained(str(tmp_path)) == config

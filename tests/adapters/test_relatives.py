@@ -29,11 +29,17 @@ SETTINGS = {"direct": {"separation_rank": 3}}
 
 def configs(table: Mapping[str, Method]) -> dict[str, tuple[type, dict[str, int]]]:
     """Our methods in a table, but for LSR itself, with the settings they are tested by."""
-    ours = (name for name, row in table.items() if "adapters:" in row.home and not row.home.endswith(":LsrConfig"))
+    ours = (
+        name
+        for name, row in table.items()
+        if "adapters:" in row.home and not row.home.endswith(":LsrConfig")
+    )
     return {name: (table[name].config, SETTINGS.get(name, {})) for name in ours}
 
 
-CONFIGS = configs(METHODS) | {"direct of order 3": (DirectConfig, {"separation_rank": 2, "order": 3})}
+CONFIGS = configs(METHODS) | {
+    "direct of order 3": (DirectConfig, {"separation_rank": 2, "order": 3})
+}
 CASES = [(name, kind) for name in CONFIGS for kind in KINDS]
 
 
@@ -78,7 +84,9 @@ def test_gradients_of_every_parameter(name, kind):
         named = {f"model.{key}": value for key, value in zip(given, values, strict=True)}
         return torch.func.functional_call(wrapper, named, (x,))
 
-    assert torch.autograd.gradcheck(output, [value.requires_grad_() for value in given.values()], fast_mode=True)
+    assert torch.autograd.gradcheck(
+        output, [value.requires_grad_() for value in given.values()], fast_mode=True
+    )
 
 
 class Indexed(nn.Module):
@@ -96,7 +104,9 @@ class Indexed(nn.Module):
 def test_the_default_start_is_the_base_model_and_trains(name):
     model, layer, x = adapted(name, init_weights=True)
     assert torch.equal(layer(x), layer.base_layer(x))
-    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1
+    )
     for _ in range(2):
         optimizer.zero_grad()
         layer(x).square().sum().backward()
@@ -118,14 +128,20 @@ def test_two_adapters_save_load_switch_and_delete(tmp_path, name):
     assert trainable
     assert all("second" in key for key in trainable)
     with torch.no_grad():
-        mixed = model(**token_batch(), adapter_names=["default", "second", "__base__", "second", "default"]).logits
+        mixed = model(
+            **token_batch(), adapter_names=["default", "second", "__base__", "second", "default"]
+        ).logits
     torch.testing.assert_close(mixed[[0, 4]], one[[0, 4]])
     torch.testing.assert_close(mixed[[1, 3]], two[[1, 3]])
     model.save_pretrained(tmp_path)
     for folder, expected in ((tmp_path, one), (tmp_path / "second", two)):
         for low in (False, True):
-            again = PeftModel.from_pretrained(tiny_bert(), folder, adapter_name="x", low_cpu_mem_usage=low)
-            torch.testing.assert_close(logits(again), expected)  # equal weights elsewhere in memory: BLAS rounds anew
+            again = PeftModel.from_pretrained(
+                tiny_bert(), folder, adapter_name="x", low_cpu_mem_usage=low
+            )
+            torch.testing.assert_close(
+                logits(again), expected
+            )  # equal weights elsewhere in memory: BLAS rounds anew
     with rescale(model, 0.0):
         torch.testing.assert_close(logits(model), logits(tiny_bert()))
     torch.testing.assert_close(logits(model.merge_and_unload()), two, rtol=1e-4, atol=1e-4)
@@ -139,7 +155,9 @@ def test_two_adapters_save_load_switch_and_delete(tmp_path, name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_peft_converts_them_to_lora_of_full_rank(name):
     config_cls, settings = CONFIGS[name]
-    model = get_peft_model(tiny_bert(), config_cls(target_modules=["query"], init_weights=False, **settings))
+    model = get_peft_model(
+        tiny_bert(), config_cls(target_modules=["query"], init_weights=False, **settings)
+    )
     expected = logits(model)
     config, tensors = convert_to_lora(model, rank=24)
     lora = get_peft_model(tiny_bert(), config)
@@ -151,7 +169,9 @@ def test_peft_converts_them_to_lora_of_full_rank(name):
 def test_krona_is_one_kronecker_product():
     _, layer, _ = adapted("krona", shape_pattern={"layer": [[2, 3], [4, 4]]}, alpha=2.0)
     left, right = (factor[0].detach().numpy() for factor in layer.krona_W["default"].factors)
-    np.testing.assert_allclose(layer.delta_matrix("default").detach().numpy(), 2 * np.kron(left, right), atol=1e-14)
+    np.testing.assert_allclose(
+        layer.delta_matrix("default").detach().numpy(), 2 * np.kron(left, right), atol=1e-14
+    )
     with pytest.raises(ShapeError, match="one term and two factors, got 3"):
         KronAConfig(separation_rank=3)
 
@@ -159,17 +179,25 @@ def test_krona_is_one_kronecker_product():
 def test_direct_lsr_is_the_sum_of_products_and_low_rank_is_a_shape():
     _, layer, x = adapted("direct", alpha=0.5)
     factors = [factor.detach().numpy() for factor in layer.dlsr_W["default"].factors]
-    np.testing.assert_allclose(layer.delta_matrix("default").detach().numpy(), 0.5 * kron_sum(factors), atol=1e-14)
+    np.testing.assert_allclose(
+        layer.delta_matrix("default").detach().numpy(), 0.5 * kron_sum(factors), atol=1e-14
+    )
     _, layer, x = adapted("direct", shape_pattern={"layer": [[8, 1], [1, 12]]})
     assert torch.linalg.matrix_rank(layer.delta_matrix("default")) == 3
-    expected = x @ (layer.base_layer.weight + layer.delta_matrix("default")).T + layer.base_layer.bias
+    expected = (
+        x @ (layer.base_layer.weight + layer.delta_matrix("default")).T + layer.base_layer.bias
+    )
     torch.testing.assert_close(layer(x), expected)
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("direct", {"shape_pattern": {"layer": [[3, 3], [3, 4]]}}, "layer: 3 x 3 = 9 rows, but the matrix has 8"),
+        (
+            "direct",
+            {"shape_pattern": {"layer": [[3, 3], [3, 4]]}},
+            "layer: 3 x 3 = 9 rows, but the matrix has 8",
+        ),
         ("direct", {"shape_pattern": {"layer": [3, 4]}}, "shape_pattern"),
         ("direct", {"separation_rank": 0}, "separation_rank"),
         ("krona", {"bias": "dlsr_only"}, "krona_only"),
@@ -196,7 +224,9 @@ def test_a_method_written_from_contributing_alone_lives_in_peft(monkeypatch, tmp
     module = ModuleType("lsrdecomp.adapters.outer")  # edit 1: the file
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(code, "outer.py", "exec"), module.__dict__)
-    monkeypatch.setattr(lsrdecomp.adapters, "OuterConfig", module.OuterConfig, raising=False)  # edit 2: its name
+    monkeypatch.setattr(
+        lsrdecomp.adapters, "OuterConfig", module.OuterConfig, raising=False
+    )  # edit 2: its name
     table = {**METHODS, "outer": eval(row, {"Method": Method})}  # edit 3: its row
     monkeypatch.setattr(methods, "METHODS", table)
     monkeypatch.setitem(CONFIGS, "outer", configs(table)["outer"])

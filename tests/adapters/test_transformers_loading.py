@@ -19,9 +19,15 @@ def folder(tmp_path_factory):
     """A base, a LoRA of it of which a compression drops a layer, and that compression."""
     folder = tmp_path_factory.mktemp("adapters")
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, num_attention_heads=2, num_key_value_heads=2))
+    base = AutoModelForCausalLM.from_config(
+        LlamaConfig(**SIZES, num_attention_heads=2, num_key_value_heads=2)
+    )
     base.save_pretrained(folder / "base")
-    settings = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    settings = {
+        "target_modules": ["q_proj", "v_proj"],
+        "task_type": "CAUSAL_LM",
+        "init_lora_weights": False,
+    }
     model = get_peft_model(base, LoraConfig(r=4, **settings))
     model.base_model.model.model.layers[0].self_attn.q_proj.lora_B.default.weight.data *= 1e-3
     model.peft_config["default"].base_model_name_or_path = str(folder / "base")
@@ -58,8 +64,13 @@ def test_a_packed_directory_in_a_subfolder_and_to_be_trained(folder):
     model = fresh(folder)
     model.load_adapter(str(folder), adapter_kwargs={"subfolder": "small"}, is_trainable=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert sum(parameter.numel() for parameter in trained) == lsr.open_checkpoint(folder / "small").adapter_parameters
-    assert torch.equal(logits(model), logits(PeftModel.from_pretrained(fresh(folder), folder / "small")))
+    assert (
+        sum(parameter.numel() for parameter in trained)
+        == lsr.open_checkpoint(folder / "small").adapter_parameters
+    )
+    assert torch.equal(
+        logits(model), logits(PeftModel.from_pretrained(fresh(folder), folder / "small"))
+    )
 
 
 def test_what_is_no_adapter_is_refused_as_before(folder, tmp_path):

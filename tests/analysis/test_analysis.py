@@ -37,7 +37,9 @@ def test_a_solver_curve_is_the_optimum_where_the_solver_is():
     found = solver_curve(HILBERT, SHAPES[1], (1, 2, 4))
     assert found.ranks == (1, 2, 4)
     assert found.parameters == tuple(best.parameters[s] for s in found.ranks)
-    assert_allclose(found.relative_errors, [best.relative_errors[s] for s in found.ranks], rtol=1e-6)
+    assert_allclose(
+        found.relative_errors, [best.relative_errors[s] for s in found.ranks], rtol=1e-6
+    )
     assert_allclose(found.conditions, 1.0, rtol=1e-12)
 
 
@@ -49,7 +51,9 @@ def test_a_solver_curve_is_measured_as_stored():
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.floats(0, 1)), min_size=1, max_size=20))
 def test_no_point_beats_the_front_and_the_front_is_made_of_points(points):
-    curves = [ErrorCurve(str(k), (k,), (size,), (error,), 1.0) for k, (size, error) in enumerate(points)]
+    curves = [
+        ErrorCurve(str(k), (k,), (size,), (error,), 1.0) for k, (size, error) in enumerate(points)
+    ]
     front = pareto_front(curves)
     for size, error in points:
         assert any(p.size <= size and p.relative_error <= error for p in front)
@@ -59,7 +63,9 @@ def test_no_point_beats_the_front_and_the_front_is_made_of_points(points):
 
 def test_a_front_in_bytes_counts_bytes():
     front = pareto_front(error_curves(HILBERT, SHAPES), storage="float16")
-    assert [p.size for p in front] == [2 * p.size for p in pareto_front(error_curves(HILBERT, SHAPES))]
+    assert [p.size for p in front] == [
+        2 * p.size for p in pareto_front(error_curves(HILBERT, SHAPES))
+    ]
 
 
 @given(separated_matrices(shape=KroneckerShape(((3, 2), (2, 4))), max_rank=3))
@@ -79,7 +85,10 @@ def test_the_gaussian_limit_is_the_closed_form_for_one_component():
 
 
 def test_the_gaussian_limit_lies_below_truncated_svd_and_is_the_cheapest_mix(rng):
-    pairs = [LowRank(rng.standard_normal((20, 4)) * 3.0**-k, rng.standard_normal((4, 30))) for k in range(3)]
+    pairs = [
+        LowRank(rng.standard_normal((20, 4)) * 3.0**-k, rng.standard_normal((4, 30)))
+        for k in range(3)
+    ]
     limit = gaussian_limit(pairs)
     squares = np.asarray(limit.relative_errors) ** 2
     assert np.all(np.diff(limit.bytes) > 0)
@@ -104,7 +113,9 @@ def test_layers_are_laid_out_by_number():
     assert grid.values[2] == (0.0, 1.0)
     assert math.isnan(grid.values[1][1])
     assert len(grid.to_rows()) == len(names)
-    assert {(row["block"], row["module"]): row["γ"] for row in grid.to_rows()}["model.layers.10", "v"] == 1.0
+    assert {(row["block"], row["module"]): row["γ"] for row in grid.to_rows()}[
+        "model.layers.10", "v"
+    ] == 1.0
 
 
 def test_records_are_plain_json():

@@ -34,13 +34,17 @@ from lsrdecomp.solvers.base import Sweep  # noqa: E402
 BASELINES = Path(__file__).parent / "baseline_images"
 
 FAST = ErrorCurve("fast", (0, 1, 2, 3), (0, 100, 200, 300), (1.0, 1e-2, 1e-4, 1e-18), 1.0)
-SLOW = ErrorCurve("slow", (0, 1, 2, 3), (0, 80, 160, 240), (1.0, 0.5, 0.25, 0.125), 1.0, condition=8.0)
+SLOW = ErrorCurve(
+    "slow", (0, 1, 2, 3), (0, 80, 160, 240), (1.0, 0.5, 0.25, 0.125), 1.0, condition=8.0
+)
 LIMIT = Limit("Gaussian limit", (0.0, 150.0, 300.0, 600.0), (1.0, 0.5, 1e-2, 1e-5))
 SWEEPS = {
     "plain": [Sweep(k, 0.5**k, 2.0**k) for k in range(8)],
     "penalised": [Sweep(k, 0.6**k, 1.5) for k in range(8)],
 }
-GRID = layer_grid({f"h.{k}.{m}": 0.1 * k + 0.05 * j for k in range(3) for j, m in enumerate(("q", "v"))})
+GRID = layer_grid(
+    {f"h.{k}.{m}": 0.1 * k + 0.05 * j for k in range(3) for j, m in enumerate(("q", "v"))}
+)
 
 
 def line(ax, label):
@@ -57,7 +61,9 @@ def legend(ax):
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
-@pytest.mark.parametrize(("against", "x"), [("parameters", (100, 200)), ("ranks", (1, 2)), ("bytes", (200, 400))])
+@pytest.mark.parametrize(
+    ("against", "x"), [("parameters", (100, 200)), ("ranks", (1, 2)), ("bytes", (200, 400))]
+)
 def test_a_curve_is_drawn_as_it_is_but_for_zeros(against, x):
     ax = plot_error_curves([FAST, SLOW], against=against)
     assert np.array_equal(line(ax, "fast"), np.column_stack([x, (1e-2, 1e-4)]))
@@ -100,7 +106,11 @@ def test_nothing_to_draw_is_an_empty_picture():
 
 
 def test_a_front_names_each_curve_once():
-    points = [ParetoPoint("a", 1, 10, 0.5), ParetoPoint("b", 1, 20, 0.2), ParetoPoint("a", 2, 30, 0.1)]
+    points = [
+        ParetoPoint("a", 1, 10, 0.5),
+        ParetoPoint("b", 1, 20, 0.2),
+        ParetoPoint("a", 2, 30, 0.1),
+    ]
     ax = plot_pareto(points, size="bytes")
     assert sorted(legend(ax)) == ["a", "b"]
     assert np.array_equal(line(ax, "a"), [(10, 0.5), (30, 0.1)])
@@ -110,7 +120,8 @@ def test_a_front_names_each_curve_once():
 def test_sweeps_show_the_condition_or_the_error():
     assert np.array_equal(line(plot_sweeps(SWEEPS), "plain")[:, 1], [2.0**k for k in range(8)])
     assert np.array_equal(
-        line(plot_sweeps(SWEEPS, quantity="relative_error"), "plain")[:, 1], [0.5**k for k in range(8)]
+        line(plot_sweeps(SWEEPS, quantity="relative_error"), "plain")[:, 1],
+        [0.5**k for k in range(8)],
     )
 
 
@@ -128,7 +139,9 @@ def test_a_grid_writes_its_values_and_leaves_gaps():
 
 def test_a_line_that_leaves_the_picture_leaves_the_margin_above_as_it_is():
     """An exact last point lies far below the axes; a logarithmic margin grows with what lies below."""
-    dive = ErrorCurve("exact at last", (0, 1, 2, 3), (0, 100, 200, 300), (1.0, 0.5, 0.2, 1e-14), 1.0)
+    dive = ErrorCurve(
+        "exact at last", (0, 1, 2, 3), (0, 100, 200, 300), (1.0, 0.5, 0.2, 1e-14), 1.0
+    )
     assert 1.0 < plot_error_curves([dive], storages=("float16",)).get_ylim()[1] < 2.0
 
 
@@ -164,7 +177,9 @@ PICTURES = {
     "error_curves": lambda: plot_error_curves([FAST, SLOW], storages=("float16",)),
     "error_curves_bytes": lambda: plot_error_curves([FAST, SLOW], against="bytes", limits=[LIMIT]),
     "pareto": lambda: plot_pareto(pareto_front([FAST, SLOW])),
-    "spectra": lambda: plot_spectra([Spectrum("3×3 ⊗ 2×2", (2.0, 1.0, 1e-3)), Spectrum("9×1 ⊗ 1×4", (2.0, 1.5))]),
+    "spectra": lambda: plot_spectra(
+        [Spectrum("3×3 ⊗ 2×2", (2.0, 1.0, 1e-3)), Spectrum("9×1 ⊗ 1×4", (2.0, 1.5))]
+    ),
     "sweeps": lambda: plot_sweeps(SWEEPS),
     "layer_grid": lambda: plot_layer_grid(GRID),
 }
@@ -175,5 +190,7 @@ def test_pictures_look_as_they_did_when_someone_looked(name, tmp_path):
     """Against a small stored picture; fonts and anti-aliasing may differ a little between versions of matplotlib."""
     ax = PICTURES[name]()
     ax.get_figure().savefig(tmp_path / f"{name}.png", dpi=55)
-    difference = compare_images(str(BASELINES / f"{name}.png"), str(tmp_path / f"{name}.png"), tol=12)
+    difference = compare_images(
+        str(BASELINES / f"{name}.png"), str(tmp_path / f"{name}.png"), tol=12
+    )
     assert difference is None, difference

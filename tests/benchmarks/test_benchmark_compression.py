@@ -18,7 +18,10 @@ DEMO = Path(__file__).resolve().parents[2] / "lsrdecomp" / "cli" / "demo_adapter
 def some_layers(rng: np.random.Generator, count: int = 4) -> list[Layer]:
     decay = 0.6 ** np.arange(6)
     return [
-        Layer.of(str(i), LowRank(rng.standard_normal((40 + 8 * i, 6)) * decay, rng.standard_normal((6, 48))))
+        Layer.of(
+            str(i),
+            LowRank(rng.standard_normal((40 + 8 * i, 6)) * decay, rng.standard_normal((6, 48))),
+        )
         for i in range(count)
     ]
 
@@ -43,12 +46,16 @@ def test_one_threshold_gives_the_ranks_of_the_tools(rule: str, rng: np.random.Ge
     def size(ranks: list[int]) -> int:
         return 2 * sum(k * sum(layer.shape) for k, layer in zip(ranks, layers, strict=True))
 
-    thresholds = np.linspace(0.0, 1.0, 4001) if rule == "same_energy" else np.geomspace(1.0, 100.0, 4001)
+    thresholds = (
+        np.linspace(0.0, 1.0, 4001) if rule == "same_energy" else np.geomspace(1.0, 100.0, 4001)
+    )
     for budget in (unit, 1.9 * unit, 3.2 * unit, 10 * unit):
         outcome = getattr(arms, rule)(layers, budget)
         ranks = [form.product_shape.inner_rank for form in outcome.forms]
         assert outcome.bytes == size(ranks) <= budget
-        assert ranks == max((found for t in thresholds if size(found := ranks_at(t)) <= budget), key=sum)
+        assert ranks == max(
+            (found for t in thresholds if size(found := ranks_at(t)) <= budget), key=sum
+        )
 
 
 def test_resizing_is_truncation_in_float16(rng: np.random.Generator) -> None:
@@ -68,7 +75,9 @@ def test_first_columns_of_a_conversion_are_the_smaller_conversion(rng: np.random
     (b, a), (less_b, less_a) = arms.peft_conversion(layer, 4), arms.peft_conversion(layer, 2)
     np.testing.assert_allclose(less_b @ less_a, b[:, :2] @ a[:2], atol=1e-5 * layer.pair.norm)
     sigma = layer.pair.svd[1]
-    assert np.linalg.norm(layer.pair.to_matrix() - b @ a) ** 2 == pytest.approx(np.sum(sigma[4:] ** 2), rel=1e-3)
+    assert np.linalg.norm(layer.pair.to_matrix() - b @ a) ** 2 == pytest.approx(
+        np.sum(sigma[4:] ** 2), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize(("bits", "block"), [(8, None), (4, 16), (4, 64)])
@@ -80,18 +89,25 @@ def test_integers_at_the_largest_entry_are_within_half_a_step(
     scales = 3 * -(-50 // (block or 50))
     assert size == 150 * bits // 8 + 2 * scales
     largest = np.max(np.abs(vectors), axis=1, keepdims=True)
-    assert np.all(np.abs(values - vectors) <= 0.5 * largest / (2 ** (bits - 1) - 1) + 1e-3 * largest)
+    assert np.all(
+        np.abs(values - vectors) <= 0.5 * largest / (2 ** (bits - 1) - 1) + 1e-3 * largest
+    )
     assert np.linalg.norm(values - vectors) > 1e-4 * np.linalg.norm(vectors)
 
 
 def test_lokr_finds_a_planted_product_and_prices_its_truncation(rng: np.random.Generator) -> None:
-    first, second = rng.standard_normal((4, 3)), rng.standard_normal((10, 3)) @ rng.standard_normal((3, 16))
+    first, second = (
+        rng.standard_normal((4, 3)),
+        rng.standard_normal((10, 3)) @ rng.standard_normal((3, 16)),
+    )
     planted = np.kron(first, second)
     u, sigma, vh = np.linalg.svd(planted, full_matrices=False)
     layer = Layer.of("q", LowRank(u[:, :9] * sigma[:9], vh[:9]))
     fit = arms._LokrFit.of(layer, lambda size, factor: {40: (4, 10), 48: (3, 16)}[size], -1)
     assert fit.parameters(3) == 12 + 3 * 26
-    assert fit.parameters(None) == fit.parameters(8) == 12 + 160  # LyCORIS keeps W2 whole from half its size on
+    assert (
+        fit.parameters(None) == fit.parameters(8) == 12 + 160
+    )  # LyCORIS keeps W2 whole from half its size on
     assert errors([layer], [fit.form(3)])[0] < 1e-5 * layer.squared_norm
     for dim in (1, 2):
         assert layer.squared_error(fit.form(dim)) == pytest.approx(fit.squared_error(dim), rel=1e-2)
@@ -120,7 +136,9 @@ def test_the_benchmark_runs_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             for kind in ("float16", "bits chosen"):
                 name = f"{other}, {kind}" if other == "low rank" else other
                 if (name, budget) in rows:
-                    assert rows[f"ours, {kind}", budget]["error"] <= rows[name, budget]["error"] * (1 + 1e-5)
+                    assert rows[f"ours, {kind}", budget]["error"] <= rows[name, budget]["error"] * (
+                        1 + 1e-5
+                    )
     assert rows["ours, bits chosen", "LoRA int4"]["error"] < rows["LoRA int4", "LoRA int4"]["error"]
     record["adapters"]["demo_adapter"]["layers"] = "kept"
     out.write_text(json.dumps(record))

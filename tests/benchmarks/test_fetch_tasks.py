@@ -28,10 +28,14 @@ ROWS = {
 def test_a_fetched_task_is_read_as_published(name, tmp_path):
     row, theirs, label = ROWS[name]
     task = TASKS[name]
-    assert fetch_tasks.write(task, [{**row, "label": theirs}] * 2, task.file(tmp_path, "train")) == 2
+    assert (
+        fetch_tasks.write(task, [{**row, "label": theirs}] * 2, task.file(tmp_path, "train")) == 2
+    )
     examples = task.read(tmp_path, "train")
     assert [example.label for example in examples] == [label, label]
-    words = {word for choice in examples[0].choices for text in choice if text for word in text.split()}
+    words = {
+        word for choice in examples[0].choices for text in choice if text for word in text.split()
+    }
     said = [value for key, value in row.items() if isinstance(value, str) and key != "question"]
     assert {word for text in said for word in text.split()} <= words | {"effect"}
 

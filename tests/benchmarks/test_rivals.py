@@ -27,7 +27,9 @@ def test_numbers_are_counted_and_rounded_in_four_bits():
 
 def test_numbers_of_one_bit_are_signs():
     values = torch.linspace(-1.0, 2.0, 31)
-    rival = Rival(nn.Identity(), [nn.Parameter(values.clone()), nn.Parameter(values.clone())], bits=[1, 3])
+    rival = Rival(
+        nn.Identity(), [nn.Parameter(values.clone()), nn.Parameter(values.clone())], bits=[1, 3]
+    )
     assert rival.bytes == CONFIG + (4 + 2) + (12 + 2)
     rival.round()
     signs, codes = (parameter.detach() for parameter in rival.parameters)
@@ -37,21 +39,30 @@ def test_numbers_of_one_bit_are_signs():
 
 
 def test_a_vector_bank_pays_for_two_indices_and_a_weight_and_keeps_no_more():
-    bank, logits = torch.linspace(-1.0, 1.0, 40).reshape(5, 8), torch.linspace(-1.0, 1.0, 60).sin().reshape(2, 6, 5)
+    bank, logits = (
+        torch.linspace(-1.0, 1.0, 40).reshape(5, 8),
+        torch.linspace(-1.0, 1.0, 60).sin().reshape(2, 6, 5),
+    )
     rival = VectorBank(nn.Identity(), [nn.Parameter(bank.clone()), nn.Parameter(logits.clone())])
     assert rival.numbers == 40 + 12
     assert rival.bytes == CONFIG + (20 + 2) + 12 * (3 + 3 + 4) // 8
     rival.round()
     before, after = (each.detach().topk(2) for each in (logits, rival.logits[0]))
     assert torch.equal(before.indices, after.indices)
-    weights, others = after.values.softmax(-1)[..., 0], rival.logits[0].detach().softmax(-1).topk(3).values[..., 2]
+    weights, others = (
+        after.values.softmax(-1)[..., 0],
+        rival.logits[0].detach().softmax(-1).topk(3).values[..., 2],
+    )
     torch.testing.assert_close(weights, before.values.softmax(-1)[..., 0], atol=1 / 64, rtol=0.0)
     assert len(weights.unique().mul(1000).round().unique()) <= 16
     assert others.max() == 0.0
 
 
 def test_rounding_lets_the_gradient_pass():
-    columns, rows = [nn.Parameter(torch.linspace(-1.0, 2.0, 5))], [nn.Parameter(torch.linspace(-1.0, 1.0, 4))]
+    columns, rows = (
+        [nn.Parameter(torch.linspace(-1.0, 2.0, 5))],
+        [nn.Parameter(torch.linspace(-1.0, 1.0, 4))],
+    )
     layer, x = nn.Linear(4, 5, bias=False), torch.linspace(0.0, 1.0, 8).reshape(2, 4)
     layer.register_forward_hook(add_rounded(columns, rows, [1]))
     answers = layer(x)

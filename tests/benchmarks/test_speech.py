@@ -36,8 +36,13 @@ def as_ctranslate2(model):
             norms[f"{layer}/{block}/layer_norm"] = f"{old}.{attention}_layer_norm"
             groups = ("qkv", "o") if block == "self_attention" else ("q", "kv", "o")
             for number, letters in enumerate(groups):
-                names = [f"{old}.{attention}.{'out' if letter == 'o' else letter}_proj" for letter in letters]
-                biases = [state.get(f"{name}.bias", np.zeros(64, np.float16)) for name in names]  # k has none
+                names = [
+                    f"{old}.{attention}.{'out' if letter == 'o' else letter}_proj"
+                    for letter in letters
+                ]
+                biases = [
+                    state.get(f"{name}.bias", np.zeros(64, np.float16)) for name in names
+                ]  # k has none
                 tensors[f"{layer}/{block}/linear_{number}/weight"] = np.concatenate(
                     [state[f"{name}.weight"] for name in names]
                 )
@@ -45,16 +50,28 @@ def as_ctranslate2(model):
         norms[f"{layer}/ffn/layer_norm"] = f"{old}.final_layer_norm"
         for number in range(2):
             for kind in ("weight", "bias"):
-                tensors[f"{layer}/ffn/linear_{number}/{kind}"] = state[f"{old}.fc{number + 1}.{kind}"]
+                tensors[f"{layer}/ffn/linear_{number}/{kind}"] = state[
+                    f"{old}.fc{number + 1}.{kind}"
+                ]
         for new, name in norms.items():
-            tensors |= {f"{new}/gamma": state[f"{name}.weight"], f"{new}/beta": state[f"{name}.bias"]}
+            tensors |= {
+                f"{new}/gamma": state[f"{name}.weight"],
+                f"{new}/beta": state[f"{name}.bias"],
+            }
     tensors["decoder/embeddings/weight"] = state["model.decoder.embed_tokens.weight"]
 
     def text(words):
         return struct.pack("<H", len(words) + 1) + words.encode() + b"\0"
 
-    settings = text("decoder/activation") + struct.pack("<BBI", 0, 1, 1) + b"\2"  # one byte, no tensor
-    content = struct.pack("<I", 6) + text("WhisperSpec") + struct.pack("<II", 3, len(tensors) + 1) + settings
+    settings = (
+        text("decoder/activation") + struct.pack("<BBI", 0, 1, 1) + b"\2"
+    )  # one byte, no tensor
+    content = (
+        struct.pack("<I", 6)
+        + text("WhisperSpec")
+        + struct.pack("<II", 3, len(tensors) + 1)
+        + settings
+    )
     for name, tensor in tensors.items():
         sizes = struct.pack(f"<B{tensor.ndim}I", tensor.ndim, *tensor.shape)
         content += text(name) + sizes + struct.pack("<BI", 4, tensor.nbytes) + tensor.tobytes()
@@ -65,13 +82,18 @@ def test_whisper_out_of_its_parts_answers_as_before(tmp_path):
     torch.manual_seed(0)
     sizes = {"d_model": 64, "vocab_size": 70, "num_mel_bins": 80, "max_source_positions": 150}
     layers = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in LAYERS.items()}
-    model = WhisperForConditionalGeneration(WhisperConfig(**sizes, **layers, max_target_positions=20, **MARKS)).half()
+    model = WhisperForConditionalGeneration(
+        WhisperConfig(**sizes, **layers, max_target_positions=20, **MARKS)
+    ).half()
     model = model.float().eval()
     content = as_ctranslate2(model)
     files = [tmp_path / "model.bin.part1", tmp_path / "model.bin.part2"]
     files[0].write_bytes(content[:1000])
     files[1].write_bytes(content[1000:])
-    asked = {"input_features": torch.randn(1, 80, 300), "decoder_input_ids": torch.tensor([[3, 5, 7]])}
+    asked = {
+        "input_features": torch.randn(1, 80, 300),
+        "decoder_input_ids": torch.tensor([[3, 5, 7]]),
+    }
     opened = open_whisper(files, seconds=3.0)
     torch.testing.assert_close(opened(**asked).logits, model(**asked).logits)
     asked["input_features"] = asked["input_features"][:, :, :100]
@@ -81,9 +103,15 @@ def test_whisper_out_of_its_parts_answers_as_before(tmp_path):
 def test_digits_sound_as_on_a_telephone():
     digits, sound = dialled(np.random.default_rng(0))
     power = np.abs(np.fft.rfft(sound))
-    near = {hertz: power[round(hertz * len(sound) / RATE)] for tones in TONES.values() for hertz in tones}
+    near = {
+        hertz: power[round(hertz * len(sound) / RATE)]
+        for tones in TONES.values()
+        for hertz in tones
+    }
     heard = {hertz for digit in digits for hertz in TONES[digit]}
-    assert min(near[hertz] for hertz in heard) > 3 * max([0.0, *(near[hertz] for hertz in set(near) - heard)])
+    assert min(near[hertz] for hertz in heard) > 3 * max(
+        [0.0, *(near[hertz] for hertz in set(near) - heard)]
+    )
 
 
 LAYERS = {"layers": 1, "attention_heads": 1, "ffn_dim": 256}

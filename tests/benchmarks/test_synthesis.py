@@ -19,19 +19,28 @@ def test_participation_is_that_of_the_whole_matrix():
     basis = np.linalg.qr(rng.standard_normal((12, 3)))[0]
     matrix = basis @ np.diag([5.0, 3.0, 2.0]) @ basis.T + 0.25 * (np.eye(12) - basis @ basis.T)
     dense = np.trace(matrix) ** 2 / np.trace(matrix @ matrix)
-    assert synthesis.participation(np.array([5.0, 3.0, 2.0]), 0.25, 9) == pytest.approx(dense, rel=1e-12)
+    assert synthesis.participation(np.array([5.0, 3.0, 2.0]), 0.25, 9) == pytest.approx(
+        dense, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])
 def test_a_synthetic_layer_has_the_ratios_and_the_norm_of_its_model(tmp_path, factor):
-    layers = [("layers.0.q_proj", LIKE, (60, 48)), ("layers.0.v_proj", LIKE | {"update": 3.6}, (24, 48))]
+    layers = [
+        ("layers.0.q_proj", LIKE, (60, 48)),
+        ("layers.0.v_proj", LIKE | {"update": 3.6}, (24, 48)),
+    ]
     adapter, statistics = synthesis.write_synthetic(tmp_path, layers, factor, seed=3)
     norms = read_statistics(statistics)
-    for (_, like, shape), layer in zip(layers, open_layers(open_checkpoint(adapter), norms), strict=True):
+    for (_, like, shape), layer in zip(
+        layers, open_layers(open_checkpoint(adapter), norms), strict=True
+    ):
         weights = norms.measured(layer.name)
         assert layer.shape == shape
         for side, weight in (("input", weights.input), ("output", weights.output)):
-            assert synthesis.participation(weight.values) == pytest.approx(factor * like[side], rel=1e-4)
+            assert synthesis.participation(weight.values) == pytest.approx(
+                factor * like[side], rel=1e-4
+            )
         pair = layer.pair
         left, right = layer.norms.output.root(pair.left), layer.norms.input.root(pair.right.T)
         values = np.linalg.svd(left @ right.T, compute_uv=False)
@@ -47,11 +56,19 @@ def loras(noise, models=("a", "b", "c")):
         for task in ("x", "y"):
             layers = []
             for _ in range(30):
-                layer = {name: float(np.exp(rng.uniform(0.1, 3.0))) for name in ("input", "output", "update")}
-                layer |= {"rows": 200 * (i + 1) + int(rng.integers(99)), "columns": int(rng.integers(100, 900))}
+                layer = {
+                    name: float(np.exp(rng.uniform(0.1, 3.0)))
+                    for name in ("input", "output", "update")
+                }
+                layer |= {
+                    "rows": 200 * (i + 1) + int(rng.integers(99)),
+                    "columns": int(rng.integers(100, 900)),
+                }
                 law = 40 * layer["input"] ** 0.5 * (layer["rows"] + layer["columns"]) ** 0.3
                 forms = [{"wanted": 0.5, "numbers": 44}]
-                forms.append({"wanted": 0.9, "numbers": law * math.exp(noise * rng.standard_normal())})
+                forms.append(
+                    {"wanted": 0.9, "numbers": law * math.exp(noise * rng.standard_normal())}
+                )
                 layers.append(layer | {"forms": forms})
             rows.append({"model": model, "task": task, "layers": layers})
     return rows
@@ -62,7 +79,9 @@ def test_the_fit_gives_back_a_planted_law():
     fitted = synthesis.fitted(rows, synthesis.MODELS["ratios and size"])
     planted = {"one": math.log(40), "input": 0.5, "output": 0.0, "update": 0.0, "size": 0.3}
     for name, value in planted.items():
-        assert abs(fitted["coefficients"][name] - value) < 4 * fitted["standard_errors"][name] + 1e-3
+        assert (
+            abs(fitted["coefficients"][name] - value) < 4 * fitted["standard_errors"][name] + 1e-3
+        )
     assert fitted["rms"] == pytest.approx(0.05, rel=0.1)
     assert all(abs(left["rms"] - 0.05) < 0.02 for left in fitted["left_out"].values())
     without = synthesis.fitted(rows, synthesis.MODELS["nothing"])

@@ -20,7 +20,12 @@ from lsrdecomp.calibration.fisher import Head  # noqa: E402
 from lsrdecomp.errors import CheckpointError  # noqa: E402
 
 DEMO = Path(lsrdecomp.cli.__file__).parent / "demo_adapter"
-TEXTS = [("a fine film", None), ("dull from the first minute to the last", None), ("it moves", None), ("no", None)]
+TEXTS = [
+    ("a fine film", None),
+    ("dull from the first minute to the last", None),
+    ("it moves", None),
+    ("no", None),
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +53,28 @@ def test_the_demo_adapter_is_calibrated_layer_by_layer(base, tmp_path):
 
 
 def test_adapters_of_other_models_than_text_are_refused_in_one_line(tmp_path):
-    with pytest.raises(CheckpointError, match=r"has no adapter_config.json, so it is no adapter of PEFT"):
-        load_base("unused", tmp_path)
-    about = {"peft_type": "LORA", "r": 2, "target_modules": ["to_q"], "base_model_name_or_path": "some/diffusion"}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
     with pytest.raises(
-        CheckpointError, match=r"task type 'None' is not .* \(a diffusion model's has none\); .*\"task_type\": "
+        CheckpointError, match=r"has no adapter_config.json, so it is no adapter of PEFT"
     ):
         load_base("unused", tmp_path)
-    (tmp_path / "adapter_config.json").write_text(json.dumps(about | {"task_type": "FEATURE_EXTRACTION"}))
-    with pytest.raises(CheckpointError, match="task type 'FEATURE_EXTRACTION' is not one of SEQ_CLS"):
+    about = {
+        "peft_type": "LORA",
+        "r": 2,
+        "target_modules": ["to_q"],
+        "base_model_name_or_path": "some/diffusion",
+    }
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
+    with pytest.raises(
+        CheckpointError,
+        match=r"task type 'None' is not .* \(a diffusion model's has none\); .*\"task_type\": ",
+    ):
+        load_base("unused", tmp_path)
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps(about | {"task_type": "FEATURE_EXTRACTION"})
+    )
+    with pytest.raises(
+        CheckpointError, match="task type 'FEATURE_EXTRACTION' is not one of SEQ_CLS"
+    ):
         load_base("unused", tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "SORCERY"}))
     with pytest.raises(CheckpointError, match="is no adapter that PEFT opens"):
@@ -79,7 +96,10 @@ def test_the_demo_adapter_names_no_place_of_the_machine_that_made_it():
 
 def test_the_order_of_texts_follows_the_seed(base):
     def order(seed):
-        return [batch["input_ids"].tolist() for batch in batches(base, TEXTS, size=2, max_length=16, seed=seed)]
+        return [
+            batch["input_ids"].tolist()
+            for batch in batches(base, TEXTS, size=2, max_length=16, seed=seed)
+        ]
 
     assert order(0) == order(0)
     assert any(order(seed) != order(0) for seed in range(1, 6))
@@ -107,10 +127,14 @@ def test_lines_of_text(tmp_path):
     with pytest.raises(CheckpointError, match=r"lines\.txt: no line has text"):
         read_lines(file)
     file.write_bytes("schön\n".encode("latin-1"))
-    with pytest.raises(CheckpointError, match=r"lines\.txt: not UTF-8 \(invalid .* at byte 3\); save it as UTF-8"):
+    with pytest.raises(
+        CheckpointError, match=r"lines\.txt: not UTF-8 \(invalid .* at byte 3\); save it as UTF-8"
+    ):
         read_lines(file)
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n")
-    with pytest.raises(CheckpointError, match=r"lines\.txt: this is a Git-LFS pointer, .* \(12345 bytes"):
+    with pytest.raises(
+        CheckpointError, match=r"lines\.txt: this is a Git-LFS pointer, .* \(12345 bytes"
+    ):
         read_lines(file)  # three lines that would have been learnt
     with pytest.raises(CheckpointError, match=r"absent\.txt: no such file"):
         read_lines(tmp_path / "absent.txt")

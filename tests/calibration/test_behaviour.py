@@ -36,7 +36,9 @@ def language_model(tmp_path_factory):
 
 def behaviour(folder, written, size=6):
     source, other = load_pair(folder / "base", folder / "lora", folder / written)
-    return Reference(source, batches(source, TEXTS, size=size, max_length=16, seed=0)).compare(other)
+    return Reference(source, batches(source, TEXTS, size=size, max_length=16, seed=0)).compare(
+        other
+    )
 
 
 def logits(folder, written):
@@ -51,8 +53,15 @@ def logits(folder, written):
 def test_kl_and_agreement_of_a_classifier_are_those_of_merged_weights(classifier):
     found = behaviour(classifier, "lsr")
     old, new = (torch.cat(logits(classifier, name)) for name in ("lora", "lsr"))
-    expected = torch.nn.functional.kl_div(new.log_softmax(-1), old.log_softmax(-1), log_target=True, reduction="sum")
-    assert (found.examples, found.answers, found.unit, found.throughout) == (20, 20, "example", None)
+    expected = torch.nn.functional.kl_div(
+        new.log_softmax(-1), old.log_softmax(-1), log_target=True, reduction="sum"
+    )
+    assert (found.examples, found.answers, found.unit, found.throughout) == (
+        20,
+        20,
+        "example",
+        None,
+    )
     assert found.kl == pytest.approx(float(expected) / 20, rel=1e-4)
     assert found.agreement == float((old.argmax(-1) == new.argmax(-1)).double().mean())
 
@@ -92,7 +101,9 @@ def test_the_effect_is_the_divergence_from_the_base_with_the_adapters_head(class
                 module.lora_B["default"].weight.zero_()
         torch.testing.assert_close(plain, base.model(**batch).logits)
     found = behaviour(classifier, "lsr")
-    assert found.effect == pytest.approx(float(divergences(adapted, plain, Head.classification).sum()) / 20, rel=1e-4)
+    assert found.effect == pytest.approx(
+        float(divergences(adapted, plain, Head.classification).sum()) / 20, rel=1e-4
+    )
 
 
 def test_a_regression_differs_by_half_the_squared_difference(tmp_path):
@@ -108,15 +119,21 @@ def test_many_classes_are_counted_in_parts(monkeypatch):
     old, new = torch.randn(2, 11, 7)
     whole = float(divergences(old, new, Head.classification).sum())
     monkeypatch.setattr(sys.modules[divergences.__module__], "ENTRIES", 15)
-    assert float(divergences(old, new, Head.classification).sum()) == pytest.approx(whole, rel=1e-12)
+    assert float(divergences(old, new, Head.classification).sum()) == pytest.approx(
+        whole, rel=1e-12
+    )
 
 
 def test_two_adapters_share_the_weights_of_the_base_but_not_its_heads(classifier):
     first, second = load_pair(classifier / "base", classifier / "lora", classifier / "lsr")
     name = "bert.encoder.layer.1.output.dense"
-    one, other = (each.model.get_base_model().get_submodule(name).weight for each in (first, second))
+    one, other = (
+        each.model.get_base_model().get_submodule(name).weight for each in (first, second)
+    )
     assert one.data_ptr() == other.data_ptr()
-    one, other = (each.model.get_base_model().classifier.original_module.weight for each in (first, second))
+    one, other = (
+        each.model.get_base_model().classifier.original_module.weight for each in (first, second)
+    )
     assert one.data_ptr() != other.data_ptr()
 
 
@@ -140,15 +157,21 @@ def test_verify_on_the_command_line(classifier, tmp_path):
     assert done.exit_code == 0, done.output
     assert "Divergence of the answers on 20 examples" in done.stdout
     found = behaviour(classifier, "lsr")
-    assert f"{found.kl:.4g} nats per example; without ΔW it would be {found.effect:.4g}." in done.stdout
     assert (
-        f"It keeps {100 * found.kept:.1f} ± {100 * found.standard_error:.1f} % of what the adapter does." in done.stdout
+        f"{found.kl:.4g} nats per example; without ΔW it would be {found.effect:.4g}."
+        in done.stdout
+    )
+    assert (
+        f"It keeps {100 * found.kept:.1f} ± {100 * found.standard_error:.1f} % of what the adapter does."
+        in done.stdout
     )
     assert f"The likeliest answer is the same for {found.agreement:.2%}." in done.stdout
     done = CliRunner().invoke(app, [*map(str, arguments), "--text", str(lines), "--json", "-"])
     answers = json.loads(done.stdout)["answers"]
     assert answers["kl"] == pytest.approx(found.kl, rel=1e-6)
-    assert answers["kept"] == pytest.approx(found.kept, abs=2e-6)  # one minus a ratio of two such figures
+    assert answers["kept"] == pytest.approx(
+        found.kept, abs=2e-6
+    )  # one minus a ratio of two such figures
 
 
 def test_a_base_without_texts_is_refused(classifier):

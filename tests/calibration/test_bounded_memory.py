@@ -23,21 +23,32 @@ from lsrdecomp.checkpoints.progress import Step  # noqa: E402
 from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
 
 LLAMA = [
-    f"model.layers.{i}.{part}" for i in (0, 1) for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
+    f"model.layers.{i}.{part}"
+    for i in (0, 1)
+    for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
 ]
 
 
 def batches(count, *, size=4, length=9, vocabulary=12, **more):
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
-        yield {"input_ids": torch.randint(3, vocabulary, (size, length), generator=generator)} | more
+        yield {
+            "input_ids": torch.randint(3, vocabulary, (size, length), generator=generator)
+        } | more
 
 
 def classifier():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 40}
+    sizes = {
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 40,
+    }
     config = transformers.BertConfig(**sizes, vocab_size=50, num_labels=3, initializer_range=0.3)
-    return transformers.BertForSequenceClassification(config).train()  # dropout stays off all the same
+    return transformers.BertForSequenceClassification(
+        config
+    ).train()  # dropout stays off all the same
 
 
 def translator():
@@ -48,7 +59,11 @@ def translator():
     )
 
 
-BERT = ["bert.encoder.layer.0.attention.self.query", "bert.encoder.layer.1.output.dense", "classifier"]
+BERT = [
+    "bert.encoder.layer.0.attention.self.query",
+    "bert.encoder.layer.1.output.dense",
+    "classifier",
+]
 T5 = ["encoder.block.0.layer.0.SelfAttention.q", "encoder.block.1.layer.1.DenseReluDense.wo"]
 T5 += ["decoder.block.0.layer.1.EncDecAttention.k", "decoder.block.1.layer.0.SelfAttention.v"]
 LABELS = {"labels": torch.tensor([[5, 6, 7, 1]] * 4)}
@@ -67,7 +82,9 @@ def assert_same(first, second):
     for name in one:
         for side in ("input", "output"):
             a, b = (getattr(each.measured(name), side) for each in (one, other))
-            np.testing.assert_allclose(formed(a), formed(b), atol=2e-3 * float(np.abs(a.values).max()))
+            np.testing.assert_allclose(
+                formed(a), formed(b), atol=2e-3 * float(np.abs(a.values).max())
+            )
     tables = [json.loads((place / "statistics.json").read_text()) for place in (first, second)]
     for table in tables:
         table.pop("sha256")  # of the last bits
@@ -104,7 +121,11 @@ def saved_bytes(model, names, again):
         assert blocks == 2
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model(**next(batches(1)), use_cache=False)
-        calls = sum(call.inputs.numel() * call.inputs.element_size() for each in record.calls.values() for call in each)
+        calls = sum(
+            call.inputs.numel() * call.inputs.element_size()
+            for each in record.calls.values()
+            for call in each
+        )
     return calls + sum(size for place, size in found.items() if place not in weights)
 
 
@@ -115,8 +136,16 @@ def test_activations_inside_blocks_are_not_kept():
 def test_the_model_has_its_own_blocks_back(tmp_path):
     model = classifier()
     before = [dict(module.__dict__) for module in model.modules()]
-    calibrate(Base("", model, None, Head.classification, tuple(BERT)), batches(1), out=tmp_path, seed=0, samples=4)
-    assert [module.__dict__.keys() for module in model.modules()] == [each.keys() for each in before]
+    calibrate(
+        Base("", model, None, Head.classification, tuple(BERT)),
+        batches(1),
+        out=tmp_path,
+        seed=0,
+        samples=4,
+    )
+    assert [module.__dict__.keys() for module in model.modules()] == [
+        each.keys() for each in before
+    ]
 
 
 def test_a_pass_that_is_not_to_be_recorded_leaves_nothing_behind():
@@ -137,7 +166,10 @@ class StopHereError(Exception):
 def test_groups_of_layers_give_the_statistics_of_one_pass(tmp_path):
     model, common = tiny_model(), {"seed": 0, "samples": 12, "save_every": 1}
     base = Base("", model, None, Head.causal_lm, tuple(LLAMA))
-    sums = {name: LayerSums.memory(tuple(model.get_submodule(name).weight.shape), 1024, 128) for name in LLAMA}
+    sums = {
+        name: LayerSums.memory(tuple(model.get_submodule(name).weight.shape), 1024, 128)
+        for name in LLAMA
+    }
     assert [sums[LLAMA[0]], sums[LLAMA[2]]] == [4 * 2 * 32**2, 4 * (32**2 + 64**2)]
     limit = sum(sums.values()) // 2
     calibrate(base, batches(3), out=tmp_path / "one", **common)
@@ -153,14 +185,22 @@ def test_groups_of_layers_give_the_statistics_of_one_pass(tmp_path):
             raise StopHereError
 
     with pytest.raises(StopHereError):
-        calibrate(base, batches(3), out=tmp_path / "three", max_memory=limit, on_step=stop, **common)
-    assert len(list((tmp_path / ".three.journal").glob("*.safetensors"))) == 2  # the first group, sums of the second
+        calibrate(
+            base, batches(3), out=tmp_path / "three", max_memory=limit, on_step=stop, **common
+        )
+    assert (
+        len(list((tmp_path / ".three.journal").glob("*.safetensors"))) == 2
+    )  # the first group, sums of the second
     steps = []
-    calibrate(base, batches(3), out=tmp_path / "three", max_memory=limit, on_step=steps.append, **common)
+    calibrate(
+        base, batches(3), out=tmp_path / "three", max_memory=limit, on_step=steps.append, **common
+    )
     assert steps == [Step("calibrating", 24, 24, "examples")]  # the batch that was not saved
     for name in ("statistics.json", "statistics.safetensors"):
         assert (tmp_path / "three" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     assert len(list((tmp_path / "three").iterdir())) == 2
-    with pytest.raises(CalibrationError, match=r"its sums take 8,192 bytes, more than the 8,000 of max_memory"):
+    with pytest.raises(
+        CalibrationError, match=r"its sums take 8,192 bytes, more than the 8,000 of max_memory"
+    ):
         calibrate(base, batches(3), out=tmp_path / "four", max_memory=8000, **common)
     assert not (tmp_path / "four").exists()

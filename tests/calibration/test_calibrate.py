@@ -21,7 +21,13 @@ from lsrdecomp.calibration.fisher import Head, sampled_answers, watched  # noqa:
 from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
 from lsrdecomp.errors import CheckpointError, ShapeError  # noqa: E402
 
-SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 40, "vocab_size": 50}
+SMALL = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 40,
+    "vocab_size": 50,
+}
 QUERY, VALUE = (f"bert.encoder.layer.0.attention.self.{name}" for name in ("query", "value"))
 DENSE = "bert.encoder.layer.1.output.dense"
 
@@ -39,7 +45,10 @@ def texts(count, *, size=8, shortest=5, longest=12, seed=0):
     for _ in range(count):
         lengths = torch.randint(shortest, longest + 1, (size, 1), generator=generator)
         mask = (torch.arange(longest) < lengths).long()
-        yield {"input_ids": torch.randint(1, 50, (size, longest), generator=generator) * mask, "attention_mask": mask}
+        yield {
+            "input_ids": torch.randint(1, 50, (size, longest), generator=generator) * mask,
+            "attention_mask": mask,
+        }
 
 
 def plain(model, modules, head=Head.classification):
@@ -76,7 +85,8 @@ def test_half_the_squared_norm_predicts_the_kl_of_a_small_change(classifier, tmp
         difference = np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * 3e-3
         measured = measured_kl(classifier, name, torch.from_numpy(difference), texts(16, seed=1))
         ratios.append(predicted_kl(statistics, difference.astype(float)) / measured)
-    # The trace is matched, so the mean over random changes is right up to sampling; a single one is near.
+    # The trace is matched, so the mean over random changes is right up to sampling; a single one is
+    # near.
     assert 0.7 < np.mean(ratios) < 1.4
     assert 0.5 < min(ratios) <= max(ratios) < 2
 
@@ -88,8 +98,12 @@ def test_language_models_count_per_predicted_token(tmp_path):
     )
     model = transformers.GPT2LMHeadModel(config).eval()
     name = "transformer.h.0.attn.c_attn"  # a Conv1D: its weight is stored transposed
-    done = calibrate(plain(model, [name], Head.causal_lm), texts(24), out=tmp_path, seed=0, samples=192)
-    assert done.metadata["answers"] == sum(int(batch["attention_mask"].sum()) - 8 for batch in texts(24))
+    done = calibrate(
+        plain(model, [name], Head.causal_lm), texts(24), out=tmp_path, seed=0, samples=192
+    )
+    assert done.metadata["answers"] == sum(
+        int(batch["attention_mask"].sum()) - 8 for batch in texts(24)
+    )
     statistics = read_statistics(tmp_path).measured(name)
     shape = (72, 24)
     statistics.check(shape)
@@ -113,7 +127,13 @@ def test_language_models_count_per_predicted_token(tmp_path):
 def test_a_sequence_to_sequence_model_is_calibrated_on_both_sides(tmp_path):
     torch.manual_seed(0)
     config = transformers.T5Config(
-        d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, vocab_size=50, decoder_start_token_id=0
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=1,
+        num_heads=2,
+        vocab_size=50,
+        decoder_start_token_id=0,
     )
     model = transformers.T5ForConditionalGeneration(config).eval()
     names = ["encoder.block.0.layer.0.SelfAttention.q", "decoder.block.0.layer.1.EncDecAttention.k"]
@@ -128,14 +148,25 @@ def test_a_sequence_to_sequence_model_is_calibrated_on_both_sides(tmp_path):
 
 def test_what_lies_in_padding_does_not_count(classifier, tmp_path):
     clean = list(texts(3))
-    noisy = [batch | {"input_ids": batch["input_ids"] + 7 * (1 - batch["attention_mask"])} for batch in clean]
+    noisy = [
+        batch | {"input_ids": batch["input_ids"] + 7 * (1 - batch["attention_mask"])}
+        for batch in clean
+    ]
     for name, batches in (("clean", clean), ("noisy", noisy)):
-        calibrate(plain(classifier, [QUERY, DENSE]), batches, out=tmp_path / name, seed=0, samples=24)
+        calibrate(
+            plain(classifier, [QUERY, DENSE]), batches, out=tmp_path / name, seed=0, samples=24
+        )
     layers = json.loads((tmp_path / "noisy" / "statistics.json").read_text())["layers"]
     assert layers[QUERY]["tokens"] == sum(int(batch["attention_mask"].sum()) for batch in clean)
-    assert layers[DENSE]["tokens"] == 24  # after the last layer only the first token feeds the answer
-    first, second = (read_statistics(tmp_path / name).measured(QUERY) for name in ("clean", "noisy"))
-    np.testing.assert_allclose(formed(first.input), formed(second.input), atol=1e-5 * first.input.trace)
+    assert (
+        layers[DENSE]["tokens"] == 24
+    )  # after the last layer only the first token feeds the answer
+    first, second = (
+        read_statistics(tmp_path / name).measured(QUERY) for name in ("clean", "noisy")
+    )
+    np.testing.assert_allclose(
+        formed(first.input), formed(second.input), atol=1e-5 * first.input.trace
+    )
 
 
 @pytest.mark.parametrize("tokens", [3, 40])
@@ -162,7 +193,10 @@ def test_the_sums_are_products_of_weight_gradients(tokens):
     np.testing.assert_allclose(fisher, sum((w**2).sum() for w in gradients) / 4, rtol=1e-5)
     np.testing.assert_allclose(into.trace, inputs.square().sum() / (4 * tokens), rtol=1e-5)
     np.testing.assert_allclose(out.trace * into.trace, fisher, rtol=1e-5)
-    for spectrum, product in ((into, sum(w.T @ w for w in gradients)), (out, sum(w @ w.T for w in gradients))):
+    for spectrum, product in (
+        (into, sum(w.T @ w for w in gradients)),
+        (out, sum(w @ w.T for w in gradients)),
+    ):
         expected = product * spectrum.trace / np.trace(product)
         measured = spectrum.basis * spectrum.values @ spectrum.basis.T
         np.testing.assert_allclose(measured, expected, atol=1e-5 * spectrum.trace)
@@ -220,11 +254,21 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(classifier, tmp_path):
         others.append(step.done)
         stop(step)
 
-    with pytest.raises(StopHereError):  # with another seed: it goes on from nothing, and takes nothing away
-        calibrate(base, texts(5), out=tmp_path / "a", on_step=stop_others, **{**settings, "seed": 4})
+    with pytest.raises(
+        StopHereError
+    ):  # with another seed: it goes on from nothing, and takes nothing away
+        calibrate(
+            base, texts(5), out=tmp_path / "a", on_step=stop_others, **{**settings, "seed": 4}
+        )
     assert others == [8, 16, 24]
     seen = []
-    calibrate(base, texts(5), out=tmp_path / "a", on_step=lambda step: seen.append((step.done, step.total)), **settings)
+    calibrate(
+        base,
+        texts(5),
+        out=tmp_path / "a",
+        on_step=lambda step: seen.append((step.done, step.total)),
+        **settings,
+    )
     assert seen == [(24, 40), (32, 40), (40, 40)]
     calibrate(base, texts(5), out=tmp_path / "b", **settings)
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
@@ -237,7 +281,9 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(classifier, tmp_path):
 
 
 def test_the_model_is_left_as_it_was(tmp_path):
-    model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL, num_labels=3)).train()
+    model = transformers.BertForSequenceClassification(
+        transformers.BertConfig(**SMALL, num_labels=3)
+    ).train()
     model.gradient_checkpointing_enable()
     model.bert.embeddings.requires_grad_(False)
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -259,7 +305,9 @@ def test_errors_name_what_is_missing(classifier, tmp_path):
     with pytest.raises(CalibrationError, match="nothing to calibrate on"):
         calibrate(plain(classifier, [QUERY]), [], out=tmp_path, seed=0, samples=8)
     with pytest.raises(ShapeError, match=r"logits of shape \(8, 3\) for causal_lm"):
-        calibrate(plain(classifier, [QUERY], Head.causal_lm), texts(1), out=tmp_path, seed=0, samples=8)
+        calibrate(
+            plain(classifier, [QUERY], Head.causal_lm), texts(1), out=tmp_path, seed=0, samples=8
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -283,20 +331,27 @@ def test_a_wide_covariance_keeps_its_leading_eigenpairs_and_its_trace():
     scales = np.concatenate((100 * 0.7 ** np.arange(20), np.full(280, 0.1)))
     rows = rng.standard_normal((4000, 300)) * scales @ basis.T
     sizes = ((299, 16), (300, 300))
-    wide, whole = (Covariance(300, max_full=n, rank=k, seed=0, device=torch.device("cpu")) for n, k in sizes)
+    wide, whole = (
+        Covariance(300, max_full=n, rank=k, seed=0, device=torch.device("cpu")) for n, k in sizes
+    )
     for part in np.split(rows, 8):
         for covariance in (wide, whole):
             covariance.add(torch.from_numpy(part), torch.from_numpy(part))
     kept, exact = wide.spectrum(), whole.spectrum()
     assert kept.basis.shape == (300, 16)
     np.testing.assert_allclose(kept.basis.T @ kept.basis, np.eye(16), atol=1e-5)
-    # One pass loses at most about the energy beyond the block's 32 columns; it goes to the rest. Sums are in single
-    # precision, so every eigenvalue is known to a part of the largest one, which is a million times the smallest.
+    # One pass loses at most about the energy beyond the block's 32 columns; it goes to the rest.
+    # Sums are in single precision, so every eigenvalue is known to a part of the largest one, which
+    # is a million times the smallest.
     tail, noise = exact.values[32:].sum(), 1e-4 * exact.values[0]
     assert np.all(kept.values <= exact.values[:16] + noise)
     assert np.all(kept.values >= exact.values[:16] - tail - noise)
     assert tail < exact.values[11]
-    np.testing.assert_allclose(exact.values, np.linalg.eigvalsh(rows.T @ rows)[::-1], rtol=1e-3, atol=noise)
-    np.testing.assert_allclose(exact.values[:8], np.linalg.eigvalsh(rows.T @ rows)[::-1][:8], rtol=1e-3)
+    np.testing.assert_allclose(
+        exact.values, np.linalg.eigvalsh(rows.T @ rows)[::-1], rtol=1e-3, atol=noise
+    )
+    np.testing.assert_allclose(
+        exact.values[:8], np.linalg.eigvalsh(rows.T @ rows)[::-1][:8], rtol=1e-3
+    )
     assert exact.rest == 0.0
     np.testing.assert_allclose(kept.values.sum() + 284 * kept.rest, (rows**2).sum(), rtol=1e-5)

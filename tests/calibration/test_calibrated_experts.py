@@ -23,7 +23,12 @@ from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression import export_lora
 from lsrdecomp.errors import CheckpointError
 
-SIZES = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 1,
+}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 BATCHES = [
     {"input_ids": torch.tensor([[4, 9, 11, 5, 17, 8, 6]])},
@@ -41,7 +46,9 @@ def mixture(tmp_path_factory):
     base.save_pretrained(folder / "base")
     word_tokenizer().save_pretrained(folder / "base")
     stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    lora = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=stacks, task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=stacks, task_type="CAUSAL_LM"
+    )
     lora.init_lora_weights = False
     get_peft_model(base, lora).save_pretrained(folder / "lora")
     return folder
@@ -53,18 +60,29 @@ def named(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
     if request.param == "qwen3":
-        config = Qwen3MoeConfig(vocab_size=32, num_experts=4, num_experts_per_tok=2, **SIZES, **HEADS)
+        config = Qwen3MoeConfig(
+            vocab_size=32, num_experts=4, num_experts_per_tok=2, **SIZES, **HEADS
+        )
         block, words = "mlp", {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}
     else:
-        config = MixtralConfig(vocab_size=32, num_local_experts=4, **SIZES | {"intermediate_size": 8}, **HEADS)
+        config = MixtralConfig(
+            vocab_size=32, num_local_experts=4, **SIZES | {"intermediate_size": 8}, **HEADS
+        )
         block, words = "block_sparse_moe", {"w1": (8, 16), "w3": (8, 16), "w2": (16, 8)}
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
     word_tokenizer().save_pretrained(folder / "base")
-    sizes = {f"{block}.experts.{expert}.{word}": size for expert in range(4) for word, size in words.items()}
+    sizes = {
+        f"{block}.experts.{expert}.{word}": size
+        for expert in range(4)
+        for word, size in words.items()
+    }
     tensors = {}
     for name, (out, into) in (sizes | {"self_attn.q_proj": (16, 16)}).items():
         key = f"base_model.model.model.layers.0.{name}"
-        tensors |= {f"{key}.lora_A.weight": torch.randn(2, into), f"{key}.lora_B.weight": torch.randn(out, 2)}
+        tensors |= {
+            f"{key}.lora_A.weight": torch.randn(2, into),
+            f"{key}.lora_B.weight": torch.randn(out, 2),
+        }
     (folder / "lora").mkdir()
     save_file(tensors, folder / "lora" / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 2}
@@ -88,7 +106,11 @@ def measured(mixture, out, batches=BATCHES, word=""):
 
 @torch.no_grad()
 def test_with_and_without_the_lora_the_base_says_what_it_says_in_peft(mixture):
-    ours, theirs, rows = load_base(mixture / "base", mixture / "lora").model, stacked(mixture), BATCHES[0]
+    ours, theirs, rows = (
+        load_base(mixture / "base", mixture / "lora").model,
+        stacked(mixture),
+        BATCHES[0],
+    )
     torch.testing.assert_close(ours(**rows).logits, theirs(**rows).logits)
     with ours.disable_adapter(), theirs.disable_adapter():
         torch.testing.assert_close(ours(**rows).logits, theirs(**rows).logits)
@@ -97,13 +119,17 @@ def test_with_and_without_the_lora_the_base_says_what_it_says_in_peft(mixture):
 @torch.no_grad()
 def test_experts_by_name_say_what_they_say_where_peft_stacks_them(named, tmp_path):
     ours, theirs, rows = load_base(named / "base", named / "lora"), stacked(named), BATCHES[0]
-    assert sorted(ours.modules) == sorted(layer.name for layer in open_checkpoint(named / "lora").layers)
+    assert sorted(ours.modules) == sorted(
+        layer.name for layer in open_checkpoint(named / "lora").layers
+    )
     torch.testing.assert_close(ours.model(**rows).logits, theirs(**rows).logits)
     with ours.model.disable_adapter(), theirs.disable_adapter():
         torch.testing.assert_close(ours.model(**rows).logits, theirs(**rows).logits)
     small = compress(named / "lora", separation_rank=2, inner_shape=(1, 2)).save(tmp_path / "small")
     export_lora(open_checkpoint(small), tmp_path / "back", profile="lorax")
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(named / "base"), tmp_path / "back").eval()
+    theirs = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(named / "base"), tmp_path / "back"
+    ).eval()
     written = open_base(named / "base", named / "lora").adapted(small).model
     torch.testing.assert_close(written(**rows).logits, theirs(**rows).logits)
 
@@ -118,7 +144,9 @@ def test_experts_by_name_are_compressed_by_their_statistics(named, tmp_path):
         if name.endswith(("2.gate_proj", "2.up_proj", "2.w1", "2.w3"))
     )
     assert gate.input.trace == pytest.approx(up.input.trace, rel=5e-3)  # they read the same tokens
-    small = open_checkpoint(compress(source, ratio=2, statistics=statistics).save(tmp_path / "small"))
+    small = open_checkpoint(
+        compress(source, ratio=2, statistics=statistics).save(tmp_path / "small")
+    )
     assert {layer.name for layer in small.layers} <= set(statistics)
     assert 0 < 2 * small.adapter_parameters <= source.adapter_parameters
 
@@ -128,7 +156,9 @@ def test_an_expert_that_the_base_lacks_is_named(named, tmp_path):
     odd = {key.replace("experts.3", "experts.4"): tensor for key, tensor in tensors.items()}
     shutil.copytree(named / "lora", tmp_path / "lora")
     save_file(odd, tmp_path / "lora" / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match=r"does not fit .*the base has no layer model.layers.0.*.experts.4"):
+    with pytest.raises(
+        CheckpointError, match=r"does not fit .*the base has no layer model.layers.0.*.experts.4"
+    ):
         load_base(named / "base", tmp_path / "lora")
 
 
@@ -150,7 +180,9 @@ def test_statistics_of_an_expert_are_those_of_its_gradient(mixture, tmp_path):
     experts = model.get_base_model().model.layers[0].mlp.experts
     while hasattr(experts, "base_layer"):
         experts = experts.base_layer
-    parameters = {name: getattr(experts, name).requires_grad_() for name in ("gate_up_proj", "down_proj")}
+    parameters = {
+        name: getattr(experts, name).requires_grad_() for name in ("gate_up_proj", "down_proj")
+    }
     squares = {name: torch.zeros(4) for name in parameters}
     answers = 0
     for number, batch in enumerate(BATCHES, start=1):
@@ -172,11 +204,19 @@ def test_statistics_of_an_expert_are_those_of_its_gradient(mixture, tmp_path):
 def test_an_expert_that_no_token_reached_counts_as_the_one_that_fewest_did(mixture, tmp_path):
     tokens = {"experts.up.0": 9, "experts.up.2": 4, "experts.down.1": 1, "q_proj": 1}
     assert least_reached("experts.up.1", tokens) == "experts.up.2"
-    assert least_reached("experts.1.up", {"experts.0.up": 9, "experts.2.up": 4, "experts.3.down": 1}) == "experts.2.up"
+    assert (
+        least_reached("experts.1.up", {"experts.0.up": 9, "experts.2.up": 4, "experts.3.down": 1})
+        == "experts.2.up"
+    )
     assert least_reached("v_proj", tokens) is None
-    short = [{"input_ids": BATCHES[0]["input_ids"][:, :2]}]  # one answer: at least two experts are not asked
+    short = [
+        {"input_ids": BATCHES[0]["input_ids"][:, :2]}
+    ]  # one answer: at least two experts are not asked
     statistics = measured(mixture, tmp_path / "statistics", short, "down_proj")
-    traces = [statistics.measured(f"model.layers.0.mlp.experts.down_proj.{expert}").output.trace for expert in range(4)]
+    traces = [
+        statistics.measured(f"model.layers.0.mlp.experts.down_proj.{expert}").output.trace
+        for expert in range(4)
+    ]
     assert min(traces) > 0
     assert len(set(traces)) == 2
 
@@ -185,7 +225,13 @@ def test_experts_of_another_kind_are_refused(mixture):
     model = Qwen3MoeForCausalLM.from_pretrained(mixture / "base")
     model.model.layers[0].mlp.experts.act_fn = torch.nn.Identity()
     plain = type(model.model.layers[0].mlp.experts).forward
-    odd = type("OddExperts", (type(model.model.layers[0].mlp.experts),), {"forward": lambda *given: 2 * plain(*given)})
+    odd = type(
+        "OddExperts",
+        (type(model.model.layers[0].mlp.experts),),
+        {"forward": lambda *given: 2 * plain(*given)},
+    )
     model.model.layers[0].mlp.experts.__class__ = odd
-    with pytest.raises(CalibrationError, match="mlp.experts is a OddExperts, whose experts are not computed as"):
+    with pytest.raises(
+        CalibrationError, match="mlp.experts is a OddExperts, whose experts are not computed as"
+    ):
         with_lora(model, mixture / "lora")

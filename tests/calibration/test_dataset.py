@@ -44,7 +44,10 @@ def tokenizer():
 
 def file(tmp_path, *rows):
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
+    path.write_text(
+        "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows),
+        encoding="utf-8",
+    )
     return path
 
 
@@ -54,7 +57,9 @@ def words(tokenizer, row, answers=True):
 
 
 def test_only_the_completion_counts_and_it_ends(tmp_path, tokenizer):
-    examples = read_examples(file(tmp_path, {"prompt": "one\ntwo", "completion": " three"}, "", {"text": "four five"}))
+    examples = read_examples(
+        file(tmp_path, {"prompt": "one\ntwo", "completion": " three"}, "", {"text": "four five"})
+    )
     first, second = tokenize(examples, tokenizer)
     assert words(tokenizer, first, answers=False) == ["<s>", "one", "two"]
     assert words(tokenizer, first) == ["three", "</s>"]
@@ -64,7 +69,9 @@ def test_only_the_completion_counts_and_it_ends(tmp_path, tokenizer):
 
 
 def test_a_completion_that_ends_by_itself_is_not_ended_twice(tmp_path, tokenizer):
-    (row,) = tokenize(read_examples(file(tmp_path, {"prompt": "one", "completion": "two </s>"})), tokenizer)
+    (row,) = tokenize(
+        read_examples(file(tmp_path, {"prompt": "one", "completion": "two </s>"})), tokenizer
+    )
     assert words(tokenizer, row) == ["two", "</s>"]
 
 
@@ -76,12 +83,18 @@ def test_what_the_assistant_says_counts_in_every_turn(tmp_path, tokenizer):
     given = "<turn> user one two <end> <turn> assistant three <end> <turn> user four <end> <turn> assistant"
     assert prompt_text(example, tokenizer).split() == given.split()
     assert completion_text(example) == "five six"
-    parted = {"prompt": SPOKEN[:-1], "completion": SPOKEN[-1:]}  # as TRL's conversational datasets have it
+    parted = {
+        "prompt": SPOKEN[:-1],
+        "completion": SPOKEN[-1:],
+    }  # as TRL's conversational datasets have it
     assert read_examples(file(tmp_path, parted)) == [example]
 
 
 def test_a_list_and_a_table_hold_the_same_examples(tmp_path):
-    rows = [{"prompt": "one, two", "completion": "three"}, {"prompt": "four", "completion": 'five "six"\nseven'}]
+    rows = [
+        {"prompt": "one, two", "completion": "three"},
+        {"prompt": "four", "completion": 'five "six"\nseven'},
+    ]
     texts = [(row["prompt"], row["completion"]) for row in rows]
     (tmp_path / "list.json").write_text(f"\n {json.dumps(rows, indent=1)}")
     (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, rows)))
@@ -99,13 +112,25 @@ def test_a_list_and_a_table_hold_the_same_examples(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.json", '[{"text": "one"}, 3]', "a.json, entry 2: a int; each example must be a JSON object"),
+        (
+            "a.json",
+            '[{"text": "one"}, 3]',
+            "a.json, entry 2: a int; each example must be a JSON object",
+        ),
         ("a.json", '[{"text": "one"}', "a.json: no JSON"),
-        ("a.csv", "question,answer\none,two\n", 'line 2: "text" is missing; it has question, answer; give "prompt"'),
+        (
+            "a.csv",
+            "question,answer\none,two\n",
+            'line 2: "text" is missing; it has question, answer; give "prompt"',
+        ),
         ("a.csv", "prompt,completion\none\n", 'line 2: "completion" is no text'),
         ("a.csv", "prompt,completion\none,two,three\n", None),
         ("a.csv", "prompt,completion\n", "no line has an example"),
-        ("a.parquet", "PAR1", r"is Parquet; write it as JSON lines .*: python -c .*read_parquet\('.*a.parquet'\)"),
+        (
+            "a.parquet",
+            "PAR1",
+            r"is Parquet; write it as JSON lines .*: python -c .*read_parquet\('.*a.parquet'\)",
+        ),
     ],
 )
 def test_a_list_or_table_that_does_not_fit_is_named(tmp_path, name, text, message):
@@ -118,8 +143,13 @@ def test_a_list_or_table_that_does_not_fit_is_named(tmp_path, name, text, messag
 
 
 def test_a_tokenizer_without_chat_template_is_named(tmp_path, tokenizer):
-    examples = read_examples(file(tmp_path, {"prompt": "one", "completion": "two"}, {"messages": SPOKEN}))
-    with pytest.raises(DataError, match=r'line 2: "messages" need a chat template, and the tokenizer of .* has none'):
+    examples = read_examples(
+        file(tmp_path, {"prompt": "one", "completion": "two"}, {"messages": SPOKEN})
+    )
+    with pytest.raises(
+        DataError,
+        match=r'line 2: "messages" need a chat template, and the tokenizer of .* has none',
+    ):
         tokenize(examples, tokenizer)
 
 
@@ -129,13 +159,22 @@ def test_a_tokenizer_without_chat_template_is_named(tmp_path, tokenizer):
         ('{"prompt": ', "line 2: no JSON .*each example must be a JSON object"),
         ("[1, 2]", "line 2: a list; each example must be a JSON object"),
         ({"prompt": "one"}, 'line 2: "completion" is missing; it has prompt; give'),
-        ({"question": "one", "answer": "two"}, 'line 2: "text" is missing; it has question, answer; give'),
+        (
+            {"question": "one", "answer": "two"},
+            'line 2: "text" is missing; it has question, answer; give',
+        ),
         ({"prompt": "one", "completion": 3}, 'line 2: "completion" is no text; give'),
-        ({"prompt": "one", "completion": " \n"}, 'line 2: "completion" is empty, .* fill it or remove the line'),
+        (
+            {"prompt": "one", "completion": " \n"},
+            'line 2: "completion" is empty, .* fill it or remove the line',
+        ),
         ({"text": ""}, 'line 2: "text" is empty'),
         ({"prompt": SPOKEN, "completion": "x"}, 'line 2: "prompt" is no text'),
         ({"messages": []}, "line 2: no message is of the assistant"),
-        ({"messages": [{"role": "assistant", "content": ""}]}, "line 2: a message of the assistant is empty"),
+        (
+            {"messages": [{"role": "assistant", "content": ""}]},
+            "line 2: a message of the assistant is empty",
+        ),
         ({"messages": ["hello"]}, 'line 2: "messages" must be a list of objects'),
     ],
 )
@@ -158,13 +197,17 @@ def test_a_file_of_no_text_or_none_at_all_is_refused(tmp_path):
 def test_a_long_line_says_how_long_and_how_many(tmp_path, tokenizer):
     rows = [{"prompt": "one", "completion": "two " * n} for n in (1, 9, 4)]
     examples = read_examples(file(tmp_path, *rows))
-    with pytest.raises(DataError, match=r"line 2: 12 tokens, more than the length of 6 \(2 of 3 .*--max-length 12"):
+    with pytest.raises(
+        DataError, match=r"line 2: 12 tokens, more than the length of 6 \(2 of 3 .*--max-length 12"
+    ):
         tokenize(examples, tokenizer, max_length=6)
     assert max(map(len, tokenize(examples, tokenizer, max_length=12))) == 12
 
 
 def test_a_long_line_is_cut_at_its_beginning_where_that_is_wanted(tmp_path, tokenizer):
-    (example,) = read_examples(file(tmp_path, {"prompt": "one two three four", "completion": "two three"}))
+    (example,) = read_examples(
+        file(tmp_path, {"prompt": "one two three four", "completion": "two three"})
+    )
     (whole,) = tokenize([example], tokenizer)
     for length in (len(whole) - 2, len(whole), len(whole) + 2):
         (cut,) = tokenize([example], tokenizer, max_length=length, truncate=True)
@@ -174,11 +217,16 @@ def test_a_long_line_is_cut_at_its_beginning_where_that_is_wanted(tmp_path, toke
 
 def test_batches_hold_every_row_once_in_an_order_of_the_seed(tmp_path, tokenizer):
     rows = tokenize(
-        read_examples(file(tmp_path, *({"prompt": "one", "completion": "two " * n} for n in range(1, 24)))), tokenizer
+        read_examples(
+            file(tmp_path, *({"prompt": "one", "completion": "two " * n} for n in range(1, 24)))
+        ),
+        tokenizer,
     )
 
     def order(seed):
-        return [batch["input_ids"].tolist() for batch in token_batches(rows, size=4, seed=seed, pad=0)]
+        return [
+            batch["input_ids"].tolist() for batch in token_batches(rows, size=4, seed=seed, pad=0)
+        ]
 
     assert order(1) == order(1) != order(2)
     for seed in (None, 1):
@@ -194,7 +242,9 @@ def test_batches_hold_every_row_once_in_an_order_of_the_seed(tmp_path, tokenizer
 
 
 def test_the_mask_is_for_the_answers_and_not_for_the_model(tmp_path, tokenizer):
-    rows = tokenize(read_examples(file(tmp_path, {"prompt": "one", "completion": "two"})), tokenizer)
+    rows = tokenize(
+        read_examples(file(tmp_path, {"prompt": "one", "completion": "two"})), tokenizer
+    )
     (batch,) = token_batches(rows, size=4, seed=0, pad=0)
     assert set(model_inputs(batch)) == {"input_ids", "attention_mask"}
     assert answer_mask(batch, Head.causal_lm).tolist() == [[0, 0, 1, 1]]

@@ -15,7 +15,13 @@ from lsrdecomp.calibration.divergence import without_delta  # noqa: E402
 from lsrdecomp.calibration.features import ask_with_features, distance_without, lesson  # noqa: E402
 from lsrdecomp.calibration.fisher import Head  # noqa: E402
 
-SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 32}
+SMALL = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 32,
+}
 IDS, MASK = torch.tensor([[3, 4, 5, 6], [7, 8, 0, 0]]), torch.tensor([[1] * 4, [1, 1, 0, 0]])
 QUESTION = {"input_ids": IDS, "attention_mask": MASK}
 
@@ -26,10 +32,13 @@ def opened(model):
 
 
 @pytest.mark.parametrize(
-    ("name", "last"), [("Bert", "classifier"), ("Roberta", "classifier.out_proj"), ("DistilBert", "classifier")]
+    ("name", "last"),
+    [("Bert", "classifier"), ("Roberta", "classifier.out_proj"), ("DistilBert", "classifier")],
 )
 def test_features_are_what_the_logits_are_made_of(name, last):
-    config = getattr(transformers, f"{name}Config")(**SMALL, num_labels=3, dim=24, n_heads=2, n_layers=2, hidden_dim=32)
+    config = getattr(transformers, f"{name}Config")(
+        **SMALL, num_labels=3, dim=24, n_heads=2, n_layers=2, hidden_dim=32
+    )
     base = opened(getattr(transformers, f"{name}ForSequenceClassification")(config))
     answers, features = ask_with_features(base, QUESTION)
     layer = base.model.get_submodule(last)
@@ -49,7 +58,10 @@ def test_a_model_whose_last_layer_is_not_known_has_no_features():
     class Bare(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.score, self.config = torch.nn.Linear(4, 3), transformers.PretrainedConfig(num_labels=3)
+            self.score, self.config = (
+                torch.nn.Linear(4, 3),
+                transformers.PretrainedConfig(num_labels=3),
+            )
 
         def forward(self, input_ids, attention_mask):
             logits = 2.0 * self.score(attention_mask.float())
@@ -74,10 +86,14 @@ def test_a_lesson_is_the_answer_of_the_source(kind, tmp_path):
     torch.testing.assert_close(known.features, features, rtol=0, atol=0)
     with without_delta(source.model):
         bare = ask_with_features(source, batch)[1]
-    assert distance_without(source, [known]) == pytest.approx(float((bare - features).square().sum(1).mean()), rel=1e-5)
+    assert distance_without(source, [known]) == pytest.approx(
+        float((bare - features).square().sum(1).mean()), rel=1e-5
+    )
     for name, parameter in written.model.named_parameters():
         parameter.requires_grad_(".lsr_A." in name)
     (ask_with_features(written, batch)[1] - known.features).square().sum().backward()
-    factors = [parameter.grad for name, parameter in written.model.named_parameters() if ".lsr_A." in name]
+    factors = [
+        parameter.grad for name, parameter in written.model.named_parameters() if ".lsr_A." in name
+    ]
     assert factors
     assert all(float(gradient.abs().sum()) > 0.0 for gradient in factors)

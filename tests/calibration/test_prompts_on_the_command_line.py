@@ -28,7 +28,9 @@ from lsrdecomp.errors import LsrError  # noqa: E402
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llm")
     make_base(folder)
-    compress(open_checkpoint(make_lora(folder)), CompressionPlan(separation_rank=2)).save(folder / "lsr")
+    compress(open_checkpoint(make_lora(folder)), CompressionPlan(separation_rank=2)).save(
+        folder / "lsr"
+    )
     write_rows(folder / "rows.jsonl", 24)
     return folder
 
@@ -38,16 +40,30 @@ def run(*arguments):
 
 
 def calibrated(place, out, *more):
-    done = run("calibrate", place / "base", "--adapter", place / "lora", "--out", out, "--samples", 24, *more)
+    done = run(
+        "calibrate",
+        place / "base",
+        "--adapter",
+        place / "lora",
+        "--out",
+        out,
+        "--samples",
+        24,
+        *more,
+    )
     assert done.exception is None, done.exception
     return json.loads((out / "statistics.json").read_text())["answers"]
 
 
 def test_calibrate_counts_completion_tokens_or_all(place, tmp_path):
     data = ("--data", place / "rows.jsonl", "--batch", 5)
-    # Completions of 1, 2, 3, 4 words in turn and their end; prompts of three words after the mark of the beginning.
+    # Completions of 1, 2, 3, 4 words in turn and their end; prompts of three words after the mark
+    # of the beginning.
     assert calibrated(place, tmp_path / "some", *data) == 6 * (2 + 3 + 4 + 5)
-    assert calibrated(place, tmp_path / "all", *data, "--answers", "all") == 6 * (2 + 3 + 4 + 5) + 24 * 3
+    assert (
+        calibrated(place, tmp_path / "all", *data, "--answers", "all")
+        == 6 * (2 + 3 + 4 + 5) + 24 * 3
+    )
     assert len(read_statistics(tmp_path / "some")) == 8
 
 
@@ -61,7 +77,15 @@ def test_statistics_say_what_they_are_of_and_what_the_adapter_does(place, tmp_pa
     assert one == same
     assert one["base"] == str(place / "base")
     assert one["texts"] != other["texts"]
-    arguments = ("verify", place / "lora", place / "lora", "--base", place / "base", "--json", tmp_path / "v.json")
+    arguments = (
+        "verify",
+        place / "lora",
+        place / "lora",
+        "--base",
+        place / "base",
+        "--json",
+        tmp_path / "v.json",
+    )
     run(*arguments, *data)
     effect = json.loads((tmp_path / "v.json").read_text())["answers"]["effect"]
     assert one["effect"] == pytest.approx(effect, rel=1e-4)
@@ -94,7 +118,15 @@ def test_the_base_may_be_held_in_bfloat16(place, tmp_path):
 
 
 def test_verify_compares_answers_on_completions(place, tmp_path):
-    arguments = ("verify", place / "lora", place / "lsr", "--base", place / "base", "--json", tmp_path / "v.json")
+    arguments = (
+        "verify",
+        place / "lora",
+        place / "lsr",
+        "--base",
+        place / "base",
+        "--json",
+        tmp_path / "v.json",
+    )
     done = run(*arguments, "--data", place / "rows.jsonl")
     assert done.exception is None, done.output
     answers = json.loads((tmp_path / "v.json").read_text())["answers"]
@@ -108,28 +140,66 @@ def test_verify_compares_answers_on_completions(place, tmp_path):
     [
         ((), "give one of --data FILE.jsonl, --text FILE and --task DIR"),
         (("--data", "rows.jsonl", "--text", "rows.jsonl"), "give one of --data"),
-        (("--text", "rows.jsonl", "--answers", "all"), "--answers is about prompts and completions"),
-        (("--data", "rows.jsonl", "--answers", "some"), "answers must be one of completion, all, got 'some'"),
-        (("--data", "rows.jsonl", "--dtype", "float8"), "dtype must be one of float32, bfloat16, got 'float8'"),
-        (("--data", "rows.jsonl", "--max-length", "6"), r"line 4: 9 tokens, .* give --max-length 9"),
+        (
+            ("--text", "rows.jsonl", "--answers", "all"),
+            "--answers is about prompts and completions",
+        ),
+        (
+            ("--data", "rows.jsonl", "--answers", "some"),
+            "answers must be one of completion, all, got 'some'",
+        ),
+        (
+            ("--data", "rows.jsonl", "--dtype", "float8"),
+            "dtype must be one of float32, bfloat16, got 'float8'",
+        ),
+        (
+            ("--data", "rows.jsonl", "--max-length", "6"),
+            r"line 4: 9 tokens, .* give --max-length 9",
+        ),
         (("--data", "absent.jsonl"), "absent.jsonl: "),
     ],
 )
-def test_what_cannot_be_used_is_refused_before_anything_is_written(place, tmp_path, monkeypatch, arguments, says):
+def test_what_cannot_be_used_is_refused_before_anything_is_written(
+    place, tmp_path, monkeypatch, arguments, says
+):
     monkeypatch.chdir(place)
-    done = run("calibrate", place / "base", "--adapter", place / "lora", "--out", tmp_path / "o", *arguments)
+    done = run(
+        "calibrate",
+        place / "base",
+        "--adapter",
+        place / "lora",
+        "--out",
+        tmp_path / "o",
+        *arguments,
+    )
     assert isinstance(done.exception, LsrError)
     with pytest.raises(LsrError, match=says):
         raise done.exception
     assert not (tmp_path / "o").exists()
 
 
-def test_what_compress_measures_of_a_language_model_is_said_per_token_and_not_estimated_too(place, tmp_path):
-    rows = [{"prompt": f"user {one} {other}", "completion": one} for one in WORDS[:7] for other in WORDS[:7]]
+def test_what_compress_measures_of_a_language_model_is_said_per_token_and_not_estimated_too(
+    place, tmp_path
+):
+    rows = [
+        {"prompt": f"user {one} {other}", "completion": one}
+        for one in WORDS[:7]
+        for other in WORDS[:7]
+    ]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = run(
-        *("compress", place / "lora", "--base", place / "base", "--data", file, "--ratio", 4, "--dry-run"),
+        *(
+            "compress",
+            place / "lora",
+            "--base",
+            place / "base",
+            "--data",
+            file,
+            "--ratio",
+            4,
+            "--dry-run",
+        ),
         *("--held-out", 8, "--max-length", 32),
     )
     assert done.exit_code == 0, done.output

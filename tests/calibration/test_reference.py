@@ -39,7 +39,9 @@ def test_many_forms_are_compared_with_one_set_of_answers(pair):
     source, written = pair
     kept = Reference(source, rounds(source))
     assert kept.compare(source).kl == pytest.approx(0.0, abs=1e-12)
-    assert kept.compare(written) == Reference(source, rounds(source)).compare(written)  # those before change nothing
+    assert kept.compare(written) == Reference(source, rounds(source)).compare(
+        written
+    )  # those before change nothing
     assert kept.compare(written).effect == kept.effect
 
 
@@ -52,8 +54,12 @@ def test_share_and_error_do_not_depend_on_the_size_of_batches(pair):
 
 def test_rows_of_trained_tokens_are_no_part_of_delta(tmp_path):
     make(tmp_path, "CAUSAL_LM")
-    config = LoraConfig(target_modules=["c_attn"], task_type="CAUSAL_LM", trainable_token_indices=[3, 7])
-    get_peft_model(make_model("CAUSAL_LM")[0], config).save_pretrained(tmp_path / "tokens")  # ΔW = 0 at its start
+    config = LoraConfig(
+        target_modules=["c_attn"], task_type="CAUSAL_LM", trainable_token_indices=[3, 7]
+    )
+    get_peft_model(make_model("CAUSAL_LM")[0], config).save_pretrained(
+        tmp_path / "tokens"
+    )  # ΔW = 0 at its start
     source = load_base(tmp_path / "base", tmp_path / "tokens")
     for name, parameter in source.model.named_parameters():
         if "trainable_tokens_delta" in name:
@@ -67,7 +73,9 @@ def test_the_standard_error_is_the_jackknife_over_examples():
     lost, effects = draws.exponential(size=9), draws.exponential(size=9) + 0.5
     shares = [1 - np.delete(lost, i).sum() / np.delete(effects, i).sum() for i in range(9)]
     expected = np.sqrt(8 * np.var(shares))
-    assert ratio_error(torch.tensor(lost), torch.tensor(effects)) == pytest.approx(expected, rel=1e-12)
+    assert ratio_error(torch.tensor(lost), torch.tensor(effects)) == pytest.approx(
+        expected, rel=1e-12
+    )
     assert ratio_error(torch.tensor(lost[:1]), torch.tensor(effects[:1])) is None
 
 
@@ -91,7 +99,9 @@ def test_divergences_of_examples_add_up(pair):
     assert int(old.counts.sum()) == len(old.logits)
     if source.head is Head.causal_lm:  # the answers of one example are the rows that stand together
         first = int(old.counts[0])
-        assert float(summed(each, old.counts)[0]) == pytest.approx(float(each[:first].sum()), rel=1e-12)
+        assert float(summed(each, old.counts)[0]) == pytest.approx(
+            float(each[:first].sum()), rel=1e-12
+        )
 
 
 def test_a_large_vocabulary_is_kept_as_what_the_output_layer_reads(pair, monkeypatch):
@@ -141,5 +151,7 @@ def test_only_answers_reach_the_output_layer(pair):
 
 def test_no_effect_is_no_share(pair, monkeypatch):
     source, _ = pair
-    monkeypatch.setattr(sys.modules[Reference.__module__], "without_delta", lambda model: torch.no_grad())
+    monkeypatch.setattr(
+        sys.modules[Reference.__module__], "without_delta", lambda model: torch.no_grad()
+    )
     assert Reference(source, rounds(source)).compare(source).kept is None

@@ -22,7 +22,9 @@ ATTENTION = "layer.0.query"
 def weight(size, rank, seed=0):
     rng = np.random.default_rng(seed)
     basis = np.linalg.qr(rng.standard_normal((size, rank)))[0]
-    return LowRankPlusIdentity(basis, np.sort(rng.uniform(1, 9, rank))[::-1].copy(), 0.5 if rank < size else 0.0)
+    return LowRankPlusIdentity(
+        basis, np.sort(rng.uniform(1, 9, rank))[::-1].copy(), 0.5 if rank < size else 0.0
+    )
 
 
 @pytest.fixture
@@ -34,7 +36,9 @@ def directory(tmp_path):
         tensors[f"{ATTENTION}.{side}.eigenvalues"] = stored.values.astype(np.float32)
         tensors[f"{ATTENTION}.{side}.rest"] = np.asarray(stored.rest, dtype=np.float32)
     save_file(tensors, tmp_path / "statistics.safetensors")
-    (tmp_path / "statistics.json").write_text(json.dumps({"format": "lsrdecomp-statistics", "version": 1}))
+    (tmp_path / "statistics.json").write_text(
+        json.dumps({"format": "lsrdecomp-statistics", "version": 1})
+    )
     return tmp_path
 
 
@@ -77,7 +81,9 @@ def test_solver_weights_are_the_damped_ones(directory):
     norm, layer = statistics[ATTENTION], statistics.measured(ATTENTION)
     norm.check((6, 5))
     np.testing.assert_allclose(formed(norm.input), formed(damped(layer.input, DAMPING)), atol=1e-12)
-    np.testing.assert_allclose(formed(norm.output), formed(damped(layer.output, DAMPING)), atol=1e-12)
+    np.testing.assert_allclose(
+        formed(norm.output), formed(damped(layer.output, DAMPING)), atol=1e-12
+    )
 
 
 def test_layers_keep_their_eigenpairs_apart():
@@ -86,17 +92,31 @@ def test_layers_keep_their_eigenpairs_apart():
     weight = damped(LowRankPlusIdentity(basis, np.array([3.0, 2.0]), 0.1), 0.1)
     assert weight.basis.shape == (1025, 2)
     added = 0.1 * (5.0 + 1023 * 0.1) / 1025
-    np.testing.assert_allclose(weight.apply(basis), basis * np.array([3.0 + added, 2.0 + added]), atol=1e-12)
+    np.testing.assert_allclose(
+        weight.apply(basis), basis * np.array([3.0 + added, 2.0 + added]), atol=1e-12
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda t: t.pop(f"{ATTENTION}.output.rest"), r"layer\.0\.query\.output\.rest: missing"),
-        (lambda t: t.update({f"{ATTENTION}.input.rest": np.zeros(2, np.float32)}), r"rest \(2,\); expected"),
-        (lambda t: t.update({f"{ATTENTION}.input.eigenvalues": np.ones(4, np.float32)}), r"eigenvalues \(4,\)"),
-        (lambda t: t.update({f"{ATTENTION}.input.eigenvalues": -np.ones(5, np.float32)}), "positive semidefinite"),
-        (lambda t: t.update({f"{ATTENTION}.input.eigenvalues": np.full(5, np.nan, np.float32)}), "NaN"),
+        (
+            lambda t: t.update({f"{ATTENTION}.input.rest": np.zeros(2, np.float32)}),
+            r"rest \(2,\); expected",
+        ),
+        (
+            lambda t: t.update({f"{ATTENTION}.input.eigenvalues": np.ones(4, np.float32)}),
+            r"eigenvalues \(4,\)",
+        ),
+        (
+            lambda t: t.update({f"{ATTENTION}.input.eigenvalues": -np.ones(5, np.float32)}),
+            "positive semidefinite",
+        ),
+        (
+            lambda t: t.update({f"{ATTENTION}.input.eigenvalues": np.full(5, np.nan, np.float32)}),
+            "NaN",
+        ),
     ],
 )
 def test_damaged_statistics_are_named(directory, change, message):
@@ -108,7 +128,9 @@ def test_damaged_statistics_are_named(directory, change, message):
 
 
 def test_other_formats_and_versions_are_refused(directory):
-    (directory / "statistics.json").write_text(json.dumps({"format": "lsrdecomp-statistics", "version": 9}))
+    (directory / "statistics.json").write_text(
+        json.dumps({"format": "lsrdecomp-statistics", "version": 9})
+    )
     with pytest.raises(CheckpointError, match="version 9, this release reads 1"):
         read_statistics(directory)
     (directory / "statistics.json").write_text(json.dumps({"peft_type": "LORA"}))
@@ -121,14 +143,21 @@ def test_other_formats_and_versions_are_refused(directory):
 def test_eigenvectors_that_are_not_orthonormal_are_refused(directory):
     tensors = load_file(directory / "statistics.safetensors")
     name = f"{ATTENTION}.input.eigenvectors"
-    save_file(tensors | {name: tensors[name] * np.float32(1.1)}, directory / "statistics.safetensors")
-    with pytest.raises(CheckpointError, match=r"input.eigenvectors: .* not orthonormal: VᵀV differs from I by 0.21"):
+    save_file(
+        tensors | {name: tensors[name] * np.float32(1.1)}, directory / "statistics.safetensors"
+    )
+    with pytest.raises(
+        CheckpointError, match=r"input.eigenvectors: .* not orthonormal: VᵀV differs from I by 0.21"
+    ):
         read_statistics(directory)[ATTENTION]
 
 
 def test_half_precision_eigenvectors_are_orthonormal_again(directory):
     tensors = load_file(directory / "statistics.safetensors")
-    halves = {name: value.astype(np.float16) if "vectors" in name else value for name, value in tensors.items()}
+    halves = {
+        name: value.astype(np.float16) if "vectors" in name else value
+        for name, value in tensors.items()
+    }
     save_file(halves, directory / "statistics.safetensors")
     side = read_statistics(directory).measured(ATTENTION).input
     np.testing.assert_allclose(side.basis.T @ side.basis, np.eye(5), atol=1e-12)
@@ -138,7 +167,9 @@ def test_half_precision_eigenvectors_are_orthonormal_again(directory):
 @pytest.mark.parametrize(("kind", "checks"), [(np.float32, 1), (np.float16, 2)])
 def test_read_again_eigenvectors_are_not_checked_again(directory, monkeypatch, kind, checks):
     tensors = load_file(directory / "statistics.safetensors")
-    stored = {name: value.astype(kind) if "vectors" in name else value for name, value in tensors.items()}
+    stored = {
+        name: value.astype(kind) if "vectors" in name else value for name, value in tensors.items()
+    }
     save_file(stored, directory / "statistics.safetensors")
     statistics, check, seen = read_statistics(directory), Statistics._orthonormal, []
 
@@ -153,16 +184,23 @@ def test_read_again_eigenvectors_are_not_checked_again(directory, monkeypatch, k
 
 
 @pytest.mark.parametrize(
-    ("declared", "fits"), [("someone/Small", True), ("/here/small", True), (None, True), ("other", False)]
+    ("declared", "fits"),
+    [("someone/Small", True), ("/here/small", True), (None, True), ("other", False)],
 )
 def test_an_adapter_of_another_base_is_refused_by_name(directory, declared, fits):
-    about = {"format": "lsrdecomp-statistics", "version": 1, "settings": {"adapter_base": "/there/small"}}
+    about = {
+        "format": "lsrdecomp-statistics",
+        "version": 1,
+        "settings": {"adapter_base": "/there/small"},
+    }
     (directory / "statistics.json").write_text(json.dumps(about))
     statistics = read_statistics(directory)
     if fits:
         statistics.check_base(declared)
     else:
-        with pytest.raises(CheckpointError, match=r"of base /there/small, and the adapter is for other; calibrate"):
+        with pytest.raises(
+            CheckpointError, match=r"of base /there/small, and the adapter is for other; calibrate"
+        ):
             statistics.check_base(declared)
 
 
@@ -173,12 +211,18 @@ def test_one_flipped_bit_in_written_statistics_is_refused(tmp_path):
         "eigenvalues": np.ones(4, np.float32),
         "rest": np.float32(0.5),
     }
-    tensors = {f"q.{side}.{part}": np.asarray(value) for side in ("input", "output") for part, value in sizes.items()}
+    tensors = {
+        f"q.{side}.{part}": np.asarray(value)
+        for side in ("input", "output")
+        for part, value in sizes.items()
+    }
     files.write_statistics(tmp_path, {}, tensors, {}, files.Counts())
     assert list(read_statistics(tmp_path)) == ["q"]
     path = tmp_path / "statistics.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match=r"statistics.safetensors: changed since it was written: its SHA-256"):
+    with pytest.raises(
+        CheckpointError, match=r"statistics.safetensors: changed since it was written: its SHA-256"
+    ):
         read_statistics(tmp_path)
 
 

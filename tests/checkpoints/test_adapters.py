@@ -41,8 +41,15 @@ def test_peft_opens_what_is_written_with_the_same_updates(tmp_path: Path) -> Non
     import lsrdecomp.adapters  # noqa: F401
 
     rng = np.random.default_rng(5)
-    score = {f"{PREFIX}score.{name}": array for name, array in (("weight", np.ones((2, 5))), ("bias", np.ones(2)))}
-    tensors = {k: v for name, (shape, _, _) in SHAPES.items() for k, v in pair(name, *shape.matrix_shape).items()}
+    score = {
+        f"{PREFIX}score.{name}": array
+        for name, array in (("weight", np.ones((2, 5))), ("bias", np.ones(2)))
+    }
+    tensors = {
+        k: v
+        for name, (shape, _, _) in SHAPES.items()
+        for k, v in pair(name, *shape.matrix_shape).items()
+    }
     tensors |= {name: array.astype(np.float32) for name, array in score.items()}
     source = open_checkpoint(
         directory(
@@ -71,7 +78,9 @@ def test_peft_opens_what_is_written_with_the_same_updates(tmp_path: Path) -> Non
         np.testing.assert_allclose(delta, expected, rtol=1e-5, atol=1e-6)
     opened.save_pretrained(tmp_path / "c")
     again = open_checkpoint(tmp_path / "c")
-    assert [layer.shape for layer in again.layers] == [layer.shape for layer in open_checkpoint(tmp_path / "b").layers]
+    assert [layer.shape for layer in again.layers] == [
+        layer.shape for layer in open_checkpoint(tmp_path / "b").layers
+    ]
     assert sorted(again.extras) == sorted(score)
 
 

@@ -18,7 +18,16 @@ from lsrdecomp.calibration.base_model import load_base  # noqa: E402
 from lsrdecomp.calibration.fisher import CalibrationError  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "compress-a-lora.md"
-HEAD = ("file", "read as", "LSR", "cut as it came", "LSR and back as it came", "to PEFT", "to kohya", "to diffusers")
+HEAD = (
+    "file",
+    "read as",
+    "LSR",
+    "cut as it came",
+    "LSR and back as it came",
+    "to PEFT",
+    "to kohya",
+    "to diffusers",
+)
 HEAD += ("calibrate",)
 
 
@@ -41,7 +50,12 @@ def base(of_experts):
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**sizes)
     if of_experts:
-        experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64, "head_dim": 32}
+        experts = {
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 64,
+            "head_dim": 32,
+        }
         config = transformers.Qwen3MoeConfig(**sizes, **experts)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
@@ -64,15 +78,23 @@ def row(form):
             except LsrError:
                 made = lsr.open_checkpoint(path, alpha=alpha)
             check = verify(source, made)
-            return check.passed and check.recorded and {layer.dtype for layer in made.layers} == {"float16"}
+            return (
+                check.passed
+                and check.recorded
+                and {layer.dtype for layer in made.layers} == {"float16"}
+            )
 
         def measured():
-            if list(load_base(base("experts" in form), written).modules) != [layer.name for layer in source.layers]:
+            if list(load_base(base("experts" in form), written).modules) != [
+                layer.name for layer in source.layers
+            ]:
                 raise CalibrationError("its layers are no Linear layers of the base")
             return True
 
         def cut():
-            return sound(truncate(source, CompressionPlan(ratio=1.5)).save(folder / "cut.safetensors"))
+            return sound(
+                truncate(source, CompressionPlan(ratio=1.5)).save(folder / "cut.safetensors")
+            )
 
         def export(to):
             return sound(export_lora(small, folder / f"to-{to}.safetensors", to=to, like=source))
@@ -95,6 +117,8 @@ def test_the_row_of_a_format_in_the_docs_is_what_happens(form):
 def test_the_table_in_the_docs_has_a_row_for_every_format_and_no_other():
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     start = lines.index(f"| {' | '.join(HEAD)} |") + 2
-    named = [line.split(" | ")[0].removeprefix("| ") for line in lines[start : start + len(KEYS) + 1]]
+    named = [
+        line.split(" | ")[0].removeprefix("| ") for line in lines[start : start + len(KEYS) + 1]
+    ]
     assert named[:-1] == list(KEYS)
     assert named[-1] == ""

@@ -64,7 +64,9 @@ def test_every_fault_is_one_clear_line(tmp_path: Path, fault: str) -> None:
     assert len(message.splitlines()) == 1
     assert message.isprintable()
     group, _, name = fault.partition(": ")
-    assert re.search(EXPECTED.get(group, rf"\b{name.split()[0]}\b"), message.replace(str(place), ""))
+    assert re.search(
+        EXPECTED.get(group, rf"\b{name.split()[0]}\b"), message.replace(str(place), "")
+    )
     assert str(tmp_path) in message
     assert len(message) < len(str(tmp_path)) + 1000
     assert sorted(tmp_path.rglob("*")) == before
@@ -72,7 +74,9 @@ def test_every_fault_is_one_clear_line(tmp_path: Path, fault: str) -> None:
 
 
 @given(st.data())
-def test_a_changed_byte_is_refused_or_reads_as_the_library_reads_it(tmp_path_factory, data: st.DataObject) -> None:
+def test_a_changed_byte_is_refused_or_reads_as_the_library_reads_it(
+    tmp_path_factory, data: st.DataObject
+) -> None:
     content = bytearray(VALID)
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
@@ -90,7 +94,9 @@ def test_a_changed_byte_is_refused_or_reads_as_the_library_reads_it(tmp_path_fac
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_give_our_error_where_the_library_gives_its_own(tmp_path_factory, content: bytes) -> None:
+def test_any_bytes_give_our_error_where_the_library_gives_its_own(
+    tmp_path_factory, content: bytes
+) -> None:
     path = tmp_path_factory.mktemp("b") / "x.safetensors"
     path.write_bytes(content)
     with pytest.raises(SafetensorError):
@@ -107,18 +113,25 @@ VALUES = st.recursive(
     | st.text("aZ0._*( \n\0é漢", max_size=5)
     | st.just(2**70),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["q", ".*", "(", "out", "inner"]), inner)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["q", ".*", "(", "out", "inner"]), inner)
     ),
     max_leaves=6,
 )
 
 
 @given(st.sampled_from(["peft", "lsr"]), st.data())
-def test_any_value_in_any_field_opens_and_writes_again_or_is_refused(tmp_path_factory, kind: str, data) -> None:
+def test_any_value_in_any_field_opens_and_writes_again_or_is_refused(
+    tmp_path_factory, kind: str, data
+) -> None:
     folder = tmp_path_factory.mktemp("c")
     path = SOUND[kind](folder / "a") / "adapter_config.json"
     config = json.loads(path.read_text())
-    field = data.draw(st.sampled_from(sorted({*config, *CARRIED, "rank_pattern", "alpha_pattern", "shape_pattern"})))
+    field = data.draw(
+        st.sampled_from(
+            sorted({*config, *CARRIED, "rank_pattern", "alpha_pattern", "shape_pattern"})
+        )
+    )
     path.write_text(json.dumps(config | {field: data.draw(VALUES)}))
     try:
         source = open_checkpoint(path.parent)
@@ -126,9 +139,12 @@ def test_any_value_in_any_field_opens_and_writes_again_or_is_refused(tmp_path_fa
         assert len(str(error).splitlines()) == 1  # noqa: PT017
         return
     layers = [
-        (layer.name, np.ones((layer.out_features, 1)), np.ones((1, layer.in_features))) for layer in source.layers
+        (layer.name, np.ones((layer.out_features, 1)), np.ones((1, layer.in_features)))
+        for layer in source.layers
     ]
-    assert len(open_checkpoint(write_lora(folder / "b", source=source, layers=layers)).layers) == len(layers)
+    assert len(
+        open_checkpoint(write_lora(folder / "b", source=source, layers=layers)).layers
+    ) == len(layers)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +156,9 @@ def test_any_value_in_any_field_opens_and_writes_again_or_is_refused(tmp_path_fa
         ("header: shape [2, 2] for 24 bytes", r"needs 16 bytes, but 24 are declared"),
     ],
 )
-def test_some_faults_are_caught_before_they_cost_anything(tmp_path: Path, fault: str, words: str) -> None:
+def test_some_faults_are_caught_before_they_cost_anything(
+    tmp_path: Path, fault: str, words: str
+) -> None:
     place = FAULTS[fault](tmp_path / "adapter")
     with pytest.raises(CheckpointError, match=words):
         open_checkpoint(place)
@@ -167,7 +185,9 @@ def test_a_file_that_changes_after_opening_is_an_error(tmp_path: Path) -> None:
 
 
 def test_layers_are_read_one_at_a_time(tmp_path: Path) -> None:
-    tensors = {k: v for i in range(40) for k, v in pair(f"layers.{i}.q", 512, 512, 8, seed=i).items()}
+    tensors = {
+        k: v for i in range(40) for k, v in pair(f"layers.{i}.q", 512, 512, 8, seed=i).items()
+    }
     folder = directory(tmp_path / "a", tensors, r=8)
     one = 2 * 512 * 8 * 4
     tracemalloc.start()
@@ -181,25 +201,39 @@ def test_layers_are_read_one_at_a_time(tmp_path: Path) -> None:
 def test_a_ceiling_on_memory_is_kept_before_anything_is_read(tmp_path: Path) -> None:
     folder = directory(tmp_path / "a", {**pair("small"), **pair("large", 64, 64, 2)})
     assert len(open_checkpoint(folder, max_memory=2 * (64 + 64) * 8).layers) == 2
-    with pytest.raises(CheckpointError, match=r"large: .*256 numbers .* 2048 bytes, above the 2047 allowed"):
+    with pytest.raises(
+        CheckpointError, match=r"large: .*256 numbers .* 2048 bytes, above the 2047 allowed"
+    ):
         open_checkpoint(folder, max_memory=2047)
 
 
 def test_the_ceiling_counts_what_a_small_file_expands_to(tmp_path: Path) -> None:
     """Factors of a few numbers stand for a LoRA of many, and packed codes for factors in float64."""
-    code = QuantizedMatrix((np.ones((1, 64, 1), np.int8), np.ones((1, 64, 1), np.int8)), np.ones(1, np.float16), 0, 4)
-    across = QuantizedMatrix((np.ones((1, 1, 8), np.int8), np.ones((1, 1, 8), np.int8)), np.ones(1, np.float16), 0, 4)
+    code = QuantizedMatrix(
+        (np.ones((1, 64, 1), np.int8), np.ones((1, 64, 1), np.int8)), np.ones(1, np.float16), 0, 4
+    )
+    across = QuantizedMatrix(
+        (np.ones((1, 1, 8), np.int8), np.ones((1, 1, 8), np.int8)), np.ones(1, np.float16), 0, 4
+    )
     source = open_checkpoint(directory(tmp_path / "a", pair("q", 4096, 64, 1), r=1, lora_alpha=1))
-    out = write_lsr(tmp_path / "b", source=source, layers=(), coded=[("q", QuantizedProduct(code, across))])
+    out = write_lsr(
+        tmp_path / "b", source=source, layers=(), coded=[("q", QuantizedProduct(code, across))]
+    )
     assert (out / "adapter_model.safetensors").stat().st_size < 2000
     assert open_checkpoint(out, max_memory=8 * (4096 + 64)).layers[0].parameters == 2 * (64 + 8)
-    with pytest.raises(CheckpointError, match=r"q: its 4160 numbers take 33280 bytes, above the 33279 allowed"):
+    with pytest.raises(
+        CheckpointError, match=r"q: its 4160 numbers take 33280 bytes, above the 33279 allowed"
+    ):
         open_checkpoint(out, max_memory=8 * (4096 + 64) - 1)
-    with pytest.raises(CheckpointError, match=r"lsr_numbers: its \d+ bytes are read whole, above the 50 allowed"):
+    with pytest.raises(
+        CheckpointError, match=r"lsr_numbers: its \d+ bytes are read whole, above the 50 allowed"
+    ):
         open_checkpoint(out, max_memory=50)
 
 
 def test_extras_are_handed_over_untouched_whatever_they_hold(tmp_path: Path) -> None:
     extra = np.array([np.nan, 1.0, -np.inf], np.float16)
-    checkpoint = open_checkpoint(directory(tmp_path / "a", {**pair("q"), f"{PREFIX}head.bias": extra}))
+    checkpoint = open_checkpoint(
+        directory(tmp_path / "a", {**pair("q"), f"{PREFIX}head.bias": extra})
+    )
     assert checkpoint.extras[f"{PREFIX}head.bias"].read().tobytes() == extra.tobytes()

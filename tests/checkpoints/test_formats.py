@@ -1,7 +1,7 @@
 """Formats without a config: kohya, diffusers, cloneofsimo, loralib, LyCORIS.
 
-Real files where there are some; the others follow the published key layouts and are synthetic, their expected updates
-computed from each method's definition.
+Real files where there are some; the others follow the published key layouts and are synthetic,
+their expected updates computed from each method's definition.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def updates(checkpoint: Checkpoint, first: int | None = None) -> dict[str, np.nd
     for layer in checkpoint.layers[:first]:
         left, right = layer.load()
         if isinstance(layer, LsrLayer):
-            left, right = (sum(_kron([f[k] for f in side]) for k in range(len(side[0]))) for side in (left, right))
+            left, right = (
+                sum(_kron([f[k] for f in side]) for k in range(len(side[0])))
+                for side in (left, right)
+            )
         found[layer.name] = layer.scale * (np.asarray(left, np.float64) @ right)
     return found
 
@@ -68,9 +71,16 @@ REAL = {
 
 
 @pytest.mark.parametrize(("folder", "name"), REAL)
-def test_published_files_open_with_the_counts_in_their_description(shared: Path, folder: str, name: str | None) -> None:
+def test_published_files_open_with_the_counts_in_their_description(
+    shared: Path, folder: str, name: str | None
+) -> None:
     checkpoint = open_checkpoint(shared / "adapters" / folder, name=name)
-    counts = checkpoint.format, len(checkpoint.layers), checkpoint.adapter_parameters, checkpoint.extra_parameters
+    counts = (
+        checkpoint.format,
+        len(checkpoint.layers),
+        checkpoint.adapter_parameters,
+        checkpoint.extra_parameters,
+    )
     assert counts == REAL[folder, name]
     assert {layer.scale for layer in checkpoint.layers} == {1.0}
     for layer in checkpoint.layers:
@@ -103,7 +113,9 @@ def test_lists_saved_on_a_gpu_open_on_a_cpu_and_embeddings_alone_are_refused(sha
 
 
 @pytest.mark.parametrize("name", ["loralib", "cloneofsimo"])
-def test_an_lsr_directory_is_written_from_any_format(shared: Path, tmp_path: Path, name: str) -> None:
+def test_an_lsr_directory_is_written_from_any_format(
+    shared: Path, tmp_path: Path, name: str
+) -> None:
     adapters = shared / "adapters"
     if name == "loralib":
         source = open_checkpoint(adapters / "ms-roberta-base-mnli", alpha=16)
@@ -119,8 +131,12 @@ def test_an_lsr_directory_is_written_from_any_format(shared: Path, tmp_path: Pat
     assert sorted(back.extras) == sorted(source.extras)
     assert back.config.get("modules_to_save") == (["classifier"] if name == "loralib" else None)
     first, again = source.layers[0], back.layers[0]
-    assert again.shape == ProductShape((first.out_features, 1), (first.rank, 1), (first.in_features, 1))
-    np.testing.assert_allclose(updates(back, 1)[first.name], updates(source, 1)[first.name], rtol=1e-6, atol=1e-9)
+    assert again.shape == ProductShape(
+        (first.out_features, 1), (first.rank, 1), (first.in_features, 1)
+    )
+    np.testing.assert_allclose(
+        updates(back, 1)[first.name], updates(source, 1)[first.name], rtol=1e-6, atol=1e-9
+    )
 
 
 @pytest.fixture
@@ -144,13 +160,18 @@ def kohya(tmp_path: Path) -> Path:
         "lora_unet_cp.alpha": np.array(1.0, np.float32),
         "emb_params": normal(3, 8),
     }
-    save_file(tensors, tmp_path / "style.safetensors", metadata={"ss_network_module": "networks.lora"})
+    save_file(
+        tensors, tmp_path / "style.safetensors", metadata={"ss_network_module": "networks.lora"}
+    )
     return tmp_path / "style.safetensors"
 
 
 def test_kohya_layers_are_read_with_alpha_convolutions_and_cores(kohya: Path) -> None:
     checkpoint, t = open_checkpoint(kohya), load_file(kohya)
-    found = {layer.name: (layer.kind, layer.shape, layer.rank, layer.scale) for layer in checkpoint.layers}
+    found = {
+        layer.name: (layer.kind, layer.shape, layer.rank, layer.scale)
+        for layer in checkpoint.layers
+    }
     assert found == {
         "lora_unet_down_0_attn_to_q": ("linear", (8, 6), 4, 0.25),
         "lora_te_text_layers_11_fc1": ("linear", (7, 5), 2, 1.0),
@@ -161,13 +182,21 @@ def test_kohya_layers_are_read_with_alpha_convolutions_and_cores(kohya: Path) ->
     assert list(checkpoint.extras) == [f"{PREFIX}emb_params"]
     names = [f"lora_unet_cp.lora_{part}.weight" for part in ("up", "mid", "down")]
     core = np.einsum("oiab,ijkl,jcab->ockl", *(t[name].astype(np.float64) for name in names))
-    np.testing.assert_allclose(updates(checkpoint)["lora_unet_cp"], 0.5 * core.reshape(5, 36), rtol=1e-12)
+    np.testing.assert_allclose(
+        updates(checkpoint)["lora_unet_cp"], 0.5 * core.reshape(5, 36), rtol=1e-12
+    )
 
 
 def test_a_kohya_file_round_trips(kohya: Path, tmp_path: Path) -> None:
     source = open_checkpoint(kohya)
-    layers = ((layer.name, layer.scale * up, down) for layer in source.layers for up, down in [layer.load()])
-    out = write_pairs(tmp_path / "new" / "out.safetensors", names="kohya", source=source, layers=layers)
+    layers = (
+        (layer.name, layer.scale * up, down)
+        for layer in source.layers
+        for up, down in [layer.load()]
+    )
+    out = write_pairs(
+        tmp_path / "new" / "out.safetensors", names="kohya", source=source, layers=layers
+    )
     tensors = load_file(out)
     assert tensors["lora_unet_conv.lora_down.weight"].shape == (3, 4, 3, 2)
     assert tensors["lora_unet_conv.lora_up.weight"].shape == (5, 3, 1, 1)
@@ -200,7 +229,9 @@ def test_a_kohya_file_round_trips(kohya: Path, tmp_path: Path) -> None:
     ],
 )
 def test_kohya_files_with_parts_amiss_are_refused(kohya: Path, change: dict, word: str) -> None:
-    tensors = {name: array for name, array in (load_file(kohya) | change).items() if array is not None}
+    tensors = {
+        name: array for name, array in (load_file(kohya) | change).items() if array is not None
+    }
     save_file(tensors, kohya)
     with pytest.raises(CheckpointError, match=word):
         open_checkpoint(kohya)
@@ -220,7 +251,9 @@ def test_diffusers_keys_of_each_age_read_the_same(tmp_path: Path, style: str) ->
     save_file(tensors, tmp_path / "x.safetensors")
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.format == "diffusers"
-    np.testing.assert_allclose(updates(checkpoint)[name], tensors[name + up] @ tensors[name + down], rtol=1e-5)
+    np.testing.assert_allclose(
+        updates(checkpoint)[name], tensors[name + up] @ tensors[name + down], rtol=1e-5
+    )
 
 
 def test_attention_processor_keys_become_module_names(tmp_path: Path) -> None:
@@ -231,20 +264,41 @@ def test_attention_processor_keys_become_module_names(tmp_path: Path) -> None:
         "text_encoder.layers.0.self_attn.to_out_lora": "text_encoder.layers.0.self_attn.out_proj",
     }
     ends = {"down": (2, 6), "up": (8, 2)}
-    save_file({f"{k}.{e}.weight": normal(*s) for k in stored for e, s in ends.items()}, tmp_path / "x.safetensors")
+    save_file(
+        {f"{k}.{e}.weight": normal(*s) for k in stored for e, s in ends.items()},
+        tmp_path / "x.safetensors",
+    )
     assert {layer.name for layer in open_checkpoint(tmp_path).layers} == set(stored.values())
 
 
 def test_diffusers_scales_come_from_alphas_and_from_the_header(tmp_path: Path) -> None:
-    config = {"unet.r": 2, "unet.lora_alpha": 8, "unet.alpha_pattern": {"b.to_q": 3}, "unet.use_rslora": False}
+    config = {
+        "unet.r": 2,
+        "unet.lora_alpha": 8,
+        "unet.alpha_pattern": {"b.to_q": 3},
+        "unet.use_rslora": False,
+    }
     names = ("unet.a.to_q", "unet.b.to_q", "unet.c.to_q", "text_encoder.q")
-    tensors = {n + e: normal(*s) for n in names for e, s in ((".lora_A.weight", (2, 6)), (".lora_B.weight", (8, 2)))}
+    tensors = {
+        n + e: normal(*s)
+        for n in names
+        for e, s in ((".lora_A.weight", (2, 6)), (".lora_B.weight", (8, 2)))
+    }
     tensors["unet.c.to_q.alpha"] = np.array(5.0, np.float32)
-    save_file(tensors, tmp_path / "x.safetensors", metadata={"lora_adapter_metadata": json.dumps(config)})
+    save_file(
+        tensors, tmp_path / "x.safetensors", metadata={"lora_adapter_metadata": json.dumps(config)}
+    )
     scales = {layer.name: layer.scale for layer in open_checkpoint(tmp_path).layers}
-    assert scales == {"unet.a.to_q": 4.0, "unet.b.to_q": 1.5, "unet.c.to_q": 2.5, "text_encoder.q": 1.0}
+    assert scales == {
+        "unet.a.to_q": 4.0,
+        "unet.b.to_q": 1.5,
+        "unet.c.to_q": 2.5,
+        "text_encoder.q": 1.0,
+    }
     config["unet.use_dora"] = True
-    save_file(tensors, tmp_path / "x.safetensors", metadata={"lora_adapter_metadata": json.dumps(config)})
+    save_file(
+        tensors, tmp_path / "x.safetensors", metadata={"lora_adapter_metadata": json.dumps(config)}
+    )
     with pytest.raises(UnsupportedError, match="use_dora"):
         open_checkpoint(tmp_path)
 
@@ -254,9 +308,13 @@ def test_a_published_diffusers_file_round_trips(shared: Path, tmp_path: Path) ->
     layers = [(layer.name, *layer.load()) for layer in source.layers]
     before = load_file(source.weights)
     for names in ("same", "diffusers"):
-        out = write_pairs(tmp_path / f"{names}.safetensors", layers=layers, source=source, names=names)
+        out = write_pairs(
+            tmp_path / f"{names}.safetensors", layers=layers, source=source, names=names
+        )
         after = load_file(out)
-        assert [layer.name for layer in open_checkpoint(out).layers] == [name for name, *_ in layers]
+        assert [layer.name for layer in open_checkpoint(out).layers] == [
+            name for name, *_ in layers
+        ]
         if names == "same":  # the keys of the old processors too
             assert after.keys() == before.keys()
             assert all(after[name].tobytes() == array.tobytes() for name, array in before.items())
@@ -265,9 +323,14 @@ def test_a_published_diffusers_file_round_trips(shared: Path, tmp_path: Path) ->
 
 
 def test_diffusers_names_are_flattened_for_kohya_and_others_refused(tmp_path: Path) -> None:
-    layers = [("unet.a_b.0.to_q", normal(8, 2), normal(2, 6)), ("text_encoder.l.1.q", normal(8, 2), normal(2, 6))]
+    layers = [
+        ("unet.a_b.0.to_q", normal(8, 2), normal(2, 6)),
+        ("text_encoder.l.1.q", normal(8, 2), normal(2, 6)),
+    ]
     layers.append(("text_encoder.encoder.layers.1.self_attn.q_proj", normal(8, 2), normal(2, 6)))
-    layers.append(("text_encoder.text_model.encoder.layers.0.self_attn.q_proj", normal(8, 2), normal(2, 6)))
+    layers.append(
+        ("text_encoder.text_model.encoder.layers.0.self_attn.q_proj", normal(8, 2), normal(2, 6))
+    )
     out = write_pairs(tmp_path / "o.safetensors", names="kohya", layers=layers, storage="bfloat16")
     assert set(load_file(out)) == {
         f"{name}.{end}"
@@ -282,9 +345,18 @@ def test_diffusers_names_are_flattened_for_kohya_and_others_refused(tmp_path: Pa
     odd = [("unet.x", normal(8, 257), normal(257, 6))]
     wide = load_file(write_pairs(out, names="kohya", layers=odd, storage="bfloat16", force=True))
     assert wide["lora_unet_x.alpha"] == 257  # which bfloat16 would round
-    for name in ("model.layers.0.q_proj", "unet:99", "transformer.h.0.mlp", "transformer.blocks.0.attn.to_q"):
+    for name in (
+        "model.layers.0.q_proj",
+        "unet:99",
+        "transformer.h.0.mlp",
+        "transformer.blocks.0.attn.to_q",
+    ):
         with pytest.raises(UnsupportedError, match=name) as refusal:
-            write_pairs(tmp_path / "p.safetensors", names="kohya", layers=[(name, normal(8, 2), normal(2, 6))])
+            write_pairs(
+                tmp_path / "p.safetensors",
+                names="kohya",
+                layers=[(name, normal(8, 2), normal(2, 6))],
+            )
         assert ("diffusers" in str(refusal.value)) == name.startswith("transformer.b")
     assert [entry.name for entry in tmp_path.iterdir()] == ["o.safetensors"]
 
@@ -298,25 +370,39 @@ def test_diffusers_names_are_flattened_for_kohya_and_others_refused(tmp_path: Pa
         ("lora_unet_a_b", "a flattened name cannot be undone; write kohya"),
     ],
 )
-def test_what_no_pipeline_would_load_is_not_written_for_diffusers(tmp_path: Path, name: str, words: str) -> None:
+def test_what_no_pipeline_would_load_is_not_written_for_diffusers(
+    tmp_path: Path, name: str, words: str
+) -> None:
     with pytest.raises(UnsupportedError, match=words) as refusal:
-        write_pairs(tmp_path / "o.safetensors", names="diffusers", layers=[(name, normal(8, 2), normal(2, 6))])
+        write_pairs(
+            tmp_path / "o.safetensors",
+            names="diffusers",
+            layers=[(name, normal(8, 2), normal(2, 6))],
+        )
     assert name in str(refusal.value)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_tensors_beside_the_adapter_are_refused_for_diffusers(tmp_path: Path) -> None:
-    halves = {"unet.a.lora_A.weight": normal(2, 6), "unet.a.lora_B.weight": normal(8, 2), "<s1>": normal(1, 4)}
+    halves = {
+        "unet.a.lora_A.weight": normal(2, 6),
+        "unet.a.lora_B.weight": normal(8, 2),
+        "<s1>": normal(1, 4),
+    }
     save_file(halves, tmp_path / "x.safetensors")
     source = open_checkpoint(tmp_path / "x.safetensors")
     layers = [(layer.name, *layer.load()) for layer in source.layers]
     with pytest.raises(UnsupportedError, match="1 tensors beside the adapter .the first .*<s1>"):
         write_pairs(tmp_path / "o.safetensors", names="diffusers", layers=layers, source=source)
-    write_pairs(tmp_path / "o.safetensors", names="diffusers", layers=layers, source=source, extras={})
+    write_pairs(
+        tmp_path / "o.safetensors", names="diffusers", layers=layers, source=source, extras={}
+    )
     assert not open_checkpoint(tmp_path / "o.safetensors").extras
 
 
-def test_single_files_are_not_overwritten_unless_forced_nor_written_onto_their_source(kohya: Path) -> None:
+def test_single_files_are_not_overwritten_unless_forced_nor_written_onto_their_source(
+    kohya: Path,
+) -> None:
     source, before = open_checkpoint(kohya), kohya.read_bytes()
     layers = [("lora_unet_x", normal(8, 2), normal(2, 6))]
     with pytest.raises(CheckpointError, match="input"):
@@ -338,10 +424,20 @@ def test_a_peft_file_without_its_config_is_told_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernel", [(), (3, 2)])
-def test_loha_is_read_as_the_low_rank_pair_it_equals(tmp_path: Path, kernel: tuple[int, ...]) -> None:
+def test_loha_is_read_as_the_low_rank_pair_it_equals(
+    tmp_path: Path, kernel: tuple[int, ...]
+) -> None:
     k = int(np.prod(kernel))
-    t = {"w1_a": normal(5, 2), "w1_b": normal(2, 4 * k), "w2_a": normal(5, 2), "w2_b": normal(2, 4 * k)}
-    save_file({f"m.hada_{n}": a for n, a in t.items()} | {"m.alpha": normal(1) * 0 + 1}, tmp_path / "x.safetensors")
+    t = {
+        "w1_a": normal(5, 2),
+        "w1_b": normal(2, 4 * k),
+        "w2_a": normal(5, 2),
+        "w2_b": normal(2, 4 * k),
+    }
+    save_file(
+        {f"m.hada_{n}": a for n, a in t.items()} | {"m.alpha": normal(1) * 0 + 1},
+        tmp_path / "x.safetensors",
+    )
     (layer,) = open_checkpoint(tmp_path).layers
     assert (layer.rank, layer.scale, layer.kind) == (4, 0.5, "linear")
     t = {name: array.astype(np.float64) for name, array in t.items()}
@@ -355,20 +451,35 @@ def test_loha_with_tucker_cores(tmp_path: Path) -> None:
     save_file({f"m.hada_{n}": a for n, a in t.items()}, tmp_path / "x.safetensors")
     checkpoint = open_checkpoint(tmp_path)
     t = {name: array.astype(np.float64) for name, array in t.items()}
-    one, two = (np.einsum("ijkl,io,jc->ockl", t[f"t{i}"], t[f"w{i}_a"], t[f"w{i}_b"]) for i in (1, 2))
+    one, two = (
+        np.einsum("ijkl,io,jc->ockl", t[f"t{i}"], t[f"w{i}_a"], t[f"w{i}_b"]) for i in (1, 2)
+    )
     np.testing.assert_allclose(updates(checkpoint)["m"], (one * two).reshape(5, 24), rtol=1e-12)
-    assert (checkpoint.layers[0].kind, checkpoint.layers[0].kernel, checkpoint.layers[0].rank) == ("conv", (3, 2), 6)
+    assert (checkpoint.layers[0].kind, checkpoint.layers[0].kernel, checkpoint.layers[0].rank) == (
+        "conv",
+        (3, 2),
+        6,
+    )
 
 
 LOKR = {  # tensors, expected ΔW, scale, inner shape
-    "both whole": (lambda: {"w1": normal(2, 3), "w2": normal(4, 5)}, lambda t: np.kron(t["w1"], t["w2"]), 1.0),
+    "both whole": (
+        lambda: {"w1": normal(2, 3), "w2": normal(4, 5)},
+        lambda t: np.kron(t["w1"], t["w2"]),
+        1.0,
+    ),
     "second split": (
         lambda: {"w1": normal(2, 3), "w2_a": normal(4, 2), "w2_b": normal(2, 5)},
         lambda t: np.kron(t["w1"], t["w2_a"] @ t["w2_b"]),
         1.5,
     ),
     "both split": (
-        lambda: {"w1_a": normal(3, 2), "w1_b": normal(2, 2), "w2_a": normal(4, 2), "w2_b": normal(2, 5)},
+        lambda: {
+            "w1_a": normal(3, 2),
+            "w1_b": normal(2, 2),
+            "w2_a": normal(4, 2),
+            "w2_b": normal(2, 5),
+        },
         lambda t: np.kron(t["w1_a"] @ t["w1_b"], t["w2_a"] @ t["w2_b"]),
         1.5,
     ),
@@ -378,7 +489,12 @@ LOKR = {  # tensors, expected ΔW, scale, inner shape
         1.0,
     ),
     "tucker": (
-        lambda: {"w1": normal(3, 2), "w2_a": normal(2, 4), "w2_b": normal(2, 5), "t2": normal(2, 2, 3, 3)},
+        lambda: {
+            "w1": normal(3, 2),
+            "w2_a": normal(2, 4),
+            "w2_b": normal(2, 5),
+            "t2": normal(2, 2, 3, 3),
+        },
         lambda t: np.kron(
             t["w1"][:, :, None, None], np.einsum("ijkl,ip,jr->prkl", t["t2"], t["w2_a"], t["w2_b"])
         ).reshape(12, -1),
@@ -392,13 +508,21 @@ def test_lokr_is_read_as_one_term_of_kronecker_products(tmp_path: Path, case: st
     make, expected, scale = LOKR[case]
     t = make()
     save_file(
-        {f"m.lokr_{n}": a for n, a in t.items()} | {"m.alpha": np.array([3.0], np.float32)}, tmp_path / "x.safetensors"
+        {f"m.lokr_{n}": a for n, a in t.items()} | {"m.alpha": np.array([3.0], np.float32)},
+        tmp_path / "x.safetensors",
     )
     checkpoint = open_checkpoint(tmp_path)
     (layer,) = checkpoint.layers
-    assert (checkpoint.format, layer.scale, layer.left_rank, layer.right_rank) == ("lycoris", scale, 1, 1)
+    assert (checkpoint.format, layer.scale, layer.left_rank, layer.right_rank) == (
+        "lycoris",
+        scale,
+        1,
+        1,
+    )
     exact = {name: array.astype(np.float64) for name, array in t.items()}
-    np.testing.assert_allclose(updates(checkpoint)["m"], scale * expected(exact), rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(
+        updates(checkpoint)["m"], scale * expected(exact), rtol=1e-12, atol=1e-13
+    )
     assert layer.kernel == ((3, 3) if case in ("convolution", "tucker") else ())
 
 
@@ -406,14 +530,26 @@ def test_lokr_is_read_as_one_term_of_kronecker_products(tmp_path: Path, case: st
     ("tensors", "word"),
     [
         ({"m.lokr_w1": normal(2, 3)}, "without"),
-        ({"m.lokr_w1": normal(2, 3), "m.lokr_w2": normal(2, 3), "m.lokr_w2_a": normal(2, 2)}, "beside"),
-        ({"m.lokr_w1": normal(2, 3), "m.lokr_w2_a": normal(4, 2), "m.lokr_w2_b": normal(3, 5)}, "do not multiply"),
+        (
+            {"m.lokr_w1": normal(2, 3), "m.lokr_w2": normal(2, 3), "m.lokr_w2_a": normal(2, 2)},
+            "beside",
+        ),
+        (
+            {"m.lokr_w1": normal(2, 3), "m.lokr_w2_a": normal(4, 2), "m.lokr_w2_b": normal(3, 5)},
+            "do not multiply",
+        ),
         ({"m.lokr_w1": normal(2), "m.lokr_w2": normal(2, 3)}, "not a matrix"),
         ({f"m.hada_{n}": normal(2, 2) for n in ("w1_a", "w1_b", "w2_a")}, "without w2_b"),
-        ({f"m.hada_{n}": normal(2, 2) for n in ("w1_a", "w1_b", "w2_a")} | {"m.hada_w2_b": normal(2, 3)}, "same size"),
+        (
+            {f"m.hada_{n}": normal(2, 2) for n in ("w1_a", "w1_b", "w2_a")}
+            | {"m.hada_w2_b": normal(2, 3)},
+            "same size",
+        ),
     ],
 )
-def test_lycoris_parts_that_do_not_fit_are_refused(tmp_path: Path, tensors: dict, word: str) -> None:
+def test_lycoris_parts_that_do_not_fit_are_refused(
+    tmp_path: Path, tensors: dict, word: str
+) -> None:
     save_file(tensors, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match=word):
         open_checkpoint(tmp_path)
@@ -424,7 +560,11 @@ def _small_model():
 
     torch.manual_seed(1)
     return torch.nn.ModuleDict(
-        {"lin": torch.nn.Linear(12, 8), "big": torch.nn.Linear(36, 40), "conv": torch.nn.Conv2d(6, 8, (3, 3))}
+        {
+            "lin": torch.nn.Linear(12, 8),
+            "big": torch.nn.Linear(36, 40),
+            "conv": torch.nn.Conv2d(6, 8, (3, 3)),
+        }
     )
 
 
@@ -437,10 +577,14 @@ LYCORIS_CONFIGS = [
 
 
 @pytest.mark.parametrize(("kind", "settings"), LYCORIS_CONFIGS)
-def test_lycoris_directories_of_peft_give_its_own_updates(tmp_path: Path, kind: str, settings: dict) -> None:
+def test_lycoris_directories_of_peft_give_its_own_updates(
+    tmp_path: Path, kind: str, settings: dict
+) -> None:
     peft = pytest.importorskip("peft")
     model = _small_model()
-    config = getattr(peft, kind)(target_modules=["lin", "big", "conv"], init_weights=False, **settings)
+    config = getattr(peft, kind)(
+        target_modules=["lin", "big", "conv"], init_weights=False, **settings
+    )
     peft.get_peft_model(model, config).save_pretrained(tmp_path / "a")
     checkpoint = open_checkpoint(tmp_path / "a")
     assert checkpoint.format == f"peft-{kind[:4].lower()}"
@@ -459,13 +603,17 @@ def test_a_header_that_speaks_of_ranks_of_other_formats_is_no_crash(tmp_path: Pa
 
 def test_a_lokr_directory_becomes_an_lsr_directory_exactly(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    config = peft.LoKrConfig(r=2, alpha=3, target_modules=["lin", "big"], init_weights=False, decompose_both=True)
+    config = peft.LoKrConfig(
+        r=2, alpha=3, target_modules=["lin", "big"], init_weights=False, decompose_both=True
+    )
     peft.get_peft_model(_small_model(), config).save_pretrained(tmp_path / "a")
     source = open_checkpoint(tmp_path / "a")
     layers = ((layer.name, *scaled_factors(layer)) for layer in source.layers)
     write_lsr(tmp_path / "b", source=source, layers=layers, storage="float64")
     before, after = updates(source), updates(open_checkpoint(tmp_path / "b"))
-    assert all(np.allclose(after[name], update, rtol=1e-14, atol=1e-15) for name, update in before.items())
+    assert all(
+        np.allclose(after[name], update, rtol=1e-14, atol=1e-15) for name, update in before.items()
+    )
 
 
 def test_loralib_and_cloneofsimo_faults(tmp_path: Path) -> None:
@@ -492,7 +640,11 @@ def test_alpha_is_asked_for_only_where_the_file_has_none(tmp_path: Path, kohya: 
 
 def test_convolutions_go_from_kohya_to_peft_with_their_kernel(kohya: Path, tmp_path: Path) -> None:
     source = open_checkpoint(kohya)
-    layers = [(layer.name, layer.scale * up, down) for layer in source.layers for up, down in [layer.load()]]
+    layers = [
+        (layer.name, layer.scale * up, down)
+        for layer in source.layers
+        for up, down in [layer.load()]
+    ]
     write_lora(tmp_path / "out", source=source, layers=layers)
     back = open_checkpoint(tmp_path / "out")
     assert back.layer("lora_unet_conv").kernel == (3, 2)
@@ -500,14 +652,22 @@ def test_convolutions_go_from_kohya_to_peft_with_their_kernel(kohya: Path, tmp_p
         np.testing.assert_allclose(updates(back)[name], update, rtol=1e-5, atol=1e-6)
 
 
-LOHA = {f"hada_w{i}_{side}": shape for i in (1, 2) for side, shape in (("a", (5, 2)), ("b", (2, 4)))}
+LOHA = {
+    f"hada_w{i}_{side}": shape for i in (1, 2) for side, shape in (("a", (5, 2)), ("b", (2, 4)))
+}
 FILES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, object] | None]] = {
     "peft-lora": (
         {f"{PREFIX}q.lora_A.weight": (2, 6), f"{PREFIX}q.lora_B.weight": (4, 2)},
         {"peft_type": "LORA", "r": 2},
     ),
-    "peft-loha": ({f"{PREFIX}q.{part}": shape for part, shape in LOHA.items()}, {"peft_type": "LOHA", "r": 2}),
-    "peft-lokr": ({f"{PREFIX}q.lokr_w1": (2, 2), f"{PREFIX}q.lokr_w2": (2, 3)}, {"peft_type": "LOKR", "r": 2}),
+    "peft-loha": (
+        {f"{PREFIX}q.{part}": shape for part, shape in LOHA.items()},
+        {"peft_type": "LOHA", "r": 2},
+    ),
+    "peft-lokr": (
+        {f"{PREFIX}q.lokr_w1": (2, 2), f"{PREFIX}q.lokr_w2": (2, 3)},
+        {"peft_type": "LOKR", "r": 2},
+    ),
     "lycoris": ({f"m.{part}": shape for part, shape in LOHA.items()}, None),
     "kohya": ({"lora_te_q.lora_down.weight": (2, 6), "lora_te_q.lora_up.weight": (4, 2)}, None),
     "diffusers": ({"unet.q.lora_A.weight": (2, 6), "unet.q.lora_B.weight": (4, 2)}, None),
@@ -517,7 +677,8 @@ FILES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, object] | None]] = 
     "mlx": ({"q.lora_a": (6, 2), "q.lora_b": (2, 4)}, None),
 }
 OUTSIDE = ("loralib", "torchtune", "mlx")  # whose files do not hold their scale
-"""Of each format the smallest file, as shapes, and its config; LSR directories have a test file of their own."""
+"""Of each format the smallest file, as shapes, and its config; LSR directories have a test file of
+their own."""
 
 
 def put(folder: Path, form: str, more: dict[str, tuple[int, ...]] | None = None) -> Path:
@@ -549,7 +710,9 @@ def test_a_file_is_taken_by_its_own_format_and_none_before_it(tmp_path: Path, fo
     assert open_checkpoint(tmp_path / "a", alpha=2 if form in OUTSIDE else None).format == form
 
 
-def test_the_order_decides_where_two_formats_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_decides_where_two_formats_match(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loha = put(tmp_path / "loha", "peft-loha")
     mixed = put(tmp_path / "mixed", "lycoris", FILES["kohya"][0])
     assert [open_checkpoint(path).format for path in (loha, mixed)] == ["peft-loha", "lycoris"]
@@ -561,7 +724,9 @@ def test_the_order_decides_where_two_formats_match(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("form", [name for name in FILES if name not in OUTSIDE])
-def test_an_alpha_is_refused_by_every_format_whose_files_decide_the_scale(tmp_path: Path, form: str) -> None:
+def test_an_alpha_is_refused_by_every_format_whose_files_decide_the_scale(
+    tmp_path: Path, form: str
+) -> None:
     with pytest.raises(CheckpointError, match="leave alpha= out") as refused:
         open_checkpoint(put(tmp_path / "a", form), alpha=8)
     file = "adapter_model.safetensors" if FILES[form][1] is None else "adapter_config.json"
@@ -571,7 +736,8 @@ def test_an_alpha_is_refused_by_every_format_whose_files_decide_the_scale(tmp_pa
 def test_a_file_of_no_format_is_told_which_are_read(tmp_path: Path) -> None:
     save_file({"weight": normal(2, 2)}, tmp_path / "x.safetensors")
     with pytest.raises(
-        CheckpointError, match="it holds 'weight'; read are peft-loha, peft-lokr, mlx, peft-lora, lycoris"
+        CheckpointError,
+        match="it holds 'weight'; read are peft-loha, peft-lokr, mlx, peft-lora, lycoris",
     ):
         open_checkpoint(tmp_path)
 
@@ -590,7 +756,9 @@ def contributed(monkeypatch: pytest.MonkeyPatch) -> Format:
     return module  # type: ignore[return-value]
 
 
-def test_a_format_written_from_contributing_alone_reads_its_files(tmp_path: Path, contributed: Format) -> None:
+def test_a_format_written_from_contributing_alone_reads_its_files(
+    tmp_path: Path, contributed: Format
+) -> None:
     tensors = {
         "model.layers.10.q_proj.lora_kernel_a": normal(6, 2, dtype="float16"),
         "model.layers.10.q_proj.lora_kernel_b": normal(2, 4, dtype="float16"),
@@ -602,10 +770,16 @@ def test_a_format_written_from_contributing_alone_reads_its_files(tmp_path: Path
     }
     path = tmp_path / "adapters.safetensors"
     save_file(tensors, path)
-    assert [form.name for form in format_table.FORMATS if form.matches(open_bundle(path))] == [contributed.name]
+    assert [form.name for form in format_table.FORMATS if form.matches(open_bundle(path))] == [
+        contributed.name
+    ]
     checkpoint = open_checkpoint(path, alpha=6)
     assert checkpoint.format == "keras"
-    assert [layer.name[6:] for layer in checkpoint.layers] == ["embed_tokens", "layers.9.q_proj", "layers.10.q_proj"]
+    assert [layer.name[6:] for layer in checkpoint.layers] == [
+        "embed_tokens",
+        "layers.9.q_proj",
+        "layers.10.q_proj",
+    ]
     assert [layer.kind for layer in checkpoint.layers] == ["embedding", "linear", "linear"]
     assert [(layer.rank, layer.scale, layer.dtype) for layer in checkpoint.layers[1:]] == [
         (3, 2.0, "float32"),
@@ -614,7 +788,9 @@ def test_a_format_written_from_contributing_alone_reads_its_files(tmp_path: Path
     assert list(checkpoint.extras) == [f"{PREFIX}head.bias"]
     for name, update in updates(checkpoint).items():
         left, right = (tensors[f"{name}.lora_kernel_{half}"].astype(np.float64) for half in "ab")
-        np.testing.assert_allclose(update, 6 / left.shape[1] * (left @ right).T, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            update, 6 / left.shape[1] * (left @ right).T, rtol=1e-5, atol=1e-6
+        )
     with_peft = write_lora(
         tmp_path / "out",
         source=checkpoint,
@@ -628,7 +804,11 @@ def test_a_format_written_from_contributing_alone_reads_its_files(tmp_path: Path
     ("word", "shapes"),
     {
         "has down without up; the file is incomplete": {"q.lora_kernel_a": (6, 2)},
-        "magnitude of DoRA beside up, down": {"q.lora_kernel_a": (6, 2), "q.lora_kernel_b": (2, 4), "q.m": (4,)},
+        "magnitude of DoRA beside up, down": {
+            "q.lora_kernel_a": (6, 2),
+            "q.lora_kernel_b": (2, 4),
+            "q.m": (4,),
+        },
         "rank 2 in shape": {"q.lora_kernel_a": (6, 3), "q.lora_kernel_b": (2, 4)},
         "expected a matrix": {"q.lora_kernel_a": (8, 2, 6), "q.lora_kernel_b": (8, 4, 2)},
         "is part of an adapter": {
@@ -636,13 +816,18 @@ def test_a_format_written_from_contributing_alone_reads_its_files(tmp_path: Path
             "q.lora_kernel_b": (2, 4),
             "q.lora_kernel_a_scales": (6, 1),
         },
-        "of rank 2: its scale is not in it; pass alpha=": {"q.lora_kernel_a": (6, 2), "q.lora_kernel_b": (2, 4)},
+        "of rank 2: its scale is not in it; pass alpha=": {
+            "q.lora_kernel_a": (6, 2),
+            "q.lora_kernel_b": (2, 4),
+        },
     }.items(),
 )
 def test_it_refuses_in_one_line_as_every_format_does(
     tmp_path: Path, contributed: Format, word: str, shapes: dict[str, tuple[int, ...]]
 ) -> None:
-    save_file({key: normal(*shape) for key, shape in shapes.items()}, tmp_path / "adapters.safetensors")
+    save_file(
+        {key: normal(*shape) for key, shape in shapes.items()}, tmp_path / "adapters.safetensors"
+    )
     with pytest.raises(CheckpointError, match=word) as refused:
         open_checkpoint(tmp_path)
     assert "adapters.safetensors" in str(refused.value)
@@ -655,7 +840,10 @@ def mlx(tmp_path: Path) -> Path:
     halves = {"lora_a": normal(6, 2, dtype="bfloat16"), "lora_b": normal(2, 4, dtype="bfloat16")}
     folder = tmp_path / "mlx"
     folder.mkdir()
-    save_file({f"model.layers.0.self_attn.q_proj.{key}": half for key, half in halves.items()}, folder / MLX)
+    save_file(
+        {f"model.layers.0.self_attn.q_proj.{key}": half for key, half in halves.items()},
+        folder / MLX,
+    )
     settings = {"rank": 2, "scale": 20.0, "dropout": 0.0}
     config = {"fine_tune_type": "lora", "model": "some/base", "lora_parameters": settings}
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -683,14 +871,19 @@ def test_other_directories_of_mlx_are_refused_with_the_cause(mlx: Path) -> None:
     with pytest.raises(CheckpointError, match="adapters.safetensors: this is a Git-LFS pointer"):
         open_checkpoint(mlx)
     (mlx / MLX).unlink()
-    with pytest.raises(CheckpointError, match="but no weights: adapter_model.safetensors or .* is missing$"):
+    with pytest.raises(
+        CheckpointError, match="but no weights: adapter_model.safetensors or .* is missing$"
+    ):
         open_checkpoint(mlx)
 
 
-def test_a_directory_whose_weights_have_another_name_is_told_how_to_read_them_alone(mlx: Path) -> None:
+def test_a_directory_whose_weights_have_another_name_is_told_how_to_read_them_alone(
+    mlx: Path,
+) -> None:
     weights = (mlx / MLX).rename(mlx / "adapter_0.safetensors")
     with pytest.raises(
-        CheckpointError, match=rf"is missing; to read {weights.name} without the config, say so by name="
+        CheckpointError,
+        match=rf"is missing; to read {weights.name} without the config, say so by name=",
     ):
         open_checkpoint(mlx)
     assert open_checkpoint(mlx, name=weights.name, alpha=2).layers
@@ -708,7 +901,10 @@ def test_metadata_of_null_is_none_as_the_library_reads_it(tmp_path: Path) -> Non
 def test_keys_that_name_the_adapter_are_said_to_come_from_a_state_dict(tmp_path: Path) -> None:
     tensors = {key.replace(".weight", ".default.weight"): array for key, array in pair("q").items()}
     for place in (directory(tmp_path / "a", tensors), tmp_path / "a" / "adapter_model.safetensors"):
-        with pytest.raises(CheckpointError, match=r"names the adapter 'default' in its keys: saved by state_dict\(\)"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"names the adapter 'default' in its keys: saved by state_dict\(\)",
+        ):
             open_checkpoint(place)
 
 
@@ -716,24 +912,41 @@ def test_keys_that_name_the_adapter_are_said_to_come_from_a_state_dict(tmp_path:
 def test_shards_are_said_to_be_parts_of_one_file(tmp_path: Path, config: bool) -> None:
     folder = directory(tmp_path / "a")
     for part in (1, 2):
-        save_file({f"w{part}": normal(2)}, folder / f"adapter_model-0000{part}-of-00002.safetensors")
+        save_file(
+            {f"w{part}": normal(2)}, folder / f"adapter_model-0000{part}-of-00002.safetensors"
+        )
     (folder / "adapter_model.safetensors").unlink()
     if not config:
         (folder / "adapter_config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"one file in 2 shards \(adapter_model-00001-of-00002"):
+    with pytest.raises(
+        CheckpointError, match=r"one file in 2 shards \(adapter_model-00001-of-00002"
+    ):
         open_checkpoint(folder)
 
 
 def test_names_are_sorted_by_the_numbers_in_them():
-    names = ["unet:2", "unet:10", "x.layer.2.q", "x.layer.010.q", "x.layer.11.q", f"y.{9}", f"y.{'9' * 5000}"]
+    names = [
+        "unet:2",
+        "unet:10",
+        "x.layer.2.q",
+        "x.layer.010.q",
+        "x.layer.11.q",
+        f"y.{9}",
+        f"y.{'9' * 5000}",
+    ]
     assert sorted({*names}, key=natural) == names
     assert natural("a.1") != natural("a.01")  # names that differ have keys that do
 
 
 def test_torchtunes_own_keys_beside_a_config_of_peft_are_called_so(tmp_path: Path) -> None:
-    keys = {"layers.0.attn.q_proj.lora_a.weight": normal(2, 6), "layers.0.attn.q_proj.lora_b.weight": normal(4, 2)}
+    keys = {
+        "layers.0.attn.q_proj.lora_a.weight": normal(2, 6),
+        "layers.0.attn.q_proj.lora_b.weight": normal(4, 2),
+    }
     folder = directory(tmp_path / "a", keys, r=2)
-    with pytest.raises(CheckpointError, match=r"torchtune's own keys: move adapter_model\.safetensors away"):
+    with pytest.raises(
+        CheckpointError, match=r"torchtune's own keys: move adapter_model\.safetensors away"
+    ):
         open_checkpoint(folder)
     alone = (folder / "adapter_model.safetensors").rename(tmp_path / "tune.safetensors")
     assert open_checkpoint(alone, alpha=4).format == "torchtune"

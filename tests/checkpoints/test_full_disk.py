@@ -96,7 +96,9 @@ def test_a_line_cut_by_a_full_disk_is_forgotten(tmp_path):
     assert (tmp_path / MANIFEST).read_bytes() == whole
 
 
-@pytest.mark.parametrize("text", ["dear diary", '{"a": 1}', '["plan"]', '{"plan": 1}\n[]\n', "[" * 10**5 + "\n"])
+@pytest.mark.parametrize(
+    "text", ["dear diary", '{"a": 1}', '["plan"]', '{"plan": 1}\n[]\n', "[" * 10**5 + "\n"]
+)
 def test_somebody_elses_file_is_not_touched(tmp_path, text):
     path = tmp_path / MANIFEST
     path.write_text(text)
@@ -112,7 +114,11 @@ def small_disk(tmp_path) -> Iterator[Path]:
     place.mkdir()
     if shutil.which("mount") is None or os.name != "posix" or os.geteuid() != 0:
         pytest.skip("only root can mount a small file system")
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place], capture_output=True, check=False)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place],
+        capture_output=True,
+        check=False,
+    )
     if made.returncode != 0:
         pytest.skip("no small file system can be mounted here")
     yield place
@@ -128,7 +134,9 @@ def test_a_really_full_file_system(small_disk, tmp_path):
     before = snapshot(small_disk)
     done = lsr("compress", source, "--out", small_disk / "out", *one, "--force")
     assert done.returncode == 2
-    assert done.stderr.strip().endswith("could not be written: No space left on device; nothing was left behind")
+    assert done.stderr.strip().endswith(
+        "could not be written: No space left on device; nothing was left behind"
+    )
     assert len(done.stderr.splitlines()) == 1
     assert snapshot(small_disk) == before
     shutil.rmtree(small_disk / "out")
@@ -136,7 +144,11 @@ def test_a_really_full_file_system(small_disk, tmp_path):
     folder, plan = make_fleet(tmp_path / "in", 20), tmp_path / "plan.toml"
     plan.write_text('[compress]\nseparation_rank = 2\nstorage = "float16"\n')
     done = lsr("fleet", folder, small_disk / "fleet", "--plan", plan, "--workers", 1)
-    held = [Path(name).parent.as_posix() for name in snapshot(small_disk / "fleet") if name.endswith("SHA256SUMS")]
+    held = [
+        Path(name).parent.as_posix()
+        for name in snapshot(small_disk / "fleet")
+        if name.endswith("SHA256SUMS")
+    ]
     assert 0 < len(held) < 20
     assert done.returncode in (1, 2)
     assert "No space left on device" in done.stdout + done.stderr

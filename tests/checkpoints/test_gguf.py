@@ -38,14 +38,21 @@ def tensors(path):
 def interleaved(rows: int, heads: int) -> list[int]:
     """For each row of GGUF's matrix the row it was: the two halves of a head's rotary pairs take turns."""
     width = rows // heads
-    return [h * width + j + half * (width // 2) for h in range(heads) for j in range(width // 2) for half in (0, 1)]
+    return [
+        h * width + j + half * (width // 2)
+        for h in range(heads)
+        for j in range(width // 2)
+        for half in (0, 1)
+    ]
 
 
 def test_each_layer_keeps_its_rank_under_llama_names_with_rows_in_order(base, tmp_path):
     q, v = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
     k = "model.layers.1.self_attn.k_proj"
     made = {**pair(q, 32, 32, 4), **pair(v, 16, 32, 2, 1), **pair(k, 16, 32, 2, 2)}
-    given = open_checkpoint(directory(tmp_path / "a", made, r=2, lora_alpha=6, rank_pattern={"q_proj": 4}))
+    given = open_checkpoint(
+        directory(tmp_path / "a", made, r=2, lora_alpha=6, rank_pattern={"q_proj": 4})
+    )
     out = export_lora(given, tmp_path / "a.gguf", to="gguf", storage="f32", base=base)
     reader, found = gguf.GGUFReader(out), tensors(out)
     assert reader.fields["general.type"].contents() == "adapter"
@@ -53,7 +60,9 @@ def test_each_layer_keeps_its_rank_under_llama_names_with_rows_in_order(base, tm
     assert reader.fields["adapter.type"].contents() == "lora"
     assert reader.fields["adapter.lora.alpha"].contents() == 0.0
     names = {q: ("blk.0.attn_q", 4), k: ("blk.1.attn_k", 2), v: ("blk.1.attn_v", None)}
-    assert set(found) == {f"{name}.weight.{end}" for name, _ in names.values() for end in ("lora_a", "lora_b")}
+    assert set(found) == {
+        f"{name}.weight.{end}" for name, _ in names.values() for end in ("lora_a", "lora_b")
+    }
     for layer in given.layers:
         name, heads = names[layer.name]
         a, b = (found[f"{name}.weight.{end}"].data for end in ("lora_a", "lora_b"))
@@ -83,13 +92,15 @@ def test_an_lsr_adapter_with_a_dropped_layer_becomes_gguf_of_its_small_rank(base
 
 
 def test_eight_bits_where_rows_allow_them(base, tmp_path):
-    layers = [("model.layers.0.self_attn.v_proj", np.ones((16, 2)), np.linspace(-1, 1, 64).reshape(2, 32))]
+    layers = [
+        ("model.layers.0.self_attn.v_proj", np.ones((16, 2)), np.linspace(-1, 1, 64).reshape(2, 32))
+    ]
     out = write_gguf(tmp_path / "o.gguf", layers=layers, base=read_base(base), storage="q8_0")
     found = {name[-6:]: tensor for name, tensor in tensors(out).items()}
     assert (found["lora_a"].tensor_type.name, found["lora_b"].tensor_type.name) == ("Q8_0", "F16")
-    assert gguf.quants.dequantize(found["lora_a"].data, found["lora_a"].tensor_type) == pytest.approx(
-        layers[0][2], abs=0.01
-    )
+    assert gguf.quants.dequantize(
+        found["lora_a"].data, found["lora_a"].tensor_type
+    ) == pytest.approx(layers[0][2], abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -107,25 +118,39 @@ def test_other_architectures_keep_their_rows(tmp_path, kind, module, name):
     config.write_text(json.dumps(LLAMA | {"model_type": kind}))
     up = np.arange(96, dtype=np.float32).reshape(48, 2)
     out = write_gguf(
-        tmp_path / "o.gguf", layers=[(module, up, np.ones((2, 32)))], base=read_base(config), storage="f32"
+        tmp_path / "o.gguf",
+        layers=[(module, up, np.ones((2, 32)))],
+        base=read_base(config),
+        storage="f32",
     )
     assert np.array_equal(tensors(out)[f"{name}.weight.lora_b"].data, up)
 
 
 def test_what_llama_cpp_would_not_apply_is_refused_by_name(base, tmp_path):
-    def refused(words, error=UnsupportedError, name="model.layers.0.self_attn.q_proj", m=32, n=32, **options):
+    def refused(
+        words, error=UnsupportedError, name="model.layers.0.self_attn.q_proj", m=32, n=32, **options
+    ):
         options = {"base": read_base(base), **options}
         with pytest.raises(error, match=words):
-            write_gguf(tmp_path / "o.gguf", layers=[(name, np.ones((m, 2)), np.ones((2, n)))], **options)
+            write_gguf(
+                tmp_path / "o.gguf", layers=[(name, np.ones((m, 2)), np.ones((2, n)))], **options
+            )
         assert not (tmp_path / "o.gguf").exists()
 
-    refused("model.layers.0.self_attn.o: has no tensor in a llama model", name="model.layers.0.self_attn.o")
-    refused("model.layers.2.self_attn.q_proj: has no tensor", name="model.layers.2.self_attn.q_proj")
+    refused(
+        "model.layers.0.self_attn.o: has no tensor in a llama model",
+        name="model.layers.0.self_attn.o",
+    )
+    refused(
+        "model.layers.2.self_attn.q_proj: has no tensor", name="model.layers.2.self_attn.q_proj"
+    )
     refused("32 x 64, but 32 x 32 in the base", CheckpointError, n=64)
     refused("36 rows are not 4 heads of pairs", CheckpointError, m=36)
     refused("storage 'int4' is not one of f32, f16, q8_0", CheckpointError, storage="int4")
     head = {f"base_model.model.{key}": np.ones(2, np.float32) for key in ("score.weight",)}
-    tiny = open_checkpoint(directory(tmp_path / "a", {**pair("model.layers.0.self_attn.q_proj", 32, 32), **head}))
+    tiny = open_checkpoint(
+        directory(tmp_path / "a", {**pair("model.layers.0.self_attn.q_proj", 32, 32), **head})
+    )
     refused("1 tensors beside the adapter .the first .*score", source=tiny)
     (tmp_path / "base" / "config.json").write_text(json.dumps(LLAMA | {"model_type": "mamba"}))
     with pytest.raises(UnsupportedError, match="architecture 'mamba'"):
@@ -145,9 +170,21 @@ def test_heads_are_left_out_only_where_that_is_asked_for_and_are_named(base, tmp
     assert refused.returncode == 2
     assert "leave them out by --without-heads" in refused.stderr
     assert not (tmp_path / "o.gguf").exists()
-    done = lsr("export", given, "--to", "gguf", "--base", base, "--out", tmp_path / "o.gguf", "--without-heads")
+    done = lsr(
+        "export",
+        given,
+        "--to",
+        "gguf",
+        "--base",
+        base,
+        "--out",
+        tmp_path / "o.gguf",
+        "--without-heads",
+    )
     assert "Left out, as asked: base_model.model.score.weight." in done.stdout
-    assert set(tensors(tmp_path / "o.gguf")) == {f"blk.0.attn_v.weight.{end}" for end in ("lora_a", "lora_b")}
+    assert set(tensors(tmp_path / "o.gguf")) == {
+        f"blk.0.attn_v.weight.{end}" for end in ("lora_a", "lora_b")
+    }
     served = lsr("export", given, "--profile", "server", "--out", tmp_path / "served")
     assert "Left out, as profile server does: base_model.model.score.weight." in served.stdout
     whole = lsr("export", given, "--out", tmp_path / "whole")

@@ -16,14 +16,25 @@ from lsrdecomp.errors import CheckpointError, LsrError
 def assert_same_layers(first, second):
     assert first.format == second.format
     for layer, other in zip(first.layers, second.layers, strict=True):
-        assert (layer.name, layer.kind, layer.scale, layer.dtype) == (other.name, other.kind, other.scale, other.dtype)
+        assert (layer.name, layer.kind, layer.scale, layer.dtype) == (
+            other.name,
+            other.kind,
+            other.scale,
+            other.dtype,
+        )
         for half, same in zip(layer.load(), other.load(), strict=True):
             np.testing.assert_array_equal(half, same)
 
 
 def test_a_state_dict_of_peft_is_its_directory(tmp_path):
-    tensors = {**pair("layers.0.q", r=3), **pair("layers.1.v"), f"{PREFIX}head.weight": np.ones((2, 4), np.float32)}
-    folder = directory(tmp_path / "lora", tensors, r=3, rank_pattern={"layers.1.v": 2}, modules_to_save=["head"])
+    tensors = {
+        **pair("layers.0.q", r=3),
+        **pair("layers.1.v"),
+        f"{PREFIX}head.weight": np.ones((2, 4), np.float32),
+    }
+    folder = directory(
+        tmp_path / "lora", tensors, r=3, rank_pattern={"layers.1.v": 2}, modules_to_save=["head"]
+    )
     given, held = open_checkpoint(folder), open_checkpoint(tensors, alpha=4)
     assert_same_layers(given, held)
     assert given.extras.keys() == held.extras.keys()
@@ -32,7 +43,9 @@ def test_a_state_dict_of_peft_is_its_directory(tmp_path):
 @pytest.mark.parametrize("form", ["kohya", "diffusers", "comfy wan", "loralib", "cloneofsimo"])
 def test_a_state_dict_of_another_format_is_its_file(form, tmp_path):
     file, alpha = tmp_path / write(tmp_path, form), 4.0 if form in OUTSIDE else None
-    assert_same_layers(open_checkpoint(file, alpha=alpha), open_checkpoint(load_file(file), alpha=alpha))
+    assert_same_layers(
+        open_checkpoint(file, alpha=alpha), open_checkpoint(load_file(file), alpha=alpha)
+    )
 
 
 def test_a_model_is_what_it_would_save(tmp_path):
@@ -65,7 +78,9 @@ def test_what_was_saved_lives_as_long_as_a_layer_of_it():
 
 
 def test_what_is_missing_is_said():
-    with pytest.raises(CheckpointError, match="of rank 2: its alpha is not in it; give open_checkpoint alpha="):
+    with pytest.raises(
+        CheckpointError, match="of rank 2: its alpha is not in it; give open_checkpoint alpha="
+    ):
         lsr.compress(pair("q"), ratio=2)
     with pytest.raises(CheckpointError, match="got an object of type ndarray"):
         open_checkpoint(np.ones((2, 2)))
@@ -73,5 +88,7 @@ def test_what_is_missing_is_said():
         with pytest.raises(LsrError):
             open_checkpoint(wrong, alpha=1)
     for alpha in (None, 1):
-        with pytest.raises(LsrError, match=rf"^{PREFIX}q\.lora_A.*saved by state_dict.*give the PeftModel itself"):
+        with pytest.raises(
+            LsrError, match=rf"^{PREFIX}q\.lora_A.*saved by state_dict.*give the PeftModel itself"
+        ):
             open_checkpoint({f"{PREFIX}q.lora_A.default.weight": np.ones((2, 2))}, alpha=alpha)

@@ -17,7 +17,11 @@ from lsrdecomp.checkpoints import Journal, content_key
 from lsrdecomp.checkpoints.writing import lock_directory
 from lsrdecomp.errors import CheckpointError
 
-ARRAYS = {"sums": np.arange(6.0).reshape(2, 3), "half": np.ones(2, np.float16), "none": np.zeros((0, 3))}
+ARRAYS = {
+    "sums": np.arange(6.0).reshape(2, 3),
+    "half": np.ones(2, np.float16),
+    "none": np.zeros((0, 3)),
+}
 
 
 def killed(out: Path) -> str:
@@ -66,7 +70,9 @@ def test_of_four_runs_at_one_output_one_works_and_three_are_told_by_which(tmp_pa
         try:
             with Journal.beside(tmp_path / "out") as journal:
                 for _ in range(3):
-                    assert refused.acquire(timeout=60)  # the others are all refused while this one works
+                    assert refused.acquire(
+                        timeout=60
+                    )  # the others are all refused while this one works
                 journal.put(str(number), ARRAYS)
                 raise KeyboardInterrupt  # as if stopped: its results stay
         except KeyboardInterrupt:
@@ -79,17 +85,28 @@ def test_of_four_runs_at_one_output_one_works_and_three_are_told_by_which(tmp_pa
         said = list(threads.map(run, range(4)))
     (winner,) = (number for number, words in enumerate(said) if words is None)
     for words in filter(None, said):
-        assert re.search(rf"process ({os.getpid()}|of another run) is writing this output; wait until it ends", words)
+        assert re.search(
+            rf"process ({os.getpid()}|of another run) is writing this output; wait until it ends",
+            words,
+        )
         assert "\n" not in words
     with Journal.beside(tmp_path / "out") as journal:
         assert journal.get(str(winner)) is not None
 
 
 @pytest.mark.skipif(os.name != "posix", reason="no locks on directories")
-def test_a_second_run_is_refused_by_the_number_of_the_first_and_its_helpers_only_read(tmp_path: Path) -> None:
-    with Journal.beside(tmp_path / "out") as journal, Journal.beside(tmp_path / "out", reads_only=True) as reader:
+def test_a_second_run_is_refused_by_the_number_of_the_first_and_its_helpers_only_read(
+    tmp_path: Path,
+) -> None:
+    with (
+        Journal.beside(tmp_path / "out") as journal,
+        Journal.beside(tmp_path / "out", reads_only=True) as reader,
+    ):
         journal.put("a", ARRAYS)
-        with pytest.raises(CheckpointError, match=f"process {os.getpid()} is writing this output; wait until it ends"):
+        with pytest.raises(
+            CheckpointError,
+            match=f"process {os.getpid()} is writing this output; wait until it ends",
+        ):
             Journal.beside(tmp_path / "out").__enter__()
         reader.put("a", facts=1)
         reader.put("b")
@@ -125,10 +142,17 @@ def test_what_is_no_journal_or_of_another_release_is_refused_and_stays(tmp_path:
     place = tmp_path / ".out.journal"
     place.mkdir()
     (place / "mine.txt").write_text("not yours")
-    with pytest.raises(CheckpointError, match="no journal written here; remove it"), Journal.beside(tmp_path / "out"):
+    with (
+        pytest.raises(CheckpointError, match="no journal written here; remove it"),
+        Journal.beside(tmp_path / "out"),
+    ):
         pass
-    (place / "journal.json").write_text(json.dumps({"version": 1, "lsrdecomp": "0.0.1", "process": 1}))
-    with pytest.raises(CheckpointError, match=r"left by lsrdecomp 0\.0\.1; finish with that, or remove"):
+    (place / "journal.json").write_text(
+        json.dumps({"version": 1, "lsrdecomp": "0.0.1", "process": 1})
+    )
+    with pytest.raises(
+        CheckpointError, match=r"left by lsrdecomp 0\.0\.1; finish with that, or remove"
+    ):
         Journal.beside(tmp_path / "out").__enter__()
     assert (place / "mine.txt").exists()
     (tmp_path / ".file.journal").write_text("a file")

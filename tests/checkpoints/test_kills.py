@@ -1,6 +1,7 @@
 """kill -9 at any moment of `compress` and `fleet`, as started from the command line: nothing lost, nothing half there.
 
-Moments are drawn at random over the whole run, and besides every look at the file system can be the last one.
+Moments are drawn at random over the whole run, and besides every look at the file system can be the
+last one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from lsrdecomp.checkpoints.files import changed_files
 from lsrdecomp.fleet.batch import find_adapters
 from lsrdecomp.fleet.manifest import MANIFEST
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, process groups and audit events of Linux")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="forks, process groups and audit events of Linux"
+)
 
 LONG = pytest.mark.slow
 
@@ -45,11 +48,19 @@ def as_argument(terms: int) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize(("times", "steps"), [(2, 8), pytest.param(150, 1000, marks=LONG)])
-def test_compress_leaves_the_old_output_or_the_new_one(run: Server, tmp_path: Path, times: int, steps: int) -> None:
-    source = directory(tmp_path / "in", {k: v for i in range(4) for k, v in pair(f"l.{i}", 96, 64, 4, i).items()}, r=4)
+def test_compress_leaves_the_old_output_or_the_new_one(
+    run: Server, tmp_path: Path, times: int, steps: int
+) -> None:
+    source = directory(
+        tmp_path / "in",
+        {k: v for i in range(4) for k, v in pair(f"l.{i}", 96, 64, 4, i).items()},
+        r=4,
+    )
     states = {}
     for terms in (1, 2):
-        done = run("compress", source, "--out", tmp_path / f"ref{terms}", *as_argument(terms), step=0)
+        done = run(
+            "compress", source, "--out", tmp_path / f"ref{terms}", *as_argument(terms), step=0
+        )
         assert done["code"] == 0, done["stderr"]
         states[terms] = snapshot(tmp_path / f"ref{terms}")
     assert states[1] != states[2]
@@ -57,9 +68,14 @@ def test_compress_leaves_the_old_output_or_the_new_one(run: Server, tmp_path: Pa
     place.mkdir()
     out = place / "out"
     chance = random.Random(11)
-    moments: list[dict[str, float]] = [{"seconds": chance.uniform(0.0, 1.1 * done["seconds"])} for _ in range(times)]
+    moments: list[dict[str, float]] = [
+        {"seconds": chance.uniform(0.0, 1.1 * done["seconds"])} for _ in range(times)
+    ]
     first = 1 if steps > done["steps"] else done["steps"] // 2  # the short run looks at the writing
-    moments += [{"step": int(step)} for step in np.unique(np.linspace(first, done["steps"], steps, dtype=int))]
+    moments += [
+        {"step": int(step)}
+        for step in np.unique(np.linspace(first, done["steps"], steps, dtype=int))
+    ]
     chance.shuffle(moments)
     present, killed = None, 0
     for turn, moment in enumerate(moments):
@@ -86,28 +102,44 @@ def test_compress_leaves_the_old_output_or_the_new_one(run: Server, tmp_path: Pa
 def make_fleet(folder: Path, count: int) -> Path:
     rng = np.random.default_rng(0)
     for i in range(count):
-        layers = [(f"l.{k}.q", rng.standard_normal((24, 2)), rng.standard_normal((2, 24))) for k in range(2)]
-        write_lora(folder / f"team{i % 3}" / f"adapter{i}", layers=layers, config={"base_model_name_or_path": "base"})
+        layers = [
+            (f"l.{k}.q", rng.standard_normal((24, 2)), rng.standard_normal((2, 24)))
+            for k in range(2)
+        ]
+        write_lora(
+            folder / f"team{i % 3}" / f"adapter{i}",
+            layers=layers,
+            config={"base_model_name_or_path": "base"},
+        )
     return folder
 
 
 def outputs(out: Path) -> dict[str, bytes]:
     """Every byte of every output; not the manifest, whose order is that of finishing, nor hidden leftovers."""
     found = snapshot(out)
-    return {name: content for name, content in found.items() if name != MANIFEST and "/." not in name}
+    return {
+        name: content for name, content in found.items() if name != MANIFEST and "/." not in name
+    }
 
 
-@pytest.mark.parametrize(("kills", "count", "workers"), [(2, 3, 0.0), pytest.param(210, 12, 0.25, marks=LONG)])
+@pytest.mark.parametrize(
+    ("kills", "count", "workers"), [(2, 3, 0.0), pytest.param(210, 12, 0.25, marks=LONG)]
+)
 def test_a_fleet_loses_nothing_and_does_nothing_twice(
     run: Server, tmp_path: Path, kills: int, count: int, workers: float
 ) -> None:
     pytest.importorskip("joblib")
     folder, plan = make_fleet(tmp_path / "in", count), tmp_path / "plan.toml"
     plan.write_text('[compress]\nseparation_rank = 2\nstorage = "float16"\n')
-    usual = run("fleet", folder, tmp_path / "calm", "--plan", plan, "--workers", 1, here=not workers)
+    usual = run(
+        "fleet", folder, tmp_path / "calm", "--plan", plan, "--workers", 1, here=not workers
+    )
     assert usual["code"] == 0
     calm = outputs(tmp_path / "calm")
-    full, idle = (run("fleet", folder, tmp_path / "alone", "--plan", plan, here=True, step=0) for _ in range(2))
+    full, idle = (
+        run("fleet", folder, tmp_path / "alone", "--plan", plan, here=True, step=0)
+        for _ in range(2)
+    )
     assert outputs(tmp_path / "alone") == calm
     chance = random.Random(5)
 

@@ -38,7 +38,9 @@ class Fleet(RuleBasedStateMachine):
         super().__init__()
         self.stack = ExitStack()
         self.place = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
-        self.folder, self.out, self.plan = (self.place / name for name in ("in", "out", "plan.toml"))
+        self.folder, self.out, self.plan = (
+            self.place / name for name in ("in", "out", "plan.toml")
+        )
         self.plan.write_text('[compress]\nseparation_rank = 1\nstorage = "float16"\n')
         self.wanted: dict[str, dict[str, bytes]] = {}
 
@@ -92,21 +94,37 @@ class Fleet(RuleBasedStateMachine):
 
     def outcomes(self) -> list[dict[str, object]]:
         path = self.out / MANIFEST
-        return [json.loads(line) for line in path.read_text().split("\n")[1:-1]] if path.exists() else []
+        return (
+            [json.loads(line) for line in path.read_text().split("\n")[1:-1]]
+            if path.exists()
+            else []
+        )
 
     @invariant()
     def what_is_there_is_whole(self) -> None:
         if self.out.exists():
-            shown = [entry for entry in self.out.iterdir() if not entry.name.startswith(".") and entry.is_dir()]
+            shown = [
+                entry
+                for entry in self.out.iterdir()
+                if not entry.name.startswith(".") and entry.is_dir()
+            ]
             assert all(snapshot(entry) == self.wanted[entry.name] for entry in shown)
         assert all(line["state"] == "done" for line in self.outcomes())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks, process groups and audit events of Linux")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="forks, process groups and audit events of Linux"
+)
 @pytest.mark.parametrize("examples", [2, pytest.param(60, marks=pytest.mark.slow)])
 def test_write_kill_resume_in_any_order(examples: int) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
-    chosen = settings(max_examples=examples, stateful_step_count=10, deadline=None, derandomize=True, phases=PHASES)
+    chosen = settings(
+        max_examples=examples,
+        stateful_step_count=10,
+        deadline=None,
+        derandomize=True,
+        phases=PHASES,
+    )
     with server() as Fleet.run:
         run_state_machine_as_test(Fleet, settings=chosen)

@@ -19,7 +19,10 @@ from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.errors import CheckpointError, LsrError, ShapeError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape
 
-STORAGE = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float64", "float32", "float16", "bfloat16")}
+STORAGE = {
+    name: np.dtype(getattr(ml_dtypes, name, name))
+    for name in ("float64", "float32", "float16", "bfloat16")
+}
 
 
 def factors(shape: ProductShape, left: int, right: int, dtype: np.dtype, rng: np.random.Generator):
@@ -47,7 +50,9 @@ def layer_sets(draw):
     seed = draw(st.integers(0, 2**16))
     dtype = draw(st.sampled_from(sorted(STORAGE)))
     layers = {}
-    for index in draw(st.lists(st.sampled_from([0, 1, 2, 10, 11, 12]), min_size=1, max_size=4, unique=True)):
+    for index in draw(
+        st.lists(st.sampled_from([0, 1, 2, 10, 11, 12]), min_size=1, max_size=4, unique=True)
+    ):
         order = draw(st.sampled_from([1, 2, 2, 3]))
         sizes = st.lists(st.integers(1, 4), min_size=order, max_size=order)
         shape = ProductShape(tuple(draw(sizes)), tuple(draw(sizes)), tuple(draw(sizes)))
@@ -59,7 +64,9 @@ def layer_sets(draw):
 def test_what_is_written_is_read_with_equal_bits(case) -> None:
     seed, dtype, layers = case
     rng = np.random.default_rng(seed)
-    made = {name: factors(shape, s, t, STORAGE[dtype], rng) for name, (shape, s, t) in layers.items()}
+    made = {
+        name: factors(shape, s, t, STORAGE[dtype], rng) for name, (shape, s, t) in layers.items()
+    }
     sizes = {name: shape.matrix_shape for name, (shape, _, _) in layers.items()}
     with tempfile.TemporaryDirectory() as folder:
         tensors = {k: v for name, (m, n) in sizes.items() for k, v in pair(name, m, n).items()}
@@ -72,10 +79,14 @@ def test_what_is_written_is_read_with_equal_bits(case) -> None:
             layer.name: [[tensor.read() for tensor in side] for side in (layer.left, layer.right)]
             for layer in back.layers
         }
-    assert {layer.name: (layer.shape, layer.left_rank, layer.right_rank) for layer in back.layers} == layers
+    assert {
+        layer.name: (layer.shape, layer.left_rank, layer.right_rank) for layer in back.layers
+    } == layers
     assert {layer.scale for layer in back.layers} == {1.0}
     assert {layer.dtype for layer in back.layers} == {dtype}
-    assert [back.adapter_parameters * STORAGE[dtype].itemsize] == [tensor.size for tensor in stored.values()]
+    assert [back.adapter_parameters * STORAGE[dtype].itemsize] == [
+        tensor.size for tensor in stored.values()
+    ]
     for name, sides in made.items():
         for arrays, again in zip(sides, held[name], strict=True):
             assert [array.dtype for array in again] == [array.dtype for array in arrays]
@@ -83,14 +94,26 @@ def test_what_is_written_is_read_with_equal_bits(case) -> None:
 
 
 def test_the_source_modules_are_kept_when_the_same_layers_are_written(tmp_path: Path) -> None:
-    config = {"target_modules": "all-linear", "exclude_modules": ["head"], "modules_to_save": ["score"]}
+    config = {
+        "target_modules": "all-linear",
+        "exclude_modules": ["head"],
+        "modules_to_save": ["score"],
+    }
     tensors = {**pair("q"), f"{PREFIX}score.weight": np.ones((2, 3), np.float16)}
     source = open_checkpoint(directory(tmp_path / "a", tensors, **config))
-    layer = ("q", *factors(ProductShape.low_rank((4, 6), 2), 1, 1, np.dtype(np.float32), np.random.default_rng(0)))
+    layer = (
+        "q",
+        *factors(
+            ProductShape.low_rank((4, 6), 2), 1, 1, np.dtype(np.float32), np.random.default_rng(0)
+        ),
+    )
     write_lsr(tmp_path / "b", source=source, layers=[layer], provenance={"plan": {"rtol": 0.1}})
     back = open_checkpoint(tmp_path / "b")
     assert {key: back.config[key] for key in config} == config
-    assert back.extras[f"{PREFIX}score.weight"].read().tobytes() == tensors[f"{PREFIX}score.weight"].tobytes()
+    assert (
+        back.extras[f"{PREFIX}score.weight"].read().tobytes()
+        == tensors[f"{PREFIX}score.weight"].tobytes()
+    )
     record = provenance(back)
     assert record["source"] == {
         "file": "adapter_model.safetensors",
@@ -101,12 +124,21 @@ def test_the_source_modules_are_kept_when_the_same_layers_are_written(tmp_path: 
     assert set(record["versions"]) == {"lsrdecomp", "numpy", "safetensors"}
 
 
-@pytest.mark.parametrize(("bias", "written"), [("none", "none"), ("all", "all"), ("lora_only", "lsr_only")])
+@pytest.mark.parametrize(
+    ("bias", "written"), [("none", "none"), ("all", "all"), ("lora_only", "lsr_only")]
+)
 def test_biases_are_carried_under_their_lsr_name(tmp_path: Path, bias: str, written: str) -> None:
-    layer = ("q", *factors(ProductShape.low_rank((4, 6), 2), 1, 1, np.dtype(np.float32), np.random.default_rng(0)))
+    layer = (
+        "q",
+        *factors(
+            ProductShape.low_rank((4, 6), 2), 1, 1, np.dtype(np.float32), np.random.default_rng(0)
+        ),
+    )
     for name, extra in (("with", {f"{PREFIX}q.bias": np.ones(4, np.float32)}), ("without", {})):
         source = open_checkpoint(directory(tmp_path / name, {**pair("q"), **extra}, bias=bias))
-        back = open_checkpoint(write_lsr(tmp_path / f"{name} written", source=source, layers=[layer]))
+        back = open_checkpoint(
+            write_lsr(tmp_path / f"{name} written", source=source, layers=[layer])
+        )
         assert back.config.get("bias", "none") == (written if extra else "none")
         assert list(back.extras) == list(extra)
 
@@ -119,9 +151,13 @@ def test_biases_are_carried_under_their_lsr_name(tmp_path: Path, bias: str, writ
         (1e60, "float32", r"1e\+60 does not fit float32; no storage here holds it"),
     ],
 )
-def test_a_number_too_large_for_the_storage_is_said(tmp_path: Path, number: float, storage: str, words: str) -> None:
+def test_a_number_too_large_for_the_storage_is_said(
+    tmp_path: Path, number: float, storage: str, words: str
+) -> None:
     source = open_checkpoint(directory(tmp_path / "a", pair("q")))
-    left, right = factors(ProductShape.low_rank((4, 6), 2), 1, 1, np.dtype(np.float64), np.random.default_rng(0))
+    left, right = factors(
+        ProductShape.low_rank((4, 6), 2), 1, 1, np.dtype(np.float64), np.random.default_rng(0)
+    )
     large = (left[0] * 0 + number, *left[1:])
     with pytest.raises(CheckpointError, match=rf"lsr_B\.factor_1.*{words}"):
         write_lsr(tmp_path / "b", source=source, layers=[("q", large, right)], storage=storage)
@@ -137,9 +173,13 @@ def test_a_number_too_large_for_the_storage_is_said(tmp_path: Path, number: floa
         (lambda left, right: ((left[0][:, :1], left[1]), right), "layer of 4 x 6"),
     ],
 )
-def test_factors_that_do_not_belong_together_are_not_written(tmp_path: Path, change, word: str) -> None:
+def test_factors_that_do_not_belong_together_are_not_written(
+    tmp_path: Path, change, word: str
+) -> None:
     source = open_checkpoint(directory(tmp_path / "a", pair("q")))
-    given = factors(ProductShape((2, 2), (2, 1), (3, 2)), 2, 3, np.dtype(np.float32), np.random.default_rng(0))
+    given = factors(
+        ProductShape((2, 2), (2, 1), (3, 2)), 2, 3, np.dtype(np.float32), np.random.default_rng(0)
+    )
     left, right = change(*given)
     with pytest.raises((ShapeError, CheckpointError), match=word):
         write_lsr(tmp_path / "b", source=source, layers=[("q", left, right)])
@@ -154,7 +194,9 @@ def lsr_directory(path: Path) -> Path:
     for name, (size, inner) in shapes.items():
         sides = factors(ProductShape.balanced(size, inner), 2, 3, np.dtype(np.float32), rng)
         for side, arrays in zip("BA", sides, strict=True):
-            tensors |= {f"{PREFIX}{name}.lsr_{side}.factor_{i}": array for i, array in enumerate(arrays, 1)}
+            tensors |= {
+                f"{PREFIX}{name}.lsr_{side}.factor_{i}": array for i, array in enumerate(arrays, 1)
+            }
     odd = ProductShape.balanced((9, 10), (3, 1))
     config = {
         "peft_type": "LSR",
@@ -165,7 +207,9 @@ def lsr_directory(path: Path) -> Path:
         "separation_rank": [2, 3],
         "rank_pattern": {"^b": 3},
         "alpha_pattern": {"^b": 3},
-        "shape_pattern": {"^b": {"out": list(odd.out), "inner": list(odd.inner), "into": list(odd.into)}},
+        "shape_pattern": {
+            "^b": {"out": list(odd.out), "inner": list(odd.inner), "into": list(odd.into)}
+        },
     }
     path.mkdir()
     (path / "adapter_config.json").write_text(json.dumps(config))
@@ -191,10 +235,16 @@ def lsr_directory(path: Path) -> Path:
         ("lsr_alpha", 10**400, "lsr_alpha"),
         ("order", 0, "order"),
         ("use_dora", True, "use_dora is set: DoRA rescales every row"),
-        ("target_parameters", ["experts.up"], "target_parameters is set: it targets bare parameters"),
+        (
+            "target_parameters",
+            ["experts.up"],
+            "target_parameters is set: it targets bare parameters",
+        ),
     ],
 )
-def test_a_config_that_does_not_fit_the_factors_is_an_error(tmp_path: Path, field: str, value, word: str) -> None:
+def test_a_config_that_does_not_fit_the_factors_is_an_error(
+    tmp_path: Path, field: str, value, word: str
+) -> None:
     folder = lsr_directory(tmp_path / "b")
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {field: value}))
@@ -212,11 +262,15 @@ def test_a_config_that_does_not_fit_the_factors_is_an_error(tmp_path: Path, fiel
         ("b.lsr_A.factor_1", "b.lsr_C.factor_1"),
     ],
 )
-def test_a_factor_missing_or_misnamed_is_an_error(tmp_path: Path, old: str, new: str | None) -> None:
+def test_a_factor_missing_or_misnamed_is_an_error(
+    tmp_path: Path, old: str, new: str | None
+) -> None:
     folder = lsr_directory(tmp_path / "b")
     tensors = load_file(folder / "adapter_model.safetensors")
     array = tensors.pop(PREFIX + old)
-    save_file({**tensors, **({PREFIX + new: array} if new else {})}, folder / "adapter_model.safetensors")
+    save_file(
+        {**tensors, **({PREFIX + new: array} if new else {})}, folder / "adapter_model.safetensors"
+    )
     with pytest.raises(CheckpointError, match="factor_"):
         open_checkpoint(folder)
 
@@ -225,15 +279,21 @@ def test_a_magnitude_beside_the_factors_is_refused_by_name(tmp_path: Path) -> No
     folder = lsr_directory(tmp_path / "b")
     path = folder / "adapter_model.safetensors"
     save_file({**load_file(path), f"{PREFIX}b.lsr_magnitude_vector": np.ones(9, np.float32)}, path)
-    with pytest.raises(UnsupportedError, match=r"b\.lsr_magnitude_vector: DoRA rescales every row.*to_lora"):
+    with pytest.raises(
+        UnsupportedError, match=r"b\.lsr_magnitude_vector: DoRA rescales every row.*to_lora"
+    ):
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("key", ["a.1", "^a.1", "a.1$", "^a.1$", r"a\.1", r"^a\.1", r"a\.1$", r"^a\.1$", r"(^a\.1$)"])
+@pytest.mark.parametrize(
+    "key", ["a.1", "^a.1", "a.1$", "^a.1$", r"a\.1", r"^a\.1", r"a\.1$", r"^a\.1$", r"(^a\.1$)"]
+)
 def test_an_exact_name_is_a_pattern_in_every_spelling(tmp_path: Path, key: str) -> None:
     folder = lsr_directory(tmp_path / "b")
     path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"lsr_alpha": 4, "alpha_pattern": {key: 8}}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"lsr_alpha": 4, "alpha_pattern": {key: 8}})
+    )
     assert {layer.name: layer.scale for layer in open_checkpoint(folder).layers}["a.1"] == 2.0
 
 
@@ -241,7 +301,9 @@ def test_an_exact_name_beats_a_pattern_that_stands_before_it(tmp_path: Path) -> 
     folder = lsr_directory(tmp_path / "b")
     path = folder / "adapter_config.json"
     patterns = {r"a\.\d+": 12, r"^a\.1": 8}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"lsr_alpha": 4, "alpha_pattern": patterns}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"lsr_alpha": 4, "alpha_pattern": patterns})
+    )
     scales = {layer.name: layer.scale for layer in open_checkpoint(folder).layers}
     assert (scales["a.1"], scales["a.11"]) == (2.0, 3.0)
 
@@ -250,7 +312,9 @@ def test_scales_come_from_alpha_rank_and_rslora(tmp_path: Path) -> None:
     folder = lsr_directory(tmp_path / "b")
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"lsr_alpha": 6, "alpha_pattern": {"11": 1}, "use_rslora": True}))
+    path.write_text(
+        json.dumps(config | {"lsr_alpha": 6, "alpha_pattern": {"11": 1}, "use_rslora": True})
+    )
     assert {layer.name: layer.scale for layer in open_checkpoint(folder).layers} == {
         "a.1": 3.0,
         "a.11": 0.5,
@@ -270,5 +334,7 @@ def test_reading_and_writing_again_gives_the_same_weights_file(tmp_path: Path) -
         assert [one.shape, one.scale] == [two.shape, two.scale]
         for before, after in zip((*one.left, *one.right), (*two.left, *two.right), strict=True):
             assert before.read().tobytes() == after.read().tobytes()
-    assert (first / "adapter_config.json").read_bytes() == (second / "adapter_config.json").read_bytes()
+    assert (first / "adapter_config.json").read_bytes() == (
+        second / "adapter_config.json"
+    ).read_bytes()
     assert issubclass(CheckpointError, LsrError)

@@ -90,11 +90,15 @@ def in_peft(folder: Path, names: list[str], shape: tuple[int, int]):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.PeftModel.from_pretrained(base, str(folder))
-        adapted = [name for name in names if hasattr(model.base_model.model.get_submodule(name), "lsr_A")]
+        adapted = [
+            name for name in names if hasattr(model.base_model.model.get_submodule(name), "lsr_A")
+        ]
         score = model.base_model.model.score.modules_to_save["default"].weight
         assert score.detach().tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
         merged = model.merge_and_unload()
-    updates = {name: (merged.get_submodule(name).weight - before[name]).detach().numpy() for name in names}
+    updates = {
+        name: (merged.get_submodule(name).weight - before[name]).detach().numpy() for name in names
+    }
     return updates, adapted
 
 
@@ -105,10 +109,14 @@ def test_peft_opens_old_and_new_directories(name, written_by, tmp_path):
     folder = OLD / name
     if written_by == "now":
         plan = json.loads((OLD / name / "compression.json").read_text())["plan"]
-        plan = {key: tuple(value) if isinstance(value, list) else value for key, value in plan.items()}
+        plan = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in plan.items()
+        }
         folder = compress(given, CompressionPlan(**plan)).save(tmp_path / "now")
     written = open_checkpoint(folder)
-    updates, adapted = in_peft(folder, [layer.name for layer in given.layers], given.layers[0].shape)
+    updates, adapted = in_peft(
+        folder, [layer.name for layer in given.layers], given.layers[0].shape
+    )
     assert adapted == [layer.name for layer in written.layers]
     for layer in written.layers:
         assert updates[layer.name] == pytest.approx(layer_product(layer).to_matrix(), abs=3e-6)
@@ -127,8 +135,12 @@ def test_beside_the_numbers_a_directory_takes_little(tmp_path, storage):
         kind = int(rng.integers(3))
         inner = (1, 1, 1)[: len(out[kind])] if rng.integers(2) else (2, 1, 2)[: len(out[kind])]
         terms = rng.integers(1, 5, 2)
-        left = [rng.standard_normal((terms[0], m, r)) for m, r in zip(out[kind], inner, strict=True)]
-        right = [rng.standard_normal((terms[1], r, n)) for r, n in zip(inner, into[kind], strict=True)]
+        left = [
+            rng.standard_normal((terms[0], m, r)) for m, r in zip(out[kind], inner, strict=True)
+        ]
+        right = [
+            rng.standard_normal((terms[1], r, n)) for r, n in zip(inner, into[kind], strict=True)
+        ]
         if rng.random() < 0.1:
             dropped.append(name)
         else:
@@ -149,7 +161,9 @@ def test_beside_the_numbers_a_directory_takes_little(tmp_path, storage):
     assert {layer.name for layer in check.layers if layer.relative_error == 1.0} == set(dropped)
     lora = export_lora(written, tmp_path / "lora")
     assert verify(given, open_checkpoint(lora)).source_matches
-    assert json.loads((lora / "adapter_config.json").read_text())["target_modules"] == sorted(x[0] for x in layers)
+    assert json.loads((lora / "adapter_config.json").read_text())["target_modules"] == sorted(
+        x[0] for x in layers
+    )
 
 
 def test_the_record_of_every_layer_is_kept_where_it_is_asked_for(tmp_path):
@@ -158,7 +172,9 @@ def test_the_record_of_every_layer_is_kept_where_it_is_asked_for(tmp_path):
     short, long = result.save(tmp_path / "short"), result.save(tmp_path / "long", record=True)
     assert "layers" not in json.loads((short / "compression.json").read_text())
     recorded = verify(given, open_checkpoint(long)).layers
-    assert [layer.recorded_error for layer in recorded] == [layer.relative_error for layer in result.layers]
+    assert [layer.recorded_error for layer in recorded] == [
+        layer.relative_error for layer in result.layers
+    ]
     report = json.loads((short / "compression.json").read_text())
     assert verify(given, open_checkpoint(short)).recorded_error == result.totals.relative_error
     report["totals"]["relative_error"] *= 1.0 + 1e-6

@@ -17,7 +17,13 @@ from oracles import weighted_svd
 from lsrdecomp import LowRank, ProductShape
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import bytes_to_open
-from lsrdecomp.checkpoints.packed import code_bytes, code_entry, factors_of, float_entry, named_factors
+from lsrdecomp.checkpoints.packed import (
+    code_bytes,
+    code_entry,
+    factors_of,
+    float_entry,
+    named_factors,
+)
 from lsrdecomp.checkpoints.packed_index import Index, index_text, read_index, read_packed
 from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.compression.candidates import Layer
@@ -37,12 +43,18 @@ def packed_by_01(layers):
     """The one tensor of version 0.1."""
     index = json.dumps([[name, *code_entry(code)] for name, code in layers.items()]).encode()
     header = zlib.compress(index, 9)
-    return np.concatenate([np.frombuffer(len(header).to_bytes(4, "little") + header, np.uint8), packed(layers)[1]])
+    return np.concatenate(
+        [np.frombuffer(len(header).to_bytes(4, "little") + header, np.uint8), packed(layers)[1]]
+    )
 
 
 def text_of_02(layers, **more):
     """The index as version 0.2 wrote it."""
-    index = {"version": 2, "layers": [[name, *code_entry(code)] for name, code in layers.items()], **more}
+    index = {
+        "version": 2,
+        "layers": [[name, *code_entry(code)] for name, code in layers.items()],
+        **more,
+    }
     return base64.b64encode(zlib.compress(json.dumps(index).encode(), 9)).decode()
 
 
@@ -67,7 +79,11 @@ def layers():
 
 def test_every_code_comes_back(layers):
     text, numbers = packed(layers)
-    for again in (read(text, numbers), read(text_of_02(layers), numbers), read_packed(packed_by_01(layers))):
+    for again in (
+        read(text, numbers),
+        read(text_of_02(layers), numbers),
+        read_packed(packed_by_01(layers)),
+    ):
         assert list(again) == list(layers)
         for name, code in layers.items():
             found = again[name].decode()
@@ -79,7 +95,9 @@ def test_size_is_the_codes_and_a_small_index(layers):
     text, numbers = packed(layers)
     assert numbers.size <= sum(code.bytes for code in layers.values())
     assert len(text) < 130
-    many = {f"model.layers.{i}.self_attn.{x}_proj": layers["a.q"] for i in range(30) for x in "qkvo"}
+    many = {
+        f"model.layers.{i}.self_attn.{x}_proj": layers["a.q"] for i in range(30) for x in "qkvo"
+    }
     assert len(packed(many)[0]) < 100 + len(many)
 
 
@@ -91,23 +109,31 @@ def test_floats_keep_their_bits(dtype):
         tuple(rng.standard_normal((terms, *size)).astype(dtype) for size in side.factors)
         for terms, side in zip(ranks, (shape.left, shape.right), strict=True)
     ]
-    numbers = np.concatenate([factor.reshape(-1).view(np.uint8) for side in sides for factor in side])
+    numbers = np.concatenate(
+        [factor.reshape(-1).view(np.uint8) for side in sides for factor in side]
+    )
     layer = read(index_text({"q": float_entry(shape, ranks, dtype)}), numbers)["q"]
     assert (layer.storage, layer.codes.size) == (dtype, numbers.size)
     for ours, theirs in zip(layer.factors(), sides, strict=True):
         assert [factor.tobytes() for factor in ours] == [factor.tobytes() for factor in theirs]
         assert [factor.dtype for factor in ours] == [dtype] * 2
     named = named_factors({"q": layer})
-    assert {factor.dtype.name for factor in named.values()} == {"float64" if dtype == "float64" else "float32"}
+    assert {factor.dtype.name for factor in named.values()} == {
+        "float64" if dtype == "float64" else "float32"
+    }
     with pytest.raises(CheckpointError, match="not in codes"):
         layer.decode()
 
 
 def test_an_index_says_kinds_what_was_dropped_and_what_peft_needs(layers):
     one = {"a.q": layers["a.q"]}
-    index = read_index(text_of_02(one, kinds={"a.q": ["conv", [3, 3]]}, dropped=["a.v"], exact=True))
+    index = read_index(
+        text_of_02(one, kinds={"a.q": ["conv", [3, 3]]}, dropped=["a.v"], exact=True)
+    )
     assert (index.kinds, index.dropped) == ({"a.q": ("conv", (3, 3))}, ("a.v",))
-    index = read_index(index_text({"a.q": code_entry(layers["a.q"])}, {"a.q": ("conv", (3, 3))}, exact=True))
+    index = read_index(
+        index_text({"a.q": code_entry(layers["a.q"])}, {"a.q": ("conv", (3, 3))}, exact=True)
+    )
     assert (index.kinds, index.dropped) == ({"a.q": ("conv", (3, 3))}, ())
     fields = index.config_fields()
     assert fields["shape_pattern"] == {"^a\\.q": {"out": [4, 3], "inner": [2, 2], "into": [5, 4]}}
@@ -135,8 +161,14 @@ def test_an_index_says_kinds_what_was_dropped_and_what_peft_needs(layers):
     ],
 )
 def test_a_damaged_index_is_one_line(index):
-    text = index if index is None else base64.b64encode(zlib.compress(json.dumps(index).encode())).decode()
-    with pytest.raises(CheckpointError, match="index of packed layers .layers. is damaged") as error:
+    text = (
+        index
+        if index is None
+        else base64.b64encode(zlib.compress(json.dumps(index).encode())).decode()
+    )
+    with pytest.raises(
+        CheckpointError, match="index of packed layers .layers. is damaged"
+    ) as error:
         read_index(text)
     assert "\n" not in str(error.value)
 
@@ -148,14 +180,21 @@ def test_little_is_needed_to_open_a_directory_beside_its_numbers(layers, tmp_pat
     for i, name in enumerate(names):
         tensors |= pair(name, 12, 20, 4, i)
     targets = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "task_type": "CAUSAL_LM"}
-    source = open_checkpoint(directory(tmp_path / "lora", tensors, r=4, base_model_name_or_path="smollm2", **targets))
+    source = open_checkpoint(
+        directory(tmp_path / "lora", tensors, r=4, base_model_name_or_path="smollm2", **targets)
+    )
     rng, coded = np.random.default_rng(0), {}
     for i, name in enumerate(names[::2]):
         code = layers["a.q" if i % 3 else "a.v"]
         exponents = rng.integers(-9, -5, 2).tolist()
-        left, right = (replace(side, exponent=e) for side, e in zip((code.left, code.right), exponents, strict=True))
+        left, right = (
+            replace(side, exponent=e)
+            for side, e in zip((code.left, code.right), exponents, strict=True)
+        )
         coded[name] = replace(code, left=left, right=right)
-    written = write_lsr(tmp_path / "small", source=source, layers=(), coded=coded.items(), dropped=names[1::2])
+    written = write_lsr(
+        tmp_path / "small", source=source, layers=(), coded=coded.items(), dropped=names[1::2]
+    )
     numbers = sum(code.bytes for code in coded.values())
     assert bytes_to_open(written / "adapter_model.safetensors") - numbers <= 220 + 4 * len(coded)
     assert provenance(open_checkpoint(written))["dropped"] == names[1::2]
@@ -232,4 +271,9 @@ def test_damaged_bytes_are_an_error_of_one_line_or_still_numbers(layers, data):
         message = str(error)
     assert "lsr_packed" in message
     assert "\n" not in message
-    assert all(np.isfinite(factor).all() for code in found.values() for side in factors_of(code) for factor in side)
+    assert all(
+        np.isfinite(factor).all()
+        for code in found.values()
+        for side in factors_of(code)
+        for factor in side
+    )

@@ -30,7 +30,9 @@ REAL = {  # folder: layers, adapter parameters, other parameters, scale, kind
 
 
 @pytest.mark.parametrize("folder", REAL)
-def test_published_adapters_open_with_the_counts_in_their_description(shared: Path, folder: str) -> None:
+def test_published_adapters_open_with_the_counts_in_their_description(
+    shared: Path, folder: str
+) -> None:
     checkpoint = open_checkpoint(shared / "adapters" / folder)
     layers, adapter, extra, scale, kind = REAL[folder]
     assert (len(checkpoint.layers), checkpoint.adapter_parameters, checkpoint.extra_parameters) == (
@@ -54,7 +56,10 @@ def test_a_rank_above_the_matrix_is_read_and_said(shared: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "words"),
     [
-        ("lfs-pointer-weights-gliner", ["Git-LFS pointer, not the file itself", "5329152", "git lfs pull"]),
+        (
+            "lfs-pointer-weights-gliner",
+            ["Git-LFS pointer, not the file itself", "5329152", "git lfs pull"],
+        ),
         ("lfs-pointer-bin-esm2", ["adapter_model.bin", "Git-LFS pointer, not the file itself"]),
         ("lfs-pointer-config-and-weights", ["adapter_config.json", "Git-LFS pointer"]),
         ("dora-config-only", ["no weights", "adapter_model.safetensors or adapter_model.bin"]),
@@ -62,7 +67,9 @@ def test_a_rank_above_the_matrix_is_read_and_said(shared: Path) -> None:
         ("cloneofsimo-legacy-pt", ["3 weight files", "name="]),
     ],
 )
-def test_published_broken_directories_are_refused_in_one_line(shared: Path, folder: str, words: list[str]) -> None:
+def test_published_broken_directories_are_refused_in_one_line(
+    shared: Path, folder: str, words: list[str]
+) -> None:
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(shared / "odd" / folder)
     message = str(caught.value)
@@ -79,7 +86,9 @@ def test_reading_safetensors_does_not_import_torch(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "a" / "adapter_model.safetensors")
     code = f"import sys, lsrdecomp.checkpoints as c; x, = c.open_checkpoint({str(tmp_path / 'a')!r}).layers; "
     code += "b, a = x.load(); print(x.dtype, b.dtype, float(abs(b).sum() + abs(a).sum()), 'torch' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     total = sum(tensor.float().abs().sum().item() for tensor in tensors.values())
     assert out[:2] == ["bfloat16", "float32"]
     assert float(out[2]) == pytest.approx(total, rel=1e-6)
@@ -88,7 +97,9 @@ def test_reading_safetensors_does_not_import_torch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("legacy", [False, True])
-def test_pickled_weights_give_the_numbers_of_safetensors(tmp_path: Path, dtype: str, legacy: bool) -> None:
+def test_pickled_weights_give_the_numbers_of_safetensors(
+    tmp_path: Path, dtype: str, legacy: bool
+) -> None:
     import torch
 
     tensors = {**pair("layers.0.q", seed=3), f"{PREFIX}head.weight": np.ones((2, 2), np.float32)}
@@ -101,7 +112,9 @@ def test_pickled_weights_give_the_numbers_of_safetensors(tmp_path: Path, dtype: 
     assert checkpoint.layers[0].dtype == dtype
     wide = np.float64 if dtype == "float64" else np.float32
     assert up.dtype == down.dtype == wide
-    np.testing.assert_array_equal(up, typed[f"{PREFIX}layers.0.q.lora_B.weight"].to(torch.float64).numpy())
+    np.testing.assert_array_equal(
+        up, typed[f"{PREFIX}layers.0.q.lora_B.weight"].to(torch.float64).numpy()
+    )
     assert list(checkpoint.extras) == [f"{PREFIX}head.weight"]
     assert checkpoint.extras[f"{PREFIX}head.weight"].read().dtype.name == dtype
 
@@ -116,7 +129,9 @@ def test_a_pickle_that_holds_code_is_refused(tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
-def test_a_pickle_without_torch_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickle_without_torch_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = directory(tmp_path / "a")
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -130,7 +145,8 @@ def test_ranks_and_scales_follow_patterns_and_rslora_as_peft_does(tmp_path: Path
 
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(
-        torch.nn.ModuleDict({"q": torch.nn.Linear(6, 4), "v": torch.nn.Linear(6, 5)}) for _ in range(12)
+        torch.nn.ModuleDict({"q": torch.nn.Linear(6, 4), "v": torch.nn.Linear(6, 5)})
+        for _ in range(12)
     )
     config = LoraConfig(
         r=4,
@@ -144,11 +160,16 @@ def test_ranks_and_scales_follow_patterns_and_rslora_as_peft_does(tmp_path: Path
     peft = get_peft_model(model, config)
     peft.save_pretrained(tmp_path / "a")
     checkpoint = open_checkpoint(tmp_path / "a")
-    assert [layer.name for layer in checkpoint.layers] == [f"layers.{i}.{w}" for i in range(12) for w in "qv"]
+    assert [layer.name for layer in checkpoint.layers] == [
+        f"layers.{i}.{w}" for i in range(12) for w in "qv"
+    ]
     for layer in checkpoint.layers:
         module = model.get_submodule(layer.name)
         up, down = layer.load()
-        assert (layer.rank, layer.scale) == (module.r["default"], pytest.approx(module.scaling["default"], rel=1e-15))
+        assert (layer.rank, layer.scale) == (
+            module.r["default"],
+            pytest.approx(module.scaling["default"], rel=1e-15),
+        )
         delta = module.get_delta_weight("default").detach().numpy()
         np.testing.assert_allclose(layer.scale * (up @ down), delta, rtol=1e-5, atol=1e-6)
 
@@ -209,9 +230,17 @@ def test_a_server_gets_each_layer_at_its_rank_and_one_scale_right_for_all(tmp_pa
     from safetensors.numpy import load_file
 
     sizes = {"small": (6, 5, 2), "large": (7, 9, 5), "tiny": (4, 5, 2)}
-    tensors = {key: value for name, (m, n, r) in sizes.items() for key, value in pair(name, m, n, r).items()}
-    source = open_checkpoint(directory(tmp_path / "a", tensors, rank_pattern={"large": 5}, target_modules=[*sizes]))
-    layers = [(layer.name, layer.scale * layer.load()[0], layer.load()[1]) for layer in source.layers]
+    tensors = {
+        key: value
+        for name, (m, n, r) in sizes.items()
+        for key, value in pair(name, m, n, r).items()
+    }
+    source = open_checkpoint(
+        directory(tmp_path / "a", tensors, rank_pattern={"large": 5}, target_modules=[*sizes])
+    )
+    layers = [
+        (layer.name, layer.scale * layer.load()[0], layer.load()[1]) for layer in source.layers
+    ]
     write_lora(tmp_path / "b", source=source, layers=layers, profile="server")
     config = json.loads((tmp_path / "b" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (5, 5)
@@ -221,7 +250,9 @@ def test_a_server_gets_each_layer_at_its_rank_and_one_scale_right_for_all(tmp_pa
     for name, up, down in layers:
         a, b = (stored[f"{PREFIX}{name}.lora_{end}.weight"] for end in "AB")
         assert a.shape[0] == down.shape[0]
-        np.testing.assert_allclose(config["lora_alpha"] / config["r"] * b @ a, up @ down, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            config["lora_alpha"] / config["r"] * b @ a, up @ down, rtol=1e-5, atol=1e-6
+        )
         seen = model[name].get_delta_weight("default").detach().numpy()
         np.testing.assert_allclose(seen, up @ down, rtol=1e-5, atol=1e-6)
 
@@ -229,10 +260,17 @@ def test_a_server_gets_each_layer_at_its_rank_and_one_scale_right_for_all(tmp_pa
 def test_lorax_gets_one_padded_rank_and_no_patterns(tmp_path: Path) -> None:
     tensors = {**pair("layers.1.q", r=2), **pair("layers.11.v", m=7, n=9, r=5, seed=1)}
     source = open_checkpoint(directory(tmp_path / "a", tensors, rank_pattern={"layers.11.v": 5}))
-    layers = [(layer.name, layer.scale * layer.load()[0], layer.load()[1]) for layer in source.layers]
+    layers = [
+        (layer.name, layer.scale * layer.load()[0], layer.load()[1]) for layer in source.layers
+    ]
     write_lora(tmp_path / "b", source=source, layers=layers, profile="lorax")
     config = json.loads((tmp_path / "b" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["rank_pattern"], config["alpha_pattern"]) == (8, 8, {}, {})
+    assert (config["r"], config["lora_alpha"], config["rank_pattern"], config["alpha_pattern"]) == (
+        8,
+        8,
+        {},
+        {},
+    )
     assert config["target_modules"] == ["q", "v"]
     back = open_checkpoint(tmp_path / "b")
     for (_, up, down), layer in zip(layers, back.layers, strict=True):
@@ -253,7 +291,12 @@ def test_a_server_takes_no_heads_and_no_rank_above_512(tmp_path: Path) -> None:
 
 
 def test_layer_1_and_layer_11_keep_their_own_rank_when_written(tmp_path: Path) -> None:
-    tensors = {**pair("layers.1.q"), **pair("layers.11.q", r=3), **pair("x.layers.1.q", r=2), **pair("layersa1.q")}
+    tensors = {
+        **pair("layers.1.q"),
+        **pair("layers.11.q", r=3),
+        **pair("x.layers.1.q", r=2),
+        **pair("layersa1.q"),
+    }
     source = open_checkpoint(directory(tmp_path / "a", tensors, rank_pattern={"layers.11.q": 3}))
     layers = [(name, np.ones((4, r)), np.ones((r, 6))) for name, r in (
         ("layers.1.q", 1), ("layers.11.q", 3), ("x.layers.1.q", 4), ("layersa1.q", 5))]  # fmt: skip
@@ -263,7 +306,11 @@ def test_layer_1_and_layer_11_keep_their_own_rank_when_written(tmp_path: Path) -
     }
 
 
-@given(st.lists(st.text("ab1.|*+?()[]^$\\-_", min_size=1, max_size=12), min_size=2, max_size=2, unique=True))
+@given(
+    st.lists(
+        st.text("ab1.|*+?()[]^$\\-_", min_size=1, max_size=12), min_size=2, max_size=2, unique=True
+    )
+)
 def test_an_exact_pattern_matches_its_module_alone(names: list[str]) -> None:
     patterns = Patterns({exact_pattern(names[0]): 7}, "rank_pattern", Path("c"))
     assert patterns.get(names[0], 0) == 7
@@ -277,7 +324,10 @@ def test_an_exact_pattern_matches_its_module_alone(names: list[str]) -> None:
         ({"use_dora": True}, "DoRA"),
         ({"peft_type": "ADALORA"}, "'ADALORA'"),
         ({"peft_type": "IA3"}, "'IA3'"),
-        ({"lora_bias": True}, "lora_bias .* merge it into its base, or train it again as plain LoRA"),
+        (
+            {"lora_bias": True},
+            "lora_bias .* merge it into its base, or train it again as plain LoRA",
+        ),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"megatron_config": {"a": 1}}, "Megatron"),
         ({"alora_invocation_tokens": [1]}, "activated LoRA"),
@@ -286,12 +336,16 @@ def test_an_exact_pattern_matches_its_module_alone(names: list[str]) -> None:
         ({"use_newest_trick": True}, "use_newest_trick"),
     ],
 )
-def test_what_changes_more_than_the_low_rank_update_is_refused_by_name(tmp_path: Path, config: dict, word: str) -> None:
+def test_what_changes_more_than_the_low_rank_update_is_refused_by_name(
+    tmp_path: Path, config: dict, word: str
+) -> None:
     with pytest.raises(UnsupportedError, match=word):
         open_checkpoint(directory(tmp_path / "a", **config))
 
 
-@pytest.mark.parametrize("key", ["lora_magnitude_vector", "lora_B.bias", "lora_E", "lora_A.default.weight"])
+@pytest.mark.parametrize(
+    "key", ["lora_magnitude_vector", "lora_B.bias", "lora_E", "lora_A.default.weight"]
+)
 def test_tensors_of_other_lora_variants_are_refused_by_name(tmp_path: Path, key: str) -> None:
     tensors = {**pair("layers.0.q"), f"{PREFIX}layers.0.q.{key}": np.ones(4, np.float32)}
     with pytest.raises(UnsupportedError, match=key.replace(".", r"\.")):
@@ -310,7 +364,9 @@ def test_a_zero_layer_is_a_layer_and_nan_is_named_when_read(tmp_path: Path) -> N
     tensors[f"{PREFIX}layers.0.q.lora_A.weight"][1, 2] = np.nan
     checkpoint = open_checkpoint(directory(tmp_path / "a", {**tensors, **zero}))
     assert not any(array.any() for array in checkpoint.layer("layers.1.v").load())
-    with pytest.raises(CheckpointError, match=r"layers\.0\.q\.lora_A\.weight: 1 of 12 numbers are NaN"):
+    with pytest.raises(
+        CheckpointError, match=r"layers\.0\.q\.lora_A\.weight: 1 of 12 numbers are NaN"
+    ):
         checkpoint.layer("layers.0.q").load()
 
 

@@ -17,10 +17,19 @@ OLD, NEW = ("attn1", "ff", "attn2"), ("attn1", "attn2", "ff")
 
 def block(where, width, parts):
     """Linear layers of one transformer block that the trainer finds, in the order in which its parts were made."""
-    own = {"to_q": (width, width), "to_k": (width, width), "to_v": (width, width), "to_out.0": (width, width)}
+    own = {
+        "to_q": (width, width),
+        "to_k": (width, width),
+        "to_v": (width, width),
+        "to_out.0": (width, width),
+    }
     other = own | {"to_k": (width, CROSS), "to_v": (width, CROSS)}
     sizes = {"attn1": own, "attn2": other, "ff": {"net.0.proj": (8 * width, width)}}
-    return {f"{where}.transformer_blocks.0.{p}.{word}": size for p in parts for word, size in sizes[p].items()}
+    return {
+        f"{where}.transformer_blocks.0.{p}.{word}": size
+        for p in parts
+        for word, size in sizes[p].items()
+    }
 
 
 def modules(parts=NEW, sides=("down", "up", "mid"), encoders=("text_encoder",)):
@@ -35,7 +44,8 @@ def modules(parts=NEW, sides=("down", "up", "mid"), encoders=("text_encoder",)):
     for encoder in encoders:
         for layer in range(11):  # two digits: names are not in the order of their numbers
             words = [
-                f"{encoder}.text_model.encoder.layers.{layer}.self_attn.{key}_proj" for key in ("k", "v", "q", "out")
+                f"{encoder}.text_model.encoder.layers.{layer}.self_attn.{key}_proj"
+                for key in ("k", "v", "q", "out")
             ]
             found |= dict.fromkeys(words, (TEXT, TEXT))
     return found
@@ -54,14 +64,21 @@ def positional(path, named, part=None):
 
 
 def names_in_order(resolved, part):
-    return [resolved[f"{part}:{number}"] for number in range(sum(key.startswith(f"{part}:") for key in resolved))]
+    return [
+        resolved[f"{part}:{number}"]
+        for number in range(sum(key.startswith(f"{part}:") for key in resolved))
+    ]
 
 
 @pytest.mark.parametrize("parts", [OLD, NEW], ids=["old", "new"])
-@pytest.mark.parametrize("sides", [("down", "up", "mid"), ("down", "mid", "up")], ids=["mid last", "mid between"])
+@pytest.mark.parametrize(
+    "sides", [("down", "up", "mid"), ("down", "mid", "up")], ids=["mid last", "mid between"]
+)
 def test_the_sizes_tell_the_order_that_a_file_was_numbered_in(tmp_path, parts, sides):
     named = modules(parts, sides)
-    resolved = resolve_positions(positional(tmp_path / "p.safetensors", named), BaseModules(tmp_path, modules()))
+    resolved = resolve_positions(
+        positional(tmp_path / "p.safetensors", named), BaseModules(tmp_path, modules())
+    )
     found = [*names_in_order(resolved, "unet"), *names_in_order(resolved, "text_encoder")]
     assert found == list(named)
 
@@ -82,7 +99,9 @@ def test_a_list_without_names_is_of_the_part_that_it_fits(tmp_path):
     both = modules(encoders=("text_encoder",))
     text = {name: size for name, size in both.items() if name.startswith("text")}
     checkpoint = positional(tmp_path / "p.safetensors", text, part="layer")
-    assert names_in_order(resolve_positions(checkpoint, BaseModules(tmp_path, both)), "layer") == list(text)
+    assert names_in_order(
+        resolve_positions(checkpoint, BaseModules(tmp_path, both)), "layer"
+    ) == list(text)
     two = modules(encoders=("text_encoder", "text_encoder_2"))
     with pytest.raises(CheckpointError, match="the base has 2 orders"):
         resolve_positions(checkpoint, BaseModules(tmp_path, two))
@@ -94,10 +113,18 @@ def test_export_needs_the_base_and_writes_the_same_numbers_under_its_names(tmp_p
     with pytest.raises(UnsupportedError, match="called by its position .* name the base by --base"):
         export_lora(checkpoint, tmp_path / "k.safetensors", to="kohya")
     base = tmp_path / "pipeline"
-    for part, file in (("unet", "diffusion_pytorch_model.safetensors"), ("text_encoder", "model.safetensors")):
+    for part, file in (
+        ("unet", "diffusion_pytorch_model.safetensors"),
+        ("text_encoder", "model.safetensors"),
+    ):
         (base / part).mkdir(parents=True)
-        own = {name.partition(".")[2]: size for name, size in named.items() if name.startswith(part)}
-        save_file({f"{name}.weight": np.zeros(size, np.float32) for name, size in own.items()}, base / part / file)
+        own = {
+            name.partition(".")[2]: size for name, size in named.items() if name.startswith(part)
+        }
+        save_file(
+            {f"{name}.weight": np.zeros(size, np.float32) for name, size in own.items()},
+            base / part / file,
+        )
     (base / "model_index.json").write_text(json.dumps({}))
     assert read_modules(base).shapes == named
     given = load_file(tmp_path / "p.safetensors")
@@ -117,7 +144,12 @@ def test_the_trainers_own_loop_numbers_the_modules_of_a_real_pipeline_so(tmp_pat
     import torch
     from transformers import CLIPTextConfig, CLIPTextModel
 
-    sizes = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 24,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     with torch.device("meta"):
         unet = diffusers.UNet2DConditionModel(
             block_out_channels=(16, 32),
@@ -132,15 +164,27 @@ def test_the_trainers_own_loop_numbers_the_modules_of_a_real_pipeline_so(tmp_pat
     classes = {"unet": ("CrossAttention", "Attention", "GEGLU"), "text_encoder": ("CLIPAttention",)}
     named, shapes = {}, {}
     for part, model in (("unet", unet), ("text_encoder", text)):
-        weights = {path: module.weight for path, module in model.named_modules() if hasattr(module, "weight")}
-        shapes |= {f"{part}.{path}": tuple(weight.shape) for path, weight in weights.items() if weight.ndim > 1}
+        weights = {
+            path: module.weight
+            for path, module in model.named_modules()
+            if hasattr(module, "weight")
+        }
+        shapes |= {
+            f"{part}.{path}": tuple(weight.shape)
+            for path, weight in weights.items()
+            if weight.ndim > 1
+        }
         for path, module in model.named_modules():
             if type(module).__name__ in classes[part]:
                 for inner, layer in module.named_modules():
                     if isinstance(layer, torch.nn.Linear):
                         named[f"{part}.{path}.{inner}"] = tuple(layer.weight.shape)
-    resolved = resolve_positions(positional(tmp_path / "p.safetensors", named), BaseModules(tmp_path, shapes))
-    assert [*names_in_order(resolved, "unet"), *names_in_order(resolved, "text_encoder")] == list(named)
+    resolved = resolve_positions(
+        positional(tmp_path / "p.safetensors", named), BaseModules(tmp_path, shapes)
+    )
+    assert [*names_in_order(resolved, "unet"), *names_in_order(resolved, "text_encoder")] == list(
+        named
+    )
 
 
 def test_published_files_are_named_on_stable_diffusions_sizes(shared, tmp_path):
@@ -150,8 +194,16 @@ def test_published_files_are_named_on_stable_diffusions_sizes(shared, tmp_path):
 
     with torch.device("meta"):
         unet = diffusers.UNet2DConditionModel(cross_attention_dim=768)
-    shapes = {f"unet.{key[:-7]}": tuple(w.shape) for key, w in unet.state_dict().items() if key.endswith(".weight")}
-    words = [f"text_model.encoder.layers.{layer}.self_attn.{key}_proj" for layer in range(12) for key in "qkv"]
+    shapes = {
+        f"unet.{key[:-7]}": tuple(w.shape)
+        for key, w in unet.state_dict().items()
+        if key.endswith(".weight")
+    }
+    words = [
+        f"text_model.encoder.layers.{layer}.self_attn.{key}_proj"
+        for layer in range(12)
+        for key in "qkv"
+    ]
     words += [f"text_model.encoder.layers.{layer}.self_attn.out_proj" for layer in range(12)]
     shapes |= {f"text_encoder.{word}": (768, 768) for word in words}
     base = BaseModules(tmp_path, {name: shape for name, shape in shapes.items() if len(shape) > 1})
@@ -159,4 +211,7 @@ def test_published_files_are_named_on_stable_diffusions_sizes(shared, tmp_path):
         checkpoint = open_checkpoint(shared / "adapters" / "sd-cloneofsimo" / f"{file}.safetensors")
         resolved = resolve_positions(checkpoint, base)
         assert len(resolved) == len(set(resolved.values())) == 192
-        assert all((x.out_features, x.in_features) == base.shapes[resolved[x.name]] for x in checkpoint.layers)
+        assert all(
+            (x.out_features, x.in_features) == base.shapes[resolved[x.name]]
+            for x in checkpoint.layers
+        )

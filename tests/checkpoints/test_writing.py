@@ -43,7 +43,8 @@ LAYERS = [("q", np.ones((4, 2), np.float32), np.ones((2, 6), np.float32))]
 def test_the_writer_gives_the_bytes_of_the_safetensors_library(tmp_path_factory, tensors) -> None:
     rng = np.random.default_rng(0)
     arrays = {
-        name: np.asarray(9 * rng.standard_normal(shape)).astype(dtype) for name, (dtype, shape) in tensors.items()
+        name: np.asarray(9 * rng.standard_normal(shape)).astype(dtype)
+        for name, (dtype, shape) in tensors.items()
     }
     folder = tmp_path_factory.mktemp("w")
     with TensorWriter(folder) as writer:
@@ -55,7 +56,9 @@ def test_the_writer_gives_the_bytes_of_the_safetensors_library(tmp_path_factory,
     assert list(folder.iterdir()) == [folder / "x.safetensors"]
 
 
-def test_tensors_beyond_the_memory_limit_wait_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_beyond_the_memory_limit_wait_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lsrdecomp.checkpoints.tensors.IN_MEMORY", 100)
     arrays = {f"t{i}": np.full((50,), i, np.float32) for i in range(9)}
     with TensorWriter(tmp_path) as writer:
@@ -66,7 +69,9 @@ def test_tensors_beyond_the_memory_limit_wait_on_disk(tmp_path: Path, monkeypatc
     assert all(np.array_equal(back[name], array) for name, array in arrays.items())
 
 
-def test_streamed_layers_are_written_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_layers_are_written_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lsrdecomp.checkpoints.tensors.IN_MEMORY", 2**20)
     one = np.ones((1024, 64), np.float32)
     layers = ((f"l.{i}", one, one.T) for i in range(60))
@@ -100,7 +105,9 @@ def test_force_replaces_also_where_directories_cannot_be_swapped(
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the swap in one step is Linux's renameat2 here")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the swap in one step is Linux's renameat2 here"
+)
 def test_directories_are_swapped_in_one_step(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
@@ -110,7 +117,9 @@ def test_directories_are_swapped_in_one_step(tmp_path: Path) -> None:
     assert (tmp_path / "b" / "a").exists()
 
 
-def test_of_two_writers_at_one_place_the_later_says_that_the_other_was_there(tmp_path: Path) -> None:
+def test_of_two_writers_at_one_place_the_later_says_that_the_other_was_there(
+    tmp_path: Path,
+) -> None:
     def later() -> None:
         with new_directory(tmp_path / "out") as part:
             (part / "later").write_text("")
@@ -168,7 +177,13 @@ class FullDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
         self.calls, self.fails_at = 0, fails_at
-        for holder, name in ((os, "fsync"), (os, "rename"), (Path, "mkdir"), (Path, "write_text"), (Path, "open")):
+        for holder, name in (
+            (os, "fsync"),
+            (os, "rename"),
+            (Path, "mkdir"),
+            (Path, "write_text"),
+            (Path, "open"),
+        ):
             monkeypatch.setattr(holder, name, self.wrap(getattr(holder, name)))
         monkeypatch.setattr(writing, "_exchange", self.wrap(writing._exchange))
 
@@ -218,7 +233,9 @@ def test_a_really_full_file_system_leaves_nothing(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
         f"c.write_lora({str(tmp_path / 'out')!r}, layers=[('q', np.ones((400, 80)), np.ones((80, 600)))])\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert "CheckpointError" in result.stderr.splitlines()[-1]
     assert "could not be written: File too large" in result.stderr
     assert list(tmp_path.iterdir()) == []
@@ -226,7 +243,10 @@ def test_a_really_full_file_system_leaves_nothing(tmp_path: Path) -> None:
 
 def write_for_ever(out: Path, started: Path) -> None:
     for turn in range(10**9):
-        layers = ((f"l.{i}", np.full((40, 2), turn % 200), np.full((2, 60), turn % 200)) for i in range(20))
+        layers = (
+            (f"l.{i}", np.full((40, 2), turn % 200), np.full((2, 60), turn % 200))
+            for i in range(20)
+        )
         write_lora(out, layers=layers, force=True)
         started.touch()
 
@@ -247,7 +267,17 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_state(tmp_path: Path, ki
         assert changed_files(out) == ()
         layers = open_checkpoint(out).layers
         assert len(layers) == 20
-        assert len({float(value) for layer in layers for half in layer.load() for value in np.unique(half)}) == 1
+        assert (
+            len(
+                {
+                    float(value)
+                    for layer in layers
+                    for half in layer.load()
+                    for value in np.unique(half)
+                }
+            )
+            == 1
+        )
     for entry in out.parent.iterdir():
         os.utime(entry, (0, 0))
     write_lora(out, layers=LAYERS, force=True)

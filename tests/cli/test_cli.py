@@ -27,7 +27,16 @@ def small(tmp_path_factory):
 
 
 def test_compress_verify_export_and_verify_again(small, tmp_path):
-    done = process("compress", small, "--out", tmp_path / "lsr", "--rtol", "0.5", "--json", tmp_path / "report.json")
+    done = process(
+        "compress",
+        small,
+        "--out",
+        tmp_path / "lsr",
+        "--rtol",
+        "0.5",
+        "--json",
+        tmp_path / "report.json",
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "2 layers" in done.stdout
     report = json.loads((tmp_path / "report.json").read_text())
@@ -37,15 +46,28 @@ def test_compress_verify_export_and_verify_again(small, tmp_path):
     plain = lsr("verify", small, tmp_path / "lsr")
     assert plain.returncode == 0
     assert "recorded" not in plain.stdout  # a column of dashes
-    assert lsr("export", tmp_path / "lsr", "--to", "lora", "--out", tmp_path / "lora").returncode == 0
+    assert (
+        lsr("export", tmp_path / "lsr", "--to", "lora", "--out", tmp_path / "lora").returncode == 0
+    )
     checked = lsr("verify", small, tmp_path / "lora", "--json", "-")
     assert checked.returncode == 0
-    assert json.loads(checked.stdout)["relative_error"] == pytest.approx(report["totals"]["relative_error"], rel=1e-5)
+    assert json.loads(checked.stdout)["relative_error"] == pytest.approx(
+        report["totals"]["relative_error"], rel=1e-5
+    )
 
 
 def test_fixed_shape_and_terms(tmp_path):
     done = lsr(
-        "compress", DEMO, "--out", tmp_path / "o", "--separation-rank", 16, "--inner-shape", "2x2", "--json", "-"
+        "compress",
+        DEMO,
+        "--out",
+        tmp_path / "o",
+        "--separation-rank",
+        16,
+        "--inner-shape",
+        "2x2",
+        "--json",
+        "-",
     )
     layer = json.loads(done.stdout)["layers"][0]
     assert layer["shape"] == "(24×2 ⊗ 16×2)(2×24 ⊗ 2×16)"
@@ -53,7 +75,9 @@ def test_fixed_shape_and_terms(tmp_path):
 
 
 def test_a_missed_tolerance_is_exit_code_one_and_writes_nothing(small, tmp_path):
-    done = lsr("compress", small, "--out", tmp_path / "o", "--rtol", "1e-5", "--storage", "bfloat16")
+    done = lsr(
+        "compress", small, "--out", tmp_path / "o", "--rtol", "1e-5", "--storage", "bfloat16"
+    )
     assert done.returncode == 1
     assert "2 of 2 layers stay above 1e-05 in bfloat16" in done.stderr
     assert not (tmp_path / "o").exists()
@@ -72,7 +96,10 @@ def test_an_existing_output_is_kept_unless_forced(small, tmp_path):
 def test_force_never_replaces_what_is_not_an_adapter(tmp_path):
     (tmp_path / "o").mkdir()
     (tmp_path / "o" / "precious.txt").write_text("mine")
-    assert lsr("compress", DEMO, "--out", tmp_path / "o", "--separation-rank", 1, "--force").returncode == 2
+    assert (
+        lsr("compress", DEMO, "--out", tmp_path / "o", "--separation-rank", 1, "--force").returncode
+        == 2
+    )
     assert (tmp_path / "o" / "precious.txt").read_text() == "mine"
 
 
@@ -110,7 +137,8 @@ def test_demo_runs_and_measures_what_it_wrote(tmp_path):
     assert f"It keeps {100 * shares['lsr-kfac']:.0f} % of what the adapter gains" in done.stdout
     assert f"in the same norm {100 * shares['svd-kfac']:.0f} %: measured on" in done.stdout
     ours, svd = (
-        float(re.search(pattern, done.stdout)[1]) for pattern in (r"Fisher norm ([0-9.]+):", r"same norm: ([0-9.]+)\.")
+        float(re.search(pattern, done.stdout)[1])
+        for pattern in (r"Fisher norm ([0-9.]+):", r"same norm: ([0-9.]+)\.")
     )
     assert ours < 0.75 * svd
     assert open_checkpoint(tmp_path / "demo-output" / "lsr").adapter_parameters <= 73_728 / 48
@@ -130,7 +158,10 @@ def test_fleet_reports_the_one_that_fails(tmp_path):
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "no setting is called 'separation_rnk'; did you mean 'separation_rank'?" in done.stderr
     for wrong, words in (
-        ((), "one goal for all adapters: --ratio N, --params N, --bytes N or --rtol E; such as --ratio 48"),
+        (
+            (),
+            "one goal for all adapters: --ratio N, --params N, --bytes N or --rtol E; such as --ratio 48",
+        ),
         (("--plan", tmp_path / "plan.toml", "--ratio", 48), "leave out --plan, or --ratio"),
     ):
         done = lsr("fleet", tmp_path / "in", tmp_path / "out2", *wrong)
@@ -148,15 +179,30 @@ def test_fleet_reports_the_one_that_fails(tmp_path):
             ["compress", DEMO / "adapter_config.json", "--out", "o", "--ratio", "4"],
             f"holds no weights; give its directory, {DEMO}",
         ),
-        (["compress", DEMO, "--out", "o", "--ratio", "4", "--storage", "int5"], "--storage must be one of float64"),
+        (
+            ["compress", DEMO, "--out", "o", "--ratio", "4", "--storage", "int5"],
+            "--storage must be one of float64",
+        ),
         (["compress", DEMO, "--out", "o", "--rtol", "-1"], "--rtol must be a number above 0"),
         (["compress", DEMO, "--out", "o", "--rtol", "0.1", "--storage", "int3"], "int3"),
-        (["compress", DEMO, "--out", "o", "--separation-rank", "1", "--inner-shape", "2,2"], "expected two sizes"),
+        (
+            ["compress", DEMO, "--out", "o", "--separation-rank", "1", "--inner-shape", "2,2"],
+            "expected two sizes",
+        ),
         (["compress", DEMO, "--rtol", "0.1"], "--dry-run"),
-        (["compress", DEMO, "--out", "o", "--rtol", "2"], "no adapter at all has a relative error of 1"),
-        (["compress", DEMO, "--out", "o", "--ratio", "48", "--report", "o/r.html"], "lies inside another, --out o"),
+        (
+            ["compress", DEMO, "--out", "o", "--rtol", "2"],
+            "no adapter at all has a relative error of 1",
+        ),
+        (
+            ["compress", DEMO, "--out", "o", "--ratio", "48", "--report", "o/r.html"],
+            "lies inside another, --out o",
+        ),
         (["finetune", "--out", "o"], "--model must be given: The base"),
-        (["compress", DEMO, "--out", "o", "--bytes", "100"], "heads, header and config alone take 3,400 bytes"),
+        (
+            ["compress", DEMO, "--out", "o", "--bytes", "100"],
+            "heads, header and config alone take 3,400 bytes",
+        ),
         (["compress", DEMO, "--out", "o", "--kl", "0.1"], "calibrate first"),
         (["compress", DEMO, "--out", "o", "--ratio", "9", "--calibrated", "none"], "none"),
         (["curve", DEMO, "--out", "o.gif"], ".png or .svg"),
@@ -198,8 +244,21 @@ def test_calibrate_then_compress_by_what_the_layers_do(tmp_path):
         pytest.skip("the pretrained encoder is a package of its own")
     encoder = Path(spec.submodule_search_locations[0]) / "model"
     text, statistics = tmp_path / "text.txt", tmp_path / "statistics"
-    text.write_text("".join(f"film number {i} is {'bad' if i % 3 else 'good'}\n" for i in range(24)))
-    arguments = ("calibrate", encoder, "--adapter", DEMO, "--text", text, "--out", statistics, "--samples", 24)
+    text.write_text(
+        "".join(f"film number {i} is {'bad' if i % 3 else 'good'}\n" for i in range(24))
+    )
+    arguments = (
+        "calibrate",
+        encoder,
+        "--adapter",
+        DEMO,
+        "--text",
+        text,
+        "--out",
+        statistics,
+        "--samples",
+        24,
+    )
     done = lsr(*arguments, "--max-full", 64, "--rank", 8)
     assert done.returncode == 0, done.stderr
     assert "statistics of 12 layers from 24 examples" in done.stdout
@@ -221,12 +280,24 @@ def test_a_ceiling_on_memory_is_one_line(tmp_path, verb):
         "compress": (DEMO, "--out", tmp_path / "o", "--separation-rank", 2),
         "verify": (DEMO, DEMO),
         "export": (DEMO, "--out", tmp_path / "o"),
-        "fleet": (tmp_path / "in", tmp_path / "o", "--plan", tmp_path / "plan.toml", "--workers", 1, "--json", "-"),
+        "fleet": (
+            tmp_path / "in",
+            tmp_path / "o",
+            "--plan",
+            tmp_path / "plan.toml",
+            "--workers",
+            1,
+            "--json",
+            "-",
+        ),
     }.get(verb, (DEMO,))
     done = lsr(verb, *arguments, "--max-memory", "48KB")
     line = done.stdout if verb == "fleet" else done.stderr
     assert done.returncode == (1 if verb == "fleet" else 2)
-    assert "its 6144 numbers take 49152 bytes, above the 48000 allowed; raise max_memory (--max-memory)" in line
+    assert (
+        "its 6144 numbers take 49152 bytes, above the 48000 allowed; raise max_memory (--max-memory)"
+        in line
+    )
     assert "Traceback" not in done.stderr
     assert verb == "fleet" or not (tmp_path / "o").exists()
 
@@ -237,10 +308,15 @@ def test_a_lack_of_memory_is_one_line(monkeypatch):
 
     monkeypatch.setattr("lsrdecomp.cli.app.app", full)
     done = lsr("inspect", DEMO)
-    assert (done.returncode, done.stderr) == (2, "lsrdecomp: not enough memory for a layer of this size\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "lsrdecomp: not enough memory for a layer of this size\n",
+    )
 
 
-@pytest.mark.parametrize(("text", "size"), [("48KiB", 49152), ("1M", 2**20), ("2 GB", 2 * 10**9), ("7", 7), ("7B", 7)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("48KiB", 49152), ("1M", 2**20), ("2 GB", 2 * 10**9), ("7", 7), ("7B", 7)]
+)
 def test_sizes_as_people_write_them(text, size):
     assert memory_size(text) == size
 
@@ -252,13 +328,24 @@ def test_other_sizes_are_refused(text):
 
 
 def test_a_file_that_became_larger_than_its_source_is_warned_of(tmp_path):
-    layers = [("layer", np.eye(64, 4), np.ones((4, 64)) * np.arange(64) ** np.arange(4)[:, None] / 64**3)]
+    layers = [
+        ("layer", np.eye(64, 4), np.ones((4, 64)) * np.arange(64) ** np.arange(4)[:, None] / 64**3)
+    ]
     config = {"base_model_name_or_path": "base"}
     source = write_lora(tmp_path / "lora", layers=layers, config=config, storage="float16")
     plain = lsr("compress", source, "--rtol", "1e-2", "--out", tmp_path / "plain")
     assert plain.returncode == 0, plain.stderr
     assert "WARNING: the weight file has" not in plain.stderr
-    large = lsr("compress", source, "--separation-rank", "16", "--storage", "float32", "--out", tmp_path / "large")
+    large = lsr(
+        "compress",
+        source,
+        "--separation-rank",
+        "16",
+        "--storage",
+        "float32",
+        "--out",
+        tmp_path / "large",
+    )
     assert large.returncode == 0, large.stderr
     assert "WARNING: the weight file has" in " ".join(large.stderr.split())
     assert "smaller numbers (--storage float16)" in " ".join(large.stderr.split())

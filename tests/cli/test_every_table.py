@@ -35,7 +35,9 @@ def check(narrow, whole, width, needed=()):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     out = tmp_path_factory.mktemp("written") / "lsr"
-    done = CliRunner().invoke(app, ["compress", str(DEMO), "--separation-rank", "2", "--out", str(out), "--quiet"])
+    done = CliRunner().invoke(
+        app, ["compress", str(DEMO), "--separation-rank", "2", "--out", str(out), "--quiet"]
+    )
     assert done.exit_code == 0, done.output
     return out
 
@@ -55,7 +57,16 @@ def command(verb, written):
         "curve": ["curve", str(DEMO), "--quiet"],
         "compress": ["compress", str(DEMO), "--separation-rank", "2", "--dry-run", "--quiet"],
         "compress --calibrated": [
-            *("compress", str(DEMO), "--separation-rank", "2", "--calibrated", str(STATISTICS), "--dry-run", "--quiet"),
+            *(
+                "compress",
+                str(DEMO),
+                "--separation-rank",
+                "2",
+                "--calibrated",
+                str(STATISTICS),
+                "--dry-run",
+                "--quiet",
+            ),
         ],
         "verify": ["verify", str(DEMO), str(written), "--quiet"],
     }[verb]
@@ -83,7 +94,13 @@ def test_a_verb_prints_a_table_that_fits(verb, written, capsys, monkeypatch):
 
 MADE_BY = {
     "fleet": lambda: tables.outcome_table(
-        [Outcome("adapters/" + "deep/" * 30 + "q8", "failed", "layer 11: 1,234,567 numbers asked for, 73,728 there")]
+        [
+            Outcome(
+                "adapters/" + "deep/" * 30 + "q8",
+                "failed",
+                "layer 11: 1,234,567 numbers asked for, 73,728 there",
+            )
+        ]
     ),
 }
 FIRST = {

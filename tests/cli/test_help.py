@@ -32,15 +32,23 @@ def test_help_shows_fifteen_options_at_most_in_panels_and_all_on_request(verb):
         (section,) = (each for each in sections if each.startswith(f"{panel}:"))
         assert all(f"--{name}" in section for name in names.split())
     assert sum(len(names.split()) for names in PANELS[verb].values()) <= 15
-    every = {option.opts[0] for option in get_command(app).commands[verb].params if option.opts[0].startswith("-")}
+    every = {
+        option.opts[0]
+        for option in get_command(app).commands[verb].params
+        if option.opts[0].startswith("-")
+    }
     assert all(f"  {flag}" in whole for flag in every - {"--help-all"})
     assert not all(f"  {flag}" in short for flag in every - {"--help-all"})
 
 
-@pytest.mark.parametrize(("verb", "example"), [(verb, example) for verb in VERBS for example in EXAMPLES[verb]])
+@pytest.mark.parametrize(
+    ("verb", "example"), [(verb, example) for verb in VERBS for example in EXAMPLES[verb]]
+)
 def test_the_options_of_every_example_exist(verb, example):
     given = {word for word in shlex.split(example) if word.startswith("--")}
-    known = {option for parameter in get_command(app).commands[verb].params for option in parameter.opts}
+    known = {
+        option for parameter in get_command(app).commands[verb].params for option in parameter.opts
+    }
     assert given <= known
 
 

@@ -38,7 +38,10 @@ def base(tmp_path_factory):
     """The layer that the text formats adapt here, as a base."""
     folder = tmp_path_factory.mktemp("base")
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    save_file({"model.layers.0.self_attn.q_proj.weight": np.ones((64, 64), np.float32)}, folder / "model.safetensors")
+    save_file(
+        {"model.layers.0.self_attn.q_proj.weight": np.ones((64, 64), np.float32)},
+        folder / "model.safetensors",
+    )
     return folder
 
 
@@ -64,7 +67,10 @@ def test_a_lora_comes_back_as_it_was_by_the_command_shown(form, tmp_path):
     ran = lsr(*shlex.split(command), cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     scale = 4 if alpha else None
-    source, small = open_checkpoint(tmp_path / given, alpha=scale), open_checkpoint(tmp_path / "small")
+    source, small = (
+        open_checkpoint(tmp_path / given, alpha=scale),
+        open_checkpoint(tmp_path / "small"),
+    )
     made = shlex.split(command)[-1]
     back = open_checkpoint(tmp_path / made, alpha=scale)
     checked = lsr("verify", given, made, *alpha, cwd=tmp_path)
@@ -75,7 +81,9 @@ def test_a_lora_comes_back_as_it_was_by_the_command_shown(form, tmp_path):
     assert (back.format, back.layers[0].dtype) == (source.format, "float16")
     before, after = load_file(source.weights), load_file(back.weights)
     assert after.keys() == before.keys()
-    assert {key: array.dtype for key, array in after.items()} == {key: array.dtype for key, array in before.items()}
+    assert {key: array.dtype for key, array in after.items()} == {
+        key: array.dtype for key, array in before.items()
+    }
     assert all(after[key] == before[key] for key in before if key.endswith(".alpha"))
     if form not in CONFIGS:
         assert back.metadata["kept"] == "yes"
@@ -108,9 +116,21 @@ def test_what_has_no_task_type_is_sent_to_no_base(form, tmp_path):
 
 def test_layers_that_were_zero_are_not_missed(tmp_path):
     rng = np.random.default_rng(0)
-    layers = [(name, rng.standard_normal((8, 2)), (name in "ab") * rng.standard_normal((2, 8))) for name in "abcd"]
+    layers = [
+        (name, rng.standard_normal((8, 2)), (name in "ab") * rng.standard_normal((2, 8)))
+        for name in "abcd"
+    ]
     write_lora(tmp_path / "lora", layers=layers, config={})
-    done = lsr("compress", tmp_path / "lora", "--rtol", 0.1, "--storage", "float32", "--out", tmp_path / "small")
+    done = lsr(
+        "compress",
+        tmp_path / "lora",
+        "--rtol",
+        0.1,
+        "--storage",
+        "float32",
+        "--out",
+        tmp_path / "small",
+    )
     assert (done.returncode, "2 of 4 layers left out" in done.stdout) == (0, True)
     assert "WARNING: little" not in done.stderr
 
@@ -125,19 +145,27 @@ def test_a_text_lora_is_sent_to_its_base_by_a_command_that_runs(kind, tmp_path, 
 
     assert set(TASKS) == set(LOADERS)
     monkeypatch.chdir(make(tmp_path, kind))
-    (tmp_path / "TEXTS.txt").write_text("\n".join(f"{text} w{i}" for i in (1, 2) for text, _ in TEXTS))
+    (tmp_path / "TEXTS.txt").write_text(
+        "\n".join(f"{text} w{i}" for i in (1, 2) for text, _ in TEXTS)
+    )
     Path("runs").mkdir()
     Path("lora").rename("runs/lora")
     where = ["runs", "--name", "lora"]  # which what is recommended has to say in its own way
-    done = CliRunner().invoke(app, ["compress", *where, "--ratio", "20", "--storage", "int8", "--out", "little"])
+    done = CliRunner().invoke(
+        app, ["compress", *where, "--ratio", "20", "--storage", "int8", "--out", "little"]
+    )
     (command,) = re.findall(r"lsrdecomp (compress .*)", done.stderr)
     assert command.endswith("--ratio 20 --storage int8 --out little-measured")
-    ran = CliRunner().invoke(app, ["base" if word == "BASE" else word for word in shlex.split(command)])
+    ran = CliRunner().invoke(
+        app, ["base" if word == "BASE" else word for word in shlex.split(command)]
+    )
     assert ran.exit_code == 0, (command, ran.output, ran.stderr)
     assert open_checkpoint("little-measured").layers
 
 
-@pytest.mark.parametrize("form", [form for form in KEYS if form not in (*OUTSIDE, "peft-lora, stacked experts")])
+@pytest.mark.parametrize(
+    "form", [form for form in KEYS if form not in (*OUTSIDE, "peft-lora, stacked experts")]
+)
 def test_what_a_server_s_rules_recommend_can_be_typed(form, base, tmp_path):
     path = tmp_path / write(tmp_path, form)
     small = compress(path, separation_rank=2, inner_shape=(2, 4)).save(tmp_path / "small")
@@ -157,9 +185,13 @@ def test_what_a_server_s_rules_recommend_can_be_typed(form, base, tmp_path):
 @pytest.mark.parametrize("form", KEYS)
 def test_what_a_refused_export_recommends_is_written(form, base, tmp_path):
     source = open_checkpoint(tmp_path / write(tmp_path, form), alpha=4 if form in OUTSIDE else None)
-    small = open_checkpoint(compress(source, separation_rank=2, inner_shape=(2, 4)).save(tmp_path / "small"))
+    small = open_checkpoint(
+        compress(source, separation_rank=2, inner_shape=(2, 4)).save(tmp_path / "small")
+    )
     for to in ("kohya", "diffusers", "same", "lroa"):
-        for other in recommended(lambda to=to: export_lora(small, tmp_path / f"{to}.safetensors", to=to, like=source)):
+        for other in recommended(
+            lambda to=to: export_lora(small, tmp_path / f"{to}.safetensors", to=to, like=source)
+        ):
             export_lora(small, tmp_path / f"{to}-{other}.safetensors", to=other, like=source)
 
 
@@ -168,12 +200,17 @@ def recommended(export):
     try:
         export()
     except UnsupportedError as error:
-        return re.findall(rf"(?:--to |write |or |did you mean ')({'|'.join(FORMATS)})\b", str(error)) or ["none"]
+        return re.findall(
+            rf"(?:--to |write |or |did you mean ')({'|'.join(FORMATS)})\b", str(error)
+        ) or ["none"]
     return ()
 
 
 OTHERS = {
-    "lokr": {f"blocks_0_q.{part}": shape for part, shape in {"lokr_w1": (8, 8), "lokr_w2": (16, 16)}.items()},
+    "lokr": {
+        f"blocks_0_q.{part}": shape
+        for part, shape in {"lokr_w1": (8, 8), "lokr_w2": (16, 16)}.items()
+    },
     "loha": KEYS["lycoris"],
     "dora": KEYS["comfy wan"] | {"diffusion_model.blocks.0.self_attn.q.dora_scale": (64, 1)},
 }
@@ -183,20 +220,29 @@ OTHERS = {
     ("kind", "words"),
     [
         ("lokr", "one Kronecker product already, which is not made smaller here: keep it"),
-        ("loha", "is LoHa, read as the LoRA of the same ΔW, so that it is not given back as it came: make LSR of it"),
+        (
+            "loha",
+            "is LoHa, read as the LoRA of the same ΔW, so that it is not given back as it came: make LSR of it",
+        ),
         ("dora", "merge it into its base, or train it again as plain LoRA"),
     ],
 )
 def test_what_is_no_file_of_pairs_is_told_why_and_what_to_do(kind, words, tmp_path):
     rng = np.random.default_rng(0)
-    save_file({key: rng.standard_normal(shape) for key, shape in OTHERS[kind].items()}, tmp_path / "style.safetensors")
+    save_file(
+        {key: rng.standard_normal(shape) for key, shape in OTHERS[kind].items()},
+        tmp_path / "style.safetensors",
+    )
 
     def run(*order):
         done = lsr(*order, cwd=tmp_path)
         return done.returncode, " ".join(done.stderr.split())
 
     small, directory = ("compress", "style.safetensors", "--ratio", "2", "--out"), kind == "loha"
-    for order in ((*small, "small.safetensors"), ("export", "style.safetensors", "--out", "o", "--to", "same")):
+    for order in (
+        (*small, "small.safetensors"),
+        ("export", "style.safetensors", "--out", "o", "--to", "same"),
+    ):
         code, said = run(*order)
         assert (code, words in said) == (2, True), said
         assert "it came from" not in said

@@ -24,7 +24,11 @@ WRITTEN = {"json", "report", "out", "outdir"}
 @pytest.mark.parametrize("verb", commands.ALL, ids=lambda verb: verb.__name__)
 def test_every_path_that_a_verb_writes_is_marked(verb):
     hints = get_type_hints(verb, include_extras=True)
-    marked = {name for name, hint in hints.items() if any(isinstance(part, Output) for part in get_args(hint)[1:])}
+    marked = {
+        name
+        for name, hint in hints.items()
+        if any(isinstance(part, Output) for part in get_args(hint)[1:])
+    }
     assert marked == WRITTEN & set(hints)
 
 
@@ -53,17 +57,35 @@ def adapter(tmp_path) -> Path:
 
 
 def test_a_file_that_is_read_is_missed_before_torch_is_loaded(adapter, tmp_path):
-    argv = ["compress", str(adapter), "--base", "b", "--data", "no.txt", "--keep", ".8", "--out", str(tmp_path / "o")]
+    argv = [
+        "compress",
+        str(adapter),
+        "--base",
+        "b",
+        "--data",
+        "no.txt",
+        "--keep",
+        ".8",
+        "--out",
+        str(tmp_path / "o"),
+    ]
     code = f"import sys; sys.argv[1:] = {argv}; from lsrdecomp.cli.main import run\n"
     code += "try:\n    run()\nfinally:\n    print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
     assert (done.returncode, done.stdout) == (2, "False\n")
     assert done.stderr == "lsrdecomp: no.txt: no such file or directory\n"
 
 
 def test_outputs_that_can_be_written_are_let_through(adapter, tmp_path):
     (tmp_path / "old.json").write_text("{}")
-    new = {"out": tmp_path / "o", "json": tmp_path / "new" / "j", "report": tmp_path / "r", "runs": tmp_path}
+    new = {
+        "out": tmp_path / "o",
+        "json": tmp_path / "new" / "j",
+        "report": tmp_path / "r",
+        "runs": tmp_path,
+    }
     assert call(adapter, **{**new, "runs": tmp_path / "runs"}) == ["done"]
     assert call(adapter, json=tmp_path / "old.json", force=True) == ["done"]
     assert call(adapter, json=Path("-")) == ["done"]
@@ -73,9 +95,16 @@ def test_outputs_that_can_be_written_are_let_through(adapter, tmp_path):
 @pytest.mark.parametrize("force", [False, True])
 def test_nothing_that_is_read_is_ever_written(adapter, tmp_path, force):
     weights, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
-    for source, out in ((adapter, weights), (adapter, adapter), (adapter, tmp_path), (weights, config)):
+    for source, out in (
+        (adapter, weights),
+        (adapter, adapter),
+        (adapter, tmp_path),
+        (weights, config),
+    ):
         for kind in ("json", "out", "runs"):
-            with pytest.raises(CheckpointError, match="is, holds or lies inside the input|not replaced"):
+            with pytest.raises(
+                CheckpointError, match="is, holds or lies inside the input|not replaced"
+            ):
                 call(source, **{kind: out}, force=force)
     with pytest.raises(CheckpointError, match="inside the input"):
         call(weights, base=str(adapter), json=adapter / "new.json", force=force)
@@ -112,10 +141,29 @@ def test_the_command_line_keeps_its_inputs_whole(tmp_path):
     before = snapshot(tmp_path / "a")
     weights = tmp_path / "a" / "adapter_model.safetensors"
     for arguments in (
-        ("compress", tmp_path / "a", "--separation-rank", 2, "--out", tmp_path / "o", "--json", weights, "--force"),
+        (
+            "compress",
+            tmp_path / "a",
+            "--separation-rank",
+            2,
+            "--out",
+            tmp_path / "o",
+            "--json",
+            weights,
+            "--force",
+        ),
         ("inspect", tmp_path / "a", "--json", tmp_path / "a" / "adapter_config.json", "--force"),
         ("curve", weights, "--json", tmp_path / "a" / "adapter_config.json", "--force"),
-        ("compress", DEMO, "--ratio", 48, "--calibrated", tmp_path / "a", "--out", tmp_path / "a" / "inside"),
+        (
+            "compress",
+            DEMO,
+            "--ratio",
+            48,
+            "--calibrated",
+            tmp_path / "a",
+            "--out",
+            tmp_path / "a" / "inside",
+        ),
         ("verify", tmp_path / "a", DEMO, "--json", weights),
         ("export", tmp_path / "a", "--out", tmp_path / "a" / "lora"),
     ):
@@ -129,13 +177,18 @@ def test_only_json_is_written_to_standard_output():
     for option in ("--out", "--report"):
         done = lsr("compress", DEMO, "--ratio", 48, option, "-")
         assert done.returncode == 2
-        assert done.stderr == f"lsrdecomp: -: {option} writes a file; only --json - writes to standard output\n"
+        assert (
+            done.stderr
+            == f"lsrdecomp: -: {option} writes a file; only --json - writes to standard output\n"
+        )
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell that closes a stream by >&-")
 def test_a_closed_standard_output_is_said_before_the_work():
     command = [sys.executable, "-m", "lsrdecomp", "inspect", str(DEMO), "--json", "-"]
-    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (
         2,
         "lsrdecomp: -: standard output is closed; --json FILE writes to a file\n",
@@ -155,7 +208,11 @@ def test_on_a_full_disk_all_outputs_of_compress_appear_or_none(tmp_path, monkeyp
         return fsync(handle)
 
     monkeypatch.setattr(os, "fsync", full)
-    outputs = {"out": tmp_path / "o", "report": tmp_path / "r.html", "json": tmp_path / "new" / "j.json"}
+    outputs = {
+        "out": tmp_path / "o",
+        "report": tmp_path / "r.html",
+        "json": tmp_path / "new" / "j.json",
+    }
     with pytest.raises(CheckpointError, match="could not be written: No space left"):
         commands.compress(source, separation_rank=1, **outputs)
     assert len(calls) >= first
@@ -169,7 +226,9 @@ def test_on_a_full_disk_all_outputs_of_compress_appear_or_none(tmp_path, monkeyp
 def test_what_standard_output_cannot_encode_is_no_traceback(encoding):
     """A pipe on Windows has an old code page, which lacks ⊗; the locale C without Python's UTF-8 mode lacks all."""
     command = [sys.executable, "-m", "lsrdecomp", "inspect", DEMO]
-    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}, check=False)
+    done = subprocess.run(
+        command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}, check=False
+    )
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"12 layers" in done.stdout
 
@@ -180,7 +239,15 @@ def test_the_home_directory_is_found_where_a_shell_expands_nothing(tmp_path, mon
     shutil.copytree(DEMO, home / "lora")
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("USERPROFILE", str(home))
-    done = lsr("compress", "~/lora", "--separation-rank", 1, "--out=~/small", "--json=~/small.json", cwd=tmp_path)
+    done = lsr(
+        "compress",
+        "~/lora",
+        "--separation-rank",
+        1,
+        "--out=~/small",
+        "--json=~/small.json",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert {path.name for path in home.iterdir()} == {"lora", "small", "small.json"}
     assert not (tmp_path / "~").exists()

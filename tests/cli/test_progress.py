@@ -69,19 +69,29 @@ def on_a_terminal(
     return shown.decode()
 
 
-def test_a_terminal_shows_stage_counts_and_what_is_done_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = on_a_terminal([Step("refining", 1, 2, "layers"), Step("solving", 1200, 2400, "layers")], monkeypatch)
+def test_a_terminal_shows_stage_counts_and_what_is_done_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = on_a_terminal(
+        [Step("refining", 1, 2, "layers"), Step("solving", 1200, 2400, "layers")], monkeypatch
+    )
     assert "solving" in shown
     assert "1,200/2,400 layers" in shown
     assert "reading" in on_a_terminal([Step("reading", 0, 0)], monkeypatch)
 
 
 @pytest.mark.parametrize("columns", [80, 110, 130])
-def test_the_line_fits_the_terminal_and_ends_before_results(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_the_line_fits_the_terminal_and_ends_before_results(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
     training = "training 1 of at most 2, 250 times fewer numbers: distilling, at most 60 steps of 8 examples"
     steps = [Step(f"step 6 of 6 · {training}", done, 60, "steps") for done in range(3)]
-    shown = on_a_terminal([Step("step 1 of 6 · opening the base", 0, 0), *steps], monkeypatch, columns=columns)
-    lines = [line for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)) if line]
+    shown = on_a_terminal(
+        [Step("step 1 of 6 · opening the base", 0, 0), *steps], monkeypatch, columns=columns
+    )
+    lines = [
+        line for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)) if line
+    ]
     assert max(map(cell_len, lines)) <= columns
     assert "step 1 of 6 · opening the base" in shown
     assert "2/60 steps · about 10 min left" in shown
@@ -93,7 +103,9 @@ def test_a_quiet_terminal_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert on_a_terminal([Step("solving", 1, 2, "layers")], monkeypatch, quiet=True) == "end"
 
 
-def test_a_log_gets_a_line_a_minute_with_the_time_left(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_gets_a_line_a_minute_with_the_time_left(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
     with follow(clock=clock) as show:
         counter = Counter(show, "solving shapes", 40, "layers")
         for _ in range(10):
@@ -105,15 +117,21 @@ def test_a_log_gets_a_line_a_minute_with_the_time_left(clock: Clock, capsys: pyt
     ]
 
 
-def test_what_was_done_before_is_not_counted(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_done_before_is_not_counted(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
     with follow(clock=clock) as show:
         show(Step("calibrating", 100, 200, "examples"))  # gone on with after a kill
         clock.now += 60.0
         show(Step("calibrating", 120, 200, "examples"))
-    assert capsys.readouterr().err == "lsrdecomp: calibrating: 120 of 200 examples, about 4 min left\n"
+    assert (
+        capsys.readouterr().err == "lsrdecomp: calibrating: 120 of 200 examples, about 4 min left\n"
+    )
 
 
-def test_time_before_the_first_count_says_nothing_of_the_rest(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_time_before_the_first_count_says_nothing_of_the_rest(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
     with follow(clock=clock) as show:
         show(Step("distilling", 0, 0))
         clock.now += 50.0  # the LoRA answers the lessons
@@ -123,7 +141,9 @@ def test_time_before_the_first_count_says_nothing_of_the_rest(clock: Clock, caps
     assert capsys.readouterr().err == "lsrdecomp: distilling: 2 of 60 steps, about 10 min left\n"
 
 
-def test_a_short_run_and_a_quiet_one_write_no_line(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_run_and_a_quiet_one_write_no_line(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
     for seconds, quiet in ((59.0, False), (600.0, True)):
         with follow(quiet=quiet, clock=clock) as show:
             clock.now += seconds

@@ -22,15 +22,19 @@ def put(path, seed=0, dtype=np.float16):
     rng = np.random.default_rng(seed)
     tensors = {}
     for i, name in enumerate(NAMES):
-        tensors[f"{name}.lora_down.weight"] = rng.standard_normal((8, 40 * 3 ** min(i, 2))).astype(dtype)
-        tensors[f"{name}.lora_up.weight"] = (rng.standard_normal((64, 8)) * (0.3 + 0.15 * i) ** np.arange(8)).astype(
+        tensors[f"{name}.lora_down.weight"] = rng.standard_normal((8, 40 * 3 ** min(i, 2))).astype(
             dtype
         )
+        tensors[f"{name}.lora_up.weight"] = (
+            rng.standard_normal((64, 8)) * (0.3 + 0.15 * i) ** np.arange(8)
+        ).astype(dtype)
         tensors[f"{name}.alpha"] = np.array(4.0, dtype)
     tensors["conv.lora_down.weight"] = rng.standard_normal((8, 16, 3, 3)).astype(dtype)
     tensors["conv.lora_up.weight"] = rng.standard_normal((32, 8, 1, 1)).astype(dtype)
     tensors["conv.alpha"] = np.array(8.0, dtype)
-    save_file(tensors, path, metadata={"ss_network_module": "networks.lora", "sshs_model_hash": "0"})
+    save_file(
+        tensors, path, metadata={"ss_network_module": "networks.lora", "sshs_model_hash": "0"}
+    )
     return path
 
 
@@ -45,12 +49,17 @@ def test_no_other_ranks_of_truncated_svd_are_nearer_at_the_size(tmp_path, ratio)
     source = open_checkpoint(put(tmp_path / "style.safetensors", dtype=np.float32))
     cut = truncate(source, ratio=ratio)
     assert cut.parameters <= source.adapter_parameters / ratio
-    back = {layer.name: layer for layer in open_checkpoint(cut.save(tmp_path / "small.safetensors")).layers}
+    back = {
+        layer.name: layer
+        for layer in open_checkpoint(cut.save(tmp_path / "small.safetensors")).layers
+    }
     lost, every_loss, every_size = 0.0, np.zeros(1), np.zeros(1)
     for layer, rank in zip(source.layers, cut.ranks, strict=True):
         sigma = np.linalg.svd(formed(layer), compute_uv=False)[:8]
         made = formed(back[layer.name]) if rank else 0.0
-        np.testing.assert_allclose(np.linalg.norm(formed(layer) - made) ** 2, np.sum(sigma[rank:] ** 2), rtol=1e-4)
+        np.testing.assert_allclose(
+            np.linalg.norm(formed(layer) - made) ** 2, np.sum(sigma[rank:] ** 2), rtol=1e-4
+        )
         lost += np.sum(sigma[rank:] ** 2)
         # All ranks of this layer beside all of those before.
         tails = np.array([np.sum(sigma[rank:] ** 2) for rank in range(9)])
@@ -64,10 +73,22 @@ def test_no_other_ranks_of_truncated_svd_are_nearer_at_the_size(tmp_path, ratio)
 
 def test_a_file_comes_back_as_it_came_and_verify_finds_its_error(tmp_path):
     put(tmp_path / "style.safetensors")
-    done = lsr("compress", "style.safetensors", "--ratio", 2, "--out", "small.safetensors", "--json", "-", cwd=tmp_path)
+    done = lsr(
+        "compress",
+        "style.safetensors",
+        "--ratio",
+        2,
+        "--out",
+        "small.safetensors",
+        "--json",
+        "-",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
-    before, after = (open_checkpoint(tmp_path / f"{name}.safetensors") for name in ("style", "small"))
+    before, after = (
+        open_checkpoint(tmp_path / f"{name}.safetensors") for name in ("style", "small")
+    )
     stored, made = load_file(before.weights), load_file(after.weights)
     assert made.keys() <= stored.keys()
     assert {array.dtype.name for array in made.values()} == {"float16"}
@@ -105,12 +126,22 @@ def test_what_rounding_moves_is_recorded(tmp_path):
         if 0 < rank < layer.rank
     ]
     assert 0 < len(moved) < sum(rank > 0 for rank in cut.ranks)  # others are written as they are
-    assert json.loads(back.metadata["lsrdecomp"])["rounding"] == pytest.approx(np.linalg.norm(moved), rel=1e-9)
+    assert json.loads(back.metadata["lsrdecomp"])["rounding"] == pytest.approx(
+        np.linalg.norm(moved), rel=1e-9
+    )
 
 
 def test_a_dry_run_shows_the_curve_and_writes_nothing(tmp_path):
     put(tmp_path / "style.safetensors")
-    arguments = ("compress", "style.safetensors", "--ratio", 2, "--out", "small.safetensors", "--dry-run")
+    arguments = (
+        "compress",
+        "style.safetensors",
+        "--ratio",
+        2,
+        "--out",
+        "small.safetensors",
+        "--dry-run",
+    )
     done = lsr(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "times fewer" in done.stdout
@@ -132,7 +163,16 @@ def test_a_file_of_so_many_bytes_is_no_larger(tmp_path):
 
 def test_a_file_that_became_larger_is_warned_of(tmp_path):
     put(tmp_path / "style.safetensors")
-    arguments = ("compress", "style.safetensors", "--ratio", 1.2, "--storage", "float32", "--out", "o.safetensors")
+    arguments = (
+        "compress",
+        "style.safetensors",
+        "--ratio",
+        1.2,
+        "--storage",
+        "float32",
+        "--out",
+        "o.safetensors",
+    )
     done = lsr(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "smaller numbers (--storage float16)" in " ".join(done.stderr.split())
@@ -161,7 +201,9 @@ def put_layers(path, form, rank=4):
     rng, tensors = np.random.default_rng(3), {}
     for i in range(5):
         up, down = (key.format(i) for key in HALVES[form])
-        tensors[up] = (rng.standard_normal((24 + 8 * i, rank)) * 0.5 ** (i * np.arange(rank) / 2)).astype(np.float32)
+        tensors[up] = (
+            rng.standard_normal((24 + 8 * i, rank)) * 0.5 ** (i * np.arange(rank) / 2)
+        ).astype(np.float32)
         tensors[down] = rng.standard_normal((rank, 32)).astype(np.float32)
     save_file(tensors, path)
     return open_checkpoint(path, alpha=4.0 if form == "torchtune" else None)
@@ -170,9 +212,17 @@ def put_layers(path, form, rank=4):
 def stacked_experts(folder):
     """Four experts of one stack of rank 2, and a layer beside it."""
     rng = np.random.default_rng(4)
-    experts, layer = (f"base_model.model.layers.0.{name}" for name in ("mlp.experts", "self_attn.q_proj"))
-    tensors = {f"{experts}.lora_A.weight": rng.standard_normal((8, 16)), f"{layer}.lora_A.weight": rng.random((2, 16))}
-    tensors |= {f"{experts}.lora_B.weight": rng.standard_normal((12, 8)), f"{layer}.lora_B.weight": rng.random((16, 2))}
+    experts, layer = (
+        f"base_model.model.layers.0.{name}" for name in ("mlp.experts", "self_attn.q_proj")
+    )
+    tensors = {
+        f"{experts}.lora_A.weight": rng.standard_normal((8, 16)),
+        f"{layer}.lora_A.weight": rng.random((2, 16)),
+    }
+    tensors |= {
+        f"{experts}.lora_B.weight": rng.standard_normal((12, 8)),
+        f"{layer}.lora_B.weight": rng.random((16, 2)),
+    }
     fields = {"target_parameters": ["mlp.experts.down_proj"], "target_modules": ["q_proj"], "r": 2}
     tensors = {key: array.astype(np.float32) for key, array in tensors.items()}
     return open_checkpoint(directory(folder / "experts", tensors, **fields))
@@ -181,7 +231,11 @@ def stacked_experts(folder):
 @pytest.mark.parametrize("goal", [{"ratio": 1.4}, {"ratio": 2.5}, {"rtol": 0.3}])
 @pytest.mark.parametrize("form", [*HALVES, "experts"])
 def test_the_parameters_of_a_cut_are_those_in_the_file(tmp_path, form, goal):
-    source = stacked_experts(tmp_path) if form == "experts" else put_layers(tmp_path / "style.safetensors", form)
+    source = (
+        stacked_experts(tmp_path)
+        if form == "experts"
+        else put_layers(tmp_path / "style.safetensors", form)
+    )
     cut = truncate(source, **goal)
     path = cut.save(tmp_path / ("small" if form == "experts" else "small.safetensors"))
     back = open_checkpoint(path, alpha=4.0 if form == "torchtune" else None)
@@ -216,23 +270,39 @@ def test_one_rank_for_all_layers_is_the_best_of_those_that_fit(tmp_path, ratio):
     squares = [np.linalg.svd(formed(layer), compute_uv=False) ** 2 for layer in source.layers]
     sizes = [sum(layer.shape) for layer in source.layers]
     every = [np.array(kept) * rank for rank in range(1, 5) for kept in np.ndindex(*(2,) * 5)]
-    fitting = [chosen for chosen in every if np.dot(chosen, sizes) <= source.adapter_parameters / ratio]
-    kept = [
-        sum(layer[:rank].sum() for layer, rank in zip(squares, chosen, strict=True)) for chosen in (*fitting, ranks)
+    fitting = [
+        chosen for chosen in every if np.dot(chosen, sizes) <= source.adapter_parameters / ratio
     ]
-    assert kept[-1] >= 0.9 * max(kept)  # layers are taken in the order of their gain, not by trying all sets
+    kept = [
+        sum(layer[:rank].sum() for layer, rank in zip(squares, chosen, strict=True))
+        for chosen in (*fitting, ranks)
+    ]
+    assert kept[-1] >= 0.9 * max(
+        kept
+    )  # layers are taken in the order of their gain, not by trying all sets
 
 
 def test_a_file_that_must_have_every_layer_is_not_asked_for_fewer(tmp_path):
     source = put_layers(tmp_path / "style.safetensors", "cloneofsimo", rank=2)
     assert truncate(source, ratio=1.9).ranks.count(1) >= 4
-    done = lsr("compress", "style.safetensors", "--ratio", 2.1, "--out", "small.safetensors", cwd=tmp_path)
+    done = lsr(
+        "compress", "style.safetensors", "--ratio", 2.1, "--out", "small.safetensors", cwd=tmp_path
+    )
     assert done.returncode != 0
     text = "a file of cloneofsimo has every layer, 360 parameters at rank 1"
     assert text in " ".join(done.stderr.split())
     assert not (tmp_path / "small.safetensors").exists()
     done = lsr(
-        *("compress", "style.safetensors", "--bytes", 3600, "--storage", "float16", "--out", "small.safetensors"),
+        *(
+            "compress",
+            "style.safetensors",
+            "--bytes",
+            3600,
+            "--storage",
+            "float16",
+            "--out",
+            "small.safetensors",
+        ),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
@@ -245,9 +315,15 @@ def test_an_image_lora_is_not_sent_to_a_base_that_is_not_run(tmp_path):
     assert "as for image models, ask for a size, such as --ratio 4" in " ".join(done.stderr.split())
     with_base = ("--base", "b", "--data", "texts.txt")
     pytest.importorskip("torch")
-    done = lsr("compress", "style.safetensors", "--keep", 0.9, *with_base, "--out", "small", cwd=tmp_path)
-    assert "compress style.safetensors --ratio 4 --out small.safetensors" in " ".join(done.stderr.split())
-    done = lsr("compress", "style.safetensors", "--ratio", 4, "--out", "small.safetensors", cwd=tmp_path)
+    done = lsr(
+        "compress", "style.safetensors", "--keep", 0.9, *with_base, "--out", "small", cwd=tmp_path
+    )
+    assert "compress style.safetensors --ratio 4 --out small.safetensors" in " ".join(
+        done.stderr.split()
+    )
+    done = lsr(
+        "compress", "style.safetensors", "--ratio", 4, "--out", "small.safetensors", cwd=tmp_path
+    )
     assert "--base" not in done.stdout
 
 
@@ -258,7 +334,9 @@ def test_what_a_file_cannot_be_is_refused_before_any_work(tmp_path):
         (("--base", "b", "--data", "texts.txt", "--ratio", 2), "cut without a model"),
         (("--separation-rank", 2), "other goals need a directory"),
     ):
-        done = lsr("compress", "style.safetensors", "--out", "o.safetensors", *options, cwd=tmp_path)
+        done = lsr(
+            "compress", "style.safetensors", "--out", "o.safetensors", *options, cwd=tmp_path
+        )
         assert done.returncode == 2
         assert words in " ".join(done.stderr.split())
     folder = directory(tmp_path / "peft")
@@ -267,9 +345,20 @@ def test_what_a_file_cannot_be_is_refused_before_any_work(tmp_path):
         assert "peft-lora is a directory with a config" in done.stderr
         assert not (tmp_path / name).exists()
     (tmp_path / "o.safetensors").write_text("mine")
-    done = lsr("compress", "style.safetensors", "--ratio", 2, "--out", "o.safetensors", cwd=tmp_path)
+    done = lsr(
+        "compress", "style.safetensors", "--ratio", 2, "--out", "o.safetensors", cwd=tmp_path
+    )
     assert "already exists" in done.stderr
     assert (tmp_path / "o.safetensors").read_text() == "mine"
-    done = lsr("compress", "style.safetensors", "--ratio", 2, "--out", "o.safetensors", "--force", cwd=tmp_path)
+    done = lsr(
+        "compress",
+        "style.safetensors",
+        "--ratio",
+        2,
+        "--out",
+        "o.safetensors",
+        "--force",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert open_checkpoint(tmp_path / "o.safetensors").format == "kohya"

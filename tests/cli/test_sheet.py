@@ -34,7 +34,9 @@ def report(name, **changes):
 
 def model(layers, **changes):
     kinds = ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")
-    return [report(f"base.model.layers.{i}.{kind}", **changes) for i in range(layers) for kind in kinds]
+    return [
+        report(f"base.model.layers.{i}.{kind}", **changes) for i in range(layers) for kind in kinds
+    ]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -56,13 +58,22 @@ def test_a_table_of_layers_fits_and_loses_no_digit(width, count):
 def test_wide_shows_all_that_is_known():
     layers = model(1)
     text = printed(layers_table(layers, totals(layers)), 1000)
-    for cell in ("11008×4096", "(32×2 ⊗ 16×2 ⊗ 8×4)(2×16 ⊗ 2×16 ⊗ 4×16)", "12+7", "1.25", "241,664"):
+    for cell in (
+        "11008×4096",
+        "(32×2 ⊗ 16×2 ⊗ 8×4)(2×16 ⊗ 2×16 ⊗ 4×16)",
+        "12+7",
+        "1.25",
+        "241,664",
+    ):
         assert cell in text
 
 
 def test_a_long_name_loses_its_middle_and_nothing_else():
     row = ("transformer." + "block." * 20 + "q_proj", "123,456,789", "0.0625")
-    sheet = Sheet((Column("layer", justify="left", name=True), Column("parameters"), Column("error", 1)), [row])
+    sheet = Sheet(
+        (Column("layer", justify="left", name=True), Column("parameters"), Column("error", 1)),
+        [row],
+    )
     text = printed(sheet, 60)
     assert max(map(len, text.splitlines())) <= 60
     assert "123,456,789" in text
@@ -71,7 +82,12 @@ def test_a_long_name_loses_its_middle_and_nothing_else():
 
 
 def test_where_little_room_is_left_the_name_is_shortened_and_no_digit_lost():
-    columns = (Column("layer", justify="left", name=True), Column("rank"), Column("parameters"), Column("error", 1))
+    columns = (
+        Column("layer", justify="left", name=True),
+        Column("rank"),
+        Column("parameters"),
+        Column("error", 1),
+    )
     text = printed(Sheet(columns, [("10.attention.self.query", "16", "1,536", "0.0625")]), 40)
     assert max(map(len, text.splitlines())) <= 40
     assert "1,536" in text
@@ -84,7 +100,11 @@ def test_layers_of_a_group_count_as_one():
         *model(20, relative_error=0.3, norm=1.0),
         report("base.model.layers.20.mlp.down_proj", relative_error=0.4, norm=2.0, met=False),
     ]
-    line = next(x for x in printed(layers_table(layers, totals(layers)), 130).splitlines() if "down_proj" in x)
+    line = next(
+        x
+        for x in printed(layers_table(layers, totals(layers)), 130).splitlines()
+        if "down_proj" in x
+    )
     assert line.startswith("21 layers mlp.down_proj")
     assert f"{((20 * 0.09 + 4 * 0.16) / (20 + 4)) ** 0.5:.3g} !" in line
     alone = printed(layers_table(layers, totals(layers), each=True), 130)
@@ -112,4 +132,8 @@ def test_columns_is_honoured_when_piped(monkeypatch):
     narrow = lsr("inspect", demo)
     assert (wide.returncode, narrow.returncode) == (0, 0)
     table = narrow.stdout.split("\n\n")[0]
-    assert max(map(len, table.splitlines())) <= 60 < max(map(len, wide.stdout.split("\n\n")[0].splitlines()))
+    assert (
+        max(map(len, table.splitlines()))
+        <= 60
+        < max(map(len, wide.stdout.split("\n\n")[0].splitlines()))
+    )

@@ -18,8 +18,12 @@ def layers(draw: st.DrawFn) -> list[Options]:
     count = draw(st.integers(1, 4))
     found = []
     for _ in range(count):
-        pairs = draw(st.lists(st.tuples(st.integers(1, 40), st.floats(0.0, 10.0)), min_size=1, max_size=5))
-        found.append(Options.of([0, *(cost for cost, _ in pairs)], [20.0, *(loss for _, loss in pairs)]))
+        pairs = draw(
+            st.lists(st.tuples(st.integers(1, 40), st.floats(0.0, 10.0)), min_size=1, max_size=5)
+        )
+        found.append(
+            Options.of([0, *(cost for cost, _ in pairs)], [20.0, *(loss for _, loss in pairs)])
+        )
     return found
 
 
@@ -49,13 +53,16 @@ def test_the_budget_is_kept_and_the_loss_is_near_the_best_of_all_combinations(
     allowed = [c for c in every_choice(options) if total_cost(options, c) <= budget]
     best = min(total_loss(options, c) for c in allowed)
     assert total_loss(options, choice) >= best - 1e-12
-    # Greedy on the hull is within one option's gain of the bound; one unit more than the largest option reaches it.
+    # Greedy on the hull is within one option's gain of the bound; one unit more than the largest
+    # option reaches it.
     roomier = within_cost(options, budget + max(float(layer.costs.max()) for layer in options))
     assert total_loss(options, roomier) <= best + 1e-9
 
 
 @given(layers(), st.integers(0, 120), st.data())
-def test_never_worse_than_any_start_within_the_budget(options: list[Options], budget: int, data: st.DataObject) -> None:
+def test_never_worse_than_any_start_within_the_budget(
+    options: list[Options], budget: int, data: st.DataObject
+) -> None:
     allowed = [c for c in every_choice(options) if total_cost(options, c) <= budget]
     start = list(data.draw(st.sampled_from(allowed)))
     choice = within_cost(options, budget, [start])

@@ -34,7 +34,8 @@ def weights(rng: np.random.Generator, m: int = M, n: int = N) -> NormWeights:
     half = rng.standard_normal((m, m)) @ np.diag(0.8 ** np.arange(m))
     basis = np.linalg.qr(rng.standard_normal((n, 5)))[0]
     return NormWeights(
-        weight_of(half @ half.T / m), LowRankPlusIdentity(basis, np.array([9.0, 5.0, 3.0, 2.0, 1.0]), 0.05)
+        weight_of(half @ half.T / m),
+        LowRankPlusIdentity(basis, np.array([9.0, 5.0, 3.0, 2.0, 1.0]), 0.05),
     )
 
 
@@ -43,13 +44,18 @@ def layers(rng: np.random.Generator, weighted: bool, count: int = 3) -> list[Lay
     for i in range(count):
         m, n = (M, N) if i < 2 else (N, M)
         size = 2.0 ** -(i % 3)
-        pair = LowRank(size * rng.standard_normal((m, RANK)) * 0.7 ** np.arange(RANK), rng.standard_normal((RANK, n)))
+        pair = LowRank(
+            size * rng.standard_normal((m, RANK)) * 0.7 ** np.arange(RANK),
+            rng.standard_normal((RANK, n)),
+        )
         found.append(Layer.of(f"layer.{i}", pair, weights(rng, m, n) if weighted else None))
     return found
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_every_price_is_what_its_factors_cost_and_lose(weighted: bool, rng: np.random.Generator) -> None:
+def test_every_price_is_what_its_factors_cost_and_lose(
+    weighted: bool, rng: np.random.Generator
+) -> None:
     layer = layers(rng, weighted)[0]
     shape = ProductShape((6, 4), (2, 1), (6, 6))
     found = [
@@ -65,7 +71,9 @@ def test_every_price_is_what_its_factors_cost_and_lose(weighted: bool, rng: np.r
         difference = layer.pair.to_matrix() - formed
         g, c = (w.apply(np.eye(w.size)) for w in (layer.norms.output, layer.norms.input))
         expected = np.trace(difference.T @ g @ difference @ c)
-        assert candidate.squared_error == pytest.approx(expected, rel=1e-9, abs=1e-12 * layer.squared_norm)
+        assert candidate.squared_error == pytest.approx(
+            expected, rel=1e-9, abs=1e-12 * layer.squared_norm
+        )
     assert found[0].parameters == 0
     assert found[1].parameters == RANK * (M + N)
     assert found[2].parameters == M + N
@@ -79,7 +87,9 @@ def test_low_rank_is_a_product_shape_of_one_term(rng: np.random.Generator) -> No
     assert isinstance(form, SeparatedProduct)
     assert form.product_shape == ProductShape.low_rank((M, N), 2)
     assert form.separation_ranks == (1, 1)
-    best = weighted_residual_norm(layer.pair, weighted_truncation(layer.pair, layer.norms, 2), layer.norms)
+    best = weighted_residual_norm(
+        layer.pair, weighted_truncation(layer.pair, layer.norms, 2), layer.norms
+    )
     assert candidate.squared_error == pytest.approx(best**2, rel=1e-9)
 
 
@@ -87,13 +97,17 @@ def test_storage_is_paid_for_in_bytes_and_in_error(rng: np.random.Generator) -> 
     layer = layers(rng, True)[0]
     shape = ProductShape((6, 4), (2, 1), (6, 6))
     (candidate,) = lsr_candidates([layer], [(shape, (2, 3))], JointALS(sweeps=5))[0]
-    sizes = {name: priced_as(layer, candidate, name) for name in ("float32", "float16", "int8", "int4")}
+    sizes = {
+        name: priced_as(layer, candidate, name) for name in ("float32", "float16", "int8", "int4")
+    }
     assert sizes["float32"].bytes == 4 * candidate.parameters
     assert sizes["float16"].bytes == 2 * candidate.parameters
     assert sizes["int4"].bytes < sizes["int8"].bytes < sizes["float16"].bytes
     for stored in sizes.values():
         made = materialize(layer, stored, SpillCache())
-        assert layer.squared_error(made.form) == pytest.approx(made.candidate.squared_error, rel=1e-12)
+        assert layer.squared_error(made.form) == pytest.approx(
+            made.candidate.squared_error, rel=1e-12
+        )
         assert made.candidate.bytes == stored.bytes
         assert made.coded or made.candidate.squared_error == stored.squared_error
         assert made.candidate.squared_error <= stored.squared_error
@@ -113,7 +127,9 @@ def test_the_grid_of_shapes_tiles_the_matrix_and_fits_the_limit() -> None:
     assert shape_grid((M, N), RANK, (2, 3), RANK, 1) == []
 
 
-@pytest.mark.parametrize(("ranks", "weighted"), [(0.5, False), (0.5, True), (1.0, False), (1.5, True), (3.0, False)])
+@pytest.mark.parametrize(
+    ("ranks", "weighted"), [(0.5, False), (0.5, True), (1.0, False), (1.5, True), (3.0, False)]
+)
 def test_never_worse_than_the_best_truncated_svd_at_the_same_budget_and_norm(
     weighted: bool, ranks: float, rng: np.random.Generator
 ) -> None:
@@ -123,7 +139,9 @@ def test_never_worse_than_the_best_truncated_svd_at_the_same_budget_and_norm(
     assert fit.parameters <= budget
     assert fit.relative_error <= _best_truncation(some, budget) * (1 + 1e-12)
     assert fit.low_rank_error == pytest.approx(_best_truncation(some, budget), rel=1e-9)
-    if ranks == 0.5 or (weighted and ranks % 1.0):  # strictly below the staircase between whole ranks
+    if ranks == 0.5 or (
+        weighted and ranks % 1.0
+    ):  # strictly below the staircase between whole ranks
         assert fit.relative_error < 0.999 * _best_truncation(some, budget)
     _check_errors(fit)
 
@@ -153,17 +171,25 @@ def error_budget(some: list[Layer], rtol: float) -> Budget:
 def _check_errors(fit: Fit) -> None:
     for fitted in fit.layers:
         b, a = fitted.pair()
-        error = fitted.layer.squared_error(LowRank(b, a)) if np.any(b) else fitted.layer.squared_norm
-        assert error == pytest.approx(fitted.candidate.squared_error, rel=1e-9, abs=1e-12 * fitted.layer.squared_norm)
+        error = (
+            fitted.layer.squared_error(LowRank(b, a)) if np.any(b) else fitted.layer.squared_norm
+        )
+        assert error == pytest.approx(
+            fitted.candidate.squared_error, rel=1e-9, abs=1e-12 * fitted.layer.squared_norm
+        )
 
 
 def test_an_error_budget_is_kept_on_what_is_stored(rng: np.random.Generator) -> None:
     some = layers(rng, True)
     fit = fit_layers(some, error_budget(some, 0.2), search=SEARCH, storages=("float16",))
     assert fit.relative_error <= 0.2
-    assert fit.parameters <= next(p for p in range(0, 12 * (M + N), M + N) if _best_truncation(some, p) <= 0.2)
+    assert fit.parameters <= next(
+        p for p in range(0, 12 * (M + N), M + N) if _best_truncation(some, p) <= 0.2
+    )
     kl = 0.5 * 0.3**2 * sum(layer.squared_norm for layer in some)
-    assert fit_layers(some, CompressionPlan(kl=kl).budget(some), search=SEARCH).relative_error <= 0.3
+    assert (
+        fit_layers(some, CompressionPlan(kl=kl).budget(some), search=SEARCH).relative_error <= 0.3
+    )
 
 
 def test_a_byte_budget_chooses_few_bits(rng: np.random.Generator) -> None:
@@ -187,7 +213,10 @@ def test_what_is_out_of_reach_is_said(rng: np.random.Generator) -> None:
 
 
 def test_a_zero_layer_is_dropped(rng: np.random.Generator) -> None:
-    some = [*layers(rng, False), Layer.of("zero", LowRank(np.zeros((M, 2)), rng.standard_normal((2, N))))]
+    some = [
+        *layers(rng, False),
+        Layer.of("zero", LowRank(np.zeros((M, 2)), rng.standard_normal((2, N)))),
+    ]
     fit = fit_layers(some, Budget(parameters=300), search=SEARCH)
     assert fit.layers[-1].candidate.structure == "drop"
     assert fit.layers[-1].form is None

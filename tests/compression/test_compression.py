@@ -43,7 +43,9 @@ def demo():
 @pytest.fixture(scope="module")
 def two_terms(demo, tmp_path_factory):
     """The demo with a separation rank of two, as written; not to be changed."""
-    return compress(demo, CompressionPlan(separation_rank=2)).save(tmp_path_factory.mktemp("two") / "out")
+    return compress(demo, CompressionPlan(separation_rank=2)).save(
+        tmp_path_factory.mktemp("two") / "out"
+    )
 
 
 def part_of_demo(folder, layers):
@@ -51,14 +53,19 @@ def part_of_demo(folder, layers):
     shutil.copytree(DEMO, folder)
     weights = folder / "adapter_model.safetensors"
     tensors = load_file(weights)
-    save_file({name: t for name, t in tensors.items() if "lora" not in name or re.search(layers, name)}, weights)
+    save_file(
+        {name: t for name, t in tensors.items() if "lora" not in name or re.search(layers, name)},
+        weights,
+    )
     return open_checkpoint(folder)
 
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
     """Two layers of the demo's first block."""
-    return part_of_demo(tmp_path_factory.mktemp("few") / "adapter", r"\.layer\.3\.attention\.self\.(query|value)\.")
+    return part_of_demo(
+        tmp_path_factory.mktemp("few") / "adapter", r"\.layer\.3\.attention\.self\.(query|value)\."
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +77,9 @@ def block(tmp_path_factory):
 QUICK = Search(orders=(2,), rounds=0, sweeps=2)
 
 
-@pytest.mark.parametrize(("rtol", "storage"), [(0.05, "float32"), (0.3, "float16"), (0.7, "float32")])
+@pytest.mark.parametrize(
+    ("rtol", "storage"), [(0.05, "float32"), (0.3, "float16"), (0.7, "float32")]
+)
 def test_every_layer_meets_its_tolerance_as_written(few, tmp_path, rtol, storage):
     result = compress(few, CompressionPlan(rtol=rtol, storage=storage), search=QUICK)
     assert result.met
@@ -80,8 +89,14 @@ def test_every_layer_meets_its_tolerance_as_written(few, tmp_path, rtol, storage
         present = layer.name in {other.name for other in written.layers}
         update = layer_product(written.layer(layer.name)).to_matrix() if present else 0.0 * source
         assert np.linalg.norm(source - update) <= rtol * np.linalg.norm(source) * (1 + 1e-9)
-        sigma = np.linalg.svd(source, compute_uv=False)  # and never at a higher price than plain truncated SVD
-        rank = next(k for k in range(9) if np.linalg.norm(sigma[k:]) <= rtol * (1 - 2e-3) * np.linalg.norm(sigma))
+        sigma = np.linalg.svd(
+            source, compute_uv=False
+        )  # and never at a higher price than plain truncated SVD
+        rank = next(
+            k
+            for k in range(9)
+            if np.linalg.norm(sigma[k:]) <= rtol * (1 - 2e-3) * np.linalg.norm(sigma)
+        )
         assert not present or written.layer(layer.name).parameters <= rank * 768
 
 
@@ -128,7 +143,9 @@ def test_statistics_change_what_is_kept(few):
     for i, layer in enumerate(few.layers):
         direction = rng.standard_normal((layer.in_features, 1))
         seen = weight_of(direction @ direction.T + 1e-3 * np.eye(layer.in_features))
-        weights[layer.name] = NormWeights(weight_of((1e4 if i == 1 else 1.0) * np.eye(layer.out_features)), seen)
+        weights[layer.name] = NormWeights(
+            weight_of((1e4 if i == 1 else 1.0) * np.eye(layer.out_features)), seen
+        )
     plain = compress(few, CompressionPlan(ratio=15), search=QUICK)
     ours = compress(few, CompressionPlan(ratio=15), statistics=weights, search=QUICK)
     assert ours.totals.functional_error <= ours.low_rank_error * (1 + 1e-9)
@@ -147,7 +164,9 @@ def test_statistics_change_what_is_kept(few):
 def test_side_by_side_error_is_bounded_by_the_two_tails(pair, terms):
     shape = lsr.ProductShape.balanced(pair.shape, (2, 2))
     product = FactorwiseSVD().truncations(pair, shape).truncate(terms)
-    assert max(product.separation_ranks) <= max(shape.left.max_separation_rank, shape.right.max_separation_rank)
+    assert max(product.separation_ranks) <= max(
+        shape.left.max_separation_rank, shape.right.max_separation_rank
+    )
     sides = pair.balanced(4)
     left = np.linalg.norm(sides.left - product.left.to_matrix())
     right = np.linalg.norm(sides.right - product.right.to_matrix())
@@ -166,7 +185,10 @@ def test_the_balanced_gauge_beats_the_given_one(rng):
         for gauge in ("given", "balanced")
     }
     assert errors["balanced"] < 0.9 * errors["given"]
-    assert pair.residual_norm(FactorwiseSVD("given").truncations(pair, shape).truncate(99)) <= 1e-9 * pair.norm
+    assert (
+        pair.residual_norm(FactorwiseSVD("given").truncations(pair, shape).truncate(99))
+        <= 1e-9 * pair.norm
+    )
     with pytest.raises(lsr.errors.ShapeError, match="the pair has rank 4, but .* has inner rank 6"):
         FactorwiseSVD("given").truncations(pair, lsr.ProductShape.balanced(pair.shape, (3, 2)))
 
@@ -177,7 +199,10 @@ def test_the_scale_of_the_lora_is_part_of_what_is_approximated(demo):
     scale = config["lora_alpha"] / config["r"]
     assert scale != 1.0
     for layer in demo.layers:
-        left, right = (raw[f"base_model.model.{layer.name}.lora_{side}.weight"].astype(np.float64) for side in "BA")
+        left, right = (
+            raw[f"base_model.model.{layer.name}.lora_{side}.weight"].astype(np.float64)
+            for side in "BA"
+        )
         close(layer_pair(demo, layer).to_matrix(), scale * left @ right, size=8)
         close(layer_product(layer).to_matrix(), scale * left @ right, size=8)
 
@@ -206,7 +231,9 @@ def test_a_tolerance_that_storage_cannot_reach_is_said_and_not_met(few):
 
 
 def test_other_tensors_are_carried_along_bit_for_bit(demo, tmp_path):
-    written = open_checkpoint(compress(demo, CompressionPlan(separation_rank=1)).save(tmp_path / "out"))
+    written = open_checkpoint(
+        compress(demo, CompressionPlan(separation_rank=1)).save(tmp_path / "out")
+    )
     assert set(written.extras) == set(demo.extras)
     for name, tensor in demo.extras.items():
         assert np.array_equal(written.extras[name].load(), tensor.load())
@@ -229,7 +256,9 @@ def test_any_flipped_bit_is_noticed(demo, two_terms, tmp_path, place):
 def test_another_source_is_noticed_also_through_an_export(demo, two_terms, tmp_path):
     exported = open_checkpoint(export_lora(open_checkpoint(two_terms), tmp_path / "lora"))
     assert verify(demo, exported).source_matches
-    other = open_checkpoint(compress(exported, CompressionPlan(separation_rank=2)).save(tmp_path / "again"))
+    other = open_checkpoint(
+        compress(exported, CompressionPlan(separation_rank=2)).save(tmp_path / "again")
+    )
     assert verify(exported, other).passed
     check = verify(demo, other)
     assert (check.source_matches, check.passed) == (False, False)
@@ -240,7 +269,9 @@ def test_a_changed_head_is_noticed_without_any_record(demo, two_terms, tmp_path)
     (out / "SHA256SUMS").unlink()
     weights = out / "adapter_model.safetensors"
     content = bytearray(weights.read_bytes())
-    content[8 + int.from_bytes(content[:8], "little")] ^= 1  # the first number after the header is the head's
+    content[8 + int.from_bytes(content[:8], "little")] ^= (
+        1  # the first number after the header is the head's
+    )
     weights.write_bytes(content)
     assert len(verify(demo, open_checkpoint(out)).changed_tensors) == 1
 
@@ -250,17 +281,25 @@ def test_export_is_exact(two_terms, tmp_path, profile):
     written = open_checkpoint(two_terms)
     exported = open_checkpoint(export_lora(written, tmp_path / "lora", profile=profile))
     for layer in written.layers:
-        close(layer_product(exported.layer(layer.name)).to_matrix(), layer_product(layer).to_matrix(), dtype="float32")
+        close(
+            layer_product(exported.layer(layer.name)).to_matrix(),
+            layer_product(layer).to_matrix(),
+            dtype="float32",
+        )
     if profile == "lorax":
         assert {layer.rank for layer in exported.layers} == {8}
     if profile == "server":
-        assert {layer.name: layer.rank for layer in exported.layers} == {x.name: x.rank for x in written.layers}
+        assert {layer.name: layer.rank for layer in exported.layers} == {
+            x.name: x.rank for x in written.layers
+        }
     assert (exported.extras == {}) == (profile != "peft")
 
 
 def test_lorax_gets_zeros_for_a_dropped_layer_and_the_rest_as_it_was(tmp_path):
     q, other = "layers.0.q", "layers.1.q"
-    source = open_checkpoint(directory(tmp_path / "a", {**pair(q, 8, 8), **pair(other, 8, 8)}, target_modules=["q"]))
+    source = open_checkpoint(
+        directory(tmp_path / "a", {**pair(q, 8, 8), **pair(other, 8, 8)}, target_modules=["q"])
+    )
     factors = [np.ones((1, 2, 1)), np.ones((1, 4, 1))], [np.ones((1, 1, 4)), np.ones((1, 1, 2))]
     written = write_lsr(tmp_path / "b", source=source, layers=[(other, *factors)], dropped=[q])
     out = export_lora(open_checkpoint(written), tmp_path / "c", profile="lorax")
@@ -345,7 +384,10 @@ def test_a_storage_may_be_called_as_people_call_it(demo):
 
 def test_every_published_peft_adapter_compresses_and_verifies(shared, tmp_path):
     configs = sorted(shared.glob("adapters/**/adapter_config.json"))
-    of_base = {json.loads(config.read_text())["base_model_name_or_path"]: config.parent for config in configs}
+    of_base = {
+        json.loads(config.read_text())["base_model_name_or_path"]: config.parent
+        for config in configs
+    }
     assert len(of_base) >= 5
     for folder in of_base.values():
         source = open_checkpoint(folder)
@@ -354,7 +396,9 @@ def test_every_published_peft_adapter_compresses_and_verifies(shared, tmp_path):
         assert verify(source, written).passed, folder
 
 
-def test_a_divergence_is_a_share_of_the_effect_that_calibration_measured_with_this_adapter(few, tmp_path):
+def test_a_divergence_is_a_share_of_the_effect_that_calibration_measured_with_this_adapter(
+    few, tmp_path
+):
     """Second-order values are several times too low; the relative error times the whole effect is not."""
     shipped = Path(str(files("lsrdecomp.cli") / "demo_statistics"))
     shutil.copytree(shipped, tmp_path / "of-this")
@@ -373,5 +417,7 @@ def test_a_divergence_is_a_share_of_the_effect_that_calibration_measured_with_th
     known = compress(few, CompressionPlan(ratio=half.totals.ratio), statistics=other, search=QUICK)
     assert known.totals.effect is None
     assert known.totals.kl < 0.5 * half.totals.kl
-    with pytest.raises(BudgetError, match="no less than that without the adapter, 0.3: ask for less"):
+    with pytest.raises(
+        BudgetError, match="no less than that without the adapter, 0.3: ask for less"
+    ):
         compress(few, CompressionPlan(kl=0.3), statistics=ours, search=QUICK)

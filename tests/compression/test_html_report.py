@@ -25,7 +25,9 @@ LAYER = LayerReport(
 PLAN = CompressionPlan(separation_rank=4, inner_shape=(4, 2), storage="float16")
 BEHAVIOUR = Behaviour(128, 3000, "token", 0.1, 0.9, 1.0, 0.01)
 FACTS = {"data": "a.jsonl", "base": "b", "bytes_before": 3_700_000, "bytes_after": 12_000}
-CURVE = ErrorCurve("truncated <SVD>", (0, 1, 2, 3), (0, 1000, 2000, 3000), (1.0, 0.5, 0.25, 1e-16), 1.0)
+CURVE = ErrorCurve(
+    "truncated <SVD>", (0, 1, 2, 3), (0, 1000, 2000, 3000), (1.0, 0.5, 0.25, 1e-16), 1.0
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,10 @@ def compression(layers, **measured):
 
 def record(count=3):
     return compression(
-        tuple(replace(LAYER, name=f"model.layers.{k}.q", relative_error=0.1 + k / 10_000) for k in range(count))
+        tuple(
+            replace(LAYER, name=f"model.layers.{k}.q", relative_error=0.1 + k / 10_000)
+            for k in range(count)
+        )
     )
 
 
@@ -93,7 +98,10 @@ def test_a_missed_layer_is_said_and_marked():
 
 
 def test_an_error_in_the_norm_of_behaviour_has_its_column():
-    layers = tuple(replace(LAYER, name=f"h.{k}.q", functional_norm=1.0, functional_error=0.125) for k in range(2))
+    layers = tuple(
+        replace(LAYER, name=f"h.{k}.q", functional_norm=1.0, functional_error=0.125)
+        for k in range(2)
+    )
     page = Page(html_report(compression(layers)))
     text = " ".join(page.texts)
     assert "Fisher error" in text
@@ -105,7 +113,9 @@ def test_an_error_in_the_norm_of_behaviour_has_its_column():
 def test_the_divergence_names_what_the_network_answers_once_for():
     layers = (replace(LAYER, functional_norm=1.0, functional_error=0.125),)
     assert "estimated KL, nats per example" in Page(html_report(compression(layers))).texts
-    assert "estimated KL, nats per token" in Page(html_report(compression(layers), unit="token")).texts
+    assert (
+        "estimated KL, nats per token" in Page(html_report(compression(layers), unit="token")).texts
+    )
     promise = Fidelity.of(BEHAVIOUR, **FACTS)
     measured = Page(html_report(compression(layers, promise=promise), unit="token")).texts
     assert "90.0 %" in measured
@@ -118,7 +128,10 @@ def test_a_measured_result_shows_what_its_forms_kept_and_no_error_curve():
     page = html_report(compression((LAYER,), promise=promise, tried=tried), [CURVE])
     assert "Share kept against bytes" in page
     assert "Error against parameters" not in page
-    for hint in ("untrained: 12,000 bytes, share kept 0.7", "trained: 12,000 bytes, share kept 0.9"):
+    for hint in (
+        "untrained: 12,000 bytes, share kept 0.7",
+        "trained: 12,000 bytes, share kept 0.9",
+    ):
         assert f"<title>{hint}</title>" in page
     assert "<polyline" not in page
     heights = [float(y) for y in re.findall(r'class="p0" cx="[^"]*" cy="([^"]*)"', page)]
@@ -187,10 +200,15 @@ def test_the_summary_for_a_notebook_is_escaped():
 
 
 def test_labels_stand_in_the_margin_at_their_lines_and_not_over_each_other():
-    near = [replace(CURVE, label=f"curve {i}", relative_errors=(1.0, 0.5, 0.25 + 0.001 * i, 0.0)) for i in range(3)]
+    near = [
+        replace(CURVE, label=f"curve {i}", relative_errors=(1.0, 0.5, 0.25 + 0.001 * i, 0.0))
+        for i in range(3)
+    ]
     svg = svg_curves(near, lora=6144)
     ends = [float(y) for y in re.findall(r'<polyline class="c\d" points="[^"]*,([\d.]+)"', svg)]
-    labels = {int(i): float(y) - 4.0 for i, y in re.findall(r'class="t(\d)" x="596.0" y="([\d.]+)"', svg)}
+    labels = {
+        int(i): float(y) - 4.0 for i, y in re.findall(r'class="t(\d)" x="596.0" y="([\d.]+)"', svg)
+    }
     heights = sorted(labels.values())
     assert max(ends) - min(ends) < 2.0, "lines that end together"
     assert labels[2] == min(ends), "the highest is at its line"

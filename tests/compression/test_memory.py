@@ -29,7 +29,9 @@ def adapters(tmp_path_factory) -> dict[int, Path]:
     folder = tmp_path_factory.mktemp("adapters")
     made = {}
     for count in COUNTS:
-        tensors = {k: v for i in range(count) for k, v in pair(f"layers.{i}.q", M, N, R, seed=i).items()}
+        tensors = {
+            k: v for i in range(count) for k, v in pair(f"layers.{i}.q", M, N, R, seed=i).items()
+        }
         made[count] = directory(folder / str(count), tensors, r=R)
     return made
 
@@ -55,12 +57,17 @@ def peak(adapter: Path, out: Path, plan: CompressionPlan) -> int:
     [
         (CompressionPlan(separation_rank=2, storage="float16"), 0.45),
         (CompressionPlan(separation_rank=1, storage="int4"), 0.2),
-        (CompressionPlan(rtol=0.1), 0.2),  # every layer is kept: its factors are as large as the layer
+        (
+            CompressionPlan(rtol=0.1),
+            0.2,
+        ),  # every layer is kept: its factors are as large as the layer
         (CompressionPlan(ratio=4, storage="float16"), 0.4),  # a table of prices for every layer
     ],
     ids=["terms", "terms-int4", "rtol", "ratio"],
 )
-def test_the_peak_does_not_grow_with_the_number_of_layers(adapters, tmp_path, monkeypatch, plan, share):
+def test_the_peak_does_not_grow_with_the_number_of_layers(
+    adapters, tmp_path, monkeypatch, plan, share
+):
     monkeypatch.setattr(layers_module, "PAIR_ENTRIES", 2 * LAYER // 8)
     monkeypatch.setattr(layers_module, "IN_MEMORY", LAYER)
     monkeypatch.setattr("lsrdecomp.checkpoints.tensors.IN_MEMORY", LAYER)
@@ -71,7 +78,10 @@ def test_the_peak_does_not_grow_with_the_number_of_layers(adapters, tmp_path, mo
 
 @pytest.mark.parametrize(
     ("plan", "layers"),
-    [(CompressionPlan(separation_rank=2, storage="float16"), 3.0), (CompressionPlan(ratio=4, storage="float16"), 5.0)],
+    [
+        (CompressionPlan(separation_rank=2, storage="float16"), 3.0),
+        (CompressionPlan(ratio=4, storage="float16"), 5.0),
+    ],
     ids=["terms", "ratio"],
 )
 def test_the_peak_is_a_small_multiple_of_the_largest_layer(tmp_path, monkeypatch, plan, layers):
@@ -128,5 +138,7 @@ def test_a_full_disk_under_the_shelf_is_one_line(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(held._file, "seek", full)
-    with pytest.raises(CheckpointError, match="No space left on device; point TMPDIR to a larger disk"):
+    with pytest.raises(
+        CheckpointError, match="No space left on device; point TMPDIR to a larger disk"
+    ):
         held.put(np.ones(3))

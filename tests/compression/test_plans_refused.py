@@ -37,10 +37,14 @@ def test_so_many_terms_that_a_layer_would_grow_leave_it_as_it_is() -> None:
 def test_int4_writes_no_wider_integers(tmp_path: Path) -> None:
     layers = {**pair("l.0.q", 48, 32, r=4), **pair("l.1.q", 48, 32, r=4, seed=1)}
     result = compress(
-        open_checkpoint(directory(tmp_path / "in", layers, r=4)), CompressionPlan(ratio=1.5, storage="int4")
+        open_checkpoint(directory(tmp_path / "in", layers, r=4)),
+        CompressionPlan(ratio=1.5, storage="int4"),
     )
     codes = [one.stored() for one in result.chosen if one.coded]
-    widths = [max(code.bits if isinstance(code, SpectralCode) else (code.left.bits, code.right.bits)) for code in codes]
+    widths = [
+        max(code.bits if isinstance(code, SpectralCode) else (code.left.bits, code.right.bits))
+        for code in codes
+    ]
     assert widths
     assert max(widths) <= 4
 
@@ -48,7 +52,9 @@ def test_int4_writes_no_wider_integers(tmp_path: Path) -> None:
 def test_bytes_that_the_heads_alone_take_are_refused_before_any_search() -> None:
     demo = open_checkpoint(DEMO)
     heads = sum(tensor.nbytes for tensor in demo.extras.values())
-    with pytest.raises(BudgetError, match=f"heads, header and config alone take {heads + HEADER_BYTES:,} bytes"):
+    with pytest.raises(
+        BudgetError, match=f"heads, header and config alone take {heads + HEADER_BYTES:,} bytes"
+    ):
         compress(demo, CompressionPlan(bytes=heads, storage="float16"))
 
 
@@ -60,7 +66,8 @@ def test_several_ratios_are_written_from_one_search_and_a_wreck_is_told(
     assert done.returncode == 0, done.stderr
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["small-48", "small-96"]
     sizes = [
-        sum(layer.parameters for layer in open_checkpoint(tmp_path / name).layers) for name in ("small-96", "small-48")
+        sum(layer.parameters for layer in open_checkpoint(tmp_path / name).layers)
+        for name in ("small-96", "small-48")
     ]
     assert sizes[0] <= 73_728 / 96 < sizes[1] <= 73_728 / 48
     told = done.stderr
@@ -70,28 +77,44 @@ def test_several_ratios_are_written_from_one_search_and_a_wreck_is_told(
     assert not (tmp_path / "small-24").exists()
 
 
-def test_a_name_on_the_hub_is_told_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_on_the_hub_is_told_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for verb in (("compress", "someone/adapter", "--ratio", "8", "--out", "out"), ("inspect", "someone/adapter")):
+    for verb in (
+        ("compress", "someone/adapter", "--ratio", "8", "--out", "out"),
+        ("inspect", "someone/adapter"),
+    ):
         done = lsr(*verb)
         assert done.returncode == 2
         assert "hf download someone/adapter --local-dir adapter" in done.stderr
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "adapters").mkdir()
-    assert "hf download" not in lsr("inspect", "adapters/style").stderr  # a directory here, and a word misspelt
+    assert (
+        "hf download" not in lsr("inspect", "adapters/style").stderr
+    )  # a directory here, and a word misspelt
 
 
 def test_a_rank_bound_holds_in_what_is_written(tmp_path: Path) -> None:
     demo = open_checkpoint(DEMO)
     result = compress(demo, CompressionPlan(ratio=3.0, max_rank=2))
-    assert max(np.prod(one.form.product_shape.inner) for one in result.chosen if one.form is not None) <= 2
+    assert (
+        max(np.prod(one.form.product_shape.inner) for one in result.chosen if one.form is not None)
+        <= 2
+    )
     assert max(one.candidate.rank for one in compress(demo, CompressionPlan(ratio=3.0)).chosen) > 2
 
 
 def test_bytes_are_met_where_a_head_takes_most_of_the_file(tmp_path: Path) -> None:
-    layers = {name: value for i in range(4) for name, value in pair(f"l.{i}.q", 96, 96, r=8, seed=i).items()}
+    layers = {
+        name: value
+        for i in range(4)
+        for name, value in pair(f"l.{i}.q", 96, 96, r=8, seed=i).items()
+    }
     head = {f"{PREFIX}classifier.weight": np.ones((100, 300), dtype=np.float32)}
-    source = open_checkpoint(directory(tmp_path / "in", layers | head, r=8, modules_to_save=["classifier"]))
+    source = open_checkpoint(
+        directory(tmp_path / "in", layers | head, r=8, modules_to_save=["classifier"])
+    )
     heads = sum(tensor.nbytes for tensor in source.extras.values())
     assert heads == 120_000
     budget = heads + 6_000  # the layers take 24,576
@@ -105,5 +128,7 @@ def test_bytes_are_met_where_a_head_takes_most_of_the_file(tmp_path: Path) -> No
 @pytest.mark.parametrize("storages", [(), ("float16", "int4")])
 def test_a_search_is_for_plans_of_one_storage(storages: tuple[str, ...]) -> None:
     plans = [CompressionPlan(ratio=8, storage=storage) for storage in storages]
-    with pytest.raises(BudgetError, match=rf"{len(plans)} plans have {len(storages)}: search once for each"):
+    with pytest.raises(
+        BudgetError, match=rf"{len(plans)} plans have {len(storages)}: search once for each"
+    ):
         search_adapter(open_checkpoint(DEMO), plans)

@@ -36,7 +36,9 @@ EXTRA = {"float16": 1e-5, "bfloat16": 5e-4, "int8": 3e-3}
 
 
 def pair(rng: np.random.Generator, rank: int = 6) -> LowRank:
-    return LowRank(rng.standard_normal((48, rank)) * 0.6 ** np.arange(rank), rng.standard_normal((rank, 48)))
+    return LowRank(
+        rng.standard_normal((48, rank)) * 0.6 ** np.arange(rank), rng.standard_normal((rank, 48))
+    )
 
 
 @pytest.fixture
@@ -46,7 +48,9 @@ def product(rng: np.random.Generator) -> SeparatedProduct:
 
 @pytest.mark.parametrize("storage", EXTRA)
 @pytest.mark.parametrize("scale", [1.0, 1e-9, 1e6])
-def test_rounding_adds_little_to_the_error(storage: str, scale: float, rng: np.random.Generator) -> None:
+def test_rounding_adds_little_to_the_error(
+    storage: str, scale: float, rng: np.random.Generator
+) -> None:
     target = pair(rng)
     target = LowRank(target.left * scale, target.right)
     found = JointALS().solve(target, SHAPE, (4, 4))
@@ -62,7 +66,9 @@ def test_int4_costs_half_a_byte_a_number_and_keeps_the_direction(
     stored, size = coded.dequantized(), coded.bytes
     scales = sum(product.separation_ranks)
     assert size == product.parameters // 2 + 2 * scales + 2
-    difference = np.linalg.norm(stored.to_matrix() - product.to_matrix()) / np.linalg.norm(product.to_matrix())
+    difference = np.linalg.norm(stored.to_matrix() - product.to_matrix()) / np.linalg.norm(
+        product.to_matrix()
+    )
     assert 0.01 < difference < 0.25
 
 
@@ -91,7 +97,9 @@ def test_codes_are_no_worse_than_plain_rounding(bits: int, seed: int) -> None:
 def test_levels_tried_together_give_the_same_codes(
     at_once: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = np.concatenate([rng.standard_normal((40, 4)), np.zeros((40, 1))], axis=1).T  # not contiguous, a row of zeros
+    rows = np.concatenate(
+        [rng.standard_normal((40, 4)), np.zeros((40, 1))], axis=1
+    ).T  # not contiguous, a row of zeros
     each = [nearest_codes(row[None], 4) for row in rows]
     monkeypatch.setattr(number_formats, "CLIPPED", at_once * rows.size)
     codes, steps = nearest_codes(rows, 4)
@@ -119,7 +127,9 @@ def test_the_table_of_gaussian_distortion_is_what_the_codes_do() -> None:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_water_filling_spends_bits_where_they_count(weighted: bool, rng: np.random.Generator) -> None:
+def test_water_filling_spends_bits_where_they_count(
+    weighted: bool, rng: np.random.Generator
+) -> None:
     weights = None
     if weighted:
         halves = [rng.standard_normal((48, 48)) @ np.diag(0.9 ** np.arange(48)) for _ in range(2)]
@@ -140,7 +150,9 @@ def _svd(layer: Layer) -> tuple[np.ndarray, ...]:
     return weighted_svd(layer.pair, layer.norms)
 
 
-def test_refitting_to_the_codes_pays(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refitting_to_the_codes_pays(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer = Layer.of("q", pair(rng))
     svd, bits = _svd(layer), (4, 4, 3, 2, 0, 0)
     refitted = layer.squared_error(spectral_code(layer, svd, bits).dequantized())
@@ -149,7 +161,9 @@ def test_refitting_to_the_codes_pays(rng: np.random.Generator, monkeypatch: pyte
     assert refitted < plain
 
 
-def test_uniform_sides_are_nearer_as_found_than_as_singular_vectors(rng: np.random.Generator) -> None:
+def test_uniform_sides_are_nearer_as_found_than_as_singular_vectors(
+    rng: np.random.Generator,
+) -> None:
     left, right = rng.uniform(-1.0, 1.0, (400, 6)), rng.uniform(-1.0, 1.0, (6, 500))
     left[:, 2] = 0.0
     layer = Layer.of("q", LowRank(left, right))
@@ -176,12 +190,17 @@ def test_what_cannot_be_stored_is_said(product: SeparatedProduct) -> None:
 def test_under_a_parameter_budget_integers_lose_nothing_to_plain_svd_in_the_same_bits(bits, ratio):
     rng = np.random.default_rng(5)
     sizes = 10.0 ** -np.linspace(0.0, 1.0, 8)
-    pairs = {str(i): LowRank(rng.standard_normal((48, 8)) * sizes, rng.standard_normal((8, 32))) for i in range(3)}
+    pairs = {
+        str(i): LowRank(rng.standard_normal((48, 8)) * sizes, rng.standard_normal((8, 32)))
+        for i in range(3)
+    }
     layers = [Layer.of(name, pair) for name, pair in pairs.items()]
     budget = CompressionPlan(ratio=ratio).budget(layers)
     fitted = fit_budget(search_layers(layers, [budget], storages=(f"int{bits}",)), budget)
     plain = [svd_code(layer, (bits,) * (8 // ratio)) for layer in layers]
-    lost = sum(layer.squared_error(code.dequantized()) for layer, code in zip(layers, plain, strict=True))
+    lost = sum(
+        layer.squared_error(code.dequantized()) for layer, code in zip(layers, plain, strict=True)
+    )
     svd = np.sqrt(lost / sum(layer.squared_norm for layer in layers))
     found = sum(chosen.candidate.squared_error for chosen in fitted.chosen)
     assert np.sqrt(found / sum(layer.squared_norm for layer in layers)) <= svd * (1 + 1e-9)

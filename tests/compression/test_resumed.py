@@ -38,7 +38,9 @@ def killed_after(puts: int, *order: object) -> None:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = {
-        name: value for i in range(4) for name, value in pair(f"l.{i}.q", *SIZES[i % len(SIZES)], r=4, seed=i).items()
+        name: value
+        for i in range(4)
+        for name, value in pair(f"l.{i}.q", *SIZES[i % len(SIZES)], r=4, seed=i).items()
     }
     return directory(tmp_path_factory.mktemp("source") / "in", tensors, r=4)
 
@@ -52,9 +54,13 @@ def calm(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, by
     return snapshot(out)
 
 
-def test_two_workers_write_the_same_bytes_as_one(source: Path, calm: dict[str, bytes], tmp_path: Path) -> None:
+def test_two_workers_write_the_same_bytes_as_one(
+    source: Path, calm: dict[str, bytes], tmp_path: Path
+) -> None:
     pytest.importorskip("joblib")
-    done = lsr("compress", source, "--ratio", 4, "--workers", 2, "--out", tmp_path / "out", "--quiet")
+    done = lsr(
+        "compress", source, "--ratio", 4, "--workers", 2, "--out", tmp_path / "out", "--quiet"
+    )
     assert done.returncode == 0, done.stderr
     assert snapshot(tmp_path / "out") == calm
 

@@ -19,7 +19,14 @@ from lsrdecomp.compression import search as search_module
 from lsrdecomp.compression import solve
 from lsrdecomp.compression.candidates import Lsr
 from lsrdecomp.compression.layers import Layer, open_layers
-from lsrdecomp.compression.search import STRIDE, WIDENINGS, Fitted, exchange_shapes, fit_budget, search_layers
+from lsrdecomp.compression.search import (
+    STRIDE,
+    WIDENINGS,
+    Fitted,
+    exchange_shapes,
+    fit_budget,
+    search_layers,
+)
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, Search
 from lsrdecomp.compression.shapes import coarse_grid, fine_grid, neighbours, shape_grid
 from lsrdecomp.errors import BudgetError, LsrError
@@ -75,7 +82,9 @@ def test_one_search_serves_many_budgets_and_beats_svd_at_each(layers: list[Layer
         assert sum(one.candidate.parameters for one in fitted.chosen) <= budget.parameters
         measured = error(layers, fitted)
         recorded = math.sqrt(sum(one.candidate.squared_error for one in fitted.chosen))
-        assert recorded == pytest.approx(measured * math.sqrt(sum(x.squared_norm for x in layers)), rel=1e-9)
+        assert recorded == pytest.approx(
+            measured * math.sqrt(sum(x.squared_norm for x in layers)), rel=1e-9
+        )
         assert fitted.low_rank_error is not None
         assert measured < 0.95 * fitted.low_rank_error
         errors.append(measured)
@@ -87,7 +96,10 @@ def test_prices_say_what_any_size_would_lose_and_make_nothing(
 ) -> None:
     searched = search_layers(layers, [smaller(layers, 12.0)], search=QUICK)
     budgets = [smaller(layers, ratio) for ratio in (12.0, 9.0)]
-    drawn = [error(layers, Fitted(searched.materialized(searched.allocated(budget)), None)) for budget in budgets]
+    drawn = [
+        error(layers, Fitted(searched.materialized(searched.allocated(budget)), None))
+        for budget in budgets
+    ]
     monkeypatch.setattr(searched, "materialized", lambda *_: pytest.fail("made"))
     monkeypatch.setattr(solve, "solve", lambda task: pytest.fail("solved"))
     for budget, measured in zip(budgets, drawn, strict=True):
@@ -123,12 +135,16 @@ def test_a_killed_search_goes_on_where_it_was(
     budget = smaller(layers, 12.0)
     monkeypatch.setattr(solve, "solve", killed)
     with pytest.raises(KeyboardInterrupt), Journal.beside(tmp_path / "out") as journal:
-        fit_budget(search_layers(layers, [budget], search=QUICK, resources=Resources(journal=journal)), budget)
+        fit_budget(
+            search_layers(layers, [budget], search=QUICK, resources=Resources(journal=journal)),
+            budget,
+        )
     monkeypatch.setattr(solve, "solve", counted)
     with Journal.beside(tmp_path / "out") as journal:
         assert all(journal.get(key) for key in seen[:2])
         resumed = fit_budget(
-            search_layers(layers, [budget], search=QUICK, resources=Resources(journal=journal)), budget
+            search_layers(layers, [budget], search=QUICK, resources=Resources(journal=journal)),
+            budget,
         )
     assert len(seen) == len(set(seen))
     calm = fit_budget(search_layers(layers, [budget], search=QUICK), budget)
@@ -139,7 +155,10 @@ def test_a_killed_search_goes_on_where_it_was(
 def test_steps_count_up_to_their_totals(layers: list[Layer]) -> None:
     steps: list[Step] = []
     budget = smaller(layers, 12.0)
-    fit_budget(search_layers(layers, [budget], search=QUICK, resources=Resources(on_step=steps.append)), budget)
+    fit_budget(
+        search_layers(layers, [budget], search=QUICK, resources=Resources(on_step=steps.append)),
+        budget,
+    )
     stages = dict.fromkeys(step.stage for step in steps)
     assert next(iter(stages)) == "solving shapes"
     for stage in stages:
@@ -153,7 +172,10 @@ def test_fewer_coordinates_give_the_same_errors_to_a_thousandth(layers: list[Lay
         assert part.input.values.size < N
         for whole, few in ((layer.norms.output, part.output), (layer.norms.input, part.input)):
             assert few.trace == pytest.approx(whole.trace, rel=1e-12)
-    batches = [WeightedTargets.of([x.pair for x in layers], norms) for norms in (None, [x.leading for x in layers])]
+    batches = [
+        WeightedTargets.of([x.pair for x in layers], norms)
+        for norms in (None, [x.leading for x in layers])
+    ]
     assert batches[0].norms.is_frobenius
     problem = PairProblem.of(batches[1], ProductShape((4, 6), (1, 1), (6, 6)), 8)
     state = descend(problem, problem.state(problem.starts((2, 2), 1)[0]), 4)
@@ -164,7 +186,9 @@ def test_fewer_coordinates_give_the_same_errors_to_a_thousandth(layers: list[Lay
         assert answer.errors[place] ** 2 == pytest.approx(layer.squared_error(product), rel=0.03)
 
 
-def test_refining_goes_on_with_the_layers_that_still_gain(layers: list[Layer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refining_goes_on_with_the_layers_that_still_gain(
+    layers: list[Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     refined: list[tuple[int, tuple[int, ...]]] = []
 
     def counted(task: solve.Task) -> list[solve.Answer]:
@@ -179,7 +203,9 @@ def test_refining_goes_on_with_the_layers_that_still_gain(layers: list[Layer], m
     for nothing, goes_on in ((1e-9, True), (1e9, False)):
         monkeypatch.setattr(search_module, "NOTHING", nothing)
         refined.clear()
-        fitted = fit_budget(search_layers(layers, [smaller(layers, 8.0)], search=LONG), smaller(layers, 8.0))
+        fitted = fit_budget(
+            search_layers(layers, [smaller(layers, 8.0)], search=LONG), smaller(layers, 8.0)
+        )
         count = sum(isinstance(one.candidate, Lsr) for one in fitted.chosen)
         assert count > 0
         assert any(len(places) > 1 for _, places in refined)
@@ -191,7 +217,9 @@ def test_refining_goes_on_with_the_layers_that_still_gain(layers: list[Layer], m
 
 
 def test_terms_that_vanished_are_not_counted(rng: np.random.Generator) -> None:
-    left, right = ([rng.standard_normal((2, 3, 4, 1)), rng.standard_normal((2, 3, 5, 1))] for _ in range(2))
+    left, right = (
+        [rng.standard_normal((2, 3, 4, 1)), rng.standard_normal((2, 3, 5, 1))] for _ in range(2)
+    )
     left[1][1, 2] = 0.0
     right = [factor.swapaxes(2, 3) for factor in right]
     answer = solve.Answer(ProductShape((4, 5), (1, 1), (4, 5)), (3, 3), np.zeros(2), (left, right))
@@ -212,7 +240,9 @@ def test_statistics_are_read_once_for_a_search_and_once_for_each_measurement(
     rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     m, n, reads = 48, 64, dict.fromkeys(("a", "b", "c"), 0)
-    pairs = [(name, rng.standard_normal((m, RANK)), rng.standard_normal((RANK, n))) for name in reads]
+    pairs = [
+        (name, rng.standard_normal((m, RANK)), rng.standard_normal((RANK, n))) for name in reads
+    ]
     write_lora(tmp_path / "lora", layers=pairs, config={"base_model_name_or_path": "base"})
     norms = {name: NormWeights(weight(rng, m), weight(rng, n)) for name in reads}
 
@@ -270,17 +300,25 @@ def test_the_grid_is_coarse_and_fine() -> None:
 
 def test_the_fine_grid_is_solved_at_the_sizes_that_a_budget_chose(layers: list[Layer]) -> None:
     searched = search_layers(layers, [smaller(layers, 6.0)], search=QUICK)
-    entries = [entry.exact for row in searched.rows for entry in row if isinstance(entry.exact, Lsr)]
+    entries = [
+        entry.exact for row in searched.rows for entry in row if isinstance(entry.exact, Lsr)
+    ]
     assert {max(one.shape.inner) for one in entries} == {1}
     fitted = fit_budget(searched, smaller(layers, 6.0))
-    entries = [entry.exact for row in searched.rows for entry in row if isinstance(entry.exact, Lsr)]
+    entries = [
+        entry.exact for row in searched.rows for entry in row if isinstance(entry.exact, Lsr)
+    ]
     assert max(max(one.shape.inner) for one in entries) > 1
     largest = max(one.parameters for one in entries if max(one.shape.inner) > 1)
-    assert largest <= STRIDE ** (2 * WIDENINGS) * max(one.candidate.parameters for one in fitted.chosen)
+    assert largest <= STRIDE ** (2 * WIDENINGS) * max(
+        one.candidate.parameters for one in fitted.chosen
+    )
 
 
 @pytest.mark.parametrize("kronecker", [False, True])
-def test_the_fine_grid_is_left_out_where_low_rank_wins(rng: np.random.Generator, kronecker: bool) -> None:
+def test_the_fine_grid_is_left_out_where_low_rank_wins(
+    rng: np.random.Generator, kronecker: bool
+) -> None:
     def side(m: int) -> np.ndarray:
         return np.kron(rng.standard_normal((16, 4)), rng.standard_normal((m // 16, 2)))
 
@@ -306,18 +344,29 @@ def test_neighbours_are_one_step_away() -> None:
     assert all(other.matrix_shape == (576, 48) and other.inner_rank <= 4 for other in found)
 
 
-def test_what_was_chosen_for_some_is_solved_for_the_others_of_their_size(layers: list[Layer]) -> None:
+def test_what_was_chosen_for_some_is_solved_for_the_others_of_their_size(
+    layers: list[Layer],
+) -> None:
     searched = search_layers(layers, [smaller(layers, 4.0)], search=LONG)
     table, shape = searched, ProductShape((3, 8), (1, 1), (4, 9))  # not on the grid
     table.solve(table.runner.tasks([0], [solve.Request(shape, ((1, 1), (2, 2)))]), "solving")
 
     def asked() -> list[set[tuple[int, int]]]:
         entries = [[entry.exact for entry in row] for row in table.rows]
-        return [{one.ranks for one in row if isinstance(one, Lsr) and one.shape == shape} for row in entries]
+        return [
+            {one.ranks for one in row if isinstance(one, Lsr) and one.shape == shape}
+            for row in entries
+        ]
 
     assert asked() == [{(1, 1), (2, 2)}, set(), set()]
-    found = [one for one in table.rows[0] if isinstance(one.exact, Lsr) and one.exact.configuration == (shape, (2, 2))]
-    even = next(one for one in table.rows[1] if isinstance(one.exact, Lsr) and one.exact.ranks == (2, 2))
+    found = [
+        one
+        for one in table.rows[0]
+        if isinstance(one.exact, Lsr) and one.exact.configuration == (shape, (2, 2))
+    ]
+    even = next(
+        one for one in table.rows[1] if isinstance(one.exact, Lsr) and one.exact.ranks == (2, 2)
+    )
     left_out = table.rows[2][0]
     steps: list[Step] = []
     table.runner.resources = Resources(on_step=steps.append)

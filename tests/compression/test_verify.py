@@ -47,7 +47,9 @@ def test_three_factors_are_recorded_as_a_reader_finds_them(tmp_path, storage, se
 
 def test_source_and_written_the_wrong_way_round_are_told(tmp_path):
     source = open_checkpoint(directory(tmp_path / "lora"))
-    small = open_checkpoint(compress(source, separation_rank=1, inner_shape=(2, 1)).save(tmp_path / "small"))
+    small = open_checkpoint(
+        compress(source, separation_rank=1, inner_shape=(2, 1)).save(tmp_path / "small")
+    )
     with pytest.raises(CheckpointError, match="small: is an LSR adapter: name first the LoRA"):
         verify(small, source)
 
@@ -64,7 +66,9 @@ def test_numbers_beyond_double_precision_fail_by_name(tmp_path):
     with pytest.raises(CheckpointError, match="q: .*squares overflow"):
         verify(open_checkpoint(huge), open_checkpoint(huge))
     factors = [np.full((1, 4, 2), 1e155), np.full((1, 2, 6), 1e155)]
-    written = write_lsr(tmp_path / "o", source=sane, layers=[("q", factors[:1], factors[1:])], storage="float64")
+    written = write_lsr(
+        tmp_path / "o", source=sane, layers=[("q", factors[:1], factors[1:])], storage="float64"
+    )
     with np.errstate(over="ignore", invalid="ignore"):
         assert not verify(sane, open_checkpoint(written)).passed
 
@@ -74,9 +78,15 @@ def test_numbers_beyond_double_precision_fail_by_name(tmp_path):
 def test_extreme_adapters_are_one_line_for_every_verb(tmp_path, verb, kind):
     tensors = {key: array.astype(np.float64) for key, array in pair("q").items()}
     if kind != "alpha":
-        tensors = {key: array * (1e160 if kind == "numbers" else 0.0) for key, array in tensors.items()}
-    source = directory(tmp_path / "a", tensors, **({"lora_alpha": 1e300} if kind == "alpha" else {}))
-    arguments = {"compress": ("--out", tmp_path / "o", "--ratio", 2), "verify": (source,)}.get(verb, ())
+        tensors = {
+            key: array * (1e160 if kind == "numbers" else 0.0) for key, array in tensors.items()
+        }
+    source = directory(
+        tmp_path / "a", tensors, **({"lora_alpha": 1e300} if kind == "alpha" else {})
+    )
+    arguments = {"compress": ("--out", tmp_path / "o", "--ratio", 2), "verify": (source,)}.get(
+        verb, ()
+    )
     done = lsr(verb, source, *arguments)
     if kind == "zero" and verb in ("inspect", "verify"):
         assert (done.returncode, done.stderr) == (0, "")
@@ -97,7 +107,9 @@ def test_a_changed_file_is_not_exported(tmp_path, to):
     content = bytearray(weights.read_bytes())
     content[-1] ^= 0x40
     weights.write_bytes(content)
-    with pytest.raises(CheckpointError, match="adapter_model.safetensors changed since it was written"):
+    with pytest.raises(
+        CheckpointError, match="adapter_model.safetensors changed since it was written"
+    ):
         export_lora(open_checkpoint(out), target, to=to)
     assert not target.exists()
     content[-1] ^= 0x40
@@ -110,17 +122,27 @@ def test_a_head_that_the_config_declares_and_the_file_lacks_is_named(tmp_path):
     source = directory(tmp_path / "a", {**pair("q"), **head}, modules_to_save=["classifier"])
     assert open_checkpoint(source).notes == ()
     weights = source / "adapter_model.safetensors"
-    save_file({key: array for key, array in load_file(weights).items() if "classifier" not in key}, weights)
+    save_file(
+        {key: array for key, array in load_file(weights).items() if "classifier" not in key},
+        weights,
+    )
     done = lsr("inspect", source)
     assert "modules_to_save names 'classifier', of which the file holds no tensor" in done.stdout
 
 
 def test_the_two_heads_that_peft_names_are_one(tmp_path):
     head = {f"{PREFIX}classifier.weight": np.ones((2, 4), np.float32)}
-    named = ["classifier", "score", "classifier", "score"]  # a pair more each time that PEFT opens a classifier
+    named = [
+        "classifier",
+        "score",
+        "classifier",
+        "score",
+    ]  # a pair more each time that PEFT opens a classifier
     source = directory(tmp_path / "a", {**pair("q"), **head}, modules_to_save=named)
     assert open_checkpoint(source).notes == ()
-    small = compress(open_checkpoint(source), CompressionPlan(separation_rank=1)).save(tmp_path / "small")
+    small = compress(open_checkpoint(source), CompressionPlan(separation_rank=1)).save(
+        tmp_path / "small"
+    )
     assert open_checkpoint(small).config["modules_to_save"] == ["classifier", "score"]
     source = directory(tmp_path / "b", pair("q"), modules_to_save=named)
     assert "names 'classifier', 'score', of which" in open_checkpoint(source).notes[0]
@@ -133,10 +155,16 @@ def unet(tmp_path_factory):
     rng = np.random.default_rng(3)
     names = [f"unet.down_blocks.{i}.attentions.0.transformer_blocks.0.attn1.to_q" for i in range(3)]
     shapes = {".lora_A.weight": (4, 48), ".lora_B.weight": (48, 4)}
-    tensors = {n + key: rng.standard_normal(shape).astype(np.float16) for n in names for key, shape in shapes.items()}
+    tensors = {
+        n + key: rng.standard_normal(shape).astype(np.float16)
+        for n in names
+        for key, shape in shapes.items()
+    }
     save_file(tensors, folder / "style.safetensors")
     source = open_checkpoint(folder / "style.safetensors")
-    return source, open_checkpoint(compress(source, CompressionPlan(ratio=2)).save(folder / "small"))
+    return source, open_checkpoint(
+        compress(source, CompressionPlan(ratio=2)).save(folder / "small")
+    )
 
 
 def tamper(path, change, pick=lambda key: True):
@@ -148,13 +176,21 @@ def tamper(path, change, pick=lambda key: True):
 
 @pytest.mark.parametrize("to", ["same", "diffusers", "kohya"])
 @pytest.mark.parametrize("storage", [None, "float16", "bfloat16"])
-def test_an_export_passes_in_any_type_and_under_other_names_and_fails_once_changed(tmp_path, unet, to, storage):
+def test_an_export_passes_in_any_type_and_under_other_names_and_fails_once_changed(
+    tmp_path, unet, to, storage
+):
     source, small = unet
     for number, adapter in enumerate((small, source)):
-        out = export_lora(adapter, tmp_path / f"{number}.safetensors", to=to, like=source, storage=storage)
+        out = export_lora(
+            adapter, tmp_path / f"{number}.safetensors", to=to, like=source, storage=storage
+        )
         check = verify(source, open_checkpoint(out))
         assert (check.passed, check.recorded) == (True, True)
-        tamper(out, lambda array: 3 * array, lambda key: key.endswith(("lora_B.weight", "lora_up.weight")))
+        tamper(
+            out,
+            lambda array: 3 * array,
+            lambda key: key.endswith(("lora_B.weight", "lora_up.weight")),
+        )
         assert not verify(source, open_checkpoint(out)).passed
 
 
@@ -174,30 +210,49 @@ def test_an_export_is_held_to_the_recorded_error_where_its_digest_was_made_anew(
 @pytest.mark.parametrize("profile", ["peft", "server", "lorax"])
 def test_heads_left_out_on_purpose_are_no_fault_of_an_export(tmp_path, profile):
     head = {f"{PREFIX}classifier.weight": np.ones((2, 4), np.float32)}
-    source = open_checkpoint(directory(tmp_path / "a", {**pair("q", 16, 16), **pair("v", 16, 16, seed=2), **head}))
-    small = open_checkpoint(compress(source, CompressionPlan(separation_rank=1)).save(tmp_path / "small"))
+    source = open_checkpoint(
+        directory(tmp_path / "a", {**pair("q", 16, 16), **pair("v", 16, 16, seed=2), **head})
+    )
+    small = open_checkpoint(
+        compress(source, CompressionPlan(separation_rank=1)).save(tmp_path / "small")
+    )
     out = export_lora(small, tmp_path / "o", profile=profile)
     assert verify(source, open_checkpoint(out)).passed
     (out / "SHA256SUMS").unlink()
-    tamper(out / "adapter_model.safetensors", np.ones_like, lambda key: key.endswith("lora_B.weight"))
+    tamper(
+        out / "adapter_model.safetensors", np.ones_like, lambda key: key.endswith("lora_B.weight")
+    )
     assert not verify(source, open_checkpoint(out)).passed
 
 
-def test_a_record_that_names_no_file_vouches_for_none_and_without_any_the_exit_code_is_three(tmp_path):
+def test_a_record_that_names_no_file_vouches_for_none_and_without_any_the_exit_code_is_three(
+    tmp_path,
+):
     folder = directory(tmp_path / "a")
     source = open_checkpoint(folder)
     out = export_lora(source, tmp_path / "o")
     (out / "SHA256SUMS").write_text("")
-    assert "adapter_model.safetensors (not in SHA256SUMS)" in verify(source, open_checkpoint(out)).changed_files
-    tensors = {key: 1.5 * array for key, array in load_file(folder / "adapter_model.safetensors").items()}
+    assert (
+        "adapter_model.safetensors (not in SHA256SUMS)"
+        in verify(source, open_checkpoint(out)).changed_files
+    )
+    tensors = {
+        key: 1.5 * array for key, array in load_file(folder / "adapter_model.safetensors").items()
+    }
     other = directory(tmp_path / "b", tensors)
-    assert (lsr("verify", folder, out).returncode, lsr("verify", folder, other).returncode) == (1, 3)
+    assert (lsr("verify", folder, out).returncode, lsr("verify", folder, other).returncode) == (
+        1,
+        3,
+    )
     assert "has no record of what was written" in lsr("verify", folder, other).stderr
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_a_source_in_half_precision_is_written_so_unless_another_type_is_asked_for(tmp_path, dtype):
-    folder = directory(tmp_path / "a", {**pair("q", 64, 64, 2, dtype=dtype), **pair("v", 64, 64, 2, 1, dtype=dtype)})
+    folder = directory(
+        tmp_path / "a",
+        {**pair("q", 64, 64, 2, dtype=dtype), **pair("v", 64, 64, 2, 1, dtype=dtype)},
+    )
     for options, wanted in (((), dtype), (("--storage", "float32"), "float32")):
         out = tmp_path / f"o{len(options)}"
         done = lsr("compress", folder, "--separation-rank", 1, "--out", out, *options)

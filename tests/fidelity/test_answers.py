@@ -18,7 +18,10 @@ WORDS = random.Random(0)
 
 def test_prompts_are_completed_by_both_and_plain_texts_by_none(tmp_path):
     folder = make(tmp_path, "CAUSAL_LM")
-    texts = [PromptExample(f"w{i % 30} w{i // 30}", f" w{WORDS.randrange(30)} w1", f"line {i}") for i in range(48)]
+    texts = [
+        PromptExample(f"w{i % 30} w{i // 30}", f" w{WORDS.randrange(30)} w1", f"line {i}")
+        for i in range(48)
+    ]
     evaluator = Evaluator(folder / "base", folder / "lora", texts, EvaluatorSettings(batch=8))
     same = evaluator.answered(folder / "lora")
     assert [each.question for each in same] == [text.prompt for text in evaluator.held_out]

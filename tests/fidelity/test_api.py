@@ -21,7 +21,9 @@ QUICK = Search(orders=(2,), rounds=0)
 
 def test_a_path_and_a_ratio_are_a_checkpoint_and_a_plan(tmp_path):
     plain = lsr.compress(str(DEMO), ratio=40, storage="float16", search=QUICK)
-    named = lsr.compress(lsr.open_checkpoint(DEMO), lsr.CompressionPlan(ratio=40, storage="float16"), search=QUICK)
+    named = lsr.compress(
+        lsr.open_checkpoint(DEMO), lsr.CompressionPlan(ratio=40, storage="float16"), search=QUICK
+    )
     assert plain.layers == named.layers
     assert plain.plan == named.plan
     opened = lsr.open_checkpoint(plain.save(tmp_path / "small"))
@@ -68,7 +70,13 @@ def test_a_compression_prints_on_a_few_lines(statistics):
 
 def test_a_promise_is_read_at_a_prompt(tmp_path):
     behaviour = Behaviour(128, 128, "example", 0.0463, 0.95, 0.248, 0.025)
-    facts = {"data": "reviews.txt", "base": "b", "bytes_before": 302_000, "bytes_after": 18_000, "head_bytes": 3_100}
+    facts = {
+        "data": "reviews.txt",
+        "base": "b",
+        "bytes_before": 302_000,
+        "bytes_after": 18_000,
+        "head_bytes": 3_100,
+    }
     told = Fidelity.of(behaviour, **facts)
     made = lsr.compress(DEMO, separation_rank=1, search=QUICK)
     of_result = {"promise": told, "written": tmp_path, "facts": {}, "_folder": None}
@@ -89,21 +97,27 @@ def test_a_promise_is_read_at_a_prompt(tmp_path):
 
 def test_a_promise_of_tokens_says_how_often_a_whole_answer_stays():
     behaviour = Behaviour(96, 3556, "token", 0.103, 0.97, 1.27, 0.01)
-    told = Fidelity.of(behaviour, data="sums.jsonl", base="b", bytes_before=3_700_000, bytes_after=192_000)
+    told = Fidelity.of(
+        behaviour, data="sums.jsonl", base="b", bytes_before=3_700_000, bytes_after=192_000
+    )
     assert "likeliest token the same for 97 %)" in told.sentence()
     told = replace(told, throughout=0.04)
     assert "likeliest token the same for 97 %, all along in 4 % of the examples)" in told.sentence()
     assert told.to_json()["throughout"] == 0.04
 
 
-@pytest.mark.parametrize(("word", "right"), [("params", "parameters"), ("ration", "ratio"), ("storge", "storage")])
+@pytest.mark.parametrize(
+    ("word", "right"), [("params", "parameters"), ("ration", "ratio"), ("storge", "storage")]
+)
 def test_a_misspelt_goal_is_told_the_right_word(word, right):
     with pytest.raises(LsrError, match=f"compress takes no '{word}'; did you mean '{right}'"):
         lsr.compress(DEMO, **{word: 4})
 
 
 def test_the_signature_shows_every_setting_and_goal():
-    assert {"held_out", "max_length", "dtype", "steps"} <= set(inspect.signature(lsr.distil).parameters)
+    assert {"held_out", "max_length", "dtype", "steps"} <= set(
+        inspect.signature(lsr.distil).parameters
+    )
     assert set(GOALS) <= set(inspect.signature(lsr.compress).parameters)
 
 

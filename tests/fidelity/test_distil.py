@@ -73,15 +73,23 @@ def weakened(folder, out):
 
 
 @pytest.mark.parametrize("kind", ["classifier", "language_model"])
-def test_a_distilled_adapter_keeps_more_and_says_how_much(kind, request, tmp_path_factory, tmp_path):
+def test_a_distilled_adapter_keeps_more_and_says_how_much(
+    kind, request, tmp_path_factory, tmp_path
+):
     folder = request.getfixturevalue(kind)
-    done = run(folder, weakened(folder, tmp_path_factory.mktemp("weak") / "lsr"), out=tmp_path / "distilled")
+    done = run(
+        folder,
+        weakened(folder, tmp_path_factory.mktemp("weak") / "lsr"),
+        out=tmp_path / "distilled",
+    )
     assert done.form.after.kept > done.form.before.kept + 0.02
     assert done.promise.kept == done.form.after.kept
-    again = Evaluator(folder / "base", folder / "lora", TEXTS, EvaluatorSettings(batch=8, max_length=16)).measure(
-        tmp_path / "distilled"
-    )
-    assert again.kept == pytest.approx(done.promise.kept, abs=1e-6)  # of the files, not of the training run
+    again = Evaluator(
+        folder / "base", folder / "lora", TEXTS, EvaluatorSettings(batch=8, max_length=16)
+    ).measure(tmp_path / "distilled")
+    assert again.kept == pytest.approx(
+        done.promise.kept, abs=1e-6
+    )  # of the files, not of the training run
     record = json.loads((tmp_path / "distilled" / "compression.json").read_text())
     assert record["promise"]["kept"] == done.promise.kept
     assert done.promise.sentence() in (tmp_path / "distilled" / "README.md").read_text()
@@ -91,7 +99,9 @@ def test_a_distilled_adapter_keeps_more_and_says_how_much(kind, request, tmp_pat
 
 
 @pytest.mark.parametrize("storage", ["float16", "int8", "int4"])
-def test_a_distilled_form_keeps_its_storage_and_its_size(classifier, tmp_path, storage, monkeypatch):
+def test_a_distilled_form_keeps_its_storage_and_its_size(
+    classifier, tmp_path, storage, monkeypatch
+):
     measure = Evaluator.measure
 
     def best(evaluator, path):  # the trained form: it is kept, whatever a few steps bring
@@ -129,7 +139,9 @@ def states_saved(monkeypatch):
     """The steps after which training saves its state, in a list that grows as it does."""
     module, saved = sys.modules[distil_factors.__module__], []
     save = module._save
-    monkeypatch.setattr(module, "_save", lambda *given: (save(*given), saved.append(given[-1].step)))
+    monkeypatch.setattr(
+        module, "_save", lambda *given: (save(*given), saved.append(given[-1].step))
+    )
     return saved
 
 
@@ -180,7 +192,9 @@ def test_passes_are_what_was_asked_of_the_base(kind, tmp_path, monkeypatch, requ
     module = sys.modules[ask_with_features.__module__]
     for name in ("ask", "keep_answers"):
         plain = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given, plain=plain: (asked.append(1), plain(*given))[1])
+        monkeypatch.setattr(
+            module, name, lambda *given, plain=plain: (asked.append(1), plain(*given))[1]
+        )
     done = run(model, model / "lsr", out=tmp_path / "out", steps=60, rate=None)
     training = done.form.training
     lessons = training.passes - 2 * training.steps - 4 * len(training.checks)
@@ -188,11 +202,15 @@ def test_passes_are_what_was_asked_of_the_base(kind, tmp_path, monkeypatch, requ
     assert training.passes <= 1.2 * 2 * 60 + 8  # so small a run has eight lessons at least
 
 
-def test_of_a_classifier_what_its_last_layer_reads_is_learned_too(classifier, tmp_path, monkeypatch):
+def test_of_a_classifier_what_its_last_layer_reads_is_learned_too(
+    classifier, tmp_path, monkeypatch
+):
     """Before the first step, the loss is the divergence and so much of the distance of the features."""
     module, losses = sys.modules[distil_factors.__module__], []
     plain = module._Work.lost
-    monkeypatch.setattr(module._Work, "lost", lambda work, part: losses.append((work, part)) or plain(work, part))
+    monkeypatch.setattr(
+        module._Work, "lost", lambda work, part: losses.append((work, part)) or plain(work, part)
+    )
     first = {}
     for weight in (0.0, 4.0):
         losses.clear()
@@ -201,13 +219,17 @@ def test_of_a_classifier_what_its_last_layer_reads_is_learned_too(classifier, tm
         work, part = losses[0]
         work.put(torch.zeros_like(work.zero))
         with torch.no_grad():
-            distance = float((ask_with_features(work.student, part.batch)[1] - part.features).square().sum())
+            distance = float(
+                (ask_with_features(work.student, part.batch)[1] - part.features).square().sum()
+            )
             first[weight] = (float(plain(work, part)), work.nearness * distance)
     assert first[0.0][1] == 0.0 < first[4.0][1]
     assert first[4.0][0] == pytest.approx(first[0.0][0] + first[4.0][1], rel=1e-5)
 
 
-def test_training_ends_when_enough_is_kept_and_the_lora_answers_each_lesson_once(classifier, tmp_path):
+def test_training_ends_when_enough_is_kept_and_the_lora_answers_each_lesson_once(
+    classifier, tmp_path
+):
     settings = EvaluatorSettings(batch=8, max_length=16)
     evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, settings)
     lessons, lora = evaluator.lessons(24), open_checkpoint(classifier / "lora")
@@ -215,7 +237,9 @@ def test_training_ends_when_enough_is_kept_and_the_lora_answers_each_lesson_once
 
     def train(name, **settings):
         settings |= {"steps": 24, "before": before, "rate": 0.03}
-        return distil_form(evaluator, classifier / "lsr", lora, tmp_path / name, lessons, **settings).training
+        return distil_form(
+            evaluator, classifier / "lsr", lora, tmp_path / name, lessons, **settings
+        ).training
 
     first, again, short = train("first"), train("again"), train("short", enough=-1.0)
     assert len(lessons.answered) > 1
@@ -224,7 +248,9 @@ def test_training_ends_when_enough_is_kept_and_the_lora_answers_each_lesson_once
     assert short.steps == 0  # as much is kept before the first step
 
 
-def test_a_training_that_ended_early_goes_on_where_more_is_enough(classifier, tmp_path, monkeypatch):
+def test_a_training_that_ended_early_goes_on_where_more_is_enough(
+    classifier, tmp_path, monkeypatch
+):
     settings = EvaluatorSettings(batch=8, max_length=16)
     evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, settings)
     lessons, shares, steps = evaluator.lessons(24), count(1), []
@@ -232,8 +258,16 @@ def test_a_training_that_ended_early_goes_on_where_more_is_enough(classifier, tm
     with Journal.beside(tmp_path / "out") as journal:
         for enough in (0.15, math.inf):
             student = evaluator.base.adapted(classifier / "lsr")
-            about = {"lessons": lessons, "steps": 24, "rate": 0.03, "journal": journal, "key": "training"}
-            done = distil_factors(student, enough=enough, on_step=lambda step: steps.append(step.done), **about)
+            about = {
+                "lessons": lessons,
+                "steps": 24,
+                "rate": 0.03,
+                "journal": journal,
+                "key": "training",
+            }
+            done = distil_factors(
+                student, enough=enough, on_step=lambda step: steps.append(step.done), **about
+            )
             assert [share for _, share in done.checks[:2]] == [0.1, 0.2]
             if enough < 1.0:
                 assert len(done.checks) == 2
@@ -247,7 +281,10 @@ def test_what_a_model_reads_need_not_be_tokens(language_model, tmp_path):
     )
     embed = source.model.get_input_embeddings()
     ids = torch.randint(2, 30, (6, 4, 7), generator=torch.Generator().manual_seed(0))
-    batches = [{"inputs_embeds": embed(rows).detach(), "attention_mask": torch.ones_like(rows)} for rows in ids]
+    batches = [
+        {"inputs_embeds": embed(rows).detach(), "attention_mask": torch.ones_like(rows)}
+        for rows in ids
+    ]
     lessons = Lessons(source, [[batch] for batch in batches[:4]], Reference(source, batches[4:]))
     done = distil_factors(student, lessons, steps=12, rate=0.03)
     assert done.after > done.before + 0.01
@@ -256,7 +293,9 @@ def test_what_a_model_reads_need_not_be_tokens(language_model, tmp_path):
 def test_micro_batches_are_the_same_step(classifier, tmp_path):
     one = run(classifier, classifier / "lsr", out=tmp_path / "one", steps=4)
     two = run(classifier, classifier / "lsr", out=tmp_path / "two", steps=4, micro=3)
-    for (_, first), (_, second) in zip(one.form.training.checks, two.form.training.checks, strict=True):
+    for (_, first), (_, second) in zip(
+        one.form.training.checks, two.form.training.checks, strict=True
+    ):
         assert first == pytest.approx(second, abs=1e-4)
 
 
@@ -264,7 +303,14 @@ def test_two_processes_share_the_steps_of_one(classifier, tmp_path):
     """As `accelerate launch` or torchrun start them; on processors, gradients are summed by gloo."""
     alone = run(classifier, classifier / "lsr", out=tmp_path / "alone", steps=4, micro=4)
     (tmp_path / "texts.txt").write_text("\n".join(text for text, _ in TEXTS) + "\n")
-    words = ["distil", classifier / "lsr", "--out", tmp_path / "shared", "--base", classifier / "base"]
+    words = [
+        "distil",
+        classifier / "lsr",
+        "--out",
+        tmp_path / "shared",
+        "--base",
+        classifier / "base",
+    ]
     words += ["--teacher", classifier / "lora", "--data", tmp_path / "texts.txt"]
     words += ["--steps", 4, "--rate", 0.03, "--batch", 8, "--micro", 4, "--max-length", 16]
     assert processes.together(2, processes.command, *words) == [0, 0]
@@ -288,12 +334,17 @@ def test_the_training_loss_is_the_divergence(classifier):
 
 def test_factors_of_an_open_model_are_those_of_its_file(language_model):
     evaluator = Evaluator(
-        language_model / "base", language_model / "lora", TEXTS, EvaluatorSettings(batch=8, max_length=16)
+        language_model / "base",
+        language_model / "lora",
+        TEXTS,
+        EvaluatorSettings(batch=8, max_length=16),
     )
     student = evaluator.base.adapted(language_model / "lsr")
     for module in student.model.modules():
         if isinstance(module, LsrLayer):
-            module.scaling["default"] = 2.0  # as a trained adapter may have it; what compress writes has one
+            module.scaling["default"] = (
+                2.0  # as a trained adapter may have it; what compress writes has one
+            )
     found = products_of(student)
     written = open_checkpoint(language_model / "lsr")
     assert set(found) == {layer.name for layer in written.layers}
@@ -301,12 +352,18 @@ def test_factors_of_an_open_model_are_those_of_its_file(language_model):
         left, _ = layer.load()
         torch.testing.assert_close(
             torch.from_numpy(found[layer.name].left.to_matrix()),
-            2.0 * sum(torch.kron(*(torch.tensor(f[k]).double() for f in left)) for k in range(len(left[0]))),
+            2.0
+            * sum(
+                torch.kron(*(torch.tensor(f[k]).double() for f in left))
+                for k in range(len(left[0]))
+            ),
         )
 
 
 def test_only_lsr_factors_are_trained(classifier):
-    evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, EvaluatorSettings(batch=8, max_length=16))
+    evaluator = Evaluator(
+        classifier / "base", classifier / "lora", TEXTS, EvaluatorSettings(batch=8, max_length=16)
+    )
     student = evaluator.base.adapted(classifier / "lsr")
     count = sum(p.numel() for p in trained(student.model))
     assert count == open_checkpoint(classifier / "lsr").adapter_parameters
@@ -325,7 +382,9 @@ def test_texts_that_begin_alike_are_held_out_together():
 
 
 def test_only_completions_of_json_lines_are_answers(language_model, tmp_path):
-    rows = [{"prompt": text, "completion": f" w{i % 30} w{i % 7}"} for i, (text, _) in enumerate(TEXTS)]
+    rows = [
+        {"prompt": text, "completion": f" w{i % 30} w{i % 7}"} for i, (text, _) in enumerate(TEXTS)
+    ]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in rows))
     weak = weakened(language_model, tmp_path / "weak")
@@ -337,13 +396,23 @@ def test_only_completions_of_json_lines_are_answers(language_model, tmp_path):
 
 def test_all_lengths_are_told_once_before_anything_is_answered(language_model, monkeypatch):
     rows = [PromptExample(text, f" w{i % 7}", f"line {i}") for i, (text, _) in enumerate(TEXTS)]
-    rows[70:72] = [PromptExample(f"{i} " + "w1 " * n, " w2", f"line {i}") for i, n in ((70, 40), (71, 50))]
+    rows[70:72] = [
+        PromptExample(f"{i} " + "w1 " * n, " w2", f"line {i}") for i, n in ((70, 40), (71, 50))
+    ]
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "Reference", None)  # nothing is answered
         with pytest.raises(DataError, match=r"line 71: .*\(2 of 96 examples are.*--truncate"):
-            Evaluator(language_model / "base", language_model / "lora", rows, EvaluatorSettings(max_length=40))
+            Evaluator(
+                language_model / "base",
+                language_model / "lora",
+                rows,
+                EvaluatorSettings(max_length=40),
+            )
     evaluator = Evaluator(
-        language_model / "base", language_model / "lora", rows, EvaluatorSettings(max_length=40, truncate=True)
+        language_model / "base",
+        language_model / "lora",
+        rows,
+        EvaluatorSettings(max_length=40, truncate=True),
     )
     widths = [batch["input_ids"].shape[1] for batch in evaluator.batches(rows)]
     assert max(widths) == 40
@@ -360,7 +429,9 @@ def test_a_lora_that_does_nothing_has_nothing_to_keep(classifier, tmp_path):
     still = {name: value * (0.0 if "lora_B" in name else 1.0) for name, value in tensors.items()}
     save_file(still, tmp_path / "idle" / "adapter_model.safetensors", {"format": "pt"})
     with pytest.raises(LsrError, match="there is no effect to keep"):
-        Evaluator(classifier / "base", tmp_path / "idle", TEXTS, EvaluatorSettings(batch=8, max_length=16))
+        Evaluator(
+            classifier / "base", tmp_path / "idle", TEXTS, EvaluatorSettings(batch=8, max_length=16)
+        )
 
 
 def test_an_adapter_of_another_model_is_refused(classifier, language_model):
@@ -383,7 +454,12 @@ def test_a_plain_lora_is_not_distilled(classifier, tmp_path):
 def test_distil_on_the_command_line(classifier, tmp_path):
     lines = tmp_path / "lines.txt"
     lines.write_text("\n".join(text for text, _ in TEXTS))
-    options = {"--teacher": classifier / "lora", "--base": classifier / "base", "--data": lines, "--steps": 12}
+    options = {
+        "--teacher": classifier / "lora",
+        "--base": classifier / "base",
+        "--data": lines,
+        "--steps": 12,
+    }
     options |= {
         "--out": tmp_path / "out",
         "--batch": 8,
@@ -402,4 +478,6 @@ def test_distil_on_the_command_line(classifier, tmp_path):
     assert facts["promise"]["sentence"] in done.stdout.replace("\n", " ")
     assert facts["promise"]["data"] == "lines.txt"
     assert 0.0 < facts["distillation"]["before"]["kept"] < facts["distillation"]["after"]["kept"]
-    assert isinstance(CliRunner().invoke(app, given).exception, CheckpointError)  # the output is there already
+    assert isinstance(
+        CliRunner().invoke(app, given).exception, CheckpointError
+    )  # the output is there already

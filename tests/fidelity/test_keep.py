@@ -101,7 +101,9 @@ def test_no_form_is_trained_that_loses_more_than_training_makes_good(factor, cou
 
 
 def test_of_two_forms_near_what_training_makes_good_the_one_that_loses_less_is_trained():
-    sizes = SizeSearch(WHOLE, lambda size: 3115.0 / size, lambda _: losing(0.191), {3115.0: losing(0.2447)})
+    sizes = SizeSearch(
+        WHOLE, lambda size: 3115.0 / size, lambda _: losing(0.191), {3115.0: losing(0.2447)}
+    )
     assert sizes.losing(0.2177).behaviour.kept == pytest.approx(1.0 - 0.191)
 
 
@@ -134,27 +136,42 @@ class Forms:
         after = losing(1.0 - self.kept[steps]).behaviour
         training = Distillation(steps, 0.1, 0.75, checks[-1][1], 1.0, checks)
         return CompressedForm(
-            form.compression, form.path, after, DistilledForm(form.path, form.path, form.behaviour, after, training)
+            form.compression,
+            form.path,
+            after,
+            DistilledForm(form.path, form.path, form.behaviour, after, training),
         )
 
 
 def searched(folder):
     def compress(plan, fill):
         path = folder / f"{plan.parameters:.0f}"
-        return SimpleNamespace(path=path, totals=SimpleNamespace(parameters=plan.parameters, ratio=1.0))
+        return SimpleNamespace(
+            path=path, totals=SimpleNamespace(parameters=plan.parameters, ratio=1.0)
+        )
 
-    return SimpleNamespace(expected_error=lambda plan: min(1.0, 1e3 / plan.parameters), compress=compress)
+    return SimpleNamespace(
+        expected_error=lambda plan: min(1.0, 1e3 / plan.parameters), compress=compress
+    )
 
 
 @pytest.mark.parametrize(
     ("kept", "steps"),
-    [({30: 0.946, 60: 0.953}, [30, 60]), ({30: 0.951, 60: 0.953}, [30]), ({30: 0.946, 60: 0.94}, [30, 60, 30, 60])],
+    [
+        ({30: 0.946, 60: 0.953}, [30, 60]),
+        ({30: 0.951, 60: 0.953}, [30]),
+        ({30: 0.946, 60: 0.94}, [30, 60, 30, 60]),
+    ],
 )
-def test_a_training_that_ended_too_early_goes_on_before_another_form_is_trained(kept, steps, tmp_path, monkeypatch):
+def test_a_training_that_ended_too_early_goes_on_before_another_form_is_trained(
+    kept, steps, tmp_path, monkeypatch
+):
     (tmp_path / "lora").write_bytes(bytes(100))
     monkeypatch.setattr(keep_module, "bytes_to_open", lambda _: 4 * WHOLE)
     forms = Forms(tmp_path / "lora", kept, [(0, 0.75), (30, 0.956), (60, 0.957)])
-    smallest_form = SmallestForm(forms, lambda _, statistics: searched(tmp_path), 0.95, {"storage": "float32"})
+    smallest_form = SmallestForm(
+        forms, lambda _, statistics: searched(tmp_path), 0.95, {"storage": "float32"}
+    )
     monkeypatch.setattr(smallest_form, "untrained", lambda: "untrained")
     best = smallest_form.trained()
     assert [number for _, number in forms.trained] == steps

@@ -57,7 +57,9 @@ def command(folder, lines, *words):
 @pytest.fixture(scope="module")
 def untrained(folder):
     """The smallest form that keeps nine tenths, without training."""
-    return lsr.compress(folder / "lora", base=folder / "base", data=TEXTS, keep=0.9, storage="float32", **SETTINGS)
+    return lsr.compress(
+        folder / "lora", base=folder / "base", data=TEXTS, keep=0.9, storage="float32", **SETTINGS
+    )
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,9 @@ def test_distillation_is_part_of_the_promise(folder, quarter, tmp_path):
 
 
 @pytest.mark.parametrize("left", [0.5, 2.0])
-def test_the_better_of_untrained_and_trained_is_promised(folder, quarter, left, tmp_path, monkeypatch):
+def test_the_better_of_untrained_and_trained_is_promised(
+    folder, quarter, left, tmp_path, monkeypatch
+):
     pretend_to_distil(monkeypatch, left)
     settings = {"base": folder / "base", "data": TEXTS, **SETTINGS}
     done = lsr.compress(folder / "lora", ratio=4, distil=40, **settings)
@@ -105,7 +109,9 @@ def test_the_better_of_untrained_and_trained_is_promised(folder, quarter, left, 
     assert done.promise.kept == pytest.approx(1.0 - min(left, 1.0) * lost)
     assert done.promise.distilled == (40 if left < 1.0 else 0)
     for record in (False, True):
-        facts = json.loads((done.save(tmp_path / str(record), record=record) / "compression.json").read_text())
+        facts = json.loads(
+            (done.save(tmp_path / str(record), record=record) / "compression.json").read_text()
+        )
         assert ("layers" in facts) == record
     errors = [line for line in done.sentences() if "error" in line]
     assert bool(errors) == (not done.promise.distilled)
@@ -130,7 +136,9 @@ def test_a_measured_divergence_is_a_goal(folder):
     result = lsr.compress(lora, plan, base=folder / "base", data=TEXTS, **SETTINGS)
     assert result.promise.kl <= 0.3 * effect * (1 + 1e-9)
     with pytest.raises(lsr.errors.BudgetError, match="no less than that without the adapter"):
-        lsr.compress(lora, lsr.CompressionPlan(kl=2 * effect), base=folder / "base", data=TEXTS, **SETTINGS)
+        lsr.compress(
+            lora, lsr.CompressionPlan(kl=2 * effect), base=folder / "base", data=TEXTS, **SETTINGS
+        )
 
 
 def pretend_to_distil(monkeypatch, left):
@@ -147,8 +155,16 @@ def pretend_to_distil(monkeypatch, left):
     return done
 
 
-def test_few_sizes_are_trained_and_none_is_as_large_as_without(folder, untrained, tmp_path, monkeypatch):
-    settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, "storage": "float32", **SETTINGS}
+def test_few_sizes_are_trained_and_none_is_as_large_as_without(
+    folder, untrained, tmp_path, monkeypatch
+):
+    settings = {
+        "base": folder / "base",
+        "data": TEXTS,
+        "keep": 0.9,
+        "storage": "float32",
+        **SETTINGS,
+    }
     done = pretend_to_distil(monkeypatch, 0.2)
     result = lsr.compress(folder / "lora", **settings, distil=40)
     assert 1 <= len(done) <= 3
@@ -159,13 +175,21 @@ def test_few_sizes_are_trained_and_none_is_as_large_as_without(folder, untrained
     trained = [one for one in result.tried if one.steps]
     assert len(trained) == len(done)
     assert all(one.parameters < untrained.totals.parameters for one in trained)
-    assert result.totals.parameters == min(one.parameters for one in trained if one.distilled >= 0.9)
+    assert result.totals.parameters == min(
+        one.parameters for one in trained if one.distilled >= 0.9
+    )
     record = json.loads((result.save(tmp_path / "out") / "compression.json").read_text())
     assert [one["distilled"] for one in record["tried"]] == [one.distilled for one in result.tried]
 
 
 def test_where_no_training_brings_enough_the_form_is_an_untrained_one(folder, monkeypatch):
-    settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, "storage": "float32", **SETTINGS}
+    settings = {
+        "base": folder / "base",
+        "data": TEXTS,
+        "keep": 0.9,
+        "storage": "float32",
+        **SETTINGS,
+    }
     done = pretend_to_distil(monkeypatch, 1.1)  # does harm
     result = lsr.compress(folder / "lora", **settings, distil=40)
     assert 1 <= len(done) <= MOST_DISTILLED
@@ -184,16 +208,37 @@ def kill(*given, **named):
 def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monkeypatch):
     out, trainings, saved = tmp_path / "out", [], []
     plain, save, end = forms.distil_form, distil._save, Evaluator.fidelity
-    settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, "distil": 24, "storage": "float32", **SETTINGS}
-    monkeypatch.setattr("lsrdecomp.fidelity.keep.SURE", 100.0)  # no training ends because it brought enough
-    monkeypatch.setattr(forms, "distil_form", lambda *given, **named: (trainings.append(1), plain(*given, **named))[1])
-    monkeypatch.setattr(distil, "_save", lambda *given: (save(*given), saved.append(given[-1].step)))
+    settings = {
+        "base": folder / "base",
+        "data": TEXTS,
+        "keep": 0.9,
+        "distil": 24,
+        "storage": "float32",
+        **SETTINGS,
+    }
+    monkeypatch.setattr(
+        "lsrdecomp.fidelity.keep.SURE", 100.0
+    )  # no training ends because it brought enough
+    monkeypatch.setattr(
+        forms,
+        "distil_form",
+        lambda *given, **named: (trainings.append(1), plain(*given, **named))[1],
+    )
+    monkeypatch.setattr(
+        distil, "_save", lambda *given: (save(*given), saved.append(given[-1].step))
+    )
     told = []
     whole = lsr.compress(folder / "lora", **settings, on_step=told.append)
-    assert {step.unit for step in told} >= {"examples", "layers × shapes", "steps"}  # calibration, search, training
+    assert {step.unit for step in told} >= {
+        "examples",
+        "layers × shapes",
+        "steps",
+    }  # calibration, search, training
     calibrated = [step.done for step in told if step.stage.endswith("· calibrating") and step.total]
     assert calibrated[-1] == len(TEXTS) * 3 // 4
-    numbers = [tuple(map(int, re.match(r"step (\d) of (\d) · ", step.stage).groups())) for step in told]
+    numbers = [
+        tuple(map(int, re.match(r"step (\d) of (\d) · ", step.stage).groups())) for step in told
+    ]
     assert told[0].stage == "step 1 of 4 · opening the base"
     assert numbers == sorted(numbers)
     assert numbers[-1][0] == numbers[-1][1]
@@ -202,12 +247,19 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
 
     saved.clear()
     with pytest.raises(Killed), Journal.beside(out) as journal:  # in the first training
-        lsr.compress(folder / "lora", **settings, journal=journal, on_step=lambda _: kill() if saved else None)
+        lsr.compress(
+            folder / "lora",
+            **settings,
+            journal=journal,
+            on_step=lambda _: kill() if saved else None,
+        )
     steps, first_saved = [], saved[0]
     monkeypatch.setattr(Evaluator, "fidelity", kill)
     with pytest.raises(Killed), Journal.beside(out) as journal:  # when all of them are done
         lsr.compress(folder / "lora", **settings, journal=journal, on_step=steps.append)
-    assert next(step.done for step in steps if step.unit == "steps") == first_saved + 1  # not from its beginning
+    assert (
+        next(step.done for step in steps if step.unit == "steps") == first_saved + 1
+    )  # not from its beginning
     trainings.clear()
     monkeypatch.setattr(Evaluator, "measure", kill)  # nothing is measured again either
     monkeypatch.setattr(Evaluator, "fidelity", end)
@@ -221,9 +273,22 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
 
 
 def test_the_command_says_which_forms_were_trained(folder, lines, tmp_path, monkeypatch):
-    monkeypatch.setattr("lsrdecomp.cli.progress.EVERY", 0.0)  # a line of the log for each step, not for each minute
+    monkeypatch.setattr(
+        "lsrdecomp.cli.progress.EVERY", 0.0
+    )  # a line of the log for each step, not for each minute
     done = command(
-        folder, lines, "--keep", 0.9, "--distil", 12, "--batch", 16, "--storage", "float32", "--out", tmp_path / "out"
+        folder,
+        lines,
+        "--keep",
+        0.9,
+        "--distil",
+        12,
+        "--batch",
+        16,
+        "--storage",
+        "float32",
+        "--out",
+        tmp_path / "out",
     )
     assert done.exit_code == 0, done.output
     assert "at most 12 steps of 16 examples" in " ".join(done.output.split())
@@ -243,7 +308,10 @@ def test_keep_on_the_command_line(folder, lines, tmp_path):
     assert done.exit_code == 0, done.output
     promise = json.loads(facts.read_text())["promise"]
     written = lsr.open_checkpoint(out)
-    assert all(layer.dtype in ("float16", *(f"int{bits}" for bits in range(2, 9))) for layer in written.layers)
+    assert all(
+        layer.dtype in ("float16", *(f"int{bits}" for bits in range(2, 9)))
+        for layer in written.layers
+    )
     assert verify(lsr.open_checkpoint(folder / "lora"), written).passed
     assert promise["kept"] >= 0.4
     shown = " ".join(done.stdout.split())
@@ -266,8 +334,12 @@ def test_a_refusal_says_where_what_was_measured_waits(folder, lines, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
-def test_a_size_is_measured_after_writing_and_little_is_said_aloud(folder, lines, tmp_path, monkeypatch):
-    monkeypatch.setattr("lsrdecomp.fidelity.fidelity.LITTLE", 1.1)  # whatever so few parameters keep here
+def test_a_size_is_measured_after_writing_and_little_is_said_aloud(
+    folder, lines, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        "lsrdecomp.fidelity.fidelity.LITTLE", 1.1
+    )  # whatever so few parameters keep here
     done = command(folder, lines, "--params", 40, "--out", tmp_path / "out")
     assert done.exit_code == 1
     assert "keeps only" in done.stderr
@@ -321,11 +393,18 @@ def test_a_killed_calibration_goes_on(folder, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt), Journal.beside(tmp_path / "out") as journal:
         lsr.compress(lora, lsr.CompressionPlan(ratio=4), **others, journal=journal)
     with Journal.beside(tmp_path / "out") as journal:
-        assert lsr.compress(lora, lsr.CompressionPlan(ratio=4), **settings, journal=journal).promise.kept > 0
+        assert (
+            lsr.compress(
+                lora, lsr.CompressionPlan(ratio=4), **settings, journal=journal
+            ).promise.kept
+            > 0
+        )
     assert not list(tmp_path.iterdir())
 
 
-def test_a_second_pass_in_the_norm_around_the_first_is_taken_where_it_is_better(folder, quarter, monkeypatch):
+def test_a_second_pass_in_the_norm_around_the_first_is_taken_where_it_is_better(
+    folder, quarter, monkeypatch
+):
     active, plain = [], evaluate.calibrate
 
     def watched(base, *given, **named):
@@ -335,17 +414,26 @@ def test_a_second_pass_in_the_norm_around_the_first_is_taken_where_it_is_better(
     monkeypatch.setattr(evaluate, "calibrate", watched)
     lora = lsr.open_checkpoint(folder / "lora")
     settings = {"base": folder / "base", "data": TEXTS, **SETTINGS, "passes": 2}
-    of_ratio, of_share = lsr.compress(lora, ratio=4, **settings), lsr.compress(lora, keep=0.7, **settings)
-    assert [modules for _, modules in active] == [active[0][1]] * 4  # all layers of the LoRA, left out or not
+    of_ratio, of_share = (
+        lsr.compress(lora, ratio=4, **settings),
+        lsr.compress(lora, keep=0.7, **settings),
+    )
+    assert [modules for _, modules in active] == [
+        active[0][1]
+    ] * 4  # all layers of the LoRA, left out or not
     assert active[0][0] == active[2][0] == lora.source_sha256 not in (active[1][0], active[3][0])
     assert len(of_ratio.tried) > 1 < len(of_share.tried)
     assert of_ratio.promise.kept >= quarter.promise.kept - 1e-6
     assert of_ratio.promise.kept == max(one.kept for one in of_ratio.tried)
     assert of_share.promise.kept >= 0.7
-    assert of_share.totals.parameters == min(one.parameters for one in of_share.tried if one.kept >= 0.7)
+    assert of_share.totals.parameters == min(
+        one.parameters for one in of_share.tried if one.kept >= 0.7
+    )
 
 
-def test_the_norm_is_measured_with_the_lora_at_less_than_its_strength(folder, tmp_path, monkeypatch):
+def test_the_norm_is_measured_with_the_lora_at_less_than_its_strength(
+    folder, tmp_path, monkeypatch
+):
     seen, plain = [], evaluate.calibrate
 
     def scales(model):
@@ -362,10 +450,14 @@ def test_the_norm_is_measured_with_the_lora_at_less_than_its_strength(folder, tm
     (less,) = seen
     assert whole == scales(evaluator.source.model) != []
     for strong, weak in zip(whole, less, strict=True):
-        assert weak == {name: pytest.approx(evaluate.STRENGTH * value) for name, value in strong.items()}
+        assert weak == {
+            name: pytest.approx(evaluate.STRENGTH * value) for name, value in strong.items()
+        }
 
 
-def test_a_kill_in_the_second_pass_repeats_no_calibration_and_leaves_nothing(folder, tmp_path, monkeypatch):
+def test_a_kill_in_the_second_pass_repeats_no_calibration_and_leaves_nothing(
+    folder, tmp_path, monkeypatch
+):
     calls, plain, measure = [], evaluate.calibrate, Evaluator.measure
 
     def counted(*given, **named):
@@ -391,13 +483,17 @@ def test_a_kill_in_the_second_pass_repeats_no_calibration_and_leaves_nothing(fol
     assert not list(tmp_path.iterdir())
 
 
-def test_examples_that_are_answered_differently_are_shown_and_counted_with_svd_beside_them(folder, lines, tmp_path):
+def test_examples_that_are_answered_differently_are_shown_and_counted_with_svd_beside_them(
+    folder, lines, tmp_path
+):
     out, page = tmp_path / "out", tmp_path / "page.html"
     done = command(folder, lines, "--bytes", 2000, "--out", out, "--report", page, "--examples", 3)
     record = json.loads((out / "compression.json").read_text())
     promise, rival = record["promise"], record["truncated_svd"]
     assert rival["bytes"] <= promise["bytes_after"]
-    assert f"Truncated SVD in bits, on the same texts: {Measurement(**rival)}." in " ".join(done.stdout.split())
+    assert f"Truncated SVD in bits, on the same texts: {Measurement(**rival)}." in " ".join(
+        done.stdout.split()
+    )
     assert f"truncated SVD in bits: {rival['bytes']:,} bytes" in page.read_text()
     assert promise["answered"] == 12  # all that are held out
     assert promise["alike"] == round(12 * promise["agreement"])

@@ -36,8 +36,15 @@ def in_process(jobs, plan):
 def make_fleet(folder: Path, count: int, size: int = 12) -> Path:
     rng = np.random.default_rng(0)
     for i in range(count):
-        layers = [(f"layers.{k}.q", rng.standard_normal((size, 2)), rng.standard_normal((2, size))) for k in range(2)]
-        write_lora(folder / f"team{i % 3}" / f"adapter{i}", layers=layers, config={"base_model_name_or_path": "base"})
+        layers = [
+            (f"layers.{k}.q", rng.standard_normal((size, 2)), rng.standard_normal((2, size)))
+            for k in range(2)
+        ]
+        write_lora(
+            folder / f"team{i % 3}" / f"adapter{i}",
+            layers=layers,
+            config={"base_model_name_or_path": "base"},
+        )
     return folder
 
 
@@ -105,7 +112,9 @@ def test_bad_adapters_are_reported_and_stop_nobody(fleet, tmp_path):
         b"version https://git-lfs.github.com/spec/v1\n"
     )
     (folder / "team1" / "adapter1" / "adapter_config.json").write_text("[]")
-    outcomes = {o.name: o for o in run_fleet(folder, tmp_path / "out", PLAN, runner=joblib_runner(2))}
+    outcomes = {
+        o.name: o for o in run_fleet(folder, tmp_path / "out", PLAN, runner=joblib_runner(2))
+    }
     assert {name: outcome.state for name, outcome in outcomes.items()} == {
         "team0/adapter0": "failed",
         "team1/adapter1": "failed",
@@ -130,7 +139,9 @@ def test_a_worker_that_dies_is_tried_again_alone(fleet, undisturbed, tmp_path):
         groups.append(len(jobs))
         for job in jobs:
             dies = job.name == "team1/adapter1" or (job.name == "team2/adapter2" and len(jobs) > 1)
-            yield Outcome(job.name, "died", "its worker died: killed") if dies else run_job(job, plan)
+            yield (
+                Outcome(job.name, "died", "its worker died: killed") if dies else run_job(job, plan)
+            )
 
     outcomes = {o.name: o for o in run_fleet(fleet, tmp_path / "out", PLAN, runner=fragile)}
     assert groups == [9, 1, 1]
@@ -145,7 +156,9 @@ def test_what_has_lost_its_line_is_made_again(fleet, undisturbed, tmp_path):
     out = tmp_path / "out"
     run_fleet(fleet, out, PLAN, runner=in_process)
     lines = (out / MANIFEST).read_text().splitlines(keepends=True)
-    (out / MANIFEST).write_text("".join(lines[:4]) + lines[4][:20])  # killed in mid-line; five outputs have no line
+    (out / MANIFEST).write_text(
+        "".join(lines[:4]) + lines[4][:20]
+    )  # killed in mid-line; five outputs have no line
 
     steps = []
     outcomes = run_fleet(fleet, out, PLAN, runner=in_process, on_step=steps.append)
@@ -183,7 +196,9 @@ def written_lines(out):
 def test_a_kill_of_all_processes_loses_nothing(tmp_path):
     folder, out = make_fleet(tmp_path / "in", 12), tmp_path / "out"
     program = RUN.format(plan={"separation_rank": 2, "storage": "float16"})
-    process = subprocess.Popen([sys.executable, "-c", program, str(folder), str(out)], start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(folder), str(out)], start_new_session=True
+    )
     deadline = time.monotonic() + 60
     while written_lines(out) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -224,7 +239,9 @@ def test_a_job_solves_on_its_device(fleet, tmp_path, monkeypatch):
         raise LsrError("it has been heard")
 
     monkeypatch.setattr(batch, "search_adapter", searched)
-    run_job(Job("a", str(fleet / find_adapters(fleet)[0]), str(tmp_path / "out"), device="cpu"), PLAN)
+    run_job(
+        Job("a", str(fleet / find_adapters(fleet)[0]), str(tmp_path / "out"), device="cpu"), PLAN
+    )
     assert asked == ["cpu"]
 
 
@@ -238,7 +255,11 @@ def test_jobs_take_the_gpus_of_a_host_in_turn(monkeypatch):
     assert runners._devices(-1, None, 1) == (-1, [None])
     jobs = [Job(str(k), "nowhere", "nowhere") for k in range(3)]
     monkeypatch.setattr(runners, "run_job", device_of)
-    assert sorted(found.message for found in joblib_runner(2, "cuda")(jobs, PLAN)) == ["cuda:0", "cuda:0", "cuda:1"]
+    assert sorted(found.message for found in joblib_runner(2, "cuda")(jobs, PLAN)) == [
+        "cuda:0",
+        "cuda:0",
+        "cuda:1",
+    ]
     assert {found.message for found in joblib_runner(1, "cpu")(jobs, PLAN)} == {"cpu"}
 
 
@@ -270,7 +291,10 @@ def test_ray_gives_every_job_its_share_of_a_gpu(fleet, tmp_path, gpus):
         else:
             outcomes = run_fleet(fleet, tmp_path / "out", PLAN, runner=runner)
             assert summary(outcomes)["failed"] == 9
-            assert all("cannot compute in float64 on device 'cuda'" in outcome.message for outcome in outcomes)
+            assert all(
+                "cannot compute in float64 on device 'cuda'" in outcome.message
+                for outcome in outcomes
+            )
             mine = run_fleet(fleet, tmp_path / "cpu", PLAN, runner=ray_runner(device="cpu"))
             assert summary(mine)["done"] == 9
             run_fleet(fleet, tmp_path / "joblib", PLAN, runner=joblib_runner(2, "cpu"))
@@ -307,7 +331,9 @@ class Cluster(ModuleType):
 
 
 @pytest.mark.parametrize(("device", "gpus", "share"), [("cuda", 1.0, 0.5), (None, 0.0, 0.0)])
-def test_a_cluster_runs_every_job_once_and_one_that_dies_alone_dies(device, gpus, share, monkeypatch):
+def test_a_cluster_runs_every_job_once_and_one_that_dies_alone_dies(
+    device, gpus, share, monkeypatch
+):
     ray = Cluster(gpus)
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(runners, "IN_FLIGHT", 2)
@@ -319,12 +345,20 @@ def test_a_cluster_runs_every_job_once_and_one_that_dies_alone_dies(device, gpus
 
     monkeypatch.setattr(runners, "run_job", job)
     jobs = [Job(str(number), "in", "out") for number in range(5)]
-    outcomes = {outcome.name: outcome for outcome in ray_runner("head:1", device, per_gpu=2)(jobs, PLAN)}
+    outcomes = {
+        outcome.name: outcome for outcome in ray_runner("head:1", device, per_gpu=2)(jobs, PLAN)
+    }
     assert outcomes.keys() == {job.name for job in jobs}
     assert ray.most == 2
     assert outcomes.pop("2") == Outcome("2", "died", "its worker died: the node is gone")
-    assert {(outcome.state, outcome.message) for outcome in outcomes.values()} == {("done", str(device))}
-    assert (ray.asked["address"], ray.asked["num_gpus"], ray.asked["max_retries"]) == ("head:1", share, 0)
+    assert {(outcome.state, outcome.message) for outcome in outcomes.values()} == {
+        ("done", str(device))
+    }
+    assert (ray.asked["address"], ray.asked["num_gpus"], ray.asked["max_retries"]) == (
+        "head:1",
+        share,
+        0,
+    )
     assert ray.asked["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "1"
 
 
@@ -352,7 +386,9 @@ def test_single_files_are_adapters_of_a_fleet_and_parts_of_models_are_not(tmp_pa
     for place in ("styles", "model"):
         (folder / place).mkdir(parents=True)
         halves = {"lora_unet_q.lora_down.weight": (2, 12), "lora_unet_q.lora_up.weight": (12, 2)}
-        tensors = {key: rng.standard_normal(shape).astype(np.float32) for key, shape in halves.items()}
+        tensors = {
+            key: rng.standard_normal(shape).astype(np.float32) for key, shape in halves.items()
+        }
         save_file(tensors, folder / place / "ink.safetensors")
     (folder / "model" / "config.json").write_text("{}")
     assert find_adapters(folder) == ["styles/ink.safetensors"]

@@ -64,10 +64,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file() and p.name != MANIFEST}
+    return {
+        str(p.relative_to(out)): p.read_bytes()
+        for p in out.rglob("*")
+        if p.is_file() and p.name != MANIFEST
+    }
 
 
-def test_the_first_of_a_kind_is_searched_and_the_others_take_its_shapes(folder: Path, tmp_path: Path) -> None:
+def test_the_first_of_a_kind_is_searched_and_the_others_take_its_shapes(
+    folder: Path, tmp_path: Path
+) -> None:
     runner = Recorded()
     outcomes = run_fleet(folder, tmp_path / "out", PLAN, runner=runner)
     assert {outcome.state for outcome in outcomes} == {"done"}
@@ -80,13 +86,17 @@ def test_the_first_of_a_kind_is_searched_and_the_others_take_its_shapes(folder: 
 
 
 @pytest.mark.parametrize("plan", [CompressionPlan(separation_rank=2), CompressionPlan(rtol=0.5)])
-def test_plans_without_a_search_over_sizes_share_nothing(folder: Path, tmp_path: Path, plan: CompressionPlan) -> None:
+def test_plans_without_a_search_over_sizes_share_nothing(
+    folder: Path, tmp_path: Path, plan: CompressionPlan
+) -> None:
     runner = Recorded()
     run_fleet(folder, tmp_path / "out", plan, runner=runner)
     assert set(runner.leaders.values()) == {None}
 
 
-def test_a_run_that_goes_on_has_the_same_leader_and_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_has_the_same_leader_and_the_same_bytes(
+    folder: Path, tmp_path: Path
+) -> None:
     run_fleet(folder, tmp_path / "calm", PLAN, runner=Recorded())
     out = tmp_path / "out"
 
@@ -106,7 +116,10 @@ def test_where_the_first_cannot_be_read_the_next_leads(folder: Path, tmp_path: P
     weights = folder / "a" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
     runner = Recorded()
-    states = {outcome.name: outcome.state for outcome in run_fleet(folder, tmp_path / "out", PLAN, runner=runner)}
+    states = {
+        outcome.name: outcome.state
+        for outcome in run_fleet(folder, tmp_path / "out", PLAN, runner=runner)
+    }
     assert (states["a"], states["b"], states["c"]) == ("failed", "done", "done")
     assert (runner.leaders["b"], runner.leaders["c"]) == (None, "b")
 
@@ -127,35 +140,64 @@ def test_a_fleet_counts_errors_in_the_norm_of_its_statistics(tmp_path: Path) -> 
         copytree(str(DEMO / "demo_adapter"), tmp_path / "in" / name)
         weights = tmp_path / "in" / name / "adapter_model.safetensors"
         save_file(
-            {key: value for key, value in load_file(weights).items() if "layer.3.attention.self.query." in key}, weights
+            {
+                key: value
+                for key, value in load_file(weights).items()
+                if "layer.3.attention.self.query." in key
+            },
+            weights,
         )
     plan, statistics = CompressionPlan(ratio=48.0), Path(str(DEMO / "demo_statistics"))
-    alone = compress(open_checkpoint(tmp_path / "in" / "first"), plan, statistics=read_statistics(statistics))
+    alone = compress(
+        open_checkpoint(tmp_path / "in" / "first"), plan, statistics=read_statistics(statistics)
+    )
     runner = Recorded()
-    first, second = run_fleet(tmp_path / "in", tmp_path / "out", plan, runner=runner, statistics=statistics)
+    first, second = run_fleet(
+        tmp_path / "in", tmp_path / "out", plan, runner=runner, statistics=statistics
+    )
     assert runner.leaders == {"first": None, "second": "first"}
     assert first.relative_error == pytest.approx(alone.totals.functional_error, rel=1e-9)
     assert second.relative_error <= 1.05 * first.relative_error
     copytree(statistics, tmp_path / "each" / "first")
-    with pytest.raises(CheckpointError, match="no statistics for 1 of 2 adapters, and none for all .* second"):
-        run_fleet(tmp_path / "in", tmp_path / "other", plan, runner=runner, statistics=tmp_path / "each")
+    with pytest.raises(
+        CheckpointError, match="no statistics for 1 of 2 adapters, and none for all .* second"
+    ):
+        run_fleet(
+            tmp_path / "in", tmp_path / "other", plan, runner=runner, statistics=tmp_path / "each"
+        )
     assert not (tmp_path / "other").exists()
     copytree(statistics, tmp_path / "each" / "second")
     with pytest.raises(CheckpointError, match="belongs to another norm"):
-        run_fleet(tmp_path / "in", tmp_path / "out", plan, runner=runner, statistics=tmp_path / "each")
+        run_fleet(
+            tmp_path / "in", tmp_path / "out", plan, runner=runner, statistics=tmp_path / "each"
+        )
     runner = Recorded()
-    run_fleet(tmp_path / "in", tmp_path / "other", plan, runner=runner, statistics=tmp_path / "each")
-    assert [job.statistics for job in runner.jobs] == [str(tmp_path / "each" / name) for name in ("first", "second")]
+    run_fleet(
+        tmp_path / "in", tmp_path / "other", plan, runner=runner, statistics=tmp_path / "each"
+    )
+    assert [job.statistics for job in runner.jobs] == [
+        str(tmp_path / "each" / name) for name in ("first", "second")
+    ]
     assert find_adapters(tmp_path / "other") == ["first", "second"]
 
 
 def test_shapes_of_each_layer_and_the_commonest_of_its_size() -> None:
     even, tall, rare = (ProductShape(out, (1, 2), (4, 6)) for out in ((4, 6), (2, 12), (6, 4)))
     wide = ProductShape((4, 6), (1, 1), (8, 8))
-    chosen = {"a": (even, (1, 1)), "b": (even, (3, 2)), "c": (tall, (2, 2)), "d": (tall, (2, 2)), "e": (rare, (1, 2))}
+    chosen = {
+        "a": (even, (1, 1)),
+        "b": (even, (3, 2)),
+        "c": (tall, (2, 2)),
+        "d": (tall, (2, 2)),
+        "e": (rare, (1, 2)),
+    }
     sizes = {**dict.fromkeys("abcdeg", (24, 24)), "f": (24, 64), "h": (7, 7)}
     found = shapes_like({**chosen, "f": (wide, (1, 1))}, sizes)
-    assert [chain.shape for chain in found["a"]] == [chain.shape for chain in found["c"]] == [even, tall]
+    assert (
+        [chain.shape for chain in found["a"]]
+        == [chain.shape for chain in found["c"]]
+        == [even, tall]
+    )
     assert [chain.shape for chain in found["e"]] == [even, tall, rare]
     assert found["a"][0] == Request(
         even, ((1, 1), (2, 2), (3, 2), (4, 3))

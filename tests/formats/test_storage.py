@@ -84,7 +84,15 @@ CASES = given(
     st.sampled_from([0.3, 3e-2, 1e-2, 1e-3, 1e-5]),
     st.sets(st.sampled_from(sorted(FORMATS)), min_size=1),
     st.sampled_from(["decay", "flat", "graded", "tails", "complex", "rank one"]),
-    st.sampled_from([((3, 2), (2, 4)), ((1, 6), (5, 1)), ((4, 4), (3, 3)), ((1, 1), (7, 5)), ((2, 2), (2, 3), (3, 1))]),
+    st.sampled_from(
+        [
+            ((3, 2), (2, 4)),
+            ((1, 6), (5, 1)),
+            ((4, 4), (3, 3)),
+            ((1, 1), (7, 5)),
+            ((2, 2), (2, 3), (3, 1)),
+        ]
+    ),
 )
 
 
@@ -97,7 +105,9 @@ def test_no_stored_matrix_exceeds_the_error_it_claims(seed, scale, rtol, formats
 @pytest.mark.slow
 @settings(max_examples=500)
 @CASES
-def test_no_stored_matrix_of_thousands_exceeds_the_error_it_claims(seed, scale, rtol, formats, kind, pairs):
+def test_no_stored_matrix_of_thousands_exceeds_the_error_it_claims(
+    seed, scale, rtol, formats, kind, pairs
+):
     check_claim(seed, scale, rtol, formats, kind, pairs)
 
 
@@ -109,7 +119,9 @@ def check_claim(seed, scale, rtol, formats, kind, pairs):
         factors = [f * np.exp(3.0 * rng.standard_normal(f.shape)) for f in factors]
     if kind == "complex":
         factors = [f + 1j * rng.standard_normal(f.shape) for f in factors]
-    weights = {"flat": np.ones(s), "graded": 10.0 ** -(4.0 * np.arange(s))}.get(kind, 0.3 ** np.arange(s))
+    weights = {"flat": np.ones(s), "graded": 10.0 ** -(4.0 * np.arange(s))}.get(
+        kind, 0.3 ** np.arange(s)
+    )
     separated = SeparatedMatrix.from_factors(factors, weights)
     separated = SeparatedMatrix(separated.weights / separated.norm * scale, separated.factors)
     if shape.order == 2:
@@ -137,7 +149,9 @@ def test_formats_chosen_term_by_term_save_a_quarter_of_the_bytes_of_float16(spec
     assert mixed.separation_rank > 3
     assert mixed.bytes <= 0.75 * plain.bytes
     assert mixed.relative_error <= 1e-2
-    assert np.isclose(mixed.bytes - 8, sum(6 + sum(FORMATS[f].bytes(256) for f in term) for term in mixed.formats))
+    assert np.isclose(
+        mixed.bytes - 8, sum(6 + sum(FORMATS[f].bytes(256) for f in term) for term in mixed.formats)
+    )
 
 
 def test_several_formats_take_no_more_than_any_single_one():
@@ -145,7 +159,10 @@ def test_several_formats_take_no_more_than_any_single_one():
     candidates = SVD().solve(target, EIGHT, rank=10).approximation
     mixed = smallest(target, candidates, atol=3e-2 * target.norm)
     for name in ("float32", "float16", "int8"):
-        assert mixed.bytes <= smallest(target, candidates, atol=3e-2 * target.norm, formats=(name,)).bytes
+        assert (
+            mixed.bytes
+            <= smallest(target, candidates, atol=3e-2 * target.norm, formats=(name,)).bytes
+        )
 
 
 def test_the_allocation_is_as_cheap_as_trying_everything(rng):
@@ -198,6 +215,8 @@ def test_terms_that_cancel_are_certified_as_stored():
     factors = [np.stack((first, second)) for _ in range(3)]
     separated = SeparatedMatrix.from_factors(factors, np.array([1.0, -1.0]))
     target = Dense(separated.to_matrix())
-    stored = smallest(target, separated, atol=1e-3 * target.norm, formats=(*SMALL_FORMATS, "float64"))
+    stored = smallest(
+        target, separated, atol=1e-3 * target.norm, formats=(*SMALL_FORMATS, "float64")
+    )
     assert exact_error(target.matrix, stored.approximation) <= 1e-3 * target.norm
     assert stored.approximation.condition > 10.0

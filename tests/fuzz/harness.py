@@ -35,7 +35,13 @@ def main(arguments: list[str]) -> None:
             corpus.mkdir()
             for number, seed in enumerate(chosen.seeds()):
                 (corpus / str(number)).write_bytes(seed)
-            options = [f"-max_len={MOST_BYTES}", "-timeout=300", "-rss_limit_mb=4096", *options, str(corpus)]
+            options = [
+                f"-max_len={MOST_BYTES}",
+                "-timeout=300",
+                "-rss_limit_mb=4096",
+                *options,
+                str(corpus),
+            ]
         place = Path(folder) / "work"
         place.mkdir()
         atheris.Setup([sys.argv[0], *options], lambda content: chosen(content, place))

@@ -5,7 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-NUMBERS = (b"0", b"-1", b"1e999", b"9" * 20, b"NaN", b"null", b"true", b"[]", b"{}", b'""', b"2147483648")
+NUMBERS = (
+    b"0",
+    b"-1",
+    b"1e999",
+    b"9" * 20,
+    b"NaN",
+    b"null",
+    b"true",
+    b"[]",
+    b"{}",
+    b'""',
+    b"2147483648",
+)
 
 
 def mutated(seeds: Sequence[bytes], seed: int, longest: int) -> Iterator[bytes]:

@@ -43,7 +43,8 @@ from lsrdecomp.kronecker.shape import ProductShape
 Read = Callable[[bytes, Path], Any]
 MOST_BYTES = 2048
 CEILING = 2**24
-"""What a layer may take while fuzzing: declared sizes above it are refused, as with --max-memory."""
+"""What a layer may take while fuzzing: declared sizes above it are refused, as with
+--max-memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +89,19 @@ def load_all(place: Path) -> None:
 
 def sound_safetensors() -> list[bytes]:
     rng = np.random.default_rng(0)
-    halves = {"lora_unet_q.lora_down.weight": (2, 3), "lora_unet_q.lora_up.weight": (4, 2), "lora_unet_q.alpha": ()}
+    halves = {
+        "lora_unet_q.lora_down.weight": (2, 3),
+        "lora_unet_q.lora_up.weight": (4, 2),
+        "lora_unet_q.alpha": (),
+    }
     hada = {f"m.hada_{part}": (2, 2) for part in ("w1_a", "w1_b", "w2_a", "w2_b")}
     lokr = {"m.lokr_w1": (2, 2), "m.lokr_w2_a": (2, 1), "m.lokr_w2_b": (1, 3)}
     known = [{"unet:0:up": (2, 1), "unet:0:down": (1, 2)}, {"q.lora_A": (1, 2), "q.lora_B": (2, 1)}]
     known += [{"unet.q.lora_A.weight": (1, 2), "unet.q.lora_B.weight": (2, 1)}, halves, hada, lokr]
-    files = [{name: rng.standard_normal(shape).astype(np.float32) for name, shape in one.items()} for one in known]
+    files = [
+        {name: rng.standard_normal(shape).astype(np.float32) for name, shape in one.items()}
+        for one in known
+    ]
     files.append({"b": np.ones(3, "bfloat16"), "e": np.ones((0, 2), np.int8), "t": np.array(True)})
     return [save(one) for one in files] + [save(pair("q", 2, 3, 1), {"format": "pt"})]
 
@@ -110,7 +118,9 @@ def safetensors(content: bytes, folder: Path) -> None:
 
 
 def sound_headers() -> list[bytes]:
-    return [content[8 : 8 + int.from_bytes(content[:8], "little")] for content in sound_safetensors()]
+    return [
+        content[8 : 8 + int.from_bytes(content[:8], "little")] for content in sound_safetensors()
+    ]
 
 
 @reader(sound_headers)
@@ -122,15 +132,35 @@ def header(content: bytes, folder: Path) -> None:
     load_all(path)
 
 
-LSR = {"peft_type": "LSR", "r": 2, "inner_shape": [2, 1], "order": 2, "separation_rank": [3, 2], "lsr_alpha": 2}
+LSR = {
+    "peft_type": "LSR",
+    "r": 2,
+    "inner_shape": [2, 1],
+    "order": 2,
+    "separation_rank": [3, 2],
+    "lsr_alpha": 2,
+}
 
 
 def sound_configs() -> list[bytes]:
-    more = {"rank_pattern": {"q": 2}, "alpha_pattern": {"^layers\\.q": 3.5}, "target_modules": "all-linear"}
+    more = {
+        "rank_pattern": {"q": 2},
+        "alpha_pattern": {"^layers\\.q": 3.5},
+        "target_modules": "all-linear",
+    }
     shapes = {"shape_pattern": {"q": {"out": [2, 2], "inner": [2, 1], "into": [3, 2]}}}
     lora = {key: value for key, value in CONFIG.items() if value}
-    configs = [lora, lora | more, LSR, LSR | shapes, LSR | {"separation_rank_pattern": {"q": [3, 2]}}]
-    configs += [{"peft_type": "LOKR", "r": 2, "alpha": 4}, {"peft_type": "LOHA", "r": 2, "alpha": 4}]
+    configs = [
+        lora,
+        lora | more,
+        LSR,
+        LSR | shapes,
+        LSR | {"separation_rank_pattern": {"q": [3, 2]}},
+    ]
+    configs += [
+        {"peft_type": "LOKR", "r": 2, "alpha": 4},
+        {"peft_type": "LOHA", "r": 2, "alpha": 4},
+    ]
     return [json.dumps(config).encode() for config in configs]
 
 
@@ -140,7 +170,9 @@ def _weights_of(config: bytes) -> bytes:
     if b"LOKR" in config:
         return save({f"{PREFIX}q.lokr_w1": np.ones((2, 2)), f"{PREFIX}q.lokr_w2": np.ones((2, 3))})
     if b"LOHA" in config:
-        return save({f"{PREFIX}q.hada_{part}": np.ones((2, 2)) for part in ("w1_a", "w1_b", "w2_a", "w2_b")})
+        return save(
+            {f"{PREFIX}q.hada_{part}": np.ones((2, 2)) for part in ("w1_a", "w1_b", "w2_a", "w2_b")}
+        )
     return save(pair("q"))
 
 
@@ -152,7 +184,9 @@ def config(content: bytes, folder: Path) -> None:
     load_all(folder)
 
 
-@reader(lambda: [*sound_configs(), *sound_headers(), b'{"a":[1e5,null,true,"\\u0000"],"b":{"c":-0.5}}'])
+@reader(
+    lambda: [*sound_configs(), *sound_headers(), b'{"a":[1e5,null,true,"\\u0000"],"b":{"c":-0.5}}']
+)
 def json_text(content: bytes, folder: Path) -> None:
     """Any JSON file of ours."""
     parse_json(content, folder / "x.json")
@@ -163,7 +197,11 @@ def sound_torch() -> list[bytes]:
 
     files = []
     tensors = {name: torch.tensor(array) for name, array in pair("q", 2, 3, 1).items()}
-    for content in (tensors, list(tensors.values()), {"h": torch.ones(3, dtype=torch.bfloat16)[1:]}):
+    for content in (
+        tensors,
+        list(tensors.values()),
+        {"h": torch.ones(3, dtype=torch.bfloat16)[1:]},
+    ):
         for new in (True, False):
             file = io.BytesIO()
             torch.save(content, file, _use_new_zipfile_serialization=new)
@@ -230,7 +268,9 @@ def sound_packed() -> list[bytes]:
 
 def _by_01(codes: dict[str, Any]) -> bytes:
     """The tensor of version 0.1."""
-    index = zlib.compress(json.dumps([[name, *code_entry(code)] for name, code in codes.items()]).encode())
+    index = zlib.compress(
+        json.dumps([[name, *code_entry(code)] for name, code in codes.items()]).encode()
+    )
     return len(index).to_bytes(4, "little") + index + _numbers(codes)
 
 
@@ -256,9 +296,13 @@ def _unpack(layers: Mapping[str, PackedLayer]) -> None:
 def sound_numbers() -> list[bytes]:
     codes, shape = _codes(), ProductShape((2, 2), (1, 2), (3, 1))
     entries = {name: code_entry(code) for name, code in codes.items()}
-    floats = index_text({"q": float_entry(shape, (2, 1), "bfloat16")}, {"q": ("conv", (1, 1))}, exact=True)
+    floats = index_text(
+        {"q": float_entry(shape, (2, 1), "bfloat16")}, {"q": ("conv", (1, 1))}, exact=True
+    )
     texts = {index_text(entries): _numbers(codes), floats: bytes(2 * shape.parameters(2, 1))}
-    opened = {zlib.decompress(base64.b85decode(text[2:]), -15): numbers for text, numbers in texts.items()}
+    opened = {
+        zlib.decompress(base64.b85decode(text[2:]), -15): numbers for text, numbers in texts.items()
+    }
     return [len(index).to_bytes(2, "little") + index + numbers for index, numbers in opened.items()]
 
 
@@ -293,7 +337,10 @@ PLAN = CompressionPlan(rtol=0.1)
 
 
 def sound_manifests() -> list[bytes]:
-    lines = [{"plan": PLAN.to_json()}, {"name": "a/b", "state": "done", "parameters": 3, "relative_error": 0.5}]
+    lines = [
+        {"plan": PLAN.to_json()},
+        {"name": "a/b", "state": "done", "parameters": 3, "relative_error": 0.5},
+    ]
     lines.append({"name": "c", "state": "failed", "message": "no", "attempts": 2})
     text = "".join(json.dumps(line) + "\n" for line in lines)
     return [text.encode(), text.encode()[:-9], b"", b'{"plan"']
@@ -308,7 +355,12 @@ def manifest(content: bytes, folder: Path) -> None:
     assert Manifest(path, PLAN).outcomes == held
 
 
-@reader(lambda: [b"[compress]\nrtol = 0.1\nstorage = 'float16'\n", b"[compress]\nseparation_rank=2\ninner_shape=[4,2]"])
+@reader(
+    lambda: [
+        b"[compress]\nrtol = 0.1\nstorage = 'float16'\n",
+        b"[compress]\nseparation_rank=2\ninner_shape=[4,2]",
+    ]
+)
 def plan(content: bytes, folder: Path) -> None:
     """The plan of a fleet."""
     path = folder / "plan.toml"
@@ -317,9 +369,16 @@ def plan(content: bytes, folder: Path) -> None:
 
 
 def sound_records() -> list[bytes]:
-    source = {"source": {"file": "x", "format": "lsr", "sha256": "0" * 64}, "kinds": {"q": ["conv", [1, 1]]}}
+    source = {
+        "source": {"file": "x", "format": "lsr", "sha256": "0" * 64},
+        "kinds": {"q": ["conv", [1, 1]]},
+    }
     report = {"layers": [{"name": "q", "relative_error": 0.25}]}
-    records = [source, {"dropped": ["v"], "derived_from": source}, {"versions": {"lsrdecomp": "0.1"}}]
+    records = [
+        source,
+        {"dropped": ["v"], "derived_from": source},
+        {"versions": {"lsrdecomp": "0.1"}},
+    ]
     return [json.dumps(record).encode() + b"\0" + json.dumps(report).encode() for record in records]
 
 
@@ -341,7 +400,12 @@ def record(content: bytes, folder: Path) -> None:
 
 
 def _lsr_tensors() -> dict[str, np.ndarray]:
-    sizes = {"A.factor_1": (2, 2, 3), "A.factor_2": (2, 1, 2), "B.factor_1": (3, 2, 2), "B.factor_2": (3, 2, 1)}
+    sizes = {
+        "A.factor_1": (2, 2, 3),
+        "A.factor_2": (2, 1, 2),
+        "B.factor_1": (3, 2, 2),
+        "B.factor_2": (3, 2, 1),
+    }
     return {f"{PREFIX}q.lsr_{key}": np.ones(shape, np.float32) for key, shape in sizes.items()}
 
 
@@ -351,7 +415,10 @@ def sound_statistics() -> list[bytes]:
     for kept in (0, 1):
         tensors = {}
         for side, size in (("input", 3), ("output", 2)):
-            tensors |= {f"q.{side}.eigenvectors": np.eye(size, kept), f"q.{side}.eigenvalues": np.ones(kept)}
+            tensors |= {
+                f"q.{side}.eigenvectors": np.eye(size, kept),
+                f"q.{side}.eigenvalues": np.ones(kept),
+            }
             tensors[f"q.{side}.rest"] = np.array(0.5)
         content = save(tensors)
         headers.append(content[8 : 8 + int.from_bytes(content[:8], "little")])

@@ -1,7 +1,7 @@
 """Fuzz every reader: python tests/fuzz/run.py --executions 1000000 [--only READER] [--finds FOLDER].
 
-With atheris installed the executions are guided by coverage, else they are blind mutations of the seeds. Exit code 1 if
-anything was found; each find is a file to replay with harness.py.
+With atheris installed the executions are guided by coverage, else they are blind mutations of the
+seeds. Exit code 1 if anything was found; each find is a file to replay with harness.py.
 """
 
 from __future__ import annotations
@@ -26,11 +26,19 @@ def guided(name: str, executions: int, finds: Path, seed: int) -> tuple[int, boo
     """Executions done, and whether something was found."""
     from harness import FOLDER, memory_folder
 
-    command = [sys.executable, str(HERE / "harness.py"), name, f"-runs={executions}", f"-seed={seed}"]
+    command = [
+        sys.executable,
+        str(HERE / "harness.py"),
+        name,
+        f"-runs={executions}",
+        f"-seed={seed}",
+    ]
     command += [f"-artifact_prefix={finds}/{name}-", "-print_final_stats=1"]
     with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
         environment = {**os.environ, FOLDER: folder}
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env=environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, env=environment
+        )
     counted = re.search(r"number_of_executed_units: (\d+)", done.stderr)
     if done.returncode != 0:
         sys.stderr.write(done.stdout[-3000:] + done.stderr[-5000:])
@@ -60,7 +68,9 @@ def main() -> int:
     from readers import READERS
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--executions", type=int, default=100_000, help="in total, shared evenly among the readers")
+    parser.add_argument(
+        "--executions", type=int, default=100_000, help="in total, shared evenly among the readers"
+    )
     parser.add_argument("--only", choices=READERS, action="append")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--finds", type=Path, default=Path("fuzz-finds"))
@@ -74,7 +84,10 @@ def main() -> int:
         done, bad = fuzz(name, -(-options.executions // len(names)), options.finds, options.seed)
         total += done
         found += [name] if bad else []
-        print(f"{name}: {done:,} executions, {time.perf_counter() - begun:.0f} s{', FOUND' if bad else ''}", flush=True)
+        print(
+            f"{name}: {done:,} executions, {time.perf_counter() - begun:.0f} s{', FOUND' if bad else ''}",
+            flush=True,
+        )
     print(f"{total:,} executions ({fuzz.__name__}); finds: {', '.join(found) or 'none'}")
     if not any(options.finds.iterdir()):
         options.finds.rmdir()

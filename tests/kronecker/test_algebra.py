@@ -157,16 +157,25 @@ def separable_plus_low_rank(seed=0):
     block, thin = KroneckerShape(((8, 8), (8, 8))), KroneckerShape(((64, 1), (1, 64)))
     first, second = random_matrix(block, 2, seed), random_matrix(thin, 2, seed + 1)
     del rng
-    return (first * (1.0 / first.norm)).to_matrix() + (second * (1.0 / second.norm)).to_matrix(), block, thin
+    return (
+        (first * (1.0 / first.norm)).to_matrix() + (second * (1.0 / second.norm)).to_matrix(),
+        block,
+        thin,
+    )
 
 
 def test_per_term_shapes_find_a_sum_of_a_separable_and_a_low_rank_matrix():
     matrix, block, thin = separable_plus_low_rank()
     seen = []
     target = Dense(matrix)
-    fit = Greedy((thin,), cycles=400, rtol=1e-6).solve(target, block, atol=1e-6 * target.norm, on_sweep=seen.append)
+    fit = Greedy((thin,), cycles=400, rtol=1e-6).solve(
+        target, block, atol=1e-6 * target.norm, on_sweep=seen.append
+    )
     assert fit.status is Status.converged
-    assert {part.kronecker_shape: part.separation_rank for part in fit.approximation.parts} == {block: 2, thin: 2}
+    assert {part.kronecker_shape: part.separation_rank for part in fit.approximation.parts} == {
+        block: 2,
+        thin: 2,
+    }
     assert np.linalg.norm(matrix - fit.approximation.to_matrix()) <= 1e-6 * np.linalg.norm(matrix)
     errors = [sweep.relative_error for sweep in seen]
     assert all(b <= a + 1e-13 for a, b in pairwise(errors))
@@ -180,7 +189,8 @@ def test_per_term_shapes_stay_within_the_parameters():
     assert fit.approximation.parameters <= 400
     assert fit.status is Status.rank_reached
     assert np.isclose(
-        fit.relative_error, np.linalg.norm(matrix - fit.approximation.to_matrix()) / np.linalg.norm(matrix)
+        fit.relative_error,
+        np.linalg.norm(matrix - fit.approximation.to_matrix()) / np.linalg.norm(matrix),
     )
 
 

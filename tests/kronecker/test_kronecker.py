@@ -67,7 +67,9 @@ def test_transpose_and_commutation(shape, data):
     a, b = (data.draw(matrices(pair, scale=1.0)) for pair in shape.factors)
     (m, n), (p, q) = shape.factors
     assert np.array_equal(kron(a, b).T, kron(a.T, b.T))
-    assert np.array_equal(commutation_matrix(p, m) @ kron(a, b) @ commutation_matrix(n, q), kron(b, a))
+    assert np.array_equal(
+        commutation_matrix(p, m) @ kron(a, b) @ commutation_matrix(n, q), kron(b, a)
+    )
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.data())
@@ -91,7 +93,9 @@ def test_sums_are_formed_and_applied_like_their_kron_sum(case, columns):
     assert np.linalg.norm(sum_of_kroneckers(case.factors, case.weights) - expected) <= 1e-13 * bound
     image = apply_sum_of_kroneckers(case.factors, case.weights, x)
     assert np.linalg.norm(image - expected @ x) <= 1e-13 * bound * np.linalg.norm(x)
-    assert np.array_equal(apply_sum_of_kroneckers(case.factors, case.weights, x[:, 0]).ravel().shape, (len(expected),))
+    assert np.array_equal(
+        apply_sum_of_kroneckers(case.factors, case.weights, x[:, 0]).ravel().shape, (len(expected),)
+    )
 
 
 def test_khatri_rao_is_a_kronecker_product_of_columns(xp, rng):
@@ -106,7 +110,9 @@ def test_every_library_gives_numpys_answer(xp, rng):
     weights, x = np.array([3.0, 2.0, 1.0]), rng.standard_normal((6, 2))
     formed = sum_of_kroneckers([xp.asarray(f) for f in factors], xp.asarray(weights))
     close(formed, kron_sum(weights, factors))
-    applied = apply_sum_of_kroneckers([xp.asarray(f) for f in factors], xp.asarray(weights), xp.asarray(x))
+    applied = apply_sum_of_kroneckers(
+        [xp.asarray(f) for f in factors], xp.asarray(weights), xp.asarray(x)
+    )
     close(applied, kron_sum(weights, factors) @ x)
     close(inverse_rearrange(rearrange(formed, shape), shape), formed)
 

@@ -64,7 +64,11 @@ def test_products_with_arrays_and_their_adjoints(case):
     m, n = a.shape
     x, y = rng.standard_normal((n, 2)), rng.standard_normal((m, 2))
     size = np.linalg.norm(x)
-    for ours, theirs in ((a @ x, dense @ x), (a.matmat(x), dense @ x), (a.matvec(x[:, 0]), dense @ x[:, 0])):
+    for ours, theirs in (
+        (a @ x, dense @ x),
+        (a.matmat(x), dense @ x),
+        (a.matvec(x[:, 0]), dense @ x[:, 0]),
+    ):
         near(ours, theirs, a, tolerance, size)
     near(a.dot(x[:, 1]), dense @ x[:, 1], a, tolerance, size)
     near(a.rmatvec(y[:, 0]), dense.conj().T @ y[:, 0], a, tolerance, np.linalg.norm(y))
@@ -108,7 +112,13 @@ def test_arithmetic_with_numbers_arrays_and_each_other(case, data):
         (a + scipy.sparse.csr_array(array), dense + array),
         (np.add(a, array), dense + array), (np.maximum(abs(array), np.abs(a)), np.maximum(abs(array), abs(dense))),
     ):  # fmt: skip
-        near(np.asarray(ours), theirs, a, tolerance, 10 + np.linalg.norm(array) + np.sqrt(a.size) / np.sum(a.weights))
+        near(
+            np.asarray(ours),
+            theirs,
+            a,
+            tolerance,
+            10 + np.linalg.norm(array) + np.sqrt(a.size) / np.sum(a.weights),
+        )
     single = a.truncate(1)
     if min(np.abs(f).min() for f in single.factors) > 1e-3:
         near(
@@ -125,10 +135,18 @@ def test_arithmetic_with_numbers_arrays_and_each_other(case, data):
 def test_matrix_products_and_kronecker_products(case, data):
     a, dense, tolerance, _ = case
     columns = data.draw(kronecker_shapes(order=a.order, max_entries=300)).columns
-    b, other, coarser, _ = case_of(data.draw, lsr.KroneckerShape.of(a.kronecker_shape.columns, columns), 2)
+    b, other, coarser, _ = case_of(
+        data.draw, lsr.KroneckerShape.of(a.kronecker_shape.columns, columns), 2
+    )
     near((a @ b).to_matrix(), dense @ other, a, max(tolerance, coarser), 10 * np.sum(b.weights))
     if a.size * b.size < 2**18:
-        near(a.kron(b).to_matrix(), np.kron(dense, other), a, max(tolerance, coarser), 10 * np.sum(b.weights))
+        near(
+            a.kron(b).to_matrix(),
+            np.kron(dense, other),
+            a,
+            max(tolerance, coarser),
+            10 * np.sum(b.weights),
+        )
         assert a.kron(b).order == a.order + b.order
 
 
@@ -167,7 +185,12 @@ def test_entries_rows_and_columns(case, data):
         i, (i, j), (slice(None), j), (i, slice(None)), cut, (cut[0], j), rows, (rows, columns), (cut[0], columns),
         (slice(None), slice(None, None, -1)), rng.random(m) < 0.5, (slice(None), [0]), [],
     ):  # fmt: skip
-        near(a[key], dense[np.array([], int) if isinstance(key, list) and not key else key], a, tolerance)
+        near(
+            a[key],
+            dense[np.array([], int) if isinstance(key, list) and not key else key],
+            a,
+            tolerance,
+        )
 
 
 def test_indices_outside_are_refused_as_numpy_does():
@@ -180,7 +203,12 @@ def test_indices_outside_are_refused_as_numpy_does():
 def test_arrays_larger_than_expected_are_refused_with_the_way_around(monkeypatch):
     eye = np.eye(1000)[None]
     big = lsr.SeparatedMatrix.from_factors([eye, eye])
-    for form in (np.asarray, lambda a: a + np.ones((10**6, 1)), lambda a: np.ones(10**6) * a, lambda a: a / np.ones(2)):
+    for form in (
+        np.asarray,
+        lambda a: a + np.ones((10**6, 1)),
+        lambda a: np.ones(10**6) * a,
+        lambda a: a / np.ones(2),
+    ):
         with pytest.raises(ShapeError, match=r"1,000,000 × 1,000,000.*7.45e\+03 GiB.*to_matrix"):
             form(big)
     small = lsr.SeparatedMatrix.from_factors([np.eye(3)[None]])
@@ -207,7 +235,9 @@ def test_scipy_takes_it_as_it_is(rng):
     operator = scipy.sparse.linalg.aslinearoperator(a)
     assert_allclose(operator.T @ b, dense.T @ b, rtol=1e-10)
     assert_allclose((2 * operator).H @ b, 2 * dense.T @ b, rtol=1e-10)
-    assert_allclose(scipy.sparse.linalg.svds(a.to_linear_operator(), k=1, rng=1)[1], np.linalg.norm(dense, 2))
+    assert_allclose(
+        scipy.sparse.linalg.svds(a.to_linear_operator(), k=1, rng=1)[1], np.linalg.norm(dense, 2)
+    )
 
 
 def test_every_library_agrees_on_the_protocols(xp, rng):
@@ -216,7 +246,9 @@ def test_every_library_agrees_on_the_protocols(xp, rng):
     dense = sum_of_terms(a.to_numpy())
     x, y = rng.standard_normal((6, 2)), rng.standard_normal((3, 6))
     reflected = [(a + xp.asarray(dense), 2 * dense)]
-    if xp.__name__ != "array_api_strict":  # whose arrays raise where others leave the right operand its turn
+    if (
+        xp.__name__ != "array_api_strict"
+    ):  # whose arrays raise where others leave the right operand its turn
         reflected += [(xp.asarray(y) @ a, y @ dense), (xp.asarray(dense) * a, dense**2)]
     for ours, theirs in (
         *reflected, (a @ xp.asarray(x), dense @ x), (a[1], dense[1]), (a[:, 2], dense[:, 2]),
@@ -230,18 +262,30 @@ def test_every_library_agrees_on_the_protocols(xp, rng):
 
 def test_torch_is_differentiable_in_the_factors_and_keeps_libraries_apart(rng):
     torch = pytest.importorskip("torch")
-    factors = [torch.tensor(rng.standard_normal(s), requires_grad=True) for s in ((2, 3, 3), (2, 2, 2))]
+    factors = [
+        torch.tensor(rng.standard_normal(s), requires_grad=True) for s in ((2, 3, 3), (2, 2, 2))
+    ]
     x = torch.tensor(rng.standard_normal(6))
 
     def figures(first, second):
         a = lsr.SeparatedMatrix.from_factors([first, second])
-        return (a @ x).sum(), x @ a @ x, a.trace(), a.inner(a), a[1].sum(), a.diagonal().prod(), (a @ a / 3.0)[0, 5]
+        return (
+            (a @ x).sum(),
+            x @ a @ x,
+            a.trace(),
+            a.inner(a),
+            a[1].sum(),
+            a.diagonal().prod(),
+            (a @ a / 3.0)[0, 5],
+        )
 
     assert torch.autograd.gradcheck(figures, factors)
     a = lsr.SeparatedMatrix.from_factors([f.detach() for f in factors])
     with pytest.raises(TypeError, match=r"torch.*numpy.*to_numpy"):
         a @ np.ones(6)
-    assert_allclose(a.to_numpy() @ np.ones(6), (a @ torch.ones(6, dtype=torch.float64)).numpy(), rtol=1e-12)
+    assert_allclose(
+        a.to_numpy() @ np.ones(6), (a @ torch.ones(6, dtype=torch.float64)).numpy(), rtol=1e-12
+    )
     assert (a @ torch.ones(6, dtype=torch.int64)).dtype == torch.float64
     complex_x = torch.ones(6, dtype=torch.complex64)
     assert_allclose((a @ complex_x).numpy(), sum_of_terms(a.to_numpy()) @ np.ones(6), rtol=1e-6)
@@ -281,10 +325,16 @@ def test_what_cannot_be_is_one_clear_error():
 @given(case=cases())
 def test_files_give_back_equal_bits(case, tmp_path_factory):
     a = case[0]
-    path = a.save(tmp_path_factory.mktemp("saved") / "a.safetensors", provenance={"from": "a test", "rtol": 1e-3})
+    path = a.save(
+        tmp_path_factory.mktemp("saved") / "a.safetensors",
+        provenance={"from": "a test", "rtol": 1e-3},
+    )
     back = lsr.SeparatedMatrix.load(path)
     assert np.array_equal(back.weights, a.weights)
-    assert all(np.array_equal(f, g) and f.dtype == g.dtype for f, g in zip(back.factors, a.factors, strict=True))
+    assert all(
+        np.array_equal(f, g) and f.dtype == g.dtype
+        for f, g in zip(back.factors, a.factors, strict=True)
+    )
     assert read_provenance(path) == {"from": "a test", "rtol": 1e-3}
     assert [p.name for p in path.parent.iterdir()] == ["a.safetensors"]
 
@@ -301,7 +351,9 @@ def test_files_that_are_not_ours_are_neither_read_nor_replaced(tmp_path):
     save_file({"w": np.eye(2)}, other)
     before = other.read_bytes()
     for use in (lsr.SeparatedMatrix.load, lambda p: a.save(p, overwrite=True)):
-        with pytest.raises(CheckpointError, match=r"lora.safetensors: holds no lsrdecomp.SeparatedMatrix"):
+        with pytest.raises(
+            CheckpointError, match=r"lora.safetensors: holds no lsrdecomp.SeparatedMatrix"
+        ):
             use(other)
     assert other.read_bytes() == before
     cut = tmp_path / "cut.safetensors"
@@ -314,7 +366,11 @@ def test_files_that_are_not_ours_are_neither_read_nor_replaced(tmp_path):
         a.save(tmp_path / "none" / "a")
     with pytest.raises(CheckpointError, match="no regular file"):
         a.save(tmp_path, overwrite=True)
-    text = {"kind": "lsrdecomp.SeparatedMatrix", "dtype": "float64", "kronecker_shape": json.dumps([[2, 2]])}
+    text = {
+        "kind": "lsrdecomp.SeparatedMatrix",
+        "dtype": "float64",
+        "kronecker_shape": json.dumps([[2, 2]]),
+    }
     save_file({"weights": np.ones(1), "factors.0": np.ones((1, 3, 3))}, other, text)
     with pytest.raises(CheckpointError, match="its header says"):
         lsr.SeparatedMatrix.load(other)
@@ -340,6 +396,8 @@ def test_the_docstring_is_a_table_of_contents():
     contents = text[text.index("**Contents.**") : text.index("Solving, determinants")]
     words = set(contents.replace("`", " ").replace(",", " ").replace(":", " ").split())
     assert {name for name in dir(lsr.SeparatedMatrix) if not name.startswith("_")} <= words
-    chapters = [line.split("*")[1] for line in contents.splitlines() if line.strip().startswith("- *")]
+    chapters = [
+        line.split("*")[1] for line in contents.splitlines() if line.strip().startswith("- *")
+    ]
     order = [base.__name__ for base in lsr.SeparatedMatrix.__mro__[:-1]]
     assert chapters == ["Form" if name == "SeparatedMatrix" else name for name in order]

@@ -38,14 +38,18 @@ def test_norm_resolves_cancellation_that_a_gram_matrix_cannot(rng):
     bump = rng.standard_normal((4, 4))
     case = SeparatedMatrix.from_factors((np.stack((a + e * bump, -a)), np.stack((b, b))))
     expected = e * np.linalg.norm(bump) * np.linalg.norm(b)
-    assert case.norm == pytest.approx(expected, rel=1e-3)  # through the Gram matrix this reads zero or 1e-7
+    assert case.norm == pytest.approx(
+        expected, rel=1e-3
+    )  # through the Gram matrix this reads zero or 1e-7
     assert case.condition > 1e10
 
 
 @given(separated_matrices(shape=KroneckerShape(((3, 4), (5, 2)))))
 def test_canonical_form_is_the_same_matrix_with_condition_one(case):
     canonical = case.canonical()
-    assert np.linalg.norm(canonical.to_matrix() - case.to_matrix()) <= 1e-13 * np.linalg.norm(case.weights)
+    assert np.linalg.norm(canonical.to_matrix() - case.to_matrix()) <= 1e-13 * np.linalg.norm(
+        case.weights
+    )
     assert canonical.condition == pytest.approx(1.0, abs=1e-10)
 
 
@@ -53,7 +57,9 @@ def test_canonical_form_is_the_same_matrix_with_condition_one(case):
 def test_folding_and_normalising_again_changes_nothing(case):
     again = SeparatedMatrix.from_factors(case.folded())
     assert np.allclose(again.weights, case.weights, rtol=1e-13)
-    assert np.linalg.norm(again.to_matrix() - case.to_matrix()) <= 1e-13 * np.linalg.norm(case.weights)
+    assert np.linalg.norm(again.to_matrix() - case.to_matrix()) <= 1e-13 * np.linalg.norm(
+        case.weights
+    )
 
 
 @given(separated_matrices(), st.sampled_from(("float32", "float16", "bfloat16")))
@@ -96,7 +102,9 @@ def test_complex_terms_and_signed_weights(rng):
 
 def test_every_library_agrees(xp, rng):
     factors = [rng.standard_normal((3, 2, 3)), rng.standard_normal((3, 3, 2))]
-    case = SeparatedMatrix.from_factors([xp.asarray(f) for f in factors], xp.asarray([1.0, -2.0, 0.5]))
+    case = SeparatedMatrix.from_factors(
+        [xp.asarray(f) for f in factors], xp.asarray([1.0, -2.0, 0.5])
+    )
     reference = SeparatedMatrix.from_factors(factors, np.array([1.0, -2.0, 0.5]))
     close(case.weights, reference.weights)
     close(case.canonical().to_matrix(), reference.to_matrix())
@@ -125,7 +133,9 @@ def test_factors_that_are_not_finite_or_do_not_fit_are_refused():
     with pytest.raises(ShapeError, match="weights"):
         SeparatedMatrix(np.ones(2), (np.ones((1, 2, 2)),))
     with pytest.raises(ShapeError, match="cannot add"):
-        SeparatedMatrix.from_factors((np.ones((1, 2, 2)),)) + SeparatedMatrix.from_factors((np.ones((1, 4, 1)),))
+        SeparatedMatrix.from_factors((np.ones((1, 2, 2)),)) + SeparatedMatrix.from_factors(
+            (np.ones((1, 4, 1)),)
+        )
     with pytest.raises(PrecisionError, match="float16: the entry"):
         SeparatedMatrix.from_factors((1e12 * np.ones((1, 2, 2)),)).round_to("float16")
 
@@ -156,7 +166,11 @@ def test_product_action_expansion_and_canonical_form(left, right):
 
 
 def test_a_product_of_unequal_inner_splits_is_refused(rng):
-    left = SeparatedMatrix.from_factors((rng.standard_normal((1, 3, 4)), rng.standard_normal((1, 3, 1))))
-    right = SeparatedMatrix.from_factors((rng.standard_normal((1, 2, 3)), rng.standard_normal((1, 2, 3))))
+    left = SeparatedMatrix.from_factors(
+        (rng.standard_normal((1, 3, 4)), rng.standard_normal((1, 3, 1)))
+    )
+    right = SeparatedMatrix.from_factors(
+        (rng.standard_normal((1, 2, 3)), rng.standard_normal((1, 2, 3)))
+    )
     with pytest.raises(ShapeError, match="inner splits differ"):
         SeparatedProduct(left, right)

@@ -69,7 +69,9 @@ def test_factors_that_are_not_pairs_of_positive_integers_are_refused(factors):
 
 
 def test_a_shape_that_does_not_tile_says_what_would():
-    with pytest.raises(ShapeError, match=r"w: 7 x 110 = 770 rows, but the matrix has 768\.\n.*1, 2, 3, 4, 6, 8, 12"):
+    with pytest.raises(
+        ShapeError, match=r"w: 7 x 110 = 770 rows, but the matrix has 768\.\n.*1, 2, 3, 4, 6, 8, 12"
+    ):
         KroneckerShape(((7, 2), (110, 2))).check((768, 4), "w")
 
 
@@ -79,7 +81,9 @@ def test_sides_of_a_product_shape_must_agree_in_order():
 
 
 def test_a_word_where_only_sizes_serve_is_told_how_they_are_written():
-    with pytest.raises(ShapeError, match=r"shape: sizes are written '16x16, 8x8', one pair a factor, got 'search'"):
+    with pytest.raises(
+        ShapeError, match=r"shape: sizes are written '16x16, 8x8', one pair a factor, got 'search'"
+    ):
         KroneckerShape.parse("search")
     with pytest.raises(ShapeError, match=r"no word 'serach'; did you mean 'search'\?"):
         KroneckerShape.parse("serach", ("search",))

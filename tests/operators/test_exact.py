@@ -39,11 +39,15 @@ def terms(draw, kind=None, hermitian=False, definite=False, condition=5.0):
     rows = draw(kronecker_shapes(max_entries=1024, square=True)).rows
     made = []
     for m in rows:
-        factor = draw(invertible_matrices(m, complex_values=kind == "complex128", max_condition=condition))
+        factor = draw(
+            invertible_matrices(m, complex_values=kind == "complex128", max_condition=condition)
+        )
         if hermitian or definite:
             q = np.linalg.qr(factor)[0]
             rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-            values = rng.uniform(1.0 / condition, 1.0, m) * (1.0 if definite else rng.choice((-1.0, 1.0), m))
+            values = rng.uniform(1.0 / condition, 1.0, m) * (
+                1.0 if definite else rng.choice((-1.0, 1.0), m)
+            )
             factor = (q * values) @ q.conj().T
             factor = 0.5 * (factor + factor.conj().T)
         made.append(factor.astype(kind))
@@ -58,7 +62,8 @@ def near(actual, expected, kind, factor=1.0):
     assert np.linalg.norm(np.atleast_1d(actual - expected)) <= factor * ROUNDING[kind] * size
 
 
-# One term ------------------------------------------------------------------------------------------------------------
+# One term
+# ------------------------------------------------------------------------------------------------------------
 
 
 @CASES
@@ -128,7 +133,9 @@ def test_cholesky_and_square_roots(case):
 def test_solutions_of_one_term(case, columns):
     a, dense, kind = case
     rng = np.random.default_rng(columns)
-    b = rng.standard_normal((len(dense), columns) if columns else len(dense)).astype(a.weights.dtype)
+    b = rng.standard_normal((len(dense), columns) if columns else len(dense)).astype(
+        a.weights.dtype
+    )
     found = ops.solve(a, b)
     near(found.x, np.linalg.solve(dense, b), kind, 10)
     assert (found.method, found.iterations) == ("factors", 0)
@@ -136,7 +143,9 @@ def test_solutions_of_one_term(case, columns):
 
 
 def test_every_library_agrees_on_one_term(xp, rng):
-    made = [q @ q.T + np.eye(len(q)) for q in (rng.standard_normal((3, 3)), rng.standard_normal((2, 2)))]
+    made = [
+        q @ q.T + np.eye(len(q)) for q in (rng.standard_normal((3, 3)), rng.standard_normal((2, 2)))
+    ]
     a = lsr.SeparatedMatrix.from_factors([xp.asarray(f[None]) for f in made])
     dense, b = kron(made), rng.standard_normal(6)
     for ours, theirs in (
@@ -171,7 +180,8 @@ def test_torch_gradients_go_through_one_term_and_are_refused_for_sums(rng):
         ops.logdet(a + a)
 
 
-# Sums ----------------------------------------------------------------------------------------------------------------
+# Sums
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -184,7 +194,10 @@ def kronecker_sums(draw, hermitian):
         part = draw(invertible_matrices(m, complex_values=complex_values, max_condition=4.0))
         part = part @ part.conj().T if hermitian else part + 1.5 * np.eye(m)
         parts.append(part)
-    dense = sum(kron([p if k == i else np.eye(len(q)) for k, q in enumerate(parts)]) for i, p in enumerate(parts))
+    dense = sum(
+        kron([p if k == i else np.eye(len(q)) for k, q in enumerate(parts)])
+        for i, p in enumerate(parts)
+    )
     return ops.kronecker_sum(*parts), dense, parts
 
 
@@ -227,7 +240,10 @@ def test_eigenvalues_of_a_sum_that_is_not_normal(rng):
 @given(st.integers(1, 6), st.integers(1, 6), st.booleans(), st.integers(0, 2**32 - 1))
 def test_two_general_terms(m, p, complex_values, seed):
     rng = np.random.default_rng(seed)
-    stacks = [rng.standard_normal((2, q, q)) + 1j * complex_values * rng.standard_normal((2, q, q)) for q in (m, p)]
+    stacks = [
+        rng.standard_normal((2, q, q)) + 1j * complex_values * rng.standard_normal((2, q, q))
+        for q in (m, p)
+    ]
     stacks = stacks if complex_values else [s.real for s in stacks]
     stacks[0][0] += 3 * np.eye(m)
     stacks[1][0] += 3 * np.eye(p)
@@ -257,14 +273,22 @@ def test_finite_elements_with_their_mass(case, seed):
     for m in masses:
         half = rng.standard_normal(m.shape)
         stiff.append(half @ half.T + np.eye(len(m)))
-    stacks = [np.stack([stiff[i] if k == i else masses[i] for k in range(len(masses))]) for i in range(len(masses))]
+    stacks = [
+        np.stack([stiff[i] if k == i else masses[i] for k in range(len(masses))])
+        for i in range(len(masses))
+    ]
     a = lsr.SeparatedMatrix.from_factors(stacks)
     dense = sum(kron([s[k] for s in stacks]) for k in range(len(masses)))
     unit = lsr.SeparatedMatrix.from_factors([m[None] for m in masses])
     expected = scipy.linalg.eigh(dense, kron(masses), eigvals_only=True)
     near(ops.eigenvalues(a, mass=unit), expected, "float64", 10)
     b = rng.standard_normal(len(dense))
-    near(ops.solve(a, b, method="exact").x, np.linalg.solve(dense, b), "float64", np.linalg.cond(dense))
+    near(
+        ops.solve(a, b, method="exact").x,
+        np.linalg.solve(dense, b),
+        "float64",
+        np.linalg.cond(dense),
+    )
     assert abs(ops.logdet(a) - np.linalg.slogdet(dense)[1]) <= 1e-12 * len(dense)
 
 
@@ -273,7 +297,10 @@ def test_finite_elements_with_their_mass(case, seed):
 def test_a_covariance_plus_noise(case, noise):
     k, dense, _ = case
     a = k + lsr.SeparatedMatrix.from_factors(
-        [noise * np.eye(m)[None] if i == 0 else np.eye(m)[None] for i, m in enumerate(k.kronecker_shape.rows)]
+        [
+            noise * np.eye(m)[None] if i == 0 else np.eye(m)[None]
+            for i, m in enumerate(k.kronecker_shape.rows)
+        ]
     )
     full = dense + noise * np.eye(len(dense))
     b = np.ones(len(dense))
@@ -286,7 +313,11 @@ def random_sum(rng, rows, s, kind):
     for m in rows:
         stack = rng.standard_normal((s, m, m))
         if kind != "general":
-            stack = stack @ stack.transpose(0, 2, 1) if kind == "positive" else stack + stack.transpose(0, 2, 1)
+            stack = (
+                stack @ stack.transpose(0, 2, 1)
+                if kind == "positive"
+                else stack + stack.transpose(0, 2, 1)
+            )
         stacks.append(stack)
     stacks[0][0] += 6 * np.eye(rows[0]) * (1 if kind != "symmetric" else 0)
     return lsr.SeparatedMatrix.from_factors(stacks)
@@ -306,10 +337,14 @@ def test_other_sums_are_iterated_and_say_how_far_they_came(kind, seed, rows, sca
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = ops.solve(a, b, rtol=1e-9)
-    assert found.converged is not any("allow more iterations" in str(each.message) for each in caught)
+    assert found.converged is not any(
+        "allow more iterations" in str(each.message) for each in caught
+    )
     assert found.method == {"positive": "cg", "symmetric": "minres", "general": "gmres"}[kind]
     true = np.linalg.norm(b - dense @ found.x) / np.linalg.norm(b)
-    assert abs(true - found.relative_residual) <= 1e-12 * (1 + np.linalg.norm(dense) * np.linalg.norm(found.x))
+    assert abs(true - found.relative_residual) <= 1e-12 * (
+        1 + np.linalg.norm(dense) * np.linalg.norm(found.x)
+    )
     assert found.converged == (found.relative_residual <= 1e-9)
     assert found.iterations > 0
     if np.linalg.cond(dense) < 1e4:
@@ -336,12 +371,18 @@ def test_what_cannot_be_solved_is_one_clear_error(rng):
     with pytest.raises(MatrixError, match=r"factor 2 \(3×3\) is singular"):
         ops.inv(one([good, flat]))
     with pytest.raises(MatrixError, match="the matrix is singular: the smallest of its 9 values"):
-        ops.solve(ops.kronecker_sum(np.diag([1.0, 2.0, 3.0]), np.diag([-3.0, 5.0, 7.0])), np.ones(9))
+        ops.solve(
+            ops.kronecker_sum(np.diag([1.0, 2.0, 3.0]), np.diag([-3.0, 5.0, 7.0])), np.ones(9)
+        )
     with pytest.raises(MatrixError, match="diagonal values in Schur form"):
-        ops.solve(ops.kronecker_sum(np.triu(np.ones((2, 2))), -np.triu(np.ones((2, 2)))), np.ones(4))
+        ops.solve(
+            ops.kronecker_sum(np.triu(np.ones((2, 2))), -np.triu(np.ones((2, 2)))), np.ones(4)
+        )
     with pytest.raises(MatrixError, match="zero"):
         ops.solve(one([good]) * 0.0, np.ones(3))
-    with pytest.raises(MatrixError, match="factor 1 is not positive definite: its smallest eigenvalue is -"):
+    with pytest.raises(
+        MatrixError, match="factor 1 is not positive definite: its smallest eigenvalue is -"
+    ):
         ops.cholesky(one([np.diag([1.0, -0.5]), good]))
     with pytest.raises(MatrixError, match="negative definite"):
         ops.cholesky(one([-good]))
@@ -367,7 +408,9 @@ def test_exponentials_of_any_sum(seed):
         a = random_sum(rng, (3, 2), 2, kind)
         a = a * (1.0 / a.norm)
         x = rng.standard_normal((6, 2))
-        near(ops.expm_multiply(a, x, 2.0), scipy.linalg.expm(2.0 * a.to_matrix()) @ x, "float64", 10)
+        near(
+            ops.expm_multiply(a, x, 2.0), scipy.linalg.expm(2.0 * a.to_matrix()) @ x, "float64", 10
+        )
 
 
 @pytest.mark.parametrize("kind", ["a Kronecker sum", "commuting factors", "others"])
@@ -380,7 +423,9 @@ def test_a_hamiltonian_is_followed_in_time(kind, precision):
         "commuting factors": ([z, z], [np.eye(2), z]),
         "others": ([z, x, x], [z, z, np.eye(2)]),
     }[kind]
-    h = lsr.SeparatedMatrix.from_factors([np.stack(first).astype(precision), np.stack(second).astype(precision)])
+    h = lsr.SeparatedMatrix.from_factors(
+        [np.stack(first).astype(precision), np.stack(second).astype(precision)]
+    )
     state = np.array([0.5, 0.5, -0.5, 0.5], precision)
     moved = ops.expm_multiply(h, state, t=-0.7j)
     near(moved, scipy.linalg.expm(-0.7j * np.asarray(h)) @ state, precision)
@@ -388,12 +433,26 @@ def test_a_hamiltonian_is_followed_in_time(kind, precision):
 
 
 @pytest.mark.parametrize(
-    "name", ["solve", "expm_multiply", "slogdet", "logdet", "det", "eigenvalues", "inv", "pinv", "eigh", "svd"]
+    "name",
+    [
+        "solve",
+        "expm_multiply",
+        "slogdet",
+        "logdet",
+        "det",
+        "eigenvalues",
+        "inv",
+        "pinv",
+        "eigh",
+        "svd",
+    ],
 )
 def test_a_matrix_that_is_no_sum_yet_is_told_how_to_become_one(name):
     arguments = (np.ones(4),) if name in ("solve", "expm_multiply") else ()
     for matrix in (np.eye(4), scipy.sparse.csr_array(np.eye(4))):
-        with pytest.raises(MatrixError, match=r"got a (ndarray|csr_array): make one of it by lsrdecomp.decompose\("):
+        with pytest.raises(
+            MatrixError, match=r"got a (ndarray|csr_array): make one of it by lsrdecomp.decompose\("
+        ):
             getattr(ops, name)(matrix, *arguments)
 
 
@@ -412,8 +471,14 @@ def test_the_logarithm_of_a_negative_determinant_is_refused():
 
 
 def test_a_kronecker_sum_takes_its_matrices_one_by_one():
-    for matrices in ([np.eye(3), np.eye(3)], [np.eye(3), np.eye(4)], [scipy.sparse.eye_array(3), np.eye(4)]):
-        with pytest.raises(ShapeError, match=r"part 1 .* is a list of matrices; write kronecker_sum\(A, B\)"):
+    for matrices in (
+        [np.eye(3), np.eye(3)],
+        [np.eye(3), np.eye(4)],
+        [scipy.sparse.eye_array(3), np.eye(4)],
+    ):
+        with pytest.raises(
+            ShapeError, match=r"part 1 .* is a list of matrices; write kronecker_sum\(A, B\)"
+        ):
             ops.kronecker_sum(matrices)
     with pytest.raises(ShapeError, match=r"part 2 .* has shape \(2, 3\)$"):
         ops.kronecker_sum(np.eye(3), np.ones((2, 3)))

@@ -30,12 +30,17 @@ def positive(rng, size, rank=None):
 @given(kronecker_shapes(order=2, max_entries=1024), st.booleans(), st.integers(0, 2**32 - 1))
 def test_no_product_is_nearer(shape, complex_values, seed):
     rng = np.random.default_rng(seed)
-    matrix = rng.standard_normal(shape.matrix_shape) + 1j * complex_values * rng.standard_normal(shape.matrix_shape)
+    matrix = rng.standard_normal(shape.matrix_shape) + 1j * complex_values * rng.standard_normal(
+        shape.matrix_shape
+    )
     matrix = matrix if complex_values else matrix.real
     found = ops.nearest_kronecker(matrix, shape)
     assert found.separation_rank == 1
     sigma = np.linalg.svd(rearrange(matrix, shape), compute_uv=False)
-    assert np.linalg.norm(matrix - found.to_matrix()) <= (1 + 1e-12) * np.linalg.norm(sigma[1:]) + 1e-12 * sigma[0]
+    assert (
+        np.linalg.norm(matrix - found.to_matrix())
+        <= (1 + 1e-12) * np.linalg.norm(sigma[1:]) + 1e-12 * sigma[0]
+    )
 
 
 @CASES
@@ -50,7 +55,9 @@ def test_a_positive_matrix_has_a_positive_nearest_product(shape, rank, seed):
     dense = positive(rng, shape.matrix_shape[0], rank)
     for given_matrix in (
         dense,
-        lsr.decompose(dense, shape, rank=shape.max_separation_rank).approximation if shape.order == 2 else dense,
+        lsr.decompose(dense, shape, rank=shape.max_separation_rank).approximation
+        if shape.order == 2
+        else dense,
     ):
         found = ops.nearest_kronecker(given_matrix, shape)
         for factor in found.factors:
@@ -69,13 +76,17 @@ def test_no_other_product_of_many_factors_is_nearer(seed, complex_values):
         stacks = [stack + 1j * rng.standard_normal(stack.shape) for stack in stacks]
     a = lsr.SeparatedMatrix.from_factors(stacks)
     dense, by_als = a.to_matrix(), lsr.decompose(a, a.kronecker_shape, rank=1)
-    distance = np.linalg.norm(dense - ops.nearest_kronecker(a, a.kronecker_shape).to_matrix()) / np.linalg.norm(dense)
+    distance = np.linalg.norm(
+        dense - ops.nearest_kronecker(a, a.kronecker_shape).to_matrix()
+    ) / np.linalg.norm(dense)
     assert distance <= by_als.relative_error * (1.0 + 1e-9)
 
 
 def test_no_gradient_of_a_sum_of_many_factors_is_lost():
     torch = pytest.importorskip("torch")
-    a = lsr.SeparatedMatrix.from_factors([torch.rand(3, 2, 2, requires_grad=True) for _ in range(3)])
+    a = lsr.SeparatedMatrix.from_factors(
+        [torch.rand(3, 2, 2, requires_grad=True) for _ in range(3)]
+    )
     with pytest.raises(MatrixError, match="detach the tensors"):
         ops.nearest_kronecker(a, a.kronecker_shape)
 
@@ -99,24 +110,40 @@ def test_many_factors_of_a_separated_matrix(seed):
 
 def test_inputs_of_every_kind_give_one_answer(rng):
     shape = lsr.KroneckerShape(((3, 3), (4, 4)))
-    a = lsr.SeparatedMatrix.from_factors([rng.standard_normal((3, 3, 3)), rng.standard_normal((3, 4, 4))])
+    a = lsr.SeparatedMatrix.from_factors(
+        [rng.standard_normal((3, 3, 3)), rng.standard_normal((3, 4, 4))]
+    )
     dense = a.to_matrix()
     expected = ops.nearest_kronecker(a, shape).to_matrix()
     for kind in (dense, scipy.sparse.csr_array(dense), a.to_linear_operator()):
-        assert_allclose(ops.nearest_kronecker(kind, shape).to_matrix(), expected, rtol=1e-10, atol=1e-12)
+        assert_allclose(
+            ops.nearest_kronecker(kind, shape).to_matrix(), expected, rtol=1e-10, atol=1e-12
+        )
     with pytest.raises(MatrixError, match="zero"):
         ops.nearest_kronecker(np.zeros((12, 12)), shape)
 
 
 def formed_samples(a, g, w):
-    return sum(wj * np.kron(np.outer(x, x.conj()), np.outer(y, y.conj())) for wj, x, y in zip(w, a, g, strict=True))
+    return sum(
+        wj * np.kron(np.outer(x, x.conj()), np.outer(y, y.conj()))
+        for wj, x, y in zip(w, a, g, strict=True)
+    )
 
 
 @CASES
-@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 12), st.booleans(), st.integers(0, 2**32 - 1))
+@given(
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.integers(1, 12),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
 def test_samples_give_the_nearest_product_of_their_sum(m, p, n, complex_values, seed):
     rng = np.random.default_rng(seed)
-    a, g = (rng.standard_normal((n, q)) + 1j * complex_values * rng.standard_normal((n, q)) for q in (m, p))
+    a, g = (
+        rng.standard_normal((n, q)) + 1j * complex_values * rng.standard_normal((n, q))
+        for q in (m, p)
+    )
     a, g = (a, g) if complex_values else (a.real, g.real)
     w = rng.uniform(0.1, 1.0, n)
     dense = formed_samples(a, g, w)
@@ -134,7 +161,9 @@ def test_samples_give_the_nearest_product_of_their_sum(m, p, n, complex_values, 
 def test_samples_stay_in_their_library(xp, rng):
     a, g = rng.standard_normal((20, 4)), rng.standard_normal((20, 3))
     found = ops.nearest_kronecker_of_samples(xp.asarray(a), xp.asarray(g))
-    expected = ops.nearest_kronecker(formed_samples(a, g, np.ones(20)), lsr.KroneckerShape(((4, 4), (3, 3))))
+    expected = ops.nearest_kronecker(
+        formed_samples(a, g, np.ones(20)), lsr.KroneckerShape(((4, 4), (3, 3)))
+    )
     assert_allclose(to_numpy(found.to_matrix()), expected.to_matrix(), rtol=1e-6, atol=1e-6)
     assert type(found.factors[0]) is type(xp.asarray(a))
 
@@ -149,7 +178,8 @@ def test_samples_that_will_not_do_are_refused(rng):
         ops.nearest_kronecker_of_samples(0 * a, a)
 
 
-# Approximate inverses ------------------------------------------------------------------------------------------------
+# Approximate inverses
+# ------------------------------------------------------------------------------------------------
 
 
 def sum_near_a_product(rng, rows, s, rest=0.3):
@@ -178,7 +208,10 @@ def test_the_residual_of_an_inverse_is_measured_and_never_rises(rows, s, rank, s
     true = np.linalg.norm(np.eye(len(dense)) - dense) / math.sqrt(len(dense))
     assert abs(found.residual - true) <= 1e-12 * (1 + np.linalg.norm(dense))
     assert abs(found.residuals[-1] - true) <= 1e-6
-    assert all(later <= earlier for earlier, later in zip(found.residuals, found.residuals[1:], strict=False))
+    assert all(
+        later <= earlier
+        for earlier, later in zip(found.residuals, found.residuals[1:], strict=False)
+    )
     assert found.residual <= 1.0
     if s == 1:
         assert found.residual <= 1e-6
@@ -214,11 +247,14 @@ def test_inverses_of_arrays_and_sparse_matrices(rng):
         ops.approximate_inverse(a * 0.0)
 
 
-# Structures ----------------------------------------------------------------------------------------------------------
+# Structures
+# ----------------------------------------------------------------------------------------------------------
 
 
 def second_difference(n):
-    return scipy.sparse.diags_array([2.0 * np.ones(n), -np.ones(n - 1), -np.ones(n - 1)], offsets=(0, 1, -1))
+    return scipy.sparse.diags_array(
+        [2.0 * np.ones(n), -np.ones(n - 1), -np.ones(n - 1)], offsets=(0, 1, -1)
+    )
 
 
 def test_a_sparse_sum_on_a_tensor_grid_is_found_again():
@@ -251,7 +287,9 @@ def test_blurs_agree_with_scipy(boundary, seed, a, b, rows, columns):
     matrix = ops.blur(kernel, (rows, columns), boundary)
     assert matrix.separation_rank <= min(a, b)
     found = (matrix @ image.reshape(-1)).reshape(image.shape)
-    assert np.linalg.norm(found - expected) <= 1e-12 * np.linalg.norm(kernel) * np.linalg.norm(image)
+    assert np.linalg.norm(found - expected) <= 1e-12 * np.linalg.norm(kernel) * np.linalg.norm(
+        image
+    )
 
 
 def test_blurs_that_cannot_be_are_refused():
@@ -281,11 +319,14 @@ def test_a_covariance_function_on_a_grid_is_a_stream():
     found = lsr.decompose(stream, shape, rtol=1e-8)
     assert np.linalg.norm(found.to_matrix() - dense) <= 1e-8 * np.linalg.norm(dense)
     assert_allclose(
-        ops.nearest_kronecker(stream, shape).to_matrix(), ops.nearest_kronecker(dense, shape).to_matrix(), atol=1e-10
+        ops.nearest_kronecker(stream, shape).to_matrix(),
+        ops.nearest_kronecker(dense, shape).to_matrix(),
+        atol=1e-10,
     )
 
 
-# Gaussian processes --------------------------------------------------------------------------------------------------
+# Gaussian processes
+# --------------------------------------------------------------------------------------------------
 
 
 def squared_exponential(points, length):
@@ -295,11 +336,18 @@ def squared_exponential(points, length):
 
 
 @settings(max_examples=30)
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.floats(0.05, 2.0), st.integers(0, 2**32 - 1))
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    st.floats(0.05, 2.0),
+    st.integers(0, 2**32 - 1),
+)
 def test_likelihood_and_gradient_equal_the_dense_ones(sizes, noise, seed):
     rng = np.random.default_rng(seed)
     lengths = rng.uniform(0.3, 1.5, len(sizes))
-    pairs = [squared_exponential(np.linspace(0, 1, m), length) for m, length in zip(sizes, lengths, strict=True)]
+    pairs = [
+        squared_exponential(np.linspace(0, 1, m), length)
+        for m, length in zip(sizes, lengths, strict=True)
+    ]
     y = rng.standard_normal(sizes)
     found = ops.log_marginal_likelihood([k for k, _ in pairs], noise, y)
 
@@ -316,11 +364,15 @@ def test_likelihood_and_gradient_equal_the_dense_ones(sizes, noise, seed):
     inner = 0.5 * (np.outer(alpha, alpha) - np.linalg.inv(full))
     assert_allclose(found.value, value, rtol=1e-10)
     assert_allclose(found.weights, alpha, rtol=1e-8, atol=1e-10)
-    assert_allclose(found.noise_gradient, np.trace(inner), rtol=1e-10, atol=1e-10 * np.linalg.norm(inner))
+    assert_allclose(
+        found.noise_gradient, np.trace(inner), rtol=1e-10, atol=1e-10 * np.linalg.norm(inner)
+    )
     for i, (_, slope) in enumerate(pairs):
         other = kron([slope if j == i else k for j, (k, _) in enumerate(pairs)])
         scale = np.linalg.norm(inner) * np.linalg.norm(other)
-        assert abs(np.sum(found.covariance_gradients[i] * slope) - np.sum(inner * other)) <= 1e-10 * max(scale, 1e-300)
+        assert abs(
+            np.sum(found.covariance_gradients[i] * slope) - np.sum(inner * other)
+        ) <= 1e-10 * max(scale, 1e-300)
 
 
 def test_grids_that_will_not_do_are_refused():

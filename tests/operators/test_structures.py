@@ -30,7 +30,9 @@ def test_bilinear_elements_on_a_grid_are_two_terms(assembled):
 
 def test_pylops_takes_it_as_an_operator(assembled, rng):
     pylops = pytest.importorskip("pylops")
-    separated = lsr.decompose(assembled, lsr.KroneckerShape(((12, 12), (9, 9))), rank=2).approximation
+    separated = lsr.decompose(
+        assembled, lsr.KroneckerShape(((12, 12), (9, 9))), rank=2
+    ).approximation
     operator = pylops.LinearOperator(Op=aslinearoperator(separated))
     x = rng.standard_normal(assembled.shape[1])
     np.testing.assert_allclose(operator @ x, assembled @ x, rtol=1e-10, atol=1e-10)

@@ -9,8 +9,18 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCABULARY = 1100  # above every token index the tests use
-WIDTH = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 36}
-PAD: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+WIDTH = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 36,
+}
+PAD: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
 GQA = {**WIDTH, **PAD, "num_key_value_heads": 2}
 MIXTURE = {**GQA, "num_local_experts": 4, "head_dim": 8}
 ENCODER = {**WIDTH, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "type_vocab_size": 2}
@@ -40,28 +50,56 @@ OPT = {**PAD, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 
 
 # name on the hub: (architecture, model type, sizes)
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "peft-internal-testing/tiny-random-OPTForCausalLM": ("OPTForCausalLM", "opt", {**OPT, "word_embed_proj_dim": 32}),
+    "peft-internal-testing/tiny-random-OPTForCausalLM": (
+        "OPTForCausalLM",
+        "opt",
+        {**OPT, "word_embed_proj_dim": 32},
+    ),
     "peft-internal-testing/opt-125m": (
         "OPTForCausalLM",
         "opt",
-        {**OPT, "word_embed_proj_dim": 32, "num_hidden_layers": 12},  # tests count its layers, and name the sixth
+        {
+            **OPT,
+            "word_embed_proj_dim": 32,
+            "num_hidden_layers": 12,
+        },  # tests count its layers, and name the sixth
     ),
     "peft-internal-testing/tiny-random-GPT2LMHeadModel": ("GPT2LMHeadModel", "gpt2", GPT),
     "hf-internal-testing/tiny-random-gpt2": ("GPT2LMHeadModel", "gpt2", GPT),
-    "peft-internal-testing/tiny-random-GPTJForCausalLM": ("GPTJForCausalLM", "gptj", {**GPT, "rotary_dim": 4}),
+    "peft-internal-testing/tiny-random-GPTJForCausalLM": (
+        "GPTJForCausalLM",
+        "gptj",
+        {**GPT, "rotary_dim": 4},
+    ),
     "trl-internal-testing/tiny-random-LlamaForCausalLM": ("LlamaForCausalLM", "llama", GQA),
     "peft-internal-testing/tiny-random-LlamaForCausalLM": ("LlamaForCausalLM", "llama", GQA),
     "hf-internal-testing/tiny-random-LlamaForCausalLM": ("LlamaForCausalLM", "llama", GQA),
     "hf-internal-testing/tiny-random-MistralForCausalLM": ("MistralForCausalLM", "mistral", GQA),
-    "peft-internal-testing/tiny-dummy-qwen2": ("Qwen2ForCausalLM", "qwen2", {**GQA, "tie_word_embeddings": True}),
-    "hf-internal-testing/tiny-random-Gemma3ForCausalLM": ("Gemma3ForCausalLM", "gemma3_text", {**GQA, "head_dim": 8}),
+    "peft-internal-testing/tiny-dummy-qwen2": (
+        "Qwen2ForCausalLM",
+        "qwen2",
+        {**GQA, "tie_word_embeddings": True},
+    ),
+    "hf-internal-testing/tiny-random-Gemma3ForCausalLM": (
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {**GQA, "head_dim": 8},
+    ),
     "trl-internal-testing/tiny-Llama4ForCausalLM": (
         "Llama4ForCausalLM",
         "llama4_text",
         {**MIXTURE, "intermediate_size_mlp": 36, "interleave_moe_layer_step": 1},
     ),
-    "trl-internal-testing/tiny-GptOssForCausalLM": ("GptOssForCausalLM", "gpt_oss", {**MIXTURE, "layer_types": None}),
-    "peft-internal-testing/tiny-random-T5ForConditionalGeneration-calibrated": ("T5ForConditionalGeneration", "t5", T5),
+    "trl-internal-testing/tiny-GptOssForCausalLM": (
+        "GptOssForCausalLM",
+        "gpt_oss",
+        {**MIXTURE, "layer_types": None},
+    ),
+    "peft-internal-testing/tiny-random-T5ForConditionalGeneration-calibrated": (
+        "T5ForConditionalGeneration",
+        "t5",
+        T5,
+    ),
     "peft-internal-testing/tiny-random-BartForConditionalGeneration": (
         "BartForConditionalGeneration",
         "bart",
@@ -69,7 +107,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "peft-internal-testing/tiny-random-BertModel": ("BertModel", "bert", ENCODER),
     "peft-internal-testing/tiny-random-RobertaModel": ("RobertaModel", "roberta", ENCODER),
-    "peft-internal-testing/tiny-random-DebertaModel": ("DebertaModel", "deberta", {**ENCODER, "type_vocab_size": 0}),
+    "peft-internal-testing/tiny-random-DebertaModel": (
+        "DebertaModel",
+        "deberta",
+        {**ENCODER, "type_vocab_size": 0},
+    ),
     "peft-internal-testing/tiny-random-DebertaV2Model": (
         "DebertaV2Model",
         "deberta-v2",
@@ -85,7 +127,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "roberta",
         ENCODER,
     ),
-    "trl-internal-testing/tiny-LlamaForSequenceClassification-3.2": ("LlamaForSequenceClassification", "llama", GQA),
+    "trl-internal-testing/tiny-LlamaForSequenceClassification-3.2": (
+        "LlamaForSequenceClassification",
+        "llama",
+        GQA,
+    ),
 }
 
 
@@ -98,10 +144,14 @@ def make_models(folder: Path) -> None:
         if (target / "config.json").exists():
             continue
         torch.manual_seed(0)
-        config = AutoConfig.for_model(model_type, **{key: value for key, value in sizes.items() if value is not None})
+        config = AutoConfig.for_model(
+            model_type, **{key: value for key, value in sizes.items() if value is not None}
+        )
         model: PreTrainedModel = getattr(transformers, architecture)(config)
         for parameter in model.parameters():
-            if parameter.ndim > 1:  # some architectures leave theirs unfilled, and 0.02 makes every layer negligible
+            if (
+                parameter.ndim > 1
+            ):  # some architectures leave theirs unfilled, and 0.02 makes every layer negligible
                 torch.nn.init.normal_(parameter, std=0.1)
         model.save_pretrained(target)
         tokenizer().save_pretrained(target)
@@ -113,9 +163,19 @@ def tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
 
-    words = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, **{str(index): index for index in range(4, VOCABULARY)}}
+    words = {
+        "<s>": 0,
+        "<pad>": 1,
+        "</s>": 2,
+        "<unk>": 3,
+        **{str(index): index for index in range(4, VOCABULARY)},
+    }
     core = Tokenizer(WordLevel(words, unk_token="<unk>"))
     core.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token="<s>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=core,
+        bos_token="<s>",
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
     )

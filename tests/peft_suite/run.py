@@ -51,8 +51,15 @@ def peft_tests(work: Path) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kind", default="lsr", help="adapter kind, or lora for PEFT's own as a control")
-    parser.add_argument("--work", type=Path, default=Path(".peft-suite"), help="folder for the download and the models")
+    parser.add_argument(
+        "--kind", default="lsr", help="adapter kind, or lora for PEFT's own as a control"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path(".peft-suite"),
+        help="folder for the download and the models",
+    )
     options, rest = parser.parse_known_args()
     work = options.work.resolve()
     root = peft_tests(work)
@@ -69,7 +76,17 @@ def main() -> int:
     chosen = [part for part in rest if part in FILES]
     rest = [part for part in rest if part not in FILES]
     files = [str(root / "tests" / name) for name in chosen or FILES]
-    pytest_options = ["-p", "substitute", "-o", "addopts=", "-c", os.devnull, "--rootdir", str(root), "-q"]
+    pytest_options = [
+        "-p",
+        "substitute",
+        "-o",
+        "addopts=",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(root),
+        "-q",
+    ]
     command = [
         sys.executable,
         "-m",

@@ -25,26 +25,34 @@ CONFIGS = {
 }
 CONFIG: Any = CONFIGS[KIND]
 FIELDS = {field.name for field in dataclasses.fields(CONFIG)}
-# LoRA's names of settings, and the names here that mean the same; the first that the kind has is taken.
+# LoRA's names of settings, and the names here that mean the same; the first that the kind has is
+# taken.
 NAMES = {
     "lora_alpha": ("lsr_alpha", "alpha"),
     "lora_dropout": ("lsr_dropout", "dropout"),
     "init_lora_weights": ("init_weights",),
 }
-# The tests train with rates tuned to LoRA's product of two factors. Ours have more: with inputs up to 90 they overflow,
-# so ΔW is scaled down; behind an embedding, with gradients of 1e-3, three steps would not move them: it is scaled up.
+# The tests train with rates tuned to LoRA's product of two factors. Ours have more: with inputs up
+# to 90 they overflow, so ΔW is scaled down; behind an embedding, with gradients of 1e-3, three
+# steps would not move them: it is scaled up.
 SCALED = {"lsr": ("lsr_alpha", 0.5, 64.0), "dlsr": ("alpha", 0.1, 4.0)}
 SCALED["krona"] = SCALED["dlsr"]
 # Settings that a kind may lack without changing what a test is about.
 OPTIONAL = {"r", "fan_in_fan_out", "lora_alpha", "lora_dropout"}
-# Tests of what LoRA and LSR have and the relatives have not: combinations, and a ΔW that a LoRA of rank 8 nearly holds.
+# Tests of what LoRA and LSR have and the relatives have not: combinations, and a ΔW that a LoRA of
+# rank 8 nearly holds.
 NOT_FOR_RELATIVES = ("test_weighted_combination_of_adapters", "test_lora_conversion")
 # Tests that match an error by the name of LoRA's own class; ours is asked for in test_options.
 LORA_NAMED = ("test_mixed_adapter_batches", "test_generate_with_mixed_adapter_batches")
-# Files whose tests make their configs themselves, and the name in each that stands for ours. In the tests of conversion
-# that is LoKr, what is converted; LoRA, what it is converted to, stays.
-WRITTEN_OUT = {"test_low_level_api": "LoraConfig", "test_other": "LoraConfig", "test_lora_conversion": "LoKrConfig"}
-# Of those files, what asks for LoRA's own names (of parameters, classes, a value of bias) or for sizes of hub models.
+# Files whose tests make their configs themselves, and the name in each that stands for ours. In the
+# tests of conversion that is LoKr, what is converted; LoRA, what it is converted to, stays.
+WRITTEN_OUT = {
+    "test_low_level_api": "LoraConfig",
+    "test_other": "LoraConfig",
+    "test_lora_conversion": "LoKrConfig",
+}
+# Of those files, what asks for LoRA's own names (of parameters, classes, a value of bias) or for
+# sizes of hub models.
 OF_LORA = {
     "test_targeted_modules_identical",
     "test_targeted_modules_identical_target_modules_str",
@@ -59,20 +67,29 @@ OF_LORA = {
     "test_targeting_trainable_tokens_raises",
 }
 FIXTURES = {"model", "lokr_model"}  # of those files, made of that name
-QUANTIZED = {"r": 8, "target_modules": ["q_proj", "v_proj"]}  # our row among those of test_quantization
+QUANTIZED = {
+    "r": 8,
+    "target_modules": ["q_proj", "v_proj"],
+}  # our row among those of test_quantization
 
 
 def rewritten(row: Any) -> Any | None:
     """A row for our kind from a row for LoRA; None if the row is not LoRA's, or asks for what the kind does not have.
 
-    That is torch.nn.MultiheadAttention, and settings of LoRA's variants (aLoRA, KaSA, VeLoRA, MiCA, …).
+    That is torch.nn.MultiheadAttention, and settings of LoRA's variants (aLoRA, KaSA, VeLoRA, MiCA,
+    …).
     """
     cells = list(row) if isinstance(row, list | tuple) else [row]
-    if not any(cell is LoraConfig for cell in cells) or "MHA" in [cell for cell in cells if isinstance(cell, str)]:
+    if not any(cell is LoraConfig for cell in cells) or "MHA" in [
+        cell for cell in cells if isinstance(cell, str)
+    ]:
         return None
     if KIND == "lora":
         return row
-    cells = [CONFIG if cell is LoraConfig else renamed(cell) if isinstance(cell, dict) else cell for cell in cells]
+    cells = [
+        CONFIG if cell is LoraConfig else renamed(cell) if isinstance(cell, dict) else cell
+        for cell in cells
+    ]
     if any(cell is None for cell in cells):
         return None
     name, small, large = SCALED[KIND]
@@ -122,7 +139,11 @@ def replace_marks(module: ModuleType, old: tuple[Any, ...], new: tuple[Any, ...]
 
 def exchange(mark: pytest.Mark, old: tuple[Any, ...], new: tuple[Any, ...]) -> pytest.Mark:
     arguments = tuple(new if argument is old else argument for argument in mark.args)
-    return mark if arguments == mark.args else pytest.Mark(mark.name, arguments, mark.kwargs, _ispytest=True)
+    return (
+        mark
+        if arguments == mark.args
+        else pytest.Mark(mark.name, arguments, mark.kwargs, _ispytest=True)
+    )
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
@@ -133,11 +154,15 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
             setattr(collector.obj, name, CONFIG)
         if stem(collector) == "test_quantization":
             collector.obj.TEST_CASES[:] = [(CONFIG, QUANTIZED)]
-        # Where a test asks "is this LoRA?" to skip or to relax something, our kind answers as LoRA does.
+        # Where a test asks "is this LoRA?" to skip or to relax something, our kind answers as LoRA
+        # does.
         ours = {"LoraConfig": CONFIG, "LoraLayer": adapters.LsrLayer, "replace": replace}
         if stem(collector) == "test_lora_conversion":
             return
-        for module in (collector.obj, sys.modules.get(f"{collector.obj.__package__}.testing_common")):
+        for module in (
+            collector.obj,
+            sys.modules.get(f"{collector.obj.__package__}.testing_common"),
+        ):
             for name in ours if KIND != "lora" else ():
                 if hasattr(module, name):
                     setattr(module, name, ours[name])
@@ -169,9 +194,14 @@ if KIND != "lora":
 def replace(config: Any, **changes: Any) -> Any:
     """`dataclasses.replace`, where a setting that the kind does not have is left out."""
     if KIND == "lsr" and changes == {"r": 20}:
-        changes["inner_shape"] = [10, 2]  # beside 8 = 4 x 2: concatenated without padding, the rank is the 28 asked for
+        changes["inner_shape"] = [
+            10,
+            2,
+        ]  # beside 8 = 4 x 2: concatenated without padding, the rank is the 28 asked for
     known = {field.name for field in dataclasses.fields(config)}
-    return dataclasses.replace(config, **{name: value for name, value in changes.items() if name in known})
+    return dataclasses.replace(
+        config, **{name: value for name, value in changes.items() if name in known}
+    )
 
 
 @pytest.hookimpl(trylast=True)
@@ -194,7 +224,9 @@ def written_out(item: pytest.Item) -> bool:
     name = WRITTEN_OUT.get(stem(item))
     if name is None or (KIND != "lora" and getattr(item, "originalname", "") in OF_LORA):
         return False
-    return bool(FIXTURES & set(getattr(item, "fixturenames", ()))) or name in inspect.getsource(item.function)  # type: ignore[attr-defined]
+    return bool(FIXTURES & set(getattr(item, "fixturenames", ()))) or name in inspect.getsource(
+        item.function
+    )  # type: ignore[attr-defined]
 
 
 def not_ours(item: pytest.Item) -> bool:

@@ -1,9 +1,10 @@
 """Exported adapters in llama.cpp itself: its server beside PEFT on the base that is dequantized from the same file.
 
-llama.cpp rounds activations to eight bits where weights have four, so the two differ without any adapter; with one they
-may differ by little more. Prompts go in as token numbers; the server runs in this process (package xllamacpp) and is
-asked over HTTP, as any client would, for adapters at scales. ``pytest -m servers -s`` prints the figures. Here all
-adapters are named at the start, and a request chooses among them; loading one into a running server is not tried.
+llama.cpp rounds activations to eight bits where weights have four, so the two differ without any
+adapter; with one they may differ by little more. Prompts go in as token numbers; the server runs in
+this process (package xllamacpp) and is asked over HTTP, as any client would, for adapters at
+scales. ``pytest -m servers -s`` prints the figures. Here all adapters are named at the start, and a
+request chooses among them; loading one into a running server is not tried.
 """
 
 from __future__ import annotations
@@ -32,11 +33,19 @@ before with without seven twelve paper music science history number
 """
 PROMPTS, LENGTH, GIVEN, STEPS = 64, 8, 20, 16
 CHANGE = 0.35
-CASES = {"none": {}, "a": {"a": 1.0}, "b": {"b": 1.0}, "half of a": {"a": 0.5}, "both": {"a": 1.0, "b": 1.0}}
+CASES = {
+    "none": {},
+    "a": {"a": 1.0},
+    "b": {"b": 1.0},
+    "half of a": {"a": 0.5},
+    "both": {"a": 1.0, "b": 1.0},
+}
 GREEDY = ("none", "a", "b")
 
 
-def factors(rng: np.random.Generator, m: int, n: int, rank: int, terms: int = 2) -> tuple[list, list]:
+def factors(
+    rng: np.random.Generator, m: int, n: int, rank: int, terms: int = 2
+) -> tuple[list, list]:
     """Random B and A as short sums of two Kronecker factors each, of one size for every layer."""
     left = [rng.standard_normal((terms, m // 24, 1)), rng.standard_normal((terms, 24, rank))]
     right = [rng.standard_normal((terms, 1, n // 24)), rng.standard_normal((terms, rank, 24))]
@@ -44,20 +53,38 @@ def factors(rng: np.random.Generator, m: int, n: int, rank: int, terms: int = 2)
     return left, right
 
 
-def lsr_adapter(folder: Path, seed: int, rank_of: Callable[[int], int], dropped: tuple[str, ...] = ()) -> Path:
+def lsr_adapter(
+    folder: Path, seed: int, rank_of: Callable[[int], int], dropped: tuple[str, ...] = ()
+) -> Path:
     """An LSR directory over the attention of all blocks."""
     rng = np.random.default_rng(seed)
     sizes = {"q": (WIDTH, WIDTH), "k": (KEYS, WIDTH), "v": (KEYS, WIDTH), "o": (WIDTH, WIDTH)}
-    names = {f"model.layers.{i}.self_attn.{key}_proj": (i, *sizes[key]) for i in range(BLOCKS) for key in sizes}
-    tensors = {key: value for name, (_, m, n) in names.items() for key, value in pair(name, m, n, 1).items()}
+    names = {
+        f"model.layers.{i}.self_attn.{key}_proj": (i, *sizes[key])
+        for i in range(BLOCKS)
+        for key in sizes
+    }
+    tensors = {
+        key: value
+        for name, (_, m, n) in names.items()
+        for key, value in pair(name, m, n, 1).items()
+    }
     modules = [f"{key}_proj" for key in sizes]
-    source = open_checkpoint(directory(folder / "source", tensors, r=1, target_modules=modules, task_type="CAUSAL_LM"))
-    layers = [(name, *factors(rng, m, n, rank_of(i))) for name, (i, m, n) in names.items() if name not in dropped]
+    source = open_checkpoint(
+        directory(folder / "source", tensors, r=1, target_modules=modules, task_type="CAUSAL_LM")
+    )
+    layers = [
+        (name, *factors(rng, m, n, rank_of(i)))
+        for name, (i, m, n) in names.items()
+        if name not in dropped
+    ]
     return write_lsr(folder / "lsr", source=source, layers=layers, dropped=dropped)
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory, gguf_file: Path) -> dict[str, tuple[Path, Path]]:
+def adapters(
+    tmp_path_factory: pytest.TempPathFactory, gguf_file: Path
+) -> dict[str, tuple[Path, Path]]:
     """Name to LSR directory and GGUF file: a of rank 2, b of ranks 1 to 4 and without two of its layers."""
     folder = tmp_path_factory.mktemp("served")
     dropped = ("model.layers.3.self_attn.q_proj", "model.layers.29.self_attn.o_proj")
@@ -68,7 +95,13 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, gguf_file: Path) -> dict[
     return {
         name: (
             lsr,
-            export_lora(open_checkpoint(lsr), folder / f"{name}.gguf", to="gguf", storage="f32", base=gguf_file),
+            export_lora(
+                open_checkpoint(lsr),
+                folder / f"{name}.gguf",
+                to="gguf",
+                storage="f32",
+                base=gguf_file,
+            ),
         )
         for name, lsr in made.items()
     }
@@ -127,7 +160,9 @@ def prompts() -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def wanted(adapters: dict[str, tuple[Path, Path]], prompts: np.ndarray) -> dict[str, tuple[Any, Any, Any]]:
+def wanted(
+    adapters: dict[str, tuple[Path, Path]], prompts: np.ndarray
+) -> dict[str, tuple[Any, Any, Any]]:
     """Of each case what PEFT says: next tokens (64, 20), their log-probabilities, and greedy texts (64, 16)."""
     import torch
     from peft import PeftModel
@@ -154,8 +189,15 @@ def wanted(adapters: dict[str, tuple[Path, Path]], prompts: np.ndarray) -> dict[
             best = logits.log_softmax(-1).topk(GIVEN, dim=-1)
             texts = None
             if case in GREEDY:
-                settings = {"max_new_tokens": STEPS, "do_sample": False, "eos_token_id": end, "pad_token_id": end}
-                made = model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), **settings)
+                settings = {
+                    "max_new_tokens": STEPS,
+                    "do_sample": False,
+                    "eos_token_id": end,
+                    "pad_token_id": end,
+                }
+                made = model.generate(
+                    input_ids=tokens, attention_mask=torch.ones_like(tokens), **settings
+                )
                 texts = made[:, LENGTH:].numpy()
         found[case] = best.indices.numpy(), best.values.numpy(), texts
 
@@ -176,12 +218,19 @@ def wanted(adapters: dict[str, tuple[Path, Path]], prompts: np.ndarray) -> dict[
 
 
 @pytest.fixture(scope="module")
-def served(ask: Callable[..., Any], prompts: np.ndarray) -> dict[str, list[tuple[dict[int, float], list[int]]]]:
+def served(
+    ask: Callable[..., Any], prompts: np.ndarray
+) -> dict[str, list[tuple[dict[int, float], list[int]]]]:
     """Of each case and prompt what llama.cpp says: log-probabilities of the 400 likeliest tokens, greedy text."""
     numbers = {Path(one["path"]).stem: one["id"] for one in ask("/lora-adapters")}
     return {
         case: [
-            completion(ask, prompt, [{"id": numbers[name], "scale": scales.get(name, 0.0)} for name in numbers], steps)
+            completion(
+                ask,
+                prompt,
+                [{"id": numbers[name], "scale": scales.get(name, 0.0)} for name in numbers],
+                steps,
+            )
             for prompt in prompts
         ]
         for case, scales in CASES.items()
@@ -192,26 +241,44 @@ def served(ask: Callable[..., Any], prompts: np.ndarray) -> dict[str, list[tuple
 def completion(
     ask: Callable[..., Any], prompt: np.ndarray, lora: list[dict[str, Any]] | None, steps: int = 1
 ) -> tuple[dict[int, float], list[int]]:
-    fields = {"prompt": prompt.tolist(), "n_predict": steps, "temperature": 0, "n_probs": 400, "return_tokens": True}
+    fields = {
+        "prompt": prompt.tolist(),
+        "n_predict": steps,
+        "temperature": 0,
+        "n_probs": 400,
+        "return_tokens": True,
+    }
     fields |= {"cache_prompt": False} | ({} if lora is None else {"lora": lora})
     reply = ask("/completion", fields)
     first = reply["completion_probabilities"][0]["top_logprobs"]
     return {token["id"]: token["logprob"] for token in first}, reply["tokens"]
 
 
-def difference(wanted: tuple[Any, Any, Any], served: list[tuple[dict[int, float], list[int]]]) -> float:
+def difference(
+    wanted: tuple[Any, Any, Any], served: list[tuple[dict[int, float], list[int]]]
+) -> float:
     """Mean absolute difference of log-probabilities, over the tokens that PEFT ranks first."""
     pairs = zip(*wanted[:2], served, strict=True)
-    return float(np.mean([[abs(seen[t] - p) for t, p in zip(*row, strict=True)] for *row, (seen, _) in pairs]))
+    return float(
+        np.mean(
+            [[abs(seen[t] - p) for t, p in zip(*row, strict=True)] for *row, (seen, _) in pairs]
+        )
+    )
 
 
-def agreement(wanted: np.ndarray, served: list[tuple[dict[int, float], list[int]]]) -> tuple[float, float]:
+def agreement(
+    wanted: np.ndarray, served: list[tuple[dict[int, float], list[int]]]
+) -> tuple[float, float]:
     """Share of greedy steps with the same token, after equal ones; share of texts equal to the end."""
     steps, same, whole = 0, 0, 0
     for text, (_, tokens) in zip(wanted.tolist(), served, strict=True):
         equal = [ours == theirs for ours, theirs in zip(text, tokens, strict=False)]
         first = equal.index(False) if False in equal else len(equal)
-        steps, same, whole = steps + min(first + 1, len(equal)), same + first, whole + (first == len(equal))
+        steps, same, whole = (
+            steps + min(first + 1, len(equal)),
+            same + first,
+            whole + (first == len(equal)),
+        )
     return same / steps, whole / len(served)
 
 
@@ -224,7 +291,10 @@ def test_log_probabilities_differ_no_more_with_an_adapter_than_without(wanted, s
         for case in CASES
     }  # fmt: skip
     for case in CASES:
-        print(f"\n{case}: from PEFT {found[case]:.4f} nats, adapter's own effect {effect[case]:.3f}", end="")
+        print(
+            f"\n{case}: from PEFT {found[case]:.4f} nats, adapter's own effect {effect[case]:.3f}",
+            end="",
+        )
     for case in CASES:
         assert found[case] <= 1.2 * found["none"], case
         assert case == "none" or effect[case] > 3 * found[case], (
@@ -235,12 +305,16 @@ def test_log_probabilities_differ_no_more_with_an_adapter_than_without(wanted, s
 def test_greedy_texts_agree_as_often_with_an_adapter_as_without(wanted, served):
     found = {case: agreement(wanted[case][2], served[case]) for case in GREEDY}
     for case, (share, whole) in found.items():
-        print(f"\n{case}: {share:.1%} of greedy steps, {whole:.1%} of texts of {STEPS} tokens", end="")
+        print(
+            f"\n{case}: {share:.1%} of greedy steps, {whole:.1%} of texts of {STEPS} tokens", end=""
+        )
     for case in GREEDY:
         assert found[case][0] >= found["none"][0] - 0.05, case
 
 
-def test_an_adapter_switched_off_leaves_the_bare_base_and_one_left_out_of_a_request_is_off(ask, served, prompts):
+def test_an_adapter_switched_off_leaves_the_bare_base_and_one_left_out_of_a_request_is_off(
+    ask, served, prompts
+):
     off = [{"id": number, "scale": 0.0} for number in (0, 1)]
     assert completion(ask, prompts[0], [off[0]])[0] == served["none"][0][0]
     assert completion(ask, prompts[0], [{"id": 1, "scale": 1.0}])[0] == served["b"][0][0]
@@ -250,14 +324,27 @@ def test_an_adapter_switched_off_leaves_the_bare_base_and_one_left_out_of_a_requ
     assert completion(ask, prompts[0], None)[0] == served["a"][0][0]
 
 
-def test_a_server_that_is_asked_tells_which_adapter_acts_and_at_which_scale(address, ask, adapters, gguf_file):
+def test_a_server_that_is_asked_tells_which_adapter_acts_and_at_which_scale(
+    address, ask, adapters, gguf_file
+):
     """`verify --server`: PEFT is nearest at the scale that is set, however llama.cpp rounds."""
-    assert all(len(check_served(file, "llama.cpp", gguf_file).applied) > 100 for _, file in adapters.values())
+    assert all(
+        len(check_served(file, "llama.cpp", gguf_file).applied) > 100
+        for _, file in adapters.values()
+    )
     for scale in (1.0, 0.5):
         ask("/lora-adapters", [{"id": number, "scale": scale} for number in (0, 1)])
         found = ask_server(address, adapters["a"][0], name="a", base="smollm2")
-        print(f"\na set to {scale}: fitted {found.fitted_scale:.3f}, {found.fit:.4f} nats there, ", end="")
-        print(f"{found.misfit:.3f} without the adapter; effect {found.effect:.3f}, noise {found.noise:.1e}", end="")
+        print(
+            f"\na set to {scale}: fitted {found.fitted_scale:.3f}, {found.fit:.4f} nats there, ",
+            end="",
+        )
+        print(
+            f"{found.misfit:.3f} without the adapter; effect {found.effect:.3f}, noise {found.noise:.1e}",
+            end="",
+        )
         assert (found.acts, found.set_scale, found.scaled_right) == (True, scale, True)
-        assert found.fitted_scale == pytest.approx(scale, abs=0.15 * scale)  # measured .964 and .478
+        assert found.fitted_scale == pytest.approx(
+            scale, abs=0.15 * scale
+        )  # measured .964 and .478
         assert found.fit < found.misfit / 3

@@ -1,6 +1,7 @@
 """Our rules of vLLM and SGLang beside their own code: the parsers of their wheels, with the engines stubbed.
 
-Wheels come without dependencies from the package index that pip knows; where they cannot be had, these tests skip.
+Wheels come without dependencies from the package index that pip knows; where they cannot be had,
+these tests skip.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ pytestmark = pytest.mark.servers
 LAYERS, WIDTH = 2, 32
 SIZES = {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 32)}
 SIZES |= {"gate_proj": (48, 32), "up_proj": (48, 32), "down_proj": (32, 48)}
-PARTS = {"vllm": ("lora_model", "lora_weights", "peft_helper", "utils"), "sglang": ("lora", "lora_config", "utils")}
+PARTS = {
+    "vllm": ("lora_model", "lora_weights", "peft_helper", "utils"),
+    "sglang": ("lora", "lora_config", "utils"),
+}
 FOLDERS = {"vllm": "vllm/lora", "sglang": "sglang/srt/lora"}
 
 
@@ -68,15 +72,31 @@ class Stub(types.ModuleType):
 
 def parsers(server, version, folder):
     """The finder that gives a server's own parsers; skips where the wheel cannot be had."""
-    wanted = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", str(folder)]
-    done = subprocess.run([*wanted, f"{server}=={version}"], capture_output=True, text=True, check=False)
+    wanted = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "-d",
+        str(folder),
+    ]
+    done = subprocess.run(
+        [*wanted, f"{server}=={version}"], capture_output=True, text=True, check=False
+    )
     wheels = list(folder.glob(f"{server}-*.whl"))
     if not wheels:
         pytest.skip(f"no wheel of {server} {version}: {done.stderr.strip().splitlines()[-1:]}")
     with zipfile.ZipFile(wheels[0]) as wheel:
         wheel.extractall(folder, [f"{FOLDERS[server]}/{part}.py" for part in PARTS[server]])
     root = FOLDERS[server].replace("/", ".")
-    return Engine(server, {f"{root}.{part}": folder / FOLDERS[server] / f"{part}.py" for part in PARTS[server]})
+    return Engine(
+        server,
+        {f"{root}.{part}": folder / FOLDERS[server] / f"{part}.py" for part in PARTS[server]},
+    )
 
 
 @pytest.fixture(scope="module", params=["vllm 0.20.2", "sglang 0.5.23"])
@@ -104,7 +124,10 @@ def by_vllm():
         config.validate_legal(types.SimpleNamespace(max_lora_rank=16))
         settings = {"lora_model_id": 1, "device": "cpu", "dtype": torch.float32}
         loaded = model.from_local_checkpoint(str(folder), set(SIZES), config, **settings)
-        return {name: layer.scaling * (layer.lora_b @ layer.lora_a) for name, layer in loaded.loras.items()}
+        return {
+            name: layer.scaling * (layer.lora_b @ layer.lora_a)
+            for name, layer in loaded.loras.items()
+        }
 
     return load
 
@@ -118,7 +141,9 @@ def by_sglang():
     adapter = importlib.import_module("sglang.srt.lora.lora").LoRAAdapter
     config = importlib.import_module("sglang.srt.lora.lora_config").LoRAConfig
     utils = importlib.import_module("sglang.srt.lora.utils")
-    base = types.SimpleNamespace(num_hidden_layers=LAYERS, architectures=["LlamaForCausalLM"], model_type="llama")
+    base = types.SimpleNamespace(
+        num_hidden_layers=LAYERS, architectures=["LlamaForCausalLM"], model_type="llama"
+    )
     stacks = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
     def load(folder):
@@ -134,13 +159,18 @@ def by_sglang():
                 down, up = layer.weights[name], layer.weights[name.replace("lora_A", "lora_B")]
                 words = stacks.get(target, (target,))
                 rows = sum(SIZES[word][0] for word in words)
-                assert down.shape == (settings.r * utils.get_stacked_multiply(target), SIZES[words[0]][1])
+                assert down.shape == (
+                    settings.r * utils.get_stacked_multiply(target),
+                    SIZES[words[0]][1],
+                )
                 assert up.shape == (rows, settings.r)
                 path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
                 begin = 0
                 for k, word in enumerate(words):
                     half = down[k * settings.r : (k + 1) * settings.r]
-                    updates[path.replace(target, word)] = loaded.scaling * up[begin : begin + SIZES[word][0]] @ half
+                    updates[path.replace(target, word)] = (
+                        loaded.scaling * up[begin : begin + SIZES[word][0]] @ half
+                    )
                     begin += SIZES[word][0]
         return updates
 
@@ -150,10 +180,16 @@ def by_sglang():
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
-    config = {"model_type": "llama", "num_hidden_layers": LAYERS, "num_attention_heads": 4, "hidden_size": WIDTH}
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "hidden_size": WIDTH,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     save_file(
-        {f"{name}.weight": np.zeros(size, np.float32) for name, size in modules().items()}, folder / "m.safetensors"
+        {f"{name}.weight": np.zeros(size, np.float32) for name, size in modules().items()},
+        folder / "m.safetensors",
     )
     return folder
 
@@ -190,9 +226,19 @@ def test_the_rule_says_what_the_parser_does(server, base, tmp_path, case, profil
     ranks, without, more = (change.pop(key, {}) for key in ("ranks", "without", "more"))
     sizes = {name: size for name, size in modules().items() if not name.endswith(tuple(without))}
     sizes |= {more: (WIDTH, WIDTH)} if more else {}
-    tensors = {k: v for name, size in sizes.items() for k, v in pair(name, *size, ranks.get(name, 2)).items()}
+    tensors = {
+        k: v
+        for name, size in sizes.items()
+        for k, v in pair(name, *size, ranks.get(name, 2)).items()
+    }
     words = sorted({name.rpartition(".")[2] for name in sizes})
-    config = {"r": 2, "lora_alpha": 2, "target_modules": words, "rank_pattern": ranks, "alpha_pattern": ranks} | change
+    config = {
+        "r": 2,
+        "lora_alpha": 2,
+        "target_modules": words,
+        "rank_pattern": ranks,
+        "alpha_pattern": ranks,
+    } | change
     folder = directory(tmp_path / "lora", tensors, **config)
     if profile is not None:
         folder = export_lora(open_checkpoint(folder), tmp_path / profile, profile=profile)
@@ -206,4 +252,6 @@ def test_the_rule_says_what_the_parser_does(server, base, tmp_path, case, profil
     factors = {module.name: module.factor for module in check.applied}
     for layer in open_checkpoint(folder).layers:
         up, down = layer.load()
-        np.testing.assert_allclose(updates[layer.name], factors[layer.name] * layer.scale * (up @ down), atol=1e-5)
+        np.testing.assert_allclose(
+            updates[layer.name], factors[layer.name] * layer.scale * (up @ down), atol=1e-5
+        )

@@ -69,14 +69,19 @@ class FakeLlama:
 
     def __call__(self, path, fields):
         if path == "/lora-adapters":
-            listed = [{"id": i, "path": f"/here/{n}.gguf", "scale": s} for i, (n, s) in enumerate(self.scales.items())]
+            listed = [
+                {"id": i, "path": f"/here/{n}.gguf", "scale": s}
+                for i, (n, s) in enumerate(self.scales.items())
+            ]
             return 200, listed
         if path != "/completion":
             return 404, {"error": path}
         self.count += 1
         change = sum((one["id"] + 1) * one["scale"] for one in fields["lora"]) * self.works
         found = table(fields["prompt"], change + self.noise * math.sin(self.count))
-        top = [{"id": word, "token": f"w{word}", "logprob": value} for word, value in enumerate(found)]
+        top = [
+            {"id": word, "token": f"w{word}", "logprob": value} for word, value in enumerate(found)
+        ]
         return 200, {"completion_probabilities": [{"top_logprobs": top[: fields["n_probs"]]}]}
 
 
@@ -96,7 +101,10 @@ class FakeOpenAi:
             return 400, {"error": "unknown field"}
         adapted = fields["model"] != self.models[0]["id"]
         found = table(fields["prompt"], self.works if adapted else 0.0)[: fields["logprobs"]]
-        top = {(f"token_id:{word}" if numbers else f"w{word}"): value for word, value in enumerate(found)}
+        top = {
+            (f"token_id:{word}" if numbers else f"w{word}"): value
+            for word, value in enumerate(found)
+        }
         return 200, {"choices": [{"logprobs": {"top_logprobs": [top]}}]}
 
 
@@ -110,7 +118,12 @@ def adapter(tmp_path):
 def test_llama_cpp_tells_its_scale_and_whether_the_adapter_acts(adapter):
     with running(FakeLlama({"mine": 0.5})) as url:
         found = ask_server(url, adapter)
-    assert (found.server, found.adapter, found.set_scale, found.noise) == ("llama.cpp", "/here/mine.gguf", 0.5, 0.0)
+    assert (found.server, found.adapter, found.set_scale, found.noise) == (
+        "llama.cpp",
+        "/here/mine.gguf",
+        0.5,
+        0.0,
+    )
     assert found.acts
     assert found.effect > 0.1
     with running(FakeLlama({"mine": 1.0}, works=0.0)) as url:
@@ -133,7 +146,9 @@ def test_one_of_several_adapters_is_chosen_and_the_others_are_off(adapter):
             if len(scales) == 2:
                 second = ask_server(url, adapter, name="other").effect
                 assert ask_server(url, adapter, name="1").effect == second
-                with pytest.raises(LsrError, match="no one adapter 'third'; there are: 0 .*mine.gguf.*, 1 "):
+                with pytest.raises(
+                    LsrError, match="no one adapter 'third'; there are: 0 .*mine.gguf.*, 1 "
+                ):
                     ask_server(url, adapter, name="third")
     assert alone[1] == alone[2] < second
     with (
@@ -150,7 +165,12 @@ def test_openai_servers_have_an_adapter_as_a_model_of_its_own(adapter, plain):
     models = [{"id": "base", "parent": None}, {"id": "tuned", "parent": "base"}]
     with running(FakeOpenAi(models, plain)) as url:
         found = ask_server(url, adapter)
-    assert (found.server, found.adapter, found.set_scale, found.acts) == ("OpenAI-compatible", "tuned", None, True)
+    assert (found.server, found.adapter, found.set_scale, found.acts) == (
+        "OpenAI-compatible",
+        "tuned",
+        None,
+        True,
+    )
     with running(FakeOpenAi(models, plain, works=0.0)) as url:
         assert not ask_server(url, adapter, name="tuned").acts
     with running(FakeOpenAi(models[:1])) as url, pytest.raises(LsrError, match="names 1 models"):
@@ -186,13 +206,23 @@ def test_the_scale_that_a_server_works_at_is_fitted_beside_peft(tiny, works):
     def answer(path, fields):
         if path == "/lora-adapters":
             return 200, [{"id": 0, "path": "lora.gguf", "scale": 1.0}]
-        found = replies[works if fields["lora"][0]["scale"] else 0.0][place[tuple(fields["prompt"])]]
-        top = [{"id": token, "logprob": value} for token, value in found.items() if isinstance(token, int)]
+        found = replies[works if fields["lora"][0]["scale"] else 0.0][
+            place[tuple(fields["prompt"])]
+        ]
+        top = [
+            {"id": token, "logprob": value}
+            for token, value in found.items()
+            if isinstance(token, int)
+        ]
         return 200, {"completion_probabilities": [{"top_logprobs": top[:20]}]}
 
     with running(answer) as url:
         found = ask_server(url, folder, base=base)
-        done = lsr("verify", folder, "--server", url, "--base", base, "--json", "-") if works == 0.5 else None
+        done = (
+            lsr("verify", folder, "--server", url, "--base", base, "--json", "-")
+            if works == 0.5
+            else None
+        )
     assert found.fitted_scale == pytest.approx(works, abs=0.02)
     assert found.fit < 1e-3
     assert (found.acts, found.scaled_right) == (works > 0.0, works == 1.0)
@@ -209,7 +239,9 @@ def test_the_command_line_says_it_and_every_fault_is_one_line(adapter, tmp_path)
         prompts = tmp_path / "prompts.txt"
         prompts.write_text("one\n\ntwo\n")
         assert "on 2 prompts" in lsr("verify", adapter, "--server", url, "--text", prompts).stdout
-        with pytest.raises(CheckpointError, match="is no directory: the scale is fitted beside PEFT"):
+        with pytest.raises(
+            CheckpointError, match="is no directory: the scale is fitted beside PEFT"
+        ):
             ask_server(url, adapter, base=tmp_path)
         with pytest.raises(CheckpointError, match="no such file"):
             ask_server(url, tmp_path / "nowhere")
@@ -226,11 +258,19 @@ def test_the_command_line_says_it_and_every_fault_is_one_line(adapter, tmp_path)
 
     class Silent(FakeLlama):
         def __call__(self, path, fields):
-            return (200, {"content": "x"}) if path == "/completion" else super().__call__(path, fields)
+            return (
+                (200, {"content": "x"}) if path == "/completion" else super().__call__(path, fields)
+            )
 
-    with running(Silent({"mine": 1.0})) as url, pytest.raises(LsrError, match="no log-probabilities"):
+    with (
+        running(Silent({"mine": 1.0})) as url,
+        pytest.raises(LsrError, match="no log-probabilities"),
+    ):
         ask_server(url, adapter)
-    for address, words in [("file:///etc", "is no address"), ("http://127.0.0.1:9", "cannot be reached")]:
+    for address, words in [
+        ("file:///etc", "is no address"),
+        ("http://127.0.0.1:9", "cannot be reached"),
+    ]:
         done = lsr("verify", adapter, "--server", address)
         assert done.returncode == 2
         assert words in done.stderr

@@ -19,14 +19,20 @@ def base(tmp_path_factory):
     for name, size in SIZES.items():
         component, _, module = name.partition(".")
         (folder / component).mkdir()
-        save_file({f"{module}.weight": np.zeros(size, np.float32)}, folder / component / "model.safetensors")
+        save_file(
+            {f"{module}.weight": np.zeros(size, np.float32)},
+            folder / component / "model.safetensors",
+        )
     return folder
 
 
 def lora(path, sizes=SIZES, **others):
     held = {name: np.zeros(2, np.float32) for name in others.values()}
     for name, (m, n) in sizes.items():
-        held[f"{name}.lora_A.weight"], held[f"{name}.lora_B.weight"] = np.ones((2, n), "f4"), np.ones((m, 2), "f4")
+        held[f"{name}.lora_A.weight"], held[f"{name}.lora_B.weight"] = (
+            np.ones((2, n), "f4"),
+            np.ones((m, 2), "f4"),
+        )
     save_file(held, path)
     return path
 
@@ -38,8 +44,12 @@ def test_a_file_of_layers_alone_is_loaded_whole(base, tmp_path):
 
 
 def test_diffusers_stops_at_a_tensor_beside_the_layers(base, tmp_path):
-    check = check_served(lora(tmp_path / "lora.safetensors", other="unet.conv_in.bias"), "diffusers", base)
-    assert check.refusals == ["1 tensors are no LoRA weights (base_model.model.unet.conv_in.bias), at which it stops"]
+    check = check_served(
+        lora(tmp_path / "lora.safetensors", other="unet.conv_in.bias"), "diffusers", base
+    )
+    assert check.refusals == [
+        "1 tensors are no LoRA weights (base_model.model.unet.conv_in.bias), at which it stops"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -58,5 +68,7 @@ def test_diffusers_passes_over_a_name_and_raises_at_a_size(base, tmp_path, name,
 
 def test_kohya_is_sent_its_own_keys(base, tmp_path):
     (refusal,) = check_served(lora(tmp_path / "lora.safetensors"), "kohya", base).refusals
-    assert refusal.startswith("kohya-ss loads files of its own keys, and this is diffusers: `lsrdecomp export")
+    assert refusal.startswith(
+        "kohya-ss loads files of its own keys, and this is diffusers: `lsrdecomp export"
+    )
     assert "--to kohya" in refusal

@@ -1,6 +1,7 @@
 """Names of diffusion models' layers: beside diffusers itself, and as kohya-ss, LyCORIS and ComfyUI look them up.
 
-The last three are not installed; their rules are written down here from their sources, each named with its commit.
+The last three are not installed; their rules are written down here from their sources, each named
+with its commit.
 """
 
 import sys
@@ -36,7 +37,11 @@ def test_as_many_layers_would_apply_as_diffusers_loads(files, base, form):
     pipe = real.pipeline()
     pipe.load_lora_weights(path.parent, weight_name=path.name, adapter_name="a")
     parts = [part for model in (pipe.unet, pipe.text_encoder) for part in model.modules()]
-    loaded = [part for part in parts if "a" in getattr(part, "lora_B", {}) and part.lora_B["a"].weight.any()]
+    loaded = [
+        part
+        for part in parts
+        if "a" in getattr(part, "lora_B", {}) and part.lora_B["a"].weight.any()
+    ]
     found = check_served(path, "diffusers", base)
     assert len(found.applied) == len(found.modules) == len(loaded) > 0
 
@@ -68,9 +73,10 @@ def test_other_forms_and_other_bases_are_refused(files, base, tmp_path):
     assert (len(found.applied), len(found.ignored), found.refusals) == (0, len(layers), [])
 
 
-# What each reader looks for. Sources: kohya-ss/sd-scripts 48d368fa5577, networks/lora.py, LoRANetwork.create_modules;
-# KohakuBlueleaf/LyCORIS f49d30d67059, lycoris/kohya.py, create_network_from_weights; ComfyUI 17358c8f73b5,
-# comfy/lora.py, model_lora_keys_clip and model_lora_keys_unet, and comfy/utils.py for the names of the UNet.
+# What each reader looks for. Sources: kohya-ss/sd-scripts 48d368fa5577, networks/lora.py,
+# LoRANetwork.create_modules; KohakuBlueleaf/LyCORIS f49d30d67059, lycoris/kohya.py,
+# create_network_from_weights; ComfyUI 17358c8f73b5, comfy/lora.py, model_lora_keys_clip and
+# model_lora_keys_unet, and comfy/utils.py for the names of the UNet.
 
 
 def by_kohya(prefix, model, classes):
@@ -91,8 +97,17 @@ def by_lycoris(prefix, model):
 
 def by_comfyui(unet):
     """Text encoders by six words a layer; the UNet by every weight's diffusers path."""
-    words = ("mlp_fc1", "mlp_fc2", "self_attn_k_proj", "self_attn_q_proj", "self_attn_v_proj", "self_attn_out_proj")
-    text = {f"lora_te_text_model_encoder_layers_{layer}_{word}" for layer in range(32) for word in words}
+    words = (
+        "mlp_fc1",
+        "mlp_fc2",
+        "self_attn_k_proj",
+        "self_attn_q_proj",
+        "self_attn_v_proj",
+        "self_attn_out_proj",
+    )
+    text = {
+        f"lora_te_text_model_encoder_layers_{layer}_{word}" for layer in range(32) for word in words
+    }
     weights = {key.removesuffix(".weight") for key in unet.state_dict() if key.endswith(".weight")}
     return text | {f"lora_unet_{key.replace('.', '_')}" for key in weights}
 
@@ -116,7 +131,9 @@ def test_kohya_lycoris_and_comfyui_find_every_name_that_is_written(files, tmp_pa
     assert {name.split("_")[1] for name in written} == {"te", "unet"}
     unet_classes = ("Transformer2DModel", "ResnetBlock2D", "Downsample2D", "Upsample2D")
     text_classes = ("CLIPAttention", "CLIPSdpaAttention", "CLIPMLP")
-    assert written <= by_kohya("lora_unet", pipe.unet, unet_classes) | by_kohya("lora_te", text, text_classes)
+    assert written <= by_kohya("lora_unet", pipe.unet, unet_classes) | by_kohya(
+        "lora_te", text, text_classes
+    )
     assert written <= by_lycoris("lora_unet", pipe.unet) | by_lycoris("lora_te", text)
     assert written <= by_comfyui(pipe.unet)
 
@@ -127,5 +144,9 @@ def test_what_kohya_visits_is_what_its_rule_says(base):
     pipe = real.pipeline()
     modules = read_modules(base)
     unet_classes = ("Transformer2DModel", "ResnetBlock2D", "Downsample2D", "Upsample2D")
-    text = by_kohya("lora_te", with_level(pipe.text_encoder), ("CLIPAttention", "CLIPSdpaAttention", "CLIPMLP"))
-    assert set(_flattened(modules, _visited)) == by_kohya("lora_unet", pipe.unet, unet_classes) | text
+    text = by_kohya(
+        "lora_te", with_level(pipe.text_encoder), ("CLIPAttention", "CLIPSdpaAttention", "CLIPMLP")
+    )
+    assert (
+        set(_flattened(modules, _visited)) == by_kohya("lora_unet", pipe.unet, unet_classes) | text
+    )

@@ -28,7 +28,12 @@ CONFIG = {
     "vocab_size": 96,
     "tie_word_embeddings": True,
 }
-SIZES = {"q_proj": (WIDTH, WIDTH), "k_proj": (KEYS, WIDTH), "v_proj": (KEYS, WIDTH), "o_proj": (WIDTH, WIDTH)}
+SIZES = {
+    "q_proj": (WIDTH, WIDTH),
+    "k_proj": (KEYS, WIDTH),
+    "v_proj": (KEYS, WIDTH),
+    "o_proj": (WIDTH, WIDTH),
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +43,28 @@ def base(tmp_path_factory):
     (folder / "config.json").write_text(json.dumps(CONFIG))
     weights = {"model.embed_tokens.weight": (96, WIDTH), "model.norm.weight": (WIDTH,)}
     for layer in range(LAYERS):
-        weights |= {f"model.layers.{layer}.self_attn.{key}.weight": size for key, size in SIZES.items()}
+        weights |= {
+            f"model.layers.{layer}.self_attn.{key}.weight": size for key, size in SIZES.items()
+        }
         mlp = {"gate_proj": (48, WIDTH), "up_proj": (48, WIDTH), "down_proj": (WIDTH, 48)}
         weights |= {f"model.layers.{layer}.mlp.{key}.weight": size for key, size in mlp.items()}
-        weights |= {f"model.layers.{layer}.{key}_layernorm.weight": (WIDTH,) for key in ("input", "post_attention")}
+        weights |= {
+            f"model.layers.{layer}.{key}_layernorm.weight": (WIDTH,)
+            for key in ("input", "post_attention")
+        }
     rng = np.random.default_rng(0)
-    filled = {key: (0.1 * rng.standard_normal(size)).astype(np.float32) for key, size in weights.items()}
+    filled = {
+        key: (0.1 * rng.standard_normal(size)).astype(np.float32) for key, size in weights.items()
+    }
     save_file(filled, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def adapter(path, names=None, *, rank=2, tensors=None, **config):
     names = names or [f"model.layers.{i}.self_attn.{key}" for i in range(LAYERS) for key in SIZES]
-    held = {k: v for name in names for k, v in pair(name, *SIZES[name.rpartition(".")[2]], rank).items()}
+    held = {
+        k: v for name in names for k, v in pair(name, *SIZES[name.rpartition(".")[2]], rank).items()
+    }
     settings = {"r": rank, "target_modules": list(SIZES), "task_type": "CAUSAL_LM", **config}
     return directory(path, {**held, **(tensors or {})}, **settings)
 
@@ -63,7 +77,9 @@ def by_peft(base, folder):
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
     parts = model.base_model.model.named_modules()
     return {
-        name for name, part in parts if "default" in getattr(part, "lora_B", {}) and part.lora_B.default.weight.any()
+        name
+        for name, part in parts
+        if "default" in getattr(part, "lora_B", {}) and part.lora_B.default.weight.any()
     }
 
 
@@ -88,26 +104,40 @@ def test_layers_that_peft_gives_numbers_to_are_those_that_would_apply(base, tmp_
     found = check_served(folder, "peft", base)
     wanted = by_peft(base, folder)
     assert applied(found) == wanted
-    assert {module.name for module in found.ignored} == {x.name for x in open_checkpoint(folder).layers} - wanted
+    assert {module.name for module in found.ignored} == {
+        x.name for x in open_checkpoint(folder).layers
+    } - wanted
 
 
 def test_a_file_of_the_bare_model_serves_where_transformers_adds_the_first_word(base, tmp_path):
     """As transformers opens it for the task, so PEFT finds the names; a bare model asked for as such has its own."""
     whole = read_modules(base)
-    bare = {key.removeprefix("model."): np.zeros(size, np.float32) for key, size in whole.shapes.items()}
+    bare = {
+        key.removeprefix("model."): np.zeros(size, np.float32) for key, size in whole.shapes.items()
+    }
     del bare["lm_head"]
-    save_file({f"{key}.weight": value for key, value in bare.items()}, tmp_path / "model.safetensors")
+    save_file(
+        {f"{key}.weight": value for key, value in bare.items()}, tmp_path / "model.safetensors"
+    )
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     given = adapter(tmp_path / "a")
     assert applied(check_served(given, "peft", tmp_path)) == by_peft(tmp_path, given)
     own = adapter(tmp_path / "b", ["layers.0.self_attn.q_proj"], task_type="FEATURE_EXTRACTION")
-    assert len(check_served(own, "peft", tmp_path).applied) == len(check_served(own, "peft", base).applied) == 1
-    assert not check_served(adapter(tmp_path / "c", ["layers.0.self_attn.q_proj"]), "peft", base).applied
+    assert (
+        len(check_served(own, "peft", tmp_path).applied)
+        == len(check_served(own, "peft", base).applied)
+        == 1
+    )
+    assert not check_served(
+        adapter(tmp_path / "c", ["layers.0.self_attn.q_proj"]), "peft", base
+    ).applied
 
 
 def test_a_base_of_other_sizes_is_refused_by_peft_and_by_its_rule(base, tmp_path):
     name = "model.layers.0.self_attn.q_proj"
-    folder = directory(tmp_path / "a", pair(name, WIDTH, 48), target_modules=["q_proj"], task_type="CAUSAL_LM")
+    folder = directory(
+        tmp_path / "a", pair(name, WIDTH, 48), target_modules=["q_proj"], task_type="CAUSAL_LM"
+    )
     found = check_served(folder, "peft", base)
     assert not found.applied
     assert found.ignored[0].fault == "32 x 48, but its weight is (32, 32) in the base"
@@ -127,19 +157,33 @@ def test_names_of_a_config_alone_are_those_of_the_headers(base, tmp_path):
 def test_shards_are_found_by_their_index(base, tmp_path):
     whole = read_modules(base)
     keys = sorted(whole.shapes.keys() - {"lm_head"})
-    places = {f"{key}.weight": f"part-{position % 2}.safetensors" for position, key in enumerate(keys)}
+    places = {
+        f"{key}.weight": f"part-{position % 2}.safetensors" for position, key in enumerate(keys)
+    }
     for part in sorted(set(places.values())):
-        held = {key: np.zeros(whole.shapes[key[:-7]], np.float32) for key, place in places.items() if place == part}
+        held = {
+            key: np.zeros(whole.shapes[key[:-7]], np.float32)
+            for key, place in places.items()
+            if place == part
+        }
         save_file(held, tmp_path / part)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    assert read_modules(tmp_path).shapes == whole.shapes == read_modules(next(tmp_path.glob("*.json"))).shapes
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../part-0.safetensors"}}))
+    assert (
+        read_modules(tmp_path).shapes
+        == whole.shapes
+        == read_modules(next(tmp_path.glob("*.json"))).shapes
+    )
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "../part-0.safetensors"}})
+    )
     with pytest.raises(CheckpointError, match="outside its directory"):
         read_modules(tmp_path)
 
 
 def test_vllm_passes_over_wrong_names_and_stops_at_unknown_last_words(base, tmp_path):
-    wrong = adapter(tmp_path / "wrong", [f"model.model.layers.{i}.self_attn.q_proj" for i in range(LAYERS)])
+    wrong = adapter(
+        tmp_path / "wrong", [f"model.model.layers.{i}.self_attn.q_proj" for i in range(LAYERS)]
+    )
     found = check_served(wrong, "vllm", base)
     assert (found.refusals, len(found.applied), len(found.ignored)) == ([], 0, 2)
     assert found.ignored[0].fault.endswith("passes over it in silence")
@@ -154,10 +198,14 @@ def test_vllm_has_one_scale_for_all_layers_and_the_server_profile_bakes_it_in(ba
     folder = adapter(tmp_path / "a", lora_alpha=4, alpha_pattern={one: 12})
     found = check_served(folder, "vllm", base)
     assert len(found.applied) == 8
-    assert [(module.name, module.factor) for module in found.rescaled] == [(one, pytest.approx(1 / 3))]
+    assert [(module.name, module.factor) for module in found.rescaled] == [
+        (one, pytest.approx(1 / 3))
+    ]
     out = export_lora(open_checkpoint(folder), tmp_path / "served", profile="server")
     assert check_served(out, "vllm", base).rescaled == []
-    rooted = check_served(adapter(tmp_path / "r", rank=4, lora_alpha=8, use_rslora=True), "vllm", base)
+    rooted = check_served(
+        adapter(tmp_path / "r", rank=4, lora_alpha=8, use_rslora=True), "vllm", base
+    )
     assert rooted.rescaled == []
 
 
@@ -172,7 +220,9 @@ def test_what_vllm_refuses_as_a_whole(base, tmp_path):
     biases = {f"{PREFIX}model.layers.0.self_attn.q_proj.bias": np.zeros(WIDTH, np.float32)}
     assert "no biases" in reasons("bias", tensors=biases, bias="lora_only")
     assert "above 512" in reasons("rank", rank=600)
-    wide = check_served(adapter(tmp_path / "wide", rank=3, r=2, rank_pattern=dict.fromkeys(SIZES, 3)), "vllm", base)
+    wide = check_served(
+        adapter(tmp_path / "wide", rank=3, r=2, rank_pattern=dict.fromkeys(SIZES, 3)), "vllm", base
+    )
     assert not wide.refusals  # as vLLM 0.20.2 loads it
     assert wide.applied
     found = check_served(adapter(tmp_path / "slot", rank=24), "vllm", base)
@@ -182,25 +232,39 @@ def test_what_vllm_refuses_as_a_whole(base, tmp_path):
     factors = [rng.standard_normal((2, 8, 1)), rng.standard_normal((2, 4, 2))]
     other = [rng.standard_normal((2, 1, 8)), rng.standard_normal((2, 2, 4))]
     dropped = [layer.name for layer in given.layers if layer.name != name]
-    lsr = write_lsr(tmp_path / "lsr", source=given, layers=[(name, factors, other)], dropped=dropped)
+    lsr = write_lsr(
+        tmp_path / "lsr", source=given, layers=[(name, factors, other)], dropped=dropped
+    )
     found = check_served(lsr, "vllm", base)
     (refusal,) = found.refusals
     assert not found.applied
-    assert refusal.startswith(f"vLLM reads PEFT LoRA directories, and this is lsr: `lsrdecomp export {lsr} --profile")
+    assert refusal.startswith(
+        f"vLLM reads PEFT LoRA directories, and this is lsr: `lsrdecomp export {lsr} --profile"
+    )
     assert applied(check_served(lsr, "peft", base)) == {name}
 
 
 def test_vllm_stacks_all_experts_of_a_layer_at_one_rank(tmp_path):
     """As `PackedLoRALayerWeights.pack_moe` of vLLM 0.20.2 asserts of experts by name."""
     words = {"gate_proj": (12, WIDTH), "up_proj": (12, WIDTH), "down_proj": (WIDTH, 12)}
-    names = {f"model.layers.0.mlp.experts.{i}.{word}": size for i in range(3) for word, size in words.items()}
+    names = {
+        f"model.layers.0.mlp.experts.{i}.{word}": size
+        for i in range(3)
+        for word, size in words.items()
+    }
     weights = {f"{name}.weight": np.zeros(size, np.float32) for name, size in names.items()}
     save_file(weights, tmp_path / "base.safetensors")
 
     def refusals(name, ranks, without=None):
         sizes = {name: size for name, size in names.items() if name != without}
-        tensors = {k: v for name, size in sizes.items() for k, v in pair(name, *size, ranks.get(name, 2)).items()}
-        folder = directory(tmp_path / name, tensors, r=2, target_modules=list(words), rank_pattern=ranks)
+        tensors = {
+            k: v
+            for name, size in sizes.items()
+            for k, v in pair(name, *size, ranks.get(name, 2)).items()
+        }
+        folder = directory(
+            tmp_path / name, tensors, r=2, target_modules=list(words), rank_pattern=ranks
+        )
         return check_served(folder, "vllm", tmp_path / "base.safetensors").refusals
 
     one = "model.layers.0.mlp.experts.1.up_proj"
@@ -234,13 +298,18 @@ def test_sglang_has_one_rank_and_stacks_q_k_and_v(base, tmp_path):
     attention = "model.layers.0.self_attn."
     without_k = check("without-k", [attention + key for key in ("q_proj", "v_proj")])
     assert (without_k.refusals, len(without_k.applied)) == ([], 2)
-    for name, keys in {"without-v": ("q_proj", "k_proj"), "without-q": ("k_proj", "v_proj")}.items():
+    for name, keys in {
+        "without-v": ("q_proj", "k_proj"),
+        "without-q": ("k_proj", "v_proj"),
+    }.items():
         (reason,) = check(name, [attention + key for key in keys]).refusals
         assert "stacks q, k and v" in reason
         assert "--profile lorax" in reason
     prefixed = check("prefixed", [f"model.{attention}o_proj"])
     assert len(prefixed.applied) == 1
-    (reason,) = check("unknown", tensors=pair("model.layers.0.self_attn.query", WIDTH, WIDTH)).refusals
+    (reason,) = check(
+        "unknown", tensors=pair("model.layers.0.self_attn.query", WIDTH, WIDTH)
+    ).refusals
     assert "no layer of the base" in reason
     (reason,) = check("pattern", target_modules=r".*[qkvo]_proj").refusals
     assert reason.startswith("target_modules is a pattern")
@@ -252,8 +321,12 @@ def test_sglang_has_one_rank_and_stacks_q_k_and_v(base, tmp_path):
 
 def test_sglang_loads_the_profile_lorax_and_not_the_profile_server(base, tmp_path):
     two = {"model.layers.1.self_attn.q_proj": 1}
-    names = {f"model.layers.{i}.self_attn.{key}": SIZES[key] for i in range(LAYERS) for key in SIZES}
-    tensors = {k: v for name, size in names.items() for k, v in pair(name, *size, two.get(name, 2)).items()}
+    names = {
+        f"model.layers.{i}.self_attn.{key}": SIZES[key] for i in range(LAYERS) for key in SIZES
+    }
+    tensors = {
+        k: v for name, size in names.items() for k, v in pair(name, *size, two.get(name, 2)).items()
+    }
     folder = directory(tmp_path / "a", tensors, r=2, target_modules=list(SIZES), rank_pattern=two)
     for profile, applied_layers in {"server": 0, "lorax": 8}.items():
         out = export_lora(open_checkpoint(folder), tmp_path / profile, profile=profile)
@@ -266,7 +339,9 @@ def test_llama_cpp_takes_all_or_nothing(base, tmp_path):
     gguf = pytest.importorskip("gguf")
     folder = adapter(tmp_path / "a")
     (refusal,) = check_served(folder, "llama.cpp", base).refusals
-    assert refusal.startswith(f"llama.cpp loads GGUF files: `lsrdecomp export {folder} --to gguf --base {base} --out")
+    assert refusal.startswith(
+        f"llama.cpp loads GGUF files: `lsrdecomp export {folder} --to gguf --base {base} --out"
+    )
     out = export_lora(open_checkpoint(folder), tmp_path / "a.gguf", to="gguf", base=base)
     found = check_served(out, "llama.cpp", base)
     assert len(found.applied) == 8
@@ -278,14 +353,19 @@ def test_llama_cpp_takes_all_or_nothing(base, tmp_path):
     assert not found.applied
     assert len(found.ignored) == 4
     assert found.refusals == ["llama.cpp stops at a tensor that the base lacks"]
-    (small / "config.json").write_text(json.dumps(CONFIG | {"model_type": "qwen2", "architectures": None}))
+    (small / "config.json").write_text(
+        json.dumps(CONFIG | {"model_type": "qwen2", "architectures": None})
+    )
     assert "general.architecture" in check_served(out, "llama.cpp", small).refusals[0]
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert "general.type is None" in check_served(tmp_path / "model.gguf", "llama.cpp", base).refusals[0]
+    assert (
+        "general.type is None"
+        in check_served(tmp_path / "model.gguf", "llama.cpp", base).refusals[0]
+    )
 
 
 def test_headers_are_compared_without_torch(base, tmp_path):

@@ -1,6 +1,7 @@
 """The contract as a table: every solver a row, every property a function of a row. CONTRIBUTING.md says how to join.
 
-A row says what its solver is for; a property that does not hold for it stands in ``skips`` with the reason.
+A row says what its solver is for; a property that does not hold for it stands in ``skips`` with the
+reason.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def matrix(order: int, kind: Any = float) -> np.ndarray:
     factors = [rng.standard_normal((6, m, n)) for m, n in shape.factors]
     if kind is complex:
         factors = [factor + 1j * rng.standard_normal(factor.shape) for factor in factors]
-    return sum(0.3**k * np.kron(np.kron(factors[0][k], factors[1][k]), factors[2][k]) for k in range(6))
+    return sum(
+        0.3**k * np.kron(np.kron(factors[0][k], factors[1][k]), factors[2][k]) for k in range(6)
+    )
 
 
 def formed(approximation: Any) -> np.ndarray:
@@ -72,7 +75,9 @@ def dense_error(given: np.ndarray, solution: Any) -> float:
     return float(np.linalg.norm(given - formed(solution.approximation)) / np.linalg.norm(given))
 
 
-def solved(row: Row, order: int, given: np.ndarray | None = None, **goal: Any) -> tuple[np.ndarray, Any]:
+def solved(
+    row: Row, order: int, given: np.ndarray | None = None, **goal: Any
+) -> tuple[np.ndarray, Any]:
     given = matrix(order) if given is None else given
     return given, row.solver.solve(Dense(given), SHAPES[order], **goal)
 
@@ -93,9 +98,13 @@ def returns_what_its_record_says(row: Row, order: int) -> None:
     assert solution.approximation.separation_rank == 3
     assert solution.approximation.shape == given.shape
     if solution.relative_error is not None:
-        assert solution.relative_error == pytest.approx(dense_error(given, solution), rel=1e-9, abs=1e-15)
+        assert solution.relative_error == pytest.approx(
+            dense_error(given, solution), rel=1e-9, abs=1e-15
+        )
     if order == 2:
-        best = np.linalg.norm(np.exp(-np.arange(3, 90) / 4.0)) / np.linalg.norm(np.exp(-np.arange(90) / 4.0))
+        best = np.linalg.norm(np.exp(-np.arange(3, 90) / 4.0)) / np.linalg.norm(
+            np.exp(-np.arange(90) / 4.0)
+        )
         assert best * (1 - 1e-9) <= dense_error(given, solution) <= best * (1 + row.excess)
 
 
@@ -190,7 +199,13 @@ def a_zero_matrix_needs_no_terms(row: Row, order: int) -> None:
 
 def single_rows_and_columns_are_no_special_case(row: Row, order: int) -> None:
     rest = ((1, 1),) * (order - 2)
-    for factors in (((1, 1), (1, 12)), ((1, 3), (1, 4)), ((4, 1), (3, 1)), ((1, 1), (1, 1)), ((1, 7), (5, 1))):
+    for factors in (
+        ((1, 1), (1, 12)),
+        ((1, 3), (1, 4)),
+        ((4, 1), (3, 1)),
+        ((1, 1), (1, 1)),
+        ((1, 7), (5, 1)),
+    ):
         shape = KroneckerShape((*factors, *rest))
         given = np.random.default_rng(1).standard_normal(shape.matrix_shape)
         solution = row.solver.solve(Dense(given), shape, rank=shape.max_separation_rank)
@@ -204,7 +219,9 @@ def complex_matrices_stay_complex(row: Row, order: int) -> None:
     parts = getattr(solution.approximation, "parts", (solution.approximation,))
     assert not any(np.iscomplexobj(to_numpy(part.weights)) for part in parts)
     if order == 2:  # the same spectrum
-        assert dense_error(given, solution) == pytest.approx(dense_error(matrix(2), real), rel=4 * row.excess)
+        assert dense_error(given, solution) == pytest.approx(
+            dense_error(matrix(2), real), rel=4 * row.excess
+        )
     else:
         assert dense_error(given, solution) < 0.3
 
@@ -233,7 +250,9 @@ def works_in_every_library(row: Row, order: int, name: str, xp: ModuleType) -> N
         pytest.skip(f"{row} does not claim {name}")
     given = matrix(order)
     solution = row.solver.solve(Dense(xp.asarray(given)), SHAPES[order], rank=3)
-    assert all(type(factor) is type(xp.asarray(given)) for factor in factors_of(solution.approximation))
+    assert all(
+        type(factor) is type(xp.asarray(given)) for factor in factors_of(solution.approximation)
+    )
     here = three_terms(row.solver, order)[1]
     assert dense_error(given, solution) == pytest.approx(dense_error(given, here), rel=row.excess)
 
@@ -255,7 +274,9 @@ PAIR_SHAPE = ProductShape((6, 5), (2, 3), (4, 7))
 
 def pair(xp: Any = np) -> LowRank:
     rng = np.random.default_rng(5)
-    return LowRank(xp.asarray(rng.standard_normal((30, 4))), xp.asarray(rng.standard_normal((4, 28))))
+    return LowRank(
+        xp.asarray(rng.standard_normal((30, 4))), xp.asarray(rng.standard_normal((4, 28)))
+    )
 
 
 def formed_product(solution: Any) -> np.ndarray:

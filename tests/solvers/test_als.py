@@ -41,7 +41,9 @@ def unfold(tensor, mode):
 
 
 def khatri_rao(columns):
-    return np.stack([reduce(np.kron, [c[:, k] for c in columns]) for k in range(columns[0].shape[1])], axis=1)
+    return np.stack(
+        [reduce(np.kron, [c[:, k] for c in columns]) for k in range(columns[0].shape[1])], axis=1
+    )
 
 
 @pytest.mark.parametrize("sizes", [(4,), (3, 5), (2, 3, 4), (2, 1, 3, 2), (2, 2, 2, 2, 3)])
@@ -50,12 +52,19 @@ def test_the_dimension_tree_gives_the_products_of_their_definition(sizes, rng):
     columns = [rng.standard_normal((p, 3)) + 1j * rng.standard_normal((p, 3)) for p in sizes]
     for mode, product in enumerate(products(tensor, columns)):
         others = [c for m, c in enumerate(columns) if m != mode]
-        expected = unfold(tensor, mode) @ khatri_rao(others).conj() if others else np.stack([tensor] * 3, axis=1)
+        expected = (
+            unfold(tensor, mode) @ khatri_rao(others).conj()
+            if others
+            else np.stack([tensor] * 3, axis=1)
+        )
         np.testing.assert_allclose(product, expected, atol=1e-12)
 
 
 def test_a_sweep_uses_the_newest_factors(rng):
-    tensor, columns = rng.standard_normal((2, 3, 4)), [rng.standard_normal((p, 2)) for p in (2, 3, 4)]
+    tensor, columns = (
+        rng.standard_normal((2, 3, 4)),
+        [rng.standard_normal((p, 2)) for p in (2, 3, 4)],
+    )
     seen = []
 
     def update(mode, product):
@@ -101,7 +110,8 @@ def test_the_newton_step_descends_along_the_gradient_of_the_penalised_objective(
     best = refine(tensor, start, ridge, iterations=300)
     assert objective(best) <= objective(start)
     gradient_free = [
-        objective(CPTerms.of([c + 1e-4 * rng.standard_normal(c.shape) for c in best.balanced()])) for _ in range(20)
+        objective(CPTerms.of([c + 1e-4 * rng.standard_normal(c.shape) for c in best.balanced()]))
+        for _ in range(20)
     ]
     assert min(gradient_free) > objective(best)
 
@@ -153,7 +163,9 @@ def test_the_scale_of_the_matrix_does_not_matter():
     """Squares leave the range of double precision at the outer two."""
     shape = KroneckerShape(((2, 2), (3, 3), (4, 4)))
     targets = [Dense(problems.hilbert(24) * scale) for scale in (1.0, 1e-300, 1e300)]
-    relative = [t.residual_norm(ALS().solve(t, shape, rank=3).approximation) / t.norm for t in targets]
+    relative = [
+        t.residual_norm(ALS().solve(t, shape, rank=3).approximation) / t.norm for t in targets
+    ]
     assert relative[1:] == pytest.approx(relative[:1] * 2, rel=1e-6)
 
 
@@ -172,17 +184,25 @@ def test_a_tolerance_takes_few_terms_and_keeps_it():
 
 def test_statuses_say_how_it_ended():
     target, shape = Dense(problems.hilbert(64)), problems.square(4, 4, 4)
-    assert ALS().solve(target, shape, rank=2, atol=1e-6 * target.norm).status is Status.rank_exhausted
-    assert ALS(max_sweeps=2).solve(target, shape, atol=1e-6 * target.norm).status is Status.sweep_limit
+    assert (
+        ALS().solve(target, shape, rank=2, atol=1e-6 * target.norm).status is Status.rank_exhausted
+    )
+    assert (
+        ALS(max_sweeps=2).solve(target, shape, atol=1e-6 * target.norm).status is Status.sweep_limit
+    )
     matrix, border = problems.as_matrix(problems.border_rank_two())
-    cancelling = ALS(storage="bfloat16", ridge=0.0).solve(Dense(matrix), border, rank=2, atol=1e-3 * np.sqrt(3))
+    cancelling = ALS(storage="bfloat16", ridge=0.0).solve(
+        Dense(matrix), border, rank=2, atol=1e-3 * np.sqrt(3)
+    )
     assert cancelling.status is Status.ill_conditioned
 
 
 def test_noise_is_fitted_as_a_whole_from_several_starts():
     """A core of 2s directions loses most of it: .9483 on average, and γ of 50 to 1,300, where peers reach .9474."""
     results = [
-        decompose(np.random.default_rng(seed).standard_normal((64, 64)), problems.square(4, 4, 4), rank=4)
+        decompose(
+            np.random.default_rng(seed).standard_normal((64, 64)), problems.square(4, 4, 4), rank=4
+        )
         for seed in range(4)
     ]
     assert np.mean([result.relative_error for result in results]) < 0.9475
@@ -195,7 +215,10 @@ def test_a_condition_that_buys_nothing_is_said_in_print():
     plain = decompose(inverse, shape, rank=8, solver=ALS(initializations=1))
     assert plain.condition > 50.0
     words = 'solver=ALS(storage="bfloat16") keeps γ low'
-    assert all(words in text for text in (str(plain), plain.summary, plain._repr_html_().replace("&quot;", '"')))
+    assert all(
+        words in text
+        for text in (str(plain), plain.summary, plain._repr_html_().replace("&quot;", '"'))
+    )
     bounded = decompose(inverse, shape, rank=8, solver=ALS(storage="bfloat16", initializations=1))
     assert bounded.condition < 4.0
     assert bounded.relative_error < 1.05 * plain.relative_error
@@ -213,7 +236,9 @@ def test_the_penalty_is_what_rounding_costs():
         for _ in range(50):
             term = SeparatedMatrix.from_factors([rng.standard_normal((1, 8, 8)) for _ in range(3)])
             squares.append((term - term.round_to(storage)).norm ** 2 / term.norm**2)
-        assert math.isclose(np.sqrt(np.mean(squares)), math.sqrt(storage_ridge(storage, 3)), rel_tol=0.25)
+        assert math.isclose(
+            np.sqrt(np.mean(squares)), math.sqrt(storage_ridge(storage, 3)), rel_tol=0.25
+        )
 
 
 def test_zero_and_one_entry_matrices():
@@ -269,7 +294,9 @@ def test_an_exact_short_sum_of_many_factors_is_met_with_no_more_terms():
         result = decompose(drawn.matrix, drawn.shape, rtol=drawn.rtol)
         assert result.status is Status.converged, drawn
         assert result.separation_rank <= drawn.terms, drawn
-        assert problems.relative_error(drawn.matrix, result.approximation) <= 1.01 * drawn.rtol, drawn
+        assert problems.relative_error(drawn.matrix, result.approximation) <= 1.01 * drawn.rtol, (
+            drawn
+        )
     rng = np.random.default_rng(0)
     matrix = sum(reduce(np.kron, [rng.standard_normal((2, 2)) for _ in range(4)]) for _ in range(3))
     result = decompose(matrix, [(2, 2)] * 4, rtol=1e-9)
@@ -280,7 +307,9 @@ def test_an_exact_short_sum_of_many_factors_is_met_with_no_more_terms():
 def test_a_tight_tolerance_finds_the_d_terms_of_a_laplacian(d):
     """Growth went on from two polished terms that cancelled, and took 5, 6 and 14 terms."""
     one = problems.one_dimensional_laplacian(2)
-    laplacian = sum(reduce(np.kron, [one if i == k else np.eye(2) for i in range(d)]) for k in range(d))
+    laplacian = sum(
+        reduce(np.kron, [one if i == k else np.eye(2) for i in range(d)]) for k in range(d)
+    )
     for matrix in (problems.sum_operator(d), laplacian):
         result = decompose(matrix, problems.square(*[2] * d), rtol=1e-13)
         assert (result.status, result.separation_rank) == (Status.converged, d)
@@ -300,11 +329,15 @@ def test_as_many_terms_as_fibres_are_exact_and_no_more_are_taken(xp, rng):
         assert solution.status.met
         assert solution.approximation.separation_rank == 4
         assert target.residual_norm(solution.approximation) <= 1e-15 * target.norm
-    fewer = ALS(ridge=1e-2, initializations=1).solve(target, shape, rank=3, atol=1e-12 * target.norm)
+    fewer = ALS(ridge=1e-2, initializations=1).solve(
+        target, shape, rank=3, atol=1e-12 * target.norm
+    )
     assert fewer.status is Status.rank_exhausted
 
 
-@pytest.mark.parametrize("sizes", ["6x4,1x1,5x5", "1x1,6x4,5x5,1x1", "1x1,1x1,30x20", "2x2,3x2,1x1,5x5"])
+@pytest.mark.parametrize(
+    "sizes", ["6x4,1x1,5x5", "1x1,6x4,5x5,1x1", "1x1,1x1,30x20", "2x2,3x2,1x1,5x5"]
+)
 def test_factors_of_one_entry_cost_nothing_and_change_nothing(sizes, xp, rng):
     """A 1×1 factor made three factors of two, which took ten seconds for the SVD of a moment."""
     shape = KroneckerShape.parse(sizes)
@@ -313,7 +346,8 @@ def test_factors_of_one_entry_cost_nothing_and_change_nothing(sizes, xp, rng):
     assert full.kronecker_shape == shape
     assert full.relative_error == pytest.approx(short.relative_error, rel=1e-9, abs=1e-14)
     assert (full.condition, full.status) == (pytest.approx(short.condition), short.status)
-    # A start with phases in the 1×1 factors, and a sum of that shape as the matrix, are taken as they are.
+    # A start with phases in the 1×1 factors, and a sum of that shape as the matrix, are taken as
+    # they are.
     turned = [f * (1j if f.shape[1:] == (1, 1) else 1.0) for f in full.factors]
     start = SeparatedMatrix.from_factors(turned, full.weights)
     target = Dense(start.to_matrix())
@@ -333,7 +367,9 @@ def test_where_every_term_is_needed_the_fibres_are_taken_at_once(rng):
     assert decompose(short + 1e-5 * matrix, shape, rtol=1e-2).separation_rank == 1
 
 
-def test_where_no_sum_is_shorter_than_the_matrix_an_exact_one_is_found_without_newton_steps(monkeypatch, rng):
+def test_where_no_sum_is_shorter_than_the_matrix_an_exact_one_is_found_without_newton_steps(
+    monkeypatch, rng
+):
     """Four seconds went into 39 terms of 1,599 numbers for the 1,200 of a matrix of noise."""
     monkeypatch.setattr("lsrdecomp.solvers.cp.incremental.refine", None)
     monkeypatch.setattr("lsrdecomp.solvers.cp.incremental.CHEAP", 0)

@@ -15,7 +15,8 @@ from lsrdecomp.testing import kronecker_shapes
 
 TYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 ROUNDING = 2.0**-46
-"""Of a norm of a few hundred entries, relative to ‖M‖: what is measured, and not a bound, may err by it."""
+"""Of a norm of a few hundred entries, relative to ‖M‖: what is measured, and not a bound, may err
+by it."""
 
 
 def drawn(dtype, shape, scale, seed):
@@ -52,13 +53,20 @@ def test_neither_error_nor_bound_is_below_the_truth(dtype, shape, scale, seed, d
     optimum = np.linalg.svd(rearrange(double, shape), compute_uv=False)
     solvers = (None, SVD(), Gram(), BlockGolubKahan(block=1))
     goals = [{"rank": 1 + seed % 3, "solver": solver} for solver in solvers]
-    goals += [{"rtol": 10.0**digits, "storage": "float16", "throw": False}, {"budget": ErrorBudget(rtol=10.0**digits)}]
+    goals += [
+        {"rtol": 10.0**digits, "storage": "float16", "throw": False},
+        {"budget": ErrorBudget(rtol=10.0**digits)},
+    ]
     for goal in goals:
         record = decompose(matrix, shape, **goal)
         truth = float(exact_error(exact, record.approximation) / norm)
         if record.error_kind is ErrorKind.bounded:
             assert record.relative_error >= truth
         assert record.relative_error == pytest.approx(truth, rel=1e-9, abs=ROUNDING)
-        if record.optimality_gap is not None and record.gap_kind is ErrorKind.bounded and "rank" in goal:
+        if (
+            record.optimality_gap is not None
+            and record.gap_kind is ErrorKind.bounded
+            and "rank" in goal
+        ):
             least = math.sqrt(np.sum(optimum[record.separation_rank :] ** 2))
             assert record.relative_error <= (1.0 + record.optimality_gap) * least + 2 * ROUNDING

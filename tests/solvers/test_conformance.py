@@ -25,7 +25,11 @@ ROWS = [
     Row(solvers.ALS(storage="float64"), orders=(3,), excess=1e-2, rounding=1e-6),
     Row(solvers.TensorLyCP(), orders=(3,), libraries=("numpy",), excess=1e-2, rounding=1e-4),
 ]
-PAIR_ROWS = [PairRow(solvers.JointALS()), PairRow(solvers.JointALS(single=True)), PairRow(solvers.FactorwiseSVD())]
+PAIR_ROWS = [
+    PairRow(solvers.JointALS()),
+    PairRow(solvers.JointALS(single=True)),
+    PairRow(solvers.FactorwiseSVD()),
+]
 
 CASES = [(row, order) for row in ROWS for order in row.orders]
 
@@ -60,12 +64,16 @@ def test_callbacks_survive_a_hand_over():
     """Golub–Kahan gives up on a flat spectrum, Gram on an error at rounding: nobody who listens is left behind."""
     noise = np.random.default_rng(0).standard_normal(SHAPES[2].matrix_shape)
     seen: list[Sweep] = []
-    solution = solvers.BlockGolubKahan(tolerance=1e-9).solve(Dense(noise), SHAPES[2], rank=6, on_sweep=seen.append)
+    solution = solvers.BlockGolubKahan(tolerance=1e-9).solve(
+        Dense(noise), SHAPES[2], rank=6, on_sweep=seen.append
+    )
     events = [sweep.event for sweep in seen]
     assert tuple(seen) == solution.sweeps
     assert events[0] is Event.start
     assert events[-1] is Event.hand_over
-    assert seen[-1].relative_error == pytest.approx(conformance.dense_error(noise, solution), rel=1e-9)
+    assert seen[-1].relative_error == pytest.approx(
+        conformance.dense_error(noise, solution), rel=1e-9
+    )
 
 
 def test_decompose_numbers_the_records_of_all_its_solves(rng):
@@ -95,8 +103,8 @@ CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 def test_a_solver_written_from_contributing_alone_keeps_the_contract():
     section = CONTRIBUTING.read_text().split("## Adding a solver")[1].split("\n## ")[0]
     code = re.findall(r"```python\n(.*?)```", section, re.S)[0]
-    # Without a name its classes are of the module builtins, and dataclass leaves the builtins among themselves, where
-    # torch's compiler walks round and round
+    # Without a name its classes are of the module builtins, and dataclass leaves the builtins among
+    # themselves, where torch's compiler walks round and round
     names: dict[str, object] = {"__name__": "contributed"}
     exec(compile(code, str(CONTRIBUTING), "exec"), names)
     row = Row(names["PowerIteration"]())
@@ -107,7 +115,10 @@ def test_a_solver_written_from_contributing_alone_keeps_the_contract():
             raise AssertionError(f"{name}: {error}") from error
     result = lsr.decompose(conformance.matrix(2), SHAPES[2], rank=3, solver=row.solver)
     assert result.relative_error == pytest.approx(
-        lsr.decompose(conformance.matrix(2), SHAPES[2], rank=3, solver=solvers.SVD()).relative_error, rel=row.excess
+        lsr.decompose(
+            conformance.matrix(2), SHAPES[2], rank=3, solver=solvers.SVD()
+        ).relative_error,
+        rel=row.excess,
     )
 
 

@@ -34,7 +34,10 @@ def on_a_strict_device(value: Any, device: str | None) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(on_a_strict_device(item, device) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: on_a_strict_device(getattr(value, f.name), device) for f in fields(value)})
+        return replace(
+            value,
+            **{f.name: on_a_strict_device(getattr(value, f.name), device) for f in fields(value)},
+        )
     if not hasattr(value, "shape"):
         return value
     if device is None:
@@ -59,16 +62,25 @@ def test_another_device_finds_the_same(device, shape, ranks, kind, rng, monkeypa
     weights = None if kind == "frobenius" else [norms(rng, shape, kind) for _ in targets]
     here = JointALS(sweeps=3, tolerance=0.0)
     there = replace(here, device=device)
-    solved = [solver.solve_batch(targets, shape, ranks, weights=weights) for solver in (here, there)]
+    solved = [
+        solver.solve_batch(targets, shape, ranks, weights=weights) for solver in (here, there)
+    ]
     for one, other in zip(*solved, strict=True):
         assert other.relative_error == pytest.approx(one.relative_error, rel=1e-8)
         assert all(isinstance(factor, np.ndarray) for factor in other.product.left.factors)
-    again = there.solve_batch(targets, shape, ranks, weights=weights, starts=[one.product for one in solved[1]])
+    again = there.solve_batch(
+        targets, shape, ranks, weights=weights, starts=[one.product for one in solved[1]]
+    )
     assert again[0].relative_error <= solved[1][0].relative_error * (1.0 + 1e-12)
 
 
 def test_arrays_are_placed_wherever_they_are_nested(rng):
-    value = ([np.ones(2)], NormWeights(norms(rng, SMALL, "all eigenpairs").output, Identity(20)), 3, None)
+    value = (
+        [np.ones(2)],
+        NormWeights(norms(rng, SMALL, "all eigenpairs").output, Identity(20)),
+        3,
+        None,
+    )
     there = placed(value, "cpu")
     assert all(isinstance(array, torch.Tensor) for array in (there[0][0], there[1].output.basis))
     assert (there[1].input, *there[2:]) == (Identity(20), 3, None)
@@ -85,17 +97,25 @@ def test_a_device_that_cannot_compute_is_refused_in_one_line(device):
 
 @pytest.fixture
 def adapter(tmp_path: Path, rng) -> Path:
-    pairs = [(f"layers.{k}.q", rng.standard_normal((24, 4)), rng.standard_normal((4, 20))) for k in range(3)]
+    pairs = [
+        (f"layers.{k}.q", rng.standard_normal((24, 4)), rng.standard_normal((4, 20)))
+        for k in range(3)
+    ]
     return write_lora(tmp_path / "lora", layers=pairs, config={"base_model_name_or_path": "base"})
 
 
 @pytest.mark.parametrize(
-    "plan", [CompressionPlan(separation_rank=2), CompressionPlan(ratio=2), CompressionPlan(rtol=0.6)]
+    "plan",
+    [CompressionPlan(separation_rank=2), CompressionPlan(ratio=2), CompressionPlan(rtol=0.6)],
 )
 def test_compress_solves_on_the_device(plan, adapter, monkeypatch):
     solved_on = []
     for module in (pair, stacking):
-        monkeypatch.setattr(module, "placed", lambda value, device: solved_on.append(device) or placed(value, device))
+        monkeypatch.setattr(
+            module,
+            "placed",
+            lambda value, device: solved_on.append(device) or placed(value, device),
+        )
     search = Search(orders=(2,), rounds=0)
     checkpoint = open_checkpoint(adapter)
     with_numpy = compress(checkpoint, plan, search=search).totals
@@ -108,7 +128,17 @@ def test_compress_solves_on_the_device(plan, adapter, monkeypatch):
 
 def test_the_verb_takes_a_device(adapter, tmp_path):
     assert (
-        lsr("compress", adapter, "--separation-rank", "2", "--out", tmp_path / "out", "--device", "cpu").returncode == 0
+        lsr(
+            "compress",
+            adapter,
+            "--separation-rank",
+            "2",
+            "--out",
+            tmp_path / "out",
+            "--device",
+            "cpu",
+        ).returncode
+        == 0
     )
     assert open_checkpoint(tmp_path / "out").format == "lsr"
 

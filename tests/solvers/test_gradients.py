@@ -9,7 +9,9 @@ from lsrdecomp.solvers import ALS, SVD, BatchedKrylov, BlockGolubKahan, Gram, Te
 
 torch = pytest.importorskip("torch")
 
-SHAPE = KroneckerShape(((10, 8), (8, 12)))  # R(M) is 80 × 96: beyond the sides of which the full SVD is taken
+SHAPE = KroneckerShape(
+    ((10, 8), (8, 12))
+)  # R(M) is 80 × 96: beyond the sides of which the full SVD is taken
 RANK = 3
 
 
@@ -25,13 +27,17 @@ def along(matrix, direction, weights):
     """The derivative by central differences of the full SVD, exact to about ten digits."""
     step = 1e-5
     ahead, behind = (
-        decompose(matrix + sign * step * direction, SHAPE, rank=RANK, solver=SVD()).approximation.to_matrix()
+        decompose(
+            matrix + sign * step * direction, SHAPE, rank=RANK, solver=SVD()
+        ).approximation.to_matrix()
         for sign in (1.0, -1.0)
     )
     return float(np.sum(weights * (ahead - behind))) / (2.0 * step)
 
 
-@pytest.mark.parametrize("solver", [None, SVD(), Gram(), BlockGolubKahan(), BatchedKrylov()], ids=lambda s: str(s)[:8])
+@pytest.mark.parametrize(
+    "solver", [None, SVD(), Gram(), BlockGolubKahan(), BatchedKrylov()], ids=lambda s: str(s)[:8]
+)
 def test_gradients_agree_with_finite_differences(solver, problem):
     matrix, direction, weights = problem
     given = torch.tensor(matrix, requires_grad=True)
@@ -45,7 +51,9 @@ def test_gradients_of_a_pair_agree_with_finite_differences(problem, rng):
     _, _, weights = problem
     left, right = rng.standard_normal((80, 4)), rng.standard_normal((4, 96))
     given = torch.tensor(left, requires_grad=True)
-    formed = decompose(LowRank(given, torch.tensor(right)), SHAPE, rank=RANK).approximation.to_matrix()
+    formed = decompose(
+        LowRank(given, torch.tensor(right)), SHAPE, rank=RANK
+    ).approximation.to_matrix()
     torch.sum(torch.tensor(weights) * formed).backward()
     direction = rng.standard_normal((80, 4))
     slope = float(torch.sum(given.grad * torch.tensor(direction)))
@@ -62,7 +70,9 @@ def test_what_passes_no_gradients_refuses_them(solver):
         assert decompose(given, cube, rank=1, solver=solver).relative_error < 1e-6
 
 
-@pytest.mark.parametrize("goal", [{"budget": ErrorBudget(rtol=0.5)}, {"rank": 2, "storage": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "goal", [{"budget": ErrorBudget(rtol=0.5)}, {"rank": 2, "storage": "int8"}], ids=str
+)
 def test_codes_pass_no_gradients_and_say_so(problem, goal):
     given = torch.tensor(problem[0], requires_grad=True)
     with pytest.raises(LsrError, match="stored codes pass no gradients; pass matrix.detach()"):
@@ -86,8 +96,12 @@ def test_terms_that_are_rounding_are_refused_not_differentiated(rank):
         decompose(matrix, "9x9, 10x10", rank=rank)
 
 
-@pytest.mark.parametrize("solver", [None, SVD(), Gram(), BlockGolubKahan()], ids=lambda s: str(s)[:8])
-def test_below_the_terms_of_an_exact_sum_gradients_agree_with_finite_differences(solver, problem, rng):
+@pytest.mark.parametrize(
+    "solver", [None, SVD(), Gram(), BlockGolubKahan()], ids=lambda s: str(s)[:8]
+)
+def test_below_the_terms_of_an_exact_sum_gradients_agree_with_finite_differences(
+    solver, problem, rng
+):
     _, direction, weights = problem
     left, right = rng.standard_normal((5, 10, 8)), rng.standard_normal((5, 8, 12))
     matrix = sum(0.5**k * np.kron(left[k], right[k]) for k in range(5))

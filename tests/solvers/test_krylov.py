@@ -83,7 +83,9 @@ def begun_in_single(monkeypatch):
     begun, in_single = [], single.in_single
     monkeypatch.setattr(golub_kahan.Rearrangement, "from_random_columns", lambda *given: None)
     monkeypatch.setattr(single, "SMALLEST", 1)
-    monkeypatch.setattr(golub_kahan, "in_single", lambda *given: begun.append(given) or in_single(*given))
+    monkeypatch.setattr(
+        golub_kahan, "in_single", lambda *given: begun.append(given) or in_single(*given)
+    )
     return begun
 
 
@@ -91,7 +93,9 @@ def begun_in_single(monkeypatch):
 @pytest.mark.parametrize("rank", [1, 12])
 @pytest.mark.parametrize("tolerance", [1e-3, 1e-6])
 @pytest.mark.parametrize("name", SPECTRA)
-def test_what_begins_in_single_precision_is_within_the_gap_too(name, tolerance, rank, turned, kind, begun_in_single):
+def test_what_begins_in_single_precision_is_within_the_gap_too(
+    name, tolerance, rank, turned, kind, begun_in_single
+):
     sigma, matrix, shape = SPECTRA[name], with_spectrum(SPECTRA[name], kind), SHAPE
     if turned:  # R(M) with fewer rows than columns
         shape = KroneckerShape(SHAPE.factors[::-1])
@@ -107,10 +111,14 @@ def test_what_begins_in_single_precision_is_within_the_gap_too(name, tolerance, 
         assert error <= optimum * (1 + solution.optimality_gap) + rounding
     gram = solution.approximation.factors[0].reshape(rank, -1)
     close(gram @ gram.conj().T, np.eye(rank), 64)
-    assert solution.relative_error is None or solution.relative_error == pytest.approx(error / target.norm, rel=1e-6)
+    assert solution.relative_error is None or solution.relative_error == pytest.approx(
+        error / target.norm, rel=1e-6
+    )
 
 
-def test_single_precision_is_for_large_float64_matrices_and_loose_tolerances(begun_in_single, monkeypatch):
+def test_single_precision_is_for_large_float64_matrices_and_loose_tolerances(
+    begun_in_single, monkeypatch
+):
     matrix = with_spectrum(SPECTRA["1/k"])
     BlockGolubKahan(tolerance=1e-9).solve(Dense(matrix), SHAPE, rank=7)
     BlockGolubKahan().solve(Dense(matrix), SHAPE, atol=0.5)
@@ -127,7 +135,11 @@ def products(monkeypatch):
     taken = []
     for name in ("matmat", "rmatmat"):
         product = getattr(RearrangedDense, name)
-        counted = lambda self, x, product=product: taken.append(str(self.matrix.dtype)) or product(self, x)  # noqa: E731
+
+        def counted(self, x, product=product):
+            taken.append(str(self.matrix.dtype))
+            return product(self, x)
+
         monkeypatch.setattr(RearrangedDense, name, counted)
     return taken
 
@@ -141,12 +153,21 @@ def test_a_flat_remainder_is_not_iterated_for(remainder, single_first, products,
     target = Dense(with_spectrum(np.where(K <= 12, 1.0 / K, remainder)))
     solution = BlockGolubKahan().solve(target, SHAPE, rank=12)
     assert products.count("float64") <= (2 if single_first else 4)
-    optimum, rounding = remainder * math.sqrt(SIDE - 12), 64 * unit_roundoff("float64") * target.norm
+    optimum, rounding = (
+        remainder * math.sqrt(SIDE - 12),
+        64 * unit_roundoff("float64") * target.norm,
+    )
     assert target.residual_norm(solution.approximation) <= optimum * (1 + 1e-3) + rounding
-    assert solution.gap_kind is ErrorKind.bounded or remainder < 1e-14 or solution.optimality_gap <= 1e-3
+    assert (
+        solution.gap_kind is ErrorKind.bounded
+        or remainder < 1e-14
+        or solution.optimality_gap <= 1e-3
+    )
 
 
-def test_a_spectrum_below_the_rounding_of_single_precision_costs_two_products_there(begun_in_single, products):
+def test_a_spectrum_below_the_rounding_of_single_precision_costs_two_products_there(
+    begun_in_single, products
+):
     sigma = 0.3**K
     target = Dense(with_spectrum(sigma))
     solution = BlockGolubKahan().solve(target, SHAPE, rank=12)
@@ -160,22 +181,41 @@ def test_a_spectrum_below_the_rounding_of_single_precision_costs_two_products_th
 def test_an_estimated_gap_is_not_below_the_excess_once_it_is_small(name, rank, kind, rng):
     sigma = SPECTRA[name] / np.linalg.norm(SPECTRA[name])
     matrix = (orthogonal(rng, 300, SIDE) * sigma) @ orthogonal(rng, SIDE, SIDE).T
-    space, captured, sharper = Bidiagonal(RearrangedDense(matrix.astype(kind)), 1.0, 12, 0), [], False
+    space, captured, sharper = (
+        Bidiagonal(RearrangedDense(matrix.astype(kind)), 1.0, 12, 0),
+        [],
+        False,
+    )
     for _ in range(8):
         space.step()
         certificate = Certificate.of(space, captured)
         captured.append(certificate.captured)
         excess, _ = certificate.excess(rank)
         _, _, vh = space.triples(rank)
-        v = np.linalg.qr(vh.astype(np.float64).T)[0]  # half a step nearer than the space, known to more digits
-        error = certificate.error(rank) if kind is np.float64 else math.sqrt(1.0 - np.sum((matrix @ v) ** 2))
+        v = np.linalg.qr(vh.astype(np.float64).T)[
+            0
+        ]  # half a step nearer than the space, known to more digits
+        error = (
+            certificate.error(rank)
+            if kind is np.float64
+            else math.sqrt(1.0 - np.sum((matrix @ v) ** 2))
+        )
         if len(captured) > 2 and excess < 1e-2:
             optimum = np.linalg.norm(sigma[rank:])
-            rounding = 64 * unit_roundoff("float64") + certificate.roundoff**2 / optimum  # of vectors, squared
-            assert error <= optimum * (1.0 + excess + 1e-11) + rounding  # the optimum comes from another factorization
-            last = captured[-1][rank] - captured[-2][rank]  # no extrapolation is below what was gained last
+            rounding = (
+                64 * unit_roundoff("float64") + certificate.roundoff**2 / optimum
+            )  # of vectors, squared
+            assert (
+                error <= optimum * (1.0 + excess + 1e-11) + rounding
+            )  # the optimum comes from another factorization
+            last = (
+                captured[-1][rank] - captured[-2][rank]
+            )  # no extrapolation is below what was gained last
             sharper |= excess < 0.5 * last / (2.0 * certificate.squared_errors[rank])
-    assert sharper or name in ("cliff", "flat")  # whose values are repeated, or come to rest at once
+    assert sharper or name in (
+        "cliff",
+        "flat",
+    )  # whose values are repeated, or come to rest at once
 
 
 @pytest.mark.parametrize("rtol", [0.5, 3e-2, 1e-4, 1e-11])
@@ -244,7 +284,9 @@ def test_the_recurrence_holds_to_rounding(block, rows, columns, rank):
 def test_huge_and_tiny_norms(scale):
     plain = with_spectrum(SPECTRA["slow"])
     for solver in (BlockGolubKahan(), Gram(), SVD()):
-        expected = Dense(plain).residual_norm(solver.solve(Dense(plain), SHAPE, rank=5).approximation)
+        expected = Dense(plain).residual_norm(
+            solver.solve(Dense(plain), SHAPE, rank=5).approximation
+        )
         target = Dense(plain * scale)
         error = target.residual_norm(solver.solve(target, SHAPE, rank=5).approximation)
         assert error / scale == pytest.approx(expected, rel=1e-6)
@@ -274,7 +316,10 @@ def test_an_optimum_near_rounding_is_accepted_where_it_is_found(base, tolerance)
     solution = BlockGolubKahan(tolerance=tolerance).solve(target, SHAPE, rank=16)
     assert all(sweep.event is not Event.hand_over for sweep in solution.sweeps)
     rounding = 64 * unit_roundoff("float64") * target.norm
-    assert target.residual_norm(solution.approximation) <= np.linalg.norm(sigma[16:]) * (1 + tolerance) + rounding
+    assert (
+        target.residual_norm(solution.approximation)
+        <= np.linalg.norm(sigma[16:]) * (1 + tolerance) + rounding
+    )
     if base == 0.18:  # 4e-13 of the norm: the bound says what rounding leaves open
         assert solution.gap_kind is ErrorKind.bounded
         assert solution.optimality_gap < 0.1
@@ -283,7 +328,9 @@ def test_an_optimum_near_rounding_is_accepted_where_it_is_found(base, tolerance)
 def test_a_spectrum_of_equal_values_needs_fresh_directions():
     identity = Dense(inverse_rearrange(np.eye(300, SIDE), SHAPE))
     solution = BlockGolubKahan(block=4).solve(identity, SHAPE, rank=40)
-    assert identity.residual_norm(solution.approximation) == pytest.approx(np.sqrt(SIDE - 40), rel=1e-12)
+    assert identity.residual_norm(solution.approximation) == pytest.approx(
+        np.sqrt(SIDE - 40), rel=1e-12
+    )
 
 
 def test_every_library_takes_the_same_steps(xp):
@@ -294,7 +341,9 @@ def test_every_library_takes_the_same_steps(xp):
     assert len(ours.sweeps) == len(theirs.sweeps)
     gram = Gram().solve(Dense(xp.asarray(matrix)), SHAPE, rank=6)
     best = SVD().solve(Dense(matrix), SHAPE, rank=6)
-    close(gram.approximation.to_matrix(), best.approximation.to_matrix(), size=4 * SIDE, condition=100)
+    close(
+        gram.approximation.to_matrix(), best.approximation.to_matrix(), size=4 * SIDE, condition=100
+    )
 
 
 def test_single_precision_stays_single_and_is_certified(xp):
@@ -329,7 +378,10 @@ def test_progress_is_a_callback():
     target = Dense(with_spectrum(SPECTRA["1/√k"]))
     solution = BlockGolubKahan().solve(target, SHAPE, rank=12, on_sweep=seen.append)
     assert tuple(seen) == solution.sweeps
-    assert all(later.relative_error <= earlier.relative_error for earlier, later in itertools.pairwise(seen))
+    assert all(
+        later.relative_error <= earlier.relative_error
+        for earlier, later in itertools.pairwise(seen)
+    )
 
 
 @pytest.mark.parametrize("solver", [BlockGolubKahan(), Gram(), SVD()])
@@ -373,22 +425,33 @@ def test_integers_booleans_and_strided_views(solver, rng):
     strided = whole[::2, ::-1]
     assert not strided.flags.c_contiguous
     shape = KroneckerShape(((10, 15), (7, 18)))
-    expected = decompose(np.ascontiguousarray(strided, dtype=float), shape, rank=9, solver=solver).relative_error
-    assert decompose(strided, shape, rank=9, solver=solver).relative_error == pytest.approx(expected, rel=1e-3)
+    expected = decompose(
+        np.ascontiguousarray(strided, dtype=float), shape, rank=9, solver=solver
+    ).relative_error
+    assert decompose(strided, shape, rank=9, solver=solver).relative_error == pytest.approx(
+        expected, rel=1e-3
+    )
     assert decompose(strided > 0, shape, rank=9, solver=solver).relative_error < 1.0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
 def test_exact_terms_in_single_precision_are_as_near_as_the_matrix_was_rounded(dtype, rng):
     phases = [1, 1j, 1] if dtype == "complex64" else [1, 1, 1]
-    matrix = sum(z * np.kron(rng.standard_normal((12, 10)), rng.standard_normal((10, 11))) for z in phases)
-    krylov, svd = (decompose(matrix.astype(dtype), "12x10, 10x11", rank=3, solver=name) for name in ("krylov", "svd"))
+    matrix = sum(
+        z * np.kron(rng.standard_normal((12, 10)), rng.standard_normal((10, 11))) for z in phases
+    )
+    krylov, svd = (
+        decompose(matrix.astype(dtype), "12x10, 10x11", rank=3, solver=name)
+        for name in ("krylov", "svd")
+    )
     assert krylov.relative_error <= 1.001 * svd.relative_error < 1e-7
 
 
 @pytest.mark.parametrize("kind", ["dense", "stream", "pair", "sum", "sparse"])
 def test_exact_terms_of_other_targets_in_single_precision_end_at_rounding_too(kind, rng):
-    left, right = (rng.standard_normal((3, *sides)).astype(np.float32) for sides in ((12, 10), (10, 11)))
+    left, right = (
+        rng.standard_normal((3, *sides)).astype(np.float32) for sides in ((12, 10), (10, 11))
+    )
     formed = SeparatedMatrix.from_factors([left, right]).to_matrix()
     target, shape = {
         "dense": (formed, "12x10, 10x11"),
@@ -408,11 +471,16 @@ def test_a_gram_matrix_needs_no_full_svd_where_terms_stand_apart(base, remainder
     """Squares lose half the digits; the couplings of the terms to the residual say that nothing was lost."""
     shape = KroneckerShape(((8, 8), (9, 8)))
     left, right = (np.linalg.qr(rng.standard_normal((side, 64)))[0] for side in shape.sizes)
-    matrix = inverse_rearrange((left * np.maximum(base ** np.arange(64.0), remainder)) @ right.T, shape)
+    matrix = inverse_rearrange(
+        (left * np.maximum(base ** np.arange(64.0), remainder)) @ right.T, shape
+    )
     monkeypatch.setattr("lsrdecomp.solvers.svd.gram.SVD", None)
     solution = Gram(tolerance=1e-3).solve(Dense(matrix), shape, rank=5)
     optimum = Dense(matrix).residual_norm(SVD().solve(Dense(matrix), shape, rank=5).approximation)
-    assert solution.relative_error * np.linalg.norm(matrix) <= optimum * (1.0 + solution.optimality_gap) + 1e-14
+    assert (
+        solution.relative_error * np.linalg.norm(matrix)
+        <= optimum * (1.0 + solution.optimality_gap) + 1e-14
+    )
     assert solution.optimality_gap <= 1e-3
 
 
@@ -452,6 +520,8 @@ def test_few_terms_from_random_columns_are_as_near_as_they_say(side, name, monke
     solution = Gram(tolerance=1e-3).solve(target, shape, rank=5)
     optimum = float(np.linalg.norm(values[5:]))
     error = target.residual_norm(solution.approximation)
-    assert error == pytest.approx(solution.relative_error * target.norm, rel=1e-9, abs=1e-14 * target.norm)
+    assert error == pytest.approx(
+        solution.relative_error * target.norm, rel=1e-9, abs=1e-14 * target.norm
+    )
     assert error <= optimum * (1.0 + (solution.optimality_gap or 0.0) + 1e-12) + 1e-14 * target.norm
     assert (solution.optimality_gap or 0.0) <= 1e-3

@@ -23,7 +23,13 @@ def spectrum(rng: np.random.Generator, batch: int, p: int, q: int, sigma: np.nda
 @pytest.mark.parametrize(("p", "q"), [(90, 60), (60, 90)])
 @pytest.mark.parametrize("terms", [60, 3], ids=["full rank", "fewer terms than asked for"])
 def test_every_way_finds_the_best_truncation(
-    way: str, p: int, q: int, terms: int, xp: ModuleType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    way: str,
+    p: int,
+    q: int,
+    terms: int,
+    xp: ModuleType,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(initialization, "SMALL", 2**17 if way == "whole" else 1)
     monkeypatch.setattr(initialization, "NARROW", 8 if way == "krylov" else 512)
@@ -39,10 +45,14 @@ def test_every_way_finds_the_best_truncation(
     kept = min(rank, terms)
     for side in (np.swapaxes(u, 1, 2), vh):
         rows = side[:, :kept, :]
-        assert rows @ np.swapaxes(rows, 1, 2) == pytest.approx(np.stack([np.eye(kept)] * 2), abs=1e-9)
+        assert rows @ np.swapaxes(rows, 1, 2) == pytest.approx(
+            np.stack([np.eye(kept)] * 2), abs=1e-9
+        )
 
 
-def test_iteration_starts_near_the_best_where_the_spectrum_falls_slowly(rng: np.random.Generator) -> None:
+def test_iteration_starts_near_the_best_where_the_spectrum_falls_slowly(
+    rng: np.random.Generator,
+) -> None:
     matrices = spectrum(rng, 3, 200, 150, 1.0 / np.arange(1.0, 151.0))
     u, sigma, vh = leading_triples(matrices, 12)
     found = np.linalg.norm(matrices - (u * sigma[:, None, :]) @ vh, axis=(1, 2))
@@ -54,10 +64,16 @@ def test_iteration_starts_near_the_best_where_the_spectrum_falls_slowly(rng: np.
 @pytest.mark.parametrize("rows", [3, 40, 100])
 @pytest.mark.parametrize("batch", [(), (2,)], ids=["a matrix", "two matrices"])
 def test_blocks_of_rows_give_the_triangle_of_the_whole(
-    batch: tuple[int, ...], rows: int, xp: ModuleType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    batch: tuple[int, ...],
+    rows: int,
+    xp: ModuleType,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(arrays, "ROW_ENTRIES", 1)
-    parts = [rng.standard_normal((*batch, rows, width)) * 1e-3 ** np.arange(width) for width in (3, 1)]
+    parts = [
+        rng.standard_normal((*batch, rows, width)) * 1e-3 ** np.arange(width) for width in (3, 1)
+    ]
     whole = np.concatenate(parts, axis=-1)
     found = to_numpy(triangular_factor(*(xp.asarray(part) for part in parts)))
     exact = np.linalg.qr(whole, mode="r")
@@ -65,9 +81,13 @@ def test_blocks_of_rows_give_the_triangle_of_the_whole(
     assert np.abs(found) == pytest.approx(np.abs(exact), rel=1e-10, abs=1e-15)
 
 
-def test_a_triangle_leaves_the_columns_as_they_are(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_triangle_leaves_the_columns_as_they_are(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(arrays, "ROW_ENTRIES", 1)
-    column = rng.standard_normal((40, 1))  # blocks of it are contiguous in every order: LAPACK could work in place
+    column = rng.standard_normal(
+        (40, 1)
+    )  # blocks of it are contiguous in every order: LAPACK could work in place
     before = column.copy()
     assert abs(triangular_factor(column)[0, 0]) == pytest.approx(np.linalg.norm(before))
     assert np.array_equal(column, before)

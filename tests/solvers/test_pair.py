@@ -33,7 +33,10 @@ CUBE = ProductShape((3, 2, 2), (2, 2, 1), (2, 3, 2))
 def low_rank(rng: np.random.Generator, shape: ProductShape, rank: int, xp: Any = np) -> LowRank:
     m, n = shape.matrix_shape
     decay = 0.7 ** np.arange(rank)
-    return LowRank(xp.asarray(rng.standard_normal((m, rank)) * decay), xp.asarray(rng.standard_normal((rank, n))))
+    return LowRank(
+        xp.asarray(rng.standard_normal((m, rank)) * decay),
+        xp.asarray(rng.standard_normal((rank, n))),
+    )
 
 
 def semidefinite(rng: np.random.Generator, n: int) -> np.ndarray:
@@ -52,7 +55,9 @@ def norms(rng: np.random.Generator, shape: ProductShape, kind: str, xp: Any = np
     return NormWeights(*sides)
 
 
-def brute_force(target: LowRank, shape: ProductShape, ranks: tuple[int, int], g: np.ndarray, c: np.ndarray) -> float:
+def brute_force(
+    target: LowRank, shape: ProductShape, ranks: tuple[int, int], g: np.ndarray, c: np.ndarray
+) -> float:
     """Least error of local fits over all factors from a few random starts, with roots of the weights formed."""
     matrix = target.to_matrix()
     roots = [np.linalg.cholesky(w).T for w in (g, c)]
@@ -68,24 +73,37 @@ def brute_force(target: LowRank, shape: ProductShape, ranks: tuple[int, int], g:
         return (roots[0] @ (matrix - formed[0] @ formed[1]) @ roots[1].T).ravel()
 
     rng = np.random.default_rng(5)
-    fits = [least_squares(residual, rng.standard_normal(sum(counts)), xtol=1e-10, ftol=1e-10) for _ in range(4)]
+    fits = [
+        least_squares(residual, rng.standard_normal(sum(counts)), xtol=1e-10, ftol=1e-10)
+        for _ in range(4)
+    ]
     return min(float(np.linalg.norm(fit.fun)) for fit in fits)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_end_is_the_best_of_brute_force_fits(weighted: bool, rng: np.random.Generator) -> None:
     target = low_rank(rng, TINY, 3)
-    g, c = (semidefinite(rng, n) + 0.1 * np.eye(n) if weighted else np.eye(n) for n in TINY.matrix_shape)
+    g, c = (
+        semidefinite(rng, n) + 0.1 * np.eye(n) if weighted else np.eye(n) for n in TINY.matrix_shape
+    )
     weights = NormWeights(weight_of(g), weight_of(c))
-    found = JointALS(sweeps=2000, tolerance=1e-12).solve(target, TINY, (2, 2), weights=weights if weighted else None)
+    found = JointALS(sweeps=2000, tolerance=1e-12).solve(
+        target, TINY, (2, 2), weights=weights if weighted else None
+    )
     best = brute_force(target, TINY, (2, 2), g, c)
     assert found.error == pytest.approx(best, rel=1e-4)
-    assert weighted_residual_norm(target, found.product, weights) == pytest.approx(found.error, rel=1e-10)
+    assert weighted_residual_norm(target, found.product, weights) == pytest.approx(
+        found.error, rel=1e-10
+    )
 
 
 @pytest.mark.parametrize("kind", ["frobenius", "all eigenpairs", "low rank"])
-def test_monotone_measured_and_equal_on_every_library(kind: str, xp: ModuleType, rng: np.random.Generator) -> None:
-    shape = CUBE if xp.__name__.endswith("numpy") else SMALL  # the other libraries on the cheaper one
+def test_monotone_measured_and_equal_on_every_library(
+    kind: str, xp: ModuleType, rng: np.random.Generator
+) -> None:
+    shape = (
+        CUBE if xp.__name__.endswith("numpy") else SMALL
+    )  # the other libraries on the cheaper one
     target = low_rank(rng, shape, 5, xp)
     weights = None if kind == "frobenius" else norms(rng, shape, kind, xp)
     solution = JointALS(sweeps=6, tolerance=0.0).solve(target, shape, (3, 4), weights=weights)
@@ -95,7 +113,9 @@ def test_monotone_measured_and_equal_on_every_library(kind: str, xp: ModuleType,
     assert solution.relative_error < solution.start_error
     assert solution.relative_error == pytest.approx(steering[-1], rel=1e-9)
     measure = weights or NormWeights.frobenius(shape.matrix_shape)
-    assert weighted_residual_norm(target, solution.product, measure) == pytest.approx(solution.error, rel=1e-10)
+    assert weighted_residual_norm(target, solution.product, measure) == pytest.approx(
+        solution.error, rel=1e-10
+    )
     assert solution.product.separation_ranks == (3, 4)
     assert solution.product.product_shape == shape
 
@@ -110,7 +130,10 @@ def test_components_run_first_factor_fastest_inner_factor(rng: np.random.Generat
     """Another gauge of the same pair: the product stays, and component k stands where k = a1 + r1 a2 + r1 r2 a3."""
     left, right = rng.standard_normal((1, 7, 12)), rng.standard_normal((1, 12, 5))
     inner = (3, 2, 2)
-    turned = first_factor_fastest(left, inner), first_factor_fastest(right.transpose(0, 2, 1), inner)
+    turned = (
+        first_factor_fastest(left, inner),
+        first_factor_fastest(right.transpose(0, 2, 1), inner),
+    )
     np.testing.assert_allclose(turned[0] @ turned[1].transpose(0, 2, 1), left @ right, atol=1e-13)
     for place, (a1, a2, a3) in enumerate(np.ndindex(inner)):
         assert np.array_equal(turned[0][:, :, place], left[:, :, a1 + 3 * a2 + 6 * a3])
@@ -121,7 +144,9 @@ def _on_numpy(target: LowRank, weights: NormWeights | None) -> tuple[LowRank, No
         return LowRankPlusIdentity(to_numpy(value.basis), to_numpy(value.values), float(value.rest))
 
     pair = LowRank(to_numpy(target.left), to_numpy(target.right))
-    return pair, None if weights is None else NormWeights(moved(weights.output), moved(weights.input))
+    return pair, None if weights is None else NormWeights(
+        moved(weights.output), moved(weights.input)
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +163,9 @@ def test_formed_blocks_and_conjugate_gradients_end_at_the_same_minimum(
     monkeypatch.setattr("lsrdecomp.solvers.pair.spectral_block.LARGEST", 0)
     stepped = solver.solve(target, shape, (2, 3), weights=weights)
     assert stepped.relative_error == pytest.approx(formed.relative_error, rel=1e-6)
-    few = JointALS(sweeps=6, cg_steps=3, tolerance=0.0).solve(target, shape, (2, 3), weights=weights)
+    few = JointALS(sweeps=6, cg_steps=3, tolerance=0.0).solve(
+        target, shape, (2, 3), weights=weights
+    )
     assert np.all(np.diff([sweep.relative_error for sweep in few.sweeps]) <= 1e-12)
 
 
@@ -147,12 +174,17 @@ def test_weighted_is_frobenius_of_the_transformed_problem_where_the_weights_are_
 ) -> None:
     """Weights that split like the shape map separated products to separated products, so the optima agree."""
     target = low_rank(rng, SMALL, 5)
-    parts = [[semidefinite(rng, q) + 0.05 * np.eye(q) for q in sizes] for sizes in (SMALL.out, SMALL.into)]
+    parts = [
+        [semidefinite(rng, q) + 0.05 * np.eye(q) for q in sizes]
+        for sizes in (SMALL.out, SMALL.into)
+    ]
     weights = NormWeights(*(weight_of(np.kron(*side)) for side in parts))
     transformed = LowRank(weights.output.root(target.left), weights.input.root(target.right.T).T)
     many = JointALS(sweeps=40, tolerance=0.0, trials=0)  # trials may end in another local optimum
     weighted = many.solve(target, SMALL, (3, 3), weights=weights)
-    identity = NormWeights(*(weight_of(np.eye(size)) for size in SMALL.matrix_shape))  # starts as the other one does
+    identity = NormWeights(
+        *(weight_of(np.eye(size)) for size in SMALL.matrix_shape)
+    )  # starts as the other one does
     plain = many.solve(transformed, SMALL, (3, 3), weights=identity)
     assert weighted.norm == pytest.approx(plain.norm, rel=1e-12)
     assert weighted.relative_error == pytest.approx(plain.relative_error, rel=1e-3)
@@ -160,16 +192,22 @@ def test_weighted_is_frobenius_of_the_transformed_problem_where_the_weights_are_
 
 @settings(max_examples=12)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 5), st.integers(0, 1000))
-def test_never_worse_than_the_start_on_any_layer_of_a_batch(rank: int, s: int, t: int, seed: int) -> None:
+def test_never_worse_than_the_start_on_any_layer_of_a_batch(
+    rank: int, s: int, t: int, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
-    targets = [low_rank(rng, SMALL, rank) for _ in range(2)] + [LowRank(np.zeros((24, 1)), np.zeros((1, 20)))]
+    targets = [low_rank(rng, SMALL, rank) for _ in range(2)] + [
+        LowRank(np.zeros((24, 1)), np.zeros((1, 20)))
+    ]
     weights = [norms(rng, SMALL, "low rank") for _ in targets]
     for chosen in (None, weights):
         solutions = JointALS(sweeps=3).solve_batch(targets, SMALL, (s, t), weights=chosen)
         for solution in solutions:
             assert solution.relative_error <= solution.start_error * (1 + 1e-12) + 1e-14
             steering = [sweep.relative_error for sweep in solution.sweeps]
-            assert np.all(np.diff(steering) <= 1e-7)  # inner products resolve some √μ near an exact fit
+            assert np.all(
+                np.diff(steering) <= 1e-7
+            )  # inner products resolve some √μ near an exact fit
         assert solutions[-1].error == 0.0
 
 
@@ -206,9 +244,13 @@ def test_enough_terms_reproduce_the_target(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("kind", ["frobenius", "low rank"])
-def test_plain_low_rank_shape_reaches_the_truncated_svd(kind: str, rng: np.random.Generator) -> None:
+def test_plain_low_rank_shape_reaches_the_truncated_svd(
+    kind: str, rng: np.random.Generator
+) -> None:
     target = low_rank(rng, SMALL, 5)
-    weights = NormWeights.frobenius(target.shape) if kind == "frobenius" else norms(rng, SMALL, kind)
+    weights = (
+        NormWeights.frobenius(target.shape) if kind == "frobenius" else norms(rng, SMALL, kind)
+    )
     shape = ProductShape((target.shape[0], 1), (2, 1), (target.shape[1], 1))
     found = JointALS().solve(target, shape, 1, weights=weights)
     best = weighted_residual_norm(target, weighted_truncation(target, weights, 2), weights)
@@ -218,7 +260,10 @@ def test_plain_low_rank_shape_reaches_the_truncated_svd(kind: str, rng: np.rando
 def test_the_gauge_of_the_checkpoint_does_not_matter(rng: np.random.Generator) -> None:
     target, mixed = low_rank(rng, SMALL, 4), rng.standard_normal((4, 4))
     other = LowRank(target.left @ mixed, np.linalg.solve(mixed, target.right))
-    errors = [JointALS(sweeps=5, tolerance=0.0).solve(pair, SMALL, 3).relative_error for pair in (target, other)]
+    errors = [
+        JointALS(sweeps=5, tolerance=0.0).solve(pair, SMALL, 3).relative_error
+        for pair in (target, other)
+    ]
     assert errors[0] == pytest.approx(errors[1], rel=1e-8)
 
 
@@ -237,7 +282,9 @@ def test_callbacks_and_status_say_how_it_went(rng: np.random.Generator) -> None:
     short = JointALS(sweeps=2, tolerance=0.0).solve(target, SMALL, 2, on_sweep=seen.append)
     assert [sweep.index for sweep in seen] == [1, 2]
     assert short.status is Status.sweep_limit
-    assert JointALS(sweeps=500, tolerance=1e-4).solve(target, SMALL, 2).status is Status.rank_reached
+    assert (
+        JointALS(sweeps=500, tolerance=1e-4).solve(target, SMALL, 2).status is Status.rank_reached
+    )
 
 
 def test_canonical_form_is_exact_and_has_condition_one(rng: np.random.Generator) -> None:
@@ -257,7 +304,9 @@ def test_contradictions_are_named(rng: np.random.Generator) -> None:
     with pytest.raises(ShapeError, match="must be positive, got 0 and 2"):
         JointALS().solve(target, SMALL, (0, 2))
     with pytest.raises(ShapeError, match="1 norms for 2 targets"):
-        JointALS().solve_batch([target, target], SMALL, 2, weights=[NormWeights.frobenius(target.shape)])
+        JointALS().solve_batch(
+            [target, target], SMALL, 2, weights=[NormWeights.frobenius(target.shape)]
+        )
     with pytest.raises(ShapeError, match="24 \\(output\\) and 24 \\(input\\)"):
         JointALS().solve(target, SMALL, 2, weights=NormWeights(Identity(24), Identity(24)))
     with pytest.raises(PrecisionError, match="complex"):
@@ -276,7 +325,8 @@ def test_single_precision_comes_to_the_same_place(rng: np.random.Generator, xp: 
     shape = ProductShape((16, 8), (2, 2), (12, 10))
     targets = [low_rank(rng, shape, 4, xp) for _ in range(2)]
     exact, quick = (
-        JointALS(tolerance=1e-6, single=single).solve_batch(targets, shape, (4, 4)) for single in (False, True)
+        JointALS(tolerance=1e-6, single=single).solve_batch(targets, shape, (4, 4))
+        for single in (False, True)
     )
     for target, one, other in zip(targets, exact, quick, strict=True):
         assert other.relative_error == pytest.approx(one.relative_error, rel=1e-3)
@@ -286,14 +336,18 @@ def test_single_precision_comes_to_the_same_place(rng: np.random.Generator, xp: 
 
 
 @pytest.mark.parametrize("scale", [1e-200, 1e-20, 1.0, 1e20, 1e150])
-def test_single_precision_gives_way_where_it_sees_too_little(scale: float, rng: np.random.Generator) -> None:
+def test_single_precision_gives_way_where_it_sees_too_little(
+    scale: float, rng: np.random.Generator
+) -> None:
     target = low_rank(rng, SMALL, 4)
     target = LowRank(scale * target.left, target.right)
     near = JointALS(single=True).solve(target, SMALL, SMALL.left.max_separation_rank)
     assert near.relative_error <= 1e-14
     zero = JointALS(single=True).solve(LowRank(0.0 * target.left, target.right), SMALL, 2)
     assert zero.relative_error == 0.0
-    far, exact = (JointALS(single=single, tolerance=1e-6).solve(target, SMALL, 2) for single in (True, False))
+    far, exact = (
+        JointALS(single=single, tolerance=1e-6).solve(target, SMALL, 2) for single in (True, False)
+    )
     assert far.relative_error == pytest.approx(exact.relative_error, rel=1e-3)
 
 

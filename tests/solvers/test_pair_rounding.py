@@ -27,12 +27,18 @@ def in_int4(candidate: Lsr) -> Lsr:
 
 
 def norm_of(rng: np.random.Generator, shape: ProductShape, kind: str) -> NormWeights:
-    return NormWeights.frobenius(shape.matrix_shape) if kind == "frobenius" else norms(rng, shape, kind)
+    return (
+        NormWeights.frobenius(shape.matrix_shape)
+        if kind == "frobenius"
+        else norms(rng, shape, kind)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("bits", "shape"), [(3, SMALL), (4, CUBE)])
-def test_solving_takes_back_most_of_what_rounding_loses(bits: int, shape: ProductShape, kind: str) -> None:
+def test_solving_takes_back_most_of_what_rounding_loses(
+    bits: int, shape: ProductShape, kind: str
+) -> None:
     lost = []
     for seed in range(3):
         rng = np.random.default_rng(seed)
@@ -58,18 +64,28 @@ def test_codes_are_found_again(rng: np.random.Generator) -> None:
     target = LowRank(*exact.to_lora())
     out, into = quantize_sequentially(target, exact, 4)
     coded = SeparatedProduct(
-        *(SeparatedMatrix.from_factors([c.astype(float) for c in codes], scales) for codes, scales in (out, into))
+        *(
+            SeparatedMatrix.from_factors([c.astype(float) for c in codes], scales)
+            for codes, scales in (out, into)
+        )
     )
     assert target.residual_norm(coded) <= 1e-10 * target.norm
 
 
 def test_a_layer_takes_the_nearer_of_both(rng: np.random.Generator) -> None:
     layer = Layer.of("layer", low_rank(rng, SMALL, 4), norms(rng, SMALL, "all eigenpairs"))
-    candidate = in_int4(lsr_candidate(JointALS().solve(layer.pair, SMALL, 3, weights=layer.norms), SpillCache()))
-    plain, solved = quantized_product(candidate.product(), 4), materialize(layer, candidate, SpillCache())
+    candidate = in_int4(
+        lsr_candidate(JointALS().solve(layer.pair, SMALL, 3, weights=layer.norms), SpillCache())
+    )
+    plain, solved = (
+        quantized_product(candidate.product(), 4),
+        materialize(layer, candidate, SpillCache()),
+    )
     assert solved.candidate.squared_error < layer.squared_error(plain.dequantized())
     assert solved.candidate.bytes == plain.bytes
-    assert solved.candidate.squared_error == pytest.approx(layer.squared_error(solved.form), rel=1e-12)
+    assert solved.candidate.squared_error == pytest.approx(
+        layer.squared_error(solved.form), rel=1e-12
+    )
     assert solved.stored().storage == solved.candidate.storage == "int4"
 
 

@@ -16,7 +16,9 @@ from lsrdecomp.solvers.cp.regularized import MEASURED_ROUNDING
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.targets.base import Dense
 
-TABLE = [pytest.param(p, id=str(p), marks=[pytest.mark.slow] if p.slow else []) for p in problems.table()]
+TABLE = [
+    pytest.param(p, id=str(p), marks=[pytest.mark.slow] if p.slow else []) for p in problems.table()
+]
 
 
 def solve(matrix, shape, rank, solver):
@@ -41,10 +43,14 @@ def terms_of_a_kernel(name):
 def test_the_terms_of_a_kernel_leave_its_known_errors(name):
     for rank, error in problems.KERNELS[name][1].items():  # of two digits
         shorter = terms_of_a_kernel(name).truncate(rank)
-        assert problems.relative_error(problems.kernel(name), shorter) == pytest.approx(error, rel=0.05)
+        assert problems.relative_error(problems.kernel(name), shorter) == pytest.approx(
+            error, rel=0.05
+        )
 
 
-@pytest.mark.parametrize(("name", "matrix", "rank"), problems.exact_ranks(), ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(
+    ("name", "matrix", "rank"), problems.exact_ranks(), ids=lambda value: str(value)[:30]
+)
 def test_exact_separation_ranks(name, matrix, rank):
     shape = problems.square(8, 8)
     sigma = np.linalg.svd(problems.rearranged(matrix, shape), compute_uv=False)
@@ -52,12 +58,22 @@ def test_exact_separation_ranks(name, matrix, rank):
     assert problems.relative_error(matrix, solve(matrix, shape, rank, SVD())) < 1e-14 * 64
 
 
-@pytest.mark.parametrize("psf", [problems.disk_psf(6), problems.gaussian_psf(4, 2.0, 2.0)], ids=["disk", "round"])
+@pytest.mark.parametrize(
+    "psf", [problems.disk_psf(6), problems.gaussian_psf(4, 2.0, 2.0)], ids=["disk", "round"]
+)
 def test_a_blur_has_the_separation_rank_of_its_point_spread_function(psf):
     matrix, rank = problems.blur(16, psf), np.linalg.matrix_rank(psf)
-    assert problems.relative_error(matrix, solve(matrix, problems.square(16, 16), int(rank), SVD())) < 1e-13
+    assert (
+        problems.relative_error(matrix, solve(matrix, problems.square(16, 16), int(rank), SVD()))
+        < 1e-13
+    )
     if rank > 1:
-        assert problems.relative_error(matrix, solve(matrix, problems.square(16, 16), int(rank) - 1, SVD())) > 1e-6
+        assert (
+            problems.relative_error(
+                matrix, solve(matrix, problems.square(16, 16), int(rank) - 1, SVD())
+            )
+            > 1e-6
+        )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +81,11 @@ def test_a_blur_has_the_separation_rank_of_its_point_spread_function(psf):
     [
         *((3, storage) for storage in ("bfloat16", "float16", "float32")),
         (4, "bfloat16"),
-        *(pytest.param(d, s, marks=pytest.mark.slow) for d in (6, 8, 10) for s in ("bfloat16", "float16", "float32")),
+        *(
+            pytest.param(d, s, marks=pytest.mark.slow)
+            for d in (6, 8, 10)
+            for s in ("bfloat16", "float16", "float32")
+        ),
     ],
 )
 def test_two_terms_for_a_sum_operator_reach_the_optimal_central_difference(d, storage):
@@ -93,7 +113,9 @@ def test_border_rank_costs_what_the_theory_says(storage, expected):
     matrix, shape = problems.as_matrix(problems.border_rank_two())
     approximation = solve(matrix, shape, 2, ALS(storage=storage))
     rounding = MEASURED_ROUNDING * math.sqrt(3) * unit_roundoff(storage)
-    total = math.hypot(problems.relative_error(matrix, approximation), rounding * approximation.condition)
+    total = math.hypot(
+        problems.relative_error(matrix, approximation), rounding * approximation.condition
+    )
     assert math.isclose(total, expected, rel_tol=0.02)
 
 
@@ -105,17 +127,30 @@ def test_without_a_penalty_the_condition_of_a_border_rank_problem_runs_away():
 
 def test_strassen_is_found_from_near_it_and_from_a_random_start(rng):
     matrix, shape = problems.as_matrix(problems.matrix_multiplication())
-    exact = [mode.reshape(7, *pair) for mode, pair in zip(problems.strassen(), shape.factors, strict=True)]
+    exact = [
+        mode.reshape(7, *pair)
+        for mode, pair in zip(problems.strassen(), shape.factors, strict=True)
+    ]
     assert problems.relative_error(matrix, SeparatedMatrix.from_factors(exact)) < 1e-14
-    near = SeparatedMatrix.from_factors([mode + 0.05 * rng.standard_normal(mode.shape) for mode in exact])
-    assert problems.relative_error(matrix, decompose(matrix, shape, rank=7, init=near).approximation) < 1e-10
-    errors = (problems.relative_error(matrix, solve(matrix, shape, 7, ALS(seed=seed))) for seed in range(6))
+    near = SeparatedMatrix.from_factors(
+        [mode + 0.05 * rng.standard_normal(mode.shape) for mode in exact]
+    )
+    assert (
+        problems.relative_error(matrix, decompose(matrix, shape, rank=7, init=near).approximation)
+        < 1e-10
+    )
+    errors = (
+        problems.relative_error(matrix, solve(matrix, shape, 7, ALS(seed=seed)))
+        for seed in range(6)
+    )
     assert any(error < 1e-10 for error in errors)  # of thirty seeds twenty-eight do
 
 
 def test_six_terms_of_matrix_multiplication_stop_at_the_known_floor():
     matrix, shape = problems.as_matrix(problems.matrix_multiplication())
-    assert math.isclose(problems.relative_error(matrix, solve(matrix, shape, 6, ALS())), 0.35355, rel_tol=1e-3)
+    assert math.isclose(
+        problems.relative_error(matrix, solve(matrix, shape, 6, ALS())), 0.35355, rel_tol=1e-3
+    )
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -128,14 +163,19 @@ def test_the_exponential_kernel_from_every_seed(seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_the_exponential_kernel_of_4096_from_every_seed(seed):
     matrix, shape = problems.exponential_kernel(4096, 400.0), problems.square(16, 16, 16)
-    assert problems.relative_error(matrix, solve(matrix, shape, 8, ALS(seed=seed, initializations=1))) <= 3e-5
+    assert (
+        problems.relative_error(matrix, solve(matrix, shape, 8, ALS(seed=seed, initializations=1)))
+        <= 3e-5
+    )
 
 
 @pytest.mark.slow
 def test_the_variable_coefficient_inverse_of_4096_in_three_factors():
     """A guard against getting worse: the bound lies just above what was measured (4.72e-3)."""
     matrix = problems.variable_coefficient_inverse(4096)
-    approximation = solve(matrix, problems.square(16, 16, 16), 8, ALS(storage="float16", initializations=1))
+    approximation = solve(
+        matrix, problems.square(16, 16, 16), 8, ALS(storage="float16", initializations=1)
+    )
     assert problems.relative_error(matrix, approximation.round_to("float16")) <= 4.9e-3
     assert approximation.condition <= 3.0
 
@@ -144,7 +184,9 @@ def test_the_variable_coefficient_inverse_of_4096_in_three_factors():
 def test_the_variable_coefficient_inverse_of_4096_in_four_factors_as_stored():
     """A guard against getting worse: the bound lies just above what was measured (6.09e-3)."""
     matrix = problems.variable_coefficient_inverse(4096)
-    approximation = solve(matrix, problems.square(8, 8, 8, 8), 16, ALS(storage="float16", initializations=1))
+    approximation = solve(
+        matrix, problems.square(8, 8, 8, 8), 16, ALS(storage="float16", initializations=1)
+    )
     assert problems.relative_error(matrix, approximation.round_to("float16")) <= 6.3e-3
     assert approximation.condition <= 3.0
 

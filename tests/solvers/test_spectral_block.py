@@ -21,7 +21,9 @@ LAYERS, PAIRS = 3, 5
 def weight(rng: np.random.Generator):
     def made(size: int) -> LowRankPlusIdentity:
         basis = np.linalg.qr(rng.standard_normal((LAYERS, size, PAIRS)))[0]
-        return LowRankPlusIdentity(basis, 1.0 + rng.random((LAYERS, PAIRS)), np.array([0.1, 0.2, 0.3]))
+        return LowRankPlusIdentity(
+            basis, 1.0 + rng.random((LAYERS, PAIRS)), np.array([0.1, 0.2, 0.3])
+        )
 
     return made
 
@@ -31,7 +33,11 @@ def _formed(weight: LowRankPlusIdentity) -> np.ndarray:
 
 
 def _normal_matrix(
-    weight: LowRankPlusIdentity, shape: KroneckerShape, stacks: list[np.ndarray], i: int, gram: np.ndarray
+    weight: LowRankPlusIdentity,
+    shape: KroneckerShape,
+    stacks: list[np.ndarray],
+    i: int,
+    gram: np.ndarray,
 ) -> np.ndarray:
     """⟨X_e, W X_f H⟩ of the sides X that single entries of block i make."""
     sides = []
@@ -45,7 +51,13 @@ def _normal_matrix(
 
 @pytest.mark.parametrize(
     ("rows", "columns", "terms"),
-    [((3, 4), (1, 1), 2), ((3, 4), (2, 3), 2), ((6, 4), (2, 1), 1), ((6, 4), (1, 2), 3), ((3, 4, 5), (2, 1, 3), 3)],
+    [
+        ((3, 4), (1, 1), 2),
+        ((3, 4), (2, 3), 2),
+        ((6, 4), (2, 1), 1),
+        ((6, 4), (1, 2), 3),
+        ((3, 4, 5), (2, 1, 3), 3),
+    ],
 )
 def test_formed_and_applied_it_is_the_normal_matrix_of_the_whole_weight(
     rows: tuple[int, ...], columns: tuple[int, ...], terms: int, weight, rng: np.random.Generator
@@ -78,13 +90,21 @@ def test_what_it_says_of_the_side_in_the_eigenpairs_is_so(
     gram = np.broadcast_to(np.eye(rank), (LAYERS, rank, rank))
     block = SpectralBlock.of(w, basis_for(w, rows, place), shape, stacks, place, gram)
     wanted = w.basis.swapaxes(-1, -2) @ summed(stacks, shape)
-    assert np.allclose(block.inside(stacks[place]), wanted, rtol=1e-11, atol=1e-11 * np.abs(wanted).max())
+    assert np.allclose(
+        block.inside(stacks[place]), wanted, rtol=1e-11, atol=1e-11 * np.abs(wanted).max()
+    )
 
 
 @pytest.mark.parametrize("rows", [(3, 4), (12, 1), (3, 2, 2)])
-def test_partial_traces_are_those_of_the_whole_weight(rows: tuple[int, ...], weight, rng: np.random.Generator) -> None:
+def test_partial_traces_are_those_of_the_whole_weight(
+    rows: tuple[int, ...], weight, rng: np.random.Generator
+) -> None:
     w, like = weight(12), rng.standard_normal((LAYERS, 12, 1))
-    found, tensor, d = PartialTraces.of(w, rows, like), _formed(w).reshape(LAYERS, *rows, *rows), len(rows)
+    found, tensor, d = (
+        PartialTraces.of(w, rows, like),
+        _formed(w).reshape(LAYERS, *rows, *rows),
+        len(rows),
+    )
     assert np.allclose(12 * found.mean, np.trace(_formed(w), axis1=1, axis2=2), rtol=1e-12)
     for i, (size, part) in enumerate(zip(rows, found.parts, strict=True)):
         others = [axis + 1 for axis in range(d) if axis != i]
@@ -115,7 +135,10 @@ def test_a_sweep_tells_its_error_exactly(weight, rng: np.random.Generator) -> No
     pair = rng.standard_normal((LAYERS, 12, 3)), rng.standard_normal((LAYERS, 3, 20))
     triangles = np.linalg.qr(pair[0])[1], np.linalg.qr(pair[1].swapaxes(1, 2))[1]
     targets = WeightedTargets.of_arrays(pair, triangles, NormWeights(weight(12), weight(20)))
-    for shape in (ProductShape((3, 4), (2, 1), (4, 5)), ProductShape((3, 2, 2), (1, 2, 1), (5, 2, 2))):
+    for shape in (
+        ProductShape((3, 4), (2, 1), (4, 5)),
+        ProductShape((3, 2, 2), (1, 2, 1), (5, 2, 2)),
+    ):
         problem = PairProblem.of(targets, shape, 4)
         swept = problem.sweep(problem.state(problem.starts((2, 2), 1)[0]))
         assert np.allclose(swept.error, problem.state(swept.pair).error, rtol=1e-10)

@@ -31,7 +31,9 @@ def with_spectrum(sigma, rng):
 
 def a_batch(rng):
     spectra = [1.0 / K, np.exp(-K / 4.0), np.exp(-K / 30.0), K**-0.5, np.where(K <= 20, 1.0, 0.1)]
-    return np.stack([with_spectrum(sigma, rng) for sigma in spectra] + [rng.standard_normal(SHAPE.matrix_shape)])
+    return np.stack(
+        [with_spectrum(sigma, rng) for sigma in spectra] + [rng.standard_normal(SHAPE.matrix_shape)]
+    )
 
 
 def in_numpy(matrix):
@@ -88,7 +90,10 @@ def test_single_precision_stays_single_in_common_steps(rng):
     solutions = BatchedKrylov().solve_batch(batch, SHAPE, rank=6)
     check(batch, solutions, 6, 2e-4)
     kinds = [solution.approximation.dtype for solution in solutions]
-    alone = (1, 4)  # exp(-k/4) falls fast; which six of twenty equal values are the leading ones is never settled
+    alone = (
+        1,
+        4,
+    )  # exp(-k/4) falls fast; which six of twenty equal values are the leading ones is never settled
     assert kinds == [np.float64 if i in alone else np.float32 for i in range(6)]
 
 
@@ -96,7 +101,11 @@ def test_every_library_agrees(xp, rng):
     batch = a_batch(rng)
     theirs = BatchedKrylov().solve_batch(batch, SHAPE, rank=3)
     ours = BatchedKrylov().solve_batch(xp.asarray(batch), SHAPE, rank=3)
-    for i in (0, 1, 2):  # the others have repeated or close singular values, and so many best answers
+    for i in (
+        0,
+        1,
+        2,
+    ):  # the others have repeated or close singular values, and so many best answers
         ours_formed = ours[i].approximation.to_matrix()
         close(ours_formed, theirs[i].approximation.to_matrix(), size=1000, dtype="float32")
     check(batch, [Solution(in_numpy(o.approximation), o.status) for o in ours], 3, 1e-4)
@@ -115,14 +124,18 @@ def test_chunks_do_not_change_the_answer(monkeypatch, rng):
 def test_a_rank_near_the_size_of_the_rearrangement(rng):
     batch = rng.standard_normal((3, 6, 8))
     shape = KroneckerShape(((3, 2), (2, 4)))
-    for matrix, solution in zip(batch, BatchedKrylov().solve_batch(batch, shape, rank=9), strict=True):
+    for matrix, solution in zip(
+        batch, BatchedKrylov().solve_batch(batch, shape, rank=9), strict=True
+    ):
         assert Dense(matrix).residual_norm(solution.approximation) <= 1e-13
 
 
 def test_small_matrices_go_through_one_svd(xp, rng):
     shape = KroneckerShape(((3, 2), (4, 5)))
     few = np.zeros((2, 3, 4, 2, 5))
-    few[1] = np.einsum("ab,cd->abcd", rng.standard_normal((3, 2)), rng.standard_normal((4, 5))).transpose(0, 2, 1, 3)
+    few[1] = np.einsum(
+        "ab,cd->abcd", rng.standard_normal((3, 2)), rng.standard_normal((4, 5))
+    ).transpose(0, 2, 1, 3)
     batch = np.concatenate([rng.standard_normal((2, 12, 10)), few.reshape(2, 12, 10)])
     found = BatchedKrylov().solve_batch(xp.asarray(batch), shape, rank=3)
     assert [one.approximation.separation_rank for one in found] == [3, 3, 0, 1]
@@ -145,7 +158,10 @@ def test_what_a_common_space_leaves_open_takes_its_gram_matrix(monkeypatch, rng)
     batch = np.stack([with_spectrum(np.exp(-K / 30.0), rng), *flat])
     solutions = BatchedKrylov().solve_batch(batch, SHAPE, rank=6)
     check(batch, solutions, 6, 1e-3)
-    assert [any(sweep.event is Event.hand_over for sweep in one.sweeps) for one in solutions] == [False, *[True] * 3]
+    assert [any(sweep.event is Event.hand_over for sweep in one.sweeps) for one in solutions] == [
+        False,
+        *[True] * 3,
+    ]
 
 
 def test_bad_batches_are_refused(rng):

@@ -31,7 +31,9 @@ class VectorsOnly:
 
 
 def stream(matrix, height):
-    return RowStream(lambda: (matrix[i : i + height] for i in range(0, len(matrix), height)), matrix.shape)
+    return RowStream(
+        lambda: (matrix[i : i + height] for i in range(0, len(matrix), height)), matrix.shape
+    )
 
 
 KINDS = {
@@ -41,7 +43,9 @@ KINDS = {
     "vectors only": lambda matrix, height: as_target(VectorsOnly(matrix)),
     "stream": stream,
     "slices": lambda matrix, height: RowStream.of(matrix, height),
-    "one term": lambda matrix, height: as_target(SeparatedMatrix.from_factors([matrix[None], np.ones((1, 1, 1))])),
+    "one term": lambda matrix, height: as_target(
+        SeparatedMatrix.from_factors([matrix[None], np.ones((1, 1, 1))])
+    ),
 }
 
 
@@ -62,7 +66,9 @@ def agree(target, matrix, shape, size=64):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(kronecker_shapes(order=2, max_entries=600), st.integers(1, 9), st.booleans(), st.integers(0, 99))
+@given(
+    kronecker_shapes(order=2, max_entries=600), st.integers(1, 9), st.booleans(), st.integers(0, 99)
+)
 def test_every_kind_of_target_agrees_with_the_dense_one(kind, shape, height, is_complex, seed):
     rng = np.random.default_rng(seed)
     matrix = rng.standard_normal(shape.matrix_shape) * (rng.random(shape.matrix_shape) < 0.7)
@@ -81,8 +87,12 @@ def test_a_sum_of_kronecker_products_in_its_own_and_in_any_other_shape(matrix, d
         return
     cut = data.draw(st.integers(1, max(given_shape.order - 1, 1)))
     sides = given_shape.factors[:cut], given_shape.factors[cut:]
-    own = KroneckerShape(tuple((int(np.prod([m for m, _ in s])), int(np.prod([n for _, n in s]))) for s in sides))
-    divisor = data.draw(st.sampled_from([q for q in range(1, formed.shape[0] + 1) if formed.shape[0] % q == 0]))
+    own = KroneckerShape(
+        tuple((int(np.prod([m for m, _ in s])), int(np.prod([n for _, n in s]))) for s in sides)
+    )
+    divisor = data.draw(
+        st.sampled_from([q for q in range(1, formed.shape[0] + 1) if formed.shape[0] % q == 0])
+    )
     other = KroneckerShape(((divisor, formed.shape[1]), (formed.shape[0] // divisor, 1)))
     for shape in (own, other):
         agree(Separated(matrix), formed, shape, size=64 * matrix.separation_rank)
@@ -90,11 +100,15 @@ def test_a_sum_of_kronecker_products_in_its_own_and_in_any_other_shape(matrix, d
 
 def test_own_shape_is_never_formed(rng):
     factors = [rng.standard_normal((3, 250, 200)), rng.standard_normal((3, 200, 150))]
-    matrix = SeparatedMatrix.from_factors(factors, np.array([4.0, 2.0, 1.0]))  # 50,000 × 30,000, 12 GB
+    matrix = SeparatedMatrix.from_factors(
+        factors, np.array([4.0, 2.0, 1.0])
+    )  # 50,000 × 30,000, 12 GB
     target, shape = Separated(matrix), matrix.kronecker_shape
     exact = matrix.canonical()
     solution = BlockGolubKahan().solve(target, shape, rank=2)
-    assert target.residual_norm(solution.approximation) == pytest.approx(float(exact.weights[2]), rel=1e-6)
+    assert target.residual_norm(solution.approximation) == pytest.approx(
+        float(exact.weights[2]), rel=1e-6
+    )
     everything = BlockGolubKahan().solve(target, shape, rank=5)
     assert target.residual_norm(everything.approximation) <= 1e-13 * matrix.norm
 
@@ -153,8 +167,15 @@ def test_residuals_of_products_and_of_many_factors(rng):
                                           rng.standard_normal((4, 4, 4))])  # fmt: skip
     for approximation in (product, three):
         expected = np.linalg.norm(matrix - approximation.to_matrix())
-        for target in (Dense(matrix), Sparse(scipy.sparse.csr_array(matrix)), stream(matrix, 5), VectorsOnly(matrix)):
-            assert as_target(target).residual_norm(approximation) == pytest.approx(expected, rel=1e-12)
+        for target in (
+            Dense(matrix),
+            Sparse(scipy.sparse.csr_array(matrix)),
+            stream(matrix, 5),
+            VectorsOnly(matrix),
+        ):
+            assert as_target(target).residual_norm(approximation) == pytest.approx(
+                expected, rel=1e-12
+            )
 
 
 def test_what_becomes_which(rng):
@@ -210,7 +231,9 @@ def test_wrong_shapes_and_more_factors_are_refused(kind):
 
 def grid_operator(order: int, n: int) -> scipy.sparse.csr_array:
     """The finite-difference Laplacian on a grid of n^order points."""
-    line = scipy.sparse.diags_array([-np.ones(n - 1), 2 * np.ones(n), -np.ones(n - 1)], offsets=[-1, 0, 1])
+    line = scipy.sparse.diags_array(
+        [-np.ones(n - 1), 2 * np.ones(n), -np.ones(n - 1)], offsets=[-1, 0, 1]
+    )
     total = scipy.sparse.csr_array((n**order, n**order))
     for place in range(order):
         term = scipy.sparse.eye_array(1)
@@ -242,14 +265,18 @@ def test_a_sparse_operator_too_large_to_fill_is_decomposed_and_measured():
     result = decompose(sparse, KroneckerShape(((20, 20),) * 3), rank=3)
     assert result.relative_error <= 1e-12
     x = np.random.default_rng(0).standard_normal(8000)
-    assert np.linalg.norm(sparse @ x - result.approximation @ x) <= 1e-10 * np.linalg.norm(sparse @ x)
+    assert np.linalg.norm(sparse @ x - result.approximation @ x) <= 1e-10 * np.linalg.norm(
+        sparse @ x
+    )
 
 
 def test_a_sparse_matrix_whose_pattern_fills_the_core_is_refused_with_its_size(monkeypatch):
     from lsrdecomp.targets import contract
 
     monkeypatch.setattr(contract, "LARGEST_FORMED", 999)
-    with pytest.raises(ShapeError, match=r"10 × 10 × 10 places of a sparse matrix formed, 1,000 entries, more"):
+    with pytest.raises(
+        ShapeError, match=r"10 × 10 × 10 places of a sparse matrix formed, 1,000 entries, more"
+    ):
         decompose(grid_operator(3, 4), KroneckerShape(((4, 4),) * 3), rank=3)
     with pytest.raises(ShapeError, match="an operator formed, 4,096 entries"):
         decompose(aslinearoperator(grid_operator(3, 4)), KroneckerShape(((4, 4),) * 3), rank=3)

@@ -14,8 +14,14 @@ from lsrdecomp.targets.residual import inner_distances, pair_distance, pair_dist
 
 
 @settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 10**6), near=st.integers(0, 15), scale=st.sampled_from([1e-180, 1e-8, 1.0, 1e9, 1e170]))
-def test_distances_of_pairs_are_those_of_the_formed_matrices(seed: int, near: int, scale: float) -> None:
+@given(
+    seed=st.integers(0, 10**6),
+    near=st.integers(0, 15),
+    scale=st.sampled_from([1e-180, 1e-8, 1.0, 1e9, 1e170]),
+)
+def test_distances_of_pairs_are_those_of_the_formed_matrices(
+    seed: int, near: int, scale: float
+) -> None:
     rng = np.random.default_rng(seed)
     left, right = rng.standard_normal((2, 30, 4)), rng.standard_normal((2, 20, 4))
     close = 10.0**-near * rng.standard_normal((2, 30, 2)), rng.standard_normal((2, 20, 2))
@@ -28,7 +34,9 @@ def test_distances_of_pairs_are_those_of_the_formed_matrices(seed: int, near: in
     assert scaled == pytest.approx(scale * exact[0], rel=1e-10, abs=scale * 1e-14 * size[0])
 
 
-def test_inner_products_are_used_where_they_are_exact_and_nowhere_else(rng: np.random.Generator) -> None:
+def test_inner_products_are_used_where_they_are_exact_and_nowhere_else(
+    rng: np.random.Generator,
+) -> None:
     left, right = rng.standard_normal((30, 4)), rng.standard_normal((20, 4))
     assert inner_distances(left, right, 0.5 * left, right) is not None
     assert inner_distances(left, right, (1.0 - 1e-4) * left, right) is None
@@ -48,15 +56,21 @@ def test_large_dense_matrices_are_measured_by_inner_products_where_these_are_exa
     near, kind, rng, monkeypatch
 ) -> None:
     monkeypatch.setattr(base, "LARGE", 1)
-    monkeypatch.setattr(base, "CACHED", 64)  # several blocks of rows, some of them parts of a block of the shape
+    monkeypatch.setattr(
+        base, "CACHED", 64
+    )  # several blocks of rows, some of them parts of a block of the shape
     formed = []
-    monkeypatch.setattr(base, "residual_norm", lambda *given: formed.append(1) or residual_norm(*given))
+    monkeypatch.setattr(
+        base, "residual_norm", lambda *given: formed.append(1) or residual_norm(*given)
+    )
     factors = [rng.standard_normal((3, *size)).astype(kind) for size in ((4, 3), (6, 5))]
     if kind is complex:
         factors = [factor + 1j * rng.standard_normal(factor.shape) for factor in factors]
     approximation = SeparatedMatrix.from_factors(factors)
     noise = rng.standard_normal((24, 15))
-    matrix = approximation.to_matrix() + 10.0**-near * noise * (approximation.norm / np.linalg.norm(noise))
+    matrix = approximation.to_matrix() + 10.0**-near * noise * (
+        approximation.norm / np.linalg.norm(noise)
+    )
     exact = np.linalg.norm(matrix - approximation.to_matrix())
     assert Dense(matrix).residual_norm(approximation) == pytest.approx(exact, rel=1e-11)
     assert bool(formed) is (near > 0)

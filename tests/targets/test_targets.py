@@ -27,7 +27,9 @@ def test_low_rank_and_dense_targets_agree(shape, data, columns):
     y = np.sin(np.arange(ours.shape[0] * columns)).reshape(-1, columns)
     scale = max(dense.norm, 1e-300)
     assert np.linalg.norm((ours.matmat(x) - theirs.matmat(x)) / scale) <= 1e-12 * np.linalg.norm(x)
-    assert np.linalg.norm((ours.rmatmat(y) - theirs.rmatmat(y)) / scale) <= 1e-12 * np.linalg.norm(y)
+    assert np.linalg.norm((ours.rmatmat(y) - theirs.rmatmat(y)) / scale) <= 1e-12 * np.linalg.norm(
+        y
+    )
     assert pair.norm == pytest.approx(dense.norm, rel=1e-12)
 
 
@@ -50,17 +52,27 @@ def test_residual_of_a_product_equals_the_formed_residual(pair, other):
         return
     product = low_rank_product(other.left, other.right)
     formed = np.linalg.norm(pair.to_matrix() - product.to_matrix())
-    assert pair.residual_norm(product) == pytest.approx(formed, rel=1e-10, abs=1e-13 * (pair.norm + other.norm))
+    assert pair.residual_norm(product) == pytest.approx(
+        formed, rel=1e-10, abs=1e-13 * (pair.norm + other.norm)
+    )
 
 
 @pytest.mark.parametrize("kind", [float, complex])
 @pytest.mark.parametrize("near", [0.0, 0.9, 1.0])
-def test_the_distance_of_a_pair_from_kronecker_terms_has_twelve_digits_either_way(kind, near, rng, monkeypatch):
+def test_the_distance_of_a_pair_from_kronecker_terms_has_twelve_digits_either_way(
+    kind, near, rng, monkeypatch
+):
     """Far apart from inner products, never forming a row of the pair; near each other from residual entries."""
     shape = KroneckerShape(((5, 4), (6, 7)))
-    left, right = rng.standard_normal((30, 3)).astype(kind), rng.standard_normal((3, 28)).astype(kind)
+    left, right = (
+        rng.standard_normal((30, 3)).astype(kind),
+        rng.standard_normal((3, 28)).astype(kind),
+    )
     if kind is complex:
-        left, right = left * np.exp(1j * rng.random((30, 3))), right * np.exp(1j * rng.random((3, 28)))
+        left, right = (
+            left * np.exp(1j * rng.random((30, 3))),
+            right * np.exp(1j * rng.random((3, 28))),
+        )
     pair = LowRank(left, right)
     terms = SVD().solve(pair, shape, rank=20 if near == 1.0 else 4).approximation * (near or 0.1)
     expected = np.linalg.norm(left @ right - terms.to_matrix())
@@ -78,11 +90,15 @@ def test_the_distance_of_a_pair_is_safe_against_overflow(scale, rng):
     assert pair.residual_norm(terms) / scale == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("factors", [((4, 3), (5, 6)), ((3, 4), (6, 5)), ((2, 6), (9, 3)), ((9, 3), (2, 6))])
+@pytest.mark.parametrize(
+    "factors", [((4, 3), (5, 6)), ((3, 4), (6, 5)), ((2, 6), (9, 3)), ((9, 3), (2, 6))]
+)
 def test_columns_of_a_pair_are_multiplied_a_few_at_a_time(factors, rng, monkeypatch):
     shape = KroneckerShape(factors)
     rows, columns = shape.matrix_shape
-    pair = LowRank(rng.standard_normal((rows, 3)), rng.standard_normal((3, columns))).rearranged(shape)
+    pair = LowRank(rng.standard_normal((rows, 3)), rng.standard_normal((3, columns))).rearranged(
+        shape
+    )
     x, y = (rng.standard_normal((size, 5)) for size in shape.sizes[::-1])
     for most in (1, 400, 2**20):
         monkeypatch.setattr(base, "BETWEEN", most)
@@ -119,9 +135,13 @@ def test_every_library_agrees(xp, rng):
     ours, theirs = LowRank(xp.asarray(left), xp.asarray(right)), LowRank(left, right)
     x = rng.standard_normal((20, 2))
     close(ours.rearranged(shape).matmat(xp.asarray(x)), theirs.rearranged(shape).matmat(x))
-    close(ours.rearranged(shape).rmatmat(xp.asarray(x[:6])), theirs.rearranged(shape).rmatmat(x[:6]))
+    close(
+        ours.rearranged(shape).rmatmat(xp.asarray(x[:6])), theirs.rearranged(shape).rmatmat(x[:6])
+    )
     product = low_rank_product(xp.asarray(left[:, :2]), xp.asarray(right[:2]))
-    assert ours.residual_norm(product) == pytest.approx(theirs.residual_norm(low_rank_product(left[:, :2], right[:2])))
+    assert ours.residual_norm(product) == pytest.approx(
+        theirs.residual_norm(low_rank_product(left[:, :2], right[:2]))
+    )
 
 
 def test_complex_pairs(rng):
@@ -142,7 +162,11 @@ def test_complex_pairs(rng):
             r"2 of 4 entries are not finite \(the first at \(0, 1\)",
         ),
         (np.array([["a"]]), PrecisionError, "no arithmetic"),
-        (np.array([[object()]]), PrecisionError, r"no arithmetic; pass numbers, as numpy.asarray\(matrix, float\)"),
+        (
+            np.array([[object()]]),
+            PrecisionError,
+            r"no arithmetic; pass numbers, as numpy.asarray\(matrix, float\)",
+        ),
         (np.ones(3), ShapeError, "expected two dimensions"),
         (np.ones((0, 3)), ShapeError, "no entries"),
     ],

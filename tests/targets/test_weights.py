@@ -45,7 +45,9 @@ KINDS = ("identity", "all eigenpairs", "low rank")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_weight_acts_as_the_matrix_it_stands_for(kind: str, xp: ModuleType, rng: np.random.Generator) -> None:
+def test_a_weight_acts_as_the_matrix_it_stands_for(
+    kind: str, xp: ModuleType, rng: np.random.Generator
+) -> None:
     weight, matrix = make(kind, N, rng, xp)
     x = rng.standard_normal((N, 5))
     grant = tolerance("float64", N) * np.linalg.norm(matrix, 2) * np.linalg.norm(x)
@@ -56,7 +58,9 @@ def test_a_weight_acts_as_the_matrix_it_stands_for(kind: str, xp: ModuleType, rn
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stacked_weights_act_as_each_one(kind: str, xp: ModuleType, rng: np.random.Generator) -> None:
+def test_stacked_weights_act_as_each_one(
+    kind: str, xp: ModuleType, rng: np.random.Generator
+) -> None:
     made = [make(kind, N, rng, xp) for _ in range(3)]
     stacked = stack_weights([weight for weight, _ in made])
     x = rng.standard_normal((3, N, 4))
@@ -70,10 +74,15 @@ def test_stacked_weights_act_as_each_one(kind: str, xp: ModuleType, rng: np.rand
 
 
 def test_bases_of_different_widths_stack(rng: np.random.Generator) -> None:
-    weights = [LowRankPlusIdentity(np.linalg.qr(rng.standard_normal((N, q)))[0], np.ones(q), 0.5) for q in (2, 5)]
+    weights = [
+        LowRankPlusIdentity(np.linalg.qr(rng.standard_normal((N, q)))[0], np.ones(q), 0.5)
+        for q in (2, 5)
+    ]
     stacked, x = stack_weights(weights), rng.standard_normal((2, N, 3))
     for i, weight in enumerate(weights):
-        np.testing.assert_allclose(stacked.apply(x)[i], weight.apply(x[i]), atol=tolerance("float64", N))
+        np.testing.assert_allclose(
+            stacked.apply(x)[i], weight.apply(x[i]), atol=tolerance("float64", N)
+        )
         assert stacked.trace[i] == pytest.approx(float(weight.trace))
 
 
@@ -93,17 +102,23 @@ def test_weights_that_cannot_be_weights_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weighted_error_is_the_transformed_frobenius_error(kind: str, xp: ModuleType, rng: np.random.Generator) -> None:
+def test_weighted_error_is_the_transformed_frobenius_error(
+    kind: str, xp: ModuleType, rng: np.random.Generator
+) -> None:
     (output, g), (into, c) = make(kind, N, rng, xp), make(kind, 2 * N, rng, xp)
     weights = NormWeights(output, into)
     b, a, b2, a2 = (rng.standard_normal(size) for size in ((N, 3), (3, 2 * N), (N, 2), (2, 2 * N)))
     target, other = LowRank(xp.asarray(b), xp.asarray(a)), LowRank(xp.asarray(b2), xp.asarray(a2))
     expected = np.sqrt(np.trace((b @ a - b2 @ a2).T @ g @ (b @ a - b2 @ a2) @ c))
     assert weighted_residual_norm(target, other, weights) == pytest.approx(expected, rel=1e-12)
-    assert weighted_norm(target, weights) == pytest.approx(np.sqrt(np.trace((b @ a).T @ g @ b @ a @ c)), rel=1e-12)
+    assert weighted_norm(target, weights) == pytest.approx(
+        np.sqrt(np.trace((b @ a).T @ g @ b @ a @ c)), rel=1e-12
+    )
 
 
-def test_weighted_error_resolves_far_below_the_root_of_the_roundoff(rng: np.random.Generator) -> None:
+def test_weighted_error_resolves_far_below_the_root_of_the_roundoff(
+    rng: np.random.Generator,
+) -> None:
     b, a = rng.standard_normal((40, 4)), rng.standard_normal((4, 30))
     weights = NormWeights(make("low rank", 40, rng, np)[0], make("all eigenpairs", 30, rng, np)[0])
     target = LowRank(b, a)
@@ -149,7 +164,9 @@ def test_a_gauge_of_nearly_parallel_columns_has_twelve_digits(angle: float, size
     columns, sigma, rows = weighted_gauge(left, right, NormWeights.frobenius((40, 30)))
     exact = np.linalg.svd(left / size @ right, compute_uv=False)[:2]
     assert sigma / size == pytest.approx(exact, rel=1e-11, abs=1e-15)
-    assert (left @ columns * sigma) @ (rows @ right) / size == pytest.approx(left @ right / size, abs=1e-14)
+    assert (left @ columns * sigma) @ (rows @ right) / size == pytest.approx(
+        left @ right / size, abs=1e-14
+    )
 
 
 def test_a_component_below_rounding_is_left_out() -> None:

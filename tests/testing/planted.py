@@ -14,7 +14,8 @@ from lsrdecomp.testing import (
     check_vec,
 )
 
-# Right implementations ------------------------------------------------------------------------------------------------
+# Right implementations
+# ------------------------------------------------------------------------------------------------
 
 
 def khatri_rao(a, b):
@@ -54,16 +55,21 @@ def applied(factors, x):
 
 
 def summed(weights, factors):
-    return sum(weight * reduce(np.kron, term) for weight, *term in zip(weights, *factors, strict=True))
+    return sum(
+        weight * reduce(np.kron, term) for weight, *term in zip(weights, *factors, strict=True)
+    )
 
 
 def best_terms(matrix, shape, rank):
     (m, n), (p, q) = shape.factors
-    u, sigma, vh = np.linalg.svd(matrix.reshape(m, p, n, q).swapaxes(1, 2).reshape(m * n, p * q), full_matrices=False)
+    u, sigma, vh = np.linalg.svd(
+        matrix.reshape(m, p, n, q).swapaxes(1, 2).reshape(m * n, p * q), full_matrices=False
+    )
     return sigma[:rank], (u.T[:rank].reshape(-1, m, n), vh[:rank].reshape(-1, p, q))
 
 
-# Ways to go wrong -----------------------------------------------------------------------------------------------------
+# Ways to go wrong
+# -----------------------------------------------------------------------------------------------------
 
 
 def single(x):
@@ -100,7 +106,10 @@ def gram_terms(matrix, shape, rank):
     squares, right = np.linalg.eigh(rearranged.conj().T @ rearranged)
     weights, right = np.sqrt(np.maximum(squares[::-1], 0.0)), right[:, ::-1]
     left = rearranged @ right / np.where(weights > 0.0, weights, 1.0)
-    return weights[:rank], (left.T[:rank].reshape(-1, m, n), right.conj().T[:rank].reshape(-1, p, q))
+    return weights[:rank], (
+        left.T[:rank].reshape(-1, m, n),
+        right.conj().T[:rank].reshape(-1, p, q),
+    )
 
 
 def unconverged_terms(matrix, shape, rank):
@@ -139,7 +148,8 @@ def transposed_if_square(factor):
 
 kron = np.kron
 
-# 48 faults that were planted from outside ----------------------------------------------------------------------------
+# 48 faults that were planted from outside
+# ----------------------------------------------------------------------------
 
 KRON = {
     "swapped": lambda a, b: kron(b, a),
@@ -147,8 +157,12 @@ KRON = {
     "real parts": lambda a, b: kron(a.real, b.real),
     "computed in single precision": lambda a, b: kron(single(a), single(b)),
     "result through single precision": lambda a, b: single(kron(a, b)).astype(np.result_type(a, b)),
-    "reshaped by columns": lambda a, b: np.einsum("ij,kl->ikjl", a, b).reshape(kron(a, b).shape, order="F"),
-    "sides m·q and n·p": lambda a, b: kron(a, b).reshape(a.shape[0] * b.shape[1], a.shape[1] * b.shape[0]),
+    "reshaped by columns": lambda a, b: np.einsum("ij,kl->ikjl", a, b).reshape(
+        kron(a, b).shape, order="F"
+    ),
+    "sides m·q and n·p": lambda a, b: kron(a, b).reshape(
+        a.shape[0] * b.shape[1], a.shape[1] * b.shape[0]
+    ),
     "first factor in memory order": lambda a, b: kron(in_memory_order(a).reshape(a.shape), b),
     "one-row first factor reversed": lambda a, b: kron(a if len(a) > 1 else a[:, ::-1], b),
     "sides above five": lambda a, b: kron(a, b) * (1 + 1e-6 * (min(a.shape + b.shape) > 5)),
@@ -172,13 +186,21 @@ APPLY = {
     "conjugated": lambda factors, x: applied([factor.conj() for factor in factors], x),
     "read by columns": lambda factors, x: applied(factors[::-1], x),
     "reversed": lambda factors, x: reduce(np.kron, factors[::-1]) @ x,
-    "square factors transposed": lambda factors, x: applied([transposed_if_square(f) for f in factors], x),
-    "right for two factors only": lambda factors, x: applied(factors, x) * (1 + 1e-7 * (len(factors) > 2)),
+    "square factors transposed": lambda factors, x: applied(
+        [transposed_if_square(f) for f in factors], x
+    ),
+    "right for two factors only": lambda factors, x: (
+        applied(factors, x) * (1 + 1e-7 * (len(factors) > 2))
+    ),
     "real part of x": lambda factors, x: applied(factors, x.real),
     "first column for all": lambda factors, x: np.repeat(applied(factors, x[:, :1]), x.shape[1], 1),
     "x in single precision": lambda factors, x: applied(factors, single(x)),
-    "a factor alone is forgotten": lambda factors, x: x if len(factors) == 1 else applied(factors, x),
-    "a vector for one column": lambda factors, x: applied(factors, x)[:, 0] if x.shape[1] == 1 else applied(factors, x),
+    "a factor alone is forgotten": lambda factors, x: (
+        x if len(factors) == 1 else applied(factors, x)
+    ),
+    "a vector for one column": lambda factors, x: (
+        applied(factors, x)[:, 0] if x.shape[1] == 1 else applied(factors, x)
+    ),
 }
 SUM = {
     "weights squared": lambda weights, factors: summed(weights**2, factors),
@@ -186,9 +208,13 @@ SUM = {
     "root of the weight on two factors": lambda weights, factors: summed(
         np.abs(weights) ** (0.5 * min(2, len(factors))), factors
     ),
-    "small terms skipped": lambda weights, factors: summed(zeroed_below(weights, 1e-3 * weights[0]), factors),
+    "small terms skipped": lambda weights, factors: summed(
+        zeroed_below(weights, 1e-3 * weights[0]), factors
+    ),
     "factors reversed": lambda weights, factors: summed(weights, factors[::-1]),
-    "last factor conjugated": lambda weights, factors: summed(weights, [*factors[:-1], factors[-1].conj()]),
+    "last factor conjugated": lambda weights, factors: summed(
+        weights, [*factors[:-1], factors[-1].conj()]
+    ),
     "last term lost": lambda weights, factors: summed(
         np.where(np.arange(len(weights)) < max(1, len(weights) - 1), weights, 0), factors
     ),
@@ -196,9 +222,14 @@ SUM = {
 DECOMPOSITION = {
     "V for its conjugate": with_terms(lambda w, left, right: (w, (left, right.conj()))),
     "weights ascend": with_terms(lambda w, left, right: (w[::-1], (left[::-1], right[::-1]))),
-    "left factor by columns": with_terms(lambda w, left, right: (w, (left.swapaxes(1, 2).reshape(left.shape), right))),
+    "left factor by columns": with_terms(
+        lambda w, left, right: (w, (left.swapaxes(1, 2).reshape(left.shape), right))
+    ),
     "weights on the factors": with_terms(
-        lambda w, left, right: (np.ones_like(w), (left * w[:, None, None] ** 0.5, right * w[:, None, None] ** 0.5))
+        lambda w, left, right: (
+            np.ones_like(w),
+            (left * w[:, None, None] ** 0.5, right * w[:, None, None] ** 0.5),
+        )
     ),
     "a term too many": lambda matrix, shape, rank: best_terms(matrix, shape, rank + 1),
     "weights squared": with_terms(lambda w, left, right: (w**2, (left, right))),
@@ -208,24 +239,37 @@ DECOMPOSITION = {
     "three power steps": unconverged_terms,
 }
 
-# Faults in the relatives of the product -------------------------------------------------------------------------------
+# Faults in the relatives of the product
+# -------------------------------------------------------------------------------
 
 KHATRI_RAO = {
     "swapped": lambda a, b: khatri_rao(b, a),
     "second factor conjugated": lambda a, b: khatri_rao(a, b.conj()),
-    "imaginary part dropped if the first is real": lambda a, b: khatri_rao(a, b if np.iscomplexobj(a) else b.real),
+    "imaginary part dropped if the first is real": lambda a, b: khatri_rao(
+        a, b if np.iscomplexobj(a) else b.real
+    ),
     "computed in single precision": lambda a, b: khatri_rao(single(a), single(b)),
     "type of the first factor": lambda a, b: khatri_rao(a, b).astype(
         a.dtype if np.iscomplexobj(a) or not np.iscomplexobj(b) else np.result_type(a, b)
     ),
-    "a product entry by entry for equal shapes": lambda a, b: a * b if a.shape == b.shape else khatri_rao(a, b),
+    "a product entry by entry for equal shapes": lambda a, b: (
+        a * b if a.shape == b.shape else khatri_rao(a, b)
+    ),
     "swapped if both have three columns": lambda a, b: (
         khatri_rao(b, a) if a.shape == b.shape and a.shape[1] == 3 else khatri_rao(a, b)
     ),
-    "a Kronecker product for one column": lambda a, b: kron(a, b.T) if a.shape[1] == 1 else khatri_rao(a, b),
-    "row by row": lambda a, b: face_splitting(a.T, b.T).T[::-1] if len(a) == len(b) > 1 else khatri_rao(a, b),
-    "reshaped by columns": lambda a, b: np.einsum("mj,pj->mpj", a, b).reshape(-1, a.shape[1], order="F"),
-    "columns of norm one": lambda a, b: khatri_rao(a, b / np.maximum(np.linalg.norm(b, axis=0), 1e-300)),
+    "a Kronecker product for one column": lambda a, b: (
+        kron(a, b.T) if a.shape[1] == 1 else khatri_rao(a, b)
+    ),
+    "row by row": lambda a, b: (
+        face_splitting(a.T, b.T).T[::-1] if len(a) == len(b) > 1 else khatri_rao(a, b)
+    ),
+    "reshaped by columns": lambda a, b: np.einsum("mj,pj->mpj", a, b).reshape(
+        -1, a.shape[1], order="F"
+    ),
+    "columns of norm one": lambda a, b: khatri_rao(
+        a, b / np.maximum(np.linalg.norm(b, axis=0), 1e-300)
+    ),
     "sides above five": lambda a, b: khatri_rao(a, b) * (1 + 1e-6 * (min(a.shape + b.shape) > 5)),
     "entries below 1e-8 are zero": lambda a, b: zeroed_below(khatri_rao(a, b), 1e-8),
     "NaN is zero": lambda a, b: np.nan_to_num(khatri_rao(a, b)),
@@ -240,21 +284,45 @@ VEC = {
     "real part": (lambda x: vec(x).real, unvec, commutation),
     "in memory order": (in_memory_order, unvec, commutation),
     "in single precision": (lambda x: single(vec(x)), unvec, commutation),
-    "upper half of a square": (lambda x: vec(np.triu(x)) if x.shape[0] == x.shape[1] else vec(x), unvec, commutation),
+    "upper half of a square": (
+        lambda x: vec(np.triu(x)) if x.shape[0] == x.shape[1] else vec(x),
+        unvec,
+        commutation,
+    ),
     "a row": (lambda x: vec(x)[None, :], unvec, commutation),
-    "stacks rows if wide": (lambda x: x.reshape(-1) if x.shape[1] > 5 else vec(x), unvec, commutation),
+    "stacks rows if wide": (
+        lambda x: x.reshape(-1) if x.shape[1] > 5 else vec(x),
+        unvec,
+        commutation,
+    ),
     "entries below 1e-8 are zero": (lambda x: zeroed_below(vec(x), 1e-8), unvec, commutation),
     "NaN is zero": (lambda x: np.nan_to_num(vec(x)), unvec, commutation),
     "empty matrices raise": (lambda x: without_empty(vec(x), x), unvec, commutation),
     "inverse by rows": (vec, lambda v, shape: v.reshape(shape), commutation),
     "inverse with swapped sides": (vec, lambda v, shape: v.reshape(shape).T, commutation),
     "inverse drops imaginary parts": (vec, lambda v, shape: unvec(v.real, shape), commutation),
-    "inverse of empty raises": (vec, lambda v, shape: without_empty(unvec(v, shape), v), commutation),
+    "inverse of empty raises": (
+        vec,
+        lambda v, shape: without_empty(unvec(v, shape), v),
+        commutation,
+    ),
     "K of the transpose": (vec, unvec, lambda m, n: commutation(n, m)),
-    "K is the identity if square": (vec, unvec, lambda m, n: np.eye(m * n) if m == n else commutation(m, n)),
-    "K lost its last one": (vec, unvec, lambda m, n: np.where(np.arange(m * n) < m * n - 1, commutation(m, n), 0.0)),
+    "K is the identity if square": (
+        vec,
+        unvec,
+        lambda m, n: np.eye(m * n) if m == n else commutation(m, n),
+    ),
+    "K lost its last one": (
+        vec,
+        unvec,
+        lambda m, n: np.where(np.arange(m * n) < m * n - 1, commutation(m, n), 0.0),
+    ),
     "K off by one": (vec, unvec, lambda m, n: np.roll(commutation(m, n), 1, axis=0)),
-    "K of long sides": (vec, unvec, lambda m, n: np.eye(m * n) if min(m, n) > 5 else commutation(m, n)),
+    "K of long sides": (
+        vec,
+        unvec,
+        lambda m, n: np.eye(m * n) if min(m, n) > 5 else commutation(m, n),
+    ),
 }
 PARTIAL_TRACE = {
     "the other factor": lambda x, dims, axis: partial_trace(x, dims, 1 - axis),
@@ -271,14 +339,22 @@ PARTIAL_TRACE = {
     ),
     "trace one": lambda x, dims, axis: partial_trace(x, dims, axis) / max(abs(np.trace(x)), 1e-300),
     "a mean": lambda x, dims, axis: partial_trace(x, dims, axis) / max(dims[axis], 1),
-    "first block": lambda x, dims, axis: x[: dims[1], : dims[1]] if axis == 0 else partial_trace(x, dims, axis),
+    "first block": lambda x, dims, axis: (
+        x[: dims[1], : dims[1]] if axis == 0 else partial_trace(x, dims, axis)
+    ),
     "blocks are summed": lambda x, dims, axis: (
         x.reshape(*dims, *dims).sum((0, 2)) if axis == 0 else partial_trace(x, dims, axis)
     ),
     "in single precision": lambda x, dims, axis: partial_trace(single(x), dims, axis),
-    "in memory order": lambda x, dims, axis: partial_trace(in_memory_order(x).reshape(x.shape), dims, axis),
-    "sides above five": lambda x, dims, axis: partial_trace(x, dims, axis) * (1 + 1e-6 * (min(dims) > 5)),
-    "entries below 1e-8 are zero": lambda x, dims, axis: zeroed_below(partial_trace(x, dims, axis), 1e-8),
+    "in memory order": lambda x, dims, axis: partial_trace(
+        in_memory_order(x).reshape(x.shape), dims, axis
+    ),
+    "sides above five": lambda x, dims, axis: (
+        partial_trace(x, dims, axis) * (1 + 1e-6 * (min(dims) > 5))
+    ),
+    "entries below 1e-8 are zero": lambda x, dims, axis: zeroed_below(
+        partial_trace(x, dims, axis), 1e-8
+    ),
     "NaN is zero": lambda x, dims, axis: np.nan_to_num(partial_trace(x, dims, axis)),
     "empty matrices raise": lambda x, dims, axis: without_empty(partial_trace(x, dims, axis), x),
     "input overwritten": lambda x, dims, axis: emptied(x, partial_trace(x, dims, axis)),
@@ -293,4 +369,5 @@ PLANTED = {
     check_vec: VEC,
     check_partial_trace: PARTIAL_TRACE,
 }
-"""Faults by the check that must find them; those of `check_vec` are vec, its inverse and the commutation matrix."""
+"""Faults by the check that must find them; those of `check_vec` are vec, its inverse and the
+commutation matrix."""

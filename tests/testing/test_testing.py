@@ -83,10 +83,14 @@ def apply_by_vec(factors, x):
 def test_this_library_passes_its_own_checks(xp):
     few = {"xp": xp, "max_examples": 4}
     check_kron(kron, **few)
-    check_apply(lambda factors, x: apply_sum_of_kroneckers([f[None, ...] for f in factors], None, x), **few)
+    check_apply(
+        lambda factors, x: apply_sum_of_kroneckers([f[None, ...] for f in factors], None, x), **few
+    )
     check_rearrange(rearrange, inverse_rearrange, order=None, **few)
     check_rearrange(rearrange, **few)
-    check_sum(lambda w, fs: sum_of_kroneckers(fs, xp.astype(w, fs[0].dtype)), complex_values=False, **few)
+    check_sum(
+        lambda w, fs: sum_of_kroneckers(fs, xp.astype(w, fs[0].dtype)), complex_values=False, **few
+    )
     check_decomposition(our_terms, complex_values=False, **few)
 
 
@@ -98,20 +102,27 @@ def test_sound_code_of_a_user_passes():
     check_decomposition(textbook_terms)
 
 
-# Six planted bugs ----------------------------------------------------------------------------------------------------
+# Six planted bugs
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_swapped_factor_order_is_found():
     with pytest.raises(IdentityError, match="definition") as caught:
         check_kron(lambda a, b: np.kron(b, a), max_examples=8)
-    assert re.search(r"A [12]×[12] = .*B [12]×[12] = ", str(caught.value), re.DOTALL), "shrunk and shown"
+    assert re.search(r"A [12]×[12] = .*B [12]×[12] = ", str(caught.value), re.DOTALL), (
+        "shrunk and shown"
+    )
 
 
 @pytest.mark.parametrize(
     "planted",
     [
-        lambda factors, x: apply_by_vec([f.T if f.shape[0] == f.shape[1] else f for f in factors], x),
-        lambda factors, x: apply_by_vec([*factors[:-1], factors[-1].reshape(factors[-1].shape[::-1]).T], x),
+        lambda factors, x: apply_by_vec(
+            [f.T if f.shape[0] == f.shape[1] else f for f in factors], x
+        ),
+        lambda factors, x: apply_by_vec(
+            [*factors[:-1], factors[-1].reshape(factors[-1].shape[::-1]).T], x
+        ),
     ],
     ids=["square factors transposed", "last factor read by columns"],
 )
@@ -140,7 +151,12 @@ def test_a_conjugate_in_the_product_is_found():
     [
         (lambda matrix, shape: rearrange_by_reshape(np.roll(matrix, 1, axis=1), shape), "entries"),
         (lambda matrix, shape: np.roll(rearrange_by_reshape(matrix, shape), 1, axis=0), "entries"),
-        (lambda matrix, shape: rearrange_by_reshape(matrix, shape)[[*range(1, shape.sizes[0]), -1]], "entries"),
+        (
+            lambda matrix, shape: rearrange_by_reshape(matrix, shape)[
+                [*range(1, shape.sizes[0]), -1]
+            ],
+            "entries",
+        ),
     ],
     ids=["columns shifted", "rows shifted", "first block skipped"],
 )
@@ -258,14 +274,33 @@ def test_numbers_that_are_not_finite_are_a_difference():
     ("planted", "identity"),
     [
         (lambda a, b: np.kron(a, b if np.iscomplexobj(a) else b.real), "real ⊗ complex"),
-        (lambda a, b: np.kron(a, b).astype(a.dtype if np.iscomplexobj(a) or not np.iscomplexobj(b) else b.dtype), ""),
-        (lambda a, b: np.kron(b, a) if a.shape == b.shape and a.shape[1] == 3 else np.kron(a, b), "factors of equal"),
-        (lambda a, b: np.kron(a, b) * (1 + 1e-6 * (min(a.shape + b.shape) > 5)), "all sides above five"),
+        (
+            lambda a, b: np.kron(a, b).astype(
+                a.dtype if np.iscomplexobj(a) or not np.iscomplexobj(b) else b.dtype
+            ),
+            "",
+        ),
+        (
+            lambda a, b: np.kron(b, a) if a.shape == b.shape and a.shape[1] == 3 else np.kron(a, b),
+            "factors of equal",
+        ),
+        (
+            lambda a, b: np.kron(a, b) * (1 + 1e-6 * (min(a.shape + b.shape) > 5)),
+            "all sides above five",
+        ),
         (lambda a, b: np.where(abs(np.kron(a, b)) < 1e-8, 0, np.kron(a, b)), "tiny entries"),
         (lambda a, b: np.kron(a, b) if a.size and b.size else [][0], "empty first factor"),
         (lambda a, b: np.nan_to_num(np.kron(a, b)), "not a number"),
     ],
-    ids=["imaginary part", "float32 of the first", "equal shapes", "long sides", "tiny entries", "empty", "NaN"],
+    ids=[
+        "imaginary part",
+        "float32 of the first",
+        "equal shapes",
+        "long sides",
+        "tiny entries",
+        "empty",
+        "NaN",
+    ],
 )
 def test_faults_in_corner_cases_are_found(planted, identity):
     with pytest.raises(IdentityError) as caught:
@@ -287,13 +322,19 @@ def test_corner_cases_are_tried_in_real_and_in_complex_numbers_whatever_is_drawn
 
 def test_a_fault_in_sparse_results_is_found():
     with pytest.raises(IdentityError, match="definition"):
-        check_kron(lambda a, b: sparse.kron(sparse.csr_array(b), sparse.csr_array(a)), max_examples=3)
+        check_kron(
+            lambda a, b: sparse.kron(sparse.csr_array(b), sparse.csr_array(a)), max_examples=3
+        )
 
 
 @pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")  # what numpy.matrix says of itself
 @pytest.mark.parametrize(
     ("check", "fault"),
-    [pytest.param(check, name, id=f"{check.__name__}-{name}") for check, faults in PLANTED.items() for name in faults],
+    [
+        pytest.param(check, name, id=f"{check.__name__}-{name}")
+        for check, faults in PLANTED.items()
+        for name in faults
+    ],
 )
 def test_faults_that_people_make_are_found(check, fault, monkeypatch):
     failures, first_failure = [], runner._first_failure
@@ -326,13 +367,17 @@ def blocks(a, b):
 RIGHT = {
     "numpy": np.kron,
     "this library": kron,
-    "einsum": lambda a, b: np.einsum("ij,kl->ikjl", a, b).reshape(len(a) * len(b), a.shape[1] * b.shape[1]),
+    "einsum": lambda a, b: np.einsum("ij,kl->ikjl", a, b).reshape(
+        len(a) * len(b), a.shape[1] * b.shape[1]
+    ),
     "broadcasting": lambda a, b: (a[:, None, :, None] * b[:, None, :]).reshape(
         len(a) * len(b), a.shape[1] * b.shape[1]
     ),
     "blocks": blocks,
     "outer product": lambda a, b: (
-        np.multiply.outer(a, b).transpose(0, 2, 1, 3).reshape(len(a) * len(b), a.shape[1] * b.shape[1])
+        np.multiply.outer(a, b)
+        .transpose(0, 2, 1, 3)
+        .reshape(len(a) * len(b), a.shape[1] * b.shape[1])
     ),
     "scipy.sparse": lambda a, b: sparse.kron(sparse.csr_array(a), sparse.csr_array(b)),
 }
@@ -364,7 +409,10 @@ def numbered(right):
 @pytest.mark.parametrize(
     ("identity", "right", "shapes", "more"),
     [
-        *[(getattr(of_columns, name), khatri_rao, ((2, 3), (4, 3)), ()) for name in ("definition", "gram")],
+        *[
+            (getattr(of_columns, name), khatri_rao, ((2, 3), (4, 3)), ())
+            for name in ("definition", "gram")
+        ],
         (of_columns.commutation, khatri_rao, ((2, 3), (4, 3)), ()),
         (of_columns.bilinearity, khatri_rao, ((2, 3), (4, 3), (2, 3)), ()),
         (of_columns.associativity, khatri_rao, ((2, 3), (4, 3), (2, 3)), ()),
@@ -415,7 +463,8 @@ def test_partial_traces_that_are_not_linear_or_not_cyclic_are_found(axis):
     assert fails(of_traces.product, first_block, [traced, rest, axis])
 
 
-# Strategies ----------------------------------------------------------------------------------------------------------
+# Strategies
+# ----------------------------------------------------------------------------------------------------------
 
 
 @given(st.floats(0.8, 1e6), st.booleans(), st.data())
@@ -444,7 +493,9 @@ def test_special_matrices_decompose_or_are_zero(matrix):
 @given(lora_layers())
 def test_lora_layers_are_pairs_with_their_scale(case):
     scaled = (case.alpha / case.down.shape[0]) * case.up @ case.down
-    assert_allclose(case.pair.to_matrix(), scaled, rtol=1e-12, atol=1e-15 * np.abs(scaled).max(initial=0.0))
+    assert_allclose(
+        case.pair.to_matrix(), scaled, rtol=1e-12, atol=1e-15 * np.abs(scaled).max(initial=0.0)
+    )
     assert np.array_equal(case.up.astype(case.storage).astype(float), case.up)
 
 
@@ -455,7 +506,8 @@ def test_matrices_keep_their_promise(invertible, small):
     assert np.abs(small).max() <= 3
 
 
-# Code that raises, coarser types, and classes ------------------------------------------------------------------------
+# Code that raises, coarser types, and classes
+# ------------------------------------------------------------------------
 
 
 def test_exceptions_of_the_code_under_test_name_identity_and_case():
@@ -464,7 +516,9 @@ def test_exceptions_of_the_code_under_test_name_identity_and_case():
             raise RuntimeError("only columns, please")
         return np.kron(a, b)
 
-    with pytest.raises(IdentityError, match="your code raised RuntimeError: only columns, please") as caught:
+    with pytest.raises(
+        IdentityError, match="your code raised RuntimeError: only columns, please"
+    ) as caught:
         check_kron(brittle)
     assert caught.value.identity == "definition"
     assert isinstance(caught.value.cause, RuntimeError)
@@ -495,7 +549,9 @@ def test_an_argument_that_is_overwritten_is_shown_as_it_was():
         a *= 2.0
         return product
 
-    with pytest.raises(IdentityError, match="arguments stay as they are: your code changed them\n  A 1×1 = ") as caught:
+    with pytest.raises(
+        IdentityError, match="arguments stay as they are: your code changed them\n  A 1×1 = "
+    ) as caught:
         check_kron(doubling, complex_values=False, max_examples=3)
     assert "[[2.]]" in str(caught.value), "the smallest case, as it was handed over"
     assert "also broken: factors" in str(caught.value), "its other identities are no news"
@@ -507,7 +563,9 @@ def test_an_answer_that_is_no_array_is_named(answer):
         return np.kron(a, b).tolist() if answer else None
 
     kind = answer or "NoneType"
-    with pytest.raises(IdentityError, match=f"your code raised TypeError: the result is a {kind}, not an array"):
+    with pytest.raises(
+        IdentityError, match=f"your code raised TypeError: the result is a {kind}, not an array"
+    ):
         check_kron(listed, max_examples=2)
 
 
@@ -515,10 +573,16 @@ def test_what_is_to_be_passed_is_said_where_it_is_not_the_code_that_errs():
     def of_another_library(a, b):
         raise TypeError("kron(): argument 'input' (position 1) must be Tensor, not numpy.ndarray")
 
-    with pytest.raises(IdentityError, match="not numpy.ndarray; xp= names another library than NumPy"):
+    with pytest.raises(
+        IdentityError, match="not numpy.ndarray; xp= names another library than NumPy"
+    ):
         check_kron(of_another_library, max_examples=1)
-    with pytest.raises(IdentityError, match=r"the answer is float32: dtype= and tolerance= allow for it"):
-        check_kron(lambda a, b: np.kron(a, b).astype(np.float32), complex_values=False, max_examples=8)
+    with pytest.raises(
+        IdentityError, match=r"the answer is float32: dtype= and tolerance= allow for it"
+    ):
+        check_kron(
+            lambda a, b: np.kron(a, b).astype(np.float32), complex_values=False, max_examples=8
+        )
 
 
 def test_the_message_carries_what_else_is_broken_and_no_frames_of_ours():
@@ -590,7 +654,9 @@ class TheirOperator:
         return np.trace(sum_by_kron(self.weights, self.factors))
 
     def inner(self, other):
-        return np.vdot(sum_by_kron(self.weights, self.factors), sum_by_kron(other.weights, other.factors))
+        return np.vdot(
+            sum_by_kron(self.weights, self.factors), sum_by_kron(other.weights, other.factors)
+        )
 
     def norm(self):
         return np.linalg.norm(sum_by_kron(self.weights, self.factors))
@@ -612,13 +678,18 @@ def test_our_class_passes(xp):
 
     more = {"solve": lambda a, b: operators.solve(a, b).x, "logdet": operators.slogdet}
     check_operator(lambda w, fs: SeparatedMatrix.from_factors(fs, w), xp=xp, max_examples=4)
-    check_operator(lambda w, fs: SeparatedMatrix.from_factors(fs, w), methods=more, xp=xp, max_examples=8)
+    check_operator(
+        lambda w, fs: SeparatedMatrix.from_factors(fs, w), methods=more, xp=xp, max_examples=8
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("matvec", lambda self, x: sum_by_kron(self.weights[:1], [f[:1] for f in self.factors]) @ x),
+        (
+            "matvec",
+            lambda self, x: sum_by_kron(self.weights[:1], [f[:1] for f in self.factors]) @ x,
+        ),
         ("rmatvec", lambda self, y: sum_by_kron(self.weights, self.factors).T @ y),
         ("trace", lambda self: self.weights[0] * np.prod([np.trace(f[0]) for f in self.factors])),
         (
@@ -643,7 +714,13 @@ def test_a_wrong_transpose_is_found():
     planted = type(
         "Planted",
         (TheirOperator,),
-        {"T": property(lambda self: TheirOperator(self.weights, [f.conj().transpose(0, 2, 1) for f in self.factors]))},
+        {
+            "T": property(
+                lambda self: TheirOperator(
+                    self.weights, [f.conj().transpose(0, 2, 1) for f in self.factors]
+                )
+            )
+        },
     )
     with pytest.raises(IdentityError, match="transpose"):
         check_operator(planted, methods=["transpose"])

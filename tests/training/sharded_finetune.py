@@ -1,7 +1,8 @@
 """`finetune` under accelerate's FSDP on CPUs, started by `accelerate launch`: SETTINGS.json OUT [KILL_AT].
 
-Accelerate shards on accelerators alone and turns to DDP on CPUs, though all it calls works there too. Here it is told
-that several CPUs are to be sharded over as several GPUs are. After step KILL_AT the first process kills itself.
+Accelerate shards on accelerators alone and turns to DDP on CPUs, though all it calls works there
+too. Here it is told that several CPUs are to be sharded over as several GPUs are. After step
+KILL_AT the first process kills itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from lsrdecomp.training.settings import FinetuneSettings
 plain = AcceleratorState.__init__
 
 
-def with_sharding(self: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+def with_sharding(
+    self: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **kwargs: Any
+) -> None:
     plain(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
     if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
         self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
@@ -38,7 +41,9 @@ def main(settings: str, out: str, kill_at: str = "0") -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     AcceleratorState.__init__ = with_sharding
-    finetune(FinetuneSettings.from_mapping(json.loads(Path(settings).read_text())), out, on_step=on_step)
+    finetune(
+        FinetuneSettings.from_mapping(json.loads(Path(settings).read_text())), out, on_step=on_step
+    )
 
 
 if __name__ == "__main__":

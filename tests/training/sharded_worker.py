@@ -1,7 +1,7 @@
 """One of several processes that train a small adapted BERT together, its parameters sharded over them (FSDP2).
 
-`main` leaves, for every case of `CASES`, losses, gradients and figures of layers of each rank, and the adapter as
-rank 0 saved it. `train` is also what one process alone does.
+`main` leaves, for every case of `CASES`, losses, gradients and figures of layers of each rank, and
+the adapter as rank 0 saved it. `train` is also what one process alone does.
 """
 
 from __future__ import annotations
@@ -47,14 +47,19 @@ CASES = (
     Case("blocks", LINEAR),
     Case("root", LINEAR, blocks=False),
     Case("recomputed", LINEAR, recompute=True),
-    Case("embedding-dora", {"target_modules": ["word_embeddings", "query", "dense"], "use_dora": True}),
+    Case(
+        "embedding-dora",
+        {"target_modules": ["word_embeddings", "query", "dense"], "use_dora": True},
+    ),
 )
 
 
 def adapted(case: Case) -> PeftModel:
     """A small BERT, its head trained beside the adapter, the same in every process."""
     base = tiny_bert()
-    config = LsrConfig(r=4, separation_rank=2, init_weights=False, modules_to_save=["classifier"], **case.settings)
+    config = LsrConfig(
+        r=4, separation_rank=2, init_weights=False, modules_to_save=["classifier"], **case.settings
+    )
     model = get_peft_model(base, config).to(case.dtype).train()
     if case.recompute:
         model.enable_input_require_grads()
@@ -78,13 +83,18 @@ def train(model: nn.Module, rank: int = 0, processes: int = 1) -> Iterator[tuple
         yield f"{step} loss", total / processes
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                yield f"{step} {name}", getattr(parameter.grad, "full_tensor", parameter.grad.clone)()
+                yield (
+                    f"{step} {name}",
+                    getattr(parameter.grad, "full_tensor", parameter.grad.clone)(),
+                )
         optimizer.step()
 
 
 def main(rank: int, processes: int, folder: Path) -> None:
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes, timeout=PATIENCE)
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=processes, timeout=PATIENCE
+    )
     try:
         mesh = init_device_mesh("cpu", (processes,))
         for case in CASES:
@@ -92,9 +102,13 @@ def main(rank: int, processes: int, folder: Path) -> None:
             for block in model.base_model.model.bert.encoder.layer if case.blocks else ():
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
-            save_file(dict(train(model, rank, processes)), folder / f"{case.name}.{rank}.safetensors")
+            save_file(
+                dict(train(model, rank, processes)), folder / f"{case.name}.{rank}.safetensors"
+            )
             (folder / f"{case.name}.{rank}.json").write_text(json.dumps(list(layer_figures(model))))
-            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            state = get_model_state_dict(
+                model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+            )
             if rank == 0:
                 model.save_pretrained(str(folder / case.name), state_dict=state)
     finally:  # the other process hears of a failure at once

@@ -81,7 +81,9 @@ def test_the_embedded_task_is_made_once_and_the_same_each_time(place, tmp_path):
     assert {len(picture) for picture in words} == {16}
     assert {int(word) for picture in words for word in picture} == set(range(17))
     first, second = (embedded(tmp_path / name, steps=1) for name in ("one", "two"))
-    assert (first.model / "model.safetensors").read_bytes() == (second.model / "model.safetensors").read_bytes()
+    assert (first.model / "model.safetensors").read_bytes() == (
+        second.model / "model.safetensors"
+    ).read_bytes()
     before = (first.model / "model.safetensors").stat().st_mtime_ns
     assert embedded(tmp_path / "one") == first
     assert (first.model / "model.safetensors").stat().st_mtime_ns == before
@@ -121,7 +123,11 @@ def test_the_log_of_layers_agrees_with_the_written_adapter(finished):
     out, _ = finished
     lines = [json.loads(line) for line in (out / "layers.jsonl").read_text().splitlines()]
     assert Counter(line["step"] for line in lines) == dict.fromkeys([0, 6, 12, 18, 24], 4)
-    assert all(line["norm"] == 0.0 and line["lsr_B"]["condition"] is None for line in lines if line["step"] == 0)
+    assert all(
+        line["norm"] == 0.0 and line["lsr_B"]["condition"] is None
+        for line in lines
+        if line["step"] == 0
+    )
     products = {layer.name: layer for layer in open_checkpoint(out / "adapter").layers}
     for line in lines[-4:]:
         left, right = layer_product(products[line["layer"]]).to_lora()
@@ -175,7 +181,10 @@ def test_a_killed_run_goes_on_and_ends_as_an_uninterrupted_one(common, tmp_path)
     assert not (tmp_path / "out").exists()
     assert [path.name for path in tmp_path.iterdir()] == [".out.journal"]
     (run,) = (path for path in (tmp_path / ".out.journal").iterdir() if path.is_dir())
-    assert {path.name for path in (run / "checkpoints").iterdir()} == {"checkpoint-3", "checkpoint-6"}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {
+        "checkpoint-3",
+        "checkpoint-6",
+    }
     (run / "checkpoints" / "checkpoint-7").mkdir()  # what a kill while saving leaves
     with (run / "layers.jsonl").open("a") as log:
         log.write('{"step": 8, "la')
@@ -185,24 +194,35 @@ def test_a_killed_run_goes_on_and_ends_as_an_uninterrupted_one(common, tmp_path)
         raise KeyboardInterrupt
 
     seen = []
-    with pytest.raises(KeyboardInterrupt):  # with other settings: from its first step, and nothing of this run goes
+    with pytest.raises(
+        KeyboardInterrupt
+    ):  # with other settings: from its first step, and nothing of this run goes
         finetune(settings.replace(learning_rate=0.02), tmp_path / "out", on_step=stop)
     assert seen == [1]
     seen.clear()
     record = finetune(settings, tmp_path / "out", on_step=lambda step: seen.append(step.done))
     assert seen == list(range(7, 13))
     whole = finetune(settings.replace(save_every=0), tmp_path / "whole")
-    # Equal up to rounding: a loaded tensor may lie at another address, and products are then summed otherwise.
+    # Equal up to rounding: a loaded tensor may lie at another address, and products are then summed
+    # otherwise.
     assert [step for step, _ in record.losses] == [step for step, _ in whole.losses]
-    assert [loss for _, loss in record.losses] == pytest.approx([loss for _, loss in whole.losses], rel=1e-5)
+    assert [loss for _, loss in record.losses] == pytest.approx(
+        [loss for _, loss in whole.losses], rel=1e-5
+    )
     assert record.dev.loss == pytest.approx(whole.dev.loss, rel=1e-5)
-    logs = [(tmp_path / name / "layers.jsonl").read_text().splitlines() for name in ("out", "whole")]
-    assert [json.loads(line)["step"] for line in logs[0]] == [json.loads(line)["step"] for line in logs[1]]
+    logs = [
+        (tmp_path / name / "layers.jsonl").read_text().splitlines() for name in ("out", "whole")
+    ]
+    assert [json.loads(line)["step"] for line in logs[0]] == [
+        json.loads(line)["step"] for line in logs[1]
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
 def test_early_stopping_keeps_the_best_and_never_looks_at_dev(common, tmp_path):
-    settings = common.replace(patience=2, evaluate_every=2, steps=10, learning_rate=0.05, validation=0.2, log_every=0)
+    settings = common.replace(
+        patience=2, evaluate_every=2, steps=10, learning_rate=0.05, validation=0.2, log_every=0
+    )
     settings = settings.replace(train_examples=200)
     first = finetune(settings, tmp_path / "first")
     other = finetune(settings.replace(dev_examples=20), tmp_path / "other")
@@ -226,7 +246,9 @@ def test_what_is_written_is_the_best_step_and_not_the_last(common, tmp_path, mon
     settings = common.replace(patience=2, evaluate_every=3, validation=0.2, log_every=3)
     record = finetune(settings, tmp_path / "out")
     assert (record.best_step, record.steps) == (3, 9)
-    lines = [json.loads(line) for line in (tmp_path / "out" / "layers.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "out" / "layers.jsonl").read_text().splitlines()
+    ]
     written = open_checkpoint(tmp_path / "out" / "adapter")
     for line in (line for line in lines if line["step"] == 3):
         norm = np.linalg.norm(layer_product(written.layer(line["layer"])).to_matrix())
@@ -250,7 +272,9 @@ def test_a_compressed_lora_starts_where_its_compression_left_it(common, lora, tm
     compressed = compress(open_checkpoint(adapter), CompressionPlan(separation_rank=16))
     compressed.save(tmp_path / "lsr")
     start = evaluate(common.replace(init=str(tmp_path / "lsr")))
-    more = finetune(common.replace(init=str(tmp_path / "lsr"), measure_start=True, steps=4), tmp_path / "more")
+    more = finetune(
+        common.replace(init=str(tmp_path / "lsr"), measure_start=True, steps=4), tmp_path / "more"
+    )
     assert more.start == start
     assert start.loss == pytest.approx(record.dev.loss, rel=1e-3)  # so many terms are the LoRA
 
@@ -260,7 +284,11 @@ def test_a_lora_is_compressed_by_its_task_and_trained_on_in_one_run(common, lora
     of_task = {"train_examples": 60, "dev_examples": 20}
     settings = common.replace(init=str(adapter), ratio=8.0, steps=4, measure_start=True, **of_task)
     record = finetune(settings, tmp_path / "lsr")
-    assert sorted(path.name for path in (tmp_path / "lsr").iterdir()) == ["adapter", "layers.jsonl", "record.json"]
+    assert sorted(path.name for path in (tmp_path / "lsr").iterdir()) == [
+        "adapter",
+        "layers.jsonl",
+        "record.json",
+    ]
     assert record.settings == settings.replace(gradient_checkpointing=False, precision="float32")
     assert 0 < 8 * record.adapter_parameters <= lora.adapter_parameters
     assert record.start == evaluate(settings)
@@ -277,7 +305,10 @@ def test_a_lora_is_compressed_by_its_task_and_trained_on_in_one_run(common, lora
 
 @pytest.mark.parametrize(
     ("plan", "apart"),
-    [(CompressionPlan(bytes=3500, storage="auto"), 0.5), (CompressionPlan(separation_rank=4, storage="int4"), 0.3)],
+    [
+        (CompressionPlan(bytes=3500, storage="auto"), 0.5),
+        (CompressionPlan(separation_rank=4, storage="int4"), 0.3),
+    ],
     ids=["components", "products"],
 )
 def test_what_is_trained_on_stays_in_the_bits_it_came_in(common, lora, tmp_path, plan, apart):
@@ -293,10 +324,14 @@ def test_what_is_trained_on_stays_in_the_bits_it_came_in(common, lora, tmp_path,
         settings.replace(init=str(tmp_path / "more" / "adapter"))
     )  # what was written is judged
     wide = finetune(settings.replace(storage="float32"), tmp_path / "wide")
-    assert {layer.dtype for layer in open_checkpoint(tmp_path / "wide" / "adapter").layers} == {"float32"}
+    assert {layer.dtype for layer in open_checkpoint(tmp_path / "wide" / "adapter").layers} == {
+        "float32"
+    }
     assert wide.dev != record.dev
     for layer in open_checkpoint(tmp_path / "wide" / "adapter").layers:
-        exact, rounded = (layer_product(each).to_matrix() for each in (layer, trained.layer(layer.name)))
+        exact, rounded = (
+            layer_product(each).to_matrix() for each in (layer, trained.layer(layer.name))
+        )
         assert np.linalg.norm(rounded - exact) < apart * np.linalg.norm(exact)
 
 
@@ -304,13 +339,21 @@ def test_what_is_trained_on_stays_in_the_bits_it_came_in(common, lora, tmp_path,
 def test_lsr_is_written_in_the_storage_asked_for(common, lora, tmp_path, storage):
     settings = common.replace(storage=storage, steps=2)
     record = finetune(settings, tmp_path / "run")
-    assert {layer.dtype for layer in open_checkpoint(tmp_path / "run" / "adapter").layers} == {storage}
+    assert {layer.dtype for layer in open_checkpoint(tmp_path / "run" / "adapter").layers} == {
+        storage
+    }
     assert record.dev == evaluate(settings.replace(init=str(tmp_path / "run" / "adapter")))
-    low_rank = compress(open_checkpoint(lora[0]), CompressionPlan(ratio=2.0), search=Search(orders=()))
+    low_rank = compress(
+        open_checkpoint(lora[0]), CompressionPlan(ratio=2.0), search=Search(orders=())
+    )
     settings = settings.replace(init=str(low_rank.save(tmp_path / "low-rank")))
     finetune(settings, tmp_path / "again")
-    assert {layer.dtype for layer in open_checkpoint(tmp_path / "again" / "adapter").layers} == {storage}
-    with pytest.raises(SettingsError, match=f"storage {storage} is of LSR's factors: method is lora"):
+    assert {layer.dtype for layer in open_checkpoint(tmp_path / "again" / "adapter").layers} == {
+        storage
+    }
+    with pytest.raises(
+        SettingsError, match=f"storage {storage} is of LSR's factors: method is lora"
+    ):
         common.replace(method="lora", storage=storage)
 
 
@@ -322,7 +365,9 @@ def test_the_head_alone(common, tmp_path, place):
     base = load_file(place.model / "model.safetensors")
     head = tensors["base_model.model.classifier.weight"]
     assert not np.array_equal(head, base["classifier.weight"])
-    frozen = common.replace(head=str(tmp_path / "head" / "adapter"), train_head=False, steps=4, measure_start=True)
+    frozen = common.replace(
+        head=str(tmp_path / "head" / "adapter"), train_head=False, steps=4, measure_start=True
+    )
     adapted = finetune(frozen, tmp_path / "frozen")
     assert adapted.head_parameters == 0
     assert adapted.start == record.dev
@@ -333,7 +378,9 @@ def test_the_head_alone(common, tmp_path, place):
 
 
 def test_a_lost_run_is_said_to_be_lost(common, tmp_path):
-    record = finetune(common.replace(method="lora", learning_rate=1e30, log_every=2), tmp_path / "out")
+    record = finetune(
+        common.replace(method="lora", learning_rate=1e30, log_every=2), tmp_path / "out"
+    )
     assert record.dev.loss is None
     assert record.steps < 24
     assert read_record(tmp_path / "out") == record
@@ -343,7 +390,9 @@ def test_gradient_checkpointing_changes_nothing_and_bfloat16_little(common, tmp_
     settings = common.replace(steps=2, log_every=1, dev_examples=20)
     record = finetune(settings, tmp_path / "plain")
     recomputed = finetune(settings.replace(gradient_checkpointing=True), tmp_path / "recomputed")
-    assert [loss for _, loss in recomputed.losses] == pytest.approx([loss for _, loss in record.losses], rel=1e-4)
+    assert [loss for _, loss in recomputed.losses] == pytest.approx(
+        [loss for _, loss in record.losses], rel=1e-4
+    )
     for precision in ("bfloat16", "bfloat16-autocast"):
         coarse = finetune(settings.replace(precision=precision), tmp_path / precision)
         assert coarse.losses[0][1] == pytest.approx(record.losses[0][1], rel=0.1)
@@ -362,7 +411,9 @@ def test_gradient_checkpointing_changes_nothing_and_bfloat16_little(common, tmp_
 def test_the_loss_is_the_mean_over_the_examples(logits, labels, loss):
     trainer = TaskTrainer.__new__(TaskTrainer)
     answers = SimpleNamespace(logits=torch.tensor(logits))
-    assert float(trainer.compute_loss(lambda: answers, {"labels": torch.tensor(labels)})) == pytest.approx(loss)
+    assert float(
+        trainer.compute_loss(lambda: answers, {"labels": torch.tensor(labels)})
+    ) == pytest.approx(loss)
 
 
 def rows(directory, name, lines):
@@ -374,16 +425,32 @@ def rows(directory, name, lines):
 
 def test_scores_and_choices_are_learnt_too(common, tmp_path):
     """Small steps down the gradient of all examples, on which the loss is measured too: it falls, whatever the base."""
-    pairs = [(f"{a} {a} {a}", f"{b} {b} {b}", 5 - abs(a - b) / 99) for a in range(0, 16, 2) for b in range(0, 16, 3)]
-    rows(tmp_path, "STS-B", ["sentence1\tsentence2\tscore", *(f"{a}\t{b}\t{score}" for a, b, score in pairs)])
-    settings = common.replace(task="STS-B", data=str(tmp_path), steps=4, max_length=16, measure_start=True)
+    pairs = [
+        (f"{a} {a} {a}", f"{b} {b} {b}", 5 - abs(a - b) / 99)
+        for a in range(0, 16, 2)
+        for b in range(0, 16, 3)
+    ]
+    rows(
+        tmp_path,
+        "STS-B",
+        ["sentence1\tsentence2\tscore", *(f"{a}\t{b}\t{score}" for a, b, score in pairs)],
+    )
+    settings = common.replace(
+        task="STS-B", data=str(tmp_path), steps=4, max_length=16, measure_start=True
+    )
     settings = settings.replace(batch=len(pairs), learning_rate=1e-3)
     record = finetune(settings, tmp_path / "scores")
     assert record.dev.loss < record.start.loss
     assert record.dev.accuracy is None
     assert set(record.dev.metrics) == {"pearson", "spearman"}
     assert record.head_parameters == 65
-    choice = {"premise": "3", "choice1": "3 3", "choice2": "16 0 16", "question": "cause", "label": 0}
+    choice = {
+        "premise": "3",
+        "choice1": "3 3",
+        "choice2": "16 0 16",
+        "question": "cause",
+        "label": 0,
+    }
     flipped = {**choice, "choice1": choice["choice2"], "choice2": choice["choice1"], "label": 1}
     rows(tmp_path, "COPA", [json.dumps(row) for row in (choice, flipped)] * 10)
     record = finetune(settings.replace(task="COPA", batch=20), tmp_path / "choices")
@@ -393,7 +460,9 @@ def test_scores_and_choices_are_learnt_too(common, tmp_path):
 
 
 def test_what_cannot_be_trained_is_refused_by_name(common, tmp_path, monkeypatch):
-    with pytest.raises(SettingsError, match=r"lsr on nothing_like_it does not fit .*No modules were targeted"):
+    with pytest.raises(
+        SettingsError, match=r"lsr on nothing_like_it does not fit .*No modules were targeted"
+    ):
         finetune(common.replace(target_modules=("nothing_like_it",)), tmp_path / "no")
     with pytest.raises(SettingsError, match="c3a"):
         finetune(common.replace(method="c3a", options={"block_size": 7}), tmp_path / "no")
@@ -403,7 +472,9 @@ def test_what_cannot_be_trained_is_refused_by_name(common, tmp_path, monkeypatch
         with pytest.raises(SettingsError, match="device is cuda, but torch sees none"):
             finetune(common.replace(device="cuda"), tmp_path / "no")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(LsrError, match=r"a base in 4 bits needs bitsandbytes: pip install 'lsrdecomp\[quantized\]'"):
+    with pytest.raises(
+        LsrError, match=r"a base in 4 bits needs bitsandbytes: pip install 'lsrdecomp\[quantized\]'"
+    ):
         finetune(common.replace(method="qlsr"), tmp_path / "no")
     assert list(tmp_path.iterdir()) == []
 
@@ -421,13 +492,17 @@ def test_judging_by_definition():
     scores = judge(TASKS["SST-2"], outputs, labels)
     assert scores.loss == pytest.approx(-(math.log(0.5) + math.log(0.9) + math.log(0.2)) / 3)
     assert scores.accuracy == pytest.approx(2 / 3)
-    assert judge(TASKS["STS-B"], np.array([[1.0], [3.0]]), np.array([0.0, 5.0])).loss == pytest.approx(2.5)
+    assert judge(
+        TASKS["STS-B"], np.array([[1.0], [3.0]]), np.array([0.0, 5.0])
+    ).loss == pytest.approx(2.5)
     assert judge(TASKS["SST-2"], np.array([[np.nan, 0.0]]), np.array([0])).loss is None
 
 
 def test_the_verb_in_a_process_of_its_own(place, tmp_path, capfd):
     config = tmp_path / "run.toml"
-    config.write_text(f'model = "{place.model}"\ntask = "embedded"\ndata = "{place.data}"\nsteps = 9\ndevice = "cpu"\n')
+    config.write_text(
+        f'model = "{place.model}"\ntask = "embedded"\ndata = "{place.data}"\nsteps = 9\ndevice = "cpu"\n'
+    )
     order = ("finetune", "--config", config, "--method", "lora", "--option", "r=2", "--steps", 2)
     verb = processes.start(processes.command, *order, "--out", tmp_path / "out")
     verb.join()
@@ -459,7 +534,9 @@ def test_the_verb_refuses_in_one_line(tmp_path):
 @pytest.mark.slow
 def test_two_processes_train_as_one_at_the_same_global_batch(common, tmp_path):
     config = tmp_path / "run.toml"
-    values = {name: value for name, value in common.to_json().items() if value not in (None, {}, [])}
+    values = {
+        name: value for name, value in common.to_json().items() if value not in (None, {}, [])
+    }
     config.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()))
     launch = [
         sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
@@ -467,12 +544,16 @@ def test_two_processes_train_as_one_at_the_same_global_batch(common, tmp_path):
         "--dynamo_backend", "no", "-m", "lsrdecomp.cli.main",
     ]  # fmt: skip
     command = [*launch, "finetune", "--config", str(config), "--out", str(tmp_path / "two")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Wrote") == 1
     two, one = read_record(tmp_path / "two"), finetune(common, tmp_path / "one")
     assert (two.processes, one.processes) == (2, 1)
-    assert [loss for _, loss in two.losses] == pytest.approx([loss for _, loss in one.losses], rel=1e-5)
+    assert [loss for _, loss in two.losses] == pytest.approx(
+        [loss for _, loss in one.losses], rel=1e-5
+    )
     assert two.dev.loss == pytest.approx(one.dev.loss, rel=1e-5)
     assert two.dev.metrics == one.dev.metrics
 
@@ -480,10 +561,14 @@ def test_two_processes_train_as_one_at_the_same_global_batch(common, tmp_path):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16-autocast"])
 def test_auto_takes_the_cpu_where_there_is_nothing_else(precision, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    settings = FinetuneSettings.from_mapping({"model": "embedded", "task": "embedded", "precision": precision})
+    settings = FinetuneSettings.from_mapping(
+        {"model": "embedded", "task": "embedded", "precision": precision}
+    )
     assert settings.device == "auto"
     arguments = []
-    monkeypatch.setattr("lsrdecomp.training.trainer.TrainingArguments", lambda **given: arguments.append(given))
+    monkeypatch.setattr(
+        "lsrdecomp.training.trainer.TrainingArguments", lambda **given: arguments.append(given)
+    )
     judging_arguments(settings, tmp_path)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     judging_arguments(settings, tmp_path)
@@ -493,7 +578,9 @@ def test_auto_takes_the_cpu_where_there_is_nothing_else(precision, tmp_path, mon
 def test_a_metric_that_cannot_be_computed_is_refused_before_training(common, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
     steps = []
-    with pytest.raises(LsrError, match=r"judging a task needs sklearn: pip install 'lsrdecomp\[finetune\]'"):
+    with pytest.raises(
+        LsrError, match=r"judging a task needs sklearn: pip install 'lsrdecomp\[finetune\]'"
+    ):
         finetune(common, tmp_path / "run", on_step=steps.append)
     assert not steps
     assert not list(tmp_path.iterdir())
@@ -506,7 +593,9 @@ def test_an_adapter_that_cannot_be_packed_is_saved_as_peft_does(tmp_path, dora):
     save_adapter(model, tmp_path, None)
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
     stored = list(load_file(tmp_path / "adapter" / WEIGHTS))
-    assert any(key.endswith("lsr_magnitude_vector") for key in stored) if dora else stored == [NUMBERS]
+    assert (
+        any(key.endswith("lsr_magnitude_vector") for key in stored) if dora else stored == [NUMBERS]
+    )
     again = peft.PeftModel.from_pretrained(tiny_bert(), tmp_path / "adapter")
     with torch.no_grad():
         answers = [each.eval()(**token_batch()).logits for each in (model, again)]

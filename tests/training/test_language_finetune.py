@@ -25,7 +25,13 @@ from lsrdecomp.calibration.dataset import DataError, PromptExample, Tokens, read
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.cli.options import assignment  # noqa: E402
 from lsrdecomp.training.finetune import evaluate, finetune  # noqa: E402
-from lsrdecomp.training.language import LanguageDataset, generate, judge_language, overlap, read_language  # noqa: E402
+from lsrdecomp.training.language import (  # noqa: E402
+    LanguageDataset,
+    generate,
+    judge_language,
+    overlap,
+    read_language,
+)
 from lsrdecomp.training.record import read_record  # noqa: E402
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError  # noqa: E402
 from lsrdecomp.training.trainer import training_arguments  # noqa: E402
@@ -40,12 +46,21 @@ def place(tmp_path_factory):
 
 
 def settings(place, **changes):
-    values = {"model": str(place / "base"), "data": str(place / "rows.jsonl"), "device": "cpu", "log_every": 0}
-    return FinetuneSettings.from_mapping(values | {"steps": 40, "learning_rate": 2e-2, "new_tokens": 8} | changes)
+    values = {
+        "model": str(place / "base"),
+        "data": str(place / "rows.jsonl"),
+        "device": "cpu",
+        "log_every": 0,
+    }
+    return FinetuneSettings.from_mapping(
+        values | {"steps": 40, "learning_rate": 2e-2, "new_tokens": 8} | changes
+    )
 
 
 def test_a_run_is_recorded_with_what_base_and_adapter_say(place, tmp_path):
-    record = finetune(settings(place, metric="exact", measure_start=True, samples=2, steps=8), tmp_path / "run")
+    record = finetune(
+        settings(place, metric="exact", measure_start=True, samples=2, steps=8), tmp_path / "run"
+    )
     assert record.start is not None
     assert record.dev.examples == 5  # a tenth of 48
     assert record.settings.batch == 8
@@ -69,7 +84,9 @@ def test_a_run_is_recorded_with_what_base_and_adapter_say(place, tmp_path):
 
 
 def token_lora(folder, indices):
-    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", trainable_token_indices=indices)
+    config = LoraConfig(
+        r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", trainable_token_indices=indices
+    )
     get_peft_model(tiny_model(), config).save_pretrained(folder)
     return str(folder)
 
@@ -94,16 +111,22 @@ def test_rows_of_tokens_in_the_output_layer_are_refused(place, tmp_path):
 
 def test_an_adapter_names_its_base_as_others_know_it(place, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        import_module("lsrdecomp.calibration.bases"), "packaged_file", lambda: place / "base" / "x.gguf"
+        import_module("lsrdecomp.calibration.bases"),
+        "packaged_file",
+        lambda: place / "base" / "x.gguf",
     )
-    monkeypatch.setattr(import_module("lsrdecomp.calibration.bases"), "_dequantized", lambda file: file.parent)
+    monkeypatch.setattr(
+        import_module("lsrdecomp.calibration.bases"), "_dequantized", lambda file: file.parent
+    )
     finetune(settings(place, model="smollm2", steps=1, samples=0), tmp_path / "run")
     config = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def test_early_stopping_judges_by_the_loss_of_tokens(place, tmp_path):
-    record = finetune(settings(place, patience=2, evaluate_every=3, validation=0.2, steps=9), tmp_path / "run")
+    record = finetune(
+        settings(place, patience=2, evaluate_every=3, validation=0.2, steps=9), tmp_path / "run"
+    )
     assert record.validation is not None
     assert record.validation.loss is not None
     assert record.best_step in (3, 6, 9)
@@ -120,7 +143,9 @@ def test_right_means_that_greedy_decoding_gives_the_completion():
         wrong.append(Tokens((*said[:-1], (said[-1] + 1) % 14), answers))
 
     def judged(rows):
-        settings = FinetuneSettings("base", "jsonl", "rows.jsonl", metric="exact", precision="float32")
+        settings = FinetuneSettings(
+            "base", "jsonl", "rows.jsonl", metric="exact", precision="float32"
+        )
         return judge_language(model, LanguageDataset(settings, tokenizer, "base", [], [], [], rows))
 
     found = judged(rows)
@@ -134,13 +159,20 @@ def test_what_is_generated_does_not_depend_on_the_batch():
     model, tokenizer = tiny_model().eval(), word_tokenizer()
     prompts = ["user one two three", "six", "two two"]
     together = generate(model, tokenizer, prompts, new_tokens=5, autocast=False)
-    assert together == [generate(model, tokenizer, [one], new_tokens=5, autocast=False)[0] for one in prompts]
+    assert together == [
+        generate(model, tokenizer, [one], new_tokens=5, autocast=False)[0] for one in prompts
+    ]
 
 
 def test_bleu_and_chrf_take_every_reference():
     pytest.importorskip("sacrebleu")
     examples = [
-        PromptExample("", "a very different text", "1", references=("the cat sat on the mat", "a cat is on a mat")),
+        PromptExample(
+            "",
+            "a very different text",
+            "1",
+            references=("the cat sat on the mat", "a cat is on a mat"),
+        ),
         PromptExample("", " the dog ran all day long", "2"),
     ]
     said = ["the cat sat on the mat", "the dog ran all day long"]
@@ -151,7 +183,15 @@ def test_bleu_and_chrf_take_every_reference():
 
 def test_the_command_needs_no_more_than_base_data_and_out(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    arguments = ["finetune", "--model", place / "base", "--data", place / "rows.jsonl", "--out", "my-lora"]
+    arguments = [
+        "finetune",
+        "--model",
+        place / "base",
+        "--data",
+        place / "rows.jsonl",
+        "--out",
+        "my-lora",
+    ]
     done = CliRunner().invoke(app, [*map(str, arguments), "--steps", "2", "--device", "cpu"])
     assert done.exception is None, done.output
     for word in ("token_accuracy", "loss", "adapted:", "user "):
@@ -183,16 +223,43 @@ def test_a_setting_without_name_or_value_is_refused(text):
 
 
 def test_any_setting_is_reached_from_the_command_line(place, tmp_path):
-    arguments = ["finetune", "--model", place / "base", "--data", place / "rows.jsonl", "--out", tmp_path / "run"]
-    more = ["--set", "dev_examples=3", "--set", "samples=0", "--set", "target_modules=q_proj", "--set", "metric=exact"]
+    arguments = [
+        "finetune",
+        "--model",
+        place / "base",
+        "--data",
+        place / "rows.jsonl",
+        "--out",
+        tmp_path / "run",
+    ]
+    more = [
+        "--set",
+        "dev_examples=3",
+        "--set",
+        "samples=0",
+        "--set",
+        "target_modules=q_proj",
+        "--set",
+        "metric=exact",
+    ]
     done = CliRunner().invoke(app, [*map(str, arguments), "--steps", "1", "--device", "cpu", *more])
     assert done.exception is None, done.output
     settings = read_record(tmp_path / "run").settings
-    assert (settings.dev_examples, settings.target_modules, settings.metric) == (3, ("q_proj",), "exact")
-    done = CliRunner().invoke(app, [*map(str, arguments[:-1]), str(tmp_path / "other"), "--set", "patiense=3"])
+    assert (settings.dev_examples, settings.target_modules, settings.metric) == (
+        3,
+        ("q_proj",),
+        "exact",
+    )
+    done = CliRunner().invoke(
+        app, [*map(str, arguments[:-1]), str(tmp_path / "other"), "--set", "patiense=3"]
+    )
     assert isinstance(done.exception, SettingsError)
-    assert "no setting is called 'patiense'; did you mean 'patience'? known: model, task" in str(done.exception)
-    done = CliRunner().invoke(app, [*map(str, arguments[:-1]), str(tmp_path / "other"), "--report-to", "nonesuch"])
+    assert "no setting is called 'patiense'; did you mean 'patience'? known: model, task" in str(
+        done.exception
+    )
+    done = CliRunner().invoke(
+        app, [*map(str, arguments[:-1]), str(tmp_path / "other"), "--report-to", "nonesuch"]
+    )
     assert isinstance(done.exception, SettingsError)
     assert "nonesuch" in str(done.exception)
 
@@ -200,8 +267,16 @@ def test_any_setting_is_reached_from_the_command_line(place, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        ({"data": None, "task": "jsonl"}, SettingsError, "a language model reads JSON lines: give data"),
-        ({"metric": "rouge"}, SettingsError, "metric must be one of loss, exact, bleu, chrf, got 'rouge'"),
+        (
+            {"data": None, "task": "jsonl"},
+            SettingsError,
+            "a language model reads JSON lines: give data",
+        ),
+        (
+            {"metric": "rouge"},
+            SettingsError,
+            "metric must be one of loss, exact, bleu, chrf, got 'rouge'",
+        ),
         ({"method": "head"}, SettingsError, "a language model has no head to train"),
         ({"max_length": 6}, DataError, "tokens, more than the length of 6"),
         (
@@ -229,15 +304,21 @@ def test_pieces_of_a_batch_are_the_same_steps(place, tmp_path):
     whole = finetune(settings(place, **short), tmp_path / "whole")
     pieces = finetune(settings(place, **short, accumulate=4), tmp_path / "pieces")
     assert [step for step, _ in pieces.losses] == [1, 2, 3, 4]
-    assert [loss for _, loss in pieces.losses] == pytest.approx([loss for _, loss in whole.losses], rel=1e-3)
+    assert [loss for _, loss in pieces.losses] == pytest.approx(
+        [loss for _, loss in whole.losses], rel=1e-3
+    )
     assert pieces.dev.loss == pytest.approx(whole.dev.loss, rel=1e-4)
-    with pytest.raises(SettingsError, match="batch = 8 cannot be shared by 1 processes in 3 pieces each"):
+    with pytest.raises(
+        SettingsError, match="batch = 8 cannot be shared by 1 processes in 3 pieces each"
+    ):
         finetune(settings(place, accumulate=3), tmp_path / "thirds")
 
 
 def test_packed_examples_do_not_see_each_other(place):
     """A row of several examples gives the loss of each of them alone."""
-    unpacked, packed = (read_language(settings(place, packing=packing, max_length=64)) for packing in (False, True))
+    unpacked, packed = (
+        read_language(settings(place, packing=packing, max_length=64)) for packing in (False, True)
+    )
     assert len(packed.train) < len(unpacked.train)
     assert sum(packed.lengths) == sum(unpacked.lengths)
     model, tokenizer = tiny_model().eval(), unpacked.tokenizer
@@ -247,7 +328,9 @@ def test_packed_examples_do_not_see_each_other(place):
         labels = batch.pop("labels")
         with torch.no_grad():
             logits = model(**batch, use_cache=False).logits[:, :-1]
-        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()))
+        losses.append(
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        )
     torch.testing.assert_close(*losses)
 
 
@@ -256,7 +339,11 @@ def test_training_is_set_in_the_words_of_transformers(place, tmp_path):
     record = finetune(settings(place, **words, steps=2, samples=0), tmp_path / "run")
     assert record.dev.loss is not None
     chosen = training_arguments(record.settings, tmp_path, steps=10, epoch=5)
-    assert (chosen.optim, chosen.lr_scheduler_type, chosen.weight_decay) == ("adafactor", "cosine", 0.1)
+    assert (chosen.optim, chosen.lr_scheduler_type, chosen.weight_decay) == (
+        "adafactor",
+        "cosine",
+        0.1,
+    )
     assert (chosen.warmup_steps, chosen.bf16) == (5, False)
     for word in ("optimizer", "scheduler", "report_to"):
         wrong = ["nonesuch"] if word == "report_to" else "nonesuch"
@@ -266,6 +353,8 @@ def test_training_is_set_in_the_words_of_transformers(place, tmp_path):
 
 def test_activations_are_recomputed_where_memory_asks_for_it(place, tmp_path, monkeypatch):
     for free, again in ((10**12, False), (10**3, True)):
-        monkeypatch.setattr("psutil.virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        monkeypatch.setattr(
+            "psutil.virtual_memory", lambda free=free: SimpleNamespace(available=free)
+        )
         record = finetune(settings(place, steps=1, samples=0), tmp_path / str(again))
         assert record.settings.gradient_checkpointing is again

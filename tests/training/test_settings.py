@@ -22,7 +22,13 @@ EMBEDDED = {"model": "embedded", "task": "embedded"}
 
 def test_settings_survive_json_and_pickle():
     settings = FinetuneSettings.from_mapping(
-        {**EMBEDDED, "method": "lsr", "options": {"inner_shape": [2, 2]}, "layers": [0, 1], "learning_rate": 0.01}
+        {
+            **EMBEDDED,
+            "method": "lsr",
+            "options": {"inner_shape": [2, 2]},
+            "layers": [0, 1],
+            "learning_rate": 0.01,
+        }
     )
     again = FinetuneSettings.from_mapping(settings.to_json())
     assert again == settings == pickle.loads(pickle.dumps(settings))
@@ -43,14 +49,23 @@ def test_settings_survive_json_and_pickle():
         ({"batch": True}, "batch must be a whole number"),
         ({"steps": 2.5}, "steps must be a whole number, 1 or more, got 2.5"),
         ({"epochs": 1, "steps": 1}, "give epochs or steps, not both"),
-        ({"method": "lsr", "options": {"use_dora": True}, "storage": "int4"}, "with use_dora they are written"),
+        (
+            {"method": "lsr", "options": {"use_dora": True}, "storage": "int4"},
+            "with use_dora they are written",
+        ),
         ({"warmup": 1.0}, "warmup must be at least 0 and below 1, got 1.0"),
         ({"validation": 1.0}, "validation must be above 0 and below 1, got 1.0"),
-        ({"precision": "float16"}, "precision must be one of auto, float32, bfloat16, bfloat16-autocast"),
+        (
+            {"precision": "float16"},
+            "precision must be one of auto, float32, bfloat16, bfloat16-autocast",
+        ),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
         ({"target_modules": "query"}, "target_modules must be a list, got 'query'"),
         ({"layers": [-1]}, r"layers must be a list of layer indices, got \[-1\]"),
-        ({"rate": 0.1, "learning_rate": 0.1}, "rate is an older name of learning_rate: give one of them"),
+        (
+            {"rate": 0.1, "learning_rate": 0.1},
+            "rate is an older name of learning_rate: give one of them",
+        ),
         ({"metric": "bleu"}, "metric: for a language model, whose task is jsonl"),
         ({"evaluate_every": 5}, "give patience too"),
         ({"init": "a", "options": {"r": 2}}, "init brings its own options"),
@@ -75,7 +90,9 @@ def test_an_impossible_setting_is_named(values, message):
 def test_model_and_task_must_be_given():
     for name in EMBEDDED:
         with pytest.raises(SettingsError, match=f"^{name} must be given"):
-            FinetuneSettings.from_mapping({key: value for key, value in EMBEDDED.items() if key != name})
+            FinetuneSettings.from_mapping(
+                {key: value for key, value in EMBEDDED.items() if key != name}
+            )
 
 
 def test_settings_stay_as_they_were_checked():
@@ -89,11 +106,15 @@ def test_settings_stay_as_they_were_checked():
 
 def test_what_json_cannot_hold_is_not_written():
     with pytest.raises(ValueError, match="JSON"):
-        FinetuneSettings.from_mapping({**EMBEDDED, "options": {"lsr_alpha": float("nan")}}).to_json()
+        FinetuneSettings.from_mapping(
+            {**EMBEDDED, "options": {"lsr_alpha": float("nan")}}
+        ).to_json()
 
 
 def test_nothing_logged_and_nothing_saved_are_counts_of_zero():
-    settings = FinetuneSettings.from_mapping({**EMBEDDED, "log_every": 0, "save_every": 0, "seed": 0})
+    settings = FinetuneSettings.from_mapping(
+        {**EMBEDDED, "log_every": 0, "save_every": 0, "seed": 0}
+    )
     assert (settings.log_every, settings.save_every) == (0, 0)
 
 
@@ -106,7 +127,11 @@ def test_settings_and_records_are_read_without_torch():
 def test_older_names_are_read_and_never_written():
     older = {**EMBEDDED, "rate": 0.1, "zero_rate": 4, "head_rate": 0.2}
     settings = FinetuneSettings.from_mapping(older)
-    assert (settings.learning_rate, settings.zero_init_lr_factor, settings.head_learning_rate) == (0.1, 4, 0.2)
+    assert (settings.learning_rate, settings.zero_init_lr_factor, settings.head_learning_rate) == (
+        0.1,
+        4,
+        0.2,
+    )
     assert not {"rate", "zero_rate", "head_rate"} & set(settings.to_json())
 
 
@@ -135,13 +160,19 @@ def test_a_field_is_written_once():
     CliRunner().invoke(app, ["--out", "x", "--colour", "7", "--rate", "0.5"])
     assert taken == [{"colour": 7, "learning_rate": 0.5}]
     assert (
-        More.from_mapping(tomllib.loads('model = "embedded"\ntask = "embedded"\ncolour = 4')).to_json()["colour"] == 4
+        More.from_mapping(
+            tomllib.loads('model = "embedded"\ntask = "embedded"\ncolour = 4')
+        ).to_json()["colour"]
+        == 4
     )
     with pytest.raises(SettingsError, match="colour must be a whole number, 3 or more, got 2"):
         More.from_mapping({**EMBEDDED, "colour": 2})
     with pytest.raises(SettingsError, match="hours_of_light must be a number, got 'two'"):
         More.from_mapping({**EMBEDDED, "hours_of_light": "two"})
-    assert "colour : int, default 5\n    Of the lamp.\nhours_of_light : float, optional\n" in More.__doc__
+    assert (
+        "colour : int, default 5\n    Of the lamp.\nhours_of_light : float, optional\n"
+        in More.__doc__
+    )
 
 
 def test_every_setting_says_what_it_is():
@@ -153,7 +184,9 @@ def test_every_setting_says_what_it_is():
 
 def test_the_verb_offers_every_setting():
     (verb,) = (command for command in ALL if command.__name__ == "finetune")
-    offered = set(inspect.signature(verb).parameters) | {line.split()[0] for line in verb.__doc__.splitlines() if line}
+    offered = set(inspect.signature(verb).parameters) | {
+        line.split()[0] for line in verb.__doc__.splitlines() if line
+    }
     assert set(FinetuneSettings.fields) - {"options"} <= offered
 
 
@@ -167,7 +200,9 @@ def methods():
 
 def test_every_method_has_its_config(methods):
     for name, method in methods.METHODS.items():
-        config = methods.adapter_config(name, target_modules=["query"], layers=[1], modules_to_save=["classifier"])
+        config = methods.adapter_config(
+            name, target_modules=["query"], layers=[1], modules_to_save=["classifier"]
+        )
         assert method.fits(config.to_dict())
         assert config.modules_to_save == ["classifier"]
         if name != "head":
@@ -181,7 +216,9 @@ def test_options_of_a_method(methods):
     assert methods.adapter_config("lora", {"r": 3}).r == 3
     assert methods.adapter_config("lsr").inner_shape == [2, 2]
     assert methods.adapter_config("lsr", {"r": 6}).inner_split(6) == (3, 2)
-    with pytest.raises(SettingsError, match=r"lora has no option rank; its options are: .*lora_alpha"):
+    with pytest.raises(
+        SettingsError, match=r"lora has no option rank; its options are: .*lora_alpha"
+    ):
         methods.adapter_config("lora", {"rank": 3})
     with pytest.raises(SettingsError, match="dora has no option use_dora"):
         methods.adapter_config("dora", {"use_dora": False})

@@ -29,7 +29,10 @@ from lsrdecomp.training.record import read_record  # noqa: E402
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError  # noqa: E402
 from lsrdecomp.training.trainer import check_sharding  # noqa: E402
 
-BOUNDS = {torch.float32: (1e-5, 1e-4), torch.float64: (1e-12, 1e-11)}  # of losses and gradients, relative
+BOUNDS = {
+    torch.float32: (1e-5, 1e-4),
+    torch.float64: (1e-12, 1e-11),
+}  # of losses and gradients, relative
 
 if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
     pytest.skip("this build of torch has no gloo", allow_module_level=True)
@@ -61,7 +64,10 @@ def test_two_processes_are_one_at_the_same_global_batch(folder: Path, case):
     of_loss, of_gradients = BOUNDS[case.dtype]
     alone = sharded_worker.adapted(case)
     expected = dict(sharded_worker.train(alone))
-    names = {step: [n for n in expected if n.startswith(f"{step} ")] for step in range(sharded_worker.STEPS)}
+    names = {
+        step: [n for n in expected if n.startswith(f"{step} ")]
+        for step in range(sharded_worker.STEPS)
+    }
     for rank in range(2):
         found = load_file(folder / f"{case.name}.{rank}.safetensors")
         assert found.keys() == expected.keys()
@@ -78,8 +84,12 @@ def test_two_processes_are_one_at_the_same_global_batch(folder: Path, case):
         for ours, theirs in zip(found, figures, strict=True):
             assert ours["norm"] == pytest.approx(theirs["norm"], rel=of_gradients)
             for side in ("lsr_A", "lsr_B"):
-                assert ours[side]["weights"] == pytest.approx(theirs[side]["weights"], rel=of_gradients)
-                assert ours[side]["condition"] == pytest.approx(theirs[side]["condition"], rel=of_gradients)
+                assert ours[side]["weights"] == pytest.approx(
+                    theirs[side]["weights"], rel=of_gradients
+                )
+                assert ours[side]["condition"] == pytest.approx(
+                    theirs[side]["condition"], rel=of_gradients
+                )
 
     saved = folder / case.name
     opened = PeftModel.from_pretrained(sharded_worker.tiny_bert(), str(saved))
@@ -87,7 +97,9 @@ def test_two_processes_are_one_at_the_same_global_batch(folder: Path, case):
     assert ours.keys() == theirs.keys()
     assert distance(ours, theirs, list(theirs)) < 1e-6
     if "use_dora" not in case.settings:
-        assert open_checkpoint(saved).adapter_parameters == sum(t.numel() for n, t in theirs.items() if ".lsr_" in n)
+        assert open_checkpoint(saved).adapter_parameters == sum(
+            t.numel() for n, t in theirs.items() if ".lsr_" in n
+        )
 
 
 def test_what_sharding_cannot_do_is_refused():
@@ -115,7 +127,9 @@ def launched(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_sharded_run_is_one_process_at_the_same_global_batch_and_goes_on_after_a_kill(tmp_path: Path):
+def test_a_sharded_run_is_one_process_at_the_same_global_batch_and_goes_on_after_a_kill(
+    tmp_path: Path,
+):
     place = embedded(tmp_path / "embedded", steps=80)
     settings = FinetuneSettings(
         str(place.model), "embedded", str(place.data), method="lsr", learning_rate=0.01, steps=8, device="cpu",
@@ -130,14 +144,23 @@ def test_a_sharded_run_is_one_process_at_the_same_global_batch_and_goes_on_after
     assert done.returncode == 0, done.stderr
     two = read_record(tmp_path / "two")
     assert (two.processes, two.steps, two.file_bytes) == (2, 8, one.file_bytes)
-    assert [loss for _, loss in two.losses] == pytest.approx([loss for _, loss in one.losses], rel=1e-5)
+    assert [loss for _, loss in two.losses] == pytest.approx(
+        [loss for _, loss in one.losses], rel=1e-5
+    )
     assert two.dev.loss == pytest.approx(one.dev.loss, rel=1e-5)
-    ours, theirs = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("two", "one"))
+    ours, theirs = (
+        load_file(tmp_path / name / "adapter" / "adapter_model.safetensors")
+        for name in ("two", "one")
+    )
     assert ours.keys() == theirs.keys()
     assert distance(ours, theirs, list(theirs)) < 1e-5
     ours, theirs = (
         [json.loads(line) for line in (tmp_path / name / "layers.jsonl").read_text().splitlines()]
         for name in ("two", "one")
     )
-    assert [(each["step"], each["layer"]) for each in ours] == [(each["step"], each["layer"]) for each in theirs]
-    assert [each["norm"] for each in ours] == pytest.approx([each["norm"] for each in theirs], rel=1e-4, abs=1e-6)
+    assert [(each["step"], each["layer"]) for each in ours] == [
+        (each["step"], each["layer"]) for each in theirs
+    ]
+    assert [each["norm"] for each in ours] == pytest.approx(
+        [each["norm"] for each in theirs], rel=1e-4, abs=1e-6
+    )

@@ -40,19 +40,28 @@ def test_published_files_have_their_published_sizes(shared, name):
         if size is not None:
             examples = TASKS[name].read(shared / "glue", split)
             assert len(examples) == size
-            assert all(first and second != "" for example in examples for first, second in example.choices)
+            assert all(
+                first and second != "" for example in examples for first, second in example.choices
+            )
 
 
 def test_published_majorities(shared):
-    read = {name: TASKS[name].read(shared / "glue", "dev") for name in ("CoLA", "MRPC", "WSC", "STS-B")}
-    assert TASKS["MRPC"].baseline(read["MRPC"]) == pytest.approx({"accuracy": 279 / 408, "f1": 2 * 279 / (408 + 279)})
+    read = {
+        name: TASKS[name].read(shared / "glue", "dev") for name in ("CoLA", "MRPC", "WSC", "STS-B")
+    }
+    assert TASKS["MRPC"].baseline(read["MRPC"]) == pytest.approx(
+        {"accuracy": 279 / 408, "f1": 2 * 279 / (408 + 279)}
+    )
     assert TASKS["WSC"].baseline(read["WSC"]) == pytest.approx({"accuracy": 66 / 104})
     assert TASKS["CoLA"].baseline(read["CoLA"])["matthews"] == 0.0
     assert TASKS["STS-B"].baseline(read["STS-B"]) == {"pearson": 0.0, "spearman": 0.0}
 
 
 def test_the_marked_pronoun_of_wsc_is_the_published_one(shared):
-    rows = [json.loads(line) for line in TASKS["WSC"].file(shared / "glue", "dev").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in TASKS["WSC"].file(shared / "glue", "dev").read_text().splitlines()
+    ]
     agreeing = 0
     for row, example in zip(rows, TASKS["WSC"].read(shared / "glue", "dev"), strict=True):
         marked = example.choices[0][0].split(" * ")[1]
@@ -62,11 +71,17 @@ def test_the_marked_pronoun_of_wsc_is_the_published_one(shared):
 
 def test_lone_quotes_and_byte_order_marks_are_text(tmp_path):
     row = '1\t1\t2\the said " yes\t" no quotation ends here'
-    written(tmp_path, "MRPC", f"\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n{row}\r\n{row}\r\n")
+    written(
+        tmp_path, "MRPC", f"\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n{row}\r\n{row}\r\n"
+    )
     examples = TASKS["MRPC"].read(tmp_path, "dev")
-    assert [example.choices for example in examples] == [(('he said " yes', '" no quotation ends here'),)] * 2
+    assert [example.choices for example in examples] == [
+        (('he said " yes', '" no quotation ends here'),)
+    ] * 2
     assert examples[0].label == 1.0
-    assert TASKS["MRPC"].read(tmp_path / "MRPC", "dev") == examples  # the task's own directory will do
+    assert (
+        TASKS["MRPC"].read(tmp_path / "MRPC", "dev") == examples
+    )  # the task's own directory will do
     assert find_task(tmp_path / "MRPC") is TASKS["MRPC"]
 
 
@@ -79,7 +94,9 @@ def test_cola_has_no_header(tmp_path):
 
 
 def test_boolean_labels_and_choices(tmp_path):
-    written(tmp_path, "BoolQ", json.dumps({"question": "is it", "passage": "It is.", "answer": True}))
+    written(
+        tmp_path, "BoolQ", json.dumps({"question": "is it", "passage": "It is.", "answer": True})
+    )
     assert TASKS["BoolQ"].read(tmp_path, "dev")[0].label == 1.0
     row = {"premise": "It fell.", "choice1": "a", "choice2": "b", "question": "cause", "label": 1}
     written(tmp_path, "COPA", json.dumps(row))
@@ -97,10 +114,22 @@ def test_boolean_labels_and_choices(tmp_path):
         ("SST-2", "text\tlabel\ngood\t1\n", "line 2: SST-2 needs 'sentence'; it has text, label"),
         ("SST-2", "sentence\tlabel\n", "no examples"),
         ("SST-2", "", "no examples"),
-        ("STS-B", "sentence1\tsentence2\tscore\na\tb\tnan\n", "line 2: score 'nan' is not a finite number"),
-        ("CB", '{"premise": "a", "hypothesis": "b", "label": "neutral"}\n{"prem\n', "line 2: no JSON"),
+        (
+            "STS-B",
+            "sentence1\tsentence2\tscore\na\tb\tnan\n",
+            "line 2: score 'nan' is not a finite number",
+        ),
+        (
+            "CB",
+            '{"premise": "a", "hypothesis": "b", "label": "neutral"}\n{"prem\n',
+            "line 2: no JSON",
+        ),
         ("CB", "[1]\n", "line 1: a list; each example must be a JSON object"),
-        ("WSC", '{"text": "a b", "target": {"span2_index": 9}, "label": true}\n', "line 1: WSC needs"),
+        (
+            "WSC",
+            '{"text": "a b", "target": {"span2_index": 9}, "label": true}\n',
+            "line 1: WSC needs",
+        ),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, task, text, message):
@@ -130,7 +159,9 @@ def test_metrics_agree_with_their_definitions():
     true_positive, true_negative, false_positive, false_negative = 3, 2, 1, 2
     f1 = 2 * true_positive / (2 * true_positive + false_positive + false_negative)
     product = (3 + 1) * (3 + 2) * (2 + 1) * (2 + 2)
-    matthews = (true_positive * true_negative - false_positive * false_negative) / math.sqrt(product)
+    matthews = (true_positive * true_negative - false_positive * false_negative) / math.sqrt(
+        product
+    )
     assert TASKS["MRPC"].score(labels, answers) == pytest.approx({"accuracy": 5 / 8, "f1": f1})
     assert TASKS["CoLA"].score(labels, answers)["matthews"] == pytest.approx(matthews)
     ranks = TASKS["STS-B"].score([1.0, 2.0, 4.0], [1.0, 10.0, 11.0])

@@ -56,7 +56,12 @@ def runs(monkeypatch):
         done.append((settings.method, settings.learning_rate, settings.seed))
         best = {"lora": 1e-2, "lsr": 1e-1}[settings.method]
         loss = 0.2 if settings.learning_rate == best else 0.5
-        accuracy = 0.5 + settings.learning_rate + 0.01 * settings.seed + (0.1 if settings.method == "lsr" else 0.0)
+        accuracy = (
+            0.5
+            + settings.learning_rate
+            + 0.01 * settings.seed
+            + (0.1 if settings.method == "lsr" else 0.0)
+        )
         scores = Scores({"accuracy": accuracy}, accuracy, 1.0 - accuracy, 300)
         record = Record(
             settings=settings,
@@ -94,9 +99,16 @@ def test_every_method_sees_every_rate_and_all_seeds_see_the_chosen_one(file, run
     results = compare(read_suite(file()), tmp_path / "out")
     assert sorted(runs.done) == sorted(
         [(method, rate, 0) for method in ("lora", "lsr") for rate in (1e-3, 1e-2, 1e-1)]
-        + [(method, rate, seed) for method, rate in (("lora", 1e-2), ("lsr", 1e-1)) for seed in (1, 2)]
+        + [
+            (method, rate, seed)
+            for method, rate in (("lora", 1e-2), ("lsr", 1e-1))
+            for seed in (1, 2)
+        ]
     )
-    assert [(cell.rate, list(cell.records)) for cell in results.cells] == [(1e-2, [0, 1, 2]), (1e-1, [0, 1, 2])]
+    assert [(cell.rate, list(cell.records)) for cell in results.cells] == [
+        (1e-2, [0, 1, 2]),
+        (1e-1, [0, 1, 2]),
+    ]
     assert (results.planned, results.done) == (10, 10)
 
 
@@ -129,7 +141,10 @@ def test_a_failing_run_is_recorded_and_stops_no_other(file, runs, tmp_path):
     assert (lora.rate, lsr.rate) == (1e-3, 1e-1)
     assert (list(lora.records), list(lsr.records)) == ([0, 1, 2], [0, 1])
     assert lora.failures[1e-2, 0].message == "lost its way"
-    assert "LSR on embedded, rate 0.1, seed 2 failed: RuntimeError: lost its way" in compare_table.markdown(results)
+    assert (
+        "LSR on embedded, rate 0.1, seed 2 failed: RuntimeError: lost its way"
+        in compare_table.markdown(results)
+    )
     runs.done.clear()
     compare(read_suite(file()), tmp_path / "out")
     assert runs.done == []
@@ -173,7 +188,9 @@ def test_a_method_is_judged_against_another_seed_by_seed(file, runs, tmp_path):
     results = compare(read_suite(file()), tmp_path / "out")
     found = compare_table.lines(results)[1].difference
     assert found.mean == pytest.approx(0.19)
-    assert found.interval == pytest.approx((0.19, 0.19))  # the spread between seeds is common to both
+    assert found.interval == pytest.approx(
+        (0.19, 0.19)
+    )  # the spread between seeds is common to both
     assert found.verdict == "better"
     one = compare(read_suite(file(SUITE.replace("[0, 1, 2]", "[0]"))), tmp_path / "one")
     assert compare_table.lines(one)[1].difference.verdict == "one seed"
@@ -182,28 +199,56 @@ def test_a_method_is_judged_against_another_seed_by_seed(file, runs, tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("seeds = [0, 1, 2]", "seeds = [0, 0]", "seeds must be different whole numbers of 0 or more, at least one"),
-        ("seeds = [0, 1, 2]", "seeds = []", "seeds must be different whole numbers of 0 or more, at least one"),
-        ("seeds = [0, 1, 2]", "seed = [0]", r"no setting is called 'seed'; did you mean 'seeds'\? known: title, seeds"),
+        (
+            "seeds = [0, 1, 2]",
+            "seeds = [0, 0]",
+            "seeds must be different whole numbers of 0 or more, at least one",
+        ),
+        (
+            "seeds = [0, 1, 2]",
+            "seeds = []",
+            "seeds must be different whole numbers of 0 or more, at least one",
+        ),
+        (
+            "seeds = [0, 1, 2]",
+            "seed = [0]",
+            r"no setting is called 'seed'; did you mean 'seeds'\? known: title, seeds",
+        ),
         ("seeds = [0, 1, 2]", "tune_seeds = 2", "tune_seeds must be 1 to 1"),
         ("patience = 2", "", "several rates are compared on a split of the training set"),
         ("options = { r = 1 }", "rate = 1e-3", "methods.LoRA r=1: rate is the suite's"),
-        ("options = { r = 1 }", "patience = 0", r"\[methods.'LoRA r=1'\] together: patience must be a whole number"),
+        (
+            "options = { r = 1 }",
+            "patience = 0",
+            r"\[methods.'LoRA r=1'\] together: patience must be a whole number",
+        ),
         ('against = "LoRA r=1"', 'against = "LoRA"', "against 'LoRA', not one of"),
         ('method = "lsr"', "", "methods.LSR must say which method it is"),
         ("[tasks.embedded]", "", r"a suite needs tables \[tasks"),
-        ("rates = [1e-3", "rates = [nan", r"rates must be different numbers above 0, at least one, got \[nan"),
+        (
+            "rates = [1e-3",
+            "rates = [nan",
+            r"rates must be different numbers above 0, at least one, got \[nan",
+        ),
         ("[common]", "[common", "suite.toml"),
         (
             "seeds = [0, 1, 2]",
             "seeds = [0.5]",
             r"seeds must be different whole numbers of 0 or more, at least one, got \[0.5\]",
         ),
-        ("seeds = [0, 1, 2]", "seeds = [true]", r"seeds must be different whole numbers .*, got \[True\]"),
+        (
+            "seeds = [0, 1, 2]",
+            "seeds = [true]",
+            r"seeds must be different whole numbers .*, got \[True\]",
+        ),
         ("seeds = [0, 1, 2]", "recover = 3", "recover must be a table"),
         ("[tasks.embedded]", "[tasks]\nembedded = 3", "tasks.embedded must be a table of settings"),
         ("patience = 2", "patience = 2\nseed = 1", "common: seed is the suite's"),
-        ("options = { r = 1 }", "learning_rate = 1e-3", "methods.LoRA r=1: learning_rate is the suite's"),
+        (
+            "options = { r = 1 }",
+            "learning_rate = 1e-3",
+            "methods.LoRA r=1: learning_rate is the suite's",
+        ),
         ("options = { r = 1 }", 'task = "RTE"', "methods.LoRA r=1: task is the suite's"),
     ],
 )
@@ -218,9 +263,13 @@ def test_a_method_overrides_its_task_and_a_task_what_is_common(file):
     text = 'title = "Three"\n' + SUITE.replace(
         "[tasks.embedded]", "batch = 8\nwarmup = 0.2\n[tasks.embedded]\nbatch = 16"
     )
-    suite = read_suite(file(text.replace('method = "lsr"', 'method = "lsr"\nbatch = 24')), {"warmup": 0.3})
+    suite = read_suite(
+        file(text.replace('method = "lsr"', 'method = "lsr"\nbatch = 24')), {"warmup": 0.3}
+    )
     settings = [suite.settings(spec, "embedded", 0.01, 2) for spec in suite.specs]
-    assert [(each.batch, each.warmup, each.patience, each.learning_rate, each.seed) for each in settings] == [
+    assert [
+        (each.batch, each.warmup, each.patience, each.learning_rate, each.seed) for each in settings
+    ] == [
         (16, 0.3, 2, 0.01, 2),
         (24, 0.3, 2, 0.01, 2),
     ]
@@ -242,7 +291,9 @@ def test_a_task_without_its_files_is_skipped_by_name(file, runs, tmp_path):
     text = SUITE.replace("[tasks.embedded]", '[tasks.embedded]\n[tasks.BoolQ]\ndata = "nowhere"')
     results = compare(read_suite(file(text)), tmp_path / "out")
     assert len(results.cells) == 2
-    assert "BoolQ skipped: nowhere/BoolQ/train.jsonl is missing." in compare_table.notes(results, [])
+    assert "BoolQ skipped: nowhere/BoolQ/train.jsonl is missing." in compare_table.notes(
+        results, []
+    )
 
 
 def test_the_command_line_runs_shows_and_draws(file, runs, tmp_path):
@@ -286,7 +337,9 @@ def test_the_embedded_task_is_compared(place, file, tmp_path, workers):
 
 
 def test_results_name_no_place_on_this_machine(file, tmp_path):
-    suite = read_suite(file(), {"model": str(tmp_path / "encoder" / "model"), "data": "/somewhere/glue"})
+    suite = read_suite(
+        file(), {"model": str(tmp_path / "encoder" / "model"), "data": "/somewhere/glue"}
+    )
     assert suite.public_settings == {"model": "encoder/model", "patience": 2}
     assert read_suite(file()).public_settings == {"model": "embedded", "patience": 2}
 

@@ -10,7 +10,11 @@ from peft import PeftModel, get_peft_model
 from benchmarks.lab.kadaptation import KAdaptationConfig
 from lsrdecomp.training.methods import METHODS, adapter_config
 
-EVEN_KINDS = [kind for kind in relatives.KINDS if kind not in ("linear without bias", "embedding", "conv2d grouped")]
+EVEN_KINDS = [
+    kind
+    for kind in relatives.KINDS
+    if kind not in ("linear without bias", "embedding", "conv2d grouped")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +41,9 @@ def test_terms_that_do_not_divide_the_layer_are_named():
 
 
 def test_a_suite_can_name_it():
-    assert METHODS["kadaptation"].fits(adapter_config("kadaptation", {"terms": 2}, target_modules=["query"]).to_dict())
+    assert METHODS["kadaptation"].fits(
+        adapter_config("kadaptation", {"terms": 2}, target_modules=["query"]).to_dict()
+    )
 
 
 def test_kadaptation_shares_its_slow_factors():
@@ -45,11 +51,15 @@ def test_kadaptation_shares_its_slow_factors():
     model = get_peft_model(tiny_bert(), config)
     slow = model.base_model.kadaptation_A["default"].detach().numpy()
     assert slow.shape == (3, 3, 3)
-    layers = [module for module in model.modules() if hasattr(module, "kadaptation_u") and module.scaling]
+    layers = [
+        module for module in model.modules() if hasattr(module, "kadaptation_u") and module.scaling
+    ]
     assert len(layers) == 4
     for layer in layers:
         fast = (layer.kadaptation_u["default"] @ layer.kadaptation_v["default"]).detach().numpy()
-        np.testing.assert_allclose(layer.delta_matrix("default").detach().numpy(), kron_sum([slow, fast]), atol=1e-5)
+        np.testing.assert_allclose(
+            layer.delta_matrix("default").detach().numpy(), kron_sum([slow, fast]), atol=1e-5
+        )
     parameters = sum(value.numel() for value in model.parameters() if value.requires_grad)
     assert parameters == 27 + 4 * 3 * 2 * (8 + 8)
 
@@ -59,13 +69,17 @@ def test_the_slow_factors_have_the_precision_of_the_fast_ones(autocast):
     config = KAdaptationConfig(target_modules=["query"], terms=2)
     model = get_peft_model(tiny_bert().bfloat16(), config, autocast_adapter_dtype=autocast)
     expected = torch.float32 if autocast else torch.bfloat16
-    assert {value.dtype for key, value in model.named_parameters() if "kadaptation_" in key} == {expected}
+    assert {value.dtype for key, value in model.named_parameters() if "kadaptation_" in key} == {
+        expected
+    }
     assert model.base_model.kadaptation_A["default"].requires_grad
 
 
 @pytest.mark.parametrize("trainable", [False, True])
 def test_loading_another_adapter_leaves_the_slow_factors_trainable_or_not(tmp_path, trainable):
-    get_peft_model(tiny_bert(), KAdaptationConfig(target_modules=["query"], terms=2)).save_pretrained(tmp_path)
+    get_peft_model(
+        tiny_bert(), KAdaptationConfig(target_modules=["query"], terms=2)
+    ).save_pretrained(tmp_path)
     model = PeftModel.from_pretrained(tiny_bert(), tmp_path, is_trainable=trainable)
     model.load_adapter(tmp_path, "other", is_trainable=trainable)
     model.load_adapter(tmp_path, "opposite", is_trainable=not trainable)

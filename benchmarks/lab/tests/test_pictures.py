@@ -12,8 +12,14 @@ from lsrdecomp import plots
 
 
 def test_every_method_is_a_labelled_point_with_its_spread():
-    ax = pictures.plot_quality([Point("LoRA", 768, 83.0, 0.5), Point("LSR", 704, 82.0), Point("head", 10, 60.0, 0.1)])
-    drawn = {line.get_label(): tuple(line.get_xydata()[0]) for line in ax.get_lines() if line.get_label()[0] != "_"}
+    ax = pictures.plot_quality(
+        [Point("LoRA", 768, 83.0, 0.5), Point("LSR", 704, 82.0), Point("head", 10, 60.0, 0.1)]
+    )
+    drawn = {
+        line.get_label(): tuple(line.get_xydata()[0])
+        for line in ax.get_lines()
+        if line.get_label()[0] != "_"
+    }
     assert drawn == {"LoRA": (768.0, 83.0), "LSR": (704.0, 82.0), "head": (10.0, 60.0)}
     assert {text.get_text() for text in ax.get_legend().get_texts()} == {"LoRA", "LSR", "head"}
     assert len(ax.containers) == 2  # one seed has no spread
@@ -21,11 +27,18 @@ def test_every_method_is_a_labelled_point_with_its_spread():
 
 def test_stages_have_a_panel_each_and_structures_keep_their_colour():
     path = [Point("", 300, 0.7, 0.1), Point("", 100, 0.5)]
-    paths = {"LSR": {"as compressed": path, "from scratch": path[:1]}, "SVD": {"from scratch": path}}
+    paths = {
+        "LSR": {"as compressed": path, "from scratch": path[:1]},
+        "SVD": {"from scratch": path},
+    }
     first, second = pictures.plot_stages(paths, references={"the LoRA": 1.0})
     assert [panel.get_title() for panel in (first, second)] == ["as compressed", "from scratch"]
     drawn = [
-        [line for line in panel.get_lines() if line.get_marker() in plots.pictures.MARKERS and len(line.get_xdata())]
+        [
+            line
+            for line in panel.get_lines()
+            if line.get_marker() in plots.pictures.MARKERS and len(line.get_xdata())
+        ]
         for panel in (first, second)
     ]
     assert [len(lines) for lines in drawn] == [1, 2]

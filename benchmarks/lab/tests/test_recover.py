@@ -79,18 +79,26 @@ def first(done):
 
 def changes(job, directory):
     """ΔW by layer, as PEFT adds it to the base."""
-    base = AutoModelForSequenceClassification.from_pretrained(job.suite.common["model"], num_labels=10)
+    base = AutoModelForSequenceClassification.from_pretrained(
+        job.suite.common["model"], num_labels=10
+    )
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     merged = PeftModel.from_pretrained(base, directory).merge_and_unload()
     after = merged.state_dict()
-    return {name: (after[name] - tensor).double().numpy() for name, tensor in before.items() if "attention" in name}
+    return {
+        name: (after[name] - tensor).double().numpy()
+        for name, tensor in before.items()
+        if "attention" in name
+    }
 
 
 def test_rates_are_chosen_with_the_first_seed_at_one_budget(done):
     out = done[2] / "embedded"
 
     def tried(seed, point, kind):
-        return sorted(path.parent.name for path in (out / f"seed-{seed}" / point / kind).glob("*/record.json"))
+        return sorted(
+            path.parent.name for path in (out / f"seed-{seed}" / point / kind).glob("*/record.json")
+        )
 
     for point in ("lsr-64", "direct-64"):
         assert tried(0, point, "recovered") == ["rate-0.01", "rate-0.05"]
@@ -122,7 +130,9 @@ def test_forms_are_distilled_and_judged_as_often_as_the_plan_says(done, first):
     assert [len(lines["lsr", budget]["distilled"]) for budget in (64, 128, 256)] == [2, 2, 2]
     assert lines["direct", 64]["distilled"] == lines["lora-int8", 0]["distilled"] == ()
     place = first.place.point("lsr", 64)
-    written = json.loads((place / "distilled" / "adapter" / "compression.json").read_text())["distillation"]
+    written = json.loads((place / "distilled" / "adapter" / "compression.json").read_text())[
+        "distillation"
+    ]
     assert written["steps"] == 6
     assert written["after"]["kl"] < written["before"]["kl"]
     assert "distilled" in recover_table.table(found)[0]
@@ -138,7 +148,13 @@ def test_the_rate_is_that_of_least_validation_loss(done, first):
 
 def test_every_run_of_a_seed_has_the_same_head_and_does_not_train_it(done, first):
     heads = []
-    for name in ("head", "lora", "lsr-64", "lsr-64/scratch/rate-0.01", "direct-64/recovered/rate-0.05"):
+    for name in (
+        "head",
+        "lora",
+        "lsr-64",
+        "lsr-64/scratch/rate-0.01",
+        "direct-64/recovered/rate-0.05",
+    ):
         tensors = load_file(first.place.directory / name / "adapter" / "adapter_model.safetensors")
         heads.append(tensors["base_model.model.classifier.weight"])
     assert all(np.array_equal(heads[0], head) for head in heads[1:])
@@ -154,18 +170,25 @@ def test_nothing_was_trained_on_what_rates_are_chosen_on(done, first):
 
 def test_the_table_counts_shares_of_what_the_lora_gained(done):
     found = recover_table.read_recovery(done[1], done[2])
-    assert [(gain.task, gain.seed, gain.matrices) for gain in found.gains] == [("embedded", 0, 4), ("embedded", 1, 4)]
+    assert [(gain.task, gain.seed, gain.matrices) for gain in found.gains] == [
+        ("embedded", 0, 4),
+        ("embedded", 1, 4),
+    ]
     lines = {(line.structure, line.budget): line for line in found.lines}
     whole = {("lora", 0), ("lsr-paper", 0), ("lora-int8", 0)}
     assert set(lines) == whole | {(s, b) for s in ("lsr", "direct") for b in (64, 128, 256)}
     gain, judged = found.gains[0], lines["lsr", 256].stages["recovered"][0]
-    assert judged.share == pytest.approx((gain.loss_before - judged.loss) / (gain.loss_before - gain.loss))
+    assert judged.share == pytest.approx(
+        (gain.loss_before - judged.loss) / (gain.loss_before - gain.loss)
+    )
     assert [one.share for one in lines["lora", 0].stages["compressed"]] == [1.0, 1.0]
     assert lines["lora-int8", 0].stages["compressed"][0].share == pytest.approx(1.0, abs=0.05)
     assert lines["lora-int8", 0].bytes < lines["lora", 0].bytes / 3
     assert lines["lsr-paper", 0].parameters == 4 * 2 * 16 * (8 * 2 + 8 * 2)
     for structure in ("lsr", "direct"):
-        assert lines[structure, 64].parameters <= 64 * 4 < lines[structure, 256].parameters <= 256 * 4
+        assert (
+            lines[structure, 64].parameters <= 64 * 4 < lines[structure, 256].parameters <= 256 * 4
+        )
     head, rows = recover_table.table(found)
     assert all(len(row) == len(head) for row in rows)
     json.dumps(recover_table.to_json(found), allow_nan=False)
@@ -208,7 +231,15 @@ def test_a_kill_between_writing_and_recording_is_mended(done, first, monkeypatch
 
 
 def test_the_command_line_draws_what_is_there(done, tmp_path):
-    arguments = ["recover", str(done[0]), "--out", str(done[2]), "--table", "--json", str(tmp_path / "figures.json")]
+    arguments = [
+        "recover",
+        str(done[0]),
+        "--out",
+        str(done[2]),
+        "--table",
+        "--json",
+        str(tmp_path / "figures.json"),
+    ]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     assert "LSR, Fisher norm" in shown.stdout
@@ -233,12 +264,18 @@ def test_a_direct_sum_is_written_as_it_was_solved(first):
 
 def test_a_truncated_svd_is_the_best_of_its_rank(first, tmp_path):
     checkpoint = open_checkpoint(first.place.lora / "adapter")
-    made = compress_lora(first.place.lora / "adapter", STRUCTURES["svd"], 1024, None, tmp_path / "svd")
+    made = compress_lora(
+        first.place.lora / "adapter", STRUCTURES["svd"], 1024, None, tmp_path / "svd"
+    )
     assert made.parameters == 1024 * 4
     assert made.relative_error < 1e-6
-    half = compress_lora(first.place.lora / "adapter", STRUCTURES["svd"], 128, None, tmp_path / "small")
+    half = compress_lora(
+        first.place.lora / "adapter", STRUCTURES["svd"], 128, None, tmp_path / "small"
+    )
     size = sum(layer_pair(checkpoint, layer).norm ** 2 for layer in checkpoint.layers)
-    values = sorted(v**2 for layer in checkpoint.layers for v in layer_pair(checkpoint, layer).svd[1])[::-1]
+    values = sorted(
+        v**2 for layer in checkpoint.layers for v in layer_pair(checkpoint, layer).svd[1]
+    )[::-1]
     assert half.relative_error == pytest.approx((1 - sum(values[:4]) / size) ** 0.5, rel=1e-5)
 
 
@@ -246,33 +283,45 @@ def test_training_from_scratch_has_the_shapes_of_the_compressed_form(done, first
     for structure, budget in (("lsr", 64), ("lsr", 256)):
         point = first.place.point(structure, budget)
         counts = {
-            kind: json.loads(next(point.glob(f"{kind}/*/record.json")).read_text())["adapter_parameters"]
+            kind: json.loads(next(point.glob(f"{kind}/*/record.json")).read_text())[
+                "adapter_parameters"
+            ]
             for kind in ("recovered", "scratch")
         }
         assert counts["recovered"] == counts["scratch"]
 
 
 def test_shape_settings_keep_to_the_layers_of_the_compressed_form(first, tmp_path):
-    config = json.loads((first.place.point("lsr-paper", 0) / "adapter" / "adapter_config.json").read_text())
+    config = json.loads(
+        (first.place.point("lsr-paper", 0) / "adapter" / "adapter_config.json").read_text()
+    )
     assert isinstance(config["layers"], str)  # the index of packed layers
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"layers_to_transform": [1, 3]}))
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps(config | {"layers_to_transform": [1, 3]})
+    )
     assert shape_settings(tmp_path, "lsr")["layers"] == [1, 3]
 
 
 def test_a_budget_below_the_smallest_direct_sum_is_refused(first, tmp_path):
     with pytest.raises(BudgetError, match="the smallest direct sum has"):
-        compress_lora(first.place.lora / "adapter", STRUCTURES["direct"], 1, None, tmp_path / "none")
+        compress_lora(
+            first.place.lora / "adapter", STRUCTURES["direct"], 1, None, tmp_path / "none"
+        )
     assert not (tmp_path / "none").exists()
 
 
 def test_shape_settings_name_the_layers_that_are_kept(first):
     point = first.place.point("direct", 64) / "adapter"
     settings = shape_settings(point, "direct")
-    assert set(settings["options"]["shape_pattern"]) == {f"^{name}$" for name in settings["target_modules"]}
+    assert set(settings["options"]["shape_pattern"]) == {
+        f"^{name}$" for name in settings["target_modules"]
+    }
 
 
 def test_one_task_may_want_another_lora(tmp_path):
-    text = SUITE.format(model="embedded", data="d").replace("samples = 64", "lora_of.embedded = { rate = 0.25 }")
+    text = SUITE.format(model="embedded", data="d").replace(
+        "samples = 64", "lora_of.embedded = { rate = 0.25 }"
+    )
     (tmp_path / "suite.toml").write_text(text)
     suite = read_suite(tmp_path / "suite.toml")
     settings = lora_settings(suite, recover_plan(suite), "embedded", 0, "head")
@@ -320,7 +369,9 @@ def test_experiments_that_ship_can_be_read():
     from benchmarks.lab.compare import check_options
 
     folder = Path(__file__).resolve().parents[2] / "experiments"
-    files = [file for file in sorted(folder.glob("*.toml")) if "[loras." not in file.read_text()]  # not our driver's
+    files = [
+        file for file in sorted(folder.glob("*.toml")) if "[loras." not in file.read_text()
+    ]  # not our driver's
     assert len(files) >= 4
     for file in files:
         suite = read_suite(file)
@@ -332,20 +383,34 @@ def test_experiments_that_ship_can_be_read():
 @pytest.mark.parametrize("structure", ["lsr", "direct"])
 def test_statistics_of_another_base_are_refused_by_name(done, first, tmp_path, structure):
     about = json.loads((first.place.statistics / "statistics.json").read_text())
-    declared = json.loads((first.place.lora / ADAPTER / "adapter_config.json").read_text())["base_model_name_or_path"]
+    declared = json.loads((first.place.lora / ADAPTER / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ]
     assert about["settings"]["adapter_base"] == declared
     shutil.copytree(first.place.statistics, tmp_path / "statistics")
     about["settings"]["adapter_base"] = "someone/else"
     (tmp_path / "statistics" / "statistics.json").write_text(json.dumps(about))
     statistics = read_statistics(tmp_path / "statistics")
     with pytest.raises(CheckpointError, match="of base someone/else, and the adapter is for"):
-        compress_lora(first.place.lora / ADAPTER, STRUCTURES[structure], 64, statistics, tmp_path / "out", SMALL)
+        compress_lora(
+            first.place.lora / ADAPTER,
+            STRUCTURES[structure],
+            64,
+            statistics,
+            tmp_path / "out",
+            SMALL,
+        )
     assert not (tmp_path / "out").exists()
 
 
 def test_the_precision_of_the_base_can_be_given_on_the_command_line(done):
     given = {"data": None, "model": None, "device": None}
-    assert open_suite(done[0], None, {**given, "precision": "bfloat16"}).common["precision"] == "bfloat16"
+    assert (
+        open_suite(done[0], None, {**given, "precision": "bfloat16"}).common["precision"]
+        == "bfloat16"
+    )
     assert "precision" not in open_suite(done[0], None, {**given, "precision": None}).common
-    (verb,) = (command for command in get_command(app).commands.values() if command.name == "recover")
+    (verb,) = (
+        command for command in get_command(app).commands.values() if command.name == "recover"
+    )
     assert any("--dtype" in parameter.opts for parameter in verb.params)

@@ -33,7 +33,10 @@ def recovered():
         )
         for task in ("mrpc", "cola") for label in ("LSR, Fisher norm", "truncated SVD, Frobenius norm")
     ]  # fmt: skip
-    gains = [Gain("mrpc", seed, "f1", 0.6931, 0.2123, 0.5, 0.9123, 0.51, 1234567, 4938268, 12) for seed in range(3)]
+    gains = [
+        Gain("mrpc", seed, "f1", 0.6931, 0.2123, 0.5, 0.9123, 0.51, 1234567, 4938268, 12)
+        for seed in range(3)
+    ]
     return Recovery(Suite.__new__(Suite), tuple(gains), tuple(lines), {}, (), {}, 80, 0.01, 100)
 
 

@@ -37,7 +37,9 @@ def test_a_file_is_opened_again_for_a_function_that_was_not_read(tmp_path, monke
 
 
 def test_what_runs_while_a_module_is_imported_is_not_part_of_it(tmp_path, monkeypatch):
-    (tmp_path / "imported_late.py").write_text("def made(): return 1\nvalue = made()\ndef used(): return value\n")
+    (tmp_path / "imported_late.py").write_text(
+        "def made(): return 1\nvalue = made()\ndef used(): return value\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "imported_late", raising=False)
 
@@ -66,4 +68,8 @@ def test_the_table_and_the_json_tell_the_same(tmp_path, capsys, monkeypatch, dem
     written = json.loads((tmp_path / "walk.json").read_text())
     assert {name: written[name] for name in ("files", "functions", "returns")} == summary(demo)
     text = capsys.readouterr().out
-    assert all(each["file"] in text and each["functions"][0] in text for each in written["walk"] if each["functions"])
+    assert all(
+        each["file"] in text and each["functions"][0] in text
+        for each in written["walk"]
+        if each["functions"]
+    )

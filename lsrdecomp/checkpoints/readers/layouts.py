@@ -1,6 +1,7 @@
 """Layouts of keys: each says by a key's ending which part of which module a tensor is, and one reader reads them all.
 
-A layout is a value of `Layout`. Names of modules are taken as they are, so that new models need nothing here.
+A layout is a value of `Layout`. Names of modules are taken as they are, so that new models need
+nothing here.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ METADATA = "lora_adapter_metadata"
 ALPHA = {".alpha": "alpha", ".lora_mid.weight": "mid"}
 MAGNITUDE = {".m": "magnitude of DoRA"}
 EMBEDDING = ".lora_embedding_A"
-# Attention processors of old diffusers files named these four by themselves: in the UNet and in text encoders.
+# Attention processors of old diffusers files named these four by themselves: in the UNet and in
+# text encoders.
 PROCESSOR = "_lora."
 UNET_NAMES = {"to_out": "to_out.0"}
 TEXT_NAMES = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
@@ -51,7 +53,9 @@ ScaleOf = Callable[[str, int], float]
 
 def pairs(*endings: tuple[str, str]) -> dict[str, str]:
     """Parts of a low-rank pair by the endings of the keys of A and B, of all ages of a layout."""
-    return {ending: part for both in endings for ending, part in zip(both, ("down", "up"), strict=True)}
+    return {
+        ending: part for both in endings for ending, part in zip(both, ("down", "up"), strict=True)
+    }
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,10 @@ class Layout:
     others : mapping of str to str
         Further parts, which other layouts have too.
     peft_type : str
-        What a PEFT directory of this layout says; its scales and ranks are then those of its config, and all names have
-        PEFT's prefix. Empty where there is no such config: the scale is then that of an ``.alpha`` beside the pair, or
-        of the config that diffusers keeps in the header, or 1.
+        What a PEFT directory of this layout says; its scales and ranks are then those of its
+        config, and all names have PEFT's prefix. Empty where there is no such config: the scale is
+        then that of an ``.alpha`` beside the pair, or of the config that diffusers keeps in the
+        header, or 1.
     scaled_outside : bool
         Whether the scale is not in the tensors: then from mlx-lm's config, or alpha is asked for.
     transposed : bool
@@ -87,7 +92,9 @@ class Layout:
         """By the type in the config, of which LoRA takes all that are left; without PEFT's config by a key's ending."""
         kind = None if bundle.config is None else bundle.config.get("peft_type")
         if self.peft_type:
-            return kind == self.peft_type or (self.peft_type == "LORA" and bundle.config is not None and kind != "LSR")
+            return kind == self.peft_type or (
+                self.peft_type == "LORA" and bundle.config is not None and kind != "LSR"
+            )
         if bundle.config is not None and (kind is not None or not self.transposed):
             return False
         return any(key.endswith(tuple(self.parts)) for key in bundle.tensors)
@@ -104,7 +111,9 @@ class Layout:
         outside = self.scaled_outside and common is None
         if not outside:
             refuse_alpha(
-                bundle, alpha, None if common is not None else "the file decides its scale, 1 without an alpha"
+                bundle,
+                alpha,
+                None if common is not None else "the file decides its scale, 1 without an alpha",
             )
 
         def scale_of(name: str, rank: int) -> float:
@@ -117,7 +126,10 @@ class Layout:
 
         # Read 2: the layers, each under one name.
         modules, extras = grouped(bundle, {**self.parts, **self.others})
-        layers = [self._layer(_module(stored, roles), roles, scale_of) for stored, roles in modules.items()]
+        layers = [
+            self._layer(_module(stored, roles), roles, scale_of)
+            for stored, roles in modules.items()
+        ]
         names = [layer.name for layer in layers]
         if len(set(names)) != len(names):
             twice = next(module for module in names if names.count(module) > 1)
@@ -159,12 +171,16 @@ class Layout:
             parameter = stacks.of_key(key) if stacks else None
             name = parameter or key
             rank = scales.rank(name)
-            layer = self._layer(name, roles, lambda name, _: scales.of(name, scales.rank(name)), linear)
+            layer = self._layer(
+                name, roles, lambda name, _: scales.of(name, scales.rank(name)), linear
+            )
             if parameter is not None:
                 layers += expert_layers(layer, rank, config.path, read)
             elif self.peft_type == "LORA" and layer.rank != rank:
                 text = f"rank {layer.rank} in shape {roles['down'].shape}, but the config says r = {rank}"
-                raise roles["down"].error(f"{text}; correct r or rank_pattern in {config.path.name}")
+                raise roles["down"].error(
+                    f"{text}; correct r or rank_pattern in {config.path.name}"
+                )
             else:
                 layers.append(layer)
         if stacks:
@@ -194,8 +210,8 @@ diffusers = Layout(
     ALPHA,
 )
 LAYOUTS = (
-    # with a config, told by its peft_type, which mlx-lm's has not; LoRA takes every type that is left, and refuses by
-    # name what is not LoRA
+    # with a config, told by its peft_type, which mlx-lm's has not; LoRA takes every type that is
+    # left, and refuses by name what is not LoRA
     Layout("peft-loha", HADA, peft_type="LOHA"),
     Layout("peft-lokr", LOKR, peft_type="LOKR"),
     Layout("mlx", pairs((".lora_a", ".lora_b")), MAGNITUDE, scaled_outside=True, transposed=True),
@@ -204,19 +220,25 @@ LAYOUTS = (
         pairs((".lora_A.weight", ".lora_B.weight"), (EMBEDDING, ".lora_embedding_B")),
         peft_type="LORA",
     ),
-    # without, told by the endings of the keys; LyCORIS files may hold plain LoRA modules under kohya's keys
+    # without, told by the endings of the keys; LyCORIS files may hold plain LoRA modules under
+    # kohya's keys
     Layout("lycoris", {**HADA, **LOKR}, {**kohya.parts, **ALPHA}),
     kohya,
     # no file of these is one of another layout: among themselves they could stand in any order
     diffusers,
     Layout("cloneofsimo", pairs((":down", ":up"))),  # a pickled list gets such keys too
     Layout("loralib", pairs((".lora_A", ".lora_B")), MAGNITUDE, scaled_outside=True),
-    Layout("torchtune", pairs((".lora_a.weight", ".lora_b.weight")), MAGNITUDE, scaled_outside=True),
+    Layout(
+        "torchtune", pairs((".lora_a.weight", ".lora_b.weight")), MAGNITUDE, scaled_outside=True
+    ),
 )
-"""The first that matches reads, so whoever knows a file best stands before whoever would take it too."""
+"""The first that matches reads, so whoever knows a file best stands before whoever would take it
+too."""
 
 
-def pair_layer(name: str, roles: Roles, scale_of: ScaleOf, linear: str, *, transposed: bool) -> LoraLayer:
+def pair_layer(
+    name: str, roles: Roles, scale_of: ScaleOf, linear: str, *, transposed: bool
+) -> LoraLayer:
     """One layer from its up, down, optional mid and optional alpha."""
     need(name, roles, ("up", "down"), ("mid", "alpha"))
     up, down = roles["up"], roles["down"]
@@ -224,7 +246,11 @@ def pair_layer(name: str, roles: Roles, scale_of: ScaleOf, linear: str, *, trans
         up, down = _transposed(up), _transposed(down)
     if "mid" in roles:
         down = _through(roles["mid"], down)
-    elif len(up.shape) == len(down.shape) == 2 and up.shape[1] < down.shape[0] and up.name.endswith(".lora_B"):
+    elif (
+        len(up.shape) == len(down.shape) == 2
+        and up.shape[1] < down.shape[0]
+        and up.name.endswith(".lora_B")
+    ):
         _refuse_merged(name, up, down)
     table = down.name.endswith(EMBEDDING) or (transposed and name.endswith(TABLES))
     layer = low_rank_layer(name, up, down, 1.0, kind="embedding" if table else linear)
@@ -254,12 +280,17 @@ def _mlx_scale(bundle: Bundle) -> float | None:
     """The scale in mlx-lm's adapter_config.json."""
     if bundle.config is None:
         return None
-    kind, settings = bundle.config.get("fine_tune_type", "lora"), bundle.config.get("lora_parameters")
+    kind, settings = (
+        bundle.config.get("fine_tune_type", "lora"),
+        bundle.config.get("lora_parameters"),
+    )
     if kind != "lora":
         text = f"fine_tune_type is {ascii(kind)[:40]}: only lora is read; train with --fine-tune-type lora"
         raise UnsupportedError(text, path=bundle.config_path)
     if not isinstance(settings, Mapping):
-        raise bundle.config_error("has neither peft_type (PEFT) nor lora_parameters (mlx-lm): whose config is it?")
+        raise bundle.config_error(
+            "has neither peft_type (PEFT) nor lora_parameters (mlx-lm): whose config is it?"
+        )
     return Config(settings, bundle.config_path).number("scale")
 
 
@@ -277,14 +308,18 @@ def _module(stored: str, roles: Roles) -> str:
 def _transposed(tensor: StoredTensor) -> StoredTensor:
     """The matrix as the records want it, still unread."""
     if len(tensor.shape) != 2:
-        raise tensor.error(f"shape {tensor.shape}, expected a matrix; experts stored stacked are not read")
+        raise tensor.error(
+            f"shape {tensor.shape}, expected a matrix; experts stored stacked are not read"
+        )
     return replace(tensor, shape=tensor.shape[::-1], fetch=lambda: tensor.read().T)
 
 
 def _through(mid: StoredTensor, down: StoredTensor) -> StoredTensor:
     """The in side of a LoCon with a middle part: ``A[i, c, …] = Σ_j mid[i, j, …] down[j, c]``."""
     if len(mid.shape) < 3 or mid.shape[1] != down.shape[0] or math.prod(down.shape[2:]) != 1:
-        raise CheckpointError(f"shape {mid.shape} does not fit {down.shape}", path=mid.path, tensor=mid.name)
+        raise CheckpointError(
+            f"shape {mid.shape} does not fit {down.shape}", path=mid.path, tensor=mid.name
+        )
 
     def product() -> Array:
         inner = down.load().reshape(down.shape[:2]).astype(np.float64)
@@ -331,10 +366,24 @@ FIELDS = {
     *("layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout"),
     *("lora_ga_config", "megatron_core", "modules_to_save", "peft_type", "peft_version"),
     *("qalora_group_size", "r", "rank_pattern", "revision", "runtime_config"),
-    *("target_modules", "target_parameters", "task_type", "trainable_token_indices", "use_rslora", "velora_config"),
+    *(
+        "target_modules",
+        "target_parameters",
+        "task_type",
+        "trainable_token_indices",
+        "use_rslora",
+        "velora_config",
+    ),
 }
 OF_LYCORIS = {
-    *("alpha", "decompose_both", "decompose_factor", "init_weights", "module_dropout", "rank_dropout"),
+    *(
+        "alpha",
+        "decompose_both",
+        "decompose_factor",
+        "init_weights",
+        "module_dropout",
+        "rank_dropout",
+    ),
     *("rank_dropout_scale", "use_effective_conv2d"),
 }
 """Further fields of LoHa and LoKr; what use_effective_conv2d does shows in the shapes."""
@@ -345,7 +394,9 @@ def check_supported(config: Config) -> tuple[str, ...]:
     peft_type = config.text("peft_type")
     if peft_type not in ("LORA", "LOHA", "LOKR"):
         text = f"peft_type {peft_type[:40]!r} is not read; LORA, LOHA, LOKR and LSR are"
-        raise UnsupportedError(f"{text} (merge it, or convert it to LoRA with PEFT first)", path=config.path)
+        raise UnsupportedError(
+            f"{text} (merge it, or convert it to LoRA with PEFT first)", path=config.path
+        )
     refuse_fields(config, REFUSED)
     init = str(config.raw.get("init_lora_weights")).lower()
     if init.startswith(BASE_CHANGING):
@@ -360,5 +411,9 @@ def check_supported(config: Config) -> tuple[str, ...]:
     if switches:
         text = f"{switches[0][:60]!r} is set, which this version does not know; {NOT_READ}"
         raise UnsupportedError(text, path=config.path)
-    notes = [f"config fields not known here, ignored: {', '.join(map(ascii, unknown))[:200]}"] if unknown else []
+    notes = (
+        [f"config fields not known here, ignored: {', '.join(map(ascii, unknown))[:200]}"]
+        if unknown
+        else []
+    )
     return tuple(notes)

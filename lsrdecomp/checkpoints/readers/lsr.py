@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +27,9 @@ from lsrdecomp.checkpoints.tensors import FLOATS, Array, StoredTensor
 from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 name = "lsr"
 KEY = re.compile(r"(?P<name>.+)\.lsr_(?P<side>[AB])\.factor_(?P<position>[1-9][0-9]{0,2})")
@@ -62,7 +64,9 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     tensors, widths = _unpacked(bundle, index)
     sides, extras = _split(tensors)
     layers = []
-    for module in sorted(sides, key=natural):  # the first fault in this order is the one that is told
+    for module in sorted(
+        sides, key=natural
+    ):  # the first fault in this order is the one that is told
         kind, kernel = kinds.get(module, (linear, ()))
         layer = expected.layer(module, sides[module]["B"], sides[module]["A"], kind, kernel)
         layers.append(replace(layer, dtype=widths.get(module, layer.dtype)))
@@ -76,7 +80,9 @@ def provenance_kinds(bundle: Bundle) -> dict[str, tuple[str, tuple[int, ...]]]:
     try:
         return read_kinds(provenance(record).get("kinds", {}))
     except (AttributeError, TypeError, ValueError):
-        raise CheckpointError("the header's record of layer kinds is damaged", path=bundle.weights) from None
+        raise CheckpointError(
+            "the header's record of layer kinds is damaged", path=bundle.weights
+        ) from None
 
 
 class _Expected:
@@ -86,7 +92,9 @@ class _Expected:
         raw, path = config.raw, config.path
         # Defaults are those of `lsrdecomp.adapters.LsrConfig`.
         try:
-            self.inner = None if raw.get("inner_shape") is None else sizes("inner_shape", raw["inner_shape"])
+            self.inner = (
+                None if raw.get("inner_shape") is None else sizes("inner_shape", raw["inner_shape"])
+            )
             self.terms = separation_ranks("separation_rank", raw.get("separation_rank", 8))
             terms = {
                 key: separation_ranks(f"separation_rank_pattern[{key!r}]", value)
@@ -98,7 +106,9 @@ class _Expected:
             }
         except ShapeError as error:
             raise CheckpointError(str(error), path=path) from None
-        self.order = config.integer("order") if raw.get("order") is not None else len(self.inner or (1, 1))
+        self.order = (
+            config.integer("order") if raw.get("order") is not None else len(self.inner or (1, 1))
+        )
         if self.order > MOST_FACTORS:
             raise config.error("order", f"at most {MOST_FACTORS} factors")
         usual = math.prod(self.inner) if self.inner else 16
@@ -109,11 +119,18 @@ class _Expected:
         self.shapes = Patterns(shapes, "shape_pattern", path, exact_first=True)
 
     def layer(
-        self, name: str, left: list[StoredTensor], right: list[StoredTensor], kind: str, kernel: tuple[int, ...]
+        self,
+        name: str,
+        left: list[StoredTensor],
+        right: list[StoredTensor],
+        kind: str,
+        kernel: tuple[int, ...],
     ) -> LsrLayer:
         for tensor in (*left, *right):
             if len(tensor.shape) != 3 or 0 in tensor.shape:
-                raise tensor.error(f"shape {tensor.shape}, expected three sizes: terms, rows, columns")
+                raise tensor.error(
+                    f"shape {tensor.shape}, expected three sizes: terms, rows, columns"
+                )
             if tensor.dtype not in FLOATS:
                 raise tensor.error(f"dtype {tensor.dtype}, expected floating-point numbers")
         if len(left) != len(right):
@@ -121,12 +138,18 @@ class _Expected:
         for side in (left, right):
             for tensor in side[1:]:
                 if tensor.shape[0] != side[0].shape[0]:
-                    raise tensor.error(f"{tensor.shape[0]} terms, but {side[0].shape[0]} in {side[0].name}")
+                    raise tensor.error(
+                        f"{tensor.shape[0]} terms, but {side[0].shape[0]} in {side[0].name}"
+                    )
         for first, other in zip(left, right, strict=True):
             if first.shape[2] != other.shape[1]:
-                raise first.error(f"inner size {first.shape[2]}, but {other.shape[1]} in {other.name}")
+                raise first.error(
+                    f"inner size {first.shape[2]}, but {other.shape[1]} in {other.name}"
+                )
         shape = ProductShape(
-            tuple(t.shape[1] for t in left), tuple(t.shape[2] for t in left), tuple(t.shape[2] for t in right)
+            tuple(t.shape[1] for t in left),
+            tuple(t.shape[2] for t in left),
+            tuple(t.shape[2] for t in right),
         )
         configured = self.shapes.get(name, None)
         if max(shape.matrix_shape) > LARGEST_SIDE or len(left) > MOST_FACTORS:
@@ -135,7 +158,9 @@ class _Expected:
         rank = self.scales.rank(name, None if configured is None else configured.inner_rank)
         promised = configured or self.default(shape.matrix_shape, rank)
         if promised != shape or shape.inner_rank != rank:
-            raise left[0].error(f"factors of shape {shape}, but the config says {promised} with r = {rank}")
+            raise left[0].error(
+                f"factors of shape {shape}, but the config says {promised} with r = {rank}"
+            )
         terms = self.all_terms.get(name, self.terms)
         if (left[0].shape[0], right[0].shape[0]) != terms:
             text = f"separation ranks {left[0].shape[0]} and {right[0].shape[0]}, but the config says {terms}"
@@ -151,7 +176,9 @@ class _Expected:
 def positive(name: str, value: Any) -> int:
     """``value`` as a positive integer, or a `ShapeError` naming the setting, in PEFT's words."""
     if type(value) is not int or value < 1:
-        raise ShapeError(f"{name} should be a positive integer value but the value passed is {ascii(value)[:80]}")
+        raise ShapeError(
+            f"{name} should be a positive integer value but the value passed is {ascii(value)[:80]}"
+        )
     return value
 
 
@@ -166,14 +193,18 @@ def separation_ranks(name: str, value: Any) -> tuple[int, int]:
     """Terms of the out side and of the in side, from one number or two."""
     both = value if isinstance(value, list | tuple) else [value, value]
     if len(both) != 2:
-        raise ShapeError(f"{name} should be one number or [out side, in side], got {ascii(value)[:80]}")
+        raise ShapeError(
+            f"{name} should be one number or [out side, in side], got {ascii(value)[:80]}"
+        )
     return positive(name, both[0]), positive(name, both[1])
 
 
 def product_shape(name: str, value: Any) -> ProductShape:
     """A `ProductShape` from one value of ``shape_pattern``."""
     if not isinstance(value, dict) or set(value) != {"out", "inner", "into"}:
-        raise ShapeError(f'{name} must be {{"out": [...], "inner": [...], "into": [...]}}, got {ascii(value)[:80]}')
+        raise ShapeError(
+            f'{name} must be {{"out": [...], "inner": [...], "into": [...]}}, got {ascii(value)[:80]}'
+        )
     try:
         return ProductShape(**{side: sizes(side, split) for side, split in value.items()})
     except ShapeError as error:
@@ -183,7 +214,9 @@ def product_shape(name: str, value: Any) -> ProductShape:
 def _index(bundle: Bundle) -> Index | None:
     text = (bundle.config or {}).get(FIELD)
     if text is None and NUMBERS in bundle.tensors:
-        raise bundle.config_error(f"lacks {FIELD}, the index of the numbers in {bundle.weights.name}; copy both again")
+        raise bundle.config_error(
+            f"lacks {FIELD}, the index of the numbers in {bundle.weights.name}; copy both again"
+        )
     if text is not None and NUMBERS not in bundle.tensors:
         reason = f"is missing, of which {bundle.config_path.name} has the index ({FIELD}); copy both again"
         raise CheckpointError(reason, path=bundle.weights, tensor=NUMBERS)
@@ -193,7 +226,9 @@ def _index(bundle: Bundle) -> Index | None:
         raise bundle.config_error(str(error)) from None
 
 
-def _unpacked(bundle: Bundle, index: Index | None) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def _unpacked(
+    bundle: Bundle, index: Index | None
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """All tensors by name, factors of packed layers among them, and what the packed layers are stored in."""
     tensors = dict(bundle.tensors)
     widths = {}
@@ -224,7 +259,9 @@ def _unpacked(bundle: Bundle, index: Index | None) -> tuple[dict[str, StoredTens
     return tensors, widths
 
 
-def _factor(factors: Callable[[str], tuple[tuple[Array, ...], ...]], name: str, side: int, index: int) -> Array:
+def _factor(
+    factors: Callable[[str], tuple[tuple[Array, ...], ...]], name: str, side: int, index: int
+) -> Array:
     return np.asarray(factors(name)[side][index])
 
 
@@ -239,7 +276,9 @@ def _split(
             if key.endswith(".lsr_magnitude_vector"):
                 raise UnsupportedError(f"{DORA}; {NOT_READ}", path=tensor.path, tensor=key)
             if re.search(r"\.lsr_[A-Za-z_]+(\.|$)", key):
-                raise tensor.error("is not lsr_A.factor_N or lsr_B.factor_N; written by a newer version?")
+                raise tensor.error(
+                    "is not lsr_A.factor_N or lsr_B.factor_N; written by a newer version?"
+                )
             extras[key] = tensor
             continue
         sides = modules.setdefault(match["name"], {"A": {}, "B": {}})
@@ -247,9 +286,15 @@ def _split(
     ordered: dict[str, dict[str, list[StoredTensor]]] = {}
     for name, sides in modules.items():
         for side, factors in sides.items():
-            missing = next((i for i in range(1, max(factors, default=1) + 1) if i not in factors), None)
+            missing = next(
+                (i for i in range(1, max(factors, default=1) + 1) if i not in factors), None
+            )
             if missing is not None:
                 example = next(iter((*sides["A"].values(), *sides["B"].values())))
-                raise example.error(f"{PREFIX}{name}.lsr_{side}.factor_{missing} is missing; the file is incomplete")
-        ordered[name] = {side: [factors[i] for i in sorted(factors)] for side, factors in sides.items()}
+                raise example.error(
+                    f"{PREFIX}{name}.lsr_{side}.factor_{missing} is missing; the file is incomplete"
+                )
+        ordered[name] = {
+            side: [factors[i] for i in sorted(factors)] for side, factors in sides.items()
+        }
     return ordered, extras

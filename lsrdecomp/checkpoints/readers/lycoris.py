@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,15 +12,20 @@ from lsrdecomp.checkpoints.records import LoraLayer, LsrLayer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor, derived
 from lsrdecomp.kronecker.shape import ProductShape
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 HADA = {f".hada_{part}": part for part in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")}
-LOKR = {f".lokr_{part}": f"kron {part}" for part in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")}
+LOKR = {
+    f".lokr_{part}": f"kron {part}" for part in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")
+}
 
 
 def hadamard_layer(name: str, roles: Roles, scale: float | None = None) -> LoraLayer:
     """LoHa: ``(B1 A1) ∘ (B2 A2) = B A``, rows of B and columns of A being Kronecker products of the two pairs'.
 
-    Without a ``scale`` it is LyCORIS's own, alpha / rank, here and below; PEFT's is alpha / r always, where factors are
-    whole too.
+    Without a ``scale`` it is LyCORIS's own, alpha / rank, here and below; PEFT's is alpha / r
+    always, where factors are whole too.
     """
     need(name, roles, ("w1_a", "w1_b", "w2_a", "w2_b"), ("t1", "t2", "alpha"))
     first, second = (_Pair(roles[f"w{i}_a"], roles[f"w{i}_b"], roles.get(f"t{i}")) for i in (1, 2))
@@ -46,22 +51,32 @@ def kronecker_layer(name: str, roles: Roles, scale: float | None = None) -> LsrL
     for i in (1, 2):
         whole, pair = f"kron w{i}", (f"kron w{i}_a", f"kron w{i}_b")
         own = {
-            role: tensor for role, tensor in roles.items() if role.startswith(("kron w" + str(i), "kron t" + str(i)))
+            role: tensor
+            for role, tensor in roles.items()
+            if role.startswith(("kron w" + str(i), "kron t" + str(i)))
         }
         if whole in roles:
             need(name, own, (whole,))
             sides.append(_Pair.whole(roles[whole]))
         else:
             need(name, own or roles, pair, ("kron t2",) if i == 2 else ())
-            sides.append(_Pair(roles[pair[0]], roles[pair[1]], roles.get("kron t2") if i == 2 else None))
+            sides.append(
+                _Pair(roles[pair[0]], roles[pair[1]], roles.get("kron t2") if i == 2 else None)
+            )
     first, second = sides
     if first.kernel:
-        raise first.up.error(f"shape {first.up.shape} of the first Kronecker factor, expected two sizes")
+        raise first.up.error(
+            f"shape {first.up.shape} of the first Kronecker factor, expected two sizes"
+        )
     if scale is None:
         pairs = [side for side in (second, first) if side.stored]
-        scale = _scale(roles, pairs[0].rank) if pairs else 1.0  # LyCORIS ignores alpha where both sides are whole
+        scale = (
+            _scale(roles, pairs[0].rank) if pairs else 1.0
+        )  # LyCORIS ignores alpha where both sides are whole
     shape = ProductShape(
-        (first.shape[0], second.shape[0]), (first.rank, second.rank), (first.shape[1], second.shape[1])
+        (first.shape[0], second.shape[0]),
+        (first.rank, second.rank),
+        (first.shape[1], second.shape[1]),
     )  # kernel runs with the second factor's columns
     left = tuple(_one_term(side.up, (side.shape[0], side.rank), side.left) for side in sides)
     right = tuple(_one_term(side.down, (side.rank, side.shape[1]), side.right) for side in sides)
@@ -89,8 +104,15 @@ class _Pair:
             fits = down.shape[0] == self.rank
         else:
             self.kernel = core.shape[2:]
-            self.shape, self.rank = (up.shape[1], down.shape[1] * math.prod(self.kernel)), up.shape[0]
-            fits = core.shape[:2] == (up.shape[0], down.shape[0]) and len(down.shape) == 2 and 0 not in core.shape
+            self.shape, self.rank = (
+                (up.shape[1], down.shape[1] * math.prod(self.kernel)),
+                up.shape[0],
+            )
+            fits = (
+                core.shape[:2] == (up.shape[0], down.shape[0])
+                and len(down.shape) == 2
+                and 0 not in core.shape
+            )
         if not fits:
             middle = f" and core {core.shape}" if core is not None else ""
             raise up.error(f"{shapes}{middle} do not multiply")
@@ -122,5 +144,7 @@ class _Pair:
         return down.reshape(self.rank, -1)
 
 
-def _one_term(like: StoredTensor, shape: tuple[int, int], compute: Callable[[], Array]) -> StoredTensor:
+def _one_term(
+    like: StoredTensor, shape: tuple[int, int], compute: Callable[[], Array]
+) -> StoredTensor:
     return derived(like, (1, *shape), lambda: compute()[None])

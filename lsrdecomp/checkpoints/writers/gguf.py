@@ -1,29 +1,34 @@
 """GGUF files for llama.cpp: each layer at its own rank under the base's own tensor names, the scale in B.
 
-llama.cpp multiplies by ``adapter.lora.alpha`` / rank of the tensor, or by the user's scale alone where alpha is 0. So
-alpha is 0 and the scale is in B, which is right for mixed ranks too. Names come from the maps of the `gguf` package.
+llama.cpp multiplies by ``adapter.lora.alpha`` / rank of the tensor, or by the user's scale alone
+where alpha is 0. So alpha is 0 and the scale is in B, which is right for mixed ranks too. Names
+come from the maps of the `gguf` package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lsrdecomp.checkpoints.config import Config
 from lsrdecomp.checkpoints.files import read_json
-from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, LsrLayer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor, cast
 from lsrdecomp.checkpoints.writers.pair_writer import check_pair
 from lsrdecomp.checkpoints.writing import new_file
 from lsrdecomp.errors import CheckpointError, LsrError, UnsupportedError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, LsrLayer
+
 STORAGES = {"f32": "float32", "f16": "float16", "q8_0": "float16"}
-"""Types of the numbers; in q8_0 what has rows of a multiple of 32 is in blocks of eight bits, the rest in float16."""
+"""Types of the numbers; in q8_0 what has rows of a multiple of 32 is in blocks of eight bits, the
+rest in float16."""
 
 ARCHITECTURES = {
     "llama": "llama",
@@ -38,9 +43,11 @@ ARCHITECTURES = {
     "bert": "bert",
     "roberta": "bert",
 }
-"""transformers' ``model_type`` and llama.cpp's name, where GGUF holds the matrices as they are, but for `PERMUTED`."""
+"""transformers' ``model_type`` and llama.cpp's name, where GGUF holds the matrices as they are, but
+for `PERMUTED`."""
 PERMUTED = {"llama": {"attn_q": "heads", "attn_k": "key_heads"}}
-"""Matrices whose rows GGUF orders otherwise: the two halves of each head's rotary pairs are interleaved."""
+"""Matrices whose rows GGUF orders otherwise: the two halves of each head's rotary pairs are
+interleaved."""
 PREFIXES = ("", "bert.", "roberta.", "language_model.", "model.language_model.")
 """What may stand before a name that llama.cpp's own conversion takes away."""
 
@@ -73,8 +80,12 @@ class GgufBase:
     def find(self, name: str) -> str | None:
         """The GGUF name of a module, without ``.weight``, or None for a module that has none there."""
         options = [name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)]
-        options += [f"model.{option}" for option in options] + [f"transformer.{option}" for option in options]
-        return next((tensor for tensor in map(self._names.get_name, options) if tensor is not None), None)
+        options += [f"model.{option}" for option in options] + [
+            f"transformer.{option}" for option in options
+        ]
+        return next(
+            (tensor for tensor in map(self._names.get_name, options) if tensor is not None), None
+        )
 
     def name_of(self, name: str) -> str:
         """The GGUF name of a module of this base, `UnsupportedError` for one that has none."""
@@ -88,7 +99,9 @@ class GgufBase:
     @cached_property
     def _names(self) -> Any:
         gguf = import_gguf()
-        architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
+        architecture = next(
+            key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture
+        )
         return gguf.get_tensor_name_map(architecture, self.blocks)
 
 
@@ -162,7 +175,8 @@ def write_gguf(
     Raises
     ------
     UnsupportedError
-        For a layer without a name in such files, a kind of layer or other tensors that llama.cpp does not load.
+        For a layer without a name in such files, a kind of layer or other tensors that llama.cpp
+        does not load.
     CheckpointError
         If a layer is not of the size the base has, or ``out_file`` exists.
     """
@@ -170,7 +184,9 @@ def write_gguf(
     if out.suffix != ".gguf":
         raise CheckpointError("the name must end in .gguf", path=out)
     if storage not in STORAGES:
-        raise CheckpointError(f"storage {storage!r} is not one of {', '.join(STORAGES)}, what GGUF files hold")
+        raise CheckpointError(
+            f"storage {storage!r} is not one of {', '.join(STORAGES)}, what GGUF files hold"
+        )
     extras = extras if extras is not None else (source.extras if source else {})
     if extras:
         text = f"{len(extras)} tensors beside the adapter (the first {next(iter(extras))}) that llama.cpp does not load"
@@ -185,17 +201,23 @@ def write_gguf(
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 0.0)
         for name, up, down in layers:
-            # Under the base's own name and in its order of rows, if it is of the size that the base has.
+            # Under the base's own name and in its order of rows, if it is of the size that the base
+            # has.
             layer = source_layers.get(name)
             check_pair(name, up, down, layer)
             tensor = base.name_of(name)
             _check(name, tensor, up, down, layer, base)
-            for end, array in (("lora_a", down), ("lora_b", _ordered(tensor, np.asarray(up), base))):
+            for end, array in (
+                ("lora_a", down),
+                ("lora_b", _ordered(tensor, np.asarray(up), base)),
+            ):
                 key = f"{tensor}.weight.{end}"
                 stored = np.ascontiguousarray(cast(array, STORAGES[storage], name))
                 if storage == "q8_0" and stored.shape[1] % 32 == 0:
                     eight = gguf.GGMLQuantizationType.Q8_0
-                    writer.add_tensor(key, gguf.quants.quantize(stored.astype(np.float32), eight), raw_dtype=eight)
+                    writer.add_tensor(
+                        key, gguf.quants.quantize(stored.astype(np.float32), eight), raw_dtype=eight
+                    )
                 else:
                     writer.add_tensor(key, stored)
             empty = False
@@ -208,12 +230,28 @@ def write_gguf(
     return out
 
 
-def _check(name: str, tensor: str, up: Array, down: Array, layer: LoraLayer | LsrLayer | None, base: GgufBase) -> None:
+def _check(
+    name: str,
+    tensor: str,
+    up: Array,
+    down: Array,
+    layer: LoraLayer | LsrLayer | None,
+    base: GgufBase,
+) -> None:
     if layer is not None and layer.kind not in ("linear", "conv1d"):
-        raise UnsupportedError(f"{name}: a layer of kind {layer.kind!r} is not loaded by llama.cpp; write lora instead")
+        raise UnsupportedError(
+            f"{name}: a layer of kind {layer.kind!r} is not loaded by llama.cpp; write lora instead"
+        )
     size = up.shape[0], down.shape[1]
     wanted = base.shapes.get(tensor)
-    if wanted is None and tensor.rpartition(".")[2] in ("attn_q", "attn_k", "attn_v", "attn_qkv", "ffn_up", "ffn_gate"):
+    if wanted is None and tensor.rpartition(".")[2] in (
+        "attn_q",
+        "attn_k",
+        "attn_v",
+        "attn_qkv",
+        "ffn_up",
+        "ffn_gate",
+    ):
         wanted = size[0], base.width
     if wanted is not None and size != wanted:
         text = f"{size[0]} x {size[1]}, but {wanted[0]} x {wanted[1]} in the base {base.path}"
@@ -227,7 +265,9 @@ def _ordered(tensor: str, up: Array, base: GgufBase) -> Array:
         return up
     count = int(getattr(base, heads))
     if up.shape[0] % (2 * count):
-        raise CheckpointError(f"{tensor}: {up.shape[0]} rows are not {count} heads of pairs, as {base.path} says")
+        raise CheckpointError(
+            f"{tensor}: {up.shape[0]} rows are not {count} heads of pairs, as {base.path} says"
+        )
     return up.reshape(count, 2, -1, up.shape[1]).swapaxes(1, 2).reshape(up.shape)
 
 
@@ -239,7 +279,10 @@ def _from_gguf(path: Path) -> GgufBase:
     try:
         reader = gguf.GGUFReader(path)
         architecture = str(reader.fields["general.architecture"].contents())
-        facts = {key: int(reader.fields[f"{architecture}.{name}"].contents()) for key, name in FACTS.items()}
+        facts = {
+            key: int(reader.fields[f"{architecture}.{name}"].contents())
+            for key, name in FACTS.items()
+        }
         keys = reader.fields.get(f"{architecture}.attention.head_count_kv")
         key_heads = facts["heads"] if keys is None else int(keys.contents())
         shapes = {

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lsrdecomp.checkpoints.experts import stacked
-from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import Array, TensorWriter, cast
 from lsrdecomp.checkpoints.writing import metadata
 from lsrdecomp.errors import CheckpointError, ShapeError
 from lsrdecomp.targets.residual import pair_distance
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from lsrdecomp.checkpoints.records import Checkpoint
 
 
 class PairWriter(TensorWriter):
@@ -85,7 +88,12 @@ class PairWriter(TensorWriter):
         self.add(keys[1], stored_up)
 
     def add_experts(
-        self, stack: str, pairs: Mapping[str, tuple[Array, Array]], count: int, keys: tuple[str, str], storage: str
+        self,
+        stack: str,
+        pairs: Mapping[str, tuple[Array, Array]],
+        count: int,
+        keys: tuple[str, str],
+        storage: str,
     ) -> None:
         """The experts of one parameter, by the names of their layers, as PEFT stores ``count`` of them."""
         stored = {}
@@ -99,19 +107,25 @@ class PairWriter(TensorWriter):
         self.add(keys[0], down)
         self.add(keys[1], up)
 
-    def _measure(self, up: Array, down: Array, stored_up: Array, stored_down: Array, scale: float) -> None:
+    def _measure(
+        self, up: Array, down: Array, stored_up: Array, stored_down: Array, scale: float
+    ) -> None:
         up, down = np.asarray(up, np.float64), np.asarray(down, np.float64)
         nothing = up[:, :0], down.T[:, :0]
         self._norm = math.hypot(self._norm, pair_distance(up, down.T, *nothing))
         left, right = np.asarray(stored_up, np.float64) * scale, np.asarray(stored_down, np.float64)
         if not (np.array_equal(left, up) and np.array_equal(right, down)):
-            # B A − B̂ Â = (B − B̂) A − B̂ (Â − A), of which neither term is much larger than the difference.
-            self._error = math.hypot(self._error, pair_distance(up - left, down.T, left, (right - down).T))
+            # B A − B̂ Â = (B − B̂) A − B̂ (Â − A), of which neither term is much larger than the
+            # difference.
+            self._error = math.hypot(
+                self._error, pair_distance(up - left, down.T, left, (right - down).T)
+            )
 
     def record(self, provenance: Mapping[str, Any] | None, **facts: Any) -> dict[str, str]:
         """The header's record, once all tensors are in: what `verify` holds the file to stands in it.
 
-        That is the digest of all tensors, ‖ΔW‖_F of all layers together, and by how much they were moved.
+        That is the digest of all tensors, ‖ΔW‖_F of all layers together, and by how much they were
+        moved.
         """
         if not self.ranks:
             raise CheckpointError("no layers to write")
@@ -121,11 +135,23 @@ class PairWriter(TensorWriter):
 
 def check_pair(name: str, up: Array, down: Array, layer: Any) -> None:
     """Raise `ShapeError` unless B and A multiply, to the size of the layer if that is known."""
-    if up.ndim != 2 or down.ndim != 2 or up.shape[1] != down.shape[0] or 0 in (*up.shape, *down.shape):
-        raise ShapeError(f"{name}: B of shape {up.shape} and A of shape {down.shape} do not multiply")
-    if layer is not None and (layer.out_features, layer.in_features) != (up.shape[0], down.shape[1]):
+    if (
+        up.ndim != 2
+        or down.ndim != 2
+        or up.shape[1] != down.shape[0]
+        or 0 in (*up.shape, *down.shape)
+    ):
+        raise ShapeError(
+            f"{name}: B of shape {up.shape} and A of shape {down.shape} do not multiply"
+        )
+    if layer is not None and (layer.out_features, layer.in_features) != (
+        up.shape[0],
+        down.shape[1],
+    ):
         size = f"{layer.out_features} x {layer.in_features}"
-        raise ShapeError(f"{name}: B @ A is {up.shape[0]} x {down.shape[1]}, but the layer is {size}")
+        raise ShapeError(
+            f"{name}: B @ A is {up.shape[0]} x {down.shape[1]}, but the layer is {size}"
+        )
 
 
 def _padded(name: str, up: Array, down: Array, rank: int) -> tuple[Array, Array]:

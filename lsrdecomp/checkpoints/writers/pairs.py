@@ -26,7 +26,8 @@ from lsrdecomp.errors import CheckpointError, UnsupportedError, unknown
 
 NAMES = ("same", "kohya", "diffusers")
 MODEL_HASH, LEGACY_HASH = "sshs_model_hash", "sshs_legacy_hash"
-"""What sd-scripts writes of the tensors' bytes; the second is of a part of the file and left out."""
+"""What sd-scripts writes of the tensors' bytes; the second is of a part of the file and left
+out."""
 Pairs = Iterable[tuple[str, Array, Array]]
 
 
@@ -47,12 +48,16 @@ def same_form(like: Checkpoint) -> str:
         For an adapter that is no file of pairs with keys of their own.
     """
     if like.format == "lsr":
-        raise UnsupportedError("is an LSR adapter: name the LoRA that it was made from by --like", path=like.path)
+        raise UnsupportedError(
+            "is an LSR adapter: name the LoRA that it was made from by --like", path=like.path
+        )
     for layer in like.layers:
         if not isinstance(layer, LoraLayer):
             raise UnsupportedError(LOKR, path=like.path, tensor=layer.name)
         if ".hada_" in layer.up.name:
-            text = "is LoHa, read as the LoRA of the same ΔW, so that it is not given back as it came"
+            text = (
+                "is LoHa, read as the LoRA of the same ΔW, so that it is not given back as it came"
+            )
             way_out = "make LSR of it (a directory as --out), or write it as plain LoRA (export --to lora)"
             raise UnsupportedError(f"{text}: {way_out}", path=like.path, tensor=layer.name)
     if like.layers[0].up.name.startswith(f"{LISTED}:"):
@@ -66,11 +71,13 @@ class RankRule:
     """What the readers of a format ask of the ranks of its layers."""
 
     groups: tuple[tuple[int, ...], ...]
-    """Layers, by their index, that have one rank in common: experts of one stack; otherwise each is alone."""
+    """Layers, by their index, that have one rank in common: experts of one stack; otherwise each is
+    alone."""
     least: int
     """1 where every layer must be in the file, since its reader counts them (cloneofsimo)."""
     common: bool
-    """Whether all layers that are in the file have one rank, by which one alpha outside of it is divided."""
+    """Whether all layers that are in the file have one rank, by which one alpha outside of it is
+    divided."""
 
 
 def rank_rule(like: Checkpoint) -> RankRule:
@@ -95,20 +102,20 @@ def write_pairs(
 ) -> Path:
     """Write pairs with ``ΔW = B @ A``, the scale in B, as ``source`` holds its own or as image programs name them.
 
-    "same": keys, types, alphas and metadata are the source's; layers that do not come are left out. An alpha keeps its
-    value, and the factor by which alpha / rank differs goes into B. Of PEFT's and mlx-lm's directories the config
-    follows the ranks, as does diffusers' config in the header; where a program has one rank for all layers (loralib,
-    torchtune), all are padded to the largest.
+    "same": keys, types, alphas and metadata are the source's; layers that do not come are left out.
+    An alpha keeps its value, and the factor by which alpha / rank differs goes into B. Of PEFT's
+    and mlx-lm's directories the config follows the ranks, as does diffusers' config in the header;
+    where a program has one rank for all layers (loralib, torchtune), all are padded to the largest.
 
-    "kohya": alpha is the rank everywhere. Names that start with ``lora_`` are kept; diffusers' (``unet.…``,
-    ``text_encoder.…``) are flattened, those of text encoders with the level ``text_model`` that such files have.
-    "diffusers": there is no scale.
+    "kohya": alpha is the rank everywhere. Names that start with ``lora_`` are kept; diffusers'
+    (``unet.…``, ``text_encoder.…``) are flattened, those of text encoders with the level
+    ``text_model`` that such files have. "diffusers": there is no scale.
 
     Parameters
     ----------
     out : str or Path
-        A directory for PEFT and for mlx-lm's directories, else a file that ends in .safetensors. Must not exist, unless
-        ``force``.
+        A directory for PEFT and for mlx-lm's directories, else a file that ends in .safetensors.
+        Must not exist, unless ``force``.
     layers : iterable of (name, B, A)
         B (m, r) and A (r, n), taken one at a time.
     source : Checkpoint, optional
@@ -128,8 +135,8 @@ def write_pairs(
     Raises
     ------
     UnsupportedError
-        For a layer that has no name in such files, a source that is no file of pairs; for diffusers also for other
-        tensors, with which it loads no file.
+        For a layer that has no name in such files, a source that is no file of pairs; for diffusers
+        also for other tensors, with which it loads no file.
     CheckpointError
         If ``out`` exists (unless ``force``), or a name is not one of the source.
 
@@ -156,22 +163,40 @@ def write_pairs(
     if like is not None and like.format == "peft-lora":
         storage = storage or like.storage
         return write_lora(
-            out, source=like, layers=layers, storage=storage, extras=extras, force=force, provenance=provenance
+            out,
+            source=like,
+            layers=layers,
+            storage=storage,
+            extras=extras,
+            force=force,
+            provenance=provenance,
         )
     if like is None and names == "same":
         raise CheckpointError("names 'same' are those of a source, and none was given")
     if not directory and out.suffix != ".safetensors":
         raise CheckpointError("the name must end in .safetensors", path=out)
-    inputs, new = (source.path, source.weights) if source else (), new_directory if directory else new_file
-    with new(out, inputs=inputs, force=force) as part, PairWriter(out.absolute().parent, source) as writer:
+    inputs, new = (
+        (source.path, source.weights) if source else (),
+        new_directory if directory else new_file,
+    )
+    with (
+        new(out, inputs=inputs, force=force) as part,
+        PairWriter(out.absolute().parent, source) as writer,
+    ):
         if like is None:
             _add_named(writer, names, layers, storage or "float32")
         else:
             _add_same(writer, like, layers, storage)
-        if extras and names == "diffusers":  # said last: where a layer has no name either, leaving them out is no help
+        if (
+            extras and names == "diffusers"
+        ):  # said last: where a layer has no name either, leaving them out is no help
             text = f"{len(extras)} tensors beside the adapter (the first {next(iter(extras))})"
-            way_out = "leave them out by --without-heads (extras={}), or write lora, which keeps them"
-            raise UnsupportedError(f"{text}: diffusers loads no file that holds such; {way_out}", path=out)
+            way_out = (
+                "leave them out by --without-heads (extras={}), or write lora, which keeps them"
+            )
+            raise UnsupportedError(
+                f"{text}: diffusers loads no file that holds such; {way_out}", path=out
+            )
         for key, tensor in extras.items():
             writer.add(key.removeprefix(PREFIX), tensor.read())
         record = writer.record(provenance, **({} if like else {"storage": storage or "float32"}))
@@ -179,7 +204,9 @@ def write_pairs(
         writer.write(part / MLX_WEIGHTS if directory else part, header)
         if like is not None and directory:
             config = read_json(like.weights.parent / CONFIG)
-            config["lora_parameters"] = config["lora_parameters"] | {"rank": max(writer.ranks.values())}
+            config["lora_parameters"] = config["lora_parameters"] | {
+                "rank": max(writer.ranks.values())
+            }
             write_json(part / CONFIG, config)
     return out
 
@@ -214,7 +241,16 @@ def _add_same(writer: PairWriter, like: Checkpoint, layers: Pairs, storage: str 
         elif like.format == "mlx":
             scale = layer.scale
         keys, transposed = (layer.down.name, layer.up.name), like.format == "mlx"
-        writer.add_pair(name, up, down, keys, storage or layer.dtype, rank=rank, scale=scale, transposed=transposed)
+        writer.add_pair(
+            name,
+            up,
+            down,
+            keys,
+            storage or layer.dtype,
+            rank=rank,
+            scale=scale,
+            transposed=transposed,
+        )
 
 
 def _with_missing(like: Checkpoint, layers: Pairs) -> Iterator[tuple[str, Array, Array]]:
@@ -252,6 +288,8 @@ def _header_config(config: dict[str, Any], ranks: Mapping[str, int]) -> str:
             continue
         common = most_common(own)
         config[f"{component}.r"] = config[f"{component}.lora_alpha"] = common
-        config[f"{component}.rank_pattern"] = config[f"{component}.alpha_pattern"] = patterns(own, common)
+        config[f"{component}.rank_pattern"] = config[f"{component}.alpha_pattern"] = patterns(
+            own, common
+        )
         config[f"{component}.use_rslora"] = False
     return json.dumps(config, sort_keys=True)

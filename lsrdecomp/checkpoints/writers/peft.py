@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints.config import carried_fields, module_suffixes, most_common, patterns
 from lsrdecomp.checkpoints.experts import Stacks
 from lsrdecomp.checkpoints.format import CONFIG, PREFIX
-from lsrdecomp.checkpoints.records import Checkpoint
-from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 from lsrdecomp.checkpoints.writers.pair_writer import PairWriter
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory, write_json
 from lsrdecomp.checkpoints.writing import provenance as read_provenance
 from lsrdecomp.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from lsrdecomp.checkpoints.records import Checkpoint
+    from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 
 SERVER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM allocates; more is refused
 PROFILES = ("peft", "server", "lorax")
@@ -44,17 +47,19 @@ def write_lora(
     layers : iterable of (name, B, A)
         B (m, r) and A (r, n), taken one at a time.
     source : Checkpoint, optional
-        Where config fields, other tensors and layer kinds (embedding, convolution) come from; never written into.
+        Where config fields, other tensors and layer kinds (embedding, convolution) come from; never
+        written into.
     config, extras : Mapping, optional
         Instead of the source's.
     storage : str
         Dtype of A and B; arrays already in it keep their bits.
     profile : str
-        ``"peft"``. ``"server"``: r = lora_alpha = the largest rank, each layer at its own rank; servers that scale by
-        lora_alpha / r of the config alone read that right, and by its patterns PEFT does. ``"lorax"``: one rank for all
-        layers, padded with zeros up to one of 1, 8, 16, 32, 64, 128, 256, 320, 512, no patterns, for servers that stack
-        the layers of a type; all layers are gathered first, to see the largest. Servers hold
-        no other tensors, so extras are refused by name under both.
+        ``"peft"``. ``"server"``: r = lora_alpha = the largest rank, each layer at its own rank;
+        servers that scale by lora_alpha / r of the config alone read that right, and by its
+        patterns PEFT does. ``"lorax"``: one rank for all layers, padded with zeros up to one of 1,
+        8, 16, 32, 64, 128, 256, 320, 512, no patterns, for servers that stack the layers of a type;
+        all layers are gathered first, to see the largest. Servers hold no other tensors, so extras
+        are refused by name under both.
 
     Returns
     -------
@@ -64,7 +69,8 @@ def write_lora(
     Raises
     ------
     CheckpointError
-        If ``out_dir`` exists (unless ``force``), a number overflows ``storage``, or a word is not one of those above.
+        If ``out_dir`` exists (unless ``force``), a number overflows ``storage``, or a word is not
+        one of those above.
     ShapeError
         If B and A do not multiply, or are not of the size of the source's layer.
     UnsupportedError
@@ -89,7 +95,9 @@ def write_lora(
     extras = extras if extras is not None else (source.extras if source else {})
     if profile != "peft" and extras:
         text = f"{len(extras)} tensors beside the adapter ({next(iter(extras))}, …) that servers do not load"
-        raise UnsupportedError(text + ": use profile 'peft', or pass extras={} to leave them out", path=out)
+        raise UnsupportedError(
+            text + ": use profile 'peft', or pass extras={} to leave them out", path=out
+        )
     stacks = Stacks(config, out)
     if profile != "peft" and stacks.targets:
         text = "experts are stored stacked (target_parameters), which servers read otherwise"
@@ -102,7 +110,8 @@ def write_lora(
         new_directory(out, inputs=(source.path,) if source else (), force=force) as part,
         PairWriter(part, source) as writer,
     ):
-        # Write 2: the pairs as they come; experts of one stacked parameter, which come together, in one tensor.
+        # Write 2: the pairs as they come; experts of one stacked parameter, which come together, in
+        # one tensor.
         kinds = {name: layer.kind for name, layer in writer.layers.items()}
         names: set[str] = set()
         for stack, group in groupby(layers, lambda layer: stacks.stack_of(layer[0])):
@@ -111,7 +120,11 @@ def write_lora(
                 names |= pairs.keys()
                 key = PREFIX + stacks.key_of(stack)
                 writer.add_experts(
-                    stack, pairs, _experts(stack, source), (f"{key}.{LINEAR[0]}", f"{key}.{LINEAR[1]}"), storage
+                    stack,
+                    pairs,
+                    _experts(stack, source),
+                    (f"{key}.{LINEAR[0]}", f"{key}.{LINEAR[1]}"),
+                    storage,
                 )
                 continue
             for name, up, down in group:
@@ -130,7 +143,9 @@ def write_lora(
         if profile != "peft":
             fields["target_modules"] = module_suffixes(ranks)
         elif stacks.targets and isinstance(fields["target_modules"], list):
-            fields["target_modules"] = [name for name in fields["target_modules"] if stacks.stack_of(name) is None]
+            fields["target_modules"] = [
+                name for name in fields["target_modules"] if stacks.stack_of(name) is None
+            ]
         if not extras:
             fields["modules_to_save"] = None
         common = max(ranks.values()) if profile == "server" else most_common(ranks)
@@ -154,7 +169,9 @@ def write_lora(
 def _experts(stack: str, source: Checkpoint | None) -> int:
     """How many experts a stack has: as many as the source has of it, what it dropped included."""
     if source is None:
-        raise CheckpointError("the number of experts is that of a source, and there is none", tensor=stack)
+        raise CheckpointError(
+            "the number of experts is that of a source, and there is none", tensor=stack
+        )
     names = [*(layer.name for layer in source.layers), *read_provenance(source).get("dropped", ())]
     numbers = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == stack]
     return 1 + max(int(number) for number in numbers if number.isdecimal())
@@ -164,4 +181,6 @@ def _server_rank(rank: int, out: Path) -> int:
     for allowed in SERVER_RANKS:
         if rank <= allowed:
             return allowed
-    raise UnsupportedError(f"rank {rank} is above {SERVER_RANKS[-1]}, the most a server takes", path=out)
+    raise UnsupportedError(
+        f"rank {rank} is above {SERVER_RANKS[-1]}, the most a server takes", path=out
+    )

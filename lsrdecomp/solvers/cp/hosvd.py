@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, as_double, device, namespace, norm, to_numpy, triangular_factor
+from lsrdecomp.arrays import (
+    Array,
+    adjoint,
+    as_double,
+    device,
+    namespace,
+    norm,
+    to_numpy,
+    triangular_factor,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 OVERSAMPLING = 8
-"""Columns of the random sketch beyond the wanted rank: the usual 5 to 10 of randomised range finders."""
+"""Columns of the random sketch beyond the wanted rank: the usual 5 to 10 of randomised range
+finders."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,14 +41,18 @@ class Compressed:
 
     def restrict(self, columns: Sequence[Array]) -> tuple[Array, ...]:
         """Factors of the tensor projected on the bases."""
-        return tuple(c if b is None else adjoint(b) @ c for b, c in zip(self.bases, columns, strict=True))
+        return tuple(
+            c if b is None else adjoint(b) @ c for b, c in zip(self.bases, columns, strict=True)
+        )
 
 
-def compress(tensor: Array, ranks: Sequence[int], seed: int = 0, *, atol: float = 0.0) -> Compressed:
+def compress(
+    tensor: Array, ranks: Sequence[int], seed: int = 0, *, atol: float = 0.0
+) -> Compressed:
     """Truncate every mode in turn to at most ``ranks[i]`` directions [1]_, found by a random sketch [2]_.
 
-    One power step with orthogonalisation in between keeps directions down to the unit roundoff, where a Gram matrix
-    would lose those below its root.
+    One power step with orthogonalisation in between keeps directions down to the unit roundoff,
+    where a Gram matrix would lose those below its root.
 
     Parameters
     ----------
@@ -48,14 +65,16 @@ def compress(tensor: Array, ranks: Sequence[int], seed: int = 0, *, atol: float 
     Returns
     -------
     Compressed
-        Core in the element type of the tensor. Cost about 10·r_1·Π p_i operations: later modes see a smaller tensor.
+        Core in the element type of the tensor. Cost about 10·r_1·Π p_i operations: later modes see
+        a smaller tensor.
 
     References
     ----------
-    .. [1] N. Vannieuwenhoven, R. Vandebril and K. Meerbergen, A new truncation strategy for the higher-order singular
-       value decomposition, SIAM J. Sci. Comput. 34 (2012). doi:10.1137/110836067
-    .. [2] N. Halko, P. G. Martinsson and J. A. Tropp, Finding structure with randomness, SIAM Rev. 53 (2011).
-       doi:10.1137/090771806
+    .. [1] N. Vannieuwenhoven, R. Vandebril and K. Meerbergen, A new truncation strategy for the
+       higher-order singular value decomposition, SIAM J. Sci. Comput. 34 (2012).
+       doi:10.1137/110836067
+    .. [2] N. Halko, P. G. Martinsson and J. A. Tropp, Finding structure with randomness, SIAM Rev.
+       53 (2011). doi:10.1137/090771806
     """
     xp, rng = namespace(tensor), np.random.default_rng(seed)
     core = tensor
@@ -75,8 +94,9 @@ def compress(tensor: Array, ranks: Sequence[int], seed: int = 0, *, atol: float 
         if basis.shape[1] == size:
             bases.append(None)
             continue
-        # Each projection is orthogonal to those before, so the squares of what they lose add up. One minus the square
-        # of what is left would be no better than the root of the unit roundoff.
+        # Each projection is orthogonal to those before, so the squares of what they lose add up.
+        # One minus the square of what is left would be no better than the root of the unit
+        # roundoff.
         losses.append(norm(matrix - basis @ coordinates))
         reduced = xp.reshape(coordinates, (basis.shape[1], *front.shape[1:]))
         core = xp.permute_dims(reduced, tuple(int(q) for q in np.argsort(order)))
@@ -84,18 +104,24 @@ def compress(tensor: Array, ranks: Sequence[int], seed: int = 0, *, atol: float 
     return Compressed(core, tuple(bases), math.hypot(*losses))
 
 
-def _leading(matrix: Array, rank: int, atol: float, rng: np.random.Generator) -> tuple[Array, Array]:
+def _leading(
+    matrix: Array, rank: int, atol: float, rng: np.random.Generator
+) -> tuple[Array, Array]:
     """Orthonormal U (p, r) of the leading left directions of a matrix, those above ``atol`` together, and Uᴴ·matrix."""
     xp = namespace(matrix)
     size, width = int(matrix.shape[0]), int(matrix.shape[1])
-    # Leading 1: a range that holds them, by random columns and one power step, where that is smaller than the matrix.
+    # Leading 1: a range that holds them, by random columns and one power step, where that is
+    # smaller than the matrix.
     sketched, basis = rank + OVERSAMPLING, None
     if sketched < min(size, width):
-        test = xp.asarray(rng.standard_normal((width, sketched)), dtype=matrix.dtype, device=device(matrix))
+        test = xp.asarray(
+            rng.standard_normal((width, sketched)), dtype=matrix.dtype, device=device(matrix)
+        )
         basis = xp.linalg.qr(matrix @ test).Q
         basis = xp.linalg.qr(matrix @ xp.linalg.qr(adjoint(matrix) @ basis).Q).Q
         matrix = adjoint(basis) @ matrix
-    # Leading 2: an SVD inside that range; of a wide matrix through R of its adjoint, never through a Gram matrix.
+    # Leading 2: an SVD inside that range; of a wide matrix through R of its adjoint, never through
+    # a Gram matrix.
     if matrix.shape[0] < matrix.shape[1]:
         triangle = as_double(triangular_factor(adjoint(matrix)))
         _, sigma, vh = xp.linalg.svd(triangle, full_matrices=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,22 +13,28 @@ from lsrdecomp.solvers.base import Event
 from lsrdecomp.solvers.cp.levenberg_marquardt import refine, unknowns
 from lsrdecomp.solvers.cp.regularized import alternate
 from lsrdecomp.solvers.cp.terms import CPTerms
-from lsrdecomp.solvers.progress import SolveProgress
+
+if TYPE_CHECKING:
+    from lsrdecomp.solvers.progress import SolveProgress
 
 POWER_STEPS = 12
 """Alternating rank-one steps that place a new term; it is moved with all others afterwards."""
 PATH_FACTOR = 1e-2
-"""Between the penalty that guides the search and the asked one, α falls by this factor at a time."""
+"""Between the penalty that guides the search and the asked one, α falls by this factor at a
+time."""
 NEAR = 2.5
 """A misfit this many times the goal is worth refining before another term is added."""
 FELL = 0.3
-"""An error that fell by this much may be held up by the guiding penalty alone: the true rank may be reached."""
+"""An error that fell by this much may be held up by the guiding penalty alone: the true rank may be
+reached."""
 GUIDE = 0.1
-"""While terms are being added γ is held so low that the penalty stays about this fraction of the error."""
+"""While terms are being added γ is held so low that the penalty stays about this fraction of the
+error."""
 ROUNDING = 16.0 * unit_roundoff("float64")
 """A misfit that no further term can lower: the rounding of a tensor of norm one."""
 CHEAP = 800
-"""Up to this many unknowns a Newton step costs about as much as a sweep: refined after each term, many starts tried."""
+"""Up to this many unknowns a Newton step costs about as much as a sweep: refined after each term,
+many starts tried."""
 SPLIT = 0.1
 """Relative distance between the halves of a split term."""
 SETTLING = 100
@@ -61,7 +68,9 @@ def split_term(terms: CPTerms, rng: np.random.Generator) -> CPTerms:
     unit = CPTerms.of([v[:, None] for v in moved])
     weights = terms.weights.copy()
     weights[k] *= 0.5
-    return CPTerms(weights, terms.columns).with_term([c[:, 0] for c in unit.columns], weights[k : k + 1])
+    return CPTerms(weights, terms.columns).with_term(
+        [c[:, 0] for c in unit.columns], weights[k : k + 1]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +105,25 @@ class CoreFit:
             if unknowns(terms) <= CHEAP:
                 terms = self._refined(terms, guide, self.goal, iterations=20, rtol=1e-2)
             error = self.misfit(terms)
-            # More unknowns than entries: what Newton steps would find, the expansion in fibres has for nothing.
+            # More unknowns than entries: what Newton steps would find, the expansion in fibres has
+            # for nothing.
             if self.goal > ROUNDING and unknowns(terms) > max(CHEAP, self.core.size):
                 continue
             if terms.rank == rank:
-                return self._best_of(before, terms, self.initializations if unknowns(terms) <= CHEAP else 1)
+                return self._best_of(
+                    before, terms, self.initializations if unknowns(terms) <= CHEAP else 1
+                )
             # Core 3: near the goal, the penalty falls to the one asked for.
             if error > self.goal > ROUNDING and error < max(NEAR * self.goal, FELL * previous):
-                # Terms that follow the path to its end may cancel, and no further term mends those: growth goes on from
-                # the ones before it.
+                # Terms that follow the path to its end may cancel, and no further term mends those:
+                # growth goes on from the ones before it.
                 polished = self._along_path(terms, self.goal)
                 if self.misfit(polished) > self.goal:
                     skipped = None
                     continue
                 terms, error = polished, self.goal
-            # Core 4: where one term fewer was not near enough to be refined, it may do all the same.
+            # Core 4: where one term fewer was not near enough to be refined, it may do all the
+            # same.
             if error > self.goal:
                 skipped = before, terms
             elif skipped is not None and unknowns(terms) <= CHEAP:
@@ -121,8 +134,8 @@ class CoreFit:
     def by_sweeps(self, terms: CPTerms, rank: int) -> CPTerms:
         """The best of a few fits without Newton steps, for a tensor whose spectrum is flat.
 
-        Noise has many minima of about one height: there a fit grown anew from other random terms gains more than Newton
-        steps on the first one, and costs less.
+        Noise has many minima of about one height: there a fit grown anew from other random terms
+        gains more than Newton steps on the first one, and costs less.
         """
         fits = []
         for number in range(self.initializations):
@@ -137,16 +150,21 @@ class CoreFit:
 
     def _with_term(self, terms: CPTerms, ridge: float) -> CPTerms:
         """With the best of a few rank-one fits to the residual, then all terms moved by sweeps."""
-        # Leading singular vectors of the unfoldings are mostly the best start; two random ones guard against the rest.
+        # Leading singular vectors of the unfoldings are mostly the best start; two random ones
+        # guard against the rest.
         residual, best = self.core - terms.to_tensor(), None
         for start in range(3):
-            trial = _leading_vectors(residual) if start == 0 else random_terms(self.core, 1, self.rng)
+            trial = (
+                _leading_vectors(residual) if start == 0 else random_terms(self.core, 1, self.rng)
+            )
             trial = alternate(residual, trial, 0.0, sweeps=POWER_STEPS, rtol=1e-3)
             if best is None or trial.weights[0] > best.weights[0]:
                 best = trial
         assert best is not None
         self.progress.mark(Event.new_term)
-        return self._swept(terms.with_term([c[:, 0] for c in best.columns], best.weights), ridge, self.sweeps, 1e-4)
+        return self._swept(
+            terms.with_term([c[:, 0] for c in best.columns], best.weights), ridge, self.sweeps, 1e-4
+        )
 
     def _best_of(self, before: CPTerms, terms: CPTerms, tries: int) -> CPTerms:
         """The best of ``terms`` and of the terms ``before`` the last one with one of them split in two."""
@@ -165,7 +183,8 @@ class CoreFit:
 
     def _along_path(self, terms: CPTerms, goal: float = 0.0) -> CPTerms:
         """Where the minimiser comes to while the penalty falls to α: Levenberg–Marquardt at each value of it."""
-        # A large penalty first: it holds γ low where the terms still have far to go, and steps are long.
+        # A large penalty first: it holds γ low where the terms still have far to go, and steps are
+        # long.
         guide = max(self.ridge, (GUIDE * self.misfit(terms)) ** 2)
         while guide > self.ridge:
             terms = self._refined(terms, guide, goal, iterations=20, rtol=1e-4)
@@ -175,8 +194,18 @@ class CoreFit:
     def _swept(self, terms: CPTerms, ridge: float, sweeps: int, rtol: float) -> CPTerms:
         return alternate(self.core, terms, ridge, sweeps=sweeps, rtol=rtol, progress=self.progress)
 
-    def _refined(self, terms: CPTerms, ridge: float, goal: float, *, iterations: int, rtol: float) -> CPTerms:
-        return refine(self.core, terms, ridge, iterations=iterations, rtol=rtol, goal=goal, progress=self.progress)
+    def _refined(
+        self, terms: CPTerms, ridge: float, goal: float, *, iterations: int, rtol: float
+    ) -> CPTerms:
+        return refine(
+            self.core,
+            terms,
+            ridge,
+            iterations=iterations,
+            rtol=rtol,
+            goal=goal,
+            progress=self.progress,
+        )
 
     def _objective(self, terms: CPTerms) -> float:
         return self.misfit(terms) ** 2 + self.ridge * float(np.sum(terms.weights**2))

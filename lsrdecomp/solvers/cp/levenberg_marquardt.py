@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.linalg import lapack
@@ -13,8 +13,12 @@ from lsrdecomp.solvers.cp.mttkrp import assemble, products
 from lsrdecomp.solvers.cp.terms import CPTerms
 from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
 LARGEST = 2600
-"""Most unknowns: the normal matrix is dense, 54 MB at this size, and costs n³/3 operations a step."""
+"""Most unknowns: the normal matrix is dense, 54 MB at this size, and costs n³/3 operations a
+step."""
 
 
 def unknowns(terms: CPTerms) -> int:
@@ -34,8 +38,9 @@ def refine(
 ) -> CPTerms:
     """Minimise ‖T − Σ_k t_k‖² + α Σ_k ‖t_k‖² over all factors together [1]_.
 
-    The penalty is itself a sum of squares of the terms t_k. So its Gauss–Newton matrix is that of the misfit with only
-    the k = l blocks kept, and both together are the misfit's with 1 + α in place of 1 on the diagonal k = l.
+    The penalty is itself a sum of squares of the terms t_k. So its Gauss–Newton matrix is that of
+    the misfit with only the k = l blocks kept, and both together are the misfit's with 1 + α in
+    place of 1 on the diagonal k = l.
 
     Parameters
     ----------
@@ -60,10 +65,11 @@ def refine(
 
     References
     ----------
-    .. [1] A.-H. Phan, P. Tichavský and A. Cichocki, Low complexity damped Gauss–Newton algorithms for
-       CANDECOMP/PARAFAC, SIAM J. Matrix Anal. Appl. 34 (2013). doi:10.1137/100808034
-    .. [2] M. K. Transtrum, B. B. Machta and J. P. Sethna, Geometry of nonlinear least squares with applications to
-       sloppy models and optimization, Phys. Rev. E 83 (2011), sec. VIII. doi:10.1103/PhysRevE.83.036701
+    .. [1] A.-H. Phan, P. Tichavský and A. Cichocki, Low complexity damped Gauss–Newton algorithms
+       for CANDECOMP/PARAFAC, SIAM J. Matrix Anal. Appl. 34 (2013). doi:10.1137/100808034
+    .. [2] M. K. Transtrum, B. B. Machta and J. P. Sethna, Geometry of nonlinear least squares with
+       applications to sloppy models and optimization, Phys. Rev. E 83 (2011), sec. VIII.
+       doi:10.1103/PhysRevE.83.036701
     """
     if terms.rank == 0 or unknowns(terms) > LARGEST:
         return terms
@@ -87,7 +93,8 @@ def _accepted_steps(
         gradient = _gradient(residual, columns, grams, ridge)
         diagonal = np.real(np.diag(normal)).copy()
         diagonal = np.maximum(diagonal, 1e-12 * diagonal.max())
-        # LM 2: damp JᴴJ until the step, bent along the valley by its second-order part [2]_, lowers the objective.
+        # LM 2: damp JᴴJ until the step, bent along the valley by its second-order part [2]_, lowers
+        # the objective.
         for _attempt in range(12):
             factor = _factor(normal, damping * diagonal)
             if factor is not None:
@@ -99,7 +106,8 @@ def _accepted_steps(
             damping, growth = damping * growth, growth * 2.0
         else:
             return
-        # LM 3: Nielsen's rule, the damping falls smoothly with the ratio of actual to predicted gain.
+        # LM 3: Nielsen's rule, the damping falls smoothly with the ratio of actual to predicted
+        # gain.
         predicted = float(np.real(np.vdot(step, damping * diagonal * step + gradient)))
         gain = (objective - new_objective) / max(predicted, 1e-300)
         damping, growth = damping * max(1.0 / 5.0, 1.0 - (2.0 * gain - 1.0) ** 3), 2.0
@@ -113,7 +121,9 @@ def _accepted_steps(
         yield Step(columns, misfit, condition, objective, settled=small == 3 or misfit <= goal)
 
 
-def _objective(core: np.ndarray, columns: tuple[np.ndarray, ...], ridge: float) -> tuple[np.ndarray, float]:
+def _objective(
+    core: np.ndarray, columns: tuple[np.ndarray, ...], ridge: float
+) -> tuple[np.ndarray, float]:
     residual = core - assemble(columns, np.ones(columns[0].shape[1]))
     return residual, float(np.linalg.norm(residual)) ** 2 + ridge * float(np.sum(_squares(columns)))
 
@@ -140,7 +150,10 @@ def _gradient(
 
 
 def _normal_matrix(
-    columns: tuple[np.ndarray, ...], grams: list[np.ndarray], coupling: np.ndarray, offsets: np.ndarray
+    columns: tuple[np.ndarray, ...],
+    grams: list[np.ndarray],
+    coupling: np.ndarray,
+    offsets: np.ndarray,
 ) -> np.ndarray:
     """Upper triangle of JᴴJ with unknowns ordered (mode, row, term)."""
     d, s = len(columns), columns[0].shape[1]
@@ -154,7 +167,9 @@ def _normal_matrix(
             shared = coupling * _product(g for m, g in enumerate(grams) if m not in (i, j))
             left = columns[i][:, None, :] * shared  # (a, k, l)
             block = left[:, :, None, :] * columns[j].conj().T[:, :, None]  # (a, k, b, l)
-            normal[offsets[i] : offsets[i + 1], offsets[j] : offsets[j + 1]] = block.reshape(p * s, -1)
+            normal[offsets[i] : offsets[i + 1], offsets[j] : offsets[j + 1]] = block.reshape(
+                p * s, -1
+            )
     return normal
 
 
@@ -162,7 +177,8 @@ def _factor(normal: np.ndarray, damping: np.ndarray) -> np.ndarray | None:
     """Upper Cholesky factor of JᴴJ + damping, or None where that matrix is not positive definite."""
     damped = normal.copy()
     damped[np.diag_indices_from(damped)] += damping
-    # LAPACK itself: on cores of a few dozen unknowns the checks of cho_factor and cho_solve take longer than the work.
+    # LAPACK itself: on cores of a few dozen unknowns the checks of cho_factor and cho_solve take
+    # longer than the work.
     potrf = lapack.zpotrf if np.iscomplexobj(damped) else lapack.dpotrf
     factor, failed = potrf(damped, lower=False, clean=False)
     return None if failed else factor
@@ -188,7 +204,10 @@ def _acceleration(
     h = 0.1
     weights = np.ones(columns[0].shape[1])
     base = assemble(columns, weights)
-    ahead, behind = assemble(_moved(columns, h * step), weights), assemble(_moved(columns, -h * step), weights)
+    ahead, behind = (
+        assemble(_moved(columns, h * step), weights),
+        assemble(_moved(columns, -h * step), weights),
+    )
     curvature = (ahead + behind - 2.0 * base) / h**2
     gradient = np.concatenate([product.ravel() for product in products(curvature, columns)])
     second = -0.5 * _solve(factor, gradient)

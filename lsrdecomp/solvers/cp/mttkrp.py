@@ -10,14 +10,16 @@ from lsrdecomp.arrays import Array, conjugate, namespace
 from lsrdecomp.kronecker.rearrange import khatri_rao
 
 Update = Callable[[int, Array], Array]
-"""Given a mode and its product (p_i, s), the columns (p_i, s) that later modes of the sweep shall use."""
+"""Given a mode and its product (p_i, s), the columns (p_i, s) that later modes of the sweep shall
+use."""
 
 
 def sweep(tensor: Array, columns: Sequence[Array], update: Update) -> tuple[Array, ...]:
     """Visit every mode once with its product T_(i) conj(⊙_{m≠i} F_m), always with the newest factors.
 
-    The modes hang on a binary tree [1]_: the tensor is contracted once with the right half of the factors and once with
-    the left half, and the partial products below cost little. So a sweep reads the tensor twice for any d, not d times.
+    The modes hang on a binary tree [1]_: the tensor is contracted once with the right half of the
+    factors and once with the left half, and the partial products below cost little. So a sweep
+    reads the tensor twice for any d, not d times.
 
     Parameters
     ----------
@@ -32,20 +34,24 @@ def sweep(tensor: Array, columns: Sequence[Array], update: Update) -> tuple[Arra
 
     References
     ----------
-    .. [1] A.-H. Phan, P. Tichavský and A. Cichocki, Fast alternating LS algorithms for high order CANDECOMP/PARAFAC
-       tensor factorizations, IEEE Trans. Signal Process. 61 (2013). doi:10.1109/TSP.2013.2269903
+    .. [1] A.-H. Phan, P. Tichavský and A. Cichocki, Fast alternating LS algorithms for high order
+       CANDECOMP/PARAFAC tensor factorizations, IEEE Trans. Signal Process. 61 (2013).
+       doi:10.1109/TSP.2013.2269903
     """
     xp, d = namespace(tensor), tensor.ndim
     current = list(columns)
     if d == 1:
         current[0] = update(0, xp.broadcast_to(tensor[:, None], current[0].shape))
         return tuple(current)
-    # The root of the tree: each half of the modes is visited with the other half contracted, by its newest factors.
+    # The root of the tree: each half of the modes is visited with the other half contracted, by its
+    # newest factors.
     half = (d + 1) // 2
     split = math.prod(tensor.shape[:half])
     matrix = xp.reshape(tensor, (split, math.prod(tensor.shape[half:])))
     _descend(matrix @ _joined(current, range(half, d)), range(half), current, update)
-    _descend(xp.matrix_transpose(matrix) @ _joined(current, range(half)), range(half, d), current, update)
+    _descend(
+        xp.matrix_transpose(matrix) @ _joined(current, range(half)), range(half, d), current, update
+    )
     return tuple(current)
 
 
@@ -64,7 +70,8 @@ def products(tensor: Array, columns: Sequence[Array]) -> tuple[Array, ...]:
 def assemble(columns: Sequence[Array], weights: Array) -> Array:
     """Σ_k λ_k f_k⁽¹⁾ ∘ … ∘ f_k⁽ᵈ⁾, formed: one matrix product; shape (p_1, …, p_d)."""
     xp, d = namespace(*columns), len(columns)
-    # Both halves of the modes joined first: one product of two tall matrices is what BLAS does best.
+    # Both halves of the modes joined first: one product of two tall matrices is what BLAS does
+    # best.
     half = (d + 1) // 2
     left = reduce(khatri_rao, columns[1:half], columns[0] * weights)
     if half == d:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from lsrdecomp.arrays import Array, adjoint, as_double, conjugate, namespace, norm
 from lsrdecomp.precision import unit_roundoff
@@ -11,15 +11,20 @@ from lsrdecomp.solvers.cp.mttkrp import sweep
 from lsrdecomp.solvers.cp.terms import CPTerms, unit_columns
 from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 MEASURED_ROUNDING = 0.42
-"""Root-mean-square relative error of rounding the entries of a factor, in units of μ: 0.39 to 0.46 measured."""
+"""Root-mean-square relative error of rounding the entries of a factor, in units of μ: 0.39 to 0.46
+measured."""
 
 
 def storage_ridge(storage: str, order: int) -> float:
     """α = (0.42·√d·μ)²: the weight of Σλ² that stands for the rounding of d stored factors.
 
-    Rounding moves each unit factor by about 0.42·μ, so the sum of terms by 0.42·√d·μ·‖λ‖. With this α the regularized
-    objective ‖M − M̂‖² + α Σλ² *is* the expected square error after rounding, for M of norm one.
+    Rounding moves each unit factor by about 0.42·μ, so the sum of terms by 0.42·√d·μ·‖λ‖. With this
+    α the regularized objective ‖M − M̂‖² + α Σλ² *is* the expected square error after rounding, for
+    M of norm one.
     """
     return (MEASURED_ROUNDING * math.sqrt(order) * unit_roundoff(storage)) ** 2
 
@@ -47,7 +52,8 @@ def alternate(
     rtol : float
         Stop when a sweep lowers the objective by less than this fraction.
     progress : SolveProgress, optional
-        Told the error and γ after each sweep, the error from the expanded form; ends the loop when it is exhausted.
+        Told the error and γ after each sweep, the error from the expanded form; ends the loop when
+        it is exhausted.
 
     Returns
     -------
@@ -64,7 +70,13 @@ def _sweeps(tensor: Array, terms: CPTerms, ridge: float, rtol: float) -> Iterato
         size = float(namespace(tensor).sum(terms.weights**2))
         objective = square + ridge * size
         condition = math.sqrt(size / max(gained, 1e-300))
-        yield Step(terms, math.sqrt(square), condition, objective, settled=objective >= (1.0 - rtol) * before)
+        yield Step(
+            terms,
+            math.sqrt(square),
+            condition,
+            objective,
+            settled=objective >= (1.0 - rtol) * before,
+        )
         before = objective
 
 
@@ -82,7 +94,8 @@ def _one_sweep(tensor: Array, terms: CPTerms, ridge: float) -> tuple[CPTerms, fl
         # ALS 2: the block's minimum, A (G + αI) = T_(i) (⊙ F), a small solve in double precision.
         wide = as_double(product)
         solved = _solve(others, wide, ridge)
-        # ALS 3: unit columns, so that the weights carry the size; a term that vanished keeps its direction.
+        # ALS 3: unit columns, so that the weights carry the size; a term that vanished keeps its
+        # direction.
         unit, weights = unit_columns(solved)
         unit = xp.where(weights > 0, unit, columns[mode])
         columns[mode] = unit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,8 +14,10 @@ from lsrdecomp.solvers.base import Event, Solution, Status
 from lsrdecomp.solvers.cp.tensor import no_terms, rearranged_tensor, refuse_gradients
 from lsrdecomp.solvers.cp.terms import CPTerms
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
-from lsrdecomp.solvers.progress import SolveProgress
 from lsrdecomp.solvers.svd.dense import SVD
+
+if TYPE_CHECKING:
+    from lsrdecomp.solvers.progress import SolveProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,8 @@ class TensorLyCP(MatrixSolver):
     ----------
     max_sweeps : int
     tol : float
-        Stops when the relative error changes by less; TensorLy's error comes from the expanded form.
+        Stops when the relative error changes by less; TensorLy's error comes from the expanded
+        form.
     init : str
         ``"svd"`` or ``"random"``.
     l2_reg : float
@@ -35,7 +38,8 @@ class TensorLyCP(MatrixSolver):
 
     References
     ----------
-    .. [1] J. Kossaifi, Y. Panagakis, A. Anandkumar and M. Pantic, TensorLy: tensor learning in Python, JMLR 20 (2019).
+    .. [1] J. Kossaifi, Y. Panagakis, A. Anandkumar and M. Pantic, TensorLy: tensor learning in
+           Python, JMLR 20 (2019).
 
     Examples
     --------
@@ -56,15 +60,16 @@ class TensorLyCP(MatrixSolver):
     def _solve(self, problem: MatrixProblem) -> Solution:
         """Terms by ``parafac``; the contract is `Solver.solve`.
 
-        With ``atol`` it is called anew with one term more until the measured error is small enough: TensorLy's own
-        stopping rule looks at the change of the error alone. Of two factors, those of 1×1 not counted, `SVD` is taken:
-        there `parafac` meets singular systems.
+        With ``atol`` it is called anew with one term more until the measured error is small enough:
+        TensorLy's own stopping rule looks at the change of the error alone. Of two factors, those
+        of 1×1 not counted, `SVD` is taken: there `parafac` meets singular systems.
 
         Returns
         -------
         Solution
-            ``sweeps`` are TensorLy's, whose errors come from the expanded form and see nothing below 1e-8; their γ is
-            not computed (NaN). ``optimality_gap`` is None. ``relative_error`` is measured where ``atol`` is given.
+            ``sweeps`` are TensorLy's, whose errors come from the expanded form and see nothing
+            below 1e-8; their γ is not computed (NaN). ``optimality_gap`` is None.
+            ``relative_error`` is measured where ``atol`` is given.
 
         Raises
         ------
@@ -102,13 +107,27 @@ class TensorLyCP(MatrixSolver):
         monotone = self.l2_reg == 0.0
 
         def tell(_: Any, error: Any) -> None:
-            progress.note(float(error), math.nan, float(error) ** 2 if monotone else None)  # γ: not known
+            progress.note(
+                float(error), math.nan, float(error) ** 2 if monotone else None
+            )  # γ: not known
 
-        options = {"n_iter_max": self.max_sweeps, "tol": self.tol, "init": self.init, "l2_reg": self.l2_reg}
+        options = {
+            "n_iter_max": self.max_sweeps,
+            "tol": self.tol,
+            "init": self.init,
+            "l2_reg": self.l2_reg,
+        }
         try:
             weights, factors = parafac(
-                tensor, rank, random_state=self.seed, normalize_factors=True, callback=tell, **options
+                tensor,
+                rank,
+                random_state=self.seed,
+                normalize_factors=True,
+                callback=tell,
+                **options,
             )
         except np.linalg.LinAlgError as singular:
-            raise ConvergenceError(f"TensorLy met a singular system with {rank} terms; use ALS") from singular
+            raise ConvergenceError(
+                f"TensorLy met a singular system with {rank} terms; use ALS"
+            ) from singular
         return [factors[0] * weights, *factors[1:]]

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, as_double, dtype_name, like, namespace, norm, tail_norms, to_numpy
+from lsrdecomp.arrays import (
+    Array,
+    as_double,
+    dtype_name,
+    like,
+    namespace,
+    norm,
+    tail_norms,
+    to_numpy,
+)
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import tolerance
 from lsrdecomp.solvers.cp.mttkrp import assemble
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lsrdecomp.kronecker.shape import KroneckerShape
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,9 +46,14 @@ class CPTerms:
         """A tensor as Σ e_i ∘ e_j ∘ t_ij, its fibres along the longest mode that are not zero: exact and orthogonal."""
         xp, (longest, occupied) = namespace(tensor), _occupied_fibres(tensor)
         others = [mode for mode in range(tensor.ndim) if mode != longest]
-        rows = xp.reshape(xp.permute_dims(tensor, (longest, *others)), (int(tensor.shape[longest]), -1))
+        rows = xp.reshape(
+            xp.permute_dims(tensor, (longest, *others)), (int(tensor.shape[longest]), -1)
+        )
         indices = np.argwhere(to_numpy(occupied)).T
-        columns = [like(np.eye(int(tensor.shape[m]))[:, i], tensor) for m, i in zip(others, indices, strict=True)]
+        columns = [
+            like(np.eye(int(tensor.shape[m]))[:, i], tensor)
+            for m, i in zip(others, indices, strict=True)
+        ]
         columns.insert(longest, xp.take(rows, xp.nonzero(xp.reshape(occupied, (-1,)))[0], axis=1))
         return cls.of(columns)
 
@@ -65,7 +83,9 @@ class CPTerms:
     def with_term(self, columns: Sequence[Array], weight: Array) -> CPTerms:
         """One more term: unit vectors (p_i,) and their weight, shape (1,)."""
         xp = namespace(*self.columns)
-        joined = tuple(xp.concat((c, v[:, None]), axis=1) for c, v in zip(self.columns, columns, strict=True))
+        joined = tuple(
+            xp.concat((c, v[:, None]), axis=1) for c, v in zip(self.columns, columns, strict=True)
+        )
         return CPTerms(xp.concat((self.weights, weight)), joined)
 
     def to_separated(self, shape: KroneckerShape, scale: float = 1.0) -> SeparatedMatrix:
@@ -89,11 +109,13 @@ def unit_columns(columns: Array) -> tuple[Array, Array]:
 def fewest_terms(tensor: Array, error: float) -> int:
     """A number of terms below which no sum is within ``error`` of a tensor of norm one; rounding does not count.
 
-    The unfolding along the longest mode, a matrix, has as many directions as the sum has terms, or fewer: by Eckart and
-    Young its singular values say how many are needed.
+    The unfolding along the longest mode, a matrix, has as many directions as the sum has terms, or
+    fewer: by Eckart and Young its singular values say how many are needed.
     """
     xp, (longest, _) = namespace(tensor), _occupied_fibres(tensor)
-    unfolded = xp.reshape(xp.moveaxis(as_double(tensor), longest, 0), (int(tensor.shape[longest]), -1))
+    unfolded = xp.reshape(
+        xp.moveaxis(as_double(tensor), longest, 0), (int(tensor.shape[longest]), -1)
+    )
     tails = tail_norms(xp.linalg.svdvals(unfolded))
     error = max(error, tolerance(dtype_name(tensor), max(tensor.shape)))
     return next(s for s, tail in enumerate(tails) if tail <= error)

@@ -1,13 +1,14 @@
 """One side of the joint least squares problem: block updates of the factors of a batch of separated matrices.
 
-The side X = Σ_k F_k⁽¹⁾ ⊗ … ⊗ F_k⁽ᵈ⁾, m × r, minimises tr(Xᵀ W X H) − 2⟨X, K⟩ over one stack of factors at a time. A
-stack is held as an array (L, m_i·r_i, s): L problems, the entries of a factor, the terms.
+The side X = Σ_k F_k⁽¹⁾ ⊗ … ⊗ F_k⁽ᵈ⁾, m × r, minimises tr(Xᵀ W X H) − 2⟨X, K⟩ over one stack of
+factors at a time. A stack is held as an array (L, m_i·r_i, s): L problems, the entries of a factor,
+the terms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lsrdecomp.arrays import Array, as_double, dtype_name, namespace
 from lsrdecomp.kronecker.rearrange import rearrange
@@ -27,6 +28,9 @@ from lsrdecomp.solvers.pair.partial_traces import PartialTraces, inverse
 from lsrdecomp.solvers.pair.spectral_block import SpectralBlock, basis_for, is_small, pays
 from lsrdecomp.targets.weights import Identity, Weight
 
+if TYPE_CHECKING:
+    from collections.abc import Container
+
 DAMPING = 64.0
 """Proximal term of a block solve, in units of size × unit roundoff × mean diagonal: harmless to convergence, and the
 step stays a descent step however singular the normal matrix is."""
@@ -40,10 +44,14 @@ class Side:
     weight: Weight
     cg_steps: int
     traces: PartialTraces
-    bases: tuple[Array, ...]  # eigenpairs of W for each block, see `basis_for`; none of the identity
+    bases: tuple[
+        Array, ...
+    ]  # eigenpairs of W for each block, see `basis_for`; none of the identity
 
     @classmethod
-    def of(cls, shape: KroneckerShape, weight: Weight, cg_steps: int, traces: PartialTraces) -> Side:
+    def of(
+        cls, shape: KroneckerShape, weight: Weight, cg_steps: int, traces: PartialTraces
+    ) -> Side:
         """The side of a batch with the partial traces of its weight at the rows of the shape."""
         bases: tuple[Array, ...] = ()
         if not isinstance(weight, Identity):
@@ -67,7 +75,8 @@ class Side:
         -------
         list of Array
         Array or None, shape (L, q, r)
-            VᵀX of the new side, where the weight has few eigenpairs V and the last block's problem holds it.
+            VᵀX of the new side, where the weight has few eigenpairs V and the last block's problem
+            holds it.
         """
         inside: Array | None = None
         against, gram_tensor = contraction(cross, self.shape), rearrange(gram, self._inner)
@@ -77,8 +86,9 @@ class Side:
                 continue
             # Block 1: what the present sum lacks along this block.
             right_hand = against(stacks, i)
-            # Block 2: its minimum: without a weight row by row, of a small one by its normal matrix, else by a few
-            # conjugate gradient steps, with what the block sees of the eigenpairs where that is cheaper.
+            # Block 2: its minimum: without a weight row by row, of a small one by its normal
+            # matrix, else by a few conjugate gradient steps, with what the block sees of the
+            # eigenpairs where that is cheaper.
             seen, inside, small, terms = None, None, False, int(stacks[i].shape[2])
             if not isinstance(self.weight, Identity):
                 small = is_small(self.shape, i, terms)
@@ -104,7 +114,9 @@ class Side:
         ``inside`` is VᵀX, if it is known.
         """
         if isinstance(self.weight, Identity):
-            return summed([self._factor_gram(stack, j) for j, stack in enumerate(stacks)], self._inner)
+            return summed(
+                [self._factor_gram(stack, j) for j, stack in enumerate(stacks)], self._inner
+            )
         return self.weight.gram(formed, inside)
 
     def scaled(self, stacks: Stacks, gram: Array, cross: Array) -> Stacks:
@@ -117,7 +129,9 @@ class Side:
         normal = xp.sum(seen * gram[:, None, :, None, :], axis=(2, 4))
         right_hand = xp.stack([xp.sum(term * cross, axis=(1, 2)) for term in terms], axis=1)
         step = right_hand - xp.sum(normal, axis=2)
-        change = xp.linalg.solve(damped(normal, DAMPING * s * unit_roundoff("float64")), step[:, :, None])[:, :, 0]
+        change = xp.linalg.solve(
+            damped(normal, DAMPING * s * unit_roundoff("float64")), step[:, :, None]
+        )[:, :, 0]
         return [stacks[0] * (1.0 + change)[:, None, :], *stacks[1:]]
 
     @property
@@ -128,7 +142,9 @@ class Side:
         """N[(a,k),(b,l)] = Σ H ∏_{j≠i} F_kʲᵀ W_j F_lʲ over the other inner indices; shape (L, r_i·s, r_i·s)."""
         xp = namespace(gram_tensor)
         batch, r, s = gram_tensor.shape[0], self.shape.columns[i], stacks[0].shape[2]
-        grams = [stack if j == i else self._factor_gram(stack, j) for j, stack in enumerate(stacks)]  # i is never read
+        grams = [
+            stack if j == i else self._factor_gram(stack, j) for j, stack in enumerate(stacks)
+        ]  # i is never read
         normal = xp.reshape(mttkrp(gram_tensor, grams, i), (batch, r, r, s, s))
         return xp.reshape(xp.permute_dims(normal, (0, 1, 3, 2, 4)), (batch, r * s, r * s))
 
@@ -146,7 +162,9 @@ class Side:
         block = xp.reshape(stack, (batch, rows, n))
         gradient = xp.reshape(right_hand, (batch, rows, n)) - block @ normal
         safe = damped(normal, DAMPING * n * unit_roundoff(dtype_name(normal)))
-        step = xp.linalg.solve(as_double(safe), as_double(xp.matrix_transpose(gradient)))  # quicker in double, too
+        step = xp.linalg.solve(
+            as_double(safe), as_double(xp.matrix_transpose(gradient))
+        )  # quicker in double, too
         step = xp.astype(step, normal.dtype)
         return xp.reshape(block + xp.matrix_transpose(step), stack.shape)
 
@@ -159,7 +177,9 @@ class Side:
 
         return apply
 
-    def _conjugate_gradients(self, stack: Array, i: int, normal: Array, right_hand: Array, apply: Operator) -> Array:
+    def _conjugate_gradients(
+        self, stack: Array, i: int, normal: Array, right_hand: Array, apply: Operator
+    ) -> Array:
         """A few preconditioned steps from the present block: the weight couples its rows, no small solve is exact."""
         xp = namespace(normal)
         batch, (m, r), s = normal.shape[0], self.shape.factors[i], stack.shape[2]

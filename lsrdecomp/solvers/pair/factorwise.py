@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lsrdecomp.arrays import Array, as_double, namespace
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
-from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
 from lsrdecomp.solvers.base import PairSolution, Status, Sweep, pair_terms
 from lsrdecomp.solvers.progress import SolveProgress
 from lsrdecomp.solvers.svd.dense import as_separated
-from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import weighted_norm, weighted_residual_norm
-from lsrdecomp.targets.weights import NormWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
+    from lsrdecomp.targets.base import LowRank
+    from lsrdecomp.targets.weights import NormWeights
 
 Triples = tuple[Array, Array, Array]
 
@@ -25,14 +28,15 @@ Triples = tuple[Array, Array, Array]
 class FactorwiseSVD:
     """One SVD of the rearrangement a side: ΔW = B A to (Σ B1 ⊗ B2)(Σ A1 ⊗ A2).
 
-    B and A are taken in the balanced gauge U√Σ, √Σ Vᵀ, through QR factorizations, so that ΔW is never formed; the inner
-    rank is cut or padded to that of the shape. Each side is then as good as it can be for its number of terms, but not
-    the product: see `JointALS` for the joint problem.
+    B and A are taken in the balanced gauge U√Σ, √Σ Vᵀ, through QR factorizations, so that ΔW is
+    never formed; the inner rank is cut or padded to that of the shape. Each side is then as good as
+    it can be for its number of terms, but not the product: see `JointALS` for the joint problem.
 
     Parameters
     ----------
     gauge : "balanced" or "given"
-        "given" leaves B and A as they are, as the paper does; their columns must then be the inner rank of the shape.
+        "given" leaves B and A as they are, as the paper does; their columns must then be the inner
+        rank of the shape.
 
     Examples
     --------
@@ -59,19 +63,24 @@ class FactorwiseSVD:
     ) -> PairSolution:
         """Both sides truncated; the contract is `PairSolver.solve`, the cost that of `truncations`.
 
-        Unlike `JointALS` it looks at each side alone, and ``weights`` change the reported error, not the product.
+        Unlike `JointALS` it looks at each side alone, and ``weights`` change the reported error,
+        not the product.
 
         Returns
         -------
         PairSolution
-            ``start_error`` is the error itself, since nothing is iterated; ``sweeps`` is one record.
+            ``start_error`` is the error itself, since nothing is iterated; ``sweeps`` is one
+            record.
         """
         out_rank, in_rank = pair_terms(target, shape, ranks)
         product = self.truncations(target, shape).truncate(out_rank, in_rank)
         if weights is None:
             norm, error = target.norm, target.residual_norm(product)
         else:
-            norm, error = weighted_norm(target, weights), weighted_residual_norm(target, product, weights)
+            norm, error = (
+                weighted_norm(target, weights),
+                weighted_residual_norm(target, product, weights),
+            )
         relative, progress = error / norm if norm > 0.0 else 0.0, SolveProgress(on_sweep)
         progress.note(relative)
         return PairSolution(product, relative, relative, norm, Status.rank_reached, progress.sweeps)
@@ -79,15 +88,20 @@ class FactorwiseSVD:
     def truncations(self, target: LowRank, shape: ProductShape) -> Truncations:
         """Products of all numbers of terms from one SVD a side.
 
-        Cost O((m + n)·r²) for the gauge and O(m·r·min(m1·r1, m2·r2)) for the left side, likewise for the right.
+        Cost O((m + n)·r²) for the gauge and O(m·r·min(m1·r1, m2·r2)) for the left side, likewise
+        for the right.
         """
         pair_terms(target, shape, 1)
         if shape.order != 2:
             raise ShapeError(f"each side needs two factors; {shape} has {shape.order}")
         if self.gauge == "given" and target.rank != shape.inner_rank:
-            raise ShapeError(f"the pair has rank {target.rank}, but {shape} has inner rank {shape.inner_rank}")
+            raise ShapeError(
+                f"the pair has rank {target.rank}, but {shape} has inner rank {shape.inner_rank}"
+            )
         sides = target.balanced(shape.inner_rank) if self.gauge == "balanced" else target
-        return Truncations(shape, _spectrum(sides.left, shape.left), _spectrum(sides.right, shape.right))
+        return Truncations(
+            shape, _spectrum(sides.left, shape.left), _spectrum(sides.right, shape.right)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +121,8 @@ class Truncations:
         """The product of the first terms of each side; ranks above `max_ranks` are clipped."""
         right_rank = left_rank if right_rank is None else right_rank
         return SeparatedProduct(
-            _terms(self.left, self.shape.left, left_rank), _terms(self.right, self.shape.right, right_rank)
+            _terms(self.left, self.shape.left, left_rank),
+            _terms(self.right, self.shape.right, right_rank),
         )
 
 

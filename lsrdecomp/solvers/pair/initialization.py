@@ -1,15 +1,17 @@
 """Where joint least squares starts: orthogonal Kronecker terms of each side, in the singular gauge of the norm.
 
-The first singular triples of a batch of matrices come in little memory beside them where they are large. These are
-starts, wanted by the thousand, and nobody is told how near the optimum they are. `BatchedKrylov` answers for its
-errors, and that takes 2.5 to 6 times as long on batches of small matrices (.8 to 3.5 at 384 × 256); at a loose
-tolerance it is 1.6 times faster from there on, and 3 to 21 times slower on small ones, by
-``benchmarks/solvers/two_factors.py --only leading``. The two share the last step, `rayleigh_ritz`.
+The first singular triples of a batch of matrices come in little memory beside them where they are
+large. These are starts, wanted by the thousand, and nobody is told how near the optimum they are.
+`BatchedKrylov` answers for its errors, and that takes 2.5 to 6 times as long on batches of small
+matrices (.8 to 3.5 at 384 × 256); at a loose tolerance it is 1.6 times faster from there on, and 3
+to 21 times slower on small ones, by ``benchmarks/solvers/two_factors.py --only leading``. The two
+share the last step, `rayleigh_ritz`.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,18 +19,21 @@ from lsrdecomp.arrays import Array, as_double, like, namespace, triangular_facto
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.batched_terms import Stacks
 from lsrdecomp.solvers.pair.partial_traces import PartialTraces, along_rows, kron_apply
 from lsrdecomp.solvers.svd.batch import rayleigh_ritz
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.targets.base import Dense
 from lsrdecomp.targets.weighted import gauge_of
 
+if TYPE_CHECKING:
+    from lsrdecomp.solvers.batched_terms import Stacks
+
 SMALL = 2**17
 """Entries of a matrix up to which its SVD is taken as it is."""
 
 NARROW = 512
-"""Columns up to which the SVD of R of a QR factorization is taken instead, above that a Krylov space."""
+"""Columns up to which the SVD of R of a QR factorization is taken instead, above that a Krylov
+space."""
 
 EXCESS = 1e-3
 """Of the error of a Krylov space's triples over the optimum, relative; they are starts."""
@@ -43,14 +48,15 @@ PASSES = 3
 def leading_triples(matrices: Array, rank: int) -> tuple[Array, Array, Array]:
     """U (L, p, k), σ (L, k) and Vᵀ (L, k, q) of the k = min(rank, p, q) largest singular values of real matrices.
 
-    A full SVD takes about six times the memory of a square matrix. A large narrow one is taken apart through R instead:
-    X = Q R and R = W σ Vᵀ give U = X V σ⁻¹ without Q. A large one that is wide too goes to `BlockGolubKahan`, if few
-    triples are asked for: by its certificate their error is at most `EXCESS` above the optimum, relative. Of any other
-    one few triples come from a few passes of subspace iteration [1]_, whose error is up to about 1e-2 above the optimum
-    for noise and 1e-3 or less where the spectrum falls, at a tenth of the time of an SVD of 256 × 256.
+    A full SVD takes about six times the memory of a square matrix. A large narrow one is taken
+    apart through R instead: X = Q R and R = W σ Vᵀ give U = X V σ⁻¹ without Q. A large one that is
+    wide too goes to `BlockGolubKahan`, if few triples are asked for: by its certificate their error
+    is at most `EXCESS` above the optimum, relative. Of any other one few triples come from a few
+    passes of subspace iteration [1]_, whose error is up to about 1e-2 above the optimum for noise
+    and 1e-3 or less where the spectrum falls, at a tenth of the time of an SVD of 256 × 256.
 
-    .. [1] N. Halko, P. G. Martinsson and J. A. Tropp, Finding structure with randomness, SIAM Review 53 (2011),
-       algorithm 4.4. doi:10.1137/090771806
+    .. [1] N. Halko, P. G. Martinsson and J. A. Tropp, Finding structure with randomness, SIAM
+       Review 53 (2011), algorithm 4.4. doi:10.1137/090771806
     """
     xp = namespace(matrices)
     p, q = (int(size) for size in matrices.shape[1:])
@@ -66,14 +72,17 @@ def leading_triples(matrices: Array, rank: int) -> tuple[Array, Array, Array]:
     # Triples 2: few of any other by subspace iteration, all matrices together.
     if 4 * (rank + OVERSAMPLING) <= q:
         return _by_iteration(matrices, rank)
-    # Triples 3: many of a small one by its SVD, of a large narrow one through R of a QR factorization.
+    # Triples 3: many of a small one by its SVD, of a large narrow one through R of a QR
+    # factorization.
     if p * q <= SMALL:
         u, sigma, vh = xp.linalg.svd(matrices, full_matrices=False)
         return u[:, :, :rank], sigma[:, :rank], vh[:, :rank, :]
     _, sigma, vh = xp.linalg.svd(triangular_factor(matrices), full_matrices=False)
     sigma, vh = sigma[:, :rank], vh[:, :rank, :]
     above = sigma > q * unit_roundoff("float64") * xp.max(sigma, axis=1, keepdims=True)
-    inverse = xp.where(above, 1.0 / xp.where(above, sigma, xp.ones_like(sigma)), xp.zeros_like(sigma))
+    inverse = xp.where(
+        above, 1.0 / xp.where(above, sigma, xp.ones_like(sigma)), xp.zeros_like(sigma)
+    )
     return matrices @ (xp.matrix_transpose(vh) * inverse[:, None, :]), sigma, vh
 
 
@@ -93,7 +102,9 @@ def _alone(matrix: Array, rank: int) -> tuple[Array, Array, Array]:
     xp, (p, q), kind = namespace(matrix), matrix.shape, matrix.dtype
     matrix = as_double(matrix)  # whose certificate needs no residual
     shape = KroneckerShape(((int(p), 1), (1, int(q))))  # its rearrangement is the matrix itself
-    approximation = BlockGolubKahan(tolerance=EXCESS).solve(Dense(matrix), shape, rank=rank).approximation
+    approximation = (
+        BlockGolubKahan(tolerance=EXCESS).solve(Dense(matrix), shape, rank=rank).approximation
+    )
     u, vh = (zero_padded(xp.reshape(f, (f.shape[0], -1)), 0, rank) for f in approximation.factors)
     triples = xp.matrix_transpose(u), zero_padded(approximation.weights, 0, rank), vh
     return tuple(xp.astype(each, kind) for each in triples)
@@ -102,13 +113,15 @@ def _alone(matrix: Array, rank: int) -> tuple[Array, Array, Array]:
 def gauge_transforms(triangles: tuple[Array, Array], rank: int) -> tuple[Array, Array]:
     """S, T (L, r, rank) that transform a pair into U√σ = B S, V√σ = Aᵀ T of its singular gauge, truncated or padded.
 
-    ``triangles`` are R of thin QR factorizations of B and Aᵀ, or of G^½ B and C^½ Aᵀ for the gauge of that norm.
+    ``triangles`` are R of thin QR factorizations of B and Aᵀ, or of G^½ B and C^½ Aᵀ for the gauge
+    of that norm.
     """
     xp = namespace(*triangles)
     columns, sigma, rows = gauge_of(*triangles)
     root = xp.sqrt(sigma)[:, None, :]
     transforms = [
-        zero_padded(transform * root, 2, rank)[:, :, :rank] for transform in (columns, xp.matrix_transpose(rows))
+        zero_padded(transform * root, 2, rank)[:, :, :rank]
+        for transform in (columns, xp.matrix_transpose(rows))
     ]
     return transforms[0], transforms[1]
 
@@ -116,8 +129,9 @@ def gauge_transforms(triangles: tuple[Array, Array], rank: int) -> tuple[Array, 
 def first_factor_fastest(transforms: Array, inner: tuple[int, ...]) -> Array:
     """Components (L, R, r) in a new order: ascending along the first inner factor, then along the second, ….
 
-    The other order is as good a gauge. On real adapters this one starts nearer, by up to a tenth, and joint least
-    squares ends as near or nearer on average (ranks 4 to 16), single layers by a tenth; fewer linger on the way.
+    The other order is as good a gauge. On real adapters this one starts nearer, by up to a tenth,
+    and joint least squares ends as near or nearer on average (ranks 4 to 16), single layers by a
+    tenth; fewer linger on the way.
     """
     xp, d = namespace(transforms), len(inner)
     grid = xp.reshape(transforms, (*transforms.shape[:2], *reversed(inner)))
@@ -125,7 +139,11 @@ def first_factor_fastest(transforms: Array, inner: tuple[int, ...]) -> Array:
 
 
 def side_terms(
-    side: Array, transform: Array, shape: KroneckerShape, rank: int, traces: PartialTraces | None = None
+    side: Array,
+    transform: Array,
+    shape: KroneckerShape,
+    rank: int,
+    traces: PartialTraces | None = None,
 ) -> Stacks:
     """Orthogonal Kronecker terms of each ``side @ transform`` (L, m, r); with ``traces`` orthogonal in their norm."""
     if traces is None:
@@ -138,9 +156,9 @@ def side_terms(
 def orthogonal_terms(tensor: Array, rank: int) -> Stacks:
     """The ``rank`` largest of mutually orthogonal rank-one terms of each tensor (L, p_1, …, p_d).
 
-    The first axis is split off by its `leading_triples` and each right singular vector is split in turn, so for two
-    axes this is close to the best approximation there is (Eckart–Young), and for more an orthogonal one: no
-    cancellation, γ = 1.
+    The first axis is split off by its `leading_triples` and each right singular vector is split in
+    turn, so for two axes this is close to the best approximation there is (Eckart–Young), and for
+    more an orthogonal one: no cancellation, γ = 1.
 
     Returns
     -------
@@ -159,13 +177,16 @@ def orthogonal_terms(tensor: Array, rank: int) -> Stacks:
     # Terms 2: each right vector, with its weight, is a tensor of one axis fewer: its terms in turn.
     inner = orthogonal_terms(xp.reshape(sigma[:, :, None] * vh, (batch * leading, *rest)), rank)
     count = int(inner[0].shape[2])
-    first = xp.reshape(xp.broadcast_to(u[:, :, :, None], (batch, p, leading, count)), (batch, p, leading * count))
+    first = xp.reshape(
+        xp.broadcast_to(u[:, :, :, None], (batch, p, leading, count)), (batch, p, leading * count)
+    )
     stacks = [first]
     for stack in inner:
         q = stack.shape[1]
         stack = xp.permute_dims(xp.reshape(stack, (batch, leading, q, count)), (0, 2, 1, 3))
         stacks.append(xp.reshape(stack, (batch, q, leading * count)))
-    # Terms 3: of all products of a left vector and a term of its tensor the largest; they are orthogonal.
+    # Terms 3: of all products of a left vector and a term of its tensor the largest; they are
+    # orthogonal.
     return [zero_padded(stack, 2, rank) for stack in _largest(stacks, min(rank, leading * count))]
 
 
@@ -184,10 +205,15 @@ def as_factors(stacks: Stacks, shape: KroneckerShape) -> list[Array]:
     """Stacks (L, m_i·n_i, s) as factors (L, s, m_i, n_i)."""
     xp = namespace(*stacks)
     pairs = zip(stacks, shape.factors, strict=True)
-    return [xp.reshape(xp.matrix_transpose(f), (f.shape[0], f.shape[2], m, n)) for f, (m, n) in pairs]
+    return [
+        xp.reshape(xp.matrix_transpose(f), (f.shape[0], f.shape[2], m, n)) for f, (m, n) in pairs
+    ]
 
 
 def as_stacks(factors: list[Array]) -> Stacks:
     """Factors (L, s, m_i, n_i) as stacks (L, m_i·n_i, s)."""
     xp = namespace(*factors)
-    return [xp.matrix_transpose(xp.reshape(f, (f.shape[0], f.shape[1], f.shape[2] * f.shape[3]))) for f in factors]
+    return [
+        xp.matrix_transpose(xp.reshape(f, (f.shape[0], f.shape[1], f.shape[2] * f.shape[3])))
+        for f in factors
+    ]

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.arrays import Array, as_double, is_complex, namespace, placed
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
-from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.base import Event, PairSolution, Status, Sweep, pair_terms
 from lsrdecomp.solvers.batched_terms import safe_ratio
 from lsrdecomp.solvers.pair.problem import PairProblem, PairState, steps
 from lsrdecomp.solvers.pair.stacking import Pair, WeightedTargets, start_pair
 from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
-from lsrdecomp.targets.base import LowRank
-from lsrdecomp.targets.weights import NormWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from lsrdecomp.kronecker.shape import ProductShape
+    from lsrdecomp.targets.base import LowRank
+    from lsrdecomp.targets.weights import NormWeights
 
 SINGLE = 0.05
 """Relative error above which sweeps in single precision see what a sweep gains."""
@@ -26,10 +29,11 @@ SINGLE = 0.05
 class JointALS:
     """Alternating least squares over all factors of both sides, from the singular gauge of the norm.
 
-    Both sides of a pair B A are known only up to B G · G⁻¹ A, so the pair is first moved into the gauge of its singular
-    values in the norm; each side starts as its largest orthogonal Kronecker terms there. In the Frobenius norm every
-    block is solved exactly, in a weighted norm by a few preconditioned conjugate gradient steps from the present block:
-    the error never rises, and the result is never worse than the start.
+    Both sides of a pair B A are known only up to B G · G⁻¹ A, so the pair is first moved into the
+    gauge of its singular values in the norm; each side starts as its largest orthogonal Kronecker
+    terms there. In the Frobenius norm every block is solved exactly, in a weighted norm by a few
+    preconditioned conjugate gradient steps from the present block: the error never rises, and the
+    result is never worse than the start.
 
     Parameters
     ----------
@@ -44,12 +48,13 @@ class JointALS:
     trials : int
         Sweeps from each start before the nearest goes on alone.
     single : bool
-        In the Frobenius norm, sweep in single precision, in a third (4096 wide) to nine tenths (768) of the time;
-        sweeps in double precision follow only where the relative error is below `SINGLE`. The error of the result is
-        measured in double precision all the same, that of the start is not.
+        In the Frobenius norm, sweep in single precision, in a third (4096 wide) to nine tenths
+        (768) of the time; sweeps in double precision follow only where the relative error is below
+        `SINGLE`. The error of the result is measured in double precision all the same, that of the
+        start is not.
     device : str, optional
-        Where torch solves, such as ``"cuda"``; what it found comes back as NumPy arrays. Absent: where the
-        targets lie, with their own library.
+        Where torch solves, such as ``"cuda"``; what it found comes back as NumPy arrays. Absent:
+        where the targets lie, with their own library.
 
     Examples
     --------
@@ -85,23 +90,27 @@ class JointALS:
     ) -> PairSolution:
         """One pair; the contract is `PairSolver.solve`, the method and its cost stand at `solve_batch`.
 
-        Unlike an SVD of each side (`FactorwiseSVD`) it minimises the error of the *product*, in the norm of
-        ``weights``; unlike ``parafac`` it never forms the target.
+        Unlike an SVD of each side (`FactorwiseSVD`) it minimises the error of the *product*, in the
+        norm of ``weights``; unlike ``parafac`` it never forms the target.
 
         Parameters
         ----------
         start : SeparatedProduct, optional
-            Where to begin instead of the singular gauge; the result is never farther from the target.
+            Where to begin instead of the singular gauge; the result is never farther from the
+            target.
 
         Returns
         -------
         PairSolution
-            ``status`` is `rank_reached` when a sweep gained less than ``tolerance``, else `sweep_limit`;
-            ``sweeps`` hold steering errors from inner products, which see nothing below 1e-7.
+            ``status`` is `rank_reached` when a sweep gained less than ``tolerance``, else
+            `sweep_limit`; ``sweeps`` hold steering errors from inner products, which see nothing
+            below 1e-7.
         """
         starts = None if start is None else [start]
         batch = [target], None if weights is None else [weights]
-        return self.solve_batch(batch[0], shape, ranks, weights=batch[1], starts=starts, on_sweep=on_sweep)[0]
+        return self.solve_batch(
+            batch[0], shape, ranks, weights=batch[1], starts=starts, on_sweep=on_sweep
+        )[0]
 
     def solve_batch(
         self,
@@ -126,7 +135,8 @@ class JointALS:
         weights : sequence of NormWeights, optional
             One norm per target, of one kind; absent, the Frobenius norm.
         starts : sequence of SeparatedProduct, optional
-            Of this shape, with at most the asked terms; absent, the singular gauge's orthogonal terms.
+            Of this shape, with at most the asked terms; absent, the singular gauge's orthogonal
+            terms.
         on_sweep : callable, optional
             Called after each sweep with the mean steering error of the batch.
 
@@ -145,12 +155,16 @@ class JointALS:
 
         Notes
         -----
-        Cost of a sweep, per target: O((m + n)(R r + s r) + s²r² + Σ(s·r_i)³), times about ``cg_steps`` in a weighted
-        norm, plus the products with the weights. ΔW is never formed.
+        Cost of a sweep, per target: O((m + n)(R r + s r) + s²r² + Σ(s·r_i)³), times about
+        ``cg_steps`` in a weighted norm, plus the products with the weights. ΔW is never formed.
         """
         ranks = _checked(targets, shape, ranks)
         batch = WeightedTargets.of(targets, weights, self.device)
-        begun = None if starts is None else [batch.placed(start_pair(starts, shape, ranks, len(targets)))]
+        begun = (
+            None
+            if starts is None
+            else [batch.placed(start_pair(starts, shape, ranks, len(targets)))]
+        )
         problem = PairProblem.of(batch, shape, self.cg_steps)
         progress, history = SolveProgress(on_sweep), list[Array]()
         first_errors, sweeps, settled = None, self.sweeps, False
@@ -160,7 +174,9 @@ class JointALS:
             sweeps = 0 if settled else sweeps - len(history)
         # JointALS 2: the nearest of several starts, and sweeps from there in double precision.
         pairs = problem.starts(ranks, self.initializations) if begun is None else begun
-        state, errors, start_errors, ended = self._descend(problem, pairs, sweeps, history, progress)
+        state, errors, start_errors, ended = self._descend(
+            problem, pairs, sweeps, history, progress
+        )
         # JointALS 3: errors measured, of each target by itself.
         start_errors = start_errors if first_errors is None else first_errors
         status = Status.rank_reached if settled or ended or self.sweeps == 0 else Status.sweep_limit
@@ -181,11 +197,19 @@ class JointALS:
         """Where sweeps in single precision come to, the error of the start, whether nothing is left to do in double."""
         quick, xp = problem.single(), namespace(problem.targets.left)
         pairs = (
-            quick.starts(ranks, self.initializations) if begun is None else [problem.to_single(pair) for pair in begun]
+            quick.starts(ranks, self.initializations)
+            if begun is None
+            else [problem.to_single(pair) for pair in begun]
         )
-        state, errors, first_errors, settled = self._descend(quick, pairs, self.sweeps, history, progress)
+        state, errors, first_errors, settled = self._descend(
+            quick, pairs, self.sweeps, history, progress
+        )
         done = settled and bool(xp.all(errors > SINGLE))
-        return [problem.from_single(state.pair)], as_double(first_errors) * xp.sqrt(problem.targets.energy), done
+        return (
+            [problem.from_single(state.pair)],
+            as_double(first_errors) * xp.sqrt(problem.targets.energy),
+            done,
+        )
 
     def _descend(
         self,
@@ -196,7 +220,10 @@ class JointALS:
         progress: SolveProgress,
     ) -> tuple[PairState, Array, Array, bool]:
         """Sweeps from the nearest start: where they end, its error, that of the start, whether the sweeps settled."""
-        xp, size = namespace(problem.targets.left), namespace(problem.targets.left).sqrt(problem.targets.energy)
+        xp, size = (
+            namespace(problem.targets.left),
+            namespace(problem.targets.left).sqrt(problem.targets.energy),
+        )
 
         def recorded() -> Iterator[Step[PairState]]:
             for step in steps(problem, first, self.tolerance):
@@ -209,12 +236,21 @@ class JointALS:
         state, settled = iterate(recorded(), first, progress, most=sweeps)
         errors = problem.errors(state)
         better = errors <= reached
-        return PairState.chosen(better, state, first), xp.where(better, errors, reached), start_errors, settled
+        return (
+            PairState.chosen(better, state, first),
+            xp.where(better, errors, reached),
+            start_errors,
+            settled,
+        )
 
 
-def _checked(targets: Sequence[LowRank], shape: ProductShape, ranks: int | tuple[int, int]) -> tuple[int, int]:
+def _checked(
+    targets: Sequence[LowRank], shape: ProductShape, ranks: int | tuple[int, int]
+) -> tuple[int, int]:
     if shape.order < 2:
-        raise ShapeError(f"joint least squares needs two or more Kronecker factors; {shape} has {shape.order}")
+        raise ShapeError(
+            f"joint least squares needs two or more Kronecker factors; {shape} has {shape.order}"
+        )
     if not targets:
         raise ShapeError("joint least squares needs at least one target")
     for i, target in enumerate(targets):
@@ -234,7 +270,9 @@ def _solutions(
     """One record a target from the factors of the batch, its errors, those of its start, its norm and its sweeps."""
     solutions = []
     for i in range(int(figures[0].shape[0])):
-        left, right = (SeparatedMatrix.from_factors([factor[i, :, :, :] for factor in side]) for side in sides)
+        left, right = (
+            SeparatedMatrix.from_factors([factor[i, :, :, :] for factor in side]) for side in sides
+        )
         error, start_error, norm = (float(values[i]) for values in figures)
         sweeps = tuple(
             replace(sweep, relative_error=float(values[i]), objective=float(values[i]))
@@ -242,5 +280,7 @@ def _solutions(
         )
         scale = 1.0 / norm if norm > 0.0 else 0.0
         product = SeparatedProduct(left, right)
-        solutions.append(PairSolution(product, error * scale, start_error * scale, norm, status, sweeps))
+        solutions.append(
+            PairSolution(product, error * scale, start_error * scale, norm, status, sweeps)
+        )
     return solutions

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from lsrdecomp.arrays import Array, device, namespace
 from lsrdecomp.solvers.batched_terms import Stacks, damped, identity_like
 from lsrdecomp.targets.weights import Identity, LowRankPlusIdentity, Weight
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 LARGEST = 1024
-"""Partial traces above this size are taken as isotropic: their roots would cost more than they save."""
+"""Partial traces above this size are taken as isotropic: their roots would cost more than they
+save."""
 
 FLOOR = 1e-6
 """Damping of a partial trace, in units of its mean eigenvalue, so that it has an inverse."""
@@ -22,7 +26,8 @@ FLOOR = 1e-6
 class PartialTraces:
     """W ≈ mean · W_1 ⊗ … ⊗ W_d with W_i the trace of W over the other indices, of mean eigenvalue one.
 
-    Exact where W is such a product. Used where an approximation costs only speed: preconditioners and starts.
+    Exact where W is such a product. Used where an approximation costs only speed: preconditioners
+    and starts.
     """
 
     mean: Array  # tr W / size, (L,)
@@ -32,7 +37,9 @@ class PartialTraces:
     def of(cls, weight: Weight, sizes: Sequence[int], like: Array) -> PartialTraces:
         """Of a weight of size Π sizes, for a batch as long as ``like`` and in its library."""
         xp, batch = namespace(like), like.shape[0]
-        trace = xp.broadcast_to(xp.asarray(weight.trace, dtype=like.dtype, device=device(like)), (batch,))
+        trace = xp.broadcast_to(
+            xp.asarray(weight.trace, dtype=like.dtype, device=device(like)), (batch,)
+        )
         parts: list[Array | None] = []
         for i, size in enumerate(sizes):
             if isinstance(weight, Identity) or size == 1 or size > LARGEST:
@@ -72,7 +79,9 @@ class PartialTraces:
                 continue
             xp = namespace(part)
             values, vectors = xp.linalg.eigh(part)
-            half = xp.sqrt(xp.where(values > 0, values, xp.min(xp.abs(values)) + xp.zeros_like(values)))
+            half = xp.sqrt(
+                xp.where(values > 0, values, xp.min(xp.abs(values)) + xp.zeros_like(values))
+            )
             roots.append((vectors * half[:, None, :]) @ xp.matrix_transpose(vectors))
             inverses.append((vectors / half[:, None, :]) @ xp.matrix_transpose(vectors))
         return roots, inverses
@@ -88,7 +97,8 @@ def inverse(matrices: Array) -> Array:
 def along_rows(stacks: Stacks, matrices: Sequence[Array | None]) -> Stacks:
     """Each factor of each term multiplied from the left: stacks (L, m_i·r_i, s) by matrices (L, m_i, m_i)."""
     return [
-        stack if matrix is None else _on_rows(matrix, stack) for stack, matrix in zip(stacks, matrices, strict=True)
+        stack if matrix is None else _on_rows(matrix, stack)
+        for stack, matrix in zip(stacks, matrices, strict=True)
     ]
 
 
@@ -116,6 +126,8 @@ def _partial_trace(weight: LowRankPlusIdentity, sizes: Sequence[int], i: int, li
     xp, q = namespace(like), weight.basis.shape[-1]
     excess = xp.reshape(weight.values - weight.rest[..., None], (-1, 1, 1, q))
     scaled = xp.reshape(weight.basis, (-1, before * size, after, q)) * excess
-    slices = (xp.reshape(b, (-1, before, size, after * q)) for b in (scaled, weight.basis))  # as they lie, no copy
+    slices = (
+        xp.reshape(b, (-1, before, size, after * q)) for b in (scaled, weight.basis)
+    )  # as they lie, no copy
     part = xp.sum(next(slices) @ xp.matrix_transpose(next(slices)), axis=1)
     return part + xp.reshape(weight.rest * (before * after), (-1, 1, 1)) * identity_like(part)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import placed, to_numpy
 from lsrdecomp.formats.number_formats import Codes, nearest_codes
-from lsrdecomp.kronecker.separated import SeparatedProduct
-from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.batched_terms import safe_ratio
 from lsrdecomp.solvers.pair.initialization import as_factors
 from lsrdecomp.solvers.pair.problem import PairProblem
 from lsrdecomp.solvers.pair.stacking import Pair, WeightedTargets, start_pair
-from lsrdecomp.targets.base import LowRank
-from lsrdecomp.targets.weights import NormWeights
+
+if TYPE_CHECKING:
+    from lsrdecomp.kronecker.separated import SeparatedProduct
+    from lsrdecomp.kronecker.shape import KroneckerShape
+    from lsrdecomp.targets.base import LowRank
+    from lsrdecomp.targets.weights import NormWeights
 
 SWEEPS = 2
 """Passes over the free blocks after each rounding."""
@@ -23,7 +27,8 @@ CG_STEPS = 8
 """Conjugate gradient steps a block in a weighted norm, as many as `JointALS` takes."""
 
 PASSES = 2
-"""Times that every block is freed, solved and rounded once more, where that brings the product nearer."""
+"""Times that every block is freed, solved and rounded once more, where that brings the product
+nearer."""
 
 SCALINGS = 2
 """Passes over the numbers that multiply the terms, whenever all blocks are codes."""
@@ -42,10 +47,11 @@ def quantize_sequentially(
 ) -> tuple[CodedSide, CodedSide]:
     """A product with integer factors near a low-rank target, from one with real factors that is near it.
 
-    The block with most entries a term is rounded first and fixed, the others are solved again, the next is rounded,
-    and so on: what rounding one block loses the later ones win back in part, as in the sequential rounding of [1]_.
-    Then each block in turn is freed, solved and rounded again, and the better of the two is kept. Nothing says that
-    the result is nearer than plain rounding of the start; compare the two.
+    The block with most entries a term is rounded first and fixed, the others are solved again, the
+    next is rounded, and so on: what rounding one block loses the later ones win back in part, as in
+    the sequential rounding of [1]_. Then each block in turn is freed, solved and rounded again, and
+    the better of the two is kept. Nothing says that the result is nearer than plain rounding of the
+    start; compare the two.
 
     Parameters
     ----------
@@ -73,8 +79,8 @@ def quantize_sequentially(
 
     References
     ----------
-    .. [1] E. Frantar, S. Ashkboos, T. Hoefler and D. Alistarh, GPTQ: accurate post-training quantization for generative
-       pre-trained transformers, ICLR 2023. arXiv:2210.17323
+    .. [1] E. Frantar, S. Ashkboos, T. Hoefler and D. Alistarh, GPTQ: accurate post-training
+       quantization for generative pre-trained transformers, ICLR 2023. arXiv:2210.17323
     """
     shape = product.product_shape
     batch = WeightedTargets.of([target], None if weights is None else [weights])
@@ -102,7 +108,9 @@ class _Coding:
     def __init__(self, problem: PairProblem, pair: Pair, bits: int) -> None:
         self.problem, self.bits = problem, bits
         self.pair: Pair = list(pair[0]), list(pair[1])
-        sizes = {(side, i): int(stack.shape[1]) for side in (0, 1) for i, stack in enumerate(pair[side])}
+        sizes = {
+            (side, i): int(stack.shape[1]) for side in (0, 1) for i, stack in enumerate(pair[side])
+        }
         self.blocks = sorted(sizes, key=lambda block: -sizes[block])
         self.codes: dict[tuple[int, int], Codes] = {}
 
@@ -138,5 +146,9 @@ class _Coding:
         scales = np.ones(len(codes[0]))
         for stack, code in zip(self.pair[side], codes, strict=True):
             real = code.astype(np.float64)
-            scales = scales * safe_ratio(np.sum(stack[0, :, :].T * real, axis=1), np.sum(real * real, axis=1))
-        return tuple(factor[0] for factor in as_factors([code.T[None, :, :] for code in codes], shape)), scales
+            scales = scales * safe_ratio(
+                np.sum(stack[0, :, :].T * real, axis=1), np.sum(real * real, axis=1)
+            )
+        return tuple(
+            factor[0] for factor in as_factors([code.T[None, :, :] for code in codes], shape)
+        ), scales

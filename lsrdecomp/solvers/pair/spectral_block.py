@@ -1,20 +1,25 @@
 """One block's problem in a weight of few eigenpairs, contracted with the other factors: small, whatever the width.
 
-With V diag(λ) Vᵀ + ρ(I − VVᵀ) as weight all that block i needs of V is S = V contracted with the Kronecker products of
-the other factors of each term. One pass over V makes it; then the normal matrix is formed from it, or conjugate
-gradient steps are taken with it, as many times cheaper than with V as the other factors have rows for a term.
+With V diag(λ) Vᵀ + ρ(I − VVᵀ) as weight all that block i needs of V is S = V contracted with the
+Kronecker products of the other factors of each term. One pass over V makes it; then the normal
+matrix is formed from it, or conjugate gradient steps are taken with it, as many times cheaper than
+with V as the other factors have rows for a term.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lsrdecomp.arrays import Array, device, namespace
-from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.batched_terms import Stacks, other_columns
-from lsrdecomp.targets.weights import LowRankPlusIdentity
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lsrdecomp.kronecker.shape import KroneckerShape
+    from lsrdecomp.targets.weights import LowRankPlusIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,9 @@ class SpectralBlock:
 
     seen: Array  # S, (L, m·s, c·q), rows (p, k), columns (inner index of the others, eigenpair)
     excess: Array  # λ − ρ, (L, q)
-    alike: Array  # ρ times the normal matrix without a weight, the same for every row p: (L, s·r, s·r)
+    alike: (
+        Array  # ρ times the normal matrix without a weight, the same for every row p: (L, s·r, s·r)
+    )
     inner: Array  # H, (L, c·r, c·r), inner index of the others outermost
     sizes: tuple[int, int, int, int]  # m, r, s, c
     index: int  # i
@@ -31,7 +38,13 @@ class SpectralBlock:
 
     @classmethod
     def of(
-        cls, weight: LowRankPlusIdentity, basis: Array, shape: KroneckerShape, stacks: Stacks, i: int, gram: Array
+        cls,
+        weight: LowRankPlusIdentity,
+        basis: Array,
+        shape: KroneckerShape,
+        stacks: Stacks,
+        i: int,
+        gram: Array,
     ) -> SpectralBlock:
         """Of the weight, its `basis_for` block i, the factors held fixed and H (L, r, r) of the other side."""
         xp, batch = namespace(gram), int(gram.shape[0])
@@ -49,12 +62,16 @@ class SpectralBlock:
         inner = xp.reshape(inner, (batch, c, r, c, r))
         # Spectral 3: ρ times what no weight would give; what λ exceeds ρ by acts along V alone.
         grams = xp.reshape(xp.matrix_transpose(columns) @ columns, (batch, c, s, c, s))
-        alike = xp.sum(grams[:, :, :, None, :, :, None] * inner[:, :, None, :, :, None, :], axis=(1, 4))
+        alike = xp.sum(
+            grams[:, :, :, None, :, :, None] * inner[:, :, None, :, :, None, :], axis=(1, 4)
+        )
         rest = xp.reshape(weight.rest, (-1, 1, 1))
         alike = rest * xp.reshape(alike, (batch, s * r, s * r))
         excess = xp.reshape(weight.values - weight.rest[..., None], (-1, q))
         inner = xp.reshape(inner, (batch, c * r, c * r))
-        return cls(seen, excess, alike, inner, (m, r, s, c), i, tuple(shape.columns[j] for j in others))
+        return cls(
+            seen, excess, alike, inner, (m, r, s, c), i, tuple(shape.columns[j] for j in others)
+        )
 
     def inside(self, x: Array) -> Array:
         """VᵀX, (L, q, inner rank), of the side X whose block i is x (L, m·r, s)."""
@@ -67,7 +84,9 @@ class SpectralBlock:
     def _rows(self, x: Array) -> Array:
         """A block (L, m·r, s) as (L, m, s·r)."""
         xp, (m, r, s, _), batch = namespace(x), self.sizes, int(x.shape[0])
-        return xp.reshape(xp.permute_dims(xp.reshape(x, (batch, m, r, s)), (0, 1, 3, 2)), (batch, m, s * r))
+        return xp.reshape(
+            xp.permute_dims(xp.reshape(x, (batch, m, r, s)), (0, 1, 3, 2)), (batch, m, s * r)
+        )
 
     def _products(self, rows: Array) -> Array:
         """Of V and the side whose block has these `_rows`: (L, c·q, r)."""
@@ -79,10 +98,16 @@ class SpectralBlock:
         xp, (m, r, s, c), batch = namespace(x), self.sizes, int(x.shape[0])
         rows = self._rows(x)
         image = self._products(rows)
-        image = xp.reshape(xp.permute_dims(xp.reshape(image, (batch, c, -1, r)), (0, 2, 1, 3)), (batch, -1, c * r))
+        image = xp.reshape(
+            xp.permute_dims(xp.reshape(image, (batch, c, -1, r)), (0, 2, 1, 3)), (batch, -1, c * r)
+        )
         image = self.excess[..., None] * (image @ self.inner)
-        image = xp.reshape(xp.permute_dims(xp.reshape(image, (batch, -1, c, r)), (0, 2, 1, 3)), (batch, -1, r))
-        image = xp.reshape(self.seen @ image, (batch, m, s, r)) + xp.reshape(rows @ self.alike, (batch, m, s, r))
+        image = xp.reshape(
+            xp.permute_dims(xp.reshape(image, (batch, -1, c, r)), (0, 2, 1, 3)), (batch, -1, r)
+        )
+        image = xp.reshape(self.seen @ image, (batch, m, s, r)) + xp.reshape(
+            rows @ self.alike, (batch, m, s, r)
+        )
         return xp.reshape(xp.permute_dims(image, (0, 1, 3, 2)), x.shape)
 
     def matrix(self) -> Array:
@@ -91,15 +116,22 @@ class SpectralBlock:
         seen = xp.reshape(self.seen, (batch, m * s * c, -1))
         middle = (seen * self.excess[:, None, :]) @ xp.matrix_transpose(seen)
         if c == 1:
-            low = xp.reshape(middle, (batch, m, 1, s, m, 1, s)) * self.inner[:, None, :, None, None, :, None]
+            low = (
+                xp.reshape(middle, (batch, m, 1, s, m, 1, s))
+                * self.inner[:, None, :, None, None, :, None]
+            )
         else:
-            middle = xp.permute_dims(xp.reshape(middle, (batch, m, s, c, m, s, c)), (0, 1, 2, 4, 5, 3, 6))
+            middle = xp.permute_dims(
+                xp.reshape(middle, (batch, m, s, c, m, s, c)), (0, 1, 2, 4, 5, 3, 6)
+            )
             inner = xp.permute_dims(xp.reshape(self.inner, (batch, c, r, c, r)), (0, 1, 3, 2, 4))
             low = xp.reshape(middle, (batch, -1, c * c)) @ xp.reshape(inner, (batch, c * c, r * r))
             low = xp.permute_dims(xp.reshape(low, (batch, m, s, m, s, r, r)), (0, 1, 5, 2, 3, 6, 4))
         alike = xp.permute_dims(xp.reshape(self.alike, (batch, s, r, s, r)), (0, 2, 1, 4, 3))
         rows = xp.eye(m, dtype=low.dtype, device=device(low))[None, :, None, None, :, None, None]
-        return xp.reshape(low + rows * alike[:, None, :, :, None, :, :], (batch, m * r * s, m * r * s))
+        return xp.reshape(
+            low + rows * alike[:, None, :, :, None, :, :], (batch, m * r * s, m * r * s)
+        )
 
 
 def basis_for(weight: LowRankPlusIdentity, sizes: Sequence[int], i: int) -> Array:
@@ -111,7 +143,8 @@ def basis_for(weight: LowRankPlusIdentity, sizes: Sequence[int], i: int) -> Arra
 
 
 LARGEST = 80
-"""Unknowns of a block up to which its normal matrix is formed and solved; steps with S are cheaper from there on."""
+"""Unknowns of a block up to which its normal matrix is formed and solved; steps with S are cheaper
+from there on."""
 
 
 def is_small(shape: KroneckerShape, i: int, terms: int) -> bool:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from lsrdecomp.arrays import Array, as_double, check_device, namespace, placed, zero_padded
 from lsrdecomp.errors import ShapeError
-from lsrdecomp.kronecker.separated import SeparatedProduct
-from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.batched_terms import Stacks
 from lsrdecomp.solvers.pair.initialization import as_stacks
 from lsrdecomp.solvers.pair.partial_traces import PartialTraces
-from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import pair_norms
 from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights, Weight
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lsrdecomp.kronecker.separated import SeparatedProduct
+    from lsrdecomp.kronecker.shape import ProductShape
+    from lsrdecomp.targets.base import LowRank
 
 Pair = tuple[Stacks, Stacks]
 
@@ -35,7 +39,10 @@ class WeightedTargets:
 
     @classmethod
     def of(
-        cls, targets: Sequence[LowRank], weights: Sequence[NormWeights] | None, device: str | None = None
+        cls,
+        targets: Sequence[LowRank],
+        weights: Sequence[NormWeights] | None,
+        device: str | None = None,
     ) -> WeightedTargets:
         """Of targets (m, n) and a norm for each of them; absent, the Frobenius norm. With a device they are put there.
 
@@ -81,14 +88,16 @@ def stacked_norms(targets: Sequence[LowRank], weights: Sequence[NormWeights] | N
         raise ShapeError(f"{len(weights)} norms for {len(targets)} targets")
     for norm in weights:
         norm.check(matrix_shape)
-    return NormWeights(stack_weights([w.output for w in weights]), stack_weights([w.input for w in weights]))
+    return NormWeights(
+        stack_weights([w.output for w in weights]), stack_weights([w.input for w in weights])
+    )
 
 
 def stack_weights(weights: Sequence[Weight]) -> Weight:
     """Weights of equal size and kind as one weight with a leading batch axis.
 
-    Bases of `LowRankPlusIdentity` weights are padded with zero columns to a common width, which changes nothing.
-    Raises `ShapeError` if sizes or kinds differ.
+    Bases of `LowRankPlusIdentity` weights are padded with zero columns to a common width, which
+    changes nothing. Raises `ShapeError` if sizes or kinds differ.
     """
     kinds, sizes = {type(weight) for weight in weights}, {weight.size for weight in weights}
     if len(kinds) != 1 or len(sizes) != 1:
@@ -125,11 +134,16 @@ def stacked_triangles(targets: Sequence[LowRank]) -> tuple[Array, Array]:
     rank = max(target.rank for target in targets)
     xp = namespace(targets[0].left)
     sides = zip(*(target.triangles for target in targets), strict=True)
-    left, right = (xp.stack([zero_padded(zero_padded(r, 0, rank), 1, rank) for r in side], axis=0) for side in sides)
+    left, right = (
+        xp.stack([zero_padded(zero_padded(r, 0, rank), 1, rank) for r in side], axis=0)
+        for side in sides
+    )
     return left, right
 
 
-def start_pair(starts: Sequence[SeparatedProduct], shape: ProductShape, ranks: tuple[int, int], count: int) -> Pair:
+def start_pair(
+    starts: Sequence[SeparatedProduct], shape: ProductShape, ranks: tuple[int, int], count: int
+) -> Pair:
     """Stacks of starting products, padded with zero terms."""
     if len(starts) != count:
         raise ShapeError(f"{len(starts)} starts for {count} targets")
@@ -144,5 +158,8 @@ def start_pair(starts: Sequence[SeparatedProduct], shape: ProductShape, ranks: t
         for side, factors, rank in zip(sides, (left, right), ranks, strict=True):
             side.append([zero_padded(as_double(factor), 0, rank) for factor in factors])
     xp = namespace(sides[0][0][0])
-    stacked = [as_stacks([xp.stack(column, axis=0) for column in zip(*side, strict=True)]) for side in sides]
+    stacked = [
+        as_stacks([xp.stack(column, axis=0) for column in zip(*side, strict=True)])
+        for side in sides
+    ]
     return stacked[0], stacked[1]

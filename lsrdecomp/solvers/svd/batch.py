@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,11 +23,13 @@ from lsrdecomp.arrays import (
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Solution, Status
-from lsrdecomp.solvers.progress import SolveProgress
 from lsrdecomp.solvers.svd.dense import chosen_rank, signed
+
+if TYPE_CHECKING:
+    from lsrdecomp.kronecker.shape import KroneckerShape
+    from lsrdecomp.solvers.progress import SolveProgress
 
 
 def as_batch(matrices: Any) -> Array:
@@ -62,12 +64,21 @@ def truncated_svds(
     progress.note(float(np.max(errors)), objective=float(np.max(errors)) ** 2)
     sums, record = as_sums(u, sigma[:, :most], vh, shape), progress.sweeps[-1:]
     return [
-        Solution(x if k == most else x.truncate(int(k)), status, record, 0.0, ErrorKind.bounded, float(error))
+        Solution(
+            x if k == most else x.truncate(int(k)),
+            status,
+            record,
+            0.0,
+            ErrorKind.bounded,
+            float(error),
+        )
         for x, k, (_, status), error in zip(sums, terms, ends, errors, strict=True)
     ]
 
 
-def relative_errors(operators: Array, u: Array, sigma: np.ndarray, vh: Array, terms: np.ndarray) -> np.ndarray:
+def relative_errors(
+    operators: Array, u: Array, sigma: np.ndarray, vh: Array, terms: np.ndarray
+) -> np.ndarray:
     """‖R − U σ Vᴴ‖/‖R‖ of so many terms of each matrix, from entries in double precision, all for σ_1 = 1."""
     # Divided by σ_1 first: squares of entries then neither overflow nor vanish.
     largest = np.where(sigma[:, :1] > 0.0, sigma[:, :1], 1.0)
@@ -78,7 +89,9 @@ def relative_errors(operators: Array, u: Array, sigma: np.ndarray, vh: Array, te
     real = real_part(rest[:1, :1, :1])
     rest = rest / like(largest, real)[:, :, None]
     rest -= (u * like(weights, real)[:, None, :]) @ vh
-    errors: np.ndarray = to_numpy(xp.linalg.vector_norm(rest, axis=(1, 2))) / np.linalg.norm(sigma, axis=1).clip(1.0)
+    errors: np.ndarray = to_numpy(xp.linalg.vector_norm(rest, axis=(1, 2))) / np.linalg.norm(
+        sigma, axis=1
+    ).clip(1.0)
     return errors
 
 
@@ -106,8 +119,8 @@ def extrapolated_excess(captured: list[np.ndarray]) -> np.ndarray:
     # A gain below rounding is taken for rounding: it may have been as large.
     rounding = 4.0 * unit_roundoff("float32")
     before, last = (np.maximum(captured[-i] - captured[-i - 1], rounding) for i in (2, 1))
-    # Gains a, a q, a q², … with q = last / before leave last² / (before − last) to come; where they do not fall yet, a
-    # guess from the last one stands in for the series.
+    # Gains a, a q, a q², … with q = last / before leave last² / (before − last) to come; where they
+    # do not fall yet, a guess from the last one stands in for the series.
     with np.errstate(divide="ignore", invalid="ignore"):
         gain = np.where(last < before, 2.0 * last**2 / (before - last), 4.0 * last)
         return np.where(gain < 1.0 - captured[-1], 0.5 * gain / (1.0 - captured[-1]), math.inf)

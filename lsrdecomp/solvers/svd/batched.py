@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -22,7 +21,6 @@ from lsrdecomp.arrays import (
     to_numpy,
 )
 from lsrdecomp.kronecker.rearrange import rearrange
-from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Event, Solution, Solver, Status, Sweep, most_terms
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
@@ -39,29 +37,37 @@ from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram, Rearrangement
 from lsrdecomp.targets.base import Dense
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lsrdecomp.kronecker.shape import KroneckerShape
+
 CHUNK_ENTRIES = 2**20
 """Entries of the matrices that take their steps together."""
 
 CACHED = 2**16
-"""Entries of the matrices whose residuals are formed together: 512 KiB, which stay in a processor's cache."""
+"""Entries of the matrices whose residuals are formed together: 512 KiB, which stay in a processor's
+cache."""
 
 SMALL = 160
 """Terms that a matrix can have up to which its SVD is the faster way."""
 
 MODERATE = 512
-"""Terms that a matrix can have up to which its Gram matrix is the faster way where a common space was not enough."""
+"""Terms that a matrix can have up to which its Gram matrix is the faster way where a common space
+was not enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchedKrylov(MatrixSolver):
     """Leading singular triples of each R(M) of a batch, by block Lanczos on R Rᴴ, fully reorthogonalised.
 
-    All matrices take the same steps, as batched products in single precision; a Rayleigh–Ritz step in the precision of
-    the input ends it, so what single precision costs is the square of its rounding. Matrices whose size falls fast from
-    one random column of the first block to the next are solved by `Gram`, each alone, and so are moderate ones whose
-    error is not within ``tolerance`` of the optimum by extrapolation of what the last steps gained, or is too small to
-    be told from ‖R‖² − Σσ²; larger ones by `BlockGolubKahan`. Small matrices, and those of which many terms are asked
-    for, go through one batched SVD.
+    All matrices take the same steps, as batched products in single precision; a Rayleigh–Ritz step
+    in the precision of the input ends it, so what single precision costs is the square of its
+    rounding. Matrices whose size falls fast from one random column of the first block to the next
+    are solved by `Gram`, each alone, and so are moderate ones whose error is not within
+    ``tolerance`` of the optimum by extrapolation of what the last steps gained, or is too small to
+    be told from ‖R‖² − Σσ²; larger ones by `BlockGolubKahan`. Small matrices, and those of which
+    many terms are asked for, go through one batched SVD.
 
     Parameters
     ----------
@@ -94,7 +100,9 @@ class BatchedKrylov(MatrixSolver):
     def _solve(self, problem: MatrixProblem) -> Solution:
         """One matrix as a batch of one, formed; the method is that of `solve_batch`."""
         batch = as_batch(as_matrix(problem.target)[None, :, :])
-        return self._solved(batch, problem.shape, problem.rank, problem.atol, problem.most, problem.progress)[0]
+        return self._solved(
+            batch, problem.shape, problem.rank, problem.atol, problem.most, problem.progress
+        )[0]
 
     def solve_batch(
         self,
@@ -119,14 +127,15 @@ class BatchedKrylov(MatrixSolver):
         atol : float, optional
             Allowed ‖M − M̂‖_F of each matrix. Large matrices are then solved one by one.
         on_sweep : callable, optional
-            Told the largest error of the matrices that take their steps together, then the steps of single ones.
+            Told the largest error of the matrices that take their steps together, then the steps of
+            single ones.
 
         Returns
         -------
         tuple of Solution, one a matrix
-            In the element type of the matrices; in double precision where solved alone. ``sweeps`` are the common steps
-            and those of this matrix alone; ``optimality_gap`` is an estimate, or what `Gram` says, zero and bounded
-            where the SVD was taken.
+            In the element type of the matrices; in double precision where solved alone. ``sweeps``
+            are the common steps and those of this matrix alone; ``optimality_gap`` is an estimate,
+            or what `Gram` says, zero and bounded where the SVD was taken.
 
         Raises
         ------
@@ -147,9 +156,11 @@ class BatchedKrylov(MatrixSolver):
         progress: SolveProgress,
     ) -> list[Solution]:
         block = -(-most // self.columns) * self.columns
-        # Batch 1: an SVD where a space would soon hold the whole matrix, or where torch differentiates it.
+        # Batch 1: an SVD where a space would soon hold the whole matrix, or where torch
+        # differentiates it.
         whole = shape.max_separation_rank <= max(SMALL, 3 * block) or is_differentiated(batch)
-        # Batch 2: so many at a time that their arrays stay small; each part has its own common steps.
+        # Batch 2: so many at a time that their arrays stay small; each part has its own common
+        # steps.
         height = max(1, (CACHED if whole else CHUNK_ENTRIES) // (batch.shape[1] * batch.shape[2]))
         solutions: list[Solution] = []
         for start in range(0, batch.shape[0], height):
@@ -158,7 +169,10 @@ class BatchedKrylov(MatrixSolver):
             if whole:
                 solutions += truncated_svds(part, shape, most, atol, progress)
             elif atol is not None:
-                solutions += [self._alone(part[i, :, :], shape, rank, atol, progress) for i in range(part.shape[0])]
+                solutions += [
+                    self._alone(part[i, :, :], shape, rank, atol, progress)
+                    for i in range(part.shape[0])
+                ]
             else:
                 solutions += self._together(part, shape, most, block, progress)
         return solutions
@@ -174,7 +188,11 @@ class BatchedKrylov(MatrixSolver):
     ) -> Solution:
         """One matrix by `Gram` or `BlockGolubKahan`, its records behind the common ones ``before``."""
         gram = atol is None and (not before or shape.max_separation_rank <= MODERATE)
-        solver: Solver = Gram(self.tolerance, self.seed) if gram else BlockGolubKahan(None, self.seed, self.tolerance)
+        solver: Solver = (
+            Gram(self.tolerance, self.seed)
+            if gram
+            else BlockGolubKahan(None, self.seed, self.tolerance)
+        )
         earlier, event = len(progress.sweeps), Event.hand_over if before else Event.start
         solution = progress.solve(solver, Dense(matrix), shape, rank=rank, atol=atol, event=event)
         own = enumerate((*before, *progress.sweeps[earlier:]), 1)
@@ -203,7 +221,9 @@ class BatchedKrylov(MatrixSolver):
         before = len(progress.sweeps)
         if slow:
             if len(slow) < len(norms):
-                operators = xp.take(operators, xp.asarray(slow, dtype=xp.int64, device=device(batch)), axis=0)
+                operators = xp.take(
+                    operators, xp.asarray(slow, dtype=xp.int64, device=device(batch)), axis=0
+                )
             near = self._near(operators, norms[slow], rank, block, shape, progress)
             solutions |= {slow[index]: solution for index, solution in near.items()}
         # Together 4: what these leave open, and what single precision cannot hold, alone.
@@ -233,9 +253,14 @@ class BatchedKrylov(MatrixSolver):
         # Below this the error is lost in the rounding of ‖R‖² − Σσ².
         double = unit_roundoff(operators.dtype) == unit_roundoff("float64")
         floor = 1e6 * unit_roundoff("float32") ** 2 if double else 1e3 * unit_roundoff("float32")
-        good, common = (excess <= self.tolerance) & (1.0 - captured > floor), progress.sweeps[before:]
+        good, common = (
+            (excess <= self.tolerance) & (1.0 - captured > floor),
+            progress.sweeps[before:],
+        )
         return {
-            i: Solution(separated, Status.rank_reached, common, float(excess[i]), ErrorKind.estimated)
+            i: Solution(
+                separated, Status.rank_reached, common, float(excess[i]), ErrorKind.estimated
+            )
             for i, separated in enumerate(as_sums(u, sigma, vh, shape))
             if good[i]
         }
@@ -274,7 +299,8 @@ class BatchedKrylov(MatrixSolver):
             captured.append(np.minimum(np.sum(spectrum, axis=1) / norms**2, 1.0))
             excess, left = extrapolated_excess(captured), float(np.max(1.0 - captured[-1]))
             full = basis.shape[2] + block > min(single.shape[1:])
-            # Krylov 3: enough where every error is near its optimum, or the last step gained no more than rounding.
+            # Krylov 3: enough where every error is near its optimum, or the last step gained no
+            # more than rounding.
             near = excess <= self.tolerance
             if step > 1:
                 near |= captured[-1] - captured[-2] <= 4.0 * unit_roundoff("float32")

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, as_double, is_complex, like, namespace, real_part, to_numpy
+from lsrdecomp.arrays import (
+    Array,
+    adjoint,
+    as_double,
+    is_complex,
+    like,
+    namespace,
+    real_part,
+    to_numpy,
+)
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.targets.base import Rearranged
+
+if TYPE_CHECKING:
+    from lsrdecomp.targets.base import Rearranged
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +51,21 @@ class Adjoint:
 class Bidiagonal:
     """R V = U B and Rᴴ U = V Bᴴ + W N, with U, [V W] orthonormal; every step adds one block to U and V [1]_.
 
-    ``small`` is B (k, k) and ``coupling`` is N (b, k), NumPy arrays in double precision; ``left`` is U, ``right`` is V
-    and ``following`` is W. The operator is divided by ``norm``, so that B is at most one in Frobenius norm. The first
-    block is spanned by ``start``, of at most ``block`` columns, and by random ones.
+    ``small`` is B (k, k) and ``coupling`` is N (b, k), NumPy arrays in double precision; ``left``
+    is U, ``right`` is V and ``following`` is W. The operator is divided by ``norm``, so that B is
+    at most one in Frobenius norm. The first block is spanned by ``start``, of at most ``block``
+    columns, and by random ones.
 
     References
     ----------
-    .. [1] G. H. Golub, F. T. Luk and M. L. Overton, A block Lanczos method for computing the singular values and
-       corresponding singular vectors of a matrix, ACM Trans. Math. Softw. 7 (1981). doi:10.1145/355945.355946
+    .. [1] G. H. Golub, F. T. Luk and M. L. Overton, A block Lanczos method for computing the
+       singular values and corresponding singular vectors of a matrix, ACM Trans. Math. Softw. 7
+       (1981). doi:10.1145/355945.355946
     """
 
-    def __init__(self, operator: Rearranged, norm: float, block: int, seed: int, start: Array | None = None) -> None:
+    def __init__(
+        self, operator: Rearranged, norm: float, block: int, seed: int, start: Array | None = None
+    ) -> None:
         self.operator, self.norm, self.block = operator, norm, block
         self.rng = np.random.default_rng(seed)
         fresh = self._random(operator.shape[1])
@@ -78,13 +93,18 @@ class Bidiagonal:
         """One product with R, one with Rᴴ, each reorthogonalised against all earlier blocks."""
         xp = namespace(self.following)
         # Bidiagonal 1: R W = U C + (new block of U) T, C and T the new columns of B.
-        new, along, triangle = extend(self.left, self.operator.matmat(self.following) / self.norm, self._random)
+        new, along, triangle = extend(
+            self.left, self.operator.matmat(self.following) / self.norm, self._random
+        )
         below = np.zeros((self.block, self.size), self.small.dtype)
         self.small = np.block([[self.small, along], [below, triangle]])
         self.left = xp.concat((self.left, new), axis=1)
-        # Bidiagonal 2: W joins V; Rᴴ times the new block, orthogonal to V, is the next W with its coupling N.
+        # Bidiagonal 2: W joins V; Rᴴ times the new block, orthogonal to V, is the next W with its
+        # coupling N.
         self.right = xp.concat((self.right, self.following), axis=1)
-        self.following, _, last = extend(self.right, self.operator.rmatmat(new) / self.norm, self._random)
+        self.following, _, last = extend(
+            self.right, self.operator.rmatmat(new) / self.norm, self._random
+        )
         self.coupling = np.concatenate((below.astype(last.dtype), last), axis=1)
 
     def triples(self, rank: int) -> tuple[Array, Array, Array]:
@@ -93,7 +113,11 @@ class Bidiagonal:
         k, weights = self.size, real_part(self.left[:1, :1])
         right = self.right @ like(vh[:rank, :k].conj().T, self.right)
         right = right + self.following @ like(vh[:rank, k:].conj().T, self.right)
-        return self.left @ like(u[:, :rank], self.left), like(sigma[:rank] * self.norm, weights), adjoint(right)
+        return (
+            self.left @ like(u[:, :rank], self.left),
+            like(sigma[:rank] * self.norm, weights),
+            adjoint(right),
+        )
 
     def leading(self, columns: int) -> Array:
         """At most so many leading right vectors of the space, or of its start, orthonormal in double precision."""
@@ -118,8 +142,9 @@ class Bidiagonal:
 def extend(basis: Array, block: Array, random: Any) -> tuple[Array, np.ndarray, np.ndarray]:
     """Q, C, T with ``block`` = ``basis`` C + Q T and [basis Q] orthonormal.
 
-    Directions that ``block`` lacks are filled at random at the size of its rounding error: a Krylov space that has
-    become invariant goes on with fresh directions, so repeated singular values are found.
+    Directions that ``block`` lacks are filled at random at the size of its rounding error: a Krylov
+    space that has become invariant goes on with fresh directions, so repeated singular values are
+    found.
     """
     along = to_numpy(adjoint(basis) @ block)
     rest = block - basis @ like(along, basis)
@@ -139,7 +164,9 @@ def extend(basis: Array, block: Array, random: Any) -> tuple[Array, np.ndarray, 
 def orthonormal(block: Array) -> tuple[Array, np.ndarray]:
     """QR factors of a tall block: by Cholesky, a few matrix products, where that is safe, else by Householder."""
     xp = namespace(block)
-    gram = to_numpy(adjoint(block) @ block).astype(np.complex128 if is_complex(block) else np.float64)
+    gram = to_numpy(adjoint(block) @ block).astype(
+        np.complex128 if is_complex(block) else np.float64
+    )
     try:
         lower = np.linalg.cholesky(gram)
         if _smallest(lower) > 0.05 * np.max(np.abs(np.diagonal(lower))):

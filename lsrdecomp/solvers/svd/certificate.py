@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lsrdecomp.solvers.base import ErrorKind
-from lsrdecomp.solvers.svd.bidiagonal import Bidiagonal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lsrdecomp.solvers.svd.bidiagonal import Bidiagonal
 
 CONVERGING = 1e-3
-"""Extrapolated excess from which on the Ritz values are near enough to tell, by their couplings, what they lack."""
+"""Extrapolated excess from which on the Ritz values are near enough to tell, by their couplings,
+what they lack."""
 
 
 @dataclass(frozen=True)
 class Certificate:
     """Squared errors of rank-s truncations from one space, and bounds on what the optimum may gain, all for ‖R‖_F = 1.
 
-    Write R = [[Θ₁, 0, F₁], [0, Θ₂, F₂], [0, 0, R₂₂]] in the Ritz vectors of the space, Θ₁ holding the first s Ritz
-    values θ. For every δ > 0 the coupling [F₁] of R Rᴴ is dominated by block diagonals,
-    R Rᴴ ≤ diag(Θ₁² + F₁F₁ᴴ + K Kᴴ/δ, TTᴴ + δ) with K = [0 F₁]Tᴴ and T = [[Θ₂, F₂], [0, R₂₂]]; with τ = ‖T‖₂ and
-    δ = θ_s² − τ² > 0 the first s eigenvalues are those of the first block, so by Ky Fan the optimum captures at most
-    ‖F₁‖²τ²/δ more than the projection does.
+    Write R = [[Θ₁, 0, F₁], [0, Θ₂, F₂], [0, 0, R₂₂]] in the Ritz vectors of the space, Θ₁ holding
+    the first s Ritz values θ. For every δ > 0 the coupling [F₁] of R Rᴴ is dominated by block
+    diagonals, R Rᴴ ≤ diag(Θ₁² + F₁F₁ᴴ + K Kᴴ/δ, TTᴴ + δ) with K = [0 F₁]Tᴴ and T = [[Θ₂, F₂], [0,
+    R₂₂]]; with τ = ‖T‖₂ and δ = θ_s² − τ² > 0 the first s eigenvalues are those of the first block,
+    so by Ky Fan the optimum captures at most ‖F₁‖²τ²/δ more than the projection does.
 
-    The bound is rigorous with a rigorous τ: ‖R₂₂‖_F² is known, being ‖R‖² less what was seen. That needs a tail below
-    θ_s. Otherwise the gain is extrapolated from the last steps, and labelled an estimate: it assumes that no singular
-    value has hidden from a random start. Once three looks say that it is small, the same bound with τ = ‖[Θ₂ F₂]‖₂, as
-    far as the space has seen, is an estimate too, and mostly a sharper one: what is extrapolated is a step behind. The
-    couplings are known to rounding, so that their squares reach far below the rounding of squared errors.
+    The bound is rigorous with a rigorous τ: ‖R₂₂‖_F² is known, being ‖R‖² less what was seen. That
+    needs a tail below θ_s. Otherwise the gain is extrapolated from the last steps, and labelled an
+    estimate: it assumes that no singular value has hidden from a random start. Once three looks say
+    that it is small, the same bound with τ = ‖[Θ₂ F₂]‖₂, as far as the space has seen, is an
+    estimate too, and mostly a sharper one: what is extrapolated is a step behind. The couplings are
+    known to rounding, so that their squares reach far below the rounding of squared errors.
     """
 
     captured: np.ndarray  # (k + 1,): Σ_{i≤s} σ_i² of the projection U Uᴴ R
@@ -83,12 +89,17 @@ class Certificate:
     @property
     def _unseen(self) -> float:
         """‖R₂₂‖_F²."""
-        return max(1.0 - float(np.sum(self._pairs[0] ** 2)) - float(self._couplings[-1]), 0.0) + self.roundoff
+        return (
+            max(1.0 - float(np.sum(self._pairs[0] ** 2)) - float(self._couplings[-1]), 0.0)
+            + self.roundoff
+        )
 
     def _aside(self, rank: int) -> float:
         """‖[Θ₂ F₂]‖₂²."""
         theta, beside = self._pairs
-        outside = np.concatenate((np.diag(theta[rank:]).astype(beside.dtype), beside[:, rank:].T), axis=1)
+        outside = np.concatenate(
+            (np.diag(theta[rank:]).astype(beside.dtype), beside[:, rank:].T), axis=1
+        )
         return float(np.linalg.norm(outside, 2)) ** 2 if outside.size else 0.0
 
     def error(self, rank: int) -> float:
@@ -116,8 +127,9 @@ class Certificate:
     def _least(self, rank: int, error: float) -> float:
         """What the optimum is not below, by a measured error and but for rounding.
 
-        Singular values of a projection are below those of R, so the optimum is at least the tail that was seen. And the
-        bound above holds with τ = error, however small: where the terms stand apart, a flat remainder costs no steps.
+        Singular values of a projection are below those of R, so the optimum is at least the tail
+        that was seen. And the bound above holds with τ = error, however small: where the terms
+        stand apart, a flat remainder costs no steps.
         """
         apart = float(self._pairs[0][rank - 1]) ** 2 - error**2
         lacking = (float(self._couplings[rank]) + self.roundoff**2) / apart if apart > 0.0 else 1.0
@@ -145,11 +157,19 @@ class Certificate:
         # Excess 3: what gains of the last steps leave, if they go on falling as they did.
         estimate = self._ratio(rank, self._extrapolated(rank))
         converging = len(self.earlier) == 2 and wanted < estimate <= CONVERGING
-        if not converging and self.squared_errors[-1] > self.captured[rank] - self.captured[rank - 1]:
-            return estimate, ErrorKind.estimated  # what was not seen may hide a value above θ_s: no bound is to be had
+        if (
+            not converging
+            and self.squared_errors[-1] > self.captured[rank] - self.captured[rank - 1]
+        ):
+            return (
+                estimate,
+                ErrorKind.estimated,
+            )  # what was not seen may hide a value above θ_s: no bound is to be had
         # Excess 4: the bound with τ as far as it is known; the better of both.
         seen = self._aside(rank)
-        everything = 1.0 - float(np.sum(self._pairs[0][:rank] ** 2)) - self._couplings[rank] + self.roundoff
+        everything = (
+            1.0 - float(np.sum(self._pairs[0][:rank] ** 2)) - self._couplings[rank] + self.roundoff
+        )
         bound = self._ratio(rank, self._gain(rank, min(everything, seen + self._unseen)))
         if converging:
             estimate = min(estimate, self._ratio(rank, self._gain(rank, seen)))
@@ -169,7 +189,11 @@ class Certificate:
             return math.inf
         first, second = (float(past[rank]) for past in self.earlier)
         before, last = second - first, float(self.captured[rank]) - second
-        return last**2 / before / float(self.squared_errors[rank]) if 0.0 < 4.0 * last < before else math.inf
+        return (
+            last**2 / before / float(self.squared_errors[rank])
+            if 0.0 < 4.0 * last < before
+            else math.inf
+        )
 
     def columns_needed(self, error: float) -> float:
         """Columns a space needs at least to leave no more than ``error``, at the rate of the last ones."""
@@ -178,7 +202,9 @@ class Certificate:
         past = self.earlier[-1]
         rate = float(self.captured[-1] - past[-1]) / (self.captured.size - past.size)
         missing = float(self.squared_errors[-1]) - error**2
-        return self.size if missing <= 0.0 else self.size + missing / rate if rate > 0.0 else math.inf
+        return (
+            self.size if missing <= 0.0 else self.size + missing / rate if rate > 0.0 else math.inf
+        )
 
     def _gain(self, rank: int, tau_squared: float) -> float:
         delta = float(self._pairs[0][rank - 1]) ** 2 - tau_squared

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, as_double, is_differentiated, namespace, norm, tail_norms, to_numpy
+from lsrdecomp.arrays import (
+    Array,
+    adjoint,
+    as_double,
+    is_differentiated,
+    namespace,
+    norm,
+    tail_norms,
+    to_numpy,
+)
 from lsrdecomp.errors import LsrError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
@@ -19,6 +27,9 @@ from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.targets.base import Dense, Target
 from lsrdecomp.targets.residual import CACHED, row_blocks
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 ROUNDING = 64.0 * unit_roundoff("float64")
 """An error, for ‖R‖ = 1, that is within the rounding of the products."""
 
@@ -27,8 +38,8 @@ ROUNDING = 64.0 * unit_roundoff("float64")
 class SVD(MatrixSolver):
     """Singular value decomposition of the rearranged matrix, in double precision [1]_.
 
-    By Eckart and Young the first s terms are the best approximation of separation rank s; they are orthogonal, so
-    γ = 1. Cost O(p·q·min(p, q)) for a rearrangement of shape (p, q).
+    By Eckart and Young the first s terms are the best approximation of separation rank s; they are
+    orthogonal, so γ = 1. Cost O(p·q·min(p, q)) for a rearrangement of shape (p, q).
 
     References
     ----------
@@ -49,17 +60,20 @@ class SVD(MatrixSolver):
     def _solve(self, problem: MatrixProblem) -> Solution:
         """The first singular triples of R(M), formed; the contract is `Solver.solve`.
 
-        Unlike ``scipy.sparse.linalg.svds`` it computes all of them, in double precision whatever the target's, and so
-        knows the error of every number of terms: with ``atol`` the least is taken.
+        Unlike ``scipy.sparse.linalg.svds`` it computes all of them, in double precision whatever
+        the target's, and so knows the error of every number of terms: with ``atol`` the least is
+        taken.
 
         Returns
         -------
         Solution
-            In double precision. ``optimality_gap`` is zero, `ErrorKind.bounded`; ``sweeps`` is one record with the
-            error from the spectrum; ``relative_error`` is measured where the target is held as an array.
+            In double precision. ``optimality_gap`` is zero, `ErrorKind.bounded`; ``sweeps`` is one
+            record with the error from the spectrum; ``relative_error`` is measured where the target
+            is held as an array.
         """
         target, shape, progress, error = problem.target, problem.shape, problem.progress, None
-        # SVD 1: all singular triples of R(M) in double precision, and with them the error of every number of terms.
+        # SVD 1: all singular triples of R(M) in double precision, and with them the error of every
+        # number of terms.
         matrix = as_double(target.rearranged(shape).formed())
         u, sigma, vh = namespace(matrix).linalg.svd(matrix, full_matrices=False)
         tails = tail_norms(sigma)
@@ -70,18 +84,22 @@ class SVD(MatrixSolver):
         if tails[0] > 0.0:
             progress.note(tails[enough] / tails[0])
         terms = as_separated(u, sigma, vh, shape, enough)
-        # SVD 3: the error from entries, rounding included; R(M) is at hand, so that it costs one product.
+        # SVD 3: the error from entries, rounding included; R(M) is at hand, so that it costs one
+        # product.
         if isinstance(target, Dense):
             rest = residual_blocks(matrix, u[:, :enough], sigma[:enough], vh[:enough, :])
             error = math.hypot(*map(norm, rest)) / (target.norm or 1.0)
         return Solution(terms, status, progress.sweeps, 0.0, ErrorKind.bounded, error)
 
 
-def _without_rounding(matrix: Any, sigma: Array, vh: Array, rank: int) -> tuple[Array, Array, Array]:
+def _without_rounding(
+    matrix: Any, sigma: Array, vh: Array, rank: int
+) -> tuple[Array, Array, Array]:
     """The singular triples above rounding of a torch tensor, so that their derivatives are finite.
 
-    torch divides by the differences of all singular values, those of rounding too. A change of a matrix of t terms
-    moves its range as it moves the image of its t right vectors, and what is left to decompose has t rows.
+    torch divides by the differences of all singular values, those of rounding too. A change of a
+    matrix of t terms moves its range as it moves the image of its t right vectors, and what is left
+    to decompose has t rows.
 
     Raises
     ------
@@ -89,14 +107,17 @@ def _without_rounding(matrix: Any, sigma: Array, vh: Array, rank: int) -> tuple[
         If ``rank`` asks for all t terms or more: those that are rounding have no derivative.
     """
     values = to_numpy(sigma)
-    terms = int((values > 64.0 * len(values) * unit_roundoff("float64") * values.max(initial=0.0)).sum())
+    terms = int(
+        (values > 64.0 * len(values) * unit_roundoff("float64") * values.max(initial=0.0)).sum()
+    )
     if terms < len(values) and rank >= terms:
         fewer = f", or ask for rank={terms - 1} or less" if terms > 1 else ""
         raise LsrError(
             f"a matrix of {terms} terms in this shape cannot be differentiated at rank={rank}; "
             f"pass matrix.detach(){fewer}"
         )
-    # The range of the matrix from its own right vectors, held constant: a change of the matrix still moves the range.
+    # The range of the matrix from its own right vectors, held constant: a change of the matrix
+    # still moves the range.
     xp = namespace(matrix)
     basis, _ = xp.linalg.qr(matrix @ adjoint(vh[:terms, :]).detach())
     u, sigma, vh = xp.linalg.svd(adjoint(basis) @ matrix, full_matrices=False)
@@ -112,8 +133,9 @@ def as_matrix(target: Target) -> Array:
 def least_error(last: Any, error: Any, coupled: Any) -> Any:
     """A bound below the error of any s terms, for ‖R‖ = 1, from that of s terms at hand; 0 where there is none.
 
-    Let U Θ Vᴴ be these, with Rᴴ U = V Θ, θ the last of Θ, and C = (I − UUᴴ) R V. By Ky Fan other terms capture at most
-    ‖C‖²θ²/(θ² − τ²) more, where τ < θ is the norm of what is left, at most the error; see `Certificate`.
+    Let U Θ Vᴴ be these, with Rᴴ U = V Θ, θ the last of Θ, and C = (I − UUᴴ) R V. By Ky Fan other
+    terms capture at most ‖C‖²θ²/(θ² − τ²) more, where τ < θ is the norm of what is left, at most
+    the error; see `Certificate`.
 
     Parameters
     ----------
@@ -135,13 +157,17 @@ def chosen_rank(tails: list[float], rank: int | None, atol: float | None) -> tup
     return enough, Status.converged if tails[enough] <= atol else Status.rank_exhausted
 
 
-def as_separated(u: Array, sigma: Array, vh: Array, shape: KroneckerShape, rank: int) -> SeparatedMatrix:
+def as_separated(
+    u: Array, sigma: Array, vh: Array, shape: KroneckerShape, rank: int
+) -> SeparatedMatrix:
     """The first ``rank`` singular triples of a rearrangement, those that are not zero, as Kronecker terms."""
     (m, n), (p, q) = shape.factors
     rank = min(rank, int(np.count_nonzero(to_numpy(sigma[:rank]) > 0.0)))
     left, right = signed(namespace(u).matrix_transpose(u[:, :rank]), vh[:rank, :])
     xp = namespace(left)
-    return SeparatedMatrix(sigma[:rank], (xp.reshape(left, (rank, m, n)), xp.reshape(right, (rank, p, q))))
+    return SeparatedMatrix(
+        sigma[:rank], (xp.reshape(left, (rank, m, n)), xp.reshape(right, (rank, p, q)))
+    )
 
 
 def signed(left: Array, right: Array) -> tuple[Array, Array]:

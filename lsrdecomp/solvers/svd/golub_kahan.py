@@ -18,48 +18,55 @@ from lsrdecomp.solvers.svd.single import SingleGrowth, Widened, fits_single, in_
 from lsrdecomp.targets.base import Dense, Rearranged, RearrangedDense
 
 FINE = 1e-4
-"""Relative errors below which the rounding of single precision would cost terms: these are sought in double."""
+"""Relative errors below which the rounding of single precision would cost terms: these are sought
+in double."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGolubKahan(MatrixSolver):
     """Leading singular triples of R(M) from products with R(M) and R(M)ᴴ only.
 
-    Stops when the error is within ``tolerance`` of the optimum by its certificate (see `Certificate`); with ``atol``,
-    when besides the number of terms found is known to be the least. An error within rounding of the optimum, 64 μ‖R‖,
-    is enough too: where the optimum itself is that small, the gap says what is left open. Where the Krylov space would
-    grow to a third of the smaller side of R(M), `Gram` takes over, which is cheaper there. Terms are orthogonal, γ = 1.
+    Stops when the error is within ``tolerance`` of the optimum by its certificate (see
+    `Certificate`); with ``atol``, when besides the number of terms found is known to be the least.
+    An error within rounding of the optimum, 64 μ‖R‖, is enough too: where the optimum itself is
+    that small, the gap says what is left open. Where the Krylov space would grow to a third of the
+    smaller side of R(M), `Gram` takes over, which is cheaper there. Terms are orthogonal, γ = 1.
 
-    A large float64 matrix in memory whose number of terms is given is first multiplied by random columns, as in `Gram`,
-    which are enough where the spectrum falls fast; up to 2²² entries, of which R(M) is held. Then it is read in single
-    precision, at half the price: its Krylov space only has to hold the terms, which a product or two in double
-    precision then take from it. So what single precision costs is the square of its rounding; two machines agree within
-    ``tolerance``, not to the last digits. Where it sees no further, double precision takes over; a ``tolerance`` below
-    1e-7 keeps to that throughout. It ends a float32 matrix or stream too whose error is no more than the rounding of
-    its terms, and begins it where an error below 1e-4 of the norm is asked for; the terms are in double precision then.
+    A large float64 matrix in memory whose number of terms is given is first multiplied by random
+    columns, as in `Gram`, which are enough where the spectrum falls fast; up to 2²² entries, of
+    which R(M) is held. Then it is read in single precision, at half the price: its Krylov space
+    only has to hold the terms, which a product or two in double precision then take from it. So
+    what single precision costs is the square of its rounding; two machines agree within
+    ``tolerance``, not to the last digits. Where it sees no further, double precision takes over; a
+    ``tolerance`` below 1e-7 keeps to that throughout. It ends a float32 matrix or stream too whose
+    error is no more than the rounding of its terms, and begins it where an error below 1e-4 of the
+    norm is asked for; the terms are in double precision then.
 
-    Where torch differentiates what is computed (``requires_grad``) `Gram` takes over at once, through which gradients
-    are right.
+    Where torch differentiates what is computed (``requires_grad``) `Gram` takes over at once,
+    through which gradients are right.
 
-    Cost: 2·b products a step, O((p + q)·k²) for orthogonality in a space of k columns, memory O((p + q)·k).
+    Cost: 2·b products a step, O((p + q)·k²) for orthogonality in a space of k columns, memory O((p
+    + q)·k).
 
     Parameters
     ----------
     block : int, optional
-        Columns b of a block; absent, 8 to 16 by the number of terms asked for, and 8 where R(M) is not stored: one
-        reading of a stored matrix serves a whole block, an unformed product is paid for by the column.
+        Columns b of a block; absent, 8 to 16 by the number of terms asked for, and 8 where R(M) is
+        not stored: one reading of a stored matrix serves a whole block, an unformed product is paid
+        for by the column.
     seed : int
         Of the random start, drawn by NumPy whatever the library of the target.
     tolerance : float
         Allowed excess of the error over the optimum, relative.
     max_steps : int
-        Most steps taken; then the status is `Status.sweep_limit` and the gap says how far the result may be off.
+        Most steps taken; then the status is `Status.sweep_limit` and the gap says how far the
+        result may be off.
 
     References
     ----------
     .. [1] G. H. Golub, F. T. Luk and M. L. Overton (1981), doi:10.1145/355945.355946
-    .. [2] C. Musco and C. Musco, Randomized block Krylov methods for stronger and faster approximate singular value
-       decomposition, NIPS 2015. arXiv:1504.05477
+    .. [2] C. Musco and C. Musco, Randomized block Krylov methods for stronger and faster
+       approximate singular value decomposition, NIPS 2015. arXiv:1504.05477
 
     Examples
     --------
@@ -80,27 +87,32 @@ class BlockGolubKahan(MatrixSolver):
     def _solve(self, problem: MatrixProblem) -> Solution:
         """Leading singular triples of R(M); the contract is `Solver.solve`.
 
-        Unlike ``scipy.sparse.linalg.svds`` (ARPACK) it grows one space of blocks without restarts, reads R(M) once for
-        a whole block, and stops by the error of the *approximation* instead of the residual of each triple. So it ends
-        sooner, and single triples are less exact. Unlike ``sklearn.utils.extmath.randomized_svd`` it keeps every
-        direction it has seen, and says how far its error may be above the optimum.
+        Unlike ``scipy.sparse.linalg.svds`` (ARPACK) it grows one space of blocks without restarts,
+        reads R(M) once for a whole block, and stops by the error of the *approximation* instead of
+        the residual of each triple. So it ends sooner, and single triples are less exact. Unlike
+        ``sklearn.utils.extmath.randomized_svd`` it keeps every direction it has seen, and says how
+        far its error may be above the optimum.
 
         Returns
         -------
         Solution
-            In the element type of the target; in double precision where it handed over. ``optimality_gap`` and
-            ``gap_kind`` as `Certificate` explains; gap None where nothing is known. ``sweeps`` are the checks of the
-            certificate, then those of `Gram` where it took over; ``objective`` is the squared error for the most
-            terms, ``relative_error`` that for the terms that would be taken. `Solution.relative_error` is
-            measured where the error lies at the rounding of ‖R‖² − Σσ².
+            In the element type of the target; in double precision where it handed over.
+            ``optimality_gap`` and ``gap_kind`` as `Certificate` explains; gap None where nothing is
+            known. ``sweeps`` are the checks of the certificate, then those of `Gram` where it took
+            over; ``objective`` is the squared error for the most terms, ``relative_error`` that for
+            the terms that would be taken. `Solution.relative_error` is measured where the error
+            lies at the rounding of ‖R‖² − Σσ².
         """
         target, shape, rank, most = problem.target, problem.shape, problem.rank, problem.most
         if self.max_steps < 1:
-            raise BudgetError(f"block Golub–Kahan needs at least one step, got max_steps={self.max_steps}")
+            raise BudgetError(
+                f"block Golub–Kahan needs at least one step, got max_steps={self.max_steps}"
+            )
         progress, norm, side = problem.progress, target.norm, min(shape.sizes)
         if norm == 0.0 or (rank is not None and 4 * most >= side):
             return problem.delegate_to(Gram())
-        # V, whose space fills first, lies on the smaller side: then nothing of R is left when it is full.
+        # V, whose space fills first, lies on the smaller side: then nothing of R is left when it is
+        # full.
         swapped = shape.sizes[0] < shape.sizes[1]
         block = self._columns(rank, stored=isinstance(target, Dense))
         settings = self.tolerance, target, shape, swapped, rank, most, problem.goal
@@ -119,7 +131,9 @@ class BlockGolubKahan(MatrixSolver):
                 return problem.delegate_to(Gram()) if solution is None else solution
         else:
             operator = target.rearranged(shape)
-            if is_differentiated(operator.prototype):  # a space that grows on the host passes no gradients
+            if is_differentiated(
+                operator.prototype
+            ):  # a space that grows on the host passes no gradients
                 return problem.delegate_to(Gram())
             narrow = unit_roundoff(operator.prototype.dtype) > 1e-12
             widened = target if narrow and isinstance(target, Widened) else None
@@ -147,10 +161,17 @@ class BlockGolubKahan(MatrixSolver):
         return self.block or (widest if rank is None else min(widest, max(8, rank)))
 
     def _space(
-        self, operator: Rearranged, swapped: bool, norm: float, block: int, start: Array | None = None
+        self,
+        operator: Rearranged,
+        swapped: bool,
+        norm: float,
+        block: int,
+        start: Array | None = None,
     ) -> Bidiagonal:
         columns = min(block, min(operator.shape))
-        return Bidiagonal(Adjoint(operator) if swapped else operator, norm, columns, self.seed, start)
+        return Bidiagonal(
+            Adjoint(operator) if swapped else operator, norm, columns, self.seed, start
+        )
 
     def _grown(self, growth: Growth, progress: SolveProgress) -> Solution | None:
         """What a space has come to; None where it would grow too large, or sees no further."""

@@ -4,36 +4,58 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import scipy.linalg
 
-from lsrdecomp.arrays import Array, adjoint, as_double, is_differentiated, like, namespace, norm, tail_norms, to_numpy
-from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.arrays import (
+    Array,
+    adjoint,
+    as_double,
+    is_differentiated,
+    like,
+    namespace,
+    norm,
+    tail_norms,
+    to_numpy,
+)
 from lsrdecomp.solvers.base import ErrorKind, Solution, Status
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
-from lsrdecomp.solvers.svd.dense import ROUNDING, SVD, as_separated, chosen_rank, least_error, residual_blocks
+from lsrdecomp.solvers.svd.dense import (
+    ROUNDING,
+    SVD,
+    as_separated,
+    chosen_rank,
+    least_error,
+    residual_blocks,
+)
+
+if TYPE_CHECKING:
+    from lsrdecomp.kronecker.shape import KroneckerShape
 
 OVERSAMPLED = 8
 """Random columns beside as many as there are terms."""
 
 QUICK = 1e-5
-"""The least tolerance for which they are drawn: finer ones ask for the digits of LAPACK, the same in every library."""
+"""The least tolerance for which they are drawn: finer ones ask for the digits of LAPACK, the same
+in every library."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gram(MatrixSolver):
     """Eigenvectors of R Rᴴ (or Rᴴ R, the smaller) in double precision, then one Rayleigh–Ritz step with R itself.
 
-    A few terms, to a ``tolerance`` of 1e-5 or more, are sought in the range of R times random columns [1]_ where its
-    size falls fast from column to column: a few products with blocks. All others, and what that leaves open, cost
-    O(p·q·min(p, q)) in matrix products and O(min(p, q)³) in the eigenproblem, of which LAPACK computes the leading
-    vectors alone where few terms are asked for: several times less than the SVD.
+    A few terms, to a ``tolerance`` of 1e-5 or more, are sought in the range of R times random
+    columns [1]_ where its size falls fast from column to column: a few products with blocks. All
+    others, and what that leaves open, cost O(p·q·min(p, q)) in matrix products and O(min(p, q)³) in
+    the eigenproblem, of which LAPACK computes the leading vectors alone where few terms are asked
+    for: several times less than the SVD.
 
-    The error and what couples the terms to the residual are measured, and bound how far the error may be above the
-    optimum: however small it is, where the terms stand apart from the rest. Elsewhere squaring has cost half the
-    digits; where ``tolerance`` asks for more, the SVD is taken instead. An error of 64 u‖R‖ is rounding.
+    The error and what couples the terms to the residual are measured, and bound how far the error
+    may be above the optimum: however small it is, where the terms stand apart from the rest.
+    Elsewhere squaring has cost half the digits; where ``tolerance`` asks for more, the SVD is taken
+    instead. An error of 64 u‖R‖ is rounding.
 
     Parameters
     ----------
@@ -44,8 +66,8 @@ class Gram(MatrixSolver):
 
     References
     ----------
-    .. [1] N. Halko, P. G. Martinsson and J. A. Tropp, Finding structure with randomness, SIAM Rev. 53 (2011).
-       doi:10.1137/090771806
+    .. [1] N. Halko, P. G. Martinsson and J. A. Tropp, Finding structure with randomness, SIAM Rev.
+       53 (2011). doi:10.1137/090771806
 
     Examples
     --------
@@ -63,20 +85,28 @@ class Gram(MatrixSolver):
     def _solve(self, problem: MatrixProblem) -> Solution:
         """The first singular triples of R(M) by its Gram matrix; the contract is `Solver.solve`.
 
-        Unlike an SVD by ``eigh`` of R Rᴴ alone it knows when squaring has cost the digits that were asked for, and
-        hands over to `SVD` then.
+        Unlike an SVD by ``eigh`` of R Rᴴ alone it knows when squaring has cost the digits that were
+        asked for, and hands over to `SVD` then.
 
         Returns
         -------
         Solution
-            In double precision. ``optimality_gap`` is a bound, zero after `SVD`; ``relative_error`` is measured;
-            ``sweeps`` is one record.
+            In double precision. ``optimality_gap`` is a bound, zero after `SVD`; ``relative_error``
+            is measured; ``sweeps`` is one record.
         """
-        target, shape, progress, goal = problem.target, problem.shape, problem.progress, problem.goal
+        target, shape, progress, goal = (
+            problem.target,
+            problem.shape,
+            problem.progress,
+            problem.goal,
+        )
         finest, s, status = math.inf if goal is None else goal, problem.most, Status.rank_reached
         if target.norm == 0.0 or loss(1) > 2.0 * self.tolerance * finest**2:
             return problem.delegate_to(SVD())
-        matrix, solution = Rearrangement.of(target.rearranged(shape).formed(), target.norm, shape), None
+        matrix, solution = (
+            Rearrangement.of(target.rearranged(shape).formed(), target.norm, shape),
+            None,
+        )
         few = 8 * (s + OVERSAMPLED) <= matrix.rows.shape[0]  # else LAPACK is as fast
         if goal is None and self.tolerance >= QUICK and few:
             solution = matrix.from_random_columns(s, self.tolerance, self.seed)
@@ -116,24 +146,33 @@ class Rearrangement:
         rows, columns = self.rows, rank + OVERSAMPLED
         if 3 * columns > rows.shape[0] or is_differentiated(rows):
             return None
-        xp, random = namespace(rows), np.random.default_rng(seed).standard_normal((rows.shape[1], columns))
+        xp, random = (
+            namespace(rows),
+            np.random.default_rng(seed).standard_normal((rows.shape[1], columns)),
+        )
         basis, triangle = xp.linalg.qr(rows @ like(random, rows))
         left = np.abs(np.diagonal(to_numpy(triangle)))  # about ‖R‖ at first
         if left[-1] > 0.25 * left[rank - 1]:
             return None
-        if left[-1] > 0.05 * left[-6]:  # a flat remainder, or rounding, which one more product takes out
+        if (
+            left[-1] > 0.05 * left[-6]
+        ):  # a flat remainder, or rounding, which one more product takes out
             _, _, vh = xp.linalg.svd(adjoint(basis) @ rows, full_matrices=False)
             basis, _ = xp.linalg.qr(rows @ adjoint(vh))
         return self.solution(basis, rank, tolerance, certain=False)
 
-    def solution(self, basis: Array, rank: int, tolerance: float, *, certain: bool) -> Solution | None:
+    def solution(
+        self, basis: Array, rank: int, tolerance: float, *, certain: bool
+    ) -> Solution | None:
         """The leading terms in the span of a basis, or of a better one; None unless a bound says that they are near.
 
-        ``certain`` says that nothing larger than these can have been missed: then they need not stand apart.
+        ``certain`` says that nothing larger than these can have been missed: then they need not
+        stand apart.
         """
         rows, xp, followed = self.rows, namespace(self.rows), is_differentiated(self.rows)
         for _ in range(2):
-            # Gram 1: Rayleigh–Ritz with R itself gives singular values to full accuracy; the error is measured.
+            # Gram 1: Rayleigh–Ritz with R itself gives singular values to full accuracy; the error
+            # is measured.
             u, sigma, vh = xp.linalg.svd(adjoint(basis) @ rows, full_matrices=False)
             left, weights, right = basis @ u[:, :rank], sigma[:rank], vh[:rank, :]
             errors, squares = [], np.zeros(rank)
@@ -141,7 +180,8 @@ class Rearrangement:
                 errors.append(norm(rest))
                 squares += np.sum(np.abs(to_numpy(rest @ adjoint(right))) ** 2, axis=0)
             error, coupled = math.hypot(*errors) / self.norm, np.sqrt(squares) / self.norm
-            # Gram 2: the optimum is known by the couplings, or by what they and squaring may have lost.
+            # Gram 2: the optimum is known by the couplings, or by what they and squaring may have
+            # lost.
             theta = to_numpy(weights) / self.norm
             last = float(theta[-1]) if rank else 2.0  # without terms nothing couples
             least = float(least_error(last, error, float(np.linalg.norm(coupled))))
@@ -151,12 +191,19 @@ class Rearrangement:
             if apart or (certain and gain <= 2.0 * (1e-6 if followed else tolerance) * error**2):
                 gap = error / least - 1.0 if least else math.inf
                 gap = min(gap, 0.5 * gain / error**2) if certain and error else gap
-                known, kind = (gap, ErrorKind.bounded) if gap <= tolerance else (None, ErrorKind.estimated)
+                known, kind = (
+                    (gap, ErrorKind.bounded) if gap <= tolerance else (None, ErrorKind.estimated)
+                )
                 weights = weights * self.scale
-                triple = (adjoint(right), weights, adjoint(left)) if self.turned else (left, weights, right)
+                triple = (
+                    (adjoint(right), weights, adjoint(left))
+                    if self.turned
+                    else (left, weights, right)
+                )
                 terms = as_separated(*triple, self.shape, rank)
                 return Solution(terms, Status.rank_reached, (), known, kind, error)
-            # Gram 3: squares that sink in rounding mix directions, which one more product with R and Rᴴ sorts.
+            # Gram 3: squares that sink in rounding mix directions, which one more product with R
+            # and Rᴴ sorts.
             basis, _ = xp.linalg.qr(rows @ adjoint(vh))
         return None
 
@@ -172,7 +219,9 @@ def eigenpairs(rows: Array, count: int) -> tuple[Array, Array]:
     matrix = rows @ adjoint(rows)
     values, vectors = None, matrix[:, :0]
     if isinstance(matrix, np.ndarray) and 2 * count <= side:  # LAPACK leaves the others out
-        values, vectors = scipy.linalg.eigh(matrix, subset_by_index=(side - count, side - 1), check_finite=False)
+        values, vectors = scipy.linalg.eigh(
+            matrix, subset_by_index=(side - count, side - 1), check_finite=False
+        )
     if vectors.shape[1] < count:  # of values that are all alike it has been seen to leave out more
         values, vectors = xp.linalg.eigh(matrix)
     return xp.flip(values), xp.flip(vectors, axis=1)

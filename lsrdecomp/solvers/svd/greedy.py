@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.arrays import Array, as_double, namespace, norm
 from lsrdecomp.errors import ShapeError
-from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.base import Event, Solution, Solver, Status, Sweep, most_terms
 from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
 from lsrdecomp.solvers.svd.dense import SVD, as_matrix
 from lsrdecomp.targets.base import Dense, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from lsrdecomp.kronecker.separated import SeparatedMatrix
+    from lsrdecomp.kronecker.shape import KroneckerShape
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -66,8 +69,12 @@ class MixedSum:
         return reduce(add, (part @ x for part in self.parts))
 
     def __repr__(self) -> str:
-        terms = " + ".join(f"{part.separation_rank} × [{part.kronecker_shape}]" for part in self.parts)
-        return f"MixedSum({self.shape[0]}×{self.shape[1]} as {terms}, {self.parameters:,} parameters)"
+        terms = " + ".join(
+            f"{part.separation_rank} × [{part.kronecker_shape}]" for part in self.parts
+        )
+        return (
+            f"MixedSum({self.shape[0]}×{self.shape[1]} as {terms}, {self.parameters:,} parameters)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +99,16 @@ class MixedSolution(Solution):
 class Greedy:
     """Choose the shape of each term by what it gains per parameter, then refit whole blocks in turn [1]_.
 
-    A block is all terms of one shape; refitting it to what the other blocks leave is a truncated SVD, so the error
-    never rises. Without refitting, greedy terms are far from optimal: that is what makes this competitive. It pays for
-    a sum of a separable and a low-rank matrix, and rarely elsewhere.
+    A block is all terms of one shape; refitting it to what the other blocks leave is a truncated
+    SVD, so the error never rises. Without refitting, greedy terms are far from optimal: that is
+    what makes this competitive. It pays for a sum of a separable and a low-rank matrix, and rarely
+    elsewhere.
 
     Parameters
     ----------
     shapes : sequence of KroneckerShape
-        Candidates beside the shape that `solve` is given, of two factors each; include ``(m×1) ⊗ (1×n)`` for plain
-        low rank.
+        Candidates beside the shape that `solve` is given, of two factors each; include ``(m×1) ⊗
+        (1×n)`` for plain low rank.
     parameters : int, optional
         Most parameters; with it neither ``rank`` nor ``atol`` need be given.
     cycles : int
@@ -112,12 +120,13 @@ class Greedy:
 
     References
     ----------
-    .. [1] C. Cai, R. Chen and H. Xiao, Hybrid Kronecker product decomposition and approximation, J. Comput. Graph.
-       Stat. 32 (2023). doi:10.1080/10618600.2022.2134873
+    .. [1] C. Cai, R. Chen and H. Xiao, Hybrid Kronecker product decomposition and approximation, J.
+       Comput. Graph. Stat. 32 (2023). doi:10.1080/10618600.2022.2134873
 
     Examples
     --------
-    A Kronecker product plus a matrix of rank one: found in both shapes it takes 73 numbers, in one alone 120 and more.
+    A Kronecker product plus a matrix of rank one: found in both shapes it takes 73 numbers, in one
+    alone 120 and more.
 
     >>> import numpy as np
     >>> from lsrdecomp import KroneckerShape, decompose
@@ -149,25 +158,31 @@ class Greedy:
     ) -> MixedSolution:
         """Terms of several shapes; arguments and errors as for `Solver.solve`, ``rank`` counting all shapes together.
 
-        The record differs from a `Solution` in its approximation alone, a `MixedSum`: it has no one Kronecker shape, so
-        `decompose` does not take this solver.
+        The record differs from a `Solution` in its approximation alone, a `MixedSum`: it has no one
+        Kronecker shape, so `decompose` does not take this solver.
 
         Returns
         -------
         MixedSolution
-            ``sweeps`` are backfitting cycles, marked where a term was added; ``optimality_gap`` is None, since greedy
-            choice has no bound. Cost: one SVD of a rearrangement for each shape and term, and one a block and cycle.
+            ``sweeps`` are backfitting cycles, marked where a term was added; ``optimality_gap`` is
+            None, since greedy choice has no bound. Cost: one SVD of a rearrangement for each shape
+            and term, and one a block and cycle.
         """
         candidates = tuple(dict.fromkeys((shape, *self.shapes)))
         for candidate in candidates:
-            most_terms(target.shape, candidate, self.parameters if rank is None else rank, atol, order=2)
+            most_terms(
+                target.shape, candidate, self.parameters if rank is None else rank, atol, order=2
+            )
         most = math.inf if rank is None else rank
         wide, size = as_double(as_matrix(target)), target.norm
         goal = 0.0 if atol is None or size == 0.0 else atol / size
         progress = SolveProgress(on_sweep)
         blocks: dict[KroneckerShape, SeparatedMatrix] = {}
         residual, error = wide, 1.0 if size > 0.0 else 0.0
-        while error > goal + _floor(wide) and sum(block.separation_rank for block in blocks.values()) < most:
+        while (
+            error > goal + _floor(wide)
+            and sum(block.separation_rank for block in blocks.values()) < most
+        ):
             # Greedy 1: the shape whose next term gains most per parameter.
             chosen = self._choose(residual, blocks, candidates)
             if chosen is None:
@@ -207,17 +222,24 @@ class Greedy:
             before = error
 
     def _choose(
-        self, residual: Array, blocks: dict[KroneckerShape, SeparatedMatrix], candidates: Sequence[KroneckerShape]
+        self,
+        residual: Array,
+        blocks: dict[KroneckerShape, SeparatedMatrix],
+        candidates: Sequence[KroneckerShape],
     ) -> KroneckerShape | None:
         """The shape whose next term lowers the square error most per parameter, among those that still fit."""
         used = sum(block.parameters for block in blocks.values())
         best: tuple[float, KroneckerShape] | None = None
         for shape in candidates:
             full = shape in blocks and blocks[shape].separation_rank >= shape.max_separation_rank
-            if full or (self.parameters is not None and used + shape.parameters(1) > self.parameters):
+            if full or (
+                self.parameters is not None and used + shape.parameters(1) > self.parameters
+            ):
                 continue
             leading = self.solver.solve(Dense(residual), shape, rank=1).approximation
-            gain = (float(leading.weights[0]) if leading.separation_rank else 0.0) / math.sqrt(shape.parameters(1))
+            gain = (float(leading.weights[0]) if leading.separation_rank else 0.0) / math.sqrt(
+                shape.parameters(1)
+            )
             if gain > 0.0 and (best is None or gain > best[0]):
                 best = gain, shape
         return None if best is None else best[1]

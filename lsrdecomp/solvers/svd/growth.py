@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from lsrdecomp.arrays import Array, adjoint
-from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.base import ErrorKind, Solution, Status
 from lsrdecomp.solvers.progress import Step
-from lsrdecomp.solvers.svd.bidiagonal import Bidiagonal
 from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.solvers.svd.dense import as_separated
-from lsrdecomp.targets.base import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+
+    from lsrdecomp.kronecker.separated import SeparatedMatrix
+    from lsrdecomp.kronecker.shape import KroneckerShape
+    from lsrdecomp.solvers.svd.bidiagonal import Bidiagonal
+    from lsrdecomp.targets.base import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +110,20 @@ class Growth:
     @property
     def objective(self) -> float:
         """The squared error for the most terms, at the last look."""
-        return float(self.last.squared_errors[min(self.most, self.space.size)]) if self.last else 1.0
+        return (
+            float(self.last.squared_errors[min(self.most, self.space.size)]) if self.last else 1.0
+        )
 
     def _settled(self, certificate: Certificate, rank: int) -> bool:
         """Whether more steps would change neither the number of terms nor, beyond the tolerance, the error."""
         goal, tolerance = self.goal, self.tolerance
         if goal is not None and certificate.error(rank) <= goal:
             excess, _ = certificate.excess(max(rank - 1, 0), tolerance)
-            return rank == 0 or excess <= tolerance or certificate.error(rank - 1) > goal * (1.0 + excess)
+            return (
+                rank == 0
+                or excess <= tolerance
+                or certificate.error(rank - 1) > goal * (1.0 + excess)
+            )
         excess, _ = certificate.excess(rank, tolerance)
         exhausted = rank < certificate.size and certificate.exact(certificate.error(rank))
         return (goal is None or rank == self.most) and (excess <= tolerance or exhausted)
@@ -136,4 +146,6 @@ class Growth:
             return True
         if self.goal is not None and (projection.error <= self.goal or rank < self.most):
             return projection.error <= self.goal
-        return projection.excess <= self.tolerance or certificate.within_rounding(rank, projection.error)
+        return projection.excess <= self.tolerance or certificate.within_rounding(
+            rank, projection.error
+        )
