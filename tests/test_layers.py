@@ -14,7 +14,7 @@ import lsrdecomp
 PACKAGE = Path(lsrdecomp.__file__).parent
 
 LAYERS = (
-    ("errors", "markup"),
+    ("errors", "markup", "_renamed"),
     ("arrays", "fields"),
     ("precision",),
     ("kronecker",),

@@ -6,6 +6,6 @@ rank. Its algebra is in its methods, a file a chapter: `terms`, `action`, `algeb
 `files`. `to_cp` and `from_cp` exchange terms with TensorLy.
 """
 
-import lazy_loader
+from lsrdecomp._renamed import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

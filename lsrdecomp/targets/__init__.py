@@ -6,6 +6,6 @@ into memory. `NormWeights` holds the two weights of a norm ‖G^½ X C^½‖_F, 
 `LowRankPlusIdentity`.
 """
 
-import lazy_loader
+from lsrdecomp._renamed import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

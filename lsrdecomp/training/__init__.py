@@ -1,5 +1,5 @@
 """Fine-tuning of adapters on a task: `finetune` with `FinetuneSettings` gives a `Record`; needs torch."""
 
-import lazy_loader
+from lsrdecomp._renamed import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -1,0 +1,69 @@
+"""Public names that changed: the old ones go on working until version 0.5, and warn.
+
+`NAMES` holds functions and classes, `ATTRIBUTES` what instances carry. A room's `__init__.py` calls `attach`, a class
+whose attributes changed is decorated by `keep_old_attributes`; nothing else knows of old names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import lazy_loader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NAMES: dict[str, str] = {}
+"""Old to new, both with their room: ``"lsrdecomp.room.Old": "lsrdecomp.room.New"``."""
+
+ATTRIBUTES: dict[str, dict[str, str]] = {}
+"""By the name of a class: old attribute, or method, to the new one."""
+
+C = TypeVar("C", bound=type)
+
+
+def attach(
+    package: str, file: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a room, which load a name when it is first used.
+
+    Parameters
+    ----------
+    package : str
+        ``__name__`` of the room.
+    file : str
+        ``__file__`` of the room; the stub beside it lists the names.
+    """
+    load, list_names, names = lazy_loader.attach_stub(package, file)
+
+    def getattr_of_room(name: str) -> Any:
+        new = NAMES.get(f"{package}.{name}")
+        if new is None:
+            return load(name)
+        warn_of_old_name(f"{package}.{name}", new)
+        room, _, current = new.rpartition(".")
+        return getattr(importlib.import_module(room), current)
+
+    return getattr_of_room, list_names, names
+
+
+def keep_old_attributes(cls: C) -> C:
+    """Class decorator: attributes that `ATTRIBUTES` lists for this class are read under their old names too."""
+    for old, new in ATTRIBUTES.get(cls.__name__, {}).items():
+        setattr(cls, old, _old_attribute(cls.__name__, old, new))
+    return cls
+
+
+def _old_attribute(owner: str, old: str, new: str) -> property:
+    def read(self: Any) -> Any:
+        warn_of_old_name(f"{owner}.{old}", f"{owner}.{new}")
+        return getattr(self, new)
+
+    return property(read, doc=f"Old name of `{new}`, until version 0.5.")
+
+
+def warn_of_old_name(old: str, new: str) -> None:
+    """Warn that a name changed; the line shown is that of the caller's caller."""
+    warnings.warn(f"{old} is now {new}; the old name goes in 0.5", DeprecationWarning, stacklevel=3)
