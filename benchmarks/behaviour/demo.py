@@ -29,8 +29,8 @@ from benchmarks.lab.fit import make_layers
 from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.compression.candidates import Layer, drop, low_rank_candidates, materialize
-from lsrdecomp.compression.layers import SpillCache, layer_pair
+from lsrdecomp.compression.candidates import drop, low_rank_candidates, materialize
+from lsrdecomp.compression.layers import Layer, SpillCache, layer_pair
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.formats.allocation import Options, within_cost
 from lsrdecomp.training.tasks import TASKS

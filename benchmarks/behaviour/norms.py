@@ -41,14 +41,8 @@ from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.checkpoints.statistics import DAMPING, read_statistics
-from lsrdecomp.compression.candidates import (
-    Candidate,
-    Layer,
-    drop,
-    low_rank_candidates,
-    materialize,
-)
-from lsrdecomp.compression.layers import SpillCache
+from lsrdecomp.compression.candidates import Candidate, drop, low_rank_candidates, materialize
+from lsrdecomp.compression.layers import Layer, SpillCache
 from lsrdecomp.compression.shapes import shape_grid
 from lsrdecomp.formats.allocation import Options, within_cost
 from lsrdecomp.solvers.pair.joint_als import JointALS

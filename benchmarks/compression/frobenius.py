@@ -28,14 +28,13 @@ from benchmarks.lab.fit import lsr_candidates, solve_together
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.compression.candidates import (
     Candidate,
-    Layer,
     as_read,
     low_rank_candidates,
     lsr_candidate,
     stored_product,
 )
 from lsrdecomp.compression.compress import SOLVER
-from lsrdecomp.compression.layers import SpillCache, layer_pair
+from lsrdecomp.compression.layers import Layer, SpillCache, layer_pair
 from lsrdecomp.compression.shapes import shape_grid
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split

@@ -93,9 +93,10 @@ def open_checkpoint(
 
     >>> import numpy as np
     >>> pair = {"lora_A.weight": np.ones((2, 6)), "lora_B.weight": np.ones((4, 2))}
-    >>> open_checkpoint({f"base_model.model.q_proj.{half}": array for half, array in pair.items()}, alpha=4).layers
-    (LoraLayer(name='q_proj', kind='linear', out_features=4, in_features=6, rank=2, scale=2.0,
-    dtype='float64', ...),)
+    >>> arrays = {f"base_model.model.q_proj.{half}": array for half, array in pair.items()}
+    >>> layer, = open_checkpoint(arrays, alpha=4).layers
+    >>> layer.name, layer.out_features, layer.in_features, layer.rank, layer.scale
+    ('q_proj', 4, 6, 2, 2.0)
     """
     if isinstance(path, str | PathLike):
         bundle = open_bundle(path, name, max_memory)

@@ -55,6 +55,7 @@ class StoredTensor:
 
     Examples
     --------
+    >>> from pathlib import Path
     >>> tensor = StoredTensor("norm", (2, 3), "float16", Path("model"), lambda: np.ones((2, 3), np.float16))
     >>> tensor.nbytes, tensor.load().dtype                                   # read when asked for, in float32
     (12, dtype('float32'))

@@ -69,8 +69,7 @@ def check_place(out: Path, inputs: Iterable[Path] = ()) -> None:
     >>> with tempfile.TemporaryDirectory() as lora:
     ...     check_place(Path(lora) / "small", inputs=[Path(lora)])
     Traceback (most recent call last):
-    lsrdecomp.errors.CheckpointError: ...: the output is, holds or lies inside the input ...; choose
-    another
+    lsrdecomp.errors.CheckpointError: ...: the output is, holds or lies inside the input ...; ...
     """
     if out.is_symlink():
         raise CheckpointError("the output is a symbolic link; name what it leads to", path=out)
@@ -122,8 +121,7 @@ def check_file(out: Path, inputs: Iterable[Path] = (), *, force: bool = False) -
     >>> with tempfile.NamedTemporaryFile() as there:
     ...     check_file(Path(there.name))
     Traceback (most recent call last):
-    lsrdecomp.errors.CheckpointError: ...: already exists; choose another output, or replace the
-    file by force=True
+    lsrdecomp.errors.CheckpointError: ...: already exists; choose another output, or replace the ...
     """
     check_place(out, inputs)
     if out.exists() and not out.is_file():
@@ -158,8 +156,7 @@ def check_output(out: Path, inputs: Iterable[Path] = (), force: bool = False) ->
     >>> with tempfile.TemporaryDirectory() as there:
     ...     check_output(Path(there))
     Traceback (most recent call last):
-    lsrdecomp.errors.CheckpointError: ...: already exists; choose another output, or replace it as a
-    whole by force=True
+    lsrdecomp.errors.CheckpointError: ...: already exists; choose another output, or replace it ...
     """
     check_place(out, inputs)
     if not out.exists():

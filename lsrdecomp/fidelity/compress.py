@@ -156,9 +156,9 @@ def compress(
     >>> from importlib.resources import files
     >>> lsr.compress(files("lsrdecomp.cli") / "demo_adapter", ratio=10)
     Compression of demo_adapter, ratio = 10
-       12 layers, ... of them left out: 7,3... of 73,728 parameters (10 times fewer), 29,... bytes
-       as float32 relative error 0.51... in the Frobenius norm; best truncated SVD of that size
-       0.52... not on disk before save(directory)
+       12 layers, ... of them left out: 7,3... of 73,728 parameters (10 times fewer), 29,...
+       relative error 0.51... in the Frobenius norm; best truncated SVD of that size 0.52...
+       not on disk before save(directory)
 
     With a base: ``lsr.compress("my-lora/", base="smollm2", data="prompts.jsonl",
     keep=0.95).save("small/")``.

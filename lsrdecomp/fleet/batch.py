@@ -309,9 +309,9 @@ def summary(outcomes: Iterable[Outcome]) -> dict[str, Any]:
     Examples
     --------
     >>> done = Outcome("a", "done", parameters_before=73728, parameters=1536)
-    >>> summary([done, Outcome("b", "failed", "truncated")])
-    {'adapters': 2, 'done': 1, 'missed': 0, 'failed': 1, 'parameters_before': 73728, 'parameters':
-    1536}
+    >>> total = summary([done, Outcome("b", "failed", "truncated")])
+    >>> total["done"], total["failed"], total["parameters"]
+    (1, 1, 1536)
     """
     listed = list(outcomes)
     done = [outcome for outcome in listed if outcome.state == "done"]

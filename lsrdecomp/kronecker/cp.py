@@ -63,6 +63,7 @@ def from_cp(cp: Any, shape: KroneckerShape) -> SeparatedMatrix:
 
     Examples
     --------
+    >>> from lsrdecomp.kronecker.shape import KroneckerShape
     >>> import numpy as np
     >>> A, B = np.array([[1.0, 2.0]]), np.array([[3.0], [4.0]])
     >>> matrix = from_cp((None, [A.reshape(-1, 1), B.reshape(-1, 1)]), KroneckerShape(((1, 2), (2, 1))))

@@ -53,6 +53,7 @@ class ServingCheck:
 
     Examples
     --------
+    >>> from pathlib import Path
     >>> fates = [ModuleFate("q_proj", rank=8), ModuleFate("lm_head", rank=8, fault="the server adapts no heads")]
     >>> check = ServingCheck("vllm", "its loader", Path("small"), Path("base"), fates)
     >>> [each.name for each in check.applied], [each.name for each in check.ignored]

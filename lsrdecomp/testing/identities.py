@@ -49,8 +49,7 @@ def check_kron(kron: Kron, **options: Unpack[Options]) -> None:
     >>> check_kron(np.kron)
     >>> check_kron(lambda a, b: np.kron(b, a))                                  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    lsrdecomp.testing.agreement.IdentityError: definition, (A ⊗ B)[i·p + k, j·q + l] = A[i, j]·B[k,
-    l]: ...
+    lsrdecomp.testing.agreement.IdentityError: definition, (A ⊗ B)[i·p + k, j·q + l] = A[i, ...
     """
     __tracebackhide__ = True
     corners = {

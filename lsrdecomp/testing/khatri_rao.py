@@ -51,8 +51,7 @@ def check_khatri_rao(khatri_rao: KhatriRao, **options: Unpack[Options]) -> None:
     >>> check_khatri_rao(khatri_rao)
     >>> check_khatri_rao(lambda a, b: khatri_rao(b, a))                         # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    lsrdecomp.testing.agreement.IdentityError: definition, (A ⊙ B)[i·p + k, j] = A[i, j]·B[k, j]:
-    ...
+    lsrdecomp.testing.agreement.IdentityError: definition, (A ⊙ B)[i·p + k, j] = A[i, j]·B[k, ...
     """
     __tracebackhide__ = True
     corners = {

@@ -54,8 +54,7 @@ def check_partial_trace(partial_trace: PartialTrace, **options: Unpack[Options])
     >>> check_partial_trace(mine)
     >>> check_partial_trace(lambda X, dims, axis: mine(X, dims, 1 - axis))    # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    lsrdecomp.testing.agreement.IdentityError: definition, tr₂(A)[i, j] = Σ_k A[i·q + k, j·q + k],
-    ...
+    lsrdecomp.testing.agreement.IdentityError: definition, tr₂(A)[i, j] = Σ_k A[i·q + k, j·q + ...
     """
     __tracebackhide__ = True
 

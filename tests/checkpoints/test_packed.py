@@ -26,7 +26,7 @@ from lsrdecomp.checkpoints.packed import (
 )
 from lsrdecomp.checkpoints.packed_index import Index, index_text, read_index, read_packed
 from lsrdecomp.checkpoints.writing import provenance
-from lsrdecomp.compression.candidates import Layer
+from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.quantize import quantized_product, spectral_code, water_fill
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD

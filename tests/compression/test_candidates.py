@@ -7,15 +7,8 @@ import pytest
 from oracles import weight_of, weighted_truncation
 
 from benchmarks.lab.fit import Fit, fit_layers, lsr_candidates
-from lsrdecomp.compression.candidates import (
-    Layer,
-    drop,
-    keep,
-    low_rank_candidates,
-    materialize,
-    priced_as,
-)
-from lsrdecomp.compression.layers import SpillCache
+from lsrdecomp.compression.candidates import drop, keep, low_rank_candidates, materialize, priced_as
+from lsrdecomp.compression.layers import Layer, SpillCache
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Search
 from lsrdecomp.compression.shapes import shape_grid
 from lsrdecomp.errors import BudgetError

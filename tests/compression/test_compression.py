@@ -19,11 +19,10 @@ from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.compression.candidates import Layer
 from lsrdecomp.compression.compress import at_given_terms, search_adapter
 from lsrdecomp.compression.curves import adapter_curves
 from lsrdecomp.compression.export import export_lora
-from lsrdecomp.compression.layers import layer_pair, layer_product
+from lsrdecomp.compression.layers import Layer, layer_pair, layer_product
 from lsrdecomp.compression.result import stored_factors
 from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.compression.verify import verify

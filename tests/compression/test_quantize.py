@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from oracles import weight_of, weighted_svd
 
 from lsrdecomp.compression.candidates import (
-    Layer,
     as_read,
     materialize,
     stored_product,
     unrotated_candidates,
     water_filled_candidates,
 )
-from lsrdecomp.compression.layers import SpillCache
+from lsrdecomp.compression.layers import Layer, SpillCache
 from lsrdecomp.compression.quantize import GAUSSIAN, quantize, spectral_code, svd_code, water_fill
 from lsrdecomp.compression.search import fit_budget, search_layers
 from lsrdecomp.compression.settings import CompressionPlan

@@ -35,6 +35,7 @@ class PairWriter(TensorWriter):
     ranks : dict of str to int
         Of the layers that came.
 
+    >>> from pathlib import Path
     >>> with PairWriter(Path("."), None) as writer:
     ...     writer.add_pair("q", np.ones((4, 1)), np.ones((1, 9)), ("q.down", "q.up"), "float16")
     ...     print(writer.ranks, "rounding" in writer.record(None)["lsrdecomp"])

@@ -88,6 +88,7 @@ class ALS(MatrixSolver):
 
     Examples
     --------
+    >>> from lsrdecomp.kronecker.shape import KroneckerShape
     >>> import numpy as np
     >>> from lsrdecomp.targets.base import Dense
     >>> i = np.arange(64.0)
