@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.checkpoints.records import natural
+from lsrdecomp._ordering import natural_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -82,7 +82,7 @@ def layer_grid(values: Mapping[str, float], quantity: str = "relative error") ->
         number = _NUMBER.search(name)
         block, module = (name[: number.end()], name[number.end() + 1 :]) if number else ("", name)
         cells[block, module] = value
-    blocks = sorted({block for block, _ in cells}, key=natural)
+    blocks = sorted({block for block, _ in cells}, key=natural_key)
     modules = dict.fromkeys(module for _, module in sorted(cells, key=lambda cell: cell[0] != ""))
     rows = tuple(
         tuple(cells.get((block, module), math.nan) for module in modules) for block in blocks

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lsrdecomp._ordering import natural_key
 from lsrdecomp.checkpoints.files import read_json, regular_file_size
 from lsrdecomp.checkpoints.pickles import read_pickle
-from lsrdecomp.checkpoints.records import Checkpoint, Layer, natural, rank_notes
+from lsrdecomp.checkpoints.records import Checkpoint, Layer, rank_notes
 from lsrdecomp.checkpoints.tensors import StoredTensor, read_header
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 
@@ -317,7 +318,7 @@ def finish(
         raise CheckpointError(
             f"holds no {parts} among {len(bundle.tensors)} tensors", path=bundle.weights
         )
-    ordered = tuple(sorted(layers, key=lambda layer: natural(layer.name)))
+    ordered = tuple(sorted(layers, key=lambda layer: natural_key(layer.name)))
     raw = dict(config if config is not None else bundle.config or {})
     notes = (*notes, *rank_notes(ordered))
     return Checkpoint(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -243,13 +242,6 @@ class Checkpoint:
             if layer.name == name:
                 return layer
         raise CheckpointError(f"no layer {name!r} among {len(self.layers)}", path=self.path)
-
-
-def natural(name: str) -> tuple[tuple[int, str], ...]:
-    """Sort key that puts layer.2 before layer.10 and unet:2 before unet:10, with numbers of any length."""
-    parts = re.split("([0-9]+)", name)  # every second one is a number
-    parts[1::2] = [part.lstrip("0") for part in parts[1::2]]
-    return (*((len(part) if i % 2 else 0, part) for i, part in enumerate(parts)), (0, name))
 
 
 def low_rank_layer(

@@ -17,6 +17,7 @@ import pytest
 from checkpoint_files import PREFIX, directory, pair, raw_safetensors, scaled_factors
 from safetensors.numpy import load_file, save_file
 
+from lsrdecomp._ordering import natural_key
 from lsrdecomp.checkpoints import (
     FORMATS,
     Checkpoint,
@@ -29,7 +30,6 @@ from lsrdecomp.checkpoints import (
     write_pairs,
 )
 from lsrdecomp.checkpoints.format import open_bundle
-from lsrdecomp.checkpoints.records import natural
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape
 
@@ -934,8 +934,8 @@ def test_names_are_sorted_by_the_numbers_in_them():
         f"y.{9}",
         f"y.{'9' * 5000}",
     ]
-    assert sorted({*names}, key=natural) == names
-    assert natural("a.1") != natural("a.01")  # names that differ have keys that do
+    assert sorted({*names}, key=natural_key) == names
+    assert natural_key("a.1") != natural_key("a.01")  # names that differ have keys that do
 
 
 def test_torchtunes_own_keys_beside_a_config_of_peft_are_called_so(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lsrdecomp._ordering import natural_key
 from lsrdecomp.checkpoints.config import Config, Patterns, Scales, check_carried, missing_modules
 from lsrdecomp.checkpoints.format import (
     NOT_READ,
@@ -22,7 +23,7 @@ from lsrdecomp.checkpoints.format import (
 )
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, PackedLayer
 from lsrdecomp.checkpoints.packed_index import FIELD, Index, read_index, read_kinds, read_packed
-from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer, natural
+from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer
 from lsrdecomp.checkpoints.tensors import FLOATS, Array, StoredTensor
 from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
@@ -65,7 +66,7 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     sides, extras = _split(tensors)
     layers = []
     for module in sorted(
-        sides, key=natural
+        sides, key=natural_key
     ):  # the first fault in this order is the one that is told
         kind, kernel = kinds.get(module, (linear, ()))
         layer = expected.layer(module, sides[module]["B"], sides[module]["A"], kind, kernel)
