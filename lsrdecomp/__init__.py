@@ -33,66 +33,37 @@ To be imported by name, since each needs more packages: `lsrdecomp.adapters` (LS
 files).
 """
 
-import sys
-from opcode import opmap
+from lsrdecomp._renamed import NAMES, attach
 
-import lazy_loader
-
-_lazy, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-
-_MOVED = {
-    **dict.fromkeys(("BlockGolubKahan", "Decomposition", "Gram", "JointALS", "Status"), "solvers"),
-    **dict.fromkeys(
-        ("BudgetError", "CheckpointError", "ConvergenceError", "MatrixError"), "errors"
-    ),
-    **dict.fromkeys(("PrecisionError", "ShapeError"), "errors"),
-    "ErrorCurve": "analysis",
-    "SeparatedProduct": "kronecker",
-}
-"""Names of 0.2 and their rooms; they go on working here until 0.4."""
+_load, __dir__, __all__ = attach(__name__, __file__)
 
 
 def __getattr__(name: str) -> object:
-    """A public name when it is first used; of one that is not here, where it is or what it is like."""
-    from importlib import import_module
+    """Load a public name when it is first used; tell of any other where it is or what it is like."""
+    if name == "__version__":
+        from importlib.metadata import version
 
-    if name in __all__ or name.startswith("__"):
-        return (
-            _lazy(name)
-            if name != "__version__"
-            else import_module("importlib.metadata").version("lsrdecomp")
-        )
-    if name in _MOVED:
-        from warnings import warn
-
-        room = _MOVED[name]
-        warn(
-            f"lsrdecomp.{name} is lsrdecomp.{room}.{name} from version 0.4 on",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return getattr(import_module(f"lsrdecomp.{room}"), name)
-    text = f"lsrdecomp has no {name!r}{_hint(name)}"
-    caller = sys._getframe(
-        1
-    )  # of `from lsrdecomp import name` Python would raise an error of its own words
-    if caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]:
-        raise ImportError(text, name=name)
-    raise AttributeError(text, name=name)
+        return version("lsrdecomp")
+    if name in __all__ or f"lsrdecomp.{name}" in NAMES:
+        return _load(name)
+    hint = "" if name.startswith("__") else _hint(name)
+    raise AttributeError(f"lsrdecomp has no {name!r}{hint}", name=name)
 
 
 def _hint(name: str) -> str:
-    """Which room has a name, or which name is like it; nothing where neither is."""
+    """Return which room has a name, or which name is like it; an empty text where neither is."""
     from difflib import get_close_matches
     from pkgutil import iter_modules
 
     modules = {module.name for module in iter_modules(__path__)}
     if name in modules:  # asked by the import system too, before it looks for the module
         return f" yet: import lsrdecomp.{name}"
-    homes = {each: f"lsrdecomp.{each}" for each in __all__}
+
+    homes = {public: f"lsrdecomp.{public}" for public in __all__}
     for room in modules.intersection(__all__):
-        homes |= {each: f"lsrdecomp.{room}.{each}" for each in getattr(_lazy(room), "__all__", ())}
+        for public in getattr(_load(room), "__all__", ()):
+            homes[public] = f"lsrdecomp.{room}.{public}"
     if name in homes:
         return f": it is {homes[name]}"
-    close = get_close_matches(name, homes, 1)
-    return f"; did you mean {homes[close[0]]}?" if close else ""
+    similar = get_close_matches(name, homes, n=1)
+    return f"; did you mean {homes[similar[0]]}?" if similar else ""

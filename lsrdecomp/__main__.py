@@ -1,6 +1,18 @@
-"""``python -m lsrdecomp`` is the command `lsrdecomp`."""
+"""Where the command `lsrdecomp` and ``python -m lsrdecomp`` start; imports nothing before it can be stopped."""
 
-from lsrdecomp.cli.main import run
+import sys
+
+
+def run() -> None:
+    """Run the command line; Ctrl-C while its modules are imported is one line, not a traceback."""
+    try:
+        from lsrdecomp.cli.main import run as run_command
+
+        run_command()
+    except KeyboardInterrupt:
+        print("lsrdecomp: stopped", file=sys.stderr)
+        sys.exit(130)  # as shells give it: 128 and the number of the signal
+
 
 if __name__ == "__main__":
     run()
