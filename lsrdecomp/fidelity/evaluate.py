@@ -23,7 +23,13 @@ from lsrdecomp.calibration.base_model import (
     task_texts,
 )
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.dataset import PromptExample, prompt_text, read_examples, tokenize
+from lsrdecomp.calibration.dataset import (
+    DataError,
+    PromptExample,
+    prompt_text,
+    read_examples,
+    tokenize,
+)
 from lsrdecomp.calibration.distil import Lessons
 from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, Head
@@ -41,7 +47,7 @@ if TYPE_CHECKING:
     from lsrdecomp.calibration.behaviour import Behaviour
 
 Item = Text | PromptExample
-Texts = Sequence[Item]
+Texts = Sequence[str | Item]
 
 NO_EFFECT = 1e-9
 """Nats: a divergence below this is rounding."""
@@ -105,7 +111,7 @@ class Evaluator:
         self,
         base: str | Path,
         lora: str | Path,
-        texts: Texts,
+        texts: Sequence[Item],
         settings: EvaluatorSettings | None = None,
         *,
         chooses: bool = False,
@@ -160,7 +166,7 @@ class Evaluator:
         if self.on_step is not None:
             self.on_step(Step(stage, done, total, unit))
 
-    def batches(self, texts: Texts, size: int | None = None) -> Iterator[Batch]:
+    def batches(self, texts: Sequence[Item], size: int | None = None) -> Iterator[Batch]:
         """Texts of like length together, as the model reads them; the same texts give the same batches."""
         size = size or self.size
         order = sorted(texts, key=_letters)
@@ -310,18 +316,47 @@ def share_kept(behaviour: Behaviour) -> float:
 
 
 def read_data(data: str | Path | Texts) -> list[Item]:
-    """The texts of a file, of a GLUE directory (its train split), or as given.
+    """Read the texts of a file or of a GLUE directory (its train split), or take them as given.
 
     A file whose name ends in .jsonl, .json or .csv holds prompts and completions, conversations or
     texts, see `lsrdecomp.calibration.dataset`: only completions are answers. Any other has a text a
-    line, a tab between pairs. Raises `CheckpointError` or `DataError` for what cannot be read.
+    line, a tab between pairs.
+
+    Parameters
+    ----------
+    data : str, path or sequence
+        A file, a directory, or texts: strings, pairs ``(first, second or None)`` or `PromptExample`.
+
+    Raises
+    ------
+    CheckpointError, DataError
+        If a file cannot be read.
+    DataError
+        If an element of a sequence is none of these; names its index.
     """
     if not isinstance(data, str | Path):
-        return list(data)
+        return [_as_item(text, index) for index, text in enumerate(data)]
     path = Path(data)
     if path.is_dir():
         return list(task_texts(find_task(path).read(path, "train")))
-    return list(read_examples(path) if path.suffix in EXAMPLES else read_lines(path))
+    if path.suffix in EXAMPLES:
+        return list(read_examples(path))
+    return list(read_lines(path))
+
+
+def _as_item(text: object, index: int) -> Item:
+    """Return one element of a sequence of texts as an item; a plain string is a text of its own."""
+    if isinstance(text, str):
+        return text, None
+    if isinstance(text, PromptExample):
+        return text
+    if isinstance(text, tuple | list) and len(text) == 2:
+        first, second = text
+        if isinstance(first, str) and isinstance(second, str | None):
+            return first, second
+    raise DataError(
+        f"data[{index}] is {text!r:.60}; give strings, pairs (first, second) or PromptExample values"
+    )
 
 
 def data_name(data: str | Path | Texts) -> str:
@@ -329,7 +364,7 @@ def data_name(data: str | Path | Texts) -> str:
     return Path(data).name if isinstance(data, str | Path) else f"{len(data):,} texts"
 
 
-def split(texts: Texts, held_out: int, seed: int) -> tuple[list[Item], list[Item]]:
+def split(texts: Sequence[Item], held_out: int, seed: int) -> tuple[list[Item], list[Item]]:
     """Held-out texts, at most ``held_out`` and a quarter of all, and the others, both in an order drawn from ``seed``.
 
     Texts that begin alike (the references of one prompt) stay on one side.

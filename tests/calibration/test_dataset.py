@@ -14,6 +14,7 @@ from tiny_tokenizer import word_tokenizer  # noqa: E402
 
 from lsrdecomp.calibration.dataset import (  # noqa: E402
     DataError,
+    PromptExample,
     completion_text,
     hold_out,
     model_inputs,
@@ -258,3 +259,15 @@ def test_what_is_held_out_depends_on_the_seed_alone():
     assert held != hold_out(range(10), 3, seed=6)[1]
     with pytest.raises(DataError, match="10 of 10 examples cannot be held out"):
         hold_out(range(10), 10, seed=0)
+
+
+def test_a_sequence_of_texts_may_hold_strings_pairs_and_examples():
+    example = PromptExample("one, two", "three", "line 1")
+    items = read_data(["a text", ("first", "second"), ["alone", None], example])
+    assert items == [("a text", None), ("first", "second"), ("alone", None), example]
+
+
+@pytest.mark.parametrize("element", [3, ("one", 2), ("a", "b", "c"), b"bytes", None])
+def test_an_element_that_is_no_text_is_named_by_its_index(element):
+    with pytest.raises(DataError, match=r"data\[1\] is .*; give strings, pairs"):
+        read_data(["a text", element])
