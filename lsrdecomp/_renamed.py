@@ -15,10 +15,22 @@ import lazy_loader
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NAMES: dict[str, str] = {}
+NAMES: dict[str, str] = {
+    "lsrdecomp.checkpoints.Format": "lsrdecomp.checkpoints.AdapterFormat",
+    "lsrdecomp.checkpoints.LsrLayer": "lsrdecomp.checkpoints.KroneckerLayer",
+    "lsrdecomp.checkpoints.check_file": "lsrdecomp.checkpoints.check_output_file",
+    "lsrdecomp.checkpoints.check_output": "lsrdecomp.checkpoints.check_output_directory",
+    "lsrdecomp.checkpoints.check_place": "lsrdecomp.checkpoints.check_output_path",
+    "lsrdecomp.checkpoints.same_form": "lsrdecomp.checkpoints.file_or_directory",
+    "lsrdecomp.compression.Step": "lsrdecomp.compression.ProgressUpdate",
+    "lsrdecomp.training.Record": "lsrdecomp.training.FinetuneRecord",
+}
 """Old to new, both with their room: ``"lsrdecomp.room.Old": "lsrdecomp.room.New"``."""
 
-ATTRIBUTES: dict[str, dict[str, str]] = {}
+ATTRIBUTES: dict[str, dict[str, str]] = {
+    "KroneckerLayer": {"kind": "layer_type"},
+    "LoraLayer": {"kind": "layer_type"},
+}
 """By the name of a class: old attribute, or method, to the new one."""
 
 C = TypeVar("C", bound=type)

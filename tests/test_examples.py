@@ -36,7 +36,7 @@ WITHOUT = {
     "lsrdecomp.checkpoints": {
         "GgufBase",
         "read_base",
-        "same_form",
+        "file_or_directory",
         "write_gguf",
         "write_lsr",
     },
@@ -51,7 +51,7 @@ WITHOUT = {
         "Reference",
     },
     "lsrdecomp.training": {
-        "Record",
+        "FinetuneRecord",
         "evaluate",
         "finetune",
         "read_record",

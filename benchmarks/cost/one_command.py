@@ -37,7 +37,7 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks import RESULTS
-from lsrdecomp.checkpoints.progress import Step
+from lsrdecomp.checkpoints.progress import ProgressUpdate
 from lsrdecomp.training.record import commit
 
 PROMPTS, SENTENCES = 400, 600
@@ -218,7 +218,7 @@ class Stages:
         self.seconds: dict[str, float] = {}
         self.stage, self.since, self.begun = "start", 0.0, time.perf_counter()
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: ProgressUpdate) -> None:
         if step.stage != self.stage:
             self._close()
             self.stage = step.stage
@@ -229,7 +229,7 @@ class Stages:
         self.since = now
 
     @contextmanager
-    def follow(self, **_: Any) -> Iterator[Callable[[Step], None]]:
+    def follow(self, **_: Any) -> Iterator[Callable[[ProgressUpdate], None]]:
         yield self
         self._close()
         self.stage = "writing"

@@ -32,7 +32,15 @@ from benchmarks import RESULTS
 from benchmarks.adapters import layers
 from benchmarks.gpu import language
 from lsrdecomp.training.finetune import evaluate, finetune
-from lsrdecomp.training.record import ADAPTER, RECORD, Record, Scores, commit, read_record, versions
+from lsrdecomp.training.record import (
+    ADAPTER,
+    RECORD,
+    FinetuneRecord,
+    Scores,
+    commit,
+    read_record,
+    versions,
+)
 from lsrdecomp.training.settings import FinetuneSettings
 
 LONGEST = 480.0  # seconds of a stage
@@ -315,12 +323,12 @@ class Small:
         return judged
 
 
-def trained(settings: FinetuneSettings, out: Path) -> Record:
+def trained(settings: FinetuneSettings, out: Path) -> FinetuneRecord:
     """A finished run, or a new one."""
     return read_record(out) if (out / RECORD).exists() else finetune(settings, out)
 
 
-def arm(record: Record) -> dict[str, Any]:
+def arm(record: FinetuneRecord) -> dict[str, Any]:
     """The figures of a run."""
     return {
         "parameters": record.adapter_parameters,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.lab.runs import Failure, Outcome, Run, do_runs, outcome
 from benchmarks.lab.suite import MethodSpec, Suite, slug
-from lsrdecomp.training.record import Record
+from lsrdecomp.training.record import FinetuneRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Cell:
     spec: MethodSpec
     task: str
     rate: float | None  # the chosen one; None before there is one
-    records: Mapping[int, Record]  # by seed, at that rate
+    records: Mapping[int, FinetuneRecord]  # by seed, at that rate
     failures: Mapping[tuple[float, int], Failure]  # by rate and seed
     finished: int  # runs, at all rates
     edge: bool  # the chosen rate is the smallest or the largest of several: the grid may be too narrow
@@ -165,7 +165,11 @@ def chosen_rate(suite: Suite, out: Path, spec: MethodSpec, task: str) -> float |
 
 
 def _validation_loss(found: Outcome | None) -> float:
-    if not isinstance(found, Record) or found.validation is None or found.validation.loss is None:
+    if (
+        not isinstance(found, FinetuneRecord)
+        or found.validation is None
+        or found.validation.loss is None
+    ):
         return math.inf
     return found.validation.loss
 
@@ -176,7 +180,7 @@ def _cell(suite: Suite, out: Path, spec: MethodSpec, task: str) -> Cell:
     if rate is not None:
         runs |= {(rate, seed): a_run(suite, out, spec, task, rate, seed) for seed in suite.seeds}
     outcomes = {key: outcome(run) for key, run in runs.items()}
-    finished = {key: found for key, found in outcomes.items() if isinstance(found, Record)}
+    finished = {key: found for key, found in outcomes.items() if isinstance(found, FinetuneRecord)}
     records = {seed: finished[tried, seed] for tried, seed in sorted(finished) if tried == rate}
     failures = {key: found for key, found in outcomes.items() if isinstance(found, Failure)}
     edge = (

@@ -103,7 +103,7 @@ def fit_layers(
     search, storages
         As for `search_layers`.
     on_step : callable, optional
-        Called with a `Step` as the parts of the work are done.
+        Called with a `ProgressUpdate` as the parts of the work are done.
 
     Returns
     -------

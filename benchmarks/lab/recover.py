@@ -35,7 +35,7 @@ from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.fidelity.distil import distil
 from lsrdecomp.training.dataset import read_dataset
 from lsrdecomp.training.finetune import evaluate
-from lsrdecomp.training.record import ADAPTER, Record
+from lsrdecomp.training.record import ADAPTER, FinetuneRecord
 from lsrdecomp.training.settings import FinetuneSettings
 
 COMPRESSED, JUDGED, DISTILLED = "compressed.json", "squeezed.json", "distilled.json"
@@ -64,7 +64,7 @@ def recover(
     on_run : callable, optional
         Called with each run and its outcome.
     on_step : callable, optional
-        Called with a `Step` before each part of the work and after the last.
+        Called with a `ProgressUpdate` before each part of the work and after the last.
 
     Raises
     ------
@@ -117,7 +117,7 @@ def gain(job: Job) -> float | None:
     """Nats that the LoRA gained on dev over its head alone; None before it is trained, or if its loss was lost."""
     found = outcome(job.lora())
     if (
-        not isinstance(found, Record)
+        not isinstance(found, FinetuneRecord)
         or found.start is None
         or None in (found.start.loss, found.dev.loss)
     ):
@@ -142,7 +142,7 @@ def chosen_rate(job: Job, structure: str, kind: str) -> float | None:
         if found is None:
             return None
         known = (
-            isinstance(found, Record)
+            isinstance(found, FinetuneRecord)
             and found.validation is not None
             and found.validation.loss is not None
         )
@@ -261,9 +261,9 @@ def _device(settings: FinetuneSettings) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def read_outcomes(job: Job, structure: str, budget: int) -> Mapping[str, Record]:
+def read_outcomes(job: Job, structure: str, budget: int) -> Mapping[str, FinetuneRecord]:
     """The runs from a compressed form and from scratch at their chosen rates, by "recovery" and "scratch"."""
-    found: dict[str, Record] = {}
+    found: dict[str, FinetuneRecord] = {}
     for kind in ("recovery", "scratch"):
         if kind == "scratch" and structure not in job.plan.scratch:
             continue
@@ -271,6 +271,6 @@ def read_outcomes(job: Job, structure: str, budget: int) -> Mapping[str, Record]
         if rate is None:
             continue
         done = outcome(getattr(job, kind)(structure, budget, rate))
-        if isinstance(done, Record):
+        if isinstance(done, FinetuneRecord):
             found[kind] = done
     return found

@@ -14,7 +14,7 @@ from benchmarks.lab.recover_jobs import WHOLE, Job, jobs
 from benchmarks.lab.recover_plan import STRUCTURES, recover_plan
 from benchmarks.lab.runs import outcome
 from benchmarks.lab.suite import Suite
-from lsrdecomp.training.record import Record, Scores
+from lsrdecomp.training.record import FinetuneRecord, Scores
 
 STAGES = ("compressed", "distilled", "recovered", "scratch")
 KINDS = {"recovery": "recovered", "scratch": "scratch"}
@@ -105,7 +105,9 @@ def read_recovery(suite: Suite, out: str | Path) -> Recovery:
     """What the runs in a directory came to; nothing is run."""
     plan = recover_plan(suite)
     all_jobs = jobs(suite, plan, out)
-    loras = {job: found for job in all_jobs if isinstance(found := outcome(job.lora()), Record)}
+    loras = {
+        job: found for job in all_jobs if isinstance(found := outcome(job.lora()), FinetuneRecord)
+    }
     gains = {job: gain for job, record in loras.items() if (gain := _gain(job, record)) is not None}
     lines = []
     for task in dict.fromkeys(job.task for job in gains):
@@ -284,7 +286,7 @@ def _order(structures: Sequence[str]) -> Any:
     return lambda point: (structures.index(point[0]), point[1])
 
 
-def _gain(job: Job, record: Record) -> Gain | None:
+def _gain(job: Job, record: FinetuneRecord) -> Gain | None:
     if record.start is None or record.start.loss is None or record.dev.loss is None:
         return None
     metric = next(iter(record.dev.metrics))

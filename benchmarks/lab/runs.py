@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lsrdecomp.checkpoints.writing import new_file
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.training.record import RECORD, Record, read_record
+from lsrdecomp.training.record import RECORD, FinetuneRecord, read_record
 from lsrdecomp.training.settings import FinetuneSettings
 
 FAILURE = ".failure.json"
@@ -37,7 +37,7 @@ class Failure:
     message: str
 
 
-Outcome = Record | Failure
+Outcome = FinetuneRecord | Failure
 
 
 def outcome(run: Run) -> Outcome | None:

@@ -25,7 +25,7 @@ from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.layers import layer_product
 from lsrdecomp.compression.quantize import coded_product
 from lsrdecomp.training.finetune import evaluate, finetune
-from lsrdecomp.training.record import ADAPTER, RECORD, Record, commit, read_record, versions
+from lsrdecomp.training.record import ADAPTER, RECORD, FinetuneRecord, commit, read_record, versions
 from lsrdecomp.training.settings import FinetuneSettings
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> None:
             out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def run(settings: FinetuneSettings, out: Path) -> Record:
+def run(settings: FinetuneSettings, out: Path) -> FinetuneRecord:
     """A finished run, or a new one."""
     if (out / RECORD).exists():
         return read_record(out)
@@ -123,7 +123,7 @@ def run(settings: FinetuneSettings, out: Path) -> Record:
     return finetune(settings, out)
 
 
-def rounded(out: Path, record: Record) -> dict[str, Any]:
+def rounded(out: Path, record: FinetuneRecord) -> dict[str, Any]:
     """Bytes and loss of a finished run's adapter in four bits, as ``finetune --storage int4`` would have written it."""
     trained = open_checkpoint(out / ADAPTER)
     codes = {layer.name: coded_product(layer_product(layer), 4) for layer in trained.layers}
@@ -133,7 +133,7 @@ def rounded(out: Path, record: Record) -> dict[str, Any]:
         return {"bytes": (path / WEIGHTS).stat().st_size, "loss": judged.loss}
 
 
-def row(arm: str, seed: int, record: Record) -> dict[str, Any]:
+def row(arm: str, seed: int, record: FinetuneRecord) -> dict[str, Any]:
     """The figures of a run; ``start`` is the loss of the compressed LoRA before it is trained."""
     return {
         "arm": arm,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer
+    from lsrdecomp.checkpoints.records import Checkpoint, KroneckerLayer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -227,18 +227,18 @@ class AdapterBank:
             raise UnsupportedLayerError(
                 f"{folder}: a bank holds Kronecker factors alone, but there is also {first}"
             )
-        layers: tuple[LsrLayer, ...] = checkpoint.layers
+        layers: tuple[KroneckerLayer, ...] = checkpoint.layers
         for layer in layers:
             self._check(layer, folder)
         return pack(bundle), {layer.name for layer in layers}
 
-    def _check(self, layer: LsrLayer, folder: Path) -> None:
+    def _check(self, layer: KroneckerLayer, folder: Path) -> None:
         shape = self.shapes.get(layer.name)
         if shape is None:
             raise CheckpointError(f"the base model has no linear layer {layer.name}", path=folder)
-        if layer.kind not in ("linear", "conv1d"):
+        if layer.layer_type not in ("linear", "conv1d"):
             raise UnsupportedLayerError(
-                f"{folder}: {layer.name} is of kind {layer.kind}; a bank holds linear layers"
+                f"{folder}: {layer.name} is of kind {layer.layer_type}; a bank holds linear layers"
             )
         if shape != layer.shape.matrix_shape:
             ours, theirs = (
@@ -249,7 +249,7 @@ class AdapterBank:
             )
 
     @torch.no_grad()
-    def _fill(self, slots: dict[str, Sequence[LsrLayer]]) -> None:
+    def _fill(self, slots: dict[str, Sequence[KroneckerLayer]]) -> None:
         """Form what goes into these slots and put it there; a layer that is left out gets rank 0."""
         tuner: Any = self.model.base_model.model
         first = next(

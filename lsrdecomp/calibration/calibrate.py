@@ -51,7 +51,7 @@ from lsrdecomp.calibration.fisher import (
 )
 from lsrdecomp.calibration.measured_model import layer_size, measuring, modules_by_name, recomputed
 from lsrdecomp.checkpoints import Journal, content_key
-from lsrdecomp.checkpoints.progress import OnStep, Step
+from lsrdecomp.checkpoints.progress import OnStep, ProgressUpdate
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def calibrate(
         Bytes that the sums of all layers may take. Where they take more the layers are measured in
         groups, and the batches are gone through once for each group.
     on_step : callable, optional
-        Called with a `Step` after every batch: the examples so far, and those there will be at
+        Called with a `ProgressUpdate` after every batch: the examples so far, and those there will be at
         least, over all groups.
 
     Returns
@@ -199,7 +199,7 @@ def calibrate(
                     save_sums(journal, key, sums, counts)
                 if on_step is not None:
                     done = samples * number + counts.examples
-                    on_step(Step("calibrating", done, samples * len(groups), "examples"))
+                    on_step(ProgressUpdate("calibrating", done, samples * len(groups), "examples"))
 
             watching = {name: named[name] for name in names}
             with recomputed(model, list(watching.values())) if checkpointing else nullcontext():

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lsrdecomp.calibration.features import Lesson, ask_with_features, distance_without, lesson
 from lsrdecomp.calibration.fisher import Batch, CalibrationError, Head
-from lsrdecomp.checkpoints.progress import OnStep, Step
+from lsrdecomp.checkpoints.progress import OnStep, ProgressUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,7 +115,7 @@ def distil_factors(
     enough : float
         Share kept on the check texts at which training ends.
     on_step : callable, optional
-        Called with a `Step` after each step of training.
+        Called with a `ProgressUpdate` after each step of training.
 
     Returns
     -------
@@ -303,7 +303,7 @@ class _Work:
         now.optimizer.step()
         now.step, now.passes = now.step + 1, now.passes + 2.0
         if self.on_step is not None:
-            self.on_step(Step("distilling", now.step, self.steps, "steps"))
+            self.on_step(ProgressUpdate("distilling", now.step, self.steps, "steps"))
         return float(loss)
 
     def lost(self, part: Lesson) -> Tensor:

@@ -22,7 +22,7 @@ from lsrdecomp.adapters.kernels import expand
 from lsrdecomp.calibration.fisher import CalibrationError
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.checkpoints.experts import ORDER
-from lsrdecomp.checkpoints.records import LoraLayer, LsrLayer
+from lsrdecomp.checkpoints.records import KroneckerLayer, LoraLayer
 from lsrdecomp.errors import UnsupportedError
 from lsrdecomp.precision import unit_roundoff
 
@@ -162,8 +162,8 @@ def _rename(parent: nn.Module, name: str, new: str) -> None:
     parent.add_module(new, child)
 
 
-def _pair(layer: LoraLayer | LsrLayer) -> tuple[str, Array, Array]:
-    if isinstance(layer, LsrLayer):
+def _pair(layer: LoraLayer | KroneckerLayer) -> tuple[str, Array, Array]:
+    if isinstance(layer, KroneckerLayer):
         left, right = (
             expand([torch.tensor(factor) for factor in side]).numpy() for side in layer.load()
         )

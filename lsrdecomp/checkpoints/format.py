@@ -1,6 +1,6 @@
 """A format of adapters: what lies at a path before anyone says which it is, and what every reader refuses and returns.
 
-Config, weight file and headers are a `Bundle`, which a `Format` reads in the words that all of them
+Config, weight file and headers are a `Bundle`, which an `AdapterFormat` reads in the words that all of them
 share.
 """
 
@@ -171,7 +171,7 @@ OTHER_METHODS = {
 }
 
 
-class Format(Protocol):
+class AdapterFormat(Protocol):
     """A format of adapters: a module of `lsrdecomp.checkpoints.readers` with these three names, or any other value."""
 
     @property
@@ -236,7 +236,7 @@ def without_prefix(tensor: StoredTensor) -> str:
     return tensor.name.removeprefix(PREFIX)
 
 
-def grouped(
+def group_by_module(
     bundle: Bundle, suffixes: Mapping[str, str], prefix: str = ""
 ) -> tuple[dict[str, Roles], dict[str, StoredTensor]]:
     """``{module: {role: tensor}}`` by the suffix of each key, and everything else under the key PEFT would give it.
@@ -267,7 +267,9 @@ def grouped(
     return modules, extras
 
 
-def need(name: str, roles: Roles, wanted: Iterable[str], allowed: Iterable[str] = ()) -> None:
+def require_roles(
+    name: str, roles: Roles, wanted: Iterable[str], allowed: Iterable[str] = ()
+) -> None:
     """Raise `CheckpointError` unless a module has the wanted roles, and no other than those and the allowed."""
     wanted, example = tuple(wanted), next(iter(roles.values()))
     missing = [role for role in wanted if role not in roles]
@@ -291,7 +293,7 @@ def scalar(tensor: StoredTensor) -> float:
     return float(tensor.load().reshape(()))
 
 
-def finish(
+def make_checkpoint(
     bundle: Bundle,
     form: str,
     layers: Sequence[Layer],

@@ -18,7 +18,7 @@ from array_api_compat import is_torch_array
 
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.checkpoints.config import exact_pattern, module_suffixes
-from lsrdecomp.checkpoints.format import CONFIG, PREFIX, Bundle, Format, open_bundle
+from lsrdecomp.checkpoints.format import CONFIG, PREFIX, AdapterFormat, Bundle, open_bundle
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED
 from lsrdecomp.checkpoints.readers import lsr
 from lsrdecomp.checkpoints.readers.layouts import LAYOUTS
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 NAMED = re.compile(r".+\.lora_(?:A|B)\.([^.]+)\.weight")
 WAY_OUT = "raise max_memory (--max-memory)"
 
-FORMATS: tuple[Format, ...] = (*LAYOUTS, lsr)
+FORMATS: tuple[AdapterFormat, ...] = (*LAYOUTS, lsr)
 """What `open_checkpoint` asks, in this order."""
 
 

@@ -25,10 +25,10 @@ CLIP = ("encoder.layers.", "embeddings.", "final_layer_norm.")
 is missing."""
 
 
-def kind_of(name: str) -> str:
+def module_role(name: str) -> str:
     """What a layer is, without where it is: the words after the last number in its name.
 
-    >>> kind_of("model.layers.11.self_attn.q_proj"), kind_of("unet_down_blocks_0_attn_to_q"), kind_of("unet:7")
+    >>> module_role("model.layers.11.self_attn.q_proj"), module_role("unet_down_blocks_0_attn_to_q"), module_role("unet:7")
     ('self_attn.q_proj', 'attn_to_q', 'unet')
     """
     return re.split(r"(?:^|[._:])\d+[._:]", re.sub(r"(?<=.)[._:]\d+$", "", name))[-1]

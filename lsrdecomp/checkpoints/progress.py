@@ -8,12 +8,12 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProgressUpdate:
     """Where a run stands.
 
     Examples
     --------
-    >>> step = Step("measuring", done=3, total=12, unit="layers")
+    >>> step = ProgressUpdate("measuring", done=3, total=12, unit="layers")
     >>> f"{step.stage}: {step.done} of {step.total} {step.unit}"
     'measuring: 3 of 12 layers'
     """
@@ -24,7 +24,7 @@ class Step:
     unit: str = ""  # what is counted
 
 
-OnStep = Callable[[Step], Any]
+OnStep = Callable[[ProgressUpdate], Any]
 
 
 class Counter:
@@ -39,4 +39,4 @@ class Counter:
         """So many more are done."""
         self._done += count
         if self._on_step is not None:
-            self._on_step(Step(self.stage, self._done, self._total, self._unit))
+            self._on_step(ProgressUpdate(self.stage, self._done, self._total, self._unit))

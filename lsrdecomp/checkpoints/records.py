@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.checkpoints.files import sha256
-from lsrdecomp.checkpoints.names import kind_of
+from lsrdecomp.checkpoints.names import module_role
 from lsrdecomp.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ LOKR = (
 )
 
 
+@keep_old_attributes
 @dataclass(frozen=True, slots=True)
 class LoraLayer:
     """A low-rank update of one module: ``ΔW = scale · B @ A``, out × in, whatever the storage.
@@ -33,7 +35,7 @@ class LoraLayer:
     ----------
     name : str
         Module path in the base model, such as ``"encoder.layer.0.attention.self.query"``.
-    kind : str
+    layer_type : str
         ``"linear"``, ``"conv1d"`` (the base stores its weight in × out), ``"embedding"`` (its
         weight is ΔWᵀ) or ``"conv"`` (``in_features`` is channels times kernel).
     scale : float
@@ -53,14 +55,14 @@ class LoraLayer:
     >>> from lsrdecomp import open_checkpoint
     >>> lora = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
     >>> layer = lora.layers[0]
-    >>> layer.name, layer.kind, layer.rank, layer.scale
+    >>> layer.name, layer.layer_type, layer.rank, layer.scale
     ('bert.encoder.layer.3.attention.output.dense', 'linear', 8, 2.0)
     >>> [factor.shape for factor in layer.load()]                  # B and A
     [(384, 8), (8, 384)]
     """
 
     name: str
-    kind: str
+    layer_type: str
     out_features: int
     in_features: int
     rank: int
@@ -85,8 +87,9 @@ class LoraLayer:
         return up, self.down.load().reshape(self.rank, self.in_features)
 
 
+@keep_old_attributes
 @dataclass(frozen=True, slots=True)
-class LsrLayer:
+class KroneckerLayer:
     """A product of two separated matrices: ``ΔW = scale · (Σ_k ⊗_i B_i[k]) (Σ_k ⊗_i A_i[k])``.
 
     Attributes
@@ -109,7 +112,7 @@ class LsrLayer:
     """
 
     name: str
-    kind: str
+    layer_type: str
     shape: ProductShape
     left_rank: int
     right_rank: int
@@ -142,7 +145,7 @@ class LsrLayer:
         )
 
 
-Layer = LoraLayer | LsrLayer
+Layer = LoraLayer | KroneckerLayer
 
 
 SHOWN_KINDS = 12
@@ -161,7 +164,7 @@ class Checkpoint:
         ``"peft-lora"``, ``"lsr"``, …
     config : Mapping
         The raw adapter_config.json, or what stands for it.
-    layers : tuple of LoraLayer or LsrLayer
+    layers : tuple of LoraLayer or KroneckerLayer
         In the order of their names, numbers compared as numbers.
     extras : Mapping of str to StoredTensor
         Everything else in the file (heads, saved modules, biases), by the key PEFT would give it.
@@ -200,7 +203,7 @@ class Checkpoint:
         if self.extras:
             head += f", {self.extra_parameters:,} numbers of {len(self.extras)} other tensors"
         kinds = Counter(
-            (kind_of(x.name), f"{x.out_features}×{x.in_features}", x.rank) for x in self.layers
+            (module_role(x.name), f"{x.out_features}×{x.in_features}", x.rank) for x in self.layers
         )
         lines = [
             f"  {count:3} × {kind}, {size}, rank {rank}"
@@ -245,7 +248,7 @@ class Checkpoint:
 
 
 def low_rank_layer(
-    name: str, up: StoredTensor, down: StoredTensor, scale: float, *, kind: str = "linear"
+    name: str, up: StoredTensor, down: StoredTensor, scale: float, *, layer_type: str = "linear"
 ) -> LoraLayer:
     """A `LoraLayer` from its two stored halves, checked against each other.
 
@@ -261,7 +264,7 @@ def low_rank_layer(
         )
     kernel = down.shape[2:]
     if kernel:
-        kind = "conv"
+        layer_type = "conv"
     if any(side != 1 for side in up.shape[2:]):
         raise up.error(
             f"shape {up.shape}: the out side of a convolution should have a 1 x 1 kernel"
@@ -277,7 +280,7 @@ def low_rank_layer(
             raise half.error(f"dtype {half.dtype}, expected floating-point numbers")
     inputs = math.prod(down.shape[1:])
     return LoraLayer(
-        name, kind, up.shape[0], inputs, up.shape[1], scale, up.dtype, up, down, tuple(kernel)
+        name, layer_type, up.shape[0], inputs, up.shape[1], scale, up.dtype, up, down, tuple(kernel)
     )
 
 

@@ -47,7 +47,7 @@ CARD = "README.md"
 SECTION = re.compile(r"^```json lsrdecomp\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
 
 
-def check_place(out: Path, inputs: Iterable[Path] = ()) -> None:
+def check_output_path(out: Path, inputs: Iterable[Path] = ()) -> None:
     """Refuse an output that is a symbolic link, touches an input, or lies where nothing can be written.
 
     The writers ask the same again.
@@ -67,7 +67,7 @@ def check_place(out: Path, inputs: Iterable[Path] = ()) -> None:
     Examples
     --------
     >>> with tempfile.TemporaryDirectory() as lora:
-    ...     check_place(Path(lora) / "small", inputs=[Path(lora)])
+    ...     check_output_path(Path(lora) / "small", inputs=[Path(lora)])
     Traceback (most recent call last):
     lsrdecomp.errors.CheckpointError: ...: the output is, holds or lies inside the input ...; ...
     """
@@ -100,13 +100,13 @@ def check_place(out: Path, inputs: Iterable[Path] = ()) -> None:
         ) from None
 
 
-def check_file(out: Path, inputs: Iterable[Path] = (), *, force: bool = False) -> None:
-    """Refuse now what `new_file` would later: `check_place`, and what is there already.
+def check_output_file(out: Path, inputs: Iterable[Path] = (), *, force: bool = False) -> None:
+    """Refuse now what `new_file` would later: `check_output_path`, and what is there already.
 
     Parameters
     ----------
     out, inputs
-        As for `check_place`.
+        As for `check_output_path`.
     force : bool
         Whether a regular file may be replaced; nothing else ever is.
 
@@ -119,11 +119,11 @@ def check_file(out: Path, inputs: Iterable[Path] = (), *, force: bool = False) -
     --------
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile() as there:
-    ...     check_file(Path(there.name))
+    ...     check_output_file(Path(there.name))
     Traceback (most recent call last):
     lsrdecomp.errors.CheckpointError: ...: already exists; choose another output, or replace the ...
     """
-    check_place(out, inputs)
+    check_output_path(out, inputs)
     if out.exists() and not out.is_file():
         kind = "a directory" if out.is_dir() else "no regular file"
         raise CheckpointError(
@@ -135,13 +135,13 @@ def check_file(out: Path, inputs: Iterable[Path] = (), *, force: bool = False) -
         )
 
 
-def check_output(out: Path, inputs: Iterable[Path] = (), force: bool = False) -> None:
-    """Refuse now what `new_directory` would later: `check_place`, and what is there already.
+def check_output_directory(out: Path, inputs: Iterable[Path] = (), force: bool = False) -> None:
+    """Refuse now what `new_directory` would later: `check_output_path`, and what is there already.
 
     Parameters
     ----------
     out, inputs
-        As for `check_place`.
+        As for `check_output_path`.
     force : bool
         Whether a directory that holds an adapter may be replaced; no other ever is.
 
@@ -154,11 +154,11 @@ def check_output(out: Path, inputs: Iterable[Path] = (), force: bool = False) ->
     --------
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as there:
-    ...     check_output(Path(there))
+    ...     check_output_directory(Path(there))
     Traceback (most recent call last):
     lsrdecomp.errors.CheckpointError: ...: already exists; choose another output, or replace it ...
     """
-    check_place(out, inputs)
+    check_output_path(out, inputs)
     if not out.exists():
         return
     if not force:
@@ -192,7 +192,7 @@ def new_directory(
         adapter directory, if it equals, holds or lies inside an input, or if the disk is full.
     """
     out = Path(out)
-    check_output(out, inputs, force)
+    check_output_directory(out, inputs, force)
     with (
         ExitStack() as locks,
         _beside(out) as part,
@@ -246,7 +246,7 @@ def new_file(
     'whole or not at all'
     """
     out = Path(out)
-    check_file(out, inputs, force=force)
+    check_output_file(out, inputs, force=force)
     with _beside(out) as part:
         part.touch(exist_ok=False)
         yield part

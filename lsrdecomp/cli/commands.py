@@ -296,7 +296,7 @@ def _inspection(checkpoint: Checkpoint, ranks: list[tuple[float, int]]) -> dict[
         "layers": [
             {
                 "name": layer.name,
-                "kind": layer.kind,
+                "kind": layer.layer_type,
                 "rows": layer.out_features,
                 "columns": layer.in_features,
                 "rank": layer.rank,

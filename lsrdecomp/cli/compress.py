@@ -182,7 +182,7 @@ def compress(
     outputs = _outputs(None if dry_run else out, plans)
     inputs = [adapter] if calibrated is None else [adapter, calibrated]
     for path in filter(None, outputs):
-        checkpoints.check_output(path, inputs, force)
+        checkpoints.check_output_directory(path, inputs, force)
     statistics = None if calibrated is None else checkpoints.read_statistics(calibrated)
     # 4. The results: one that is measured on a base, or one for each plan, drawn from a common
     # search.

@@ -20,7 +20,7 @@ from lsrdecomp.errors import CheckpointError, needs
 from lsrdecomp.training.settings import FinetuneSettings
 
 if TYPE_CHECKING:
-    from lsrdecomp.training.record import Record, Scores
+    from lsrdecomp.training.record import FinetuneRecord, Scores
 
 
 @options_of(FinetuneSettings)
@@ -81,7 +81,7 @@ def finetune(
         raise typer.Exit(1)
 
 
-def _parts(record: Record, out: Path) -> Iterator[Sheet | str]:
+def _parts(record: FinetuneRecord, out: Path) -> Iterator[Sheet | str]:
     """The scores as a table, what was said to the samples, and what the run took."""
     cells: dict[Column, Callable[[str], str]] = {
         Column(record.settings.task, justify="left"): str,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lsrdecomp import checkpoints
-from lsrdecomp.checkpoints.names import common_prefix, kind_of
+from lsrdecomp.checkpoints.names import common_prefix, module_role
 from lsrdecomp.cli.sheet import Column, Sheet
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = F
 
     def became(layer: LayerReport) -> Hashable:
         return (
-            kind_of(layer.name),
+            module_role(layer.name),
             layer.rows,
             layer.columns,
             layer.structure,
@@ -92,10 +92,17 @@ def checkpoint_table(
 
     def alike(layer: LoraLayer) -> Hashable:
         size = layer.out_features, layer.in_features
-        return kind_of(layer.name), layer.kind, size, layer.rank, structure(layer), layer.dtype
+        return (
+            module_role(layer.name),
+            layer.layer_type,
+            size,
+            layer.rank,
+            structure(layer),
+            layer.dtype,
+        )
 
     cells: dict[Column, Callable[[list[LoraLayer]], str]] = {
-        Column("kind", 5, "left"): lambda group: group[0].kind,
+        Column("kind", 5, "left"): lambda group: group[0].layer_type,
         Column("matrix", 1): lambda group: f"{group[0].out_features}×{group[0].in_features}",
         Column("rank"): lambda group: str(group[0].rank),
         Column("structure", 4, "left"): lambda group: structure(group[0]),
@@ -116,7 +123,9 @@ def verification_table(result: Verification, *, each: bool = False) -> Sheet:
     recorded = any(layer.recorded_error is not None for layer in result.layers)
 
     def alike(layer: LayerCheck) -> Hashable:
-        return (kind_of(layer.name), layer.recorded_error is None) if layer.agrees else layer.name
+        return (
+            (module_role(layer.name), layer.recorded_error is None) if layer.agrees else layer.name
+        )
 
     def was(group: list[LayerCheck]) -> str:
         if group[0].recorded_error is None:
@@ -143,7 +152,7 @@ def group_name(names: Sequence[str], cut: int) -> str:
     """
     if len(names) == 1:
         return names[0][cut:]
-    return f"{len(names)} layers {kind_of(names[0])}"
+    return f"{len(names)} layers {module_role(names[0])}"
 
 
 def _sheet(

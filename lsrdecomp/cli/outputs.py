@@ -29,13 +29,17 @@ class Input:
     """Marks a text that may name a file or directory which is read; parameters of type Path are such anyway."""
 
 
-NEW_FILE = Output(lambda path, inputs, force: checkpoints.check_file(path, inputs, force=force))
+NEW_FILE = Output(
+    lambda path, inputs, force: checkpoints.check_output_file(path, inputs, force=force)
+)
 """A file; an existing one is replaced only with --force."""
-NEW_DIRECTORY = Output(lambda path, inputs, force: checkpoints.check_output(path, inputs, force))
+NEW_DIRECTORY = Output(
+    lambda path, inputs, force: checkpoints.check_output_directory(path, inputs, force)
+)
 """An adapter directory; an existing one is replaced as a whole, and only with --force."""
 PLACE = Output(lambda path, inputs, force: _check_directory(path, inputs))
 """A directory that the verb looks at itself: it may hold what an interrupted run left."""
-UNKNOWN = Output(lambda path, inputs, force: checkpoints.check_place(path, inputs))
+UNKNOWN = Output(lambda path, inputs, force: checkpoints.check_output_path(path, inputs))
 """A file or a directory; the verb knows which, and asks for the rest."""
 
 
@@ -138,7 +142,7 @@ def _check(
 
 
 def _check_directory(path: Path, inputs: tuple[Path, ...]) -> None:
-    checkpoints.check_place(path, inputs)
+    checkpoints.check_output_path(path, inputs)
     if path.exists() and not path.is_dir():
         raise CheckpointError("is a file; name a directory to write", path=path)
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, Task, TextColumn
 
-from lsrdecomp.checkpoints.progress import Step
+from lsrdecomp.checkpoints.progress import ProgressUpdate
 
 EVERY = 60.0
 """Seconds between two lines where nobody watches."""
@@ -23,7 +23,7 @@ BAR = 12
 @contextmanager
 def follow(
     *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Callable[[Step], None]]:
+) -> Iterator[Callable[[ProgressUpdate], None]]:
     """Yields the callback that shows steps on stderr.
 
     On a terminal there is one line with a bar, counts and the time left, which is gone when the
@@ -47,7 +47,7 @@ def follow(
         bars.add_task("", total=None)
         (task,), stage, last = bars.tasks, ("", 0), clock()
 
-        def show(step: Step) -> None:
+        def show(step: ProgressUpdate) -> None:
             nonlocal stage, last
             if (
                 step.stage,
@@ -69,7 +69,7 @@ def follow(
         yield show
 
 
-def _line(step: Step, task: Task, width: int) -> str:
+def _line(step: ProgressUpdate, task: Task, width: int) -> str:
     """Beside the bar: the stage, how much of it is done, the time left. On a narrow terminal the stage is cut."""
     rest = "".join(f" · {words}" for words in (_counts(step, "/"), _time_left(task)) if words)
     room = max(1, width - cell_len(rest) - 2)
@@ -79,7 +79,7 @@ def _line(step: Step, task: Task, width: int) -> str:
     return f"{stage}{rest}"
 
 
-def _counts(step: Step, of: str) -> str:
+def _counts(step: ProgressUpdate, of: str) -> str:
     """ "3 of 24 layers"; nothing where the number is not known."""
     return f"{step.done:,}{of}{step.total:,} {step.unit}".rstrip() if step.total else ""
 

@@ -31,7 +31,7 @@ def next_command(checkpoint: Checkpoint, output: Path, alpha: float | None) -> s
         out = quoted(f"{output}-lora")
         return f"For PEFT, which stacks experts:\n  lsrdecomp export {quoted(output)} --profile lorax --out {out}"
     try:
-        directory = checkpoints.same_form(checkpoint) == "directory"
+        directory = checkpoints.file_or_directory(checkpoint) == "directory"
     except UnsupportedError:
         to = "kohya" if checkpoint.format == "lycoris" else "lora"
         out = quoted(f"{output}.safetensors" if to == "kohya" else f"{output}-lora")

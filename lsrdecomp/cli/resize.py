@@ -38,7 +38,7 @@ def single_file(out: Path, checkpoint: Checkpoint) -> bool:
     """Whether ``out`` asks by its ending for one file; `UnsupportedError` if the source is a directory."""
     if out.suffix.lower() != ".safetensors":
         return False
-    if checkpoints.same_form(checkpoint) == "directory":
+    if checkpoints.file_or_directory(checkpoint) == "directory":
         text = f"{checkpoint.format} is a directory with a config, no single file: name a directory by --out"
         raise UnsupportedError(text, path=checkpoint.path)
     return True
@@ -69,7 +69,7 @@ def resize(
     ]
     if not dry_run:
         for path in paths:
-            checkpoints.check_file(path, (checkpoint.path, checkpoint.weights), force=force)
+            checkpoints.check_output_file(path, (checkpoint.path, checkpoint.weights), force=force)
     facts = []
     for plan, path in zip(plans, paths, strict=True):
         with follow(quiet=quiet) as step:

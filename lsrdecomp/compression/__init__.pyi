@@ -8,9 +8,9 @@ from .result import Compression as Compression
 from .result import LayerReport as LayerReport
 from .result import Totals as Totals
 from .settings import CompressionPlan as CompressionPlan
+from .settings import ProgressUpdate as ProgressUpdate
 from .settings import Resources as Resources
 from .settings import Search as Search
-from .settings import Step as Step
 from .truncate import Truncation as Truncation
 from .truncate import truncate as truncate
 from .verify import LayerCheck as LayerCheck

@@ -34,7 +34,7 @@ def adapter_curves(
     checkpoint : Checkpoint
         Of LoRA layers.
     on_step : callable, optional
-        Called with a `Step` as the points of each layer are known.
+        Called with a `ProgressUpdate` as the points of each layer are known.
 
     Returns
     -------

@@ -320,7 +320,7 @@ def report_layer(
     )
     return LayerReport(
         name=layer.name,
-        kind=stored.kind,
+        kind=stored.layer_type,
         rows=stored.out_features,
         columns=stored.in_features,
         source_rank=stored.rank,

@@ -10,7 +10,7 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
-from lsrdecomp.checkpoints.progress import Step as Step
+from lsrdecomp.checkpoints.progress import ProgressUpdate as ProgressUpdate
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import OPTION, POSITIVE, Also, Settings, each, settings, whole
 
@@ -290,12 +290,12 @@ class Search:
         >>> second.totals.parameters * 48 <= second.totals.parameters_before
         True
         """
-        from lsrdecomp.checkpoints import LsrLayer
+        from lsrdecomp.checkpoints import KroneckerLayer
 
         products = (
             layer
             for layer in compressed.layers
-            if isinstance(layer, LsrLayer) and layer.shape.order > 1
+            if isinstance(layer, KroneckerLayer) and layer.shape.order > 1
         )
         return cls(
             shapes={

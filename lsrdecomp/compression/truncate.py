@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Unpack
 import numpy as np
 
 from lsrdecomp.arrays import tail_norms, to_numpy
-from lsrdecomp.checkpoints import Checkpoint, same_form, write_pairs
+from lsrdecomp.checkpoints import Checkpoint, file_or_directory, write_pairs
 from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.checkpoints.tensors import DTYPES, Array
 from lsrdecomp.checkpoints.writers.pairs import RankRule, rank_rule
@@ -130,7 +130,7 @@ def truncate(
     storage : str, optional
         A floating type; absent, that of each layer.
     on_step : callable, optional
-        Called with a `Step` as the singular values of each layer are known.
+        Called with a `ProgressUpdate` as the singular values of each layer are known.
     **settings
         The fields of `CompressionPlan`.
 
@@ -153,7 +153,7 @@ def truncate(
     O((m + n) r²) a layer; between the two readings 2 r² + r numbers a layer wait, in memory or on
     disk.
     """
-    same_form(checkpoint)
+    file_or_directory(checkpoint)
     if plan is not None and settings:
         raise BudgetError(
             f"a plan was given, and {' and '.join(settings)} beside it: one of the two"

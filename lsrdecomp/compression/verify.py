@@ -100,7 +100,7 @@ def verify(
     written : Checkpoint
         An LSR directory, a truncated LoRA, or an export of either.
     on_step : callable, optional
-        Called with a `Step` as each layer is measured.
+        Called with a `ProgressUpdate` as each layer is measured.
 
     Returns
     -------

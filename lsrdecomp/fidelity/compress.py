@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from lsrdecomp.checkpoints import Checkpoint, Journal, open_checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
-from lsrdecomp.checkpoints.progress import OnStep, Step
+from lsrdecomp.checkpoints.progress import OnStep, ProgressUpdate
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import Compression, SearchedAdapter, search_adapter
@@ -133,7 +133,7 @@ def compress(
     journal : Journal, optional
         Where what was solved, measured and trained waits, so that a killed run goes on.
     on_step : callable, optional
-        Called with a `Step` before and during each part of the work.
+        Called with a `ProgressUpdate` before and during each part of the work.
     **settings
         The fields of `CompressionPlan` and `MeasuredSettings`.
 
@@ -223,9 +223,9 @@ class NumberedSteps:
         self._steps = max(
             self._steps, self._number
         )  # more than was foreseen, where training did not bring enough
-        self(Step(stage, 0, 0))
+        self(ProgressUpdate(stage, 0, 0))
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: ProgressUpdate) -> None:
         """What is done in it."""
         if self._on_step is not None:
             self._on_step(

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Unpack
 
-from lsrdecomp.checkpoints import Journal, check_output, content_key, open_checkpoint
+from lsrdecomp.checkpoints import Journal, check_output_directory, content_key, open_checkpoint
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.result import REPORT
@@ -100,7 +100,7 @@ def distil(
     force : bool
         Replace ``out`` if it exists.
     on_step : callable, optional
-        Called with a `Step` before each part of the work and after every step of training.
+        Called with a `ProgressUpdate` before each part of the work and after every step of training.
     **settings
         The fields of `DistilSettings`.
 
@@ -137,7 +137,7 @@ def distil(
     check_layers(compressed, source)
     replaces = force or out is None
     out = directory if out is None else Path(out)
-    check_output(out, (source.path,), replaces)
+    check_output_directory(out, (source.path,), replaces)
     texts = read_data(data)
     statistics = None if chosen.calibrated is None else read_statistics(chosen.calibrated)
     if statistics is not None:

@@ -35,7 +35,7 @@ from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, Head
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
 from lsrdecomp.checkpoints.files import EXAMPLES, bytes_to_open, sha256
-from lsrdecomp.checkpoints.progress import OnStep, Step
+from lsrdecomp.checkpoints.progress import OnStep, ProgressUpdate
 from lsrdecomp.checkpoints.statistics import METADATA, Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.errors import CheckpointError, LsrError
@@ -92,7 +92,7 @@ class Evaluator:
         held out it is on half as many others, so that what is promised of it is measured on texts
         that chose nothing.
     on_step : callable, optional
-        Called with a `Step` before and during each part of the work.
+        Called with a `ProgressUpdate` before and during each part of the work.
 
     Raises
     ------
@@ -164,7 +164,7 @@ class Evaluator:
     def say(self, stage: str, done: int = 0, total: int = 0, unit: str = "") -> None:
         """What is done now, and how much of it."""
         if self.on_step is not None:
-            self.on_step(Step(stage, done, total, unit))
+            self.on_step(ProgressUpdate(stage, done, total, unit))
 
     def batches(self, texts: Sequence[Item], size: int | None = None) -> Iterator[Batch]:
         """Texts of like length together, as the model reads them; the same texts give the same batches."""

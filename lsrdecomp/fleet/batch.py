@@ -119,7 +119,7 @@ def run_fleet(
         name, is searched before the others, which take its shapes (`Search.like`). Of no use to
         plans of given terms or of a tolerance.
     on_step : callable, optional
-        Called with a `Step` as adapters end, in whichever state.
+        Called with a `ProgressUpdate` as adapters end, in whichever state.
 
     Returns
     -------

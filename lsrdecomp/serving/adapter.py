@@ -39,7 +39,7 @@ def misfit(
         kernel = layer.kernel or (1,) * (len(weight) - 2)
         fits = weight[0] == m and weight[2:] == kernel and weight[1] * math.prod(kernel) == n
     else:
-        fits = weight == ((n, m) if layer.kind in ("conv1d", "embedding") else (m, n))
+        fits = weight == ((n, m) if layer.layer_type in ("conv1d", "embedding") else (m, n))
     return None if fits else f"{m} x {n}, but its weight is {weight} in the base"
 
 

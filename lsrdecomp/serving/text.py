@@ -83,8 +83,8 @@ def vllm(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
             check.refuse("vLLM stops at names whose last word no layer of the base has")
         elif stored is None:
             fault = f"{MISSING}, and vLLM passes over it in silence"
-        elif layer.kind not in ("linear", "conv1d", "embedding"):
-            fault = f"vLLM has no LoRA for a layer of kind {layer.kind}"
+        elif layer.layer_type not in ("linear", "conv1d", "embedding"):
+            fault = f"vLLM has no LoRA for a layer of kind {layer.layer_type}"
             check.refuse(fault)
         elif (fault := misfit(layer, stored, base.shapes)) is not None:
             check.refuse("vLLM raises where a size differs")

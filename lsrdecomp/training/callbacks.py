@@ -15,7 +15,7 @@ from transformers.trainer_callback import ExportableState
 
 from lsrdecomp.adapters.factors import KroneckerFactors
 from lsrdecomp.calibration.base_model import has_delta
-from lsrdecomp.checkpoints.progress import OnStep, Step
+from lsrdecomp.checkpoints.progress import OnStep, ProgressUpdate
 from lsrdecomp.checkpoints.writing import new_file
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Progress(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
-            self.on_step(Step("training", state.global_step, state.max_steps, "steps"))
+            self.on_step(ProgressUpdate("training", state.global_step, state.max_steps, "steps"))
 
 
 class Clock(TrainerCallback, ExportableState):

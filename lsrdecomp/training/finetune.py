@@ -32,7 +32,7 @@ from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.training.callbacks import Clock, LayerLog, Progress, StopWhenLost
 from lsrdecomp.training.dataset import Dataset, read_dataset
 from lsrdecomp.training.model import counts, needs_checkpointing, open_model, written_bytes
-from lsrdecomp.training.record import ADAPTER, LAYER_LOG, Record, Scores, commit, versions
+from lsrdecomp.training.record import ADAPTER, LAYER_LOG, FinetuneRecord, Scores, commit, versions
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 from lsrdecomp.training.trainer import (
     CHECKPOINTS,
@@ -61,7 +61,7 @@ def finetune(
     *,
     resume: bool = True,
     on_step: OnStep | None = None,
-) -> Record:
+) -> FinetuneRecord:
     """Train an adapter and write ``out/adapter``, ``out/record.json`` and, with ``log_every``, ``out/layers.jsonl``.
 
     The directory appears as a whole when the run is finished. Until then the run lives in the
@@ -77,11 +77,11 @@ def finetune(
     resume : bool
         False: an interrupted run to the same place with these settings is thrown away.
     on_step : callable, optional
-        Called with a `Step` after every step of training.
+        Called with a `ProgressUpdate` after every step of training.
 
     Returns
     -------
-    Record
+    FinetuneRecord
         As `lsrdecomp.training.record.read_record` reads it back.
 
     Raises
@@ -231,7 +231,7 @@ def _train(
     tokenizer: Any,
     run: Path,
     on_step: OnStep | None,
-) -> Record:
+) -> FinetuneRecord:
     # 1. The loop, and what the untrained adapter answers where that is asked for.
     if settings.gradient_checkpointing is None:
         tokens = max(dataset.lengths) if settings.is_language else settings.max_length
@@ -280,7 +280,7 @@ def _train(
     # 4. The record.
     adapter_bytes, file_bytes = written_bytes(run / ADAPTER)
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return Record(
+    return FinetuneRecord(
         settings=settings,
         start=start,
         dev=dev,

@@ -56,7 +56,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class FinetuneRecord:
     """One finished run."""
 
     settings: FinetuneSettings
@@ -94,7 +94,7 @@ class Record:
         }
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> Record:
+    def from_mapping(cls, values: Mapping[str, Any]) -> FinetuneRecord:
         """What `to_json` gave."""
         scores = {
             name: None if values[name] is None else Scores(**values[name])
@@ -117,7 +117,7 @@ class Record:
         return path
 
 
-def read_record(directory: str | Path) -> Record:
+def read_record(directory: str | Path) -> FinetuneRecord:
     """The record of a finished run, from its directory.
 
     Parameters
@@ -127,7 +127,7 @@ def read_record(directory: str | Path) -> Record:
 
     Returns
     -------
-    Record
+    FinetuneRecord
 
     Raises
     ------
@@ -136,7 +136,7 @@ def read_record(directory: str | Path) -> Record:
     """
     path = Path(directory) / RECORD
     try:
-        return Record.from_mapping(json.loads(path.read_text(encoding="utf-8")))
+        return FinetuneRecord.from_mapping(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise CheckpointError(f"no finished run: {error.strerror}", path=path) from None
     except (ValueError, KeyError, TypeError) as error:

@@ -19,7 +19,7 @@ from lsrdecomp.calibration.base_model import Base  # noqa: E402
 from lsrdecomp.calibration.calibrate import CalibrationError, calibrate  # noqa: E402
 from lsrdecomp.calibration.fisher import Head, watched  # noqa: E402
 from lsrdecomp.calibration.measured_model import recomputed  # noqa: E402
-from lsrdecomp.checkpoints.progress import Step  # noqa: E402
+from lsrdecomp.checkpoints.progress import ProgressUpdate  # noqa: E402
 from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
 
 LLAMA = [
@@ -195,7 +195,9 @@ def test_groups_of_layers_give_the_statistics_of_one_pass(tmp_path):
     calibrate(
         base, batches(3), out=tmp_path / "three", max_memory=limit, on_step=steps.append, **common
     )
-    assert steps == [Step("calibrating", 24, 24, "examples")]  # the batch that was not saved
+    assert steps == [
+        ProgressUpdate("calibrating", 24, 24, "examples")
+    ]  # the batch that was not saved
     for name in ("statistics.json", "statistics.safetensors"):
         assert (tmp_path / "three" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     assert len(list((tmp_path / "three").iterdir())) == 2

@@ -20,9 +20,9 @@ from safetensors.numpy import load_file, save_file
 from lsrdecomp._ordering import natural_key
 from lsrdecomp.checkpoints import (
     FORMATS,
+    AdapterFormat,
     Checkpoint,
-    Format,
-    LsrLayer,
+    KroneckerLayer,
     format_table,
     open_checkpoint,
     write_lora,
@@ -46,7 +46,7 @@ def updates(checkpoint: Checkpoint, first: int | None = None) -> dict[str, np.nd
     found = {}
     for layer in checkpoint.layers[:first]:
         left, right = layer.load()
-        if isinstance(layer, LsrLayer):
+        if isinstance(layer, KroneckerLayer):
             left, right = (
                 sum(_kron([f[k] for f in side]) for k in range(len(side[0])))
                 for side in (left, right)
@@ -169,7 +169,7 @@ def kohya(tmp_path: Path) -> Path:
 def test_kohya_layers_are_read_with_alpha_convolutions_and_cores(kohya: Path) -> None:
     checkpoint, t = open_checkpoint(kohya), load_file(kohya)
     found = {
-        layer.name: (layer.kind, layer.shape, layer.rank, layer.scale)
+        layer.name: (layer.layer_type, layer.shape, layer.rank, layer.scale)
         for layer in checkpoint.layers
     }
     assert found == {
@@ -203,7 +203,7 @@ def test_a_kohya_file_round_trips(kohya: Path, tmp_path: Path) -> None:
     assert tensors["lora_unet_conv.alpha"] == 3.0
     assert tensors["emb_params"].tobytes() == load_file(kohya)["emb_params"].tobytes()
     back = open_checkpoint(out)
-    assert {(layer.kind, layer.kernel, layer.scale) for layer in back.layers} == {
+    assert {(layer.layer_type, layer.kernel, layer.scale) for layer in back.layers} == {
         ("linear", (), 1.0),
         ("conv", (3, 2), 1.0),
         ("conv", (1, 1), 1.0),
@@ -439,7 +439,7 @@ def test_loha_is_read_as_the_low_rank_pair_it_equals(
         tmp_path / "x.safetensors",
     )
     (layer,) = open_checkpoint(tmp_path).layers
-    assert (layer.rank, layer.scale, layer.kind) == (4, 0.5, "linear")
+    assert (layer.rank, layer.scale, layer.layer_type) == (4, 0.5, "linear")
     t = {name: array.astype(np.float64) for name, array in t.items()}
     expected = 0.5 * (t["w1_a"] @ t["w1_b"]) * (t["w2_a"] @ t["w2_b"])
     np.testing.assert_allclose(updates(open_checkpoint(tmp_path))["m"], expected, rtol=1e-12)
@@ -455,7 +455,11 @@ def test_loha_with_tucker_cores(tmp_path: Path) -> None:
         np.einsum("ijkl,io,jc->ockl", t[f"t{i}"], t[f"w{i}_a"], t[f"w{i}_b"]) for i in (1, 2)
     )
     np.testing.assert_allclose(updates(checkpoint)["m"], (one * two).reshape(5, 24), rtol=1e-12)
-    assert (checkpoint.layers[0].kind, checkpoint.layers[0].kernel, checkpoint.layers[0].rank) == (
+    assert (
+        checkpoint.layers[0].layer_type,
+        checkpoint.layers[0].kernel,
+        checkpoint.layers[0].rank,
+    ) == (
         "conv",
         (3, 2),
         6,
@@ -697,7 +701,7 @@ def test_every_format_of_the_table_has_a_file_and_the_signature_of_the_protocol(
     for form in FORMATS:
         for method in ("matches", "read"):
             own = inspect.signature(getattr(form, method)).parameters.values()
-            promised = [*inspect.signature(getattr(Format, method)).parameters.values()][1:]
+            promised = [*inspect.signature(getattr(AdapterFormat, method)).parameters.values()][1:]
             assert [*own] == promised, f"{form.name}.{method}"
 
 
@@ -746,7 +750,7 @@ CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 
 @pytest.fixture
-def contributed(monkeypatch: pytest.MonkeyPatch) -> Format:
+def contributed(monkeypatch: pytest.MonkeyPatch) -> AdapterFormat:
     """The format in the text of CONTRIBUTING.md, at the end of the table."""
     section = CONTRIBUTING.read_text().split("## Adding a format")[1].split("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
@@ -757,7 +761,7 @@ def contributed(monkeypatch: pytest.MonkeyPatch) -> Format:
 
 
 def test_a_format_written_from_contributing_alone_reads_its_files(
-    tmp_path: Path, contributed: Format
+    tmp_path: Path, contributed: AdapterFormat
 ) -> None:
     tensors = {
         "model.layers.10.q_proj.lora_kernel_a": normal(6, 2, dtype="float16"),
@@ -780,7 +784,7 @@ def test_a_format_written_from_contributing_alone_reads_its_files(
         "layers.9.q_proj",
         "layers.10.q_proj",
     ]
-    assert [layer.kind for layer in checkpoint.layers] == ["embedding", "linear", "linear"]
+    assert [layer.layer_type for layer in checkpoint.layers] == ["embedding", "linear", "linear"]
     assert [(layer.rank, layer.scale, layer.dtype) for layer in checkpoint.layers[1:]] == [
         (3, 2.0, "float32"),
         (2, 3.0, "float16"),
@@ -823,7 +827,7 @@ def test_a_format_written_from_contributing_alone_reads_its_files(
     }.items(),
 )
 def test_it_refuses_in_one_line_as_every_format_does(
-    tmp_path: Path, contributed: Format, word: str, shapes: dict[str, tuple[int, ...]]
+    tmp_path: Path, contributed: AdapterFormat, word: str, shapes: dict[str, tuple[int, ...]]
 ) -> None:
     save_file(
         {key: normal(*shape) for key, shape in shapes.items()}, tmp_path / "adapters.safetensors"

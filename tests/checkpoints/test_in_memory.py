@@ -16,9 +16,9 @@ from lsrdecomp.errors import CheckpointError, LsrError
 def assert_same_layers(first, second):
     assert first.format == second.format
     for layer, other in zip(first.layers, second.layers, strict=True):
-        assert (layer.name, layer.kind, layer.scale, layer.dtype) == (
+        assert (layer.name, layer.layer_type, layer.scale, layer.dtype) == (
             other.name,
-            other.kind,
+            other.layer_type,
             other.scale,
             other.dtype,
         )

@@ -40,7 +40,7 @@ def test_published_adapters_open_with_the_counts_in_their_description(
         adapter,
         extra,
     )
-    assert {(layer.scale, layer.kind) for layer in checkpoint.layers} == {(scale, kind)}
+    assert {(layer.scale, layer.layer_type) for layer in checkpoint.layers} == {(scale, kind)}
     up, down = checkpoint.layers[-1].load()
     assert (up.shape[0], down.shape[1]) == checkpoint.layers[-1].shape
     assert up.dtype == np.float32
@@ -212,7 +212,9 @@ def test_every_kind_of_layer_reads_as_out_times_in_and_peft_reads_back_what_is_w
         up, down = layer.load()
         delta = model[layer.name].get_delta_weight("default").detach().numpy()
         ours = layer.scale * (up.astype(np.float64) @ down)
-        turned = delta.T if layer.kind in ("embedding", "conv1d") else delta.reshape(layer.shape)
+        turned = (
+            delta.T if layer.layer_type in ("embedding", "conv1d") else delta.reshape(layer.shape)
+        )
         np.testing.assert_allclose(ours, turned, rtol=1e-5, atol=1e-6)
         layers.append((layer.name, layer.scale * up.astype(np.float64), down))
     write_lora(tmp_path / "b", source=checkpoint, layers=iter(layers), storage="float32")

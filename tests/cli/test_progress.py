@@ -16,7 +16,7 @@ import pytest
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
-from lsrdecomp.checkpoints.progress import Counter, Step
+from lsrdecomp.checkpoints.progress import Counter, ProgressUpdate
 from lsrdecomp.cli import progress
 from lsrdecomp.cli.app import app
 from lsrdecomp.cli.commands import ALL, export
@@ -42,7 +42,7 @@ def clock() -> Clock:
 
 
 def on_a_terminal(
-    steps: list[Step],
+    steps: list[ProgressUpdate],
     monkeypatch: pytest.MonkeyPatch,
     *,
     quiet: bool = False,
@@ -73,11 +73,15 @@ def test_a_terminal_shows_stage_counts_and_what_is_done_now(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shown = on_a_terminal(
-        [Step("refining", 1, 2, "layers"), Step("solving", 1200, 2400, "layers")], monkeypatch
+        [
+            ProgressUpdate("refining", 1, 2, "layers"),
+            ProgressUpdate("solving", 1200, 2400, "layers"),
+        ],
+        monkeypatch,
     )
     assert "solving" in shown
     assert "1,200/2,400 layers" in shown
-    assert "reading" in on_a_terminal([Step("reading", 0, 0)], monkeypatch)
+    assert "reading" in on_a_terminal([ProgressUpdate("reading", 0, 0)], monkeypatch)
 
 
 @pytest.mark.parametrize("columns", [80, 110, 130])
@@ -85,9 +89,11 @@ def test_the_line_fits_the_terminal_and_ends_before_results(
     monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     training = "training 1 of at most 2, 250 times fewer numbers: distilling, at most 60 steps of 8 examples"
-    steps = [Step(f"step 6 of 6 · {training}", done, 60, "steps") for done in range(3)]
+    steps = [ProgressUpdate(f"step 6 of 6 · {training}", done, 60, "steps") for done in range(3)]
     shown = on_a_terminal(
-        [Step("step 1 of 6 · opening the base", 0, 0), *steps], monkeypatch, columns=columns
+        [ProgressUpdate("step 1 of 6 · opening the base", 0, 0), *steps],
+        monkeypatch,
+        columns=columns,
     )
     lines = [
         line for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)) if line
@@ -100,7 +106,9 @@ def test_the_line_fits_the_terminal_and_ends_before_results(
 
 
 def test_a_quiet_terminal_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert on_a_terminal([Step("solving", 1, 2, "layers")], monkeypatch, quiet=True) == "end"
+    assert (
+        on_a_terminal([ProgressUpdate("solving", 1, 2, "layers")], monkeypatch, quiet=True) == "end"
+    )
 
 
 def test_a_log_gets_a_line_a_minute_with_the_time_left(
@@ -121,9 +129,9 @@ def test_what_was_done_before_is_not_counted(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with follow(clock=clock) as show:
-        show(Step("calibrating", 100, 200, "examples"))  # gone on with after a kill
+        show(ProgressUpdate("calibrating", 100, 200, "examples"))  # gone on with after a kill
         clock.now += 60.0
-        show(Step("calibrating", 120, 200, "examples"))
+        show(ProgressUpdate("calibrating", 120, 200, "examples"))
     assert (
         capsys.readouterr().err == "lsrdecomp: calibrating: 120 of 200 examples, about 4 min left\n"
     )
@@ -133,10 +141,10 @@ def test_time_before_the_first_count_says_nothing_of_the_rest(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with follow(clock=clock) as show:
-        show(Step("distilling", 0, 0))
+        show(ProgressUpdate("distilling", 0, 0))
         clock.now += 50.0  # the LoRA answers the lessons
         for step in range(1, 5):
-            show(Step("distilling", step, 60, "steps"))
+            show(ProgressUpdate("distilling", step, 60, "steps"))
             clock.now += 10.0
     assert capsys.readouterr().err == "lsrdecomp: distilling: 2 of 60 steps, about 10 min left\n"
 
@@ -147,14 +155,14 @@ def test_a_short_run_and_a_quiet_one_write_no_line(
     for seconds, quiet in ((59.0, False), (600.0, True)):
         with follow(quiet=quiet, clock=clock) as show:
             clock.now += seconds
-            show(Step("solving", 1, 2, "layers"))
+            show(ProgressUpdate("solving", 1, 2, "layers"))
     assert capsys.readouterr().err == ""
 
 
 def test_a_stage_without_counts_is_named(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with follow(clock=clock) as show:
         clock.now += 60.0
-        show(Step("reading the base", 0, 0))
+        show(ProgressUpdate("reading the base", 0, 0))
     assert capsys.readouterr().err == "lsrdecomp: reading the base\n"
 
 
@@ -175,7 +183,7 @@ def test_results_are_printed_when_the_bar_is_gone(monkeypatch: pytest.MonkeyPatc
     bars: list[str] = []
 
     @contextmanager
-    def watched(**_: object) -> Iterator[Callable[[Step], None]]:
+    def watched(**_: object) -> Iterator[Callable[[ProgressUpdate], None]]:
         bars.append("bar")
         yield lambda _: None
         bars.remove("bar")

@@ -7,7 +7,7 @@ import pytest
 from console import lsr
 from rich.console import Console
 
-from lsrdecomp.checkpoints.names import kind_of
+from lsrdecomp.checkpoints.names import module_role
 from lsrdecomp.cli import layer_tables
 from lsrdecomp.cli.layer_tables import FOLD_ABOVE, group_name, layers_table
 from lsrdecomp.cli.sheet import Column, Sheet
@@ -121,7 +121,7 @@ def test_layers_of_a_group_count_as_one():
     ],
 )
 def test_what_a_layer_is_without_where_it_is(name, kind):
-    assert kind_of(name) == kind
+    assert module_role(name) == kind
     assert group_name([name], 0) == name
 
 

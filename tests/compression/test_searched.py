@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lsrdecomp.checkpoints import Journal, open_checkpoint, write_lora
-from lsrdecomp.checkpoints.progress import Step
+from lsrdecomp.checkpoints.progress import ProgressUpdate
 from lsrdecomp.compression import layers as layers_module
 from lsrdecomp.compression import search as search_module
 from lsrdecomp.compression import solve
@@ -153,7 +153,7 @@ def test_a_killed_search_goes_on_where_it_was(
 
 
 def test_steps_count_up_to_their_totals(layers: list[Layer]) -> None:
-    steps: list[Step] = []
+    steps: list[ProgressUpdate] = []
     budget = smaller(layers, 12.0)
     fit_budget(
         search_layers(layers, [budget], search=QUICK, resources=Resources(on_step=steps.append)),
@@ -368,7 +368,7 @@ def test_what_was_chosen_for_some_is_solved_for_the_others_of_their_size(
         one for one in table.rows[1] if isinstance(one.exact, Lsr) and one.exact.ranks == (2, 2)
     )
     left_out = table.rows[2][0]
-    steps: list[Step] = []
+    steps: list[ProgressUpdate] = []
     table.runner.resources = Resources(on_step=steps.append)
     exchange_shapes(table, [found[0], even, left_out])
     assert (2, 2) in asked()[1]

@@ -17,7 +17,7 @@ from typing import Any
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
-from lsrdecomp.checkpoints.progress import Step
+from lsrdecomp.checkpoints.progress import ProgressUpdate
 from lsrdecomp.training.finetune import finetune
 from lsrdecomp.training.settings import FinetuneSettings
 
@@ -36,7 +36,7 @@ def with_sharding(
 
 
 def main(settings: str, out: str, kill_at: str = "0") -> None:
-    def on_step(step: Step) -> None:
+    def on_step(step: ProgressUpdate) -> None:
         if step.done == int(kill_at):
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -18,7 +18,7 @@ from benchmarks.lab.app import app
 from benchmarks.lab.compare import compare, read_results
 from benchmarks.lab.suite import SuiteError, read_suite
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.training.record import Record, Scores
+from lsrdecomp.training.record import FinetuneRecord, Scores
 
 SUITE = """
 seeds = [0, 1, 2]
@@ -63,7 +63,7 @@ def runs(monkeypatch):
             + (0.1 if settings.method == "lsr" else 0.0)
         )
         scores = Scores({"accuracy": accuracy}, accuracy, 1.0 - accuracy, 300)
-        record = Record(
+        record = FinetuneRecord(
             settings=settings,
             start=None,
             dev=scores,

@@ -23,11 +23,11 @@ from lsrdecomp.checkpoints.format import (
     PREFIX,
     Bundle,
     Roles,
-    finish,
-    grouped,
-    need,
+    group_by_module,
+    make_checkpoint,
     refuse_alpha,
     refuse_fields,
+    require_roles,
     scalar,
 )
 from lsrdecomp.checkpoints.readers.lycoris import HADA, LOKR, hadamard_layer, kronecker_layer
@@ -125,7 +125,7 @@ class Layout:
             return headers[component].of(module, rank) if component in headers else 1.0
 
         # Read 2: the layers, each under one name.
-        modules, extras = grouped(bundle, {**self.parts, **self.others})
+        modules, extras = group_by_module(bundle, {**self.parts, **self.others})
         layers = [
             self._layer(_module(stored, roles), roles, scale_of)
             for stored, roles in modules.items()
@@ -151,7 +151,7 @@ class Layout:
         if outside:
             heads = sorted({key.removeprefix(PREFIX).partition(".")[0] for key in extras})
             config |= {"lora_alpha": alpha, "modules_to_save": heads or None}
-        return finish(bundle, self.name, layers, extras, config=config)
+        return make_checkpoint(bundle, self.name, layers, extras, config=config)
 
     def _read_peft(self, bundle: Bundle, alpha: float | None) -> Checkpoint:
         """A PEFT directory, as PEFT 0.21 loads it; what is not one of our layers is refused by name."""
@@ -161,7 +161,7 @@ class Layout:
         check_carried(config)
         scales = Scales(config, config.integer("r", 8), config.number(ALPHAS[self.peft_type], 8))
         linear = "conv1d" if config.flag("fan_in_fan_out") else "linear"
-        modules, extras = grouped(bundle, self.parts, PREFIX)
+        modules, extras = group_by_module(bundle, self.parts, PREFIX)
         raw, stacks = config.raw if self.peft_type == "LORA" else {}, None
         if raw.get("target_parameters") or any(key.endswith(INNER) for key in modules):
             stacks = Stacks(raw, config.path)
@@ -186,7 +186,9 @@ class Layout:
         if stacks:
             stacks.check_all_there(layer.name for layer in layers)
         notes += missing_modules(config.raw, extras)
-        return finish(bundle, self.name, layers, extras, notes, parts=f"{self.peft_type} layer")
+        return make_checkpoint(
+            bundle, self.name, layers, extras, notes, parts=f"{self.peft_type} layer"
+        )
 
     def _layer(self, name: str, roles: Roles, scale_of: ScaleOf, linear: str = "linear") -> Any:
         """One layer of whatever parts there are."""
@@ -240,7 +242,7 @@ def pair_layer(
     name: str, roles: Roles, scale_of: ScaleOf, linear: str, *, transposed: bool
 ) -> LoraLayer:
     """One layer from its up, down, optional mid and optional alpha."""
-    need(name, roles, ("up", "down"), ("mid", "alpha"))
+    require_roles(name, roles, ("up", "down"), ("mid", "alpha"))
     up, down = roles["up"], roles["down"]
     if transposed:
         up, down = _transposed(up), _transposed(down)
@@ -253,7 +255,7 @@ def pair_layer(
     ):
         _refuse_merged(name, up, down)
     table = down.name.endswith(EMBEDDING) or (transposed and name.endswith(TABLES))
-    layer = low_rank_layer(name, up, down, 1.0, kind="embedding" if table else linear)
+    layer = low_rank_layer(name, up, down, 1.0, layer_type="embedding" if table else linear)
     if "alpha" not in roles:
         return replace(layer, scale=scale_of(name, layer.rank))
     return replace(layer, scale=scalar(roles["alpha"]) / layer.rank, alpha=roles["alpha"])

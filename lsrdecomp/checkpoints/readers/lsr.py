@@ -16,14 +16,14 @@ from lsrdecomp.checkpoints.format import (
     NOT_READ,
     PREFIX,
     Bundle,
-    finish,
+    make_checkpoint,
     refuse_alpha,
     refuse_fields,
     without_prefix,
 )
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, PackedLayer
 from lsrdecomp.checkpoints.packed_index import FIELD, Index, read_index, read_kinds, read_packed
-from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer
+from lsrdecomp.checkpoints.records import Checkpoint, KroneckerLayer
 from lsrdecomp.checkpoints.tensors import FLOATS, Array, StoredTensor
 from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
@@ -68,11 +68,11 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     for module in sorted(
         sides, key=natural_key
     ):  # the first fault in this order is the one that is told
-        kind, kernel = kinds.get(module, (linear, ()))
-        layer = expected.layer(module, sides[module]["B"], sides[module]["A"], kind, kernel)
+        layer_type, kernel = kinds.get(module, (linear, ()))
+        layer = expected.layer(module, sides[module]["B"], sides[module]["A"], layer_type, kernel)
         layers.append(replace(layer, dtype=widths.get(module, layer.dtype)))
     notes = missing_modules(own, extras)
-    return finish(bundle, name, layers, extras, notes, config=raw, parts="lsr_A and lsr_B")
+    return make_checkpoint(bundle, name, layers, extras, notes, config=raw, parts="lsr_A and lsr_B")
 
 
 def provenance_kinds(bundle: Bundle) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -124,9 +124,9 @@ class _Expected:
         name: str,
         left: list[StoredTensor],
         right: list[StoredTensor],
-        kind: str,
+        layer_type: str,
         kernel: tuple[int, ...],
-    ) -> LsrLayer:
+    ) -> KroneckerLayer:
         for tensor in (*left, *right):
             if len(tensor.shape) != 3 or 0 in tensor.shape:
                 raise tensor.error(
@@ -167,7 +167,9 @@ class _Expected:
             text = f"separation ranks {left[0].shape[0]} and {right[0].shape[0]}, but the config says {terms}"
             raise left[0].error(text)
         scale, dtype = self.scales.of(name, rank), left[0].dtype
-        return LsrLayer(name, kind, shape, *terms, scale, dtype, tuple(left), tuple(right), kernel)
+        return KroneckerLayer(
+            name, layer_type, shape, *terms, scale, dtype, tuple(left), tuple(right), kernel
+        )
 
     def default(self, matrix_shape: tuple[int, int], rank: int) -> ProductShape:
         inner = self.inner if self.inner is not None and math.prod(self.inner) == rank else None

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lsrdecomp.checkpoints.format import Roles, need, scalar
-from lsrdecomp.checkpoints.records import LoraLayer, LsrLayer
+from lsrdecomp.checkpoints.format import Roles, require_roles, scalar
+from lsrdecomp.checkpoints.records import KroneckerLayer, LoraLayer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor, derived
 from lsrdecomp.kronecker.shape import ProductShape
 
@@ -27,7 +27,7 @@ def hadamard_layer(name: str, roles: Roles, scale: float | None = None) -> LoraL
     Without a ``scale`` it is LyCORIS's own, alpha / rank, here and below; PEFT's is alpha / r
     always, where factors are whole too.
     """
-    need(name, roles, ("w1_a", "w1_b", "w2_a", "w2_b"), ("t1", "t2", "alpha"))
+    require_roles(name, roles, ("w1_a", "w1_b", "w2_a", "w2_b"), ("t1", "t2", "alpha"))
     first, second = (_Pair(roles[f"w{i}_a"], roles[f"w{i}_b"], roles.get(f"t{i}")) for i in (1, 2))
     if first.shape != second.shape or first.kernel != second.kernel:
         raise first.up.error(f"factors of {first.shape} and {second.shape}, expected the same size")
@@ -41,11 +41,13 @@ def hadamard_layer(name: str, roles: Roles, scale: float | None = None) -> LoraL
 
     scale = _scale(roles, first.rank) if scale is None else scale
     halves = derived(first.up, (rows, rank), up), derived(first.down, (rank, columns), down)
-    kind = "conv" if first.kernel else "linear"
-    return LoraLayer(name, kind, rows, columns, rank, scale, first.up.dtype, *halves, first.kernel)
+    layer_type = "conv" if first.kernel else "linear"
+    return LoraLayer(
+        name, layer_type, rows, columns, rank, scale, first.up.dtype, *halves, first.kernel
+    )
 
 
-def kronecker_layer(name: str, roles: Roles, scale: float | None = None) -> LsrLayer:
+def kronecker_layer(name: str, roles: Roles, scale: float | None = None) -> KroneckerLayer:
     """LoKr: ``W1 ⊗ W2 = (B1 ⊗ B2)(A1 ⊗ A2)``; a side stored whole is multiplied by an identity."""
     sides: list[_Pair] = []
     for i in (1, 2):
@@ -56,10 +58,10 @@ def kronecker_layer(name: str, roles: Roles, scale: float | None = None) -> LsrL
             if role.startswith(("kron w" + str(i), "kron t" + str(i)))
         }
         if whole in roles:
-            need(name, own, (whole,))
+            require_roles(name, own, (whole,))
             sides.append(_Pair.whole(roles[whole]))
         else:
-            need(name, own or roles, pair, ("kron t2",) if i == 2 else ())
+            require_roles(name, own or roles, pair, ("kron t2",) if i == 2 else ())
             sides.append(
                 _Pair(roles[pair[0]], roles[pair[1]], roles.get("kron t2") if i == 2 else None)
             )
@@ -80,8 +82,10 @@ def kronecker_layer(name: str, roles: Roles, scale: float | None = None) -> LsrL
     )  # kernel runs with the second factor's columns
     left = tuple(_one_term(side.up, (side.shape[0], side.rank), side.left) for side in sides)
     right = tuple(_one_term(side.down, (side.rank, side.shape[1]), side.right) for side in sides)
-    kind = "conv" if second.kernel else "linear"
-    return LsrLayer(name, kind, shape, 1, 1, scale, first.up.dtype, left, right, second.kernel)
+    layer_type = "conv" if second.kernel else "linear"
+    return KroneckerLayer(
+        name, layer_type, shape, 1, 1, scale, first.up.dtype, left, right, second.kernel
+    )
 
 
 def _scale(roles: Roles, rank: int) -> float:

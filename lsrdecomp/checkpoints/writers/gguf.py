@@ -24,7 +24,7 @@ from lsrdecomp.errors import CheckpointError, LsrError, UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, LsrLayer
+    from lsrdecomp.checkpoints.records import Checkpoint, KroneckerLayer, LoraLayer
 
 STORAGES = {"f32": "float32", "f16": "float16", "q8_0": "float16"}
 """Types of the numbers; in q8_0 what has rows of a multiple of 32 is in blocks of eight bits, the
@@ -235,12 +235,12 @@ def _check(
     tensor: str,
     up: Array,
     down: Array,
-    layer: LoraLayer | LsrLayer | None,
+    layer: LoraLayer | KroneckerLayer | None,
     base: GgufBase,
 ) -> None:
-    if layer is not None and layer.kind not in ("linear", "conv1d"):
+    if layer is not None and layer.layer_type not in ("linear", "conv1d"):
         raise UnsupportedError(
-            f"{name}: a layer of kind {layer.kind!r} is not loaded by llama.cpp; write lora instead"
+            f"{name}: a layer of kind {layer.layer_type!r} is not loaded by llama.cpp; write lora instead"
         )
     size = up.shape[0], down.shape[1]
     wanted = base.shapes.get(tensor)

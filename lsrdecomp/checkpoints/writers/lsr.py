@@ -183,9 +183,11 @@ def pack_lsr(
 def _config(source: Checkpoint, entries: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     source_layers = {layer.name: layer for layer in source.layers}
     others = [
-        layer for name, layer in source_layers.items() if name in entries and layer.kind != "linear"
+        layer
+        for name, layer in source_layers.items()
+        if name in entries and layer.layer_type != "linear"
     ]
-    kinds = {layer.name: (layer.kind, layer.kernel) for layer in others}
+    kinds = {layer.name: (layer.layer_type, layer.kernel) for layer in others}
     names, targets = set(source_layers), source.config.get("target_modules")
     rank = most_common({name: parse(*entry).shape.inner_rank for name, entry in entries.items()})
     # Which modules are meant the source's words say, or the index where they name others, none, or

@@ -31,7 +31,7 @@ out."""
 Pairs = Iterable[tuple[str, Array, Array]]
 
 
-def same_form(like: Checkpoint) -> str:
+def file_or_directory(like: Checkpoint) -> str:
     """What an adapter is when `write_pairs` gives it back as it came: one file, or a directory with a config.
 
     Parameters
@@ -159,7 +159,7 @@ def write_pairs(
         raise CheckpointError(f"no names {unknown(names, NAMES)}")
     extras = extras if extras is not None else (source.extras if source else {})
     like = source if names == "same" else None
-    directory = like is not None and same_form(like) == "directory"
+    directory = like is not None and file_or_directory(like) == "directory"
     if like is not None and like.format == "peft-lora":
         storage = storage or like.storage
         return write_lora(

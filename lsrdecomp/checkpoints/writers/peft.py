@@ -112,7 +112,7 @@ def write_lora(
     ):
         # Write 2: the pairs as they come; experts of one stacked parameter, which come together, in
         # one tensor.
-        kinds = {name: layer.kind for name, layer in writer.layers.items()}
+        kinds = {name: layer.layer_type for name, layer in writer.layers.items()}
         names: set[str] = set()
         for stack, group in groupby(layers, lambda layer: stacks.stack_of(layer[0])):
             if stack is not None:
