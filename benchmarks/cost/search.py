@@ -42,10 +42,9 @@ RANK, PAIRS, SEED = 16, 128, 0
 
 def write_synthetic(directory: Path, count: int) -> tuple[Path, Path]:
     """An adapter of the sizes of a 7B model, and statistics with spectra like k^-1.1 (outputs) and k^-1.8 (inputs)."""
-    from lsrdecomp.calibration.accumulators import (
-        Counts,
-    )  # with them comes torch, whose memory is not to be counted
-    from lsrdecomp.calibration.files import Finished, write_statistics
+    # Here, since torch comes with them, whose memory is not to be counted.
+    from lsrdecomp.calibration.accumulators import Counts
+    from lsrdecomp.calibration.files import write_statistics
 
     adapter, statistics = directory / f"adapter-{count}", directory / f"statistics-{count}"
     if (statistics / METADATA).exists():
@@ -69,7 +68,7 @@ def write_synthetic(directory: Path, count: int) -> tuple[Path, Path]:
                 )
 
     write_lora(adapter, layers=layers(), force=True)
-    write_statistics(statistics, {}, Finished(tensors, {}, Counts(), ""))
+    write_statistics(statistics, {}, tensors, {}, Counts())
     return adapter, statistics
 
 
