@@ -151,11 +151,18 @@ def save_pretrained(
     model.save_pretrained(str(folder), selected_adapters=[adapter_name])
     if not also_lora:
         return
-    target = Path(folder) / ("" if adapter_name == "default" else adapter_name) / "lora"
+    target = lora_folder(folder, adapter_name)
     config, tensors = to_lora(model, adapter_name)
     config.inference_mode = True
     config.save_pretrained(str(target))
     save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def lora_folder(folder: str | Path, adapter_name: str) -> Path:
+    """Return where `save_pretrained` writes an adapter of a model as plain LoRA."""
+    # PEFT writes the adapter named "default" into the folder itself, any other into a subfolder.
+    own_folder = Path(folder) if adapter_name == "default" else Path(folder) / adapter_name
+    return own_folder / "lora"
 
 
 def uniform_rank(layers: Iterable[LsrLayer], adapter: str) -> int:

@@ -1,4 +1,4 @@
-"""Exact exchange: LSR to LoRA and back, LoKr in, weighted sums, rescaling; no approximation anywhere."""
+"""Exact exchange: LSR to LoRA, rescaling; no approximation anywhere."""
 
 from __future__ import annotations
 
@@ -108,66 +108,6 @@ def test_peft_refuses_to_convert_dora_rather_than_drop_it():
     assert not model.supports_lora_conversion()
     with pytest.raises(TypeError, match="do not support LoRA conversion"):
         convert_to_lora(model, rank=2)
-
-
-SECOND = {
-    "other inner split": {"inner_shape": [3, 1], "separation_rank": [1, 4]},
-    "other layers": {"r": 4, "target_modules": ["value", "dense"]},
-    "other shape": {"shape_pattern": {"query": {"out": [24, 1], "inner": [2, 1], "into": [12, 2]}}},
-}
-
-
-@pytest.mark.parametrize("second", SECOND)
-def test_concatenation_is_exact(second):
-    first = LsrConfig(
-        target_modules=["query", "key"],
-        r=4,
-        separation_rank=[2, 3],
-        lsr_alpha=3,
-        init_weights=False,
-    )
-    settings = {
-        "target_modules": ["query", "key"],
-        "init_weights": False,
-        "use_rslora": True,
-        **SECOND[second],
-    }
-    model = randomised(get_peft_model(tiny_bert(), first, adapter_name="a"))
-    model.add_adapter("b", LsrConfig(**settings))
-    randomised(model, 1)
-    weights = (0.5, -2.0)
-    model.base_model.add_weighted_adapter(["a", "b"], list(weights), "sum", combination_type="cat")
-    for module in model.modules():
-        if getattr(module, "layout", None):
-            parts = [
-                w * module.delta_matrix(name)
-                for w, name in zip(weights, "ab", strict=True)
-                if name in module.layout
-            ]
-            assert_same(module.delta_matrix("sum"), torch.stack(parts).sum(0))
-    model.set_adapter("sum")
-    total = outputs(model)
-    model.delete_adapter("sum")
-    model.base_model.set_adapter(["a", "b"])
-    with rescale(model, 0.5, ["a"]), rescale(model, -2.0, ["b"]):
-        assert_same(outputs(model), total)
-
-
-def test_a_concatenated_adapter_saves_and_loads(tmp_path):
-
-    config = LsrConfig(target_modules=["query"], r=4, separation_rank=2, init_weights=False)
-    model = randomised(get_peft_model(tiny_bert(), config, adapter_name="a"))
-    model.add_adapter("b", config)
-    model.base_model.add_weighted_adapter(["a", "b"], [1.0, 1.0], "sum", "cat")
-    layer = next(module for module in model.modules() if getattr(module, "layout", None))
-    assert layer.layout["sum"].shape.inner == (4, 2)
-    assert layer.layout["sum"].separation_ranks == (4, 4)
-    model.set_adapter("sum")
-    expected = outputs(model)
-    model.save_pretrained(tmp_path)
-    torch.testing.assert_close(
-        outputs(PeftModel.from_pretrained(tiny_bert(), tmp_path / "sum").eval()), expected
-    )
 
 
 def test_rescale_is_linear_and_undone_even_by_an_error():

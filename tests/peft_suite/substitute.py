@@ -39,9 +39,10 @@ SCALED = {"lsr": ("lsr_alpha", 0.5, 64.0), "dlsr": ("alpha", 0.1, 4.0)}
 SCALED["krona"] = SCALED["dlsr"]
 # Settings that a kind may lack without changing what a test is about.
 OPTIONAL = {"r", "fan_in_fan_out", "lora_alpha", "lora_dropout"}
-# Tests of what LoRA and LSR have and the relatives have not: combinations, and a ΔW that a LoRA of
-# rank 8 nearly holds.
-NOT_FOR_RELATIVES = ("test_weighted_combination_of_adapters", "test_lora_conversion")
+# Tests of what LoRA alone has: weighted combinations, which ours refuse with the way to LoRA's.
+NOT_FOR_OURS = ("test_weighted_combination_of_adapters",)
+# Tests of what the relatives have not: a ΔW that a LoRA of rank 8 nearly holds.
+NOT_FOR_RELATIVES = ("test_lora_conversion",)
 # Tests that match an error by the name of LoRA's own class; ours is asked for in test_options.
 LORA_NAMED = ("test_mixed_adapter_batches", "test_generate_with_mixed_adapter_batches")
 # Files whose tests make their configs themselves, and the name in each that stands for ours. In the
@@ -96,8 +97,8 @@ def rewritten(row: Any) -> Any | None:
     words = [cell for cell in cells if isinstance(cell, str)]
     settings = {name: large if "EmbConv1D" in words else small}
     cells = [{**settings, **cell} if isinstance(cell, dict) else cell for cell in cells]
-    if KIND != "lsr":  # where a row says how it is tuned, the test goes on to add weighted adapters
-        cells = [KIND if cell == "lora" else cell for cell in cells]
+    # Where a row says that it is tuned by LoRA, the test goes on to combine adapters.
+    cells = [KIND if cell == "lora" else cell for cell in cells]
     return type(row)(cells) if isinstance(row, list | tuple) else cells[0]
 
 
@@ -193,11 +194,6 @@ if KIND != "lora":
 
 def replace(config: Any, **changes: Any) -> Any:
     """`dataclasses.replace`, where a setting that the kind does not have is left out."""
-    if KIND == "lsr" and changes == {"r": 20}:
-        changes["inner_shape"] = [
-            10,
-            2,
-        ]  # beside 8 = 4 x 2: concatenated without padding, the rank is the 28 asked for
     known = {field.name for field in dataclasses.fields(config)}
     return dataclasses.replace(
         config, **{name: value for name, value in changes.items() if name in known}
@@ -231,9 +227,11 @@ def written_out(item: pytest.Item) -> bool:
 
 def not_ours(item: pytest.Item) -> bool:
     name = getattr(item, "originalname", "")
-    return (KIND != "lsr" and name in NOT_FOR_RELATIVES) or (
-        name in LORA_NAMED and item.path.name == "test_target_parameters.py"
-    )
+    if name in NOT_FOR_OURS:
+        return True
+    if KIND != "lsr" and name in NOT_FOR_RELATIVES:
+        return True
+    return name in LORA_NAMED and item.path.name == "test_target_parameters.py"
 
 
 def concerns_us(value: Any) -> bool:
