@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from benchmarks.lab.fit import make_layers
+from benchmarks.lab.structures.fit import make_layers
 from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics

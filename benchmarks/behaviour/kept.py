@@ -39,8 +39,8 @@ import numpy as np
 import torch
 
 from benchmarks import RESULTS
-from benchmarks.lab.recover_jobs import Job
-from benchmarks.lab.recover_plan import recover_plan
+from benchmarks.lab.recover.jobs import Job
+from benchmarks.lab.recover.plan import recover_plan
 from benchmarks.lab.runs import Failure, do_runs, outcome
 from benchmarks.lab.suite import read_suite
 from lsrdecomp.calibration.base_model import Base, Text, load_base, task_texts

@@ -36,7 +36,7 @@ from benchmarks.behaviour.norms_model import (
     held_out_logits,
     prepare,
 )
-from benchmarks.lab.fit import lsr_candidates
+from benchmarks.lab.structures.fit import lsr_candidates
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.fisher import Head

@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks import RESULTS
 from benchmarks.compression.arms import Outcome, arms
 from benchmarks.compression.frobenius import usable
-from benchmarks.lab.fit import Fit
+from benchmarks.lab.structures.fit import Fit
 from lsrdecomp.compression.candidates import Candidate, Drop, Lsr
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.search import fit_budget, search_layers

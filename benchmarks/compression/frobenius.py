@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lab.direct import direct_sums_of
-from benchmarks.lab.fit import lsr_candidates, solve_together
+from benchmarks.lab.structures.direct import direct_sums_of
+from benchmarks.lab.structures.fit import lsr_candidates, solve_together
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.compression.candidates import (
     Candidate,

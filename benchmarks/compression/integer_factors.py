@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS
-from benchmarks.lab.fit import FittedLayer, fit_layers, make_layers
+from benchmarks.lab.structures.fit import FittedLayer, fit_layers, make_layers
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.candidates import LowRank

@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks import RESULTS
-from benchmarks.lab.fit import fit_layers, make_layers
+from benchmarks.lab.structures.fit import fit_layers, make_layers
 from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.compression.layers import layer_pair

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import RESULTS
-from benchmarks.lab.fit import Fit
+from benchmarks.lab.structures.fit import Fit
 from lsrdecomp.checkpoints import open_checkpoint, read_statistics, write_lora
 from lsrdecomp.checkpoints.statistics import METADATA
 from lsrdecomp.compression.layers import Layer, open_layers

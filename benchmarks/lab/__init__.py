@@ -6,4 +6,4 @@ recover …`` run suites.
 
 from lsrdecomp.training.methods import METHODS, Method
 
-METHODS["kadaptation"] = Method("benchmarks.lab.kadaptation:KAdaptationConfig")
+METHODS["kadaptation"] = Method("benchmarks.lab.compare.kadaptation:KAdaptationConfig")

@@ -12,12 +12,13 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.lab import compare_table, recover_table
-from benchmarks.lab.compare import Results, read_results
-from benchmarks.lab.compare import compare as run_suite
+from benchmarks.lab.compare import table as compare_table
+from benchmarks.lab.compare.comparison import Results, read_results
+from benchmarks.lab.compare.comparison import compare as run_suite
 from benchmarks.lab.pictures import Point, plot_quality, plot_stages
-from benchmarks.lab.recover import recover as recover_suite
-from benchmarks.lab.recover_table import Recovery, read_recovery
+from benchmarks.lab.recover import table as recover_table
+from benchmarks.lab.recover.recovery import recover as recover_suite
+from benchmarks.lab.recover.table import Recovery, read_recovery
 from benchmarks.lab.runs import Failure, Outcome, Run
 from benchmarks.lab.suite import Suite, read_suite
 from lsrdecomp import plots

@@ -81,7 +81,7 @@ class Suite(Settings):
         "Settings of a method, in a table under a label; against is the label it is judged by.",
     ] = field(default_factory=dict)
     recover: Annotated[
-        Mapping[str, Any], "The table of `benchmarks.lab.recover_plan.RecoverPlan`."
+        Mapping[str, Any], "The table of `benchmarks.lab.recover.plan.RecoverPlan`."
     ] = field(default_factory=dict)
 
     def check_together(self) -> None:

@@ -3,7 +3,8 @@
 import runpy
 from pathlib import Path
 
-NAMES = runpy.run_path(str(Path(__file__).resolve().parents[2] / "benchmarks" / "lab" / "names.py"))
+READING = Path(__file__).resolve().parents[2] / "benchmarks" / "lab" / "reading"
+NAMES = runpy.run_path(str(READING / "names.py"))
 
 SOURCE = """
 from somewhere import kept

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.lab import recover_picture
+from benchmarks.lab.recover import picture as recover_picture
 from benchmarks.language import from_lora_picture, picture, rivals_picture
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

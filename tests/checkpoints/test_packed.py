@@ -202,8 +202,8 @@ def test_little_is_needed_to_open_a_directory_beside_its_numbers(layers, tmp_pat
 
 def test_an_index_cut_or_changed_anywhere_is_refused_or_read(layers):
     text, _ = packed({f"h.{i}.{name}": code for i in (0, 7, 1203) for name, code in layers.items()})
-    squeezed = base64.b85decode(text.removeprefix("3:"))
-    content = zlib.decompress(squeezed, -zlib.MAX_WBITS)
+    compressed = base64.b85decode(text.removeprefix("3:"))
+    content = zlib.decompress(compressed, -zlib.MAX_WBITS)
     refused = 0
     for position in range(len(content)):
         for changed in (content[:position], content[:position] + b"\xff" + content[position + 1 :]):
@@ -241,8 +241,8 @@ def test_opening_unpacks_no_code(layers):
     """An index of huge layers is refused, or costs nothing until a layer is asked for."""
 
     def index_of(*entry):
-        squeezed = zlib.compress(json.dumps([["q", *entry]]).encode())
-        return np.frombuffer(len(squeezed).to_bytes(4, "little") + squeezed, np.uint8)
+        compressed = zlib.compress(json.dumps([["q", *entry]]).encode())
+        return np.frombuffer(len(compressed).to_bytes(4, "little") + compressed, np.uint8)
 
     with pytest.raises(CheckpointError, match="a layer of 1125899906842624 numbers"):
         read_packed(index_of("components", [2**49, 2**49], [], 0))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from oracles import weight_of, weighted_truncation
 
-from benchmarks.lab.fit import Fit, fit_layers, lsr_candidates
+from benchmarks.lab.structures.fit import Fit, fit_layers, lsr_candidates
 from lsrdecomp.compression.candidates import drop, keep, low_rank_candidates, materialize, priced_as
 from lsrdecomp.compression.layers import Layer, SpillCache
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Search

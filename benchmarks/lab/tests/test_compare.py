@@ -13,9 +13,9 @@ pytest.importorskip("peft")
 
 from typer.testing import CliRunner
 
-from benchmarks.lab import compare_table
 from benchmarks.lab.app import app
-from benchmarks.lab.compare import compare, read_results
+from benchmarks.lab.compare import table as compare_table
+from benchmarks.lab.compare.comparison import compare, read_results
 from benchmarks.lab.suite import SuiteError, read_suite
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.training.record import FinetuneRecord, Scores

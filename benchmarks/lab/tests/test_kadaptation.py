@@ -7,7 +7,7 @@ import torch
 from adapters_support import kron_sum, tiny_bert
 from peft import PeftModel, get_peft_model
 
-from benchmarks.lab.kadaptation import KAdaptationConfig
+from benchmarks.lab.compare.kadaptation import KAdaptationConfig
 from lsrdecomp.training.methods import METHODS, adapter_config
 
 EVEN_KINDS = [

@@ -20,12 +20,12 @@ from transformers import AutoModelForSequenceClassification  # noqa: E402
 from typer.main import get_command  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from benchmarks.lab import recover_table  # noqa: E402
 from benchmarks.lab.app import app, open_suite  # noqa: E402
-from benchmarks.lab.compress_lora import compress_lora, direct_sums, shape_settings  # noqa: E402
-from benchmarks.lab.recover import chosen_rate, recover  # noqa: E402
-from benchmarks.lab.recover_jobs import jobs  # noqa: E402
-from benchmarks.lab.recover_plan import STRUCTURES, lora_settings, recover_plan  # noqa: E402
+from benchmarks.lab.recover import table as recover_table  # noqa: E402
+from benchmarks.lab.recover.compress_lora import compress_lora, direct_sums, shape_settings  # noqa: E402
+from benchmarks.lab.recover.jobs import jobs  # noqa: E402
+from benchmarks.lab.recover.plan import STRUCTURES, lora_settings, recover_plan  # noqa: E402
+from benchmarks.lab.recover.recovery import chosen_rate, recover  # noqa: E402
 from benchmarks.lab.suite import SuiteError, read_suite  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
@@ -116,7 +116,7 @@ def test_rates_are_chosen_with_the_first_seed_at_one_budget(done):
 def test_further_budgets_are_judged_and_not_trained_on(done):
     for seed in (0, 1):
         point = done[2] / "embedded" / f"seed-{seed}" / "lsr-128"
-        assert json.loads((point / "squeezed.json").read_text())["scores"]["loss"] > 0
+        assert json.loads((point / "judged.json").read_text())["scores"]["loss"] > 0
         assert not (point / "recovered").exists()
         assert not (point / "scratch").exists()
     found = recover_table.read_recovery(done[1], done[2])
@@ -200,7 +200,7 @@ def test_a_finished_experiment_trains_and_compresses_nothing(done, monkeypatch):
 
     # Modules by their names: a room shows functions that are called as their modules are.
     ours = ("compress_lora", "evaluate", "calibrate", "distil")
-    places = {"lsrdecomp.training.finetune": ("finetune",), "benchmarks.lab.recover": ours}
+    places = {"lsrdecomp.training.finetune": ("finetune",), "benchmarks.lab.recover.recovery": ours}
     for place, names in places.items():
         for name in names:
             monkeypatch.setattr(import_module(place), name, refuse)
@@ -208,7 +208,7 @@ def test_a_finished_experiment_trains_and_compresses_nothing(done, monkeypatch):
 
 
 def test_a_lora_that_gains_too_little_is_not_compressed(done, monkeypatch):
-    monkeypatch.setattr(import_module("benchmarks.lab.recover"), "compress_lora", None)
+    monkeypatch.setattr(import_module("benchmarks.lab.recover.recovery"), "compress_lora", None)
     file, _, out = done
     text = file.read_text().replace("samples = 64", "samples = 64\nleast_gain = 50.0")
     other = file.with_name("other.toml")
@@ -222,11 +222,11 @@ def test_a_lora_that_gains_too_little_is_not_compressed(done, monkeypatch):
 
 def test_a_kill_between_writing_and_recording_is_mended(done, first, monkeypatch):
     point = first.place.point("direct", 64)
-    before = (point / "squeezed.json").read_text()
-    for name in ("squeezed.json", "compressed.json"):
+    before = (point / "judged.json").read_text()
+    for name in ("judged.json", "compressed.json"):
         (point / name).unlink()
     recover(done[1], done[2], search=SMALL)
-    again = json.loads((point / "squeezed.json").read_text())
+    again = json.loads((point / "judged.json").read_text())
     assert again | {"cpu_seconds": 0} == json.loads(before) | {"cpu_seconds": 0}
 
 
@@ -366,7 +366,7 @@ def test_a_plan_that_cannot_be_is_refused(old, new, message, tmp_path):
 
 
 def test_experiments_that_ship_can_be_read():
-    from benchmarks.lab.compare import check_options
+    from benchmarks.lab.compare.comparison import check_options
 
     folder = Path(__file__).resolve().parents[2] / "experiments"
     files = [

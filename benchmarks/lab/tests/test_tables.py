@@ -3,11 +3,12 @@
 import pytest
 from test_every_table import ALL, WIDTHS, check, printed
 
-from benchmarks.lab import compare_table, recover_table
 from benchmarks.lab.app import text_table
-from benchmarks.lab.compare_table import Difference, Spread
-from benchmarks.lab.recover_plan import RecoverPlan
-from benchmarks.lab.recover_table import Gain, Judged, Recovery
+from benchmarks.lab.compare import table as compare_table
+from benchmarks.lab.compare.table import Difference, Spread
+from benchmarks.lab.recover import table as recover_table
+from benchmarks.lab.recover.plan import RecoverPlan
+from benchmarks.lab.recover.table import Gain, Judged, Recovery
 from benchmarks.lab.suite import Suite
 
 

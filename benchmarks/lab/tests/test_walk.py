@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.lab.walk import ROOT, compress_demo, main, summary, walk
+from benchmarks.lab.reading.walk import ROOT, compress_demo, main, summary, walk
 
 
 def load(path, monkeypatch):
@@ -58,12 +58,12 @@ def demo():
 
 def test_the_walk_from_an_adapter_to_its_file_is_short(demo):
     assert "fidelity/compress.py" in {each.file for each in demo}
-    assert summary(demo)["files"] <= 40
+    assert summary(demo)["files"] <= 45
     assert summary(demo)["returns"] <= 9
 
 
 def test_the_table_and_the_json_tell_the_same(tmp_path, capsys, monkeypatch, demo):
-    monkeypatch.setattr("benchmarks.lab.walk.walk", lambda *_: demo)
+    monkeypatch.setattr("benchmarks.lab.reading.walk.walk", lambda *_: demo)
     main(["--each", "--json", str(tmp_path / "walk.json")])
     written = json.loads((tmp_path / "walk.json").read_text())
     assert {name: written[name] for name in ("files", "functions", "returns")} == summary(demo)

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.lab.compress_lora import CompressedPoint, compress_lora
-from benchmarks.lab.recover_jobs import WHOLE, Job, jobs
-from benchmarks.lab.recover_plan import (
+from benchmarks.lab.recover.compress_lora import CompressedPoint, compress_lora
+from benchmarks.lab.recover.jobs import WHOLE, Job, jobs
+from benchmarks.lab.recover.plan import (
     STRUCTURES,
     recover_plan,
 )
@@ -38,7 +38,7 @@ from lsrdecomp.training.finetune import evaluate
 from lsrdecomp.training.record import ADAPTER, FinetuneRecord
 from lsrdecomp.training.settings import FinetuneSettings
 
-COMPRESSED, JUDGED, DISTILLED = "compressed.json", "squeezed.json", "distilled.json"
+COMPRESSED, JUDGED, DISTILLED = "compressed.json", "judged.json", "distilled.json"
 
 
 def recover(
@@ -50,7 +50,7 @@ def recover(
     on_run: Callable[[Run, Outcome], object] | None = None,
     on_step: OnStep | None = None,
 ) -> None:
-    """Do all of it; after a kill, the same call goes on where it was. `benchmarks.lab.recover_table` reads it.
+    """Do all of it; after a kill, the same call goes on where it was. `benchmarks.lab.recover.table` reads it.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """How often a name says nothing of what it holds: words of no content among 1,000 names that the package binds.
 
-``python benchmarks/lab/names.py [--each] [PATH …]`` prints a line for each room, ``--each`` the
+``python benchmarks/lab/reading/names.py [--each] [PATH …]`` prints a line for each room, ``--each`` the
 lines where they stand.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 EMPTY = frozenset({"found", "place", "told", "held", "given", "kept", "asked", "one", "known"})
 """Names that say how a value was come by, and not what it is."""
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def bindings(source: str) -> Iterator[tuple[int, str]]:

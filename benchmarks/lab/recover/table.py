@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.lab.compare_table import Spread, Table
-from benchmarks.lab.recover import DISTILLED, chosen_rate, read_outcomes, read_point
-from benchmarks.lab.recover_jobs import WHOLE, Job, jobs
-from benchmarks.lab.recover_plan import STRUCTURES, recover_plan
+from benchmarks.lab.compare.table import Spread, Table
+from benchmarks.lab.recover.jobs import WHOLE, Job, jobs
+from benchmarks.lab.recover.plan import STRUCTURES, recover_plan
+from benchmarks.lab.recover.recovery import DISTILLED, chosen_rate, read_outcomes, read_point
 from benchmarks.lab.runs import outcome
 from benchmarks.lab.suite import Suite
 from lsrdecomp.training.record import FinetuneRecord, Scores

@@ -1,6 +1,6 @@
 """How far one walks to read a compression: the files and functions from an adapter to its file, as they are entered.
 
-``python benchmarks/lab/walk.py [--each] [--json FILE]`` compresses the adapter of ``lsrdecomp
+``python benchmarks/lab/reading/walk.py [--each] [--json FILE]`` compresses the adapter of ``lsrdecomp
 demo`` 48 times, saves it, and prints a line for each file in the order of the walk; ``--each`` the
 functions too.
 
@@ -25,7 +25,7 @@ from typing import Any
 
 from lsrdecomp import compress
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass

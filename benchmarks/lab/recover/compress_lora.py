@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.lab.direct import DirectSum, direct_sums_of
-from benchmarks.lab.fit import make_layers
-from benchmarks.lab.recover_plan import Structure
+from benchmarks.lab.recover.plan import Structure
+from benchmarks.lab.structures.direct import DirectSum, direct_sums_of
+from benchmarks.lab.structures.fit import make_layers
 from lsrdecomp import compress
 from lsrdecomp.adapters import DirectConfig
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint

@@ -1,6 +1,6 @@
 """The pictures of docs/fine-tuning-measured.md: shares of a LoRA's gain by structure, size and stage, one file a task.
 
-python -m benchmarks.lab.recover_picture benchmarks/results/recover-minilm.json docs/images
+``python -m benchmarks.lab.recover.picture benchmarks/results/recover-minilm.json docs/images``
 """
 
 from __future__ import annotations
@@ -13,18 +13,14 @@ from pathlib import Path
 from benchmarks.lab.pictures import Point, plot_stages
 from lsrdecomp import plots
 
-STAGES = ("compressed", "recovered", "scratch")
-
 
 def main(source: Path, folder: Path) -> None:
     results = json.loads(source.read_text(encoding="utf-8"))
-    titles = dict(
-        zip(
-            STAGES,
-            ("as compressed", f"after {results['recover']['steps']} steps", "from scratch"),
-            strict=True,
-        )
-    )
+    titles = {
+        "compressed": "as compressed",
+        "recovered": f"after {results['recover']['steps']} steps",
+        "scratch": "from scratch",
+    }
     for task in dict.fromkeys(line["task"] for line in results["lines"]):
         paths: dict[str, dict[str, list[Point]]] = {}
         for line in results["lines"]:

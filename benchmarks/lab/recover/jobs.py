@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.lab.compress_lora import shape_settings
-from benchmarks.lab.recover_plan import (
+from benchmarks.lab.recover.compress_lora import shape_settings
+from benchmarks.lab.recover.plan import (
     STRUCTURES,
     RecoverPlan,
     further_settings,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median, stdev
 from typing import Any
 
-from benchmarks.lab.compare import Cell, Results
+from benchmarks.lab.compare.comparison import Cell, Results
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # a head and rows of text
 

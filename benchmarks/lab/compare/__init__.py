@@ -1,0 +1,1 @@
+"""Which method learns a task best at which size?"""
