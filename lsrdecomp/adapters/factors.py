@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from lsrdecomp.kronecker.shape import KroneckerShape
 
 _formed: ContextVar[dict[KroneckerFactors, Tensor] | None] = ContextVar("formed", default=None)
-_latest: WeakKeyDictionary[KroneckerFactors, tuple[list[Tensor], Tensor]] = WeakKeyDictionary()
-"""Matrices formed without a graph on a CPU, and copies of the factors they were formed of."""
+"""Matrices formed so far within the outermost `formed_once`; None outside."""
 
 
 @contextmanager
@@ -37,14 +36,30 @@ def formed_once() -> Iterator[None]:
     ...     for _ in range(100):
     ...         token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
     """
-    if is_traced():
+    # A pass of a PEFT model opens one of its own, within that of a decoding loop.
+    if is_traced() or _formed.get() is not None:
         yield
         return
-    outer = _formed.set({})
+    token = _formed.set({})
     try:
         yield
     finally:
-        _formed.reset(outer)
+        _formed.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class FormedSum:
+    """A sum of Kronecker products, formed, and copies of the factors that it was formed of."""
+
+    factors: list[Tensor]
+    matrix: Tensor
+
+    def is_of(self, factors: list[Tensor]) -> bool:
+        """Return whether factors hold the numbers, and have the dtypes, that the sum was formed of."""
+        return all(
+            copy.dtype == factor.dtype and torch.equal(copy, factor)
+            for copy, factor in zip(self.factors, factors, strict=True)
+        )
 
 
 class KroneckerFactors(nn.Module):
@@ -59,36 +74,42 @@ class KroneckerFactors(nn.Module):
         self.shape = shape
         self.separation_rank = separation_rank
         self.names = tuple(f"factor_{index}" for index in range(1, shape.order + 1))
+        self._last_formed: FormedSum | None = None
         for name, (rows, columns) in zip(self.names, shape.factors, strict=True):
             self.register_parameter(name, nn.Parameter(torch.empty(separation_rank, rows, columns)))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied and pickled: the parameters, not the matrix formed of them."""
+        return self.__dict__ | {"_last_formed": None}
+
     @property
     def factors(self) -> list[Tensor]:
+        """The parameters, in the order of the Kronecker product."""
         return [getattr(self, name) for name in self.names]
 
     def matrix(self) -> Tensor:
-        """The formed sum, in the factors' own precision even under autocast."""
+        """Return the formed sum, in the factors' own precision even under autocast."""
         factors = self.factors
         if torch.is_grad_enabled() or is_traced():
             return expand(factors)
         formed = _formed.get()
-        if formed is not None:
-            if self not in formed:
-                formed[self] = expand(factors)
-            return formed[self]
-        # A subclass of tensors may be sharded, or hold no numbers at all.
-        if any(
-            type(factor) is not nn.Parameter or factor.device.type != "cpu" for factor in factors
-        ):
-            return expand(factors)
-        copies, matrix = _latest.get(self, ([], None))
-        pairs = zip(copies, factors, strict=False)
-        if matrix is None or not all(
-            copy.dtype == now.dtype and torch.equal(copy, now) for copy, now in pairs
-        ):
-            matrix = expand(factors)
-            _latest[self] = [factor.clone() for factor in factors], matrix
-        return matrix
+        if formed is None:
+            return self._matrix_without_graph(factors)
+        if self not in formed:
+            formed[self] = self._matrix_without_graph(factors)
+        return formed[self]
+
+    def _matrix_without_graph(self, factors: list[Tensor]) -> Tensor:
+        """Return the formed sum: on a CPU the last one, where no number of the factors changed."""
+        for factor in factors:
+            # A subclass of tensors may be sharded, or hold no numbers at all.
+            if type(factor) is not nn.Parameter or factor.device.type != "cpu":
+                return expand(factors)
+        last = self._last_formed
+        if last is None or not last.is_of(factors):
+            last = FormedSum([factor.clone() for factor in factors], expand(factors))
+            self._last_formed = last
+        return last.matrix
 
     @torch.no_grad()
     def initialize(self, std: float, zero: int | None = None) -> None:

@@ -132,6 +132,57 @@ def test_an_answer_is_generated_from_pairs_formed_once(monkeypatch):
     assert (second.logits[0] - first.logits[0]).abs().max() > 1e-6
 
 
+def count_formed(monkeypatch) -> list[object]:
+    """A list that grows by one whenever a sum of Kronecker products is formed."""
+    calls = []
+    monkeypatch.setattr(factors, "expand", lambda sums: calls.append(sums) or expand(sums))
+    return calls
+
+
+@torch.no_grad()
+def test_on_a_cpu_passes_of_a_peft_model_form_pairs_again_only_when_numbers_changed(monkeypatch):
+    model = adapted().eval()
+    calls = count_formed(monkeypatch)
+    first = model(**token_batch()).logits
+    formed = len(calls)
+    assert torch.equal(model(**token_batch()).logits, first)
+    assert (formed > 0, len(calls)) == (True, formed)
+    next(p for n, p in model.named_parameters() if "lsr_B" in n).data.add_(
+        1.0
+    )  # PyTorch counts no change
+    assert not torch.equal(model(**token_batch()).logits, first)
+    assert len(calls) == formed + 1
+
+
+@torch.no_grad()
+def test_a_decoding_loop_within_formed_once_forms_each_pair_once(monkeypatch):
+    """As on a GPU, where no pass may wait for a comparison: there nothing but `formed_once` remembers."""
+    monkeypatch.setattr(factors.FormedSum, "is_of", lambda *_: False)
+    model = adapted().eval()
+    calls = count_formed(monkeypatch)
+    with factors.formed_once():
+        model(**token_batch())
+        formed = len(calls)
+        model(**token_batch())
+    assert (formed > 0, len(calls)) == (True, formed)
+    model(**token_batch())
+    assert len(calls) == 2 * formed
+
+
+@torch.no_grad()
+def test_a_copied_or_pickled_layer_holds_no_formed_matrix():
+    sums = next(
+        module for module in adapted().modules() if isinstance(module, factors.KroneckerFactors)
+    )
+    size = len(pickle.dumps(sums))
+    matrix = sums.matrix()
+    assert len(pickle.dumps(sums)) == size
+    for copied in (copy.deepcopy(sums), pickle.loads(pickle.dumps(sums))):
+        assert copied._last_formed is None
+        assert torch.equal(copied.matrix(), matrix)
+    assert sums.matrix() is matrix
+
+
 def test_what_is_formed_without_a_graph_is_not_used_where_gradients_are_wanted():
     sums = next(
         module for module in adapted().modules() if isinstance(module, factors.KroneckerFactors)
@@ -181,17 +232,6 @@ def test_a_matrix_formed_earlier_is_used_while_the_factors_hold_the_same_numbers
     torch.testing.assert_close(after, expand(sums.factors), rtol=0, atol=0, equal_nan=True)
     assert after.dtype == sums.factor_1.dtype
     torch.testing.assert_close(twin.matrix(), before, rtol=0, atol=0)
-
-
-@torch.no_grad()
-def test_matrices_formed_earlier_are_no_part_of_the_module():
-    sums = next(
-        module for module in adapted().modules() if isinstance(module, factors.KroneckerFactors)
-    )
-    size = len(pickle.dumps(sums))
-    sums.matrix()
-    assert sums in factors._latest
-    assert len(pickle.dumps(sums)) == size
 
 
 @torch.no_grad()
