@@ -8,6 +8,7 @@ from functools import cache, reduce
 import numpy as np
 
 from lsrdecomp.kronecker.rearrange import inverse_rearrange, rearrange
+from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 
 
@@ -65,6 +66,16 @@ def sine_of_a_sum(d: int, n: int = 2) -> tuple[np.ndarray, KroneckerShape]:
 
 def one_dimensional_laplacian(n: int) -> np.ndarray:
     return 2.0 * np.eye(n) - np.eye(n, k=1) - np.eye(n, k=-1)
+
+
+def kronecker_sum(d: int, n: int = 4) -> SeparatedMatrix:
+    """L ⊗ I ⊗ I + I ⊗ L ⊗ I + …: d terms exactly, two to any accuracy [Beylkin and Mohlenkamp 2005]."""
+    laplacian, identity = one_dimensional_laplacian(n), np.eye(n)
+    stacks = [
+        np.stack([laplacian if term == factor else identity for term in range(d)])
+        for factor in range(d)
+    ]
+    return SeparatedMatrix.from_factors(stacks)
 
 
 def inverse_laplacian_tensor(n: int, d: int) -> np.ndarray:

@@ -2,13 +2,16 @@
 
 import numpy as np
 import pytest
+from problems import kronecker_sum
 
 from lsrdecomp.decompose import decompose
 from lsrdecomp.errors import BudgetError, ConvergenceError
+from lsrdecomp.formats import smallest
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import ErrorBudget
 from lsrdecomp.solvers.base import ErrorKind, Status
+from lsrdecomp.targets import Dense
 
 TWO = KroneckerShape(((8, 8), (8, 8)))
 THREE = KroneckerShape(((4, 4), (4, 4), (4, 4)))
@@ -62,3 +65,25 @@ def test_a_budget_for_the_zero_matrix_stores_nothing():
     result = decompose(np.zeros((64, 64)), TWO, budget=ErrorBudget(rtol=1e-2))
     assert result.stored.separation_rank == 0
     assert np.linalg.norm(rearrange(result.approximation.to_matrix(), TWO)) == 0.0
+
+
+def test_a_budget_is_kept_and_costs_no_more_than_the_exact_terms_in_single_precision():
+    """Their entries are small integers, exact in few bits, which no solver can know; how near it comes is luck."""
+    order, rtol = 3, 1e-5
+    exact = kronecker_sum(order)
+    matrix = exact.to_matrix()
+    ours = decompose(matrix, exact.kronecker_shape, budget=ErrorBudget(rtol=rtol)).stored
+    assert np.linalg.norm(matrix - ours.approximation.to_matrix()) <= rtol * np.linalg.norm(matrix)
+    assert ours.bytes <= 4 * exact.parameters + 4 * order
+    stored_alone = smallest(Dense(matrix), exact, atol=rtol * np.linalg.norm(matrix))
+    # Given the sum itself, its own terms compete.
+    known = decompose(exact, exact.kronecker_shape, budget=ErrorBudget(rtol=rtol))
+    assert known.stored.bytes <= stored_alone.bytes
+
+
+def test_one_number_format_for_a_whole_budget(kernel):
+    for storage in ("float16", "int8", "fp32"):
+        stored = decompose(kernel, TWO, budget=ErrorBudget(rtol=0.1, storage=storage)).stored
+        formats = {name for term in stored.formats for name in term}
+        assert formats == {storage.replace("fp", "float")}
+    assert ErrorBudget(rtol=0.1, storage="int8").unit_roundoff == pytest.approx(1 / 254)

@@ -78,3 +78,10 @@ def test_norms_of_every_type_are_taken_in_double_precision(dtype):
         wide = matrix.astype(np.clongdouble)
         exact = np.sqrt(np.sum(wide.real**2 + wide.imag**2))
         assert abs(norm(matrix) / exact - 1.0) <= 64 * 2.0**-53
+
+
+def test_overflow_is_not_told_to_use_the_type_it_overflowed_in():
+    with pytest.raises(PrecisionError, match="store it as float64$"):
+        round_to(np.array([1e39]), "bfloat16")
+    with pytest.raises(PrecisionError, match="store it as float64 or float32 or bfloat16"):
+        round_to(np.array([1e30]), "float16")

@@ -174,3 +174,19 @@ def test_a_product_of_unequal_inner_splits_is_refused(rng):
     )
     with pytest.raises(ShapeError, match="inner splits differ"):
         SeparatedProduct(left, right)
+
+
+def test_norms_of_factors_multiply_without_over_or_underflow():
+    def single(value: float) -> np.ndarray:
+        return np.full((1, 1, 1), value)
+
+    values = (1e-200, 1e-200, 1e300)
+    for order in ((0, 1, 2), (2, 1, 0), (0, 2, 1)):
+        found = SeparatedMatrix.from_factors([single(values[i]) for i in order])
+        assert found.weights[0] == pytest.approx(1e-100, rel=1e-14)
+    weighted = SeparatedMatrix.from_factors([single(1e200), single(-1e200)], np.array([1e-300]))
+    assert weighted.to_matrix()[0, 0] == pytest.approx(-1e100, rel=1e-14)
+    with pytest.raises(PrecisionError, match="product of the norms"):
+        SeparatedMatrix.from_factors([single(1e200), single(1e200)])
+    narrow = [single(v).astype(np.float32) for v in (1e-30, 1e-30, 1e38)]
+    assert SeparatedMatrix.from_factors(narrow).weights[0] == pytest.approx(1e-22, rel=1e-5)
