@@ -47,7 +47,7 @@ from lsrdecomp.calibration.base_model import Base, Text, load_base, task_texts
 from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import read_examples
-from lsrdecomp.calibration.divergence import Reference, ratio_error, without_delta
+from lsrdecomp.calibration.divergence import Reference, ratio_standard_error, without_delta
 from lsrdecomp.checkpoints import Journal, open_checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
@@ -394,7 +394,7 @@ def drawn(
             ratio = max((r for r in losses if share(r, choosers) >= keep), default=min(losses))
             promised, fresh = share(ratio, promising_texts), share(ratio, fresh_texts)
             error, fresh_error = (
-                ratio_error(losses[ratio][some], effects[some]) or 0.0
+                ratio_standard_error(losses[ratio][some], effects[some]) or 0.0
                 for some in (promising_texts, fresh_texts)
             )
             holds = abs(fresh - promised) <= 2.0 * math.hypot(error, fresh_error)

@@ -33,7 +33,7 @@ from benchmarks import RESULTS
 from benchmarks.language.judge import Judge
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.dataset import read_examples
-from lsrdecomp.calibration.distil import Lessons, distil_factors
+from lsrdecomp.calibration.distil import DistillationData, distil_factors
 from lsrdecomp.calibration.features import Lesson, lesson
 from lsrdecomp.calibration.fisher import Batch
 from lsrdecomp.checkpoints import Journal, open_checkpoint
@@ -50,8 +50,8 @@ longest answer."""
 
 
 @dataclass(frozen=True)
-class OwnContinuations(Lessons):
-    """Lessons of which a share holds what the student says, with the source's answers to that."""
+class OwnContinuations(DistillationData):
+    """DistillationData of which a share holds what the student says, with the source's answers to that."""
 
     student: Base = field(kw_only=True)
     share: float = field(kw_only=True)
@@ -73,7 +73,7 @@ def continued(student: Base, batch: Batch) -> Batch:
     """The prompts of a batch with what the student says to them, which are its answers."""
     tokenizer, model = student.tokenizer, student.model
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
-    rows = zip(batch["input_ids"], batch["answer_mask"], strict=True)
+    rows = zip(batch["input_ids"], batch["loss_mask"], strict=True)
     prompts = [ids[: int(mask.argmax())].tolist() for ids, mask in rows]
     width = max(map(len, prompts))
     read = {
@@ -82,7 +82,7 @@ def continued(student: Base, batch: Batch) -> Batch:
             [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         ),
     }
-    new_tokens = int(batch["answer_mask"].sum(1).max()) + MORE
+    new_tokens = int(batch["loss_mask"].sum(1).max()) + MORE
     written = model.generate(  # type: ignore[operator]
         **read, max_new_tokens=new_tokens, do_sample=False, pad_token_id=pad, eos_token_id=end
     )
@@ -96,7 +96,7 @@ def continued(student: Base, batch: Batch) -> Batch:
     return {
         "input_ids": padded((prompt + words for prompt, words in both), pad),
         "attention_mask": padded([1] * len(prompt + words) for prompt, words in both),
-        "answer_mask": padded([0] * len(prompt) + [1] * len(words) for prompt, words in both),
+        "loss_mask": padded([0] * len(prompt) + [1] * len(words) for prompt, words in both),
     }
 
 

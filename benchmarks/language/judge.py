@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lsrdecomp.calibration.answers import ask, keep_answers
+from lsrdecomp.calibration.answers import ask, forward_repeatable
 from lsrdecomp.calibration.base_model import Base, load_base
 from lsrdecomp.calibration.dataset import (
     PromptExample,
@@ -64,8 +64,8 @@ class Judge:
         self.mixed = mixed
         with self._products(source):
             for batch in token_batches([rows[i] for i in order], size=BATCH, seed=None, pad=pad):
-                answers, recall = keep_answers(source, batch)
-                counted = batch["answer_mask"][:, 1:].bool()
+                answers, recall = forward_repeatable(source, batch)
+                counted = batch["loss_mask"][:, 1:].bool()
                 wanted = batch["input_ids"][:, 1:][counted]
                 self.parts.append(_Part(batch, wanted, recall, answers.counts.tolist()))
                 with torch.no_grad(), without_delta(source.model):

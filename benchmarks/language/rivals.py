@@ -65,12 +65,12 @@ from torch import Tensor, nn
 
 from benchmarks import RESULTS
 from lsrdecomp import compress
-from lsrdecomp.calibration.answers import ask, keep_answers
+from lsrdecomp.calibration.answers import ask, forward_repeatable
 from lsrdecomp.calibration.base_model import Base, load_base, prompt_batches
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import PromptExample, read_examples
-from lsrdecomp.calibration.distil import soft_divergence
-from lsrdecomp.calibration.divergence import Reference, ratio_error, without_delta
+from lsrdecomp.calibration.distil import kl_loss
+from lsrdecomp.calibration.divergence import Reference, ratio_standard_error, without_delta
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
@@ -225,7 +225,7 @@ def subject(arguments: argparse.Namespace) -> Subject:
     reference = Reference(source, prompt_batches(source, held, size=8, seed=0))
     lessons = []
     for batch in prompt_batches(source, texts, size=BATCH, seed=0):
-        answers, recall = keep_answers(source, batch)
+        answers, recall = forward_repeatable(source, batch)
         lessons.append((batch, recall, int(answers.counts.sum())))
     plain = copy.copy(source.model).unload()
     plain.requires_grad_(False)
@@ -517,7 +517,7 @@ def learn(subject: Subject, rival: Rival, seed: int, steps: int, rate: float) ->
         for group in optimizer.param_groups:
             group["lr"] = rate * group["scale"] * min(1.0, (step + 1) / WARM) * (1.0 - step / steps)
         batch, recall, answers = subject.lessons[order[step % len(order)]]
-        loss = soft_divergence(recall(), ask(student, batch).logits, student.head) / answers
+        loss = kl_loss(recall(), ask(student, batch).logits, student.head) / answers
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -532,7 +532,7 @@ def judged(reference: Reference, written: Base) -> dict[str, Any]:
     lost, agreeing = reference.losses(written)
     return {
         "kept": 1.0 - float(lost.sum() / reference.effects.sum()),
-        "error": ratio_error(lost, reference.effects),
+        "error": ratio_standard_error(lost, reference.effects),
         "agreement": float(agreeing.sum() / reference.counts.sum()),
         "lost": [round(each, 3) for each in lost.tolist()],
     }

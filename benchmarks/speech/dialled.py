@@ -35,8 +35,8 @@ from benchmarks.speech.whisper import open_whisper
 from lsrdecomp import compress
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.dataset import ANSWER_MASK, model_inputs
-from lsrdecomp.calibration.distil import Lessons, distil_factors
+from lsrdecomp.calibration.dataset import LOSS_MASK, model_inputs
+from lsrdecomp.calibration.distil import DistillationData, distil_factors
 from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.fisher import Batch, Head
 from lsrdecomp.checkpoints import open_checkpoint
@@ -95,7 +95,7 @@ def batches(tokenizer: Tokenizer, seed: int, count: int, size: int) -> list[Batc
         answers = torch.zeros_like(ids)
         answers[:, len(prompt) - 1 :] = 1
         features = hear(list(sounds), sampling_rate=RATE, return_tensors="pt").input_features
-        made.append({"input_features": features, "decoder_input_ids": ids, ANSWER_MASK: answers})
+        made.append({"input_features": features, "decoder_input_ids": ids, LOSS_MASK: answers})
     return made
 
 
@@ -198,7 +198,7 @@ def main() -> None:
         print(record["loras"][-1], flush=True)
         # 3. Its forms, the same bytes for both, as they are and trained on its answers.
         check = Reference(source, batches(base.tokenizer, 3, 32, 8))
-        lessons = Lessons(source, [[batch] for batch in batches(base.tokenizer, 2, 240, 8)], check)
+        lessons = DistillationData(source, [[batch] for batch in batches(base.tokenizer, 2, 240, 8)], check)
         for budget, (method, search) in itertools.product(arguments.bytes, METHODS.items()):
             form, trained = (
                 arguments.work / f"{method}-{budget}-{seed}{suffix}"

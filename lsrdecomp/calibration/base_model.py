@@ -263,7 +263,7 @@ def prompt_batches(
 ) -> Iterator[dict[str, Tensor]]:
     """Examples of a JSON-lines file in random order, as the model reads them.
 
-    A causal model reads prompt and completion as one, and ``answer_mask`` says which tokens are
+    A causal model reads prompt and completion as one, and ``loss_mask`` says which tokens are
     answers; a seq2seq model reads the prompt and is to say the completion; any other reads the two
     as a pair, a plain text alone.
 

@@ -46,7 +46,7 @@ from lsrdecomp.calibration.fisher import (
     TOKEN_HEADS,
     Batch,
     CalibrationError,
-    sampled_answers,
+    sampled_log_likelihood,
     watched,
 )
 from lsrdecomp.calibration.measured_model import layer_size, measuring, modules_by_name, recomputed
@@ -292,7 +292,7 @@ def _leaning(
         some = slice(start, start + step)
         rows = answers.rows[some].detach().requires_grad_()
         logits = answers.logits_of(rows)
-        (gradient[some],) = torch.autograd.grad(sampled_answers(logits, base.head, generator), rows)
+        (gradient[some],) = torch.autograd.grad(sampled_log_likelihood(logits, base.head, generator), rows)
         if bare is not None:
             with torch.no_grad(), without_delta(base.model):
                 others = bare.logits_of(bare.rows[some])

@@ -14,7 +14,7 @@ header, has one of
     rows = tokenize(read_examples("train.jsonl"), tokenizer, max_length=256)
     train, held = hold_out(rows, 100, seed=0)
     for batch in token_batches(train, size=16, seed=0, pad=tokenizer.pad_token_id):
-        model(**model_inputs(batch)).logits        # batch["answer_mask"]: which tokens count as answers
+        model(**model_inputs(batch)).logits        # batch["loss_mask"]: which tokens count as answers
 
 Conventions are those of TRL's SFTTrainer: a completion and a text end with the end-of-text token; a
 prompt and its completion are tokenized apart, as they are when a model goes on from the prompt.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-ANSWER_MASK = "answer_mask"
+LOSS_MASK = "loss_mask"
 """Key of a batch that says which tokens count as answers; no argument of a model, see
 `model_inputs`."""
 ANSWERS = ("completion", "all")
@@ -396,7 +396,7 @@ def token_batches(
     pad: int,
     device: str | torch.device = "cpu",
 ) -> Iterator[dict[str, Tensor]]:
-    """Batches of like length: ``input_ids``, ``attention_mask`` and ``answer_mask``, each (examples, tokens) of int64.
+    """Batches of like length: ``input_ids``, ``attention_mask`` and ``loss_mask``, each (examples, tokens) of int64.
 
     Parameters
     ----------
@@ -422,7 +422,7 @@ def token_batches(
             "attention_mask": [
                 [1] * len(row) + [0] * n for row, n in zip(batch, fill, strict=True)
             ],
-            ANSWER_MASK: [
+            LOSS_MASK: [
                 [*map(int, row.answers), *[0] * n] for row, n in zip(batch, fill, strict=True)
             ],
         }
@@ -458,5 +458,5 @@ def like_lengths(
 
 
 def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What of a batch the model is called with: all but ``answer_mask``."""
-    return {name: value for name, value in batch.items() if name != ANSWER_MASK}
+    """What of a batch the model is called with: all but ``loss_mask``."""
+    return {name: value for name, value in batch.items() if name != LOSS_MASK}

@@ -1,85 +1,96 @@
-"""What an adapter's answers have become: divergence and agreement before and after compression, without labels."""
+"""Divergence and agreement of an adapter's outputs before and after compression, without labels."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from lsrdecomp.calibration.answers import ask, keep_answers
+from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.calibration.base_model import Base, has_delta
 from lsrdecomp.calibration.behaviour import Behaviour
-from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, CalibrationError, Head
+from lsrdecomp.calibration.errors import CalibrationError
+from lsrdecomp.calibration.forward import forward, forward_repeatable, predictions_at_a_time
+from lsrdecomp.calibration.heads import TOKEN_HEADS, Batch, Head
 from lsrdecomp.errors import ShapeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-ENTRIES = 2**22
-"""Numbers that are held in double precision at a time: a vocabulary is large."""
+
+@dataclass(frozen=True, slots=True)
+class _ReferenceBatch:
+    """One batch with the source's logits."""
+
+    batch: Batch
+    logits: Callable[[], Tensor]  # forms them: (predictions, classes)
+    counts: Tensor  # (examples,): predictions of each example
 
 
+@keep_old_attributes
 class Reference:
-    """A source's answers to some batches, kept so that many written forms can be compared with it.
+    """A source's logits on some batches, kept so that many compressed adapters compare with them.
 
     Parameters
     ----------
     source : Base
-        The base with the adapter whose answers are wanted.
+        The base with the adapter that others are compared with.
     batches : iterable of mappings
-        What models are called with, as `calibration.base_model.batches` makes them. Padding is no
-        question.
+        What models are called with, as `calibration.base_model.text_batches` makes them. Padding is
+        left out.
 
     Raises
     ------
     CalibrationError
-        If there was nothing to answer.
+        If there was nothing to predict.
 
     Notes
     -----
     Costs two forward passes a batch (with ΔW and without), and one more for each comparison.
-    Between them are held the batches and what `keep_answers` keeps: the logits of few classes, or
-    one row of the model's width for each token.
+    Between them are held the batches and what `forward_repeatable` keeps: the logits of few
+    classes, or one row of the model's width for each token.
     """
 
     def __init__(self, source: Base, batches: Iterable[Batch]) -> None:
         self.head = source.head
-        self._parts: list[tuple[Batch, Callable[[], Tensor], Tensor]] = []
-        effects = []
-        # Two passes a batch: with ΔW, and without it for what the adapter does at all.
+        self._batches: list[_ReferenceBatch] = []
+        counts: list[Tensor] = []
+        effects: list[Tensor] = []
         for batch in batches:
-            answers, recall = keep_answers(source, batch)
+            # 1. With ΔW. Logits are not held here, only a function that forms them again.
+            output, form_logits = forward_repeatable(source, batch)
+            self._batches.append(_ReferenceBatch(batch, form_logits, output.counts))
+            # 2. Without ΔW, for the adapter's effect. Sums for each example are all that the
+            #    jackknife needs.
             with torch.no_grad(), without_delta(source.model):
-                bare = ask(source, batch)
-            # Of logits none is kept here: sums for each example are all that effects and the
-            # jackknife need.
-            self._parts.append((batch, recall, answers.counts))
-            effects.append(
-                summed(divergences(answers.logits, bare.logits, self.head), answers.counts)
-            )
-        counts = [counts for _, _, counts in self._parts]
-        self.counts = torch.cat(counts) if counts else torch.zeros(0, dtype=torch.long)
-        if int(self.counts.sum()) == 0:
-            raise CalibrationError("the texts give nothing to answer")
+                plain = forward(source, batch)
+            effect = divergences(output.logits, plain.logits, self.head)
+            effects.append(sum_by_example(effect, output.counts))
+            counts.append(output.counts)
+        if not counts or int(torch.cat(counts).sum()) == 0:
+            raise CalibrationError("the texts give nothing to predict")
+        self.counts = torch.cat(counts)
         self.effects = torch.cat(effects)
 
     @property
     def examples(self) -> int:
+        """Number of examples."""
         return len(self.counts)
 
     @property
     def effect(self) -> float:
-        """KL(source ‖ no ΔW), nats per answer."""
+        """KL(source ‖ no ΔW), nats per prediction."""
         return float(self.effects.sum()) / int(self.counts.sum())
 
-    def compare(self, written: Base) -> Behaviour:
-        """Let another adapter on the same base answer the same batches.
+    def compare(self, compressed: Base) -> Behaviour:
+        """Run another adapter on the same base and batches, and compare its logits.
 
         Parameters
         ----------
-        written : Base
+        compressed : Base
             The base with it, as `load_pair` opens the two.
 
         Returns
@@ -89,85 +100,123 @@ class Reference:
         Raises
         ------
         ShapeError
-            If the two do not answer alike, such as with other classes.
+            If the two have logits of other shapes, such as with other classes.
         """
-        lost, agreeing = self.losses(written)
-        examples, counts, effects = len(lost), self.counts.cpu(), self.effects
-        answers, tokens = int(counts.sum()), self.head in TOKEN_HEADS
+        lost, n_matching = self.compare_examples(compressed)
+        n_predictions = int(self.counts.sum())
+        agreement, exact_match_rate = None, None
+        if self.head is not Head.regression:
+            agreement = float(n_matching.sum()) / n_predictions
+        if self.head in TOKEN_HEADS:
+            exact_match_rate = float((n_matching == self.counts).double().mean())
         return Behaviour(
-            examples=examples,
-            answers=answers,
-            unit="token" if tokens else "example",
-            kl=float(lost.sum()) / answers,
-            agreement=None if self.head is Head.regression else float(agreeing.sum()) / answers,
+            examples=self.examples,
+            answers=n_predictions,
+            unit="token" if self.head in TOKEN_HEADS else "example",
+            kl=float(lost.sum()) / n_predictions,
+            agreement=agreement,
             effect=self.effect,
-            standard_error=ratio_error(lost, effects),
-            throughout=float((agreeing == counts).double().mean()) if tokens else None,
+            standard_error=ratio_standard_error(lost, self.effects),
+            exact_match_rate=exact_match_rate,
         )
 
-    def losses(self, written: Base) -> tuple[Tensor, Tensor]:
-        """Σ KL(source ‖ written) over the answers of each example, and how many of them are the same: (examples,) each.
+    def compare_examples(self, compressed: Base) -> tuple[Tensor, Tensor]:
+        """Compare another adapter's logits example by example.
 
-        Raises `ShapeError` if the models do not answer alike.
+        Returns
+        -------
+        divergence : Tensor, shape (examples,)
+            Σ KL(source ‖ compressed) over the predictions of each example, nats.
+        n_matching : Tensor, shape (examples,)
+            Predictions of each example whose top class is the same.
+
+        Raises
+        ------
+        ShapeError
+            As `compare`.
         """
         # One batch at a time: the logits of all texts would not fit.
-        lost, agreeing = [], []
+        divergence: list[Tensor] = []
+        n_matching: list[Tensor] = []
         with torch.no_grad():
-            for batch, recall, counts in self._parts:
-                old, new = recall(), ask(written, batch).logits
-                if old.shape != new.shape:
+            for part in self._batches:
+                expected = part.logits()
+                found = forward(compressed, part.batch).logits
+                if expected.shape != found.shape:
                     raise ShapeError(
-                        f"answers of shape {tuple(new.shape)} against {tuple(old.shape)}"
+                        f"logits of shape {tuple(found.shape)} against {tuple(expected.shape)}"
                     )
-                lost.append(summed(divergences(old, new, self.head), counts))
-                same = (old.argmax(-1) == new.argmax(-1)).long()
-                agreeing.append(summed(same.cpu(), counts))
-        return torch.cat(lost), torch.cat(agreeing)
+                lost = divergences(expected, found, self.head)
+                divergence.append(sum_by_example(lost, part.counts))
+                matches = (expected.argmax(-1) == found.argmax(-1)).long().cpu()
+                n_matching.append(sum_by_example(matches, part.counts))
+        return torch.cat(divergence), torch.cat(n_matching)
 
 
-def divergences(old: Tensor, new: Tensor, head: Head) -> Tensor:
-    """KL(old ‖ new) of every answer of logits (answers, classes), in nats: (answers,), in double precision on the CPU.
+def divergences(
+    expected: Tensor, found: Tensor, head: Head, *, at_a_time: int | None = None
+) -> Tensor:
+    """Return KL(expected ‖ found) of every prediction in nats, in double precision on the CPU.
 
-    Of a regression, half the squared difference.
+    Parameters
+    ----------
+    expected, found : Tensor, shape (predictions, classes)
+        Logits.
+    head : Head
+        Their meaning; of a regression, half the squared difference is returned.
+    at_a_time : int, optional
+        Predictions that are held in double precision at a time; absent, as many as
+        `predictions_at_a_time` says.
+
+    Returns
+    -------
+    Tensor, shape (predictions,)
     """
-    # In double precision: a form that answers nearly alike has divergences below the rounding of
-    # float32 logarithms.
-    step = max(1, ENTRIES // old.shape[-1])
-    kl = [torch.zeros(0, dtype=torch.float64)]
-    for first, second in zip(torch.split(old, step), torch.split(new, step), strict=True):
-        before, after = (
-            part.cpu().double() if part.device.type == "mps" else part.double()
-            for part in (first, second)
-        )
+    size = at_a_time or predictions_at_a_time(expected.shape[-1])
+    parts = [torch.zeros(0, dtype=torch.float64)]
+    for first, second in zip(torch.split(expected, size), torch.split(found, size), strict=True):
+        # Logits that are nearly equal have divergences below the rounding of float32 logarithms.
+        p, q = _double(first), _double(second)
         if head is Head.regression:
-            kl.append(((before - after).square().sum(-1) / 2).cpu())
+            parts.append(((p - q).square().sum(-1) / 2).cpu())
         else:
-            before, after = before.log_softmax(-1), after.log_softmax(-1)
-            kl.append((before.exp() * (before - after)).sum(-1).cpu())
-    return torch.cat(kl)
+            log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+            parts.append((log_p.exp() * (log_p - log_q)).sum(-1).cpu())
+    return torch.cat(parts)
 
 
-def summed(values: Tensor, counts: Tensor) -> Tensor:
-    """Sums of the values (answers,) of each example, (examples,)."""
-    owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    return torch.zeros(len(counts), dtype=values.dtype).index_add_(0, owner, values)
+def _double(values: Tensor) -> Tensor:
+    """Return values in double precision, on the CPU where the device has none."""
+    return values.cpu().double() if values.device.type == "mps" else values.double()
 
 
-def ratio_error(lost: Tensor, effects: Tensor) -> float | None:
-    """Standard error of 1 − Σ lost / Σ effects over examples, which are the units drawn: the jackknife of a ratio.
+def sum_by_example(values: Tensor, counts: Tensor) -> Tensor:
+    """Return the sums of values (predictions,) over the predictions of each example, (examples,)."""
+    example = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    return torch.zeros(len(counts), dtype=values.dtype).index_add_(0, example, values)
 
-    None for fewer than two examples, or where leaving one out leaves no effect.
+
+def ratio_standard_error(lost: Tensor, effects: Tensor) -> float | None:
+    """Return the standard error of 1 − Σ lost / Σ effects over examples: the jackknife of a ratio.
+
+    Examples are the units that were drawn. None for fewer than two, or where leaving one out leaves
+    no effect.
     """
-    count, rest = len(lost), effects.sum() - effects
-    if count < 2 or bool((rest <= 0.0).any()):
+    n_examples = len(lost)
+    effects_without_one = effects.sum() - effects
+    if n_examples < 2 or bool((effects_without_one <= 0.0).any()):
         return None
-    shares = (lost.sum() - lost) / rest  # the share lost with each example left out
-    return float(((count - 1) / count * (shares - shares.mean()).square().sum()).sqrt())
+    shares_lost = (lost.sum() - lost) / effects_without_one
+    squares = (shares_lost - shares_lost.mean()).square().sum()
+    return float(((n_examples - 1) / n_examples * squares).sqrt())
 
 
 @contextmanager
 def without_delta(model: nn.Module) -> Iterator[None]:
-    """ΔW = 0 in every adapted layer inside the block; heads and rows of tokens that came with the adapter stay."""
+    """Set ΔW = 0 in every adapted layer inside a block.
+
+    Heads and rows of tokens that came with the adapter stay.
+    """
     layers = [module for module in model.modules() if has_delta(module)]
     for layer in layers:
         layer.enable_adapters(False)

@@ -30,7 +30,7 @@ from lsrdecomp.calibration.dataset import (
     read_examples,
     tokenize,
 )
-from lsrdecomp.calibration.distil import Lessons
+from lsrdecomp.calibration.distil import DistillationData
 from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, Head
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
@@ -274,7 +274,7 @@ class Evaluator:
                 )
         return read_statistics(out)
 
-    def lessons(self, steps: int, micro: int | None = None) -> Lessons:
+    def lessons(self, steps: int, micro: int | None = None) -> DistillationData:
         """Of the texts that are not held out: a few to check by, of the others what so many steps go through."""
         check, rest = (
             self.calibration[: CHECK_BATCHES * self.size],
@@ -289,7 +289,7 @@ class Evaluator:
         rest = sorted(rest[: count * self.size], key=_letters)  # texts of like length in a step
         parts = [rest[start : start + self.size] for start in range(0, len(rest), self.size)]
         batches = [list(self.batches(part, micro or self.size)) for part in parts]
-        return Lessons(self.source, batches, Reference(self.source, self.batches(check)))
+        return DistillationData(self.source, batches, Reference(self.source, self.batches(check)))
 
     def fidelity(
         self, behaviour: Behaviour, written: Path, source: Checkpoint, data: str, **facts: Any

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.calibration.behaviour import Behaviour
-from lsrdecomp.calibration.distil import Distillation, Lessons, distil_factors
+from lsrdecomp.calibration.distil import Distillation, DistillationData, distil_factors
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.writing import WEIGHTS
@@ -161,7 +161,7 @@ class CompressedFormCache:
         return CompressedForm(compression, path, behaviour)
 
     @cached_property
-    def lessons(self) -> Lessons:
+    def lessons(self) -> DistillationData:
         """What every form is trained on: the LoRA answers once."""
         return self.evaluator.lessons(self.steps)
 
@@ -216,7 +216,7 @@ def distil_form(
     form: Path,
     source: Checkpoint,
     out: Path,
-    lessons: Lessons,
+    lessons: DistillationData,
     *,
     steps: int,
     before: Behaviour,

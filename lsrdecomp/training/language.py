@@ -23,7 +23,7 @@ from lsrdecomp.calibration.answers import ask, evaluating, generate
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.bases import find_base, open_tokenizer
 from lsrdecomp.calibration.dataset import (
-    ANSWER_MASK,
+    LOSS_MASK,
     PromptExample,
     Tokens,
     completion_text,
@@ -205,7 +205,7 @@ def judge_tokens(
                 [rows[i] for i in chosen], size=len(chosen), seed=None, pad=pad, device=device
             )
             answers = ask(base, inputs)
-            wanted = inputs["input_ids"][:, 1:][inputs[ANSWER_MASK][:, 1:].bool()]
+            wanted = inputs["input_ids"][:, 1:][inputs[LOSS_MASK][:, 1:].bool()]
             total += float(F.cross_entropy(answers.logits, wanted, reduction="sum"))
             same = (answers.logits.argmax(-1) == wanted).cpu()
             hits, count = hits + int(same.sum()), count + len(wanted)

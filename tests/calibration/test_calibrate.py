@@ -17,7 +17,7 @@ from lsrdecomp.calibration.accumulators import LayerSums  # noqa: E402
 from lsrdecomp.calibration.base_model import Base  # noqa: E402
 from lsrdecomp.calibration.calibrate import CalibrationError, calibrate  # noqa: E402
 from lsrdecomp.calibration.covariance import Covariance  # noqa: E402
-from lsrdecomp.calibration.fisher import Head, sampled_answers, watched  # noqa: E402
+from lsrdecomp.calibration.fisher import Head, sampled_log_likelihood, watched  # noqa: E402
 from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
 from lsrdecomp.errors import CheckpointError, ShapeError  # noqa: E402
 
@@ -314,14 +314,14 @@ def test_errors_name_what_is_missing(classifier, tmp_path):
 def test_drawn_answers_have_the_fisher_matrix_of_the_model():
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([1.0, 0.0, -1.0]).repeat(40_000, 1).requires_grad_()
-    score, answers = sampled_answers(logits, Head.classification, generator), len(logits)
+    score, answers = sampled_log_likelihood(logits, Head.classification, generator), len(logits)
     (gradient,) = torch.autograd.grad(score, logits)
     p = logits[0].detach().softmax(0)
     fisher = torch.diag(p) - torch.outer(p, p)
     assert answers == 40_000
     torch.testing.assert_close(gradient.T @ gradient / answers, fisher, rtol=0, atol=0.01)
     value = torch.zeros(40_000, 1, requires_grad=True)
-    (gradient,) = torch.autograd.grad(sampled_answers(value, Head.regression, generator), value)
+    (gradient,) = torch.autograd.grad(sampled_log_likelihood(value, Head.regression, generator), value)
     assert abs(float(gradient.square().mean()) - 1) < 0.05
 
 

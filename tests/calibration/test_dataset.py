@@ -23,7 +23,7 @@ from lsrdecomp.calibration.dataset import (  # noqa: E402
     token_batches,
     tokenize,
 )
-from lsrdecomp.calibration.fisher import Head, answer_mask  # noqa: E402
+from lsrdecomp.calibration.fisher import Head, loss_mask  # noqa: E402
 from lsrdecomp.fidelity.evaluate import read_data  # noqa: E402
 
 TEMPLATE = (
@@ -235,7 +235,7 @@ def test_batches_hold_every_row_once_in_an_order_of_the_seed(tmp_path, tokenizer
         for batch in token_batches(rows, size=4, seed=seed, pad=0):
             real = batch["attention_mask"].sum(1)
             assert int(real.max()) == batch["input_ids"].shape[1]
-            assert bool((batch["answer_mask"] <= batch["attention_mask"]).all())
+            assert bool((batch["loss_mask"] <= batch["attention_mask"]).all())
             assert int(real.max() - real.min()) <= 4 or seed is None
             seen += real.tolist()
         assert sorted(seen) == sorted(map(len, rows))
@@ -248,7 +248,7 @@ def test_the_mask_is_for_the_answers_and_not_for_the_model(tmp_path, tokenizer):
     )
     (batch,) = token_batches(rows, size=4, seed=0, pad=0)
     assert set(model_inputs(batch)) == {"input_ids", "attention_mask"}
-    assert answer_mask(batch, Head.causal_lm).tolist() == [[0, 0, 1, 1]]
+    assert loss_mask(batch, Head.causal_lm).tolist() == [[0, 0, 1, 1]]
 
 
 def test_what_is_held_out_depends_on_the_seed_alone():

@@ -12,7 +12,7 @@ from tiny_bases import TEXTS, make  # noqa: E402
 
 from lsrdecomp.calibration.base_model import Base, batches, load_pair  # noqa: E402
 from lsrdecomp.calibration.divergence import without_delta  # noqa: E402
-from lsrdecomp.calibration.features import ask_with_features, distance_without, lesson  # noqa: E402
+from lsrdecomp.calibration.features import forward_with_features, feature_distance, lesson  # noqa: E402
 from lsrdecomp.calibration.fisher import Head  # noqa: E402
 
 SMALL = {
@@ -40,7 +40,7 @@ def test_features_are_what_the_logits_are_made_of(name, last):
         **SMALL, num_labels=3, dim=24, n_heads=2, n_layers=2, hidden_dim=32
     )
     base = opened(getattr(transformers, f"{name}ForSequenceClassification")(config))
-    answers, features = ask_with_features(base, QUESTION)
+    answers, features = forward_with_features(base, QUESTION)
     layer = base.model.get_submodule(last)
     assert features.shape == (2, layer.in_features)
     torch.testing.assert_close(layer(features), answers.logits)
@@ -49,7 +49,7 @@ def test_features_are_what_the_logits_are_made_of(name, last):
 def test_of_a_decoder_the_token_that_answers_is_taken():
     config = transformers.LlamaConfig(**SMALL, num_labels=3, pad_token_id=0)
     base = opened(transformers.LlamaForSequenceClassification(config))
-    answers, features = ask_with_features(base, QUESTION)
+    answers, features = forward_with_features(base, QUESTION)
     assert features.shape == (2, 24)
     torch.testing.assert_close(base.model.score(features), answers.logits)
 
@@ -67,7 +67,7 @@ def test_a_model_whose_last_layer_is_not_known_has_no_features():
             logits = 2.0 * self.score(attention_mask.float())
             return transformers.modeling_outputs.SequenceClassifierOutput(logits=logits)
 
-    assert ask_with_features(opened(Bare()), QUESTION)[1] is None
+    assert forward_with_features(opened(Bare()), QUESTION)[1] is None
 
 
 @pytest.mark.parametrize("kind", ["SEQ_CLS", "CAUSAL_LM"])
@@ -76,22 +76,22 @@ def test_a_lesson_is_the_answer_of_the_source(kind, tmp_path):
     source, written = load_pair(folder / "base", folder / "lora", folder / "lsr")
     (batch,) = batches(source, TEXTS, size=len(TEXTS), max_length=16, seed=0)
     known = lesson(source, batch)
-    answers, features = ask_with_features(source, batch)
+    answers, features = forward_with_features(source, batch)
     torch.testing.assert_close(known.logits(), answers.logits, rtol=0, atol=0)
     assert known.answers == len(answers.logits)
     assert not known.logits().requires_grad
     if kind == "CAUSAL_LM":
-        assert (known.features, features, distance_without(source, [known])) == (None, None, None)
+        assert (known.features, features, feature_distance(source, [known])) == (None, None, None)
         return
     torch.testing.assert_close(known.features, features, rtol=0, atol=0)
     with without_delta(source.model):
-        bare = ask_with_features(source, batch)[1]
-    assert distance_without(source, [known]) == pytest.approx(
+        bare = forward_with_features(source, batch)[1]
+    assert feature_distance(source, [known]) == pytest.approx(
         float((bare - features).square().sum(1).mean()), rel=1e-5
     )
     for name, parameter in written.model.named_parameters():
         parameter.requires_grad_(".lsr_A." in name)
-    (ask_with_features(written, batch)[1] - known.features).square().sum().backward()
+    (forward_with_features(written, batch)[1] - known.features).square().sum().backward()
     factors = [
         parameter.grad for name, parameter in written.model.named_parameters() if ".lsr_A." in name
     ]

@@ -14,12 +14,12 @@ pytest.importorskip("transformers")
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from tiny_bases import TEXTS, make, make_model  # noqa: E402
 
-from lsrdecomp.calibration.answers import TRIED, ask, keep_answers, output_layer  # noqa: E402
+from lsrdecomp.calibration.answers import TRIED, ask, forward_repeatable, output_layer  # noqa: E402
 from lsrdecomp.calibration.base_model import batches, load_base, load_pair  # noqa: E402
 from lsrdecomp.calibration.divergence import (  # noqa: E402
     Reference,
     divergences,
-    ratio_error,
+    ratio_standard_error,
     summed,
 )
 from lsrdecomp.calibration.fisher import Head  # noqa: E402
@@ -73,10 +73,10 @@ def test_the_standard_error_is_the_jackknife_over_examples():
     lost, effects = draws.exponential(size=9), draws.exponential(size=9) + 0.5
     shares = [1 - np.delete(lost, i).sum() / np.delete(effects, i).sum() for i in range(9)]
     expected = np.sqrt(8 * np.var(shares))
-    assert ratio_error(torch.tensor(lost), torch.tensor(effects)) == pytest.approx(
+    assert ratio_standard_error(torch.tensor(lost), torch.tensor(effects)) == pytest.approx(
         expected, rel=1e-12
     )
-    assert ratio_error(torch.tensor(lost[:1]), torch.tensor(effects[:1])) is None
+    assert ratio_standard_error(torch.tensor(lost[:1]), torch.tensor(effects[:1])) is None
 
 
 def test_the_standard_error_is_how_far_the_share_scatters():
@@ -84,7 +84,7 @@ def test_the_standard_error_is_how_far_the_share_scatters():
     effects = torch.rand(400, 50, generator=generator, dtype=torch.float64) + 0.2
     lost = effects * torch.rand(400, 50, generator=generator, dtype=torch.float64) * 0.2
     shares = 1 - lost.sum(1) / effects.sum(1)
-    errors = [ratio_error(*row) for row in zip(lost, effects, strict=True)]
+    errors = [ratio_standard_error(*row) for row in zip(lost, effects, strict=True)]
     assert float(shares.std()) == pytest.approx(np.mean(errors), rel=0.12)
 
 
@@ -110,7 +110,7 @@ def test_a_large_vocabulary_is_kept_as_what_the_output_layer_reads(pair, monkeyp
         pytest.skip("one answer an example is small as it is")
     monkeypatch.setattr(sys.modules[ask.__module__], "FEW", 8)
     (batch,) = rounds(source, size=20)
-    answers, recall = keep_answers(source, batch)
+    answers, recall = forward_repeatable(source, batch)
     calls = []
     handle = source.model.register_forward_hook(lambda *_: calls.append(1))
     assert torch.equal(recall(), answers.logits)
@@ -130,7 +130,7 @@ def test_where_more_follows_the_output_layer_the_model_is_asked_again(pair, monk
         return output
 
     handle = source.model.register_forward_hook(capped)
-    answers, recall = keep_answers(source, batch)
+    answers, recall = forward_repeatable(source, batch)
     assert torch.equal(recall(), answers.logits)
     assert float(recall().abs().max()) <= 1.0
     handle.remove()

@@ -27,9 +27,9 @@ from lsrdecomp.adapters.layer import LsrLayer  # noqa: E402
 from lsrdecomp.calibration.base_model import load_pair  # noqa: E402
 from lsrdecomp.calibration.calibrate import CalibrationError  # noqa: E402
 from lsrdecomp.calibration.dataset import DataError, PromptExample  # noqa: E402
-from lsrdecomp.calibration.distil import Lessons, distil_factors, soft_divergence, trained  # noqa: E402
+from lsrdecomp.calibration.distil import DistillationData, distil_factors, kl_loss, trained  # noqa: E402
 from lsrdecomp.calibration.divergence import Reference, divergences  # noqa: E402
-from lsrdecomp.calibration.features import ask_with_features  # noqa: E402
+from lsrdecomp.calibration.features import forward_with_features  # noqa: E402
 from lsrdecomp.calibration.fisher import Head  # noqa: E402
 from lsrdecomp.checkpoints import Journal, open_checkpoint  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
@@ -189,8 +189,8 @@ def test_other_settings_do_not_go_on_from_a_state_of_before(classifier, tmp_path
 @pytest.mark.parametrize("kind", ["language_model", "classifier"])
 def test_passes_are_what_was_asked_of_the_base(kind, tmp_path, monkeypatch, request):
     model, asked = request.getfixturevalue(kind), []
-    module = sys.modules[ask_with_features.__module__]
-    for name in ("ask", "keep_answers"):
+    module = sys.modules[forward_with_features.__module__]
+    for name in ("ask", "forward_repeatable"):
         plain = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda *given, plain=plain: (asked.append(1), plain(*given))[1]
@@ -220,7 +220,7 @@ def test_of_a_classifier_what_its_last_layer_reads_is_learned_too(
         work.put(torch.zeros_like(work.zero))
         with torch.no_grad():
             distance = float(
-                (ask_with_features(work.student, part.batch)[1] - part.features).square().sum()
+                (forward_with_features(work.student, part.batch)[1] - part.features).square().sum()
             )
             first[weight] = (float(plain(work, part)), work.nearness * distance)
     assert first[0.0][1] == 0.0 < first[4.0][1]
@@ -285,7 +285,7 @@ def test_what_a_model_reads_need_not_be_tokens(language_model, tmp_path):
         {"inputs_embeds": embed(rows).detach(), "attention_mask": torch.ones_like(rows)}
         for rows in ids
     ]
-    lessons = Lessons(source, [[batch] for batch in batches[:4]], Reference(source, batches[4:]))
+    lessons = DistillationData(source, [[batch] for batch in batches[:4]], Reference(source, batches[4:]))
     done = distil_factors(student, lessons, steps=12, rate=0.03)
     assert done.after > done.before + 0.01
 
@@ -323,11 +323,11 @@ def test_two_processes_share_the_steps_of_one(classifier, tmp_path):
 def test_the_training_loss_is_the_divergence(classifier):
     torch.manual_seed(0)
     old, new = torch.randn(2, 9, 5)
-    assert float(soft_divergence(old, new, Head.classification)) == pytest.approx(
+    assert float(kl_loss(old, new, Head.classification)) == pytest.approx(
         float(divergences(old, new, Head.classification).sum()), rel=1e-5
     )
     old, new = old[:, :1], new[:, :1]
-    assert float(soft_divergence(old, new, Head.regression)) == pytest.approx(
+    assert float(kl_loss(old, new, Head.regression)) == pytest.approx(
         float(divergences(old, new, Head.regression).sum()), rel=1e-5
     )
 

@@ -1,0 +1,76 @@
+"""Heads: the meaning of a model's logits, and the positions at which they are predictions.
+
+A *prediction* is one distribution over classes: that of a whole example for a classifier, that of
+the next token at one position for a language model. Losses and divergences are means over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+from torch import Tensor
+
+from lsrdecomp.calibration.dataset import LOSS_MASK
+from lsrdecomp.errors import ShapeError
+
+Batch = Mapping[str, Tensor]
+"""Arguments of a model's forward pass by name, and perhaps a `LOSS_MASK`."""
+
+IGNORED_LABEL = -100
+"""Label of a token that no loss counts, as transformers has it."""
+
+
+class Head(Enum):
+    """Meaning of a model's logits."""
+
+    classification = "one class per example"
+    regression = "one number per example, with unit variance"
+    tokens = "one class per token"
+    causal_lm = "the next token at every position"
+    seq2seq = "the next token of the output at every position"
+
+
+TOKEN_HEADS = (Head.tokens, Head.causal_lm, Head.seq2seq)
+"""Heads that predict at every token; the others predict once per example."""
+
+
+def prediction_logits(logits: Tensor, head: Head, mask: Tensor | None = None) -> Tensor:
+    """Return the logits of every prediction of a batch, (predictions, classes) in float32.
+
+    Parameters
+    ----------
+    logits : Tensor, shape (examples, classes), (examples, 1) or (examples, tokens, classes)
+        What the model returned.
+    head : Head
+        Their meaning.
+    mask : Tensor, shape (examples, tokens), optional
+        Tokens that are to be predicted, as `loss_mask` finds them. A causal model predicts each
+        token at the position before it. Absent, all are.
+
+    Raises
+    ------
+    ShapeError
+        If the logits do not have the shape of the head.
+    """
+    n_axes = 3 if head in TOKEN_HEADS else 2
+    is_score = head is Head.regression
+    if logits.ndim != n_axes or (is_score and logits.shape[-1] != 1):
+        raise ShapeError(f"logits of shape {tuple(logits.shape)} for {head.name} ({head.value})")
+    if head is Head.causal_lm:
+        logits = logits[:, :-1]
+        mask = None if mask is None else mask[:, 1:]
+    if head in TOKEN_HEADS:
+        logits = logits.flatten(0, 1) if mask is None else logits[mask.bool()]
+    return logits.float()
+
+
+def loss_mask(batch: Batch, head: Head) -> Tensor | None:
+    """Return which tokens of a batch are to be predicted, (examples, tokens); None if all are."""
+    if LOSS_MASK in batch:
+        return batch[LOSS_MASK]
+    if head is not Head.seq2seq:
+        return batch.get("attention_mask")
+    if "labels" in batch:
+        return batch["labels"] != IGNORED_LABEL
+    return batch.get("decoder_attention_mask")
