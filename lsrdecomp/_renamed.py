@@ -28,8 +28,10 @@ NAMES: dict[str, str] = {
 """Old to new, both with their room: ``"lsrdecomp.room.Old": "lsrdecomp.room.New"``."""
 
 ATTRIBUTES: dict[str, dict[str, str]] = {
+    "Behaviour": {"throughout": "exact_match_rate"},
     "KroneckerLayer": {"kind": "layer_type"},
     "LoraLayer": {"kind": "layer_type"},
+    "Reference": {"losses": "compare_examples"},
 }
 """By the name of a class: old attribute, or method, to the new one."""
 

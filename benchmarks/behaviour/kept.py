@@ -363,7 +363,7 @@ def promises(arguments: argparse.Namespace, record: Record) -> None:
     order = sorted(sample[:FRESH], key=lambda text: len(text[0]))
     reference = Reference(evaluator.source, evaluator.batches(order, 64))
     losses = {
-        ratio: reference.losses(evaluator.base.adapted(subject.form("LSR", ratio)))[0]
+        ratio: reference.compare_examples(evaluator.base.adapted(subject.form("LSR", ratio)))[0]
         for ratio in LADDER
     }
     record.value |= {
@@ -424,7 +424,7 @@ def prompted(arguments: argparse.Namespace, record: Record) -> None:
             if file.exists():
                 continue
             made = searched.compress(plan, fill=False).save(work / f"form-{plan.bytes}", force=True)
-            np.save(file, reference.losses(evaluator.base.adapted(made))[0].numpy())
+            np.save(file, reference.compare_examples(evaluator.base.adapted(made))[0].numpy())
     losses = {}
     for plan, file in files.items():
         size = bytes_to_open(work / f"form-{plan.bytes}" / WEIGHTS)

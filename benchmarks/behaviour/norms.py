@@ -39,7 +39,7 @@ from benchmarks.behaviour.norms_model import (
 from benchmarks.lab.structures.fit import lsr_candidates
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.fisher import Head
+from lsrdecomp.calibration.heads import Head
 from lsrdecomp.checkpoints.statistics import DAMPING, read_statistics
 from lsrdecomp.compression.candidates import Candidate, drop, low_rank_candidates, materialize
 from lsrdecomp.compression.layers import Layer, SpillCache

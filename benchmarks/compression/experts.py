@@ -39,7 +39,7 @@ from benchmarks import RESULTS, provenance
 from lsrdecomp.calibration.base_model import Base, adapted_modules
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.experts import with_lora
-from lsrdecomp.calibration.fisher import Head
+from lsrdecomp.calibration.heads import Head
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.checkpoints.tensors import Array

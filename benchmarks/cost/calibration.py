@@ -29,7 +29,7 @@ from benchmarks import RESULTS
 from lsrdecomp.calibration.base_model import Base, adapted_modules
 from lsrdecomp.calibration.bases import find_base
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.fisher import Head
+from lsrdecomp.calibration.heads import Head
 from lsrdecomp.training.record import commit, versions
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]

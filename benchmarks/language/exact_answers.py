@@ -33,9 +33,9 @@ from benchmarks import RESULTS
 from benchmarks.language.judge import Judge
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.dataset import read_examples
-from lsrdecomp.calibration.distil import DistillationData, distil_factors
-from lsrdecomp.calibration.features import Lesson, lesson
-from lsrdecomp.calibration.fisher import Batch
+from lsrdecomp.calibration.distil import distil_factors
+from lsrdecomp.calibration.heads import Batch
+from lsrdecomp.calibration.teacher import DistillationData, TeacherBatch, teacher_batch
 from lsrdecomp.checkpoints import Journal, open_checkpoint
 from lsrdecomp.compression.compress import search_adapter
 from lsrdecomp.compression.settings import CompressionPlan
@@ -51,20 +51,21 @@ longest answer."""
 
 @dataclass(frozen=True)
 class OwnContinuations(DistillationData):
-    """DistillationData of which a share holds what the student says, with the source's answers to that."""
+    """Batches of which a share holds what the student says, with the teacher's logits on that."""
 
     student: Base = field(kw_only=True)
     share: float = field(kw_only=True)
-    asked: list[int] = field(default_factory=list)  # lessons so far
+    asked: list[int] = field(default_factory=list)  # batches so far
 
-    def answers(self, index: int) -> list[Lesson]:
-        """One lesson; the first goes to no step."""
+    def teacher_batches(self, index: int) -> list[TeacherBatch]:
+        """One batch; the first goes to no step."""
         self.asked.append(index)
         step = len(self.asked) - 2
         if step < FIRST or (step * self.share) % 1.0 >= self.share:
-            return super().answers(index)
+            return super().teacher_batches(index)
         return [
-            lesson(self.source, continued(self.student, batch)) for batch in self.batches[index]
+            teacher_batch(self.teacher, continued(self.student, batch))
+            for batch in self.batches[index]
         ]
 
 
@@ -163,12 +164,12 @@ def make_rows(options: argparse.Namespace, journal: Journal) -> None:
             key = {**about, "steps": options.steps, "own": share}
             if rows(**key):
                 continue
-            student, lessons = evaluator.base.adapted(form), evaluator.lessons(options.steps)
+            student, data = evaluator.base.adapted(form), evaluator.lessons(options.steps)
             since = time.process_time()
             if share:
-                parts = lessons.source, lessons.batches, lessons.check
-                lessons = OwnContinuations(*parts, student=student, share=share)
-            training = distil_factors(student, lessons, steps=options.steps, rate=RATE)
+                parts = data.teacher, data.batches, data.validation
+                data = OwnContinuations(*parts, student=student, share=share)
+            training = distil_factors(student, data, steps=options.steps, rate=RATE)
             seconds = round(time.process_time() - since, 1)
             add({**key, "cpu_seconds": seconds, "checks": training.checks, **judge.judge(student)})
 

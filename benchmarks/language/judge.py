@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lsrdecomp.calibration.answers import ask, forward_repeatable
 from lsrdecomp.calibration.base_model import Base, load_base
 from lsrdecomp.calibration.dataset import (
     PromptExample,
@@ -23,6 +22,7 @@ from lsrdecomp.calibration.dataset import (
     tokenize,
 )
 from lsrdecomp.calibration.divergence import divergences, without_delta
+from lsrdecomp.calibration.forward import forward, forward_repeatable
 from lsrdecomp.training.language import generate, overlap
 
 BATCH = 16
@@ -69,7 +69,7 @@ class Judge:
                 wanted = batch["input_ids"][:, 1:][counted]
                 self.parts.append(_Part(batch, wanted, recall, answers.counts.tolist()))
                 with torch.no_grad(), without_delta(source.model):
-                    bare = ask(source, batch)
+                    bare = forward(source, batch)
                 self.effect += float(divergences(answers.logits, bare.logits, source.head).sum())
                 self.answers += len(wanted)
 
@@ -81,7 +81,7 @@ class Judge:
         with torch.no_grad(), self._products(form):
             for part in self.parts:
                 old = part.recall()
-                new = old if form is None else ask(form, part.batch).logits
+                new = old if form is None else forward(form, part.batch).logits
                 wanted = part.wanted.to(new.device)
                 total += float(F.cross_entropy(new, wanted, reduction="sum"))
                 if form is not None:

@@ -65,12 +65,12 @@ from torch import Tensor, nn
 
 from benchmarks import RESULTS
 from lsrdecomp import compress
-from lsrdecomp.calibration.answers import ask, forward_repeatable
 from lsrdecomp.calibration.base_model import Base, load_base, prompt_batches
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import PromptExample, read_examples
-from lsrdecomp.calibration.distil import kl_loss
+from lsrdecomp.calibration.distil_trainer import kl_loss
 from lsrdecomp.calibration.divergence import Reference, ratio_standard_error, without_delta
+from lsrdecomp.calibration.forward import forward, forward_repeatable
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
@@ -517,7 +517,7 @@ def learn(subject: Subject, rival: Rival, seed: int, steps: int, rate: float) ->
         for group in optimizer.param_groups:
             group["lr"] = rate * group["scale"] * min(1.0, (step + 1) / WARM) * (1.0 - step / steps)
         batch, recall, answers = subject.lessons[order[step % len(order)]]
-        loss = kl_loss(recall(), ask(student, batch).logits, student.head) / answers
+        loss = kl_loss(recall(), forward(student, batch).logits, student.head) / answers
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -529,7 +529,7 @@ def learn(subject: Subject, rival: Rival, seed: int, steps: int, rate: float) ->
 
 def judged(reference: Reference, written: Base) -> dict[str, Any]:
     """What is kept of the answers, and the nats lost on each held-out example, by which forms are compared."""
-    lost, agreeing = reference.losses(written)
+    lost, agreeing = reference.compare_examples(written)
     return {
         "kept": 1.0 - float(lost.sum() / reference.effects.sum()),
         "error": ratio_standard_error(lost, reference.effects),

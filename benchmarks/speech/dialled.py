@@ -36,9 +36,10 @@ from lsrdecomp import compress
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import LOSS_MASK, model_inputs
-from lsrdecomp.calibration.distil import DistillationData, distil_factors
+from lsrdecomp.calibration.distil import distil_factors
 from lsrdecomp.calibration.divergence import Reference
-from lsrdecomp.calibration.fisher import Batch, Head
+from lsrdecomp.calibration.heads import Batch, Head
+from lsrdecomp.calibration.teacher import DistillationData
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
@@ -198,7 +199,9 @@ def main() -> None:
         print(record["loras"][-1], flush=True)
         # 3. Its forms, the same bytes for both, as they are and trained on its answers.
         check = Reference(source, batches(base.tokenizer, 3, 32, 8))
-        lessons = DistillationData(source, [[batch] for batch in batches(base.tokenizer, 2, 240, 8)], check)
+        data = DistillationData(
+            source, [[batch] for batch in batches(base.tokenizer, 2, 240, 8)], check
+        )
         for budget, (method, search) in itertools.product(arguments.bytes, METHODS.items()):
             form, trained = (
                 arguments.work / f"{method}-{budget}-{seed}{suffix}"
@@ -210,7 +213,7 @@ def main() -> None:
                 compress(open_checkpoint(lora), plan, statistics=weights, search=search).save(form)
             if not trained.exists():
                 student = base.adapted(form)
-                distil_factors(student, lessons, steps=arguments.distil, seed=seed)
+                distil_factors(student, data, steps=arguments.distil, seed=seed)
                 rewrite(
                     trained, form, open_checkpoint(lora), products_of(student), statistics=weights
                 )

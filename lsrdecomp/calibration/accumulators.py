@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from lsrdecomp.calibration.covariance import Covariance
-from lsrdecomp.calibration.fisher import CalibrationError, Pairs
+from lsrdecomp.calibration.errors import CalibrationError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from lsrdecomp.calibration.gradients import LayerGradients
     from lsrdecomp.targets.weights import LowRankPlusIdentity
 
 
@@ -49,9 +50,9 @@ class LayerSums:
         """Bytes that the sums of a layer of this size take."""
         return sum(Covariance.memory(side, max_full, rank) for side in size)
 
-    def add(self, pairs: Pairs) -> None:
+    def add(self, pairs: LayerGradients) -> None:
         """Add what one batch showed."""
-        x, g, used = pairs.inputs, pairs.gradients, pairs.used()
+        x, g, used = pairs.inputs, pairs.gradients, pairs.used_tokens()
         # Rows are tokens: Σ_i Wᵀ W = Σ_i Xᵀ (G Gᵀ X), so covariances see rows x and partners G Gᵀ
         # x.
         self.input.add(x.flatten(0, 1), (g @ g.mT @ x).flatten(0, 1))

@@ -32,8 +32,9 @@ from lsrdecomp.calibration.dataset import (
     token_batches,
     tokenize,
 )
+from lsrdecomp.calibration.errors import CalibrationError
 from lsrdecomp.calibration.experts import with_lora
-from lsrdecomp.calibration.fisher import IGNORED, CalibrationError, Head
+from lsrdecomp.calibration.heads import IGNORED_LABEL, Head
 from lsrdecomp.checkpoints.files import read_text_lines, sha256
 from lsrdecomp.checkpoints.tensors import first_line, read_header
 from lsrdecomp.checkpoints.writing import WEIGHTS
@@ -247,7 +248,9 @@ def batches(
         read = dict(base.tokenizer(first, **settings))
         outputs = base.tokenizer(text_target=second, **settings)
         yield read | {
-            "labels": outputs["input_ids"].masked_fill(outputs["attention_mask"] == 0, IGNORED)
+            "labels": outputs["input_ids"].masked_fill(
+                outputs["attention_mask"] == 0, IGNORED_LABEL
+            )
         }
 
 

@@ -30,7 +30,9 @@ class Behaviour:
     agreement: float | None  # share of predictions with the same top class; None for a regression
     effect: float
     standard_error: float | None = None  # of `kept`, over examples; None for fewer than two
-    exact_match_rate: float | None = None  # share of examples with the same top class at every token
+    exact_match_rate: float | None = (
+        None  # share of examples with the same top class at every token
+    )
 
     @property
     def kept(self) -> float | None:

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from lsrdecomp.calibration.accumulators import Counts, LayerSums, in_groups
-from lsrdecomp.calibration.answers import Answers, ask, output_layer
-from lsrdecomp.calibration.divergence import ENTRIES, divergences, without_delta
+from lsrdecomp.calibration.divergence import divergences, without_delta
+from lsrdecomp.calibration.errors import CalibrationError
 from lsrdecomp.calibration.experts import least_reached
 from lsrdecomp.calibration.files import (
     check_unfinished,
@@ -42,13 +42,9 @@ from lsrdecomp.calibration.files import (
     save_sums,
     write_statistics,
 )
-from lsrdecomp.calibration.fisher import (
-    TOKEN_HEADS,
-    Batch,
-    CalibrationError,
-    sampled_log_likelihood,
-    watched,
-)
+from lsrdecomp.calibration.forward import BatchLogits, forward, output_layer, predictions_at_a_time
+from lsrdecomp.calibration.gradients import sampled_log_likelihood, watched
+from lsrdecomp.calibration.heads import TOKEN_HEADS, Batch
 from lsrdecomp.calibration.measured_model import layer_size, measuring, modules_by_name, recomputed
 from lsrdecomp.checkpoints import Journal, content_key
 from lsrdecomp.checkpoints.progress import OnStep, ProgressUpdate
@@ -245,17 +241,17 @@ def _add_sums(
             bare = None
             if effect:
                 with torch.no_grad(), without_delta(base.model):
-                    bare = ask(base, batch)
+                    bare = forward(base, batch)
             record.clear()
             # 2. Those with it: as logits where a watched layer makes them, since gradients must
             # pass through it.
-            answers = ask(base, batch, whole=output_layer(base) in watching.values())
+            answers = forward(base, batch, full_logits=output_layer(base) in watching.values())
             # 3. Gradients of answers that seed and batch alone decide, so that a resumed run draws
             #    the same; on their way back every layer adds to its sums.
             generator = torch.Generator().manual_seed((seed << 32) + number)
             gradient, moved = _leaning(base, answers, bare, generator)
             examples = len(answers.counts)
-            record.backward(answers.rows, examples, gradient)
+            record.backward(answers.hidden, examples, gradient)
             total = counts.examples + examples, counts.answers + len(answers), counts.effect + moved
             counts = Counts(number, *total)
             del answers, bare, gradient
@@ -280,22 +276,24 @@ def _share_sums(sums: dict[str, LayerSums]) -> None:
 
 
 def _leaning(
-    base: Base, answers: Answers, bare: Answers | None, generator: torch.Generator
+    base: Base, answers: BatchLogits, bare: BatchLogits | None, generator: torch.Generator
 ) -> tuple[Tensor, float]:
     """∂ Σ log p(y) / ∂ rows for drawn answers y, (answers, width), and Σ KL(adapter ‖ no adapter)."""
-    gradient, moved = torch.empty_like(answers.rows), 0.0
+    gradient, moved = torch.empty_like(answers.hidden), 0.0
     with torch.no_grad():
-        step = max(1, ENTRIES // answers.logits_of(answers.rows[:1]).shape[-1])
+        step = predictions_at_a_time(answers.logits_of(answers.hidden[:1]).shape[-1])
     for start in range(0, len(answers), step):
         # Leaves of a graph of their own, for a few answers at a time; the model's graph is walked
         # once, at the end.
         some = slice(start, start + step)
-        rows = answers.rows[some].detach().requires_grad_()
+        rows = answers.hidden[some].detach().requires_grad_()
         logits = answers.logits_of(rows)
-        (gradient[some],) = torch.autograd.grad(sampled_log_likelihood(logits, base.head, generator), rows)
+        (gradient[some],) = torch.autograd.grad(
+            sampled_log_likelihood(logits, base.head, generator), rows
+        )
         if bare is not None:
             with torch.no_grad(), without_delta(base.model):
-                others = bare.logits_of(bare.rows[some])
+                others = bare.logits_of(bare.hidden[some])
                 moved += float(divergences(logits.detach(), others, base.head).sum())
     return gradient, moved
 

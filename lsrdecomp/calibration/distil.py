@@ -11,7 +11,7 @@ squared distance to the features of the LoRA's last layer [2]_.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.calibration.distil_trainer import DistillationSchedule, Trainer, TrainingState
@@ -37,7 +37,7 @@ class Distillation:
     after: float  # of the factors that were left in the student; never less than before
     passes: float  # forward and backward passes of the base, a step's batch each; teacher included
     checks: tuple[tuple[int, float], ...] = ()  # step and share kept at each evaluation
-    schedule: DistillationSchedule = DistillationSchedule()
+    schedule: DistillationSchedule = field(default_factory=DistillationSchedule)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Distillation:
@@ -123,7 +123,7 @@ def distil_factors(
         if rate is None:
             state = trainer.select_learning_rate(state)
         else:
-            state = replace(state, rate=rate)
+            state.rate = rate
     # 2. Steps, with an evaluation now and then, until they are done or no longer help.
     interval = max(1, math.ceil(steps / trainer.n_evaluations))
     while state.step < steps:

@@ -19,7 +19,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from lsrdecomp.adapters.kernels import expand
-from lsrdecomp.calibration.fisher import CalibrationError
+from lsrdecomp.calibration.errors import CalibrationError
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.checkpoints.experts import ORDER
 from lsrdecomp.checkpoints.records import KroneckerLayer, LoraLayer

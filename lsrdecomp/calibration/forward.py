@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 class BatchLogits:
     """Logits of the predictions of one batch, not formed yet."""
 
-    hidden: Tensor  # (predictions, width), with its graph: input of `layer`; the logits if it is None
+    hidden: (
+        Tensor  # (predictions, width), with its graph: input of `layer`; the logits if it is None
+    )
     counts: Tensor  # (examples,): predictions of each example
     layer: nn.Module | None  # the output layer
 

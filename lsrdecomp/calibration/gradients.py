@@ -6,17 +6,19 @@ so that the activations of one module at a time are held twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lsrdecomp.calibration.heads import Head
 from lsrdecomp.errors import ShapeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
 
 
 @dataclass(slots=True)

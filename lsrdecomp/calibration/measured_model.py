@@ -18,7 +18,7 @@ from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lsrdecomp.adapters.geometry import LINEAR, geometry_of
-from lsrdecomp.calibration.fisher import CalibrationError
+from lsrdecomp.calibration.errors import CalibrationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -10,7 +10,6 @@ import torch
 from lsrdecomp.calibration.divergence import without_delta
 from lsrdecomp.calibration.features import EXAMPLE_HEADS, forward_with_features
 from lsrdecomp.calibration.forward import forward_repeatable
-from lsrdecomp.calibration.heads import Batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
     from lsrdecomp.calibration.base_model import Base
     from lsrdecomp.calibration.divergence import Reference
+    from lsrdecomp.calibration.heads import Batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def calibrate(
     with needs("calibration", "peft"):
         from lsrdecomp.calibration import base_model as bases
         from lsrdecomp.calibration.calibrate import calibrate as run
-        from lsrdecomp.calibration.fisher import TOKEN_HEADS
+        from lsrdecomp.calibration.heads import TOKEN_HEADS
     with tables.quiet():
         base_model = bases.load_base(base, adapter, device=device, dtype=settings.dtype)
     rounds, _ = questions.batches(base_model, size=batch, seed=seed)

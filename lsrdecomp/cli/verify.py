@@ -210,8 +210,8 @@ def _sentences(answers: Behaviour) -> Iterator[str]:
     if answers.agreement is not None:
         whole = (
             ""
-            if answers.throughout is None
-            else f", all along in {answers.throughout:.2%} of the examples"
+            if answers.exact_match_rate is None
+            else f", all along in {answers.exact_match_rate:.2%} of the examples"
         )
         yield f"The likeliest answer is the same for {answers.agreement:.2%}{whole}."
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from peft.helpers import rescale_adapter_scale
 
-from lsrdecomp.calibration.answers import ask, generate
 from lsrdecomp.calibration.base_model import (
     Text,
     batches,
@@ -30,9 +29,11 @@ from lsrdecomp.calibration.dataset import (
     read_examples,
     tokenize,
 )
-from lsrdecomp.calibration.distil import DistillationData
 from lsrdecomp.calibration.divergence import Reference
-from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, Head
+from lsrdecomp.calibration.forward import forward
+from lsrdecomp.calibration.generation import generate
+from lsrdecomp.calibration.heads import TOKEN_HEADS, Batch, Head
+from lsrdecomp.calibration.teacher import DistillationData
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
 from lsrdecomp.checkpoints.files import EXAMPLES, bytes_to_open, sha256
 from lsrdecomp.checkpoints.progress import OnStep, ProgressUpdate
@@ -213,7 +214,9 @@ class Evaluator:
                 questions += tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True)
                 for model, said in zip(models, answers, strict=True):
                     with torch.no_grad():
-                        said += [str(names[int(k)]) for k in ask(model, batch).logits.argmax(-1)]
+                        said += [
+                            str(names[int(k)]) for k in forward(model, batch).logits.argmax(-1)
+                        ]
         elif head is Head.causal_lm:
             prompted = [
                 prompt_text(text, tokenizer) for text in texts if isinstance(text, PromptExample)

@@ -121,8 +121,8 @@ class Fidelity(Behaviour):
             if self.agreement is None
             else f"; likeliest {what} the same for {100 * self.agreement:.0f} %"
         )
-        if self.throughout is not None:
-            same += f", all along in {100 * self.throughout:.0f} % of the examples"
+        if self.exact_match_rate is not None:
+            same += f", all along in {100 * self.exact_match_rate:.0f} % of the examples"
         if self.answered:
             same += f"; the same answer to {self.alike} of {self.answered} examples"
         head = f" (each with a head of {size_text(self.head_bytes)})" if self.head_bytes else ""

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.calibration.behaviour import Behaviour
-from lsrdecomp.calibration.distil import Distillation, DistillationData, distil_factors
+from lsrdecomp.calibration.distil import Distillation, distil_factors
+from lsrdecomp.calibration.distil_trainer import DistillationSchedule
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.writing import WEIGHTS
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from lsrdecomp.calibration.base_model import Base
+    from lsrdecomp.calibration.teacher import DistillationData
     from lsrdecomp.compression.compress import Compression
     from lsrdecomp.compression.layers import StatisticsByLayer
 
@@ -108,7 +110,9 @@ class CompressedFormCache:
     journal : Journal
         Where forms are kept under the digest of their numbers, with what was measured. In another
         run on the same texts, base and settings what is there is not done again, and a distillation
-        goes on from its last look.
+        goes on from its last evaluation.
+    schedule : DistillationSchedule, optional
+        Learning rates, evaluations and the stopping rule of distillation.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class CompressedFormCache:
         statistics: StatisticsByLayer,
         steps: int,
         journal: Journal,
+        schedule: DistillationSchedule | None = None,
     ) -> None:
         self.evaluator, self.source, self.statistics, self.steps = (
             evaluator,
@@ -126,6 +131,7 @@ class CompressedFormCache:
             steps,
         )
         self.journal = journal
+        self.schedule = schedule or DistillationSchedule()
         self._measurements: dict[str, Measurement] = {}
 
     @property
@@ -173,12 +179,12 @@ class CompressedFormCache:
         Training ends when the share ``enough`` is kept, and goes on from there when it is asked for
         with a larger one.
         """
-        key = content_key(form.path.name, self.steps, enough)
+        key = content_key(form.path.name, self.steps, enough, self.schedule)
         out, measured = self.journal.directory(key), self.journal.get(key)
         if measured is not None:
             before, after = (Behaviour(**measured.facts[name]) for name in ("before", "after"))
             trained = DistilledForm(
-                form.path, out, before, after, Distillation(**measured.facts["training"])
+                form.path, out, before, after, Distillation.from_json(measured.facts["training"])
             )
         else:
             shutil.rmtree(out, ignore_errors=True)  # a kill came between writing and measuring
@@ -190,6 +196,7 @@ class CompressedFormCache:
                 self.lessons,
                 steps=self.steps,
                 before=form.behaviour,
+                schedule=self.schedule,
                 enough=enough,
                 journal=self.journal,
                 key=content_key("training", form.path.name, self.steps),
@@ -221,6 +228,7 @@ def distil_form(
     steps: int,
     before: Behaviour,
     rate: float | None = None,
+    schedule: DistillationSchedule | None = None,
     enough: float = math.inf,
     journal: Journal | None = None,
     key: str = "",
@@ -242,7 +250,8 @@ def distil_form(
         steps=steps,
         rate=rate,
         seed=evaluator.settings.seed,
-        enough=enough,
+        schedule=schedule,
+        target_share=enough,
         journal=journal,
         key=key,
         on_step=lambda step: evaluator.say(stage, step.done, step.total, step.unit),

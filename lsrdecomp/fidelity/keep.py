@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lsrdecomp.calibration.fisher import Head
+from lsrdecomp.calibration.heads import Head
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import HEADER_BYTES, SearchedAdapter

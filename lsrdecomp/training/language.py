@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from lsrdecomp.calibration.answers import ask, evaluating, generate
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.bases import find_base, open_tokenizer
 from lsrdecomp.calibration.dataset import (
@@ -34,7 +33,9 @@ from lsrdecomp.calibration.dataset import (
     token_batches,
     tokenize,
 )
-from lsrdecomp.calibration.fisher import IGNORED, Head
+from lsrdecomp.calibration.forward import forward
+from lsrdecomp.calibration.generation import evaluation_mode, generate
+from lsrdecomp.calibration.heads import IGNORED_LABEL, Head
 from lsrdecomp.errors import needs
 from lsrdecomp.training.record import Sample, Scores
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
@@ -172,7 +173,7 @@ def _table(rows: Sequence[Tokens]) -> Table:
     """Rows under TRL's names; nothing comes before a first token, so it is never an answer."""
     labels = [
         [
-            token if answer and i else IGNORED
+            token if answer and i else IGNORED_LABEL
             for i, (token, answer) in enumerate(zip(row.ids, row.answers, strict=True))
         ]
         for row in rows
@@ -198,13 +199,13 @@ def judge_tokens(
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     total, hits, count, right = 0.0, 0, 0, [False] * len(rows)
     base = Base("", model, None, Head.causal_lm)
-    with evaluating(model, autocast=autocast) as device:
+    with evaluation_mode(model, autocast=autocast) as device:
         for start in range(0, len(order), EVALUATION_BATCH):
             chosen = order[start : start + EVALUATION_BATCH]
             (inputs,) = token_batches(
                 [rows[i] for i in chosen], size=len(chosen), seed=None, pad=pad, device=device
             )
-            answers = ask(base, inputs)
+            answers = forward(base, inputs)
             wanted = inputs["input_ids"][:, 1:][inputs[LOSS_MASK][:, 1:].bool()]
             total += float(F.cross_entropy(answers.logits, wanted, reduction="sum"))
             same = (answers.logits.argmax(-1) == wanted).cpu()

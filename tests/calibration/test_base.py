@@ -15,8 +15,9 @@ pytest.importorskip("sklearn")
 
 import lsrdecomp.cli  # noqa: E402
 from lsrdecomp.calibration.base_model import adapted_modules, batches, load_base, read_lines  # noqa: E402
-from lsrdecomp.calibration.calibrate import CalibrationError, calibrate  # noqa: E402
-from lsrdecomp.calibration.fisher import Head  # noqa: E402
+from lsrdecomp.calibration.calibrate import calibrate  # noqa: E402
+from lsrdecomp.calibration.errors import CalibrationError  # noqa: E402
+from lsrdecomp.calibration.heads import Head  # noqa: E402
 from lsrdecomp.errors import CheckpointError  # noqa: E402
 
 DEMO = Path(lsrdecomp.cli.__file__).parent / "demo_adapter"

@@ -16,8 +16,10 @@ from tiny_language_model import tiny_model  # noqa: E402
 
 from lsrdecomp.calibration.accumulators import LayerSums  # noqa: E402
 from lsrdecomp.calibration.base_model import Base  # noqa: E402
-from lsrdecomp.calibration.calibrate import CalibrationError, calibrate  # noqa: E402
-from lsrdecomp.calibration.fisher import Head, watched  # noqa: E402
+from lsrdecomp.calibration.calibrate import calibrate  # noqa: E402
+from lsrdecomp.calibration.errors import CalibrationError  # noqa: E402
+from lsrdecomp.calibration.gradients import watched  # noqa: E402
+from lsrdecomp.calibration.heads import Head  # noqa: E402
 from lsrdecomp.calibration.measured_model import recomputed  # noqa: E402
 from lsrdecomp.checkpoints.progress import ProgressUpdate  # noqa: E402
 from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
@@ -154,9 +156,9 @@ def test_a_pass_that_is_not_to_be_recorded_leaves_nothing_behind():
         with torch.no_grad():
             layer(torch.randn(4, 3))
         record.clear()
-        assert (record.calls, record.uses) == ({"layer": []}, {"layer": 0})
+        assert (record.calls, record.n_calls) == ({"layer": []}, {"layer": 0})
         layer(torch.randn(4, 3))
-        assert (len(record.calls["layer"]), record.uses["layer"]) == (1, 1)
+        assert (len(record.calls["layer"]), record.n_calls["layer"]) == (1, 1)
 
 
 class StopHereError(Exception):

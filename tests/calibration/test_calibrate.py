@@ -15,9 +15,11 @@ from oracles import formed  # noqa: E402
 
 from lsrdecomp.calibration.accumulators import LayerSums  # noqa: E402
 from lsrdecomp.calibration.base_model import Base  # noqa: E402
-from lsrdecomp.calibration.calibrate import CalibrationError, calibrate  # noqa: E402
+from lsrdecomp.calibration.calibrate import calibrate  # noqa: E402
 from lsrdecomp.calibration.covariance import Covariance  # noqa: E402
-from lsrdecomp.calibration.fisher import Head, sampled_log_likelihood, watched  # noqa: E402
+from lsrdecomp.calibration.errors import CalibrationError  # noqa: E402
+from lsrdecomp.calibration.gradients import sampled_log_likelihood, watched  # noqa: E402
+from lsrdecomp.calibration.heads import Head  # noqa: E402
 from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
 from lsrdecomp.errors import CheckpointError, ShapeError  # noqa: E402
 
@@ -321,7 +323,9 @@ def test_drawn_answers_have_the_fisher_matrix_of_the_model():
     assert answers == 40_000
     torch.testing.assert_close(gradient.T @ gradient / answers, fisher, rtol=0, atol=0.01)
     value = torch.zeros(40_000, 1, requires_grad=True)
-    (gradient,) = torch.autograd.grad(sampled_log_likelihood(value, Head.regression, generator), value)
+    (gradient,) = torch.autograd.grad(
+        sampled_log_likelihood(value, Head.regression, generator), value
+    )
     assert abs(float(gradient.square().mean()) - 1) < 0.05
 
 

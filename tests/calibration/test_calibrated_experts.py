@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig, Qw
 from lsrdecomp import compress
 from lsrdecomp.calibration.base_model import load_base, open_base
 from lsrdecomp.calibration.calibrate import calibrate
+from lsrdecomp.calibration.errors import CalibrationError
 from lsrdecomp.calibration.experts import least_reached, with_lora
-from lsrdecomp.calibration.fisher import CalibrationError, Head, sampled_log_likelihood
+from lsrdecomp.calibration.gradients import sampled_log_likelihood
+from lsrdecomp.calibration.heads import Head
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression import export_lora
@@ -188,7 +190,9 @@ def test_statistics_of_an_expert_are_those_of_its_gradient(mixture, tmp_path):
     for number, batch in enumerate(BATCHES, start=1):
         logits = model(**batch).logits[0, :-1]
         answers += len(logits)
-        score = sampled_log_likelihood(logits, Head.causal_lm, torch.Generator().manual_seed(number))
+        score = sampled_log_likelihood(
+            logits, Head.causal_lm, torch.Generator().manual_seed(number)
+        )
         gradients = torch.autograd.grad(score, list(parameters.values()))
         for name, gradient in zip(parameters, gradients, strict=True):
             squares[name] += gradient.square().sum((1, 2))

@@ -23,7 +23,7 @@ from lsrdecomp.calibration.dataset import (  # noqa: E402
     token_batches,
     tokenize,
 )
-from lsrdecomp.calibration.fisher import Head, loss_mask  # noqa: E402
+from lsrdecomp.calibration.heads import Head, loss_mask  # noqa: E402
 from lsrdecomp.fidelity.evaluate import read_data  # noqa: E402
 
 TEMPLATE = (

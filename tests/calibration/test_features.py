@@ -12,8 +12,9 @@ from tiny_bases import TEXTS, make  # noqa: E402
 
 from lsrdecomp.calibration.base_model import Base, batches, load_pair  # noqa: E402
 from lsrdecomp.calibration.divergence import without_delta  # noqa: E402
-from lsrdecomp.calibration.features import forward_with_features, feature_distance, lesson  # noqa: E402
-from lsrdecomp.calibration.fisher import Head  # noqa: E402
+from lsrdecomp.calibration.features import forward_with_features  # noqa: E402
+from lsrdecomp.calibration.heads import Head  # noqa: E402
+from lsrdecomp.calibration.teacher import feature_distance, teacher_batch  # noqa: E402
 
 SMALL = {
     "hidden_size": 24,
@@ -71,14 +72,14 @@ def test_a_model_whose_last_layer_is_not_known_has_no_features():
 
 
 @pytest.mark.parametrize("kind", ["SEQ_CLS", "CAUSAL_LM"])
-def test_a_lesson_is_the_answer_of_the_source(kind, tmp_path):
+def test_a_teacher_batch_has_the_logits_and_features_of_the_teacher(kind, tmp_path):
     folder = make(tmp_path, kind)
     source, written = load_pair(folder / "base", folder / "lora", folder / "lsr")
     (batch,) = batches(source, TEXTS, size=len(TEXTS), max_length=16, seed=0)
-    known = lesson(source, batch)
+    known = teacher_batch(source, batch)
     answers, features = forward_with_features(source, batch)
     torch.testing.assert_close(known.logits(), answers.logits, rtol=0, atol=0)
-    assert known.answers == len(answers.logits)
+    assert known.n_predictions == len(answers.logits)
     assert not known.logits().requires_grad
     if kind == "CAUSAL_LM":
         assert (known.features, features, feature_distance(source, [known])) == (None, None, None)

@@ -14,15 +14,15 @@ pytest.importorskip("transformers")
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from tiny_bases import TEXTS, make, make_model  # noqa: E402
 
-from lsrdecomp.calibration.answers import TRIED, ask, forward_repeatable, output_layer  # noqa: E402
 from lsrdecomp.calibration.base_model import batches, load_base, load_pair  # noqa: E402
 from lsrdecomp.calibration.divergence import (  # noqa: E402
     Reference,
     divergences,
     ratio_standard_error,
-    summed,
+    sum_by_example,
 )
-from lsrdecomp.calibration.fisher import Head  # noqa: E402
+from lsrdecomp.calibration.forward import forward, forward_repeatable, output_layer  # noqa: E402
+from lsrdecomp.calibration.heads import Head  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=["SEQ_CLS", "CAUSAL_LM"])
@@ -92,25 +92,26 @@ def test_divergences_of_examples_add_up(pair):
     source, written = pair
     (batch,) = rounds(source, size=20)
     with torch.no_grad():
-        old, new = ask(source, batch), ask(written, batch)
+        old, new = forward(source, batch), forward(written, batch)
     each = divergences(old.logits, new.logits, source.head)
-    assert float(summed(each, old.counts).sum()) == pytest.approx(float(each.sum()), rel=1e-12)
+    assert float(sum_by_example(each, old.counts).sum()) == pytest.approx(
+        float(each.sum()), rel=1e-12
+    )
     assert len(old.counts) == 20
     assert int(old.counts.sum()) == len(old.logits)
     if source.head is Head.causal_lm:  # the answers of one example are the rows that stand together
         first = int(old.counts[0])
-        assert float(summed(each, old.counts)[0]) == pytest.approx(
+        assert float(sum_by_example(each, old.counts)[0]) == pytest.approx(
             float(each[:first].sum()), rel=1e-12
         )
 
 
-def test_a_large_vocabulary_is_kept_as_what_the_output_layer_reads(pair, monkeypatch):
+def test_a_large_vocabulary_is_kept_as_what_the_output_layer_reads(pair):
     source, _ = pair
     if source.head is not Head.causal_lm:
         pytest.skip("one answer an example is small as it is")
-    monkeypatch.setattr(sys.modules[ask.__module__], "FEW", 8)
     (batch,) = rounds(source, size=20)
-    answers, recall = forward_repeatable(source, batch)
+    answers, recall = forward_repeatable(source, batch, max_kept_classes=8)
     calls = []
     handle = source.model.register_forward_hook(lambda *_: calls.append(1))
     assert torch.equal(recall(), answers.logits)
@@ -118,11 +119,10 @@ def test_a_large_vocabulary_is_kept_as_what_the_output_layer_reads(pair, monkeyp
     assert not calls  # the model itself was not asked again
 
 
-def test_where_more_follows_the_output_layer_the_model_is_asked_again(pair, monkeypatch):
+def test_where_more_follows_the_output_layer_the_model_is_asked_again(pair):
     source, _ = pair
     if source.head is not Head.causal_lm:
         pytest.skip("only where the output layer is special")
-    monkeypatch.setattr(sys.modules[ask.__module__], "FEW", 8)
     (batch,) = rounds(source, size=20)
 
     def capped(model, arguments, output):
@@ -130,7 +130,7 @@ def test_where_more_follows_the_output_layer_the_model_is_asked_again(pair, monk
         return output
 
     handle = source.model.register_forward_hook(capped)
-    answers, recall = forward_repeatable(source, batch)
+    answers, recall = forward_repeatable(source, batch, max_kept_classes=8)
     assert torch.equal(recall(), answers.logits)
     assert float(recall().abs().max()) <= 1.0
     handle.remove()
@@ -144,9 +144,9 @@ def test_only_answers_reach_the_output_layer(pair):
     (batch,) = rounds(source, size=20)
     rows = []
     handle = layer.register_forward_hook(lambda module, given, made: rows.append(made.shape[0]))
-    assert len(ask(source, batch).logits) == int(batch["attention_mask"].sum()) - 20
+    assert len(forward(source, batch).logits) == int(batch["attention_mask"].sum()) - 20
     handle.remove()
-    assert rows == [TRIED, TRIED, int(batch["attention_mask"].sum()) - 20]
+    assert rows == [8, 8, int(batch["attention_mask"].sum()) - 20]
 
 
 def test_no_effect_is_no_share(pair, monkeypatch):

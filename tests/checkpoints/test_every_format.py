@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from tiny_tokenizer import word_tokenizer  # noqa: E402 - after the skip
 
 from lsrdecomp.calibration.base_model import load_base  # noqa: E402
-from lsrdecomp.calibration.fisher import CalibrationError  # noqa: E402
+from lsrdecomp.calibration.errors import CalibrationError  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "compress-a-lora.md"
 HEAD = (

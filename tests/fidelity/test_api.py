@@ -101,9 +101,9 @@ def test_a_promise_of_tokens_says_how_often_a_whole_answer_stays():
         behaviour, data="sums.jsonl", base="b", bytes_before=3_700_000, bytes_after=192_000
     )
     assert "likeliest token the same for 97 %)" in told.sentence()
-    told = replace(told, throughout=0.04)
+    told = replace(told, exact_match_rate=0.04)
     assert "likeliest token the same for 97 %, all along in 4 % of the examples)" in told.sentence()
-    assert told.to_json()["throughout"] == 0.04
+    assert told.to_json()["exact_match_rate"] == 0.04
 
 
 @pytest.mark.parametrize(

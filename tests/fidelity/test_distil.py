@@ -25,12 +25,20 @@ from typer.testing import CliRunner  # noqa: E402
 from lsrdecomp import compress  # noqa: E402
 from lsrdecomp.adapters.layer import LsrLayer  # noqa: E402
 from lsrdecomp.calibration.base_model import load_pair  # noqa: E402
-from lsrdecomp.calibration.calibrate import CalibrationError  # noqa: E402
 from lsrdecomp.calibration.dataset import DataError, PromptExample  # noqa: E402
-from lsrdecomp.calibration.distil import DistillationData, distil_factors, kl_loss, trained  # noqa: E402
+from lsrdecomp.calibration.distil import distil_factors  # noqa: E402
+from lsrdecomp.calibration.distil_trainer import (  # noqa: E402
+    DistillationSchedule,
+    Trainer,
+    TrainingState,
+    kl_loss,
+    trainable_factors,
+)
 from lsrdecomp.calibration.divergence import Reference, divergences  # noqa: E402
+from lsrdecomp.calibration.errors import CalibrationError  # noqa: E402
 from lsrdecomp.calibration.features import forward_with_features  # noqa: E402
-from lsrdecomp.calibration.fisher import Head  # noqa: E402
+from lsrdecomp.calibration.heads import Head  # noqa: E402
+from lsrdecomp.calibration.teacher import DistillationData, teacher_batch  # noqa: E402
 from lsrdecomp.checkpoints import Journal, open_checkpoint  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.compression import CompressionPlan, export_lora, verify  # noqa: E402
@@ -137,11 +145,13 @@ class Killed(BaseException):
 
 def states_saved(monkeypatch):
     """The steps after which training saves its state, in a list that grows as it does."""
-    module, saved = sys.modules[distil_factors.__module__], []
-    save = module._save
-    monkeypatch.setattr(
-        module, "_save", lambda *given: (save(*given), saved.append(given[-1].step))
-    )
+    saved, save = [], TrainingState.save
+
+    def watched(state, *given):
+        save(state, *given)
+        saved.append(state.step)
+
+    monkeypatch.setattr(TrainingState, "save", watched)
     return saved
 
 
@@ -189,62 +199,58 @@ def test_other_settings_do_not_go_on_from_a_state_of_before(classifier, tmp_path
 @pytest.mark.parametrize("kind", ["language_model", "classifier"])
 def test_passes_are_what_was_asked_of_the_base(kind, tmp_path, monkeypatch, request):
     model, asked = request.getfixturevalue(kind), []
-    module = sys.modules[forward_with_features.__module__]
-    for name in ("ask", "forward_repeatable"):
+    for function, name in (
+        (forward_with_features, "forward"),
+        (teacher_batch, "forward_repeatable"),
+    ):
+        module = sys.modules[function.__module__]
         plain = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda *given, plain=plain: (asked.append(1), plain(*given))[1]
         )
     done = run(model, model / "lsr", out=tmp_path / "out", steps=60, rate=None)
     training = done.form.training
-    lessons = training.passes - 2 * training.steps - 4 * len(training.checks)
-    assert len(asked) == training.steps + lessons
-    assert training.passes <= 1.2 * 2 * 60 + 8  # so small a run has eight lessons at least
+    of_teacher = training.passes - 2 * training.steps - 4 * len(training.checks)
+    assert len(asked) == training.steps + of_teacher
+    assert training.passes <= 1.2 * 2 * 60 + 8  # so small a run has eight batches at least
 
 
-def test_of_a_classifier_what_its_last_layer_reads_is_learned_too(
-    classifier, tmp_path, monkeypatch
-):
+def test_of_a_classifier_what_its_last_layer_reads_is_learned_too(classifier):
     """Before the first step, the loss is the divergence and so much of the distance of the features."""
-    module, losses = sys.modules[distil_factors.__module__], []
-    plain = module._Work.lost
-    monkeypatch.setattr(
-        module._Work, "lost", lambda work, part: losses.append((work, part)) or plain(work, part)
+    settings = EvaluatorSettings(batch=8, max_length=16)
+    evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, settings)
+    student, data = evaluator.base.adapted(classifier / "lsr"), evaluator.lessons(1)
+    (micro,) = data.teacher_batches(0)
+    plain, weighted = (
+        Trainer(student, data, 1, DistillationSchedule(feature_weight=weight), 0, None)
+        for weight in (0.0, 4.0)
     )
-    first = {}
-    for weight in (0.0, 4.0):
-        losses.clear()
-        monkeypatch.setattr(module, "FEATURES", weight)
-        run(classifier, classifier / "lsr", out=tmp_path / f"{weight}", steps=1)
-        work, part = losses[0]
-        work.put(torch.zeros_like(work.zero))
-        with torch.no_grad():
-            distance = float(
-                (forward_with_features(work.student, part.batch)[1] - part.features).square().sum()
-            )
-            first[weight] = (float(plain(work, part)), work.nearness * distance)
-    assert first[0.0][1] == 0.0 < first[4.0][1]
-    assert first[4.0][0] == pytest.approx(first[0.0][0] + first[4.0][1], rel=1e-5)
+    with torch.no_grad():
+        features = forward_with_features(student, micro.batch)[1]
+        added = weighted.feature_weight * float((features - micro.features).square().sum())
+        assert (
+            0.0 < added == pytest.approx(float(weighted.loss(micro) - plain.loss(micro)), rel=1e-4)
+        )
 
 
-def test_training_ends_when_enough_is_kept_and_the_lora_answers_each_lesson_once(
+def test_training_ends_when_enough_is_kept_and_the_lora_runs_on_each_batch_once(
     classifier, tmp_path
 ):
     settings = EvaluatorSettings(batch=8, max_length=16)
     evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, settings)
-    lessons, lora = evaluator.lessons(24), open_checkpoint(classifier / "lora")
+    data, lora = evaluator.lessons(24), open_checkpoint(classifier / "lora")
     before = evaluator.measure(classifier / "lsr")
 
     def train(name, **settings):
         settings |= {"steps": 24, "before": before, "rate": 0.03}
         return distil_form(
-            evaluator, classifier / "lsr", lora, tmp_path / name, lessons, **settings
+            evaluator, classifier / "lsr", lora, tmp_path / name, data, **settings
         ).training
 
     first, again, short = train("first"), train("again"), train("short", enough=-1.0)
-    assert len(lessons.answered) > 1
+    assert len(data.computed) > 1
     assert again.steps == first.steps
-    assert again.passes == first.passes - (len(lessons.answered) - 1)
+    assert again.passes == first.passes - (len(data.computed) - 1)
     assert short.steps == 0  # as much is kept before the first step
 
 
@@ -253,20 +259,20 @@ def test_a_training_that_ended_early_goes_on_where_more_is_enough(
 ):
     settings = EvaluatorSettings(batch=8, max_length=16)
     evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, settings)
-    lessons, shares, steps = evaluator.lessons(24), count(1), []
+    data, shares, steps = evaluator.lessons(24), count(1), []
     monkeypatch.setattr(Reference, "compare", lambda *_: SimpleNamespace(kept=next(shares) / 10.0))
     with Journal.beside(tmp_path / "out") as journal:
         for enough in (0.15, math.inf):
             student = evaluator.base.adapted(classifier / "lsr")
             about = {
-                "lessons": lessons,
+                "data": data,
                 "steps": 24,
                 "rate": 0.03,
                 "journal": journal,
                 "key": "training",
             }
             done = distil_factors(
-                student, enough=enough, on_step=lambda step: steps.append(step.done), **about
+                student, target_share=enough, on_step=lambda step: steps.append(step.done), **about
             )
             assert [share for _, share in done.checks[:2]] == [0.1, 0.2]
             if enough < 1.0:
@@ -285,8 +291,9 @@ def test_what_a_model_reads_need_not_be_tokens(language_model, tmp_path):
         {"inputs_embeds": embed(rows).detach(), "attention_mask": torch.ones_like(rows)}
         for rows in ids
     ]
-    lessons = DistillationData(source, [[batch] for batch in batches[:4]], Reference(source, batches[4:]))
-    done = distil_factors(student, lessons, steps=12, rate=0.03)
+    validation = Reference(source, batches[4:])
+    data = DistillationData(source, [[batch] for batch in batches[:4]], validation)
+    done = distil_factors(student, data, steps=12, rate=0.03)
     assert done.after > done.before + 0.01
 
 
@@ -365,11 +372,11 @@ def test_only_lsr_factors_are_trained(classifier):
         classifier / "base", classifier / "lora", TEXTS, EvaluatorSettings(batch=8, max_length=16)
     )
     student = evaluator.base.adapted(classifier / "lsr")
-    count = sum(p.numel() for p in trained(student.model))
+    count = sum(p.numel() for p in trainable_factors(student.model))
     assert count == open_checkpoint(classifier / "lsr").adapter_parameters
     assert sum(p.numel() for p in student.model.parameters() if p.requires_grad) == count
     with pytest.raises(CalibrationError, match="no LSR factors to train"):
-        trained(evaluator.source.model)
+        trainable_factors(evaluator.source.model)
 
 
 def test_texts_that_begin_alike_are_held_out_together():

@@ -18,8 +18,8 @@ from tiny_bases import make  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 import lsrdecomp as lsr  # noqa: E402
-from lsrdecomp.calibration import distil  # noqa: E402
 from lsrdecomp.calibration.distil import Distillation  # noqa: E402
+from lsrdecomp.calibration.distil_trainer import TrainingState  # noqa: E402
 from lsrdecomp.checkpoints import Journal  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.compression import verify  # noqa: E402
@@ -207,7 +207,7 @@ def kill(*given, **named):
 
 def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monkeypatch):
     out, trainings, saved = tmp_path / "out", [], []
-    plain, save, end = forms.distil_form, distil._save, Evaluator.fidelity
+    plain, end = forms.distil_form, Evaluator.fidelity
     settings = {
         "base": folder / "base",
         "data": TEXTS,
@@ -224,8 +224,9 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
         "distil_form",
         lambda *given, **named: (trainings.append(1), plain(*given, **named))[1],
     )
+    save = TrainingState.save
     monkeypatch.setattr(
-        distil, "_save", lambda *given: (save(*given), saved.append(given[-1].step))
+        TrainingState, "save", lambda state, *given: (save(state, *given), saved.append(state.step))
     )
     told = []
     whole = lsr.compress(folder / "lora", **settings, on_step=told.append)
