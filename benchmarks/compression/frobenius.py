@@ -28,13 +28,12 @@ from benchmarks.lab.structures.fit import lsr_candidates, solve_together
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.compression.candidates import (
     Candidate,
-    as_read,
     low_rank_candidates,
     lsr_candidate,
-    stored_product,
 )
 from lsrdecomp.compression.compress import SOLVER
 from lsrdecomp.compression.layers import Layer, SpillCache, layer_pair
+from lsrdecomp.compression.quantize import stored_product
 from lsrdecomp.compression.shapes import shape_grid
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
@@ -81,7 +80,7 @@ def own_rank(layers: Sequence[Layer], long: int) -> list[dict[str, float]]:
             }
             for storage in STORAGES:
                 stored = stored_product(solution.product, storage)
-                error = layer.pair.residual_norm(as_read(stored, storage)) / layer.pair.norm
+                error = layer.pair.residual_norm(stored.dequantized()) / layer.pair.norm
                 record[f"extra_{storage}"] = error - solution.relative_error
             records.append(record)
     return records

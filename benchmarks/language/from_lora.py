@@ -128,7 +128,7 @@ def rounded(out: Path, record: FinetuneRecord) -> dict[str, Any]:
     trained = open_checkpoint(out / ADAPTER)
     codes = {layer.name: coded_product(layer_product(layer), 4) for layer in trained.layers}
     with TemporaryDirectory() as folder:
-        path = pack_lsr(trained, Path(folder) / ADAPTER, coded=codes)
+        path = pack_lsr(trained, Path(folder) / ADAPTER, stored=codes)
         judged = evaluate(record.settings.replace(init=str(path), ratio=None, options={}))
         return {"bytes": (path / WEIGHTS).stat().st_size, "loss": judged.loss}
 

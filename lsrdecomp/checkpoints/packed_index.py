@@ -6,11 +6,11 @@ bit for "more" (zigzag where negative ones occur), then two texts in UTF-8:
 
     whether target_modules names more than these layers · number of layers · of structures · bytes
     of the first text of each layer its module, of each the step of its block from the layer before,
-    of each its structure each structure, as `_structure` lays it out; the exponents of each layer
+    of each its structure each structure, as `structure_of` lays it out; the exponents of each layer
     modules: a line each, a zero character where the number of the block stands; JSON of kinds that
     are not linear
 
-A structure is an entry of `lsrdecomp.checkpoints.packed` without its exponents. Version 0.2 wrote
+A structure is an entry of `lsrdecomp.checkpoints.encodings` without its exponents. Version 0.2 wrote
 base64 of zlib-compressed JSON, ``{"version": 2, "layers": [[name, *entry], …], "kinds": {name:
 [kind, kernel]}, "dropped": [name, …], "exact": true}``, the last three where they say something.
 Files of version 0.1 have codes only, in ``lsr_packed``: the length of their index as four
@@ -31,31 +31,31 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lsrdecomp.checkpoints.config import exact_pattern
+from lsrdecomp.checkpoints.encodings import parse, read_structure, structure_of
 from lsrdecomp.checkpoints.packed import (
     DAMAGE,
     NUMBERS,
     PACKED,
     Bytes,
-    Entry,
+    IndexEntry,
     PackedLayer,
     Reader,
     damaged,
-    parse,
 )
-from lsrdecomp.checkpoints.tensors import FLOATS, check_name, read_header
+from lsrdecomp.checkpoints.tensors import check_name, read_header
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.formats.stored import FloatProduct
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from lsrdecomp.checkpoints.records import Checkpoint
-    from lsrdecomp.formats.quantized import CodedProduct
+    from lsrdecomp.checkpoints.records import Checkpoint, KroneckerLayer
+    from lsrdecomp.formats.stored import Stored
     from lsrdecomp.kronecker.shape import ProductShape
 
 FIELD = "layers"
 VERSION, MARK = 2, "3:"
 """Of the index: the last that was JSON, and how one begins that is not."""
-KINDS = ("floats", "terms", "components")
 BLOCK = re.compile(r"(?<=\.)(0|[1-9][0-9]{0,3})(?=\.)")
 """The number of a block in the name of a layer."""
 LONGEST_INDEX = 16 * 2**20
@@ -65,7 +65,7 @@ LONGEST_INDEX = 16 * 2**20
 class Index:
     """What adapter_config.json says of packed layers."""
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, IndexEntry]
     kinds: Mapping[str, tuple[str, tuple[int, ...]]] = field(
         default_factory=dict
     )  # of layers that are not linear
@@ -117,7 +117,7 @@ def index_text(
         number = BLOCK.search(name)
         block = before if number is None else int(number[0])
         module = name if number is None else f"{name[: number.start()]}\0{name[number.end() :]}"
-        structure, exponents = _structure(entry)
+        structure, exponents = structure_of(*entry)
         columns[0].append(modules.setdefault(module, len(modules)))
         columns[1].append(_zigzag(block - before))
         columns[2].append(structures.setdefault(structure, len(structures)))
@@ -170,59 +170,21 @@ def _laid_out(content: bytes) -> Index:
     exact, layers, structures, length = (reader.integer() for _ in range(4))
     if max(layers, structures, length) > len(content):
         raise ValueError(f"{layers} layers of {structures} structures in {len(content)} bytes")
-    module_of, steps, structure_of = ([reader.integer() for _ in range(layers)] for _ in range(3))
-    entry_of = [_read_structure(reader) for _ in range(structures)]
-    entries, block = [], 0
-    spans = [
-        (structure, [_unzigzag(reader.integer()) for _ in range(entry_of[structure][1])])
-        for structure in structure_of
-    ]
+    module_numbers, steps, structure_numbers = (reader.integers(layers) for _ in range(3))
+    makers = [read_structure(reader) for _ in range(structures)]
+    exponents = []
+    for number in structure_numbers:
+        _, count = makers[number]
+        exponents.append([_unzigzag(reader.integer()) for _ in range(count)])
     modules = reader.take(length).decode().split("\n")
-    for module, step, (structure, exponents) in zip(module_of, steps, spans, strict=True):
-        block += _unzigzag(step)
-        entries.append(
-            [modules[module].replace("\0", str(block)), *entry_of[structure][0](*exponents)]
-        )
+    entries, block = [], 0
+    for i, module in enumerate(module_numbers):
+        block += _unzigzag(steps[i])
+        make_entry, _ = makers[structure_numbers[i]]
+        name = modules[module].replace("\0", str(block))
+        entries.append([name, *make_entry(*exponents[i])])
     kinds = content[reader.position :]
     return Index(_entries(entries), read_kinds(json.loads(kinds) if kinds else {}), (), bool(exact))
-
-
-def _structure(entry: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """An entry as integers of its own: structure and exponents."""
-    kind, *rest = entry
-    if kind == "components":
-        (m, n), bits, exponent = rest
-        return (KINDS.index(kind), m, n, len(bits), *bits), (exponent,)
-    out, inner, into, *rest = rest
-    sizes = (KINDS.index(kind), len(out), *out, *inner, *into)
-    if kind == "floats":
-        storage, s, t = rest
-        return (*sizes, FLOATS.index(storage), s, t), ()
-    left, right = rest
-    return (*sizes, left[0], left[2], right[0], right[2]), (left[1], right[1])
-
-
-def _read_structure(reader: Reader) -> tuple[Callable[..., list[Any]], int]:
-    """What makes an entry of its exponents, and how many these are."""
-
-    def integers(count: int) -> list[int]:
-        if count > reader.packed.size:
-            raise ValueError(f"{count} integers in {reader.packed.size} bytes")
-        return [reader.integer() for _ in range(count)]
-
-    kind = KINDS[reader.integer()]
-    if kind == "components":
-        sizes, bits = integers(2), integers(reader.integer())
-        return (lambda exponent: [kind, sizes, bits, exponent]), 1
-    order = reader.integer()
-    out, inner, into = integers(order), integers(order), integers(order)
-    if kind == "floats":
-        storage, s, t = FLOATS[reader.integer()], *integers(2)
-        return (lambda: [kind, out, inner, into, storage, s, t]), 0
-    bits_left, s, bits_right, t = integers(4)
-    return (
-        lambda left, right: [kind, out, inner, into, [bits_left, left, s], [bits_right, right, t]]
-    ), 2
 
 
 def _in_sevens(integers: Iterable[int]) -> bytes:
@@ -265,7 +227,7 @@ def read_packed(packed: Bytes) -> dict[str, PackedLayer]:
     return _sliced(entries, packed, 4 + length, PACKED)
 
 
-def _entries(listed: Sequence[Any]) -> dict[str, Entry]:
+def _entries(listed: Sequence[Any]) -> dict[str, IndexEntry]:
     entries = {str(name): parse(*entry) for name, *entry in listed}
     if len(entries) != len(listed):
         raise CheckpointError("a layer is listed twice")
@@ -275,7 +237,7 @@ def _entries(listed: Sequence[Any]) -> dict[str, Entry]:
 
 
 def _sliced(
-    entries: Mapping[str, Entry], numbers: Bytes, begin: int, tensor: str
+    entries: Mapping[str, IndexEntry], numbers: Bytes, begin: int, tensor: str
 ) -> dict[str, PackedLayer]:
     end = begin + sum(entry.size for entry in entries.values())
     if end != numbers.size:
@@ -288,10 +250,21 @@ def _sliced(
     return layers
 
 
-def codes_in(checkpoint: Checkpoint) -> dict[str, CodedProduct]:
-    """The layers of an LSR directory that are stored in integer codes, unpacked."""
-    tensors, text = read_header(checkpoint.weights).tensors, checkpoint.config.get(FIELD)
-    layers = read_packed(tensors[PACKED].read()) if PACKED in tensors else {}
-    if text is not None:
-        layers |= read_index(text).layers(tensors[NUMBERS].read())
-    return {name: layer.decode() for name, layer in layers.items() if layer.storage not in FLOATS}
+def stored_layers(checkpoint: Checkpoint) -> dict[str, Stored]:
+    """Return the layers of an LSR directory as they are stored: packed ones in their order, then those in tensors."""
+    tensors = read_header(checkpoint.weights).tensors
+    index = checkpoint.config.get(FIELD)
+    packed = read_packed(tensors[PACKED].read()) if PACKED in tensors else {}
+    if index is not None:
+        packed |= read_index(index).layers(tensors[NUMBERS].read())
+    layers = {name: layer.stored() for name, layer in packed.items()}
+    for layer in checkpoint.layers:
+        if layer.name not in packed:
+            layers[layer.name] = scaled_factors(layer, layer.dtype)
+    return layers
+
+
+def scaled_factors(layer: KroneckerLayer, storage: str) -> FloatProduct:
+    """Return the factors of a layer with its scale folded into the first, to be stored as ``storage``."""
+    left, right = layer.load()
+    return FloatProduct((layer.scale * left[0], *left[1:]), right, storage)

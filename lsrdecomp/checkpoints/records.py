@@ -12,6 +12,7 @@ from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.checkpoints.files import sha256
 from lsrdecomp.checkpoints.names import module_role
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.formats.stored import product_label
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,6 +99,10 @@ class KroneckerLayer:
         How the out side, the inner rank and the in side are split.
     left_rank, right_rank : int
         Terms on the out side (B) and on the in side (A).
+    stored_parameters : int, optional
+        Numbers stored for the layer where they are not those of its factors.
+    stored_label : str, optional
+        Name and sizes of the structure that they are stored in, for tables.
 
     Examples
     --------
@@ -121,6 +126,8 @@ class KroneckerLayer:
     left: tuple[StoredTensor, ...] = field(repr=False)
     right: tuple[StoredTensor, ...] = field(repr=False)
     kernel: tuple[int, ...] = ()
+    stored_parameters: int | None = None
+    stored_label: str | None = None
 
     @property
     def out_features(self) -> int:
@@ -136,7 +143,17 @@ class KroneckerLayer:
 
     @property
     def parameters(self) -> int:
+        """Numbers that are stored for the layer."""
+        if self.stored_parameters is not None:
+            return self.stored_parameters
         return self.shape.parameters(self.left_rank, self.right_rank)
+
+    @property
+    def label(self) -> str:
+        """The structure with its sizes, as tables show it."""
+        if self.stored_label is not None:
+            return self.stored_label
+        return product_label(self.shape, (self.left_rank, self.right_rank))
 
     def load(self) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         """Factors of B, each (s, m_i, r_i), and of A, each (t, r_i, n_i), in at least float32."""

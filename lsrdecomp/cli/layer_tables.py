@@ -88,7 +88,7 @@ def checkpoint_table(
     def structure(layer: Any) -> str:
         if isinstance(layer, checkpoints.LoraLayer):
             return "LoRA"
-        return f"{layer.left_rank}+{layer.right_rank} × {layer.shape}"
+        return str(layer.label)
 
     def alike(layer: LoraLayer) -> Hashable:
         size = layer.out_features, layer.in_features

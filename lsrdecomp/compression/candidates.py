@@ -1,13 +1,16 @@
-"""What one layer can become, each with its price: nothing, itself, low rank, an LSR product.
+"""Candidates of a layer, each with its price: nothing, itself, low rank, an LSR product.
 
-A `Candidate` is a value without factors: thousands are weighed against each other. `priced_as` says
-what one costs and loses in a storage type; `materialize` makes the factors of one that was chosen,
-once.
+A `Candidate` is a value without factors: thousands are weighed against each other. It says of its
+structure all that a search asks: what it is called, whether it counts as truncated SVD, which
+storages it exists in, and how its factors are made. `priced_as` says what one costs and loses in a
+storage; `materialize` makes the factors of one that was chosen, once. `FAMILIES` lists the
+structures that need no solve.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -18,22 +21,22 @@ from lsrdecomp.compression.quantize import (
     INTEGER_BITS,
     layer_svd,
     pair_code,
-    quantized_product,
     refitted_product,
     spectral_code,
+    stored_product,
     svd_code,
     water_fill,
 )
-from lsrdecomp.errors import PrecisionError
 from lsrdecomp.kronecker.separated import SeparatedProduct, low_rank_product
-from lsrdecomp.precision import PRECISIONS, precision
+from lsrdecomp.precision import precision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     from lsrdecomp.compression.layers import Layer, SpillCache
     from lsrdecomp.compression.shapes import Configuration
-    from lsrdecomp.formats.quantized import CodedProduct, QuantizedProduct, SpectralCode
+    from lsrdecomp.formats.quantized import SpectralCode
+    from lsrdecomp.formats.stored import Stored
     from lsrdecomp.kronecker.shape import ProductShape
     from lsrdecomp.solvers.base import PairSolution
 
@@ -45,15 +48,49 @@ ALL_RANKS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """What a layer can become, at a price."""
+class Candidate(ABC):
+    """A structure that a layer can get, at a price.
 
-    structure: ClassVar[str]  # the word on disk and in JSON
+    Attributes
+    ----------
+    structure : str
+        The word in tables, on disk and in JSON.
+    is_truncated_svd : bool
+        Whether truncated SVD alone could choose it: the error reported beside ours is that of the
+        best choice among these.
+    squared_error : float
+        Absolute, in the layer's norm.
+    storage : str
+        Element type of the factors.
+    bytes : int
+        Size of the factors as stored, without the file's header.
+    rank : int
+        Rank that a server pays for.
+    """
+
+    structure: ClassVar[str]
+    is_truncated_svd: ClassVar[bool]
     parameters: int
-    squared_error: float  # absolute, in the layer's norm
-    storage: str = "float64"  # element type of the factors
-    bytes: int = 0  # of the factors as stored, without the file's header
-    rank: int = 0  # that a server pays for
+    squared_error: float
+    storage: str = "float64"
+    bytes: int = 0
+    rank: int = 0
+
+    @abstractmethod
+    def stored(self, layer: Layer) -> Stored | None:
+        """Make what is stored of the layer in the candidate's storage; None leaves the layer out."""
+
+    def alternatives(self, layer: Layer) -> Iterable[Stored]:
+        """Make further forms of the same price, of which the nearest to the layer is taken."""
+        return ()
+
+    def exists_in(self, storage: str) -> bool:
+        """Return whether the structure can be stored so; integers are only for those that say so."""
+        return storage not in INTEGER_BITS
+
+    def unrounded_bytes(self) -> int:
+        """Return the size of the factors in a floating type, known before they are made."""
+        return math.ceil(self.parameters * precision(self.storage).bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +98,14 @@ class Drop(Candidate):
     """The layer left out: ΔW = 0."""
 
     structure = "drop"
+    is_truncated_svd = True
+
+    def stored(self, layer: Layer) -> None:
+        """Return nothing."""
+
+    def exists_in(self, storage: str) -> bool:
+        """Return True."""
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +113,11 @@ class Keep(Candidate):
     """The LoRA pair as it is."""
 
     structure = "keep"
+    is_truncated_svd = True
+
+    def stored(self, layer: Layer) -> Stored:
+        """Return the pair in the candidate's storage."""
+        return stored_product(low_rank_product(layer.pair.left, layer.pair.right), self.storage)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +125,15 @@ class LowRank(Candidate):
     """The truncated SVD in the layer's norm."""
 
     structure = "low rank"
+    is_truncated_svd = True
     bits: tuple[int, ...] = ()  # of each component as an integer code; empty: floating point
     unrotated: bool = False  # coded as the columns and rows that the pair has
+
+    def stored(self, layer: Layer) -> Stored:
+        """Return codes of each component, or both factors in a floating type."""
+        if not self.bits:
+            return stored_product(low_rank_product(*layer.truncated(self.rank)), self.storage)
+        return pair_code(layer) if self.unrotated else svd_code(layer, self.bits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +141,7 @@ class Lsr(Candidate):
     """A product of separated matrices."""
 
     structure = "LSR"
+    is_truncated_svd = False
     shape: ProductShape
     ranks: tuple[int, int]
     product: Callable[[], SeparatedProduct] = field(
@@ -94,6 +152,19 @@ class Lsr(Candidate):
     @property
     def configuration(self) -> Configuration:
         return self.shape, self.ranks
+
+    def stored(self, layer: Layer) -> Stored:
+        """Return the product, rounded as it is."""
+        return stored_product(self.product(), self.storage)
+
+    def alternatives(self, layer: Layer) -> Iterable[Stored]:
+        """Make codes that are solved for in the layer's norm, where integers are stored."""
+        if self.storage in INTEGER_BITS:
+            yield refitted_product(layer, self.product(), INTEGER_BITS[self.storage])
+
+    def exists_in(self, storage: str) -> bool:
+        """Return True."""
+        return True
 
 
 # -- candidates of a layer -------------------------------------------------------------------------
@@ -109,6 +180,15 @@ def keep(layer: Layer) -> Keep:
     return Keep(parameters=layer.parameters, squared_error=0.0, rank=layer.rank)
 
 
+def plain_candidates(layer: Layer, max_parameters: float = math.inf) -> list[Candidate]:
+    """Return the candidates of all `FAMILIES`, of at most about so many parameters."""
+    return [candidate for family in FAMILIES for candidate in family(layer, max_parameters)]
+
+
+def _drop_or_keep(layer: Layer, max_parameters: float) -> list[Candidate]:
+    return [drop(layer), keep(layer)]
+
+
 def low_rank_candidates(layer: Layer, most: float = math.inf) -> list[LowRank]:
     """The best approximation of every rank in the layer's norm, of at most ``most`` parameters."""
     tails, step = tail_norms(layer.gauge[1]), sum(layer.shape)
@@ -116,6 +196,13 @@ def low_rank_candidates(layer: Layer, most: float = math.inf) -> list[LowRank]:
     return [
         LowRank(parameters=rank * step, squared_error=tails[rank] ** 2, rank=rank) for rank in ranks
     ]
+
+
+FAMILIES: tuple[Callable[[Layer, float], Sequence[Candidate]], ...] = (
+    _drop_or_keep,
+    low_rank_candidates,
+)
+"""Candidates that need no solve, of a layer and a number of parameters above which none is wanted."""
 
 
 def water_filled_candidates(layer: Layer, most: float = math.inf) -> list[LowRank]:
@@ -192,15 +279,12 @@ class Materialized:
     """A candidate whose factors were made once and wait in a cache as they will be written."""
 
     candidate: Candidate  # its price is that of the stored factors
-    coded: bool
-    stored: Callable[[], SeparatedProduct | CodedProduct] | None = field(
-        repr=False
-    )  # None for a layer left out
+    stored: Callable[[], Stored] | None = field(repr=False)  # None for a layer left out
 
     @property
     def form(self) -> SeparatedProduct | None:
-        """What a reader gets; None for a layer left out."""
-        return None if self.stored is None else as_read(self.stored(), self.candidate.storage)
+        """The product that a reader gets; None for a layer left out."""
+        return None if self.stored is None else self.stored().dequantized()
 
 
 def materialize(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materialized:
@@ -209,22 +293,21 @@ def materialize(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materi
     An LSR product in integers is solved for in the layer's norm (`refitted_product`), or rounded as
     it is if that is nearer.
     """
-    stored = _stored(layer, candidate)
+    stored = candidate.stored(layer)
     if stored is None:
-        return Materialized(candidate, False, None)
-    coded, priced = not isinstance(stored, SeparatedProduct), _priced(layer, candidate, stored)
-    if coded and isinstance(candidate, Lsr):
-        solved = refitted_product(layer, candidate.product(), INTEGER_BITS[candidate.storage])
-        other = _priced(layer, candidate, solved)
-        if other.squared_error < priced.squared_error:
-            stored, priced = solved, other
-    return Materialized(priced, coded, cache.put(stored))
+        return Materialized(candidate, None)
+    priced = _priced(layer, candidate, stored)
+    for other in candidate.alternatives(layer):
+        other_priced = _priced(layer, candidate, other)
+        if other_priced.squared_error < priced.squared_error:
+            stored, priced = other, other_priced
+    return Materialized(priced, cache.put(stored))
 
 
 def priced_as(
     layer: Layer, candidate: Candidate, storage: str, *, measured: bool = True
 ) -> Candidate:
-    """The candidate in a storage type: its bytes counted, its error measured on rounded factors.
+    """Return the candidate in a storage: its bytes counted, its error measured on rounded factors.
 
     Without ``measured`` a floating type leaves the error as it is. Integers for a low-rank pair are
     `water_filled_candidates`.
@@ -232,61 +315,15 @@ def priced_as(
     candidate = replace(candidate, storage=storage)
     # Codes are always measured: what few bits lose cannot be told from the exact error.
     if storage not in INTEGER_BITS and not measured:
-        return replace(candidate, bytes=_float_bytes(candidate))
-    stored = _stored(layer, candidate)
+        return replace(candidate, bytes=candidate.unrounded_bytes())
+    stored = candidate.stored(layer)
     return candidate if stored is None else _priced(layer, candidate, stored)
 
 
 C = TypeVar("C", bound=Candidate)
 
 
-def _priced(layer: Layer, candidate: C, stored: SeparatedProduct | CodedProduct) -> C:
-    """The candidate at the price of what is stored of it: its bytes, and the error of what a reader gets."""
-    error = layer.squared_error(as_read(stored, candidate.storage))
-    if isinstance(stored, SeparatedProduct):
-        return replace(candidate, bytes=_float_bytes(candidate), squared_error=error)
+def _priced(layer: Layer, candidate: C, stored: Stored) -> C:
+    """Return the candidate at the price of what is stored of it: its bytes, and the error of what a reader gets."""
+    error = layer.squared_error(stored.dequantized())
     return replace(candidate, bytes=stored.bytes, storage=stored.storage, squared_error=error)
-
-
-def _stored(layer: Layer, candidate: Candidate) -> SeparatedProduct | CodedProduct | None:
-    """Factors in the candidate's storage, as numbers or as codes; None for a layer left out."""
-    match candidate:
-        case LowRank(bits=bits) if bits:
-            return pair_code(layer) if candidate.unrotated else svd_code(layer, bits)
-        case Lsr():
-            product = candidate.product()
-        case LowRank(rank=rank):
-            product = low_rank_product(*layer.truncated(rank))
-        case Keep():
-            product = low_rank_product(layer.pair.left, layer.pair.right)
-        case _:
-            return None
-    return stored_product(product, candidate.storage)
-
-
-def stored_product(product: SeparatedProduct, storage: str) -> SeparatedProduct | QuantizedProduct:
-    """The product in factors stored as float32, float16 or bfloat16, or in codes as int8 or int4.
-
-    The form is canonical first where there is one (two factors), so that γ = 1 and rounding adds no
-    more than its own size. Raises `PrecisionError` for an unknown storage.
-    """
-    if storage in INTEGER_BITS:
-        return quantized_product(product, INTEGER_BITS[storage])
-    if storage not in PRECISIONS:
-        raise PrecisionError(
-            f"{storage}: unknown storage; known: {', '.join([*PRECISIONS, *INTEGER_BITS])}"
-        )
-    if product.left.order == 2:
-        product = product.canonical()
-    return product.round_to(storage)
-
-
-def as_read(stored: SeparatedProduct | CodedProduct, storage: str) -> SeparatedProduct:
-    """What a reader gets: the numbers that codes stand for, or factors over which weights were spread, rounded."""
-    return (
-        stored.round_to(storage) if isinstance(stored, SeparatedProduct) else stored.dequantized()
-    )
-
-
-def _float_bytes(candidate: Candidate) -> int:
-    return math.ceil(candidate.parameters * precision(candidate.storage).bytes)

@@ -244,10 +244,9 @@ class SearchedAdapter:
                 report_layer(
                     stored,
                     layer,
-                    made.form,
+                    None if made.stored is None else made.stored(),
                     structure=best.structure,
                     storage=best.storage,
-                    bytes=best.bytes,
                     error=error,
                     met=plan.rtol is None
                     or error <= plan.rtol * math.sqrt(layer.squared_norm) * (1.0 + 1e-12),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from functools import singledispatch
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,15 +23,11 @@ from numpy.typing import NDArray
 
 from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.compression.layers import Layer
-from lsrdecomp.errors import PrecisionError
+from lsrdecomp.errors import PrecisionError, UnsupportedError
 from lsrdecomp.formats.number_formats import FORMATS, Codes, nearest_codes
-from lsrdecomp.formats.quantized import (
-    CodedProduct,
-    QuantizedMatrix,
-    QuantizedProduct,
-    SpectralCode,
-)
-from lsrdecomp.precision import INTEGERS
+from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct, SpectralCode
+from lsrdecomp.formats.stored import FloatProduct, Stored
+from lsrdecomp.precision import INTEGERS, PRECISIONS
 from lsrdecomp.solvers.pair.quantization_aware import quantize_sequentially
 from lsrdecomp.targets.base import LowRank
 
@@ -54,6 +51,22 @@ Doubles = NDArray[np.float64]
 
 
 # -- products --------------------------------------------------------------------------------------
+
+
+def stored_product(product: SeparatedProduct, storage: str) -> FloatProduct | QuantizedProduct:
+    """Round a product to factors in a floating type, or to codes as int8 or int4.
+
+    The form is canonical first where there is one (two factors), so that γ = 1 and rounding adds no
+    more than its own size. Raises `PrecisionError` for an unknown storage.
+    """
+    if storage in INTEGER_BITS:
+        return quantized_product(product, INTEGER_BITS[storage])
+    if storage not in PRECISIONS:
+        known = ", ".join([*PRECISIONS, *INTEGER_BITS])
+        raise PrecisionError(f"{storage}: unknown storage; known: {known}")
+    if product.left.order == 2:
+        product = product.canonical()
+    return FloatProduct.of(product.round_to(storage), storage)
 
 
 def quantized_product(product: SeparatedProduct, bits: int) -> QuantizedProduct:
@@ -80,7 +93,7 @@ def refitted_product(layer: Layer, product: SeparatedProduct, bits: int) -> Quan
 
 def coded_product(
     product: SeparatedProduct, bits: int, norms: NormWeights | None = None
-) -> CodedProduct:
+) -> QuantizedProduct | SpectralCode:
     """Codes near ``product``: solved for in the norm, or rounded as they are, whichever is nearer.
 
     Rounded, since training may have left numbers that lie near codes already. A product of one
@@ -93,12 +106,39 @@ def coded_product(
     return min((rounded, solved), key=lambda coded: aim.squared_error(coded.dequantized()))
 
 
-def codes_like(
-    old: CodedProduct, product: SeparatedProduct, norms: NormWeights | None = None
-) -> CodedProduct:
-    """Codes of as many bits as ``old`` near ``product`` in the norm."""
-    if isinstance(old, QuantizedProduct):
-        return coded_product(product, max(old.left.bits, old.right.bits), norms)
+@singledispatch
+def stored_like(
+    old: Stored,
+    product: SeparatedProduct,
+    norms: NormWeights | None = None,
+) -> Stored:
+    """Store a product as ``old`` is stored: in its structure and storage, near the product in the norm.
+
+    Raises `UnsupportedError` for a structure that no function is registered for.
+    """
+    raise UnsupportedError(f"layers of {old.structure} are not stored anew with other numbers")
+
+
+@stored_like.register(FloatProduct)
+def _floats_like(
+    old: FloatProduct,
+    product: SeparatedProduct,
+    norms: NormWeights | None = None,
+) -> Stored:
+    return stored_product(product, old.storage)
+
+
+@stored_like.register(QuantizedProduct)
+def _terms_like(
+    old: QuantizedProduct, product: SeparatedProduct, norms: NormWeights | None = None
+) -> Stored:
+    return coded_product(product, max(old.left.bits, old.right.bits), norms)
+
+
+@stored_like.register(SpectralCode)
+def _components_like(
+    old: SpectralCode, product: SeparatedProduct, norms: NormWeights | None = None
+) -> Stored:
     # Bits by rank: the k-th largest singular value of the new form gets those that the k-th
     # component had.
     aim = Layer.of("", LowRank(*product.to_lora()), norms)

@@ -10,14 +10,12 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from lsrdecomp import markup
 from lsrdecomp.checkpoints import Checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.compression.settings import GOALS, CompressionPlan
-from lsrdecomp.precision import precision
+from lsrdecomp.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
     from lsrdecomp.compression.candidates import Materialized
     from lsrdecomp.compression.layers import Layer
-    from lsrdecomp.kronecker.separated import SeparatedProduct
+    from lsrdecomp.formats.stored import Stored
 
 REPORT = "compression.json"
 """The report in a written directory; `verify` compares with it."""
@@ -155,10 +153,7 @@ class Compression:
         return write_lsr(
             out,
             source=self.source,
-            layers=(
-                (name, *stored_factors(product)) for name, product in self._stored(coded=False)
-            ),
-            coded=self._stored(coded=True),
+            layers=self._stored_layers(),
             storage=self.plan.float_storage,
             force=force,
             provenance={"plan": self.plan.to_json()},
@@ -166,10 +161,14 @@ class Compression:
             files={REPORT: report_text(self.to_json(every_layer=record))},
         )
 
-    def _stored(self, *, coded: bool) -> Iterator[tuple[str, Any]]:
-        """Names and products of the layers in integer codes, or of those in floating point, each read when written."""
-        for row, made in zip(self.layers, self.chosen, strict=True):
-            if made.stored is not None and made.coded == coded:
+    def _stored_layers(self) -> Iterator[tuple[str, Stored]]:
+        """Yield names and layers as they are stored, each read when it is written; integer codes after floats.
+
+        Like numbers side by side make the index small.
+        """
+        pairs = list(zip(self.layers, self.chosen, strict=True))
+        for row, made in sorted(pairs, key=lambda pair: pair[0].storage not in PRECISIONS):
+            if made.stored is not None:
                 yield row.name, made.stored()
 
 
@@ -284,70 +283,59 @@ class Totals:
 
 
 def report_layer(
-    stored: Any,
+    source_layer: Any,
     layer: Layer,
-    product: SeparatedProduct | None,
+    stored: Stored | None,
     *,
     structure: str,
-    storage: str,
-    bytes: int | None = None,
+    storage: str = "",
     error: float | None = None,
     met: bool = True,
 ) -> LayerReport:
-    """The row of a layer: the one place where one is made.
+    """Return the row of a layer: the one place where one is made.
 
     Parameters
     ----------
-    stored : LoraLayer
+    source_layer : LoraLayer
         As it stands in the source.
     layer : Layer
         The same with its norm.
-    product : SeparatedProduct, optional
-        What a reader gets of it; None if it was left out.
-    structure, storage, bytes, met
-        As in the row; ``bytes`` absent, those of the numbers in ``storage``.
+    stored : Stored, optional
+        As it is written; None if it was left out.
+    structure, met
+        As in the row.
+    storage : str
+        Of a layer left out, that of the others.
     error : float, optional
         ‖G^½ (ΔW − ΔŴ) C^½‖_F, absolute, where it was measured before.
     """
+    product = None if stored is None else stored.dequantized()
     norm, size, functional = layer.pair.norm, math.sqrt(layer.squared_norm), not layer.is_frobenius
     if error is None:
         error = size if product is None else math.sqrt(layer.squared_error(product))
     frobenius = error
     if functional:
         frobenius = norm if product is None else layer.pair.residual_norm(product)
-    parameters = (
-        0 if product is None else sum(f.size for side in stored_factors(product) for f in side)
-    )
     return LayerReport(
         name=layer.name,
-        kind=stored.layer_type,
-        rows=stored.out_features,
-        columns=stored.in_features,
-        source_rank=stored.rank,
+        kind=source_layer.layer_type,
+        rows=source_layer.out_features,
+        columns=source_layer.in_features,
+        source_rank=source_layer.rank,
         structure=structure,
-        shape="–" if product is None else str(product.product_shape),
+        shape="–" if stored is None else str(stored.shape),
         separation_ranks=(0, 0) if product is None else product.separation_ranks,
-        parameters_before=stored.parameters,
-        parameters=parameters,
-        bytes=math.ceil(parameters * precision(storage).bytes) if bytes is None else bytes,
+        parameters_before=source_layer.parameters,
+        parameters=0 if stored is None else stored.parameters,
+        bytes=0 if stored is None else stored.bytes,
         norm=norm,
         relative_error=frobenius / norm if norm > 0.0 else frobenius,
         functional_norm=size if functional else None,
         functional_error=(error / size if size > 0.0 else error) if functional else None,
         condition=1.0 if product is None else product.condition,
-        storage=storage,
+        storage=storage if stored is None else stored.storage,
         met=met,
     )
-
-
-def stored_factors(product: SeparatedProduct) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Factors with the weights folded in, at least one term a side: a zero matrix is written as one zero term."""
-    sides = []
-    for side, folded in zip((product.left, product.right), product.folded(), strict=True):
-        if side.separation_rank == 0:
-            folded = tuple(np.zeros((1, *factor.shape[1:])) for factor in folded)
-        sides.append(folded)
-    return sides[0], sides[1]
 
 
 def totals(

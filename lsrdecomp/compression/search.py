@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lsrdecomp.checkpoints.progress import Counter
-from lsrdecomp.compression.candidates import Materialized, drop, keep, low_rank_candidates
+from lsrdecomp.compression.candidates import Materialized, plain_candidates
 from lsrdecomp.compression.layers import Layer, SpillCache
 from lsrdecomp.compression.search_table import Entry, SearchTable
 from lsrdecomp.compression.settings import Budget, Resources, Search
@@ -150,8 +150,7 @@ def search_layers(
     # Search 1: what needs no solve. All that is wanted of a layer is read at once.
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, layer in enumerate(layers):
-        plain = [drop(layer), keep(layer), *low_rank_candidates(layer, limit)]
-        table.rows[i] = [Entry(candidate) for candidate in plain]
+        table.rows[i] = [Entry(candidate) for candidate in plain_candidates(layer, limit)]
         if layer.squared_norm > 0.0 and min(layer.shape) > 1:
             groups.setdefault(layer.kind, []).append(i)
             table.whole_norm[i] = layer.leading_entries == layer.norm_entries

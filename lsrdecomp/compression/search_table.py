@@ -179,7 +179,7 @@ class SearchTable:
                 entry.priced[measured] = [
                     priced_as(self.layers[i], entry.exact, storage, measured=measured)
                     for storage in self.storages
-                    if storage not in INTEGER_BITS or isinstance(entry.exact, Lsr | Drop)
+                    if entry.exact.exists_in(storage)
                 ]
             for candidate in entry.priced[measured]:
                 if budget.allows(candidate):
@@ -266,7 +266,7 @@ class SearchTable:
             Options.of([cost(c) for c in row], [c.squared_error for c in row]) for row in candidates
         ]
         # Allocation 2: what truncated SVD alone can do.
-        plain = [[k for k, c in enumerate(row) if not isinstance(c, Lsr)] for row in candidates]
+        plain = [[k for k, c in enumerate(row) if c.is_truncated_svd] for row in candidates]
         narrow = [Options(o.costs[k], o.losses[k]) for o, k in zip(options, plain, strict=True)]
         starts, low_rank_error = [], None
         within, most = (

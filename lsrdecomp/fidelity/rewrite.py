@@ -8,28 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import SUMS, read_json
-from lsrdecomp.checkpoints.packed_index import codes_in
+from lsrdecomp.checkpoints.packed_index import stored_layers
 from lsrdecomp.checkpoints.writing import CARD, new_directory, provenance
-from lsrdecomp.compression.candidates import as_read, stored_product
-from lsrdecomp.compression.layers import Layer, StatisticsByLayer, layer_product, open_layers
-from lsrdecomp.compression.quantize import codes_like
+from lsrdecomp.compression.layers import Layer, StatisticsByLayer, open_layers
+from lsrdecomp.compression.quantize import stored_like
 from lsrdecomp.compression.result import (
     REPORT,
     LayerReport,
     report_layer,
     report_text,
-    stored_factors,
     to_json,
     totals,
 )
 from lsrdecomp.compression.verify import check_layers
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from lsrdecomp.fidelity.fidelity import Fidelity
-    from lsrdecomp.formats.quantized import CodedProduct
+    from lsrdecomp.formats.stored import Stored
     from lsrdecomp.kronecker.separated import SeparatedProduct
 
 
@@ -64,32 +63,21 @@ def rewrite(
     check_layers(old, source)
     layers = {layer.name: layer for layer in open_layers(source, statistics)}
     # 2. The new numbers in each layer's own storage: codes solved for afresh, or floats rounded.
-    codes = codes_in(old)
-    floats: dict[str, SeparatedProduct] = {}
-    storage = "float32"
-    for layer in old.layers:
-        form = forms.get(layer.name)
-        if layer.name in codes:
-            if form is not None:
-                codes[layer.name] = codes_like(codes[layer.name], form, layers[layer.name].norms)
-            continue
-        storage = layer.dtype
-        floats[layer.name] = (
-            layer_product(layer)
-            if form is None
-            else as_read(stored_product(form, storage), storage)
-        )
+    new: dict[str, Stored] = stored_layers(old)
+    for name in new:
+        if name in forms:
+            new[name] = stored_like(new[name], forms[name], layers[name].norms)
+    floats = [stored.storage for stored in new.values() if stored.storage in PRECISIONS]
     # 3. The files, with the record of the old ones and the errors of the new numbers.
     record = provenance(old)
     return write_lsr(
         out,
         source=source,
-        layers=((name, *stored_factors(product)) for name, product in floats.items()),
-        coded=codes.items(),
-        storage=storage,
+        layers=new.items(),
+        storage=floats[-1] if floats else "float32",
         provenance={key: record[key] for key in ("plan",) if key in record},
         dropped=record.get("dropped", ()),
-        files=_record(old, source, layers, floats, codes),
+        files=_record(old, source, layers, new),
     )
 
 
@@ -152,8 +140,7 @@ def _record(
     old: Checkpoint,
     source: Checkpoint,
     layers: Mapping[str, Layer],
-    floats: Mapping[str, SeparatedProduct],
-    codes: Mapping[str, CodedProduct],
+    new: Mapping[str, Stored],
 ) -> dict[str, str]:
     """The report of the directory with the errors of the new numbers; none where it had none."""
     # Record 1: what the directory said of itself; where it said it of every layer, so does the new
@@ -164,25 +151,27 @@ def _record(
     facts: dict[str, Any] = dict(read_json(path))
     detailed = "layers" in facts
     before = {row.name: row for row in recorded_layers(old.weights.parent)}
-    storages = {layer.name: layer.dtype for layer in old.layers}
     # Record 2: a row a layer, its error measured on the new numbers; shape and storage are the old
     # ones.
     rows = []
-    for stored, layer in zip(source.layers, layers.values(), strict=True):
-        code, row = codes.get(stored.name), before.get(stored.name)
+    for source_layer, layer in zip(source.layers, layers.values(), strict=True):
+        stored, row = new.get(source_layer.name), before.get(source_layer.name)
         if row is None and detailed:
-            raise CheckpointError(
-                f"has no line of layer {stored.name!r}; write the adapter again", path=path
-            )
-        product = code.dequantized() if code is not None else floats.get(stored.name)
-        storage = storages.get(stored.name, "float32") if code is None else code.storage
-        structure = "drop" if product is None else "LSR"
-        if row is not None:  # a directory that records more than sums knows better
-            storage, structure = row.storage, row.structure
-        size, met = None if code is None else code.bytes, row is None or row.met
+            text = f"has no line of layer {source_layer.name!r}; write the adapter again"
+            raise CheckpointError(text, path=path)
+        if row is None:
+            structure = "drop" if stored is None else stored.structure
+            rows.append(report_layer(source_layer, layer, stored, structure=structure))
+            continue
+        # a directory that records more than sums knows better
         rows.append(
             report_layer(
-                stored, layer, product, structure=structure, storage=storage, bytes=size, met=met
+                source_layer,
+                layer,
+                stored,
+                structure=row.structure,
+                storage=row.storage,
+                met=row.met,
             )
         )
     # Record 3: the sums. What was known of the budget (the best truncated SVD, the effect) still

@@ -10,3 +10,5 @@ from .number_formats import storage_format as storage_format
 from .quantized import QuantizedMatrix as QuantizedMatrix
 from .quantized import QuantizedProduct as QuantizedProduct
 from .quantized import SpectralCode as SpectralCode
+from .stored import FloatProduct as FloatProduct
+from .stored import Stored as Stored

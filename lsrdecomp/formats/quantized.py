@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lsrdecomp.formats.number_formats import Codes, packed_size
+from lsrdecomp.formats.stored import Factors, padded_factors, product_label
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.shape import ProductShape
 
@@ -54,7 +55,7 @@ class QuantizedMatrix:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class QuantizedProduct:
     """Both sides of an LSR product as stored.
 
@@ -70,6 +71,23 @@ class QuantizedProduct:
 
     left: QuantizedMatrix
     right: QuantizedMatrix
+
+    @property
+    def structure(self) -> str:
+        return "LSR"
+
+    @property
+    def label(self) -> str:
+        return product_label(self.shape, self.terms)
+
+    @property
+    def terms(self) -> tuple[int, int]:
+        """Terms that codes are stored of, those whose scale rounded to zero among them."""
+        return max(1, self.left.scales.size), max(1, self.right.scales.size)
+
+    @property
+    def parameters(self) -> int:
+        return self.shape.parameters(*self.terms)
 
     @property
     def bytes(self) -> int:
@@ -89,6 +107,10 @@ class QuantizedProduct:
     def dequantized(self) -> SeparatedProduct:
         """What a reader gets, in float64."""
         return SeparatedProduct(self.left.dequantized(), self.right.dequantized())
+
+    def factors(self) -> tuple[Factors, Factors]:
+        """Return the factors in float64, weights folded in."""
+        return padded_factors(self.dequantized(), self.terms)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +135,22 @@ class SpectralCode:
     exponent: int
     bits: tuple[int, ...]
     matrix_shape: tuple[int, int]
+
+    @property
+    def structure(self) -> str:
+        return "low rank"
+
+    @property
+    def label(self) -> str:
+        return product_label(self.shape, self.terms)
+
+    @property
+    def terms(self) -> tuple[int, int]:
+        return 1, 1
+
+    @property
+    def parameters(self) -> int:
+        return self.shape.parameters(*self.terms)
 
     @property
     def bytes(self) -> int:
@@ -141,6 +179,6 @@ class SpectralCode:
             left, root[:, None] * np.stack([v.astype(np.float64) for v in self.right])
         )
 
-
-CodedProduct: TypeAlias = QuantizedProduct | SpectralCode
-"""What a layer stored in integers is, on disk."""
+    def factors(self) -> tuple[Factors, Factors]:
+        """Return the factors in float64, weights folded in."""
+        return padded_factors(self.dequantized(), self.terms)

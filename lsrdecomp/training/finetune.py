@@ -21,14 +21,15 @@ from transformers.trainer_utils import set_seed
 from lsrdecomp.calibration.base_model import load_base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key, open_checkpoint
-from lsrdecomp.checkpoints.packed_index import codes_in
+from lsrdecomp.checkpoints.packed_index import stored_layers
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.checkpoints.writers.lsr import pack_lsr
 from lsrdecomp.compression.compress import search_adapter
 from lsrdecomp.compression.layers import layer_product
-from lsrdecomp.compression.quantize import INTEGER_BITS, coded_product, codes_like
+from lsrdecomp.compression.quantize import INTEGER_BITS, coded_product, stored_like
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.formats.stored import FloatProduct
 from lsrdecomp.training.callbacks import Clock, LayerLog, Progress, StopWhenLost
 from lsrdecomp.training.dataset import Dataset, read_dataset
 from lsrdecomp.training.model import counts, needs_checkpointing, open_model, written_bytes
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
     from lsrdecomp.checkpoints.progress import OnStep
-    from lsrdecomp.formats.quantized import CodedProduct
+    from lsrdecomp.formats.stored import Stored
 
 START = "start"
 TRAINER_STATE = "trainer_state.json"  # transformers writes it last into a checkpoint
@@ -335,8 +336,8 @@ def save_adapter(
         if _is_lsr(model):
             try:
                 trained = open_checkpoint(folder)
-                codes, floats = _stored(trained, storage, like)
-                pack_lsr(trained, run / ADAPTER, storage=floats, coded=codes, force=True)
+                stored, floats = _stored(trained, storage, like)
+                pack_lsr(trained, run / ADAPTER, storage=floats, stored=stored, force=True)
                 return
             except LsrError:  # DoRA's magnitudes, which packed directories do not carry, or a number beyond the type
                 pass
@@ -349,21 +350,22 @@ def _is_lsr(model: PeftModel) -> bool:
 
 def _stored(
     trained: Checkpoint, storage: str | None, like: str | None
-) -> tuple[dict[str, CodedProduct], str]:
-    """Integer codes of the layers that get them, and the type of the others' factors."""
+) -> tuple[dict[str, Stored], str]:
+    """Return the layers that are not stored in floats, and the floating type of the others."""
     if storage in INTEGER_BITS:
         bits = INTEGER_BITS[storage]
-        return {
-            layer.name: coded_product(layer_product(layer), bits) for layer in trained.layers
-        }, "float32"
+        coded = {layer.name: coded_product(layer_product(layer), bits) for layer in trained.layers}
+        return dict(coded), "float32"
     if storage is not None or like is None:
         return {}, storage or "float32"
     old = open_checkpoint(like)
-    codes = {
-        name: codes_like(code, layer_product(trained.layer(name)))
-        for name, code in codes_in(old).items()
+    others = {
+        name: stored_like(stored, layer_product(trained.layer(name)))
+        for name, stored in stored_layers(old).items()
+        if not isinstance(stored, FloatProduct)
     }
-    return codes, next((layer.dtype for layer in old.layers if layer.name not in codes), "float32")
+    floats = [layer.dtype for layer in old.layers if layer.name not in others]
+    return others, floats[0] if floats else "float32"
 
 
 def _trainer(

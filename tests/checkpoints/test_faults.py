@@ -216,9 +216,7 @@ def test_the_ceiling_counts_what_a_small_file_expands_to(tmp_path: Path) -> None
         (np.ones((1, 1, 8), np.int8), np.ones((1, 1, 8), np.int8)), np.ones(1, np.float16), 0, 4
     )
     source = open_checkpoint(directory(tmp_path / "a", pair("q", 4096, 64, 1), r=1, lora_alpha=1))
-    out = write_lsr(
-        tmp_path / "b", source=source, layers=(), coded=[("q", QuantizedProduct(code, across))]
-    )
+    out = write_lsr(tmp_path / "b", source=source, layers=[("q", QuantizedProduct(code, across))])
     assert (out / "adapter_model.safetensors").stat().st_size < 2000
     assert open_checkpoint(out, max_memory=8 * (4096 + 64)).layers[0].parameters == 2 * (64 + 8)
     with pytest.raises(

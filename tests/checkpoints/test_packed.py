@@ -16,32 +16,28 @@ from oracles import weighted_svd
 
 from lsrdecomp import LowRank, ProductShape
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
+from lsrdecomp.checkpoints.encodings import bytes_of, entry_of
 from lsrdecomp.checkpoints.files import bytes_to_open
-from lsrdecomp.checkpoints.packed import (
-    code_bytes,
-    code_entry,
-    factors_of,
-    float_entry,
-    named_factors,
-)
+from lsrdecomp.checkpoints.packed import named_factors
 from lsrdecomp.checkpoints.packed_index import Index, index_text, read_index, read_packed
 from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.quantize import quantized_product, spectral_code, water_fill
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.formats import FloatProduct
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
 
 
 def packed(layers, kinds=None):
     """Index and numbers of coded layers."""
-    pieces = [piece for code in layers.values() for piece in code_bytes(code)]
-    text = index_text({name: code_entry(code) for name, code in layers.items()}, kinds)
+    pieces = [piece for code in layers.values() for piece in bytes_of(code)]
+    text = index_text({name: entry_of(code) for name, code in layers.items()}, kinds)
     return text, np.concatenate([np.zeros(0, np.uint8), *pieces])
 
 
 def packed_by_01(layers):
     """The one tensor of version 0.1."""
-    index = json.dumps([[name, *code_entry(code)] for name, code in layers.items()]).encode()
+    index = json.dumps([[name, *entry_of(code)] for name, code in layers.items()]).encode()
     header = zlib.compress(index, 9)
     return np.concatenate(
         [np.frombuffer(len(header).to_bytes(4, "little") + header, np.uint8), packed(layers)[1]]
@@ -52,7 +48,7 @@ def text_of_02(layers, **more):
     """The index as version 0.2 wrote it."""
     index = {
         "version": 2,
-        "layers": [[name, *code_entry(code)] for name, code in layers.items()],
+        "layers": [[name, *entry_of(code)] for name, code in layers.items()],
         **more,
     }
     return base64.b64encode(zlib.compress(json.dumps(index).encode(), 9)).decode()
@@ -86,7 +82,7 @@ def test_every_code_comes_back(layers):
     ):
         assert list(again) == list(layers)
         for name, code in layers.items():
-            found = again[name].decode()
+            found = again[name].stored()
             assert np.array_equal(found.dequantized().to_matrix(), code.dequantized().to_matrix())
             assert (found.storage, found.bytes) == (code.storage, code.bytes)
 
@@ -112,8 +108,10 @@ def test_floats_keep_their_bits(dtype):
     numbers = np.concatenate(
         [factor.reshape(-1).view(np.uint8) for side in sides for factor in side]
     )
-    layer = read(index_text({"q": float_entry(shape, ranks, dtype)}), numbers)["q"]
-    assert (layer.storage, layer.codes.size) == (dtype, numbers.size)
+    stored = FloatProduct(*sides, dtype)
+    layer = read(index_text({"q": entry_of(stored)}), numbers)["q"]
+    assert (layer.storage, layer.content.size) == (dtype, numbers.size)
+    assert np.array_equal(np.concatenate(list(bytes_of(stored))), numbers)
     for ours, theirs in zip(layer.factors(), sides, strict=True):
         assert [factor.tobytes() for factor in ours] == [factor.tobytes() for factor in theirs]
         assert [factor.dtype for factor in ours] == [dtype] * 2
@@ -121,8 +119,6 @@ def test_floats_keep_their_bits(dtype):
     assert {factor.dtype.name for factor in named.values()} == {
         "float64" if dtype == "float64" else "float32"
     }
-    with pytest.raises(CheckpointError, match="not in codes"):
-        layer.decode()
 
 
 def test_an_index_says_kinds_what_was_dropped_and_what_peft_needs(layers):
@@ -132,7 +128,7 @@ def test_an_index_says_kinds_what_was_dropped_and_what_peft_needs(layers):
     )
     assert (index.kinds, index.dropped) == ({"a.q": ("conv", (3, 3))}, ("a.v",))
     index = read_index(
-        index_text({"a.q": code_entry(layers["a.q"])}, {"a.q": ("conv", (3, 3))}, exact=True)
+        index_text({"a.q": entry_of(layers["a.q"])}, {"a.q": ("conv", (3, 3))}, exact=True)
     )
     assert (index.kinds, index.dropped) == ({"a.q": ("conv", (3, 3))}, ())
     fields = index.config_fields()
@@ -193,7 +189,7 @@ def test_little_is_needed_to_open_a_directory_beside_its_numbers(layers, tmp_pat
         )
         coded[name] = replace(code, left=left, right=right)
     written = write_lsr(
-        tmp_path / "small", source=source, layers=(), coded=coded.items(), dropped=names[1::2]
+        tmp_path / "small", source=source, layers=coded.items(), dropped=names[1::2]
     )
     numbers = sum(code.bytes for code in coded.values())
     assert bytes_to_open(written / "adapter_model.safetensors") - numbers <= 220 + 4 * len(coded)
@@ -218,7 +214,7 @@ def test_an_index_cut_or_changed_anywhere_is_refused_or_read(layers):
 
 def test_factors_expand_to_the_same_product(layers):
     for name, code in layers.items():
-        left, right = factors_of(code)
+        left, right = code.factors()
         assert {f.shape[0] for f in left} == {max(1, code.dequantized().left.separation_rank)}
         keys = named_factors(read(*packed({name: code})))
         assert f"base_model.model.{name}.lsr_B.factor_1" in keys
@@ -266,7 +262,7 @@ def test_damaged_bytes_are_an_error_of_one_line_or_still_numbers(layers, data):
     content = content[: data.draw(st.integers(0, content.size))]
     found, message = {}, "lsr_packed"
     try:
-        found = {name: layer.decode() for name, layer in read_packed(content).items()}
+        found = {name: layer.stored() for name, layer in read_packed(content).items()}
     except CheckpointError as error:
         message = str(error)
     assert "lsr_packed" in message
@@ -274,6 +270,6 @@ def test_damaged_bytes_are_an_error_of_one_line_or_still_numbers(layers, data):
     assert all(
         np.isfinite(factor).all()
         for code in found.values()
-        for side in factors_of(code)
+        for side in code.factors()
         for factor in side
     )

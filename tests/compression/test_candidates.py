@@ -9,6 +9,7 @@ from oracles import weight_of, weighted_truncation
 from benchmarks.lab.structures.fit import Fit, fit_layers, lsr_candidates
 from lsrdecomp.compression.candidates import drop, keep, low_rank_candidates, materialize, priced_as
 from lsrdecomp.compression.layers import Layer, SpillCache
+from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Search
 from lsrdecomp.compression.shapes import shape_grid
 from lsrdecomp.errors import BudgetError
@@ -102,7 +103,8 @@ def test_storage_is_paid_for_in_bytes_and_in_error(rng: np.random.Generator) -> 
             made.candidate.squared_error, rel=1e-12
         )
         assert made.candidate.bytes == stored.bytes
-        assert made.coded or made.candidate.squared_error == stored.squared_error
+        if stored.storage not in INTEGER_BITS:
+            assert made.candidate.squared_error == stored.squared_error
         assert made.candidate.squared_error <= stored.squared_error
     assert priced_as(layer, drop(layer), "int4").bytes == 0
 

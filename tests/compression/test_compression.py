@@ -23,7 +23,6 @@ from lsrdecomp.compression.compress import at_given_terms, search_adapter
 from lsrdecomp.compression.curves import adapter_curves
 from lsrdecomp.compression.export import export_lora
 from lsrdecomp.compression.layers import Layer, layer_pair, layer_product
-from lsrdecomp.compression.result import stored_factors
 from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.compression.verify import verify
 from lsrdecomp.errors import BudgetError, CheckpointError, UnsupportedError
@@ -327,7 +326,7 @@ def test_zero_layers_become_zero_terms_or_nothing():
     layer = Layer.of("zero", lsr.LowRank(np.zeros((m, 2)), np.ones((2, n))))
     (best,) = at_given_terms([layer], 3, (2, 1), "float16")
     assert best.candidate.squared_error == 0.0
-    left, right = stored_factors(best.form)
+    left, right = best.stored().factors()
     assert {factor.shape[0] for factor in (*left, *right)} == {1}
 
 

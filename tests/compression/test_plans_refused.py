@@ -40,7 +40,7 @@ def test_int4_writes_no_wider_integers(tmp_path: Path) -> None:
         open_checkpoint(directory(tmp_path / "in", layers, r=4)),
         CompressionPlan(ratio=1.5, storage="int4"),
     )
-    codes = [one.stored() for one in result.chosen if one.coded]
+    codes = [one.stored() for one in result.chosen if one.stored is not None]
     widths = [
         max(code.bits if isinstance(code, SpectralCode) else (code.left.bits, code.right.bits))
         for code in codes

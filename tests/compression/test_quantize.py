@@ -11,14 +11,19 @@ from hypothesis import strategies as st
 from oracles import weight_of, weighted_svd
 
 from lsrdecomp.compression.candidates import (
-    as_read,
     materialize,
-    stored_product,
     unrotated_candidates,
     water_filled_candidates,
 )
 from lsrdecomp.compression.layers import Layer, SpillCache
-from lsrdecomp.compression.quantize import GAUSSIAN, quantize, spectral_code, svd_code, water_fill
+from lsrdecomp.compression.quantize import (
+    GAUSSIAN,
+    quantize,
+    spectral_code,
+    stored_product,
+    svd_code,
+    water_fill,
+)
 from lsrdecomp.compression.search import fit_budget, search_layers
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import PrecisionError
@@ -53,7 +58,7 @@ def test_rounding_adds_little_to_the_error(
     target = pair(rng)
     target = LowRank(target.left * scale, target.right)
     found = JointALS().solve(target, SHAPE, (4, 4))
-    stored = as_read(stored_product(found.product, storage), storage)
+    stored = stored_product(found.product, storage).dequantized()
     after = target.residual_norm(stored) / target.norm
     assert after - found.relative_error <= EXTRA[storage]
 

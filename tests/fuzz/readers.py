@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from checkpoint_files import CONFIG, PREFIX, pair, raw_safetensors
 
 from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.checkpoints.encodings import bytes_of, entry_of
 from lsrdecomp.checkpoints.files import SUMS, changed_files, parse_json, write_sums
-from lsrdecomp.checkpoints.packed import PackedLayer, code_bytes, code_entry, float_entry
+from lsrdecomp.checkpoints.packed import PackedLayer
 from lsrdecomp.checkpoints.packed_index import index_text, read_index, read_packed
 from lsrdecomp.checkpoints.pickles import read_pickle
 from lsrdecomp.checkpoints.statistics import read_statistics
@@ -269,13 +270,13 @@ def sound_packed() -> list[bytes]:
 def _by_01(codes: dict[str, Any]) -> bytes:
     """The tensor of version 0.1."""
     index = zlib.compress(
-        json.dumps([[name, *code_entry(code)] for name, code in codes.items()]).encode()
+        json.dumps([[name, *entry_of(code)] for name, code in codes.items()]).encode()
     )
     return len(index).to_bytes(4, "little") + index + _numbers(codes)
 
 
 def _numbers(codes: dict[str, Any]) -> bytes:
-    return b"".join(piece.tobytes() for code in codes.values() for piece in code_bytes(code))
+    return b"".join(piece.tobytes() for code in codes.values() for piece in bytes_of(code))
 
 
 @reader(sound_packed)
@@ -295,9 +296,11 @@ def _unpack(layers: Mapping[str, PackedLayer]) -> None:
 
 def sound_numbers() -> list[bytes]:
     codes, shape = _codes(), ProductShape((2, 2), (1, 2), (3, 1))
-    entries = {name: code_entry(code) for name, code in codes.items()}
+    entries = {name: entry_of(code) for name, code in codes.items()}
     floats = index_text(
-        {"q": float_entry(shape, (2, 1), "bfloat16")}, {"q": ("conv", (1, 1))}, exact=True
+        {"q": ["floats", shape.out, shape.inner, shape.into, "bfloat16", 2, 1]},
+        {"q": ("conv", (1, 1))},
+        exact=True,
     )
     texts = {index_text(entries): _numbers(codes), floats: bytes(2 * shape.parameters(2, 1))}
     opened = {

@@ -21,7 +21,7 @@ from lsrdecomp.checkpoints.format import (
     refuse_fields,
     without_prefix,
 )
-from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, PackedLayer
+from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, IndexEntry, PackedLayer
 from lsrdecomp.checkpoints.packed_index import FIELD, Index, read_index, read_kinds, read_packed
 from lsrdecomp.checkpoints.records import Checkpoint, KroneckerLayer
 from lsrdecomp.checkpoints.tensors import FLOATS, Array, StoredTensor
@@ -62,7 +62,7 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     expected = _Expected(config)
     kinds = provenance_kinds(bundle) if index is None else index.kinds
     linear = "conv1d" if config.flag("fan_in_fan_out") else "linear"
-    tensors, widths = _unpacked(bundle, index)
+    tensors, packed = _unpacked(bundle, index)
     sides, extras = _split(tensors)
     layers = []
     for module in sorted(
@@ -70,7 +70,15 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     ):  # the first fault in this order is the one that is told
         layer_type, kernel = kinds.get(module, (linear, ()))
         layer = expected.layer(module, sides[module]["B"], sides[module]["A"], layer_type, kernel)
-        layers.append(replace(layer, dtype=widths.get(module, layer.dtype)))
+        if module in packed:
+            entry = packed[module]
+            layer = replace(
+                layer,
+                dtype=entry.storage,
+                stored_parameters=entry.parameters,
+                stored_label=entry.label,
+            )
+        layers.append(layer)
     notes = missing_modules(own, extras)
     return make_checkpoint(bundle, name, layers, extras, notes, config=raw, parts="lsr_A and lsr_B")
 
@@ -231,10 +239,10 @@ def _index(bundle: Bundle) -> Index | None:
 
 def _unpacked(
     bundle: Bundle, index: Index | None
-) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """All tensors by name, factors of packed layers among them, and what the packed layers are stored in."""
+) -> tuple[dict[str, StoredTensor], dict[str, IndexEntry]]:
+    """Return all tensors by name, factors of packed layers among them, and what the index says of packed layers."""
     tensors = dict(bundle.tensors)
-    widths = {}
+    entries = {}
     for key, read in ((PACKED, read_packed), (NUMBERS, None if index is None else index.layers)):
         packed = tensors.pop(key, None)
         if packed is None or read is None:
@@ -250,7 +258,7 @@ def _unpacked(
             return layers[name].factors()
 
         for name, layer in layers.items():
-            widths[name] = layer.storage
+            entries[name] = layer.entry
             for side, (letter, shapes) in enumerate(zip("BA", layer.factor_shapes, strict=True)):
                 for i, shape in enumerate(shapes):
                     key = f"{PREFIX}{name}.lsr_{letter}.factor_{i + 1}"
@@ -259,7 +267,7 @@ def _unpacked(
                     fetch = partial(_factor, factors, name, side, i)
                     dtype = layer.storage if layer.storage in FLOATS else "float64"
                     tensors[key] = StoredTensor(key, shape, dtype, packed.path, fetch)
-    return tensors, widths
+    return tensors, entries
 
 
 def _factor(

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from lsrdecomp._renamed import warn_of_old_name
 from lsrdecomp.checkpoints.config import carried_fields, most_common
-from lsrdecomp.checkpoints.format import CONFIG, PREFIX
-from lsrdecomp.checkpoints.packed import NUMBERS, code_bytes, code_entry, float_entry, parse
-from lsrdecomp.checkpoints.packed_index import FIELD, index_text
-from lsrdecomp.checkpoints.tensors import Array, TensorWriter, cast
+from lsrdecomp.checkpoints.encodings import bytes_of, entry_of, parse
+from lsrdecomp.checkpoints.format import CONFIG
+from lsrdecomp.checkpoints.packed import NUMBERS
+from lsrdecomp.checkpoints.packed_index import FIELD, index_text, scaled_factors
+from lsrdecomp.checkpoints.tensors import Array, TensorWriter
 from lsrdecomp.checkpoints.writing import CARD, WEIGHTS, card_section, new_directory
 from lsrdecomp.errors import CheckpointError, ShapeError
-from lsrdecomp.kronecker.shape import ProductShape
+from lsrdecomp.formats.stored import FloatProduct
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints.records import Checkpoint
-    from lsrdecomp.formats.quantized import CodedProduct
+    from lsrdecomp.formats.stored import Stored
 
 Factors = Sequence[Array]
 DEFAULTS = {
@@ -37,13 +38,13 @@ def write_lsr(
     out_dir: str | Path,
     *,
     source: Checkpoint,
-    layers: Iterable[tuple[str, Factors, Factors]],
+    layers: Iterable[tuple[str, Stored] | tuple[str, Factors, Factors]],
     storage: str = "float32",
     force: bool = False,
-    coded: Iterable[tuple[str, CodedProduct]] = (),
     files: Mapping[str, str] | None = None,
     provenance: Mapping[str, Any] | None = None,
     dropped: Sequence[str] = (),
+    coded: Iterable[tuple[str, Stored]] | None = None,
 ) -> Path:
     """Write an LSR directory that PEFT opens once ``lsrdecomp.adapters`` is imported.
 
@@ -58,19 +59,21 @@ def write_lsr(
     source : Checkpoint
         Gives the config fields about the base model, the other tensors (copied bit for bit) and the
         provenance.
-    layers : iterable of (name, left, right)
-        ``left``: factors of B, each (s, m_i, r_i); ``right``: factors of A, each (t, r_i, n_i);
+    layers : iterable of (name, Stored) or (name, left, right)
+        A layer as it is stored (`lsrdecomp.formats.Stored`), or its factors, to be stored in
+        ``storage``: ``left`` of B, each (s, m_i, r_i), and ``right`` of A, each (t, r_i, n_i),
         weights folded in.
     storage : str
-        Dtype of the factors: ``"float32"``, ``"float16"``, ``"bfloat16"``, ….
-    coded : iterable of (name, CodedProduct)
-        Further layers, stored in integers.
+        Dtype of layers that are given as factors: ``"float32"``, ``"float16"``, ``"bfloat16"``, ….
+        The card names it.
     files : Mapping of str to str, optional
         Texts of further files of the directory.
     provenance : Mapping, optional
         JSON values for the record on the card.
     dropped : sequence of str
         Layers that were left out on purpose, for the record.
+    coded : iterable of (name, Stored), optional
+        Old name for further ``layers``, until version 0.5.
 
     Returns
     -------
@@ -88,31 +91,17 @@ def write_lsr(
     out = Path(out_dir)
     source_layers = {layer.name: layer for layer in source.layers}
     entries: dict[str, list[Any]] = {}
+    all_layers: Iterable[Sequence[Any]] = layers
+    if coded is not None:
+        warn_of_old_name("write_lsr(coded=)", "part of write_lsr(layers=)")
+        all_layers = chain(layers, coded)
 
     def numbers() -> Iterator[Array]:
-        for name, left, right in layers:
-            shape, ranks = _factor_shape(name, left, right)
-            source_layer = source_layers.get(name)
-            if (
-                source_layer is not None
-                and (source_layer.out_features, source_layer.in_features) != shape.matrix_shape
-            ):
-                size = f"{source_layer.out_features} x {source_layer.in_features}"
-                raise CheckpointError(
-                    f"{name}: factors of {shape.matrix_shape} for a layer of {size}", path=out
-                )
-            entries[name] = float_entry(shape, ranks, storage)
-            for side, factors in (("B", left), ("A", right)):
-                for position, array in enumerate(factors, 1):
-                    stored = cast(array, storage, f"{PREFIX}{name}.lsr_{side}.factor_{position}")
-                    yield (
-                        np.ascontiguousarray(stored, stored.dtype.newbyteorder("<"))
-                        .reshape(-1)
-                        .view(np.uint8)
-                    )
-        for name, code in coded:
-            entries[name] = code_entry(code)
-            yield from code_bytes(code)
+        for name, *parts in all_layers:
+            stored = _as_stored(name, parts, storage)
+            _check_size(name, stored, source_layers.get(name), out)
+            entries[name] = entry_of(stored)
+            yield from bytes_of(stored, name)
 
     with (
         new_directory(out, inputs=(source.path,), force=force) as part,
@@ -141,7 +130,7 @@ def pack_lsr(
     out_dir: str | Path,
     *,
     storage: str | None = None,
-    coded: Mapping[str, CodedProduct] | None = None,
+    stored: Mapping[str, Stored] | None = None,
     force: bool = False,
 ) -> Path:
     """Write an LSR directory that PEFT saved, tensor by tensor and with four patterns a layer, as `write_lsr` does.
@@ -156,8 +145,8 @@ def pack_lsr(
         A directory to make; must not exist, unless ``force``.
     storage : str, optional
         Type of the factors, a floating one; absent, the source's.
-    coded : Mapping of layer name to CodedProduct, optional
-        What is written of these layers instead: integer codes, of the scale too.
+    stored : Mapping of layer name to Stored, optional
+        What is written of these layers instead of their factors.
 
     Returns
     -------
@@ -169,15 +158,37 @@ def pack_lsr(
     CheckpointError
         As `write_lsr`.
     """
-    coded = coded or {}
-    loaded = ((layer, *layer.load()) for layer in source.layers if layer.name not in coded)
-    layers = (
-        (layer.name, (layer.scale * left[0], *left[1:]), right) for layer, left, right in loaded
-    )
+    stored = stored or {}
     storage = storage or source.storage
-    return write_lsr(
-        out_dir, source=source, layers=layers, storage=storage, force=force, coded=coded.items()
-    )
+
+    def layers() -> Iterator[tuple[str, Stored]]:
+        for layer in source.layers:
+            if layer.name not in stored:
+                yield layer.name, scaled_factors(layer, storage)
+        yield from stored.items()
+
+    return write_lsr(out_dir, source=source, layers=layers(), storage=storage, force=force)
+
+
+def _as_stored(name: str, parts: Sequence[Any], storage: str) -> Stored:
+    """Return a layer as it is stored, whether it was given so or as its factors."""
+    if len(parts) == 1:
+        return parts[0]  # type: ignore[no-any-return]
+    left, right = parts
+    try:
+        return FloatProduct(tuple(left), tuple(right), storage)
+    except ShapeError as error:
+        raise ShapeError(f"{name}: {error}") from None
+
+
+def _check_size(name: str, stored: Stored, source_layer: Any, out: Path) -> None:
+    """Raise `CheckpointError` if a layer is not of the size of the source's."""
+    if source_layer is None:
+        return
+    rows, columns = source_layer.out_features, source_layer.in_features
+    if (rows, columns) != stored.shape.matrix_shape:
+        text = f"{name}: factors of {stored.shape.matrix_shape} for a layer of {rows} x {columns}"
+        raise CheckpointError(text, path=out)
 
 
 def _config(source: Checkpoint, entries: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
@@ -212,24 +223,6 @@ def _config(source: Checkpoint, entries: Mapping[str, Sequence[Any]]) -> dict[st
         "lsr_alpha": rank,
         FIELD: index_text(entries, kinds, exact=exact),
     }
-
-
-def _factor_shape(name: str, left: Factors, right: Factors) -> tuple[ProductShape, tuple[int, int]]:
-    shapes = [[array.shape for array in factors] for factors in (left, right)]
-    text = f"factors {shapes[0]} and {shapes[1]}"
-    if (
-        not left
-        or len(left) != len(right)
-        or any(len(shape) != 3 for side in shapes for shape in side)
-    ):
-        raise ShapeError(f"{name}: {text} are not equally many arrays of three sizes")
-    if any(len({shape[0] for shape in side}) != 1 for side in shapes):
-        raise ShapeError(f"{name}: {text} have different numbers of terms on one side")
-    inner = tuple(shape[2] for shape in shapes[0])
-    if inner != tuple(shape[1] for shape in shapes[1]):
-        raise ShapeError(f"{name}: {text} do not share their inner sizes")
-    shape = ProductShape(tuple(s[1] for s in shapes[0]), inner, tuple(s[2] for s in shapes[1]))
-    return shape, (shapes[0][0][0], shapes[1][0][0])
 
 
 def _card(config: Mapping[str, Any]) -> str:

@@ -1,0 +1,327 @@
+"""How each structure of a stored layer lies in an LSR directory: its entry in the index, and its bytes.
+
+`ENCODINGS` is the table of all of them; a new structure gets a row at its end. Where index and bytes themselves
+stand is said in `lsrdecomp.checkpoints.packed` and `lsrdecomp.checkpoints.packed_index`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from lsrdecomp.checkpoints.format import PREFIX
+from lsrdecomp.checkpoints.packed import Bytes, IndexEntry, Reader
+from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS, Array, cast
+from lsrdecomp.errors import UnsupportedError
+from lsrdecomp.formats.number_formats import pack, packed_size
+from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct, SpectralCode
+from lsrdecomp.formats.stored import FloatProduct, Stored, product_label
+from lsrdecomp.kronecker.shape import ProductShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+MAX_NUMBERS = 2**31
+"""Numbers in the factors of one layer: a few bytes must not ask for more memory than a machine has."""
+MAX_UNSTORED_NUMBERS = 2**26
+"""The same for a layer in whose factors stand numbers, such as zeros, that no byte was stored for."""
+
+Structure = tuple[int, ...]
+"""An entry as integers from 0 on, without its exponents: equal for layers that differ in their numbers alone."""
+Exponents = tuple[int, ...]
+
+
+class Encoding(ABC):
+    """One structure in an LSR directory: what the index says of a layer, and the layer's bytes.
+
+    An entry is a list of plain values, such as sizes and names of types, from which `parse` makes an `IndexEntry`.
+    Entries come from files: whatever they hold, `parse` and `read_structure` return or raise `ValueError` and its kin.
+    """
+
+    kind: ClassVar[str]  # the word with which entries begin
+    stored_type: ClassVar[type[Stored]]
+
+    @abstractmethod
+    def entry(self, stored: Any) -> list[Any]:
+        """Return what the index says of a layer, after the kind."""
+
+    @abstractmethod
+    def pieces(self, stored: Any, name: str) -> Iterator[Bytes]:
+        """Yield the bytes of a layer; ``name`` is for errors."""
+
+    @abstractmethod
+    def parse(self, *entry: Any) -> IndexEntry:
+        """Check an entry and return how the layer is read."""
+
+    @abstractmethod
+    def structure(self, *entry: Any) -> tuple[Structure, Exponents]:
+        """Split an entry into integers from 0 on and exponents of either sign."""
+
+    @abstractmethod
+    def read_structure(self, reader: Reader) -> tuple[Callable[..., list[Any]], int]:
+        """Read what `structure` gave first; return what makes the entry of the exponents, and how many these are."""
+
+
+class FloatEncoding(Encoding):
+    """``out, inner, into, type, terms of the out side, terms of the in side``; the factors one after the other.
+
+    Little-endian, weights folded in.
+    """
+
+    kind = "floats"
+    stored_type = FloatProduct
+
+    def entry(self, stored: FloatProduct) -> list[Any]:
+        shape = stored.shape
+        return [shape.out, shape.inner, shape.into, stored.storage, *stored.terms]
+
+    def pieces(self, stored: FloatProduct, name: str) -> Iterator[Bytes]:
+        for side, factors in (("B", stored.left), ("A", stored.right)):
+            for position, factor in enumerate(factors, 1):
+                key = f"{PREFIX}{name}.lsr_{side}.factor_{position}"
+                yield little_endian(cast(factor, stored.storage, key))
+
+    def parse(self, *entry: Any) -> IndexEntry:
+        out, inner, into, storage, *terms = entry
+        are_counts = len(terms) == 2 and all(type(count) is int and count > 0 for count in terms)
+        if storage not in FLOATS or not are_counts:
+            raise ValueError(
+                f"floats of type {str(storage)[:40]!r} and terms {str(list(terms))[:40]}"
+            )
+        shape = ProductShape(tuple(out), tuple(inner), tuple(into))
+        size = shape.parameters(*terms) * DTYPES[storage].itemsize
+        read = partial(self._read, shape, terms, storage)
+        return product_entry(shape, (terms[0], terms[1]), storage, size, read)
+
+    def _read(
+        self, shape: ProductShape, terms: Sequence[int], storage: str, reader: Reader
+    ) -> FloatProduct:
+        left, right = (
+            tuple(reader.floats(storage, (count, *size)) for size in side.factors)
+            for count, side in zip(terms, (shape.left, shape.right), strict=True)
+        )
+        return FloatProduct(left, right, storage)
+
+    def structure(self, *entry: Any) -> tuple[Structure, Exponents]:
+        out, inner, into, storage, *terms = entry
+        return (len(out), *out, *inner, *into, FLOATS.index(storage), *terms), ()
+
+    def read_structure(self, reader: Reader) -> tuple[Callable[..., list[Any]], int]:
+        sizes = _read_sizes(reader)
+        storage = FLOATS[reader.integer()]
+        terms = reader.integers(2)
+        return (lambda: [*sizes, storage, *terms]), 0
+
+
+class TermsEncoding(Encoding):
+    """``out, inner, into, [bits, exponent, terms] of the out side, the same of the in side``.
+
+    Each side is its float16 scales, then the codes of each factor, packed.
+    """
+
+    kind = "terms"
+    stored_type = QuantizedProduct
+
+    def entry(self, stored: QuantizedProduct) -> list[Any]:
+        shape = stored.shape
+        sides = [
+            [side.bits, side.exponent, int(side.scales.size)]
+            for side in (stored.left, stored.right)
+        ]
+        return [shape.out, shape.inner, shape.into, *sides]
+
+    def pieces(self, stored: QuantizedProduct, name: str) -> Iterator[Bytes]:
+        for side in (stored.left, stored.right):
+            yield little_endian(side.scales)
+            for codes in side.codes:
+                yield pack(codes, side.bits)
+
+    def parse(self, *entry: Any) -> IndexEntry:
+        out, inner, into, left, right = entry
+        shape = ProductShape(tuple(out), tuple(inner), tuple(into))
+        sides, counts, widths, size = [], [], [], 0
+        for (bits, exponent, terms), matrix in ((left, shape.left), (right, shape.right)):
+            if type(terms) is not int or terms < 0:
+                raise ValueError(f"a side of {str(terms)[:40]} terms")
+            sides.append((_bits(bits), _exponent(exponent), terms, matrix.factors))
+            counts.append(terms)
+            widths.append(bits)
+            size += 2 * terms + sum(packed_size(terms * m * n, bits) for m, n in matrix.factors)
+        terms = max(1, counts[0]), max(1, counts[1])
+        entry_read = product_entry(
+            shape, terms, f"int{max(widths)}", size, partial(self._read, sides)
+        )
+        return replace(entry_read, has_unstored=min(counts) == 0)
+
+    def _read(self, sides: Sequence[tuple[int, int, int, Any]], reader: Reader) -> QuantizedProduct:
+        matrices = []
+        for bits, exponent, terms, sizes in sides:
+            scales = reader.scales(terms)
+            codes = tuple(reader.codes(bits, (terms, m, n)) for m, n in sizes)
+            matrices.append(QuantizedMatrix(codes, scales, exponent, bits))
+        return QuantizedProduct(*matrices)
+
+    def structure(self, *entry: Any) -> tuple[Structure, Exponents]:
+        out, inner, into, left, right = entry
+        left_bits, left_exponent, left_terms = left
+        right_bits, right_exponent, right_terms = right
+        sizes = (len(out), *out, *inner, *into)
+        return (*sizes, left_bits, left_terms, right_bits, right_terms), (
+            left_exponent,
+            right_exponent,
+        )
+
+    def read_structure(self, reader: Reader) -> tuple[Callable[..., list[Any]], int]:
+        sizes = _read_sizes(reader)
+        left_bits, left_terms, right_bits, right_terms = reader.integers(4)
+
+        def entry(left_exponent: int, right_exponent: int) -> list[Any]:
+            left = [left_bits, left_exponent, left_terms]
+            right = [right_bits, right_exponent, right_terms]
+            return [*sizes, left, right]
+
+        return entry, 2
+
+
+class ComponentsEncoding(Encoding):
+    """``[m, n], [bits of each component], exponent``; each component a float16 scale, then the codes of u and v."""
+
+    kind = "components"
+    stored_type = SpectralCode
+
+    def entry(self, stored: SpectralCode) -> list[Any]:
+        return [stored.matrix_shape, stored.bits, stored.exponent]
+
+    def pieces(self, stored: SpectralCode, name: str) -> Iterator[Bytes]:
+        components = zip(stored.left, stored.right, stored.scales, stored.bits, strict=True)
+        for u, v, scale, bits in components:
+            yield little_endian(np.array([scale], np.float16))
+            yield pack(np.concatenate([u, v]), bits)
+
+    def parse(self, *entry: Any) -> IndexEntry:
+        (m, n), bits, exponent = entry
+        widths = tuple(map(_bits, bits))
+        no_scales = np.zeros(0, np.float16)
+        empty = SpectralCode((), (), no_scales, _exponent(exponent), widths, (m, n))
+        size = sum(2 + packed_size(m + n, width) for width in widths)
+        read = partial(self._read, empty)
+        entry_read = product_entry(empty.shape, empty.terms, empty.storage, size, read)
+        return replace(entry_read, has_unstored=not widths)
+
+    def _read(self, empty: SpectralCode, reader: Reader) -> SpectralCode:
+        m, n = empty.matrix_shape
+        scales, left, right = [np.zeros(0, np.float16)], [], []
+        for bits in empty.bits:
+            scales.append(reader.scales(1))
+            pair = reader.codes(bits, (m + n,))
+            left.append(pair[:m])
+            right.append(pair[m:])
+        return replace(empty, left=tuple(left), right=tuple(right), scales=np.concatenate(scales))
+
+    def structure(self, *entry: Any) -> tuple[Structure, Exponents]:
+        (m, n), bits, exponent = entry
+        return (m, n, len(bits), *bits), (exponent,)
+
+    def read_structure(self, reader: Reader) -> tuple[Callable[..., list[Any]], int]:
+        sizes = reader.integers(2)
+        bits = reader.integers(reader.integer())
+        return (lambda exponent: [sizes, bits, exponent]), 1
+
+
+ENCODINGS: tuple[Encoding, ...] = (FloatEncoding(), TermsEncoding(), ComponentsEncoding())
+"""Every structure that is written and read. Its place is its number in the index, so new ones go to the end."""
+
+
+# -- what the index and the writer ask of the table ------------------------------------------------
+
+
+def encoding_of(stored: Stored) -> Encoding:
+    """Return the row of `ENCODINGS` for a stored layer; `UnsupportedError` if there is none."""
+    for encoding in ENCODINGS:
+        if isinstance(stored, encoding.stored_type):
+            return encoding
+    raise UnsupportedError(f"{type(stored).__name__} has no row in ENCODINGS, so it is not written")
+
+
+def entry_of(stored: Stored) -> list[Any]:
+    """Return what the index says of a layer, its kind first."""
+    encoding = encoding_of(stored)
+    return [encoding.kind, *encoding.entry(stored)]
+
+
+def bytes_of(stored: Stored, name: str = "layer") -> Iterator[Bytes]:
+    """Yield the bytes of a layer; `CheckpointError` with its name if a number does not fit its storage."""
+    return encoding_of(stored).pieces(stored, name)
+
+
+def parse(kind: str, *entry: Any) -> IndexEntry:
+    """Return an entry of the index with its numbers checked; `ValueError` and its kin otherwise."""
+    for encoding in ENCODINGS:
+        if encoding.kind == kind:
+            parsed = encoding.parse(*entry)
+            break
+    else:
+        raise ValueError(f"unknown kind {str(kind)[:40]!r}")
+    numbers = parsed.shape.parameters(*parsed.terms)
+    if numbers > (MAX_UNSTORED_NUMBERS if parsed.has_unstored else MAX_NUMBERS):
+        raise ValueError(f"a layer of {str(numbers)[:40]} numbers")
+    return parsed
+
+
+def structure_of(kind: str, *entry: Any) -> tuple[Structure, Exponents]:
+    """Return an entry as integers, its kind first, and its exponents."""
+    for number, encoding in enumerate(ENCODINGS):
+        if encoding.kind == kind:
+            structure, exponents = encoding.structure(*entry)
+            return (number, *structure), exponents
+    raise ValueError(f"unknown kind {str(kind)[:40]!r}")
+
+
+def read_structure(reader: Reader) -> tuple[Callable[..., list[Any]], int]:
+    """Read what `structure_of` gave first; return what makes the entry of the exponents, and how many these are."""
+    encoding = ENCODINGS[reader.integer()]
+    make_entry, exponents = encoding.read_structure(reader)
+    return (lambda *values: [encoding.kind, *make_entry(*values)]), exponents
+
+
+# -- what rows are made of -------------------------------------------------------------------------
+
+
+def product_entry(
+    shape: ProductShape,
+    terms: tuple[int, int],
+    storage: str,
+    size: int,
+    read: Callable[[Reader], Stored],
+) -> IndexEntry:
+    """Return the entry of a layer that is stored as the factors of its product."""
+    parameters = shape.parameters(*terms)
+    return IndexEntry(shape, terms, storage, size, parameters, product_label(shape, terms), read)
+
+
+def little_endian(array: Array) -> Bytes:
+    """Return the bytes of an array, little-endian."""
+    stored = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return stored.reshape(-1).view(np.uint8)
+
+
+def _read_sizes(reader: Reader) -> list[list[int]]:
+    """Read the sizes of the out side, of the inner rank and of the in side."""
+    order = reader.integer()
+    return [reader.integers(order) for _ in range(3)]
+
+
+def _bits(value: Any) -> int:
+    if type(value) is not int or not 2 <= value <= 8:
+        raise ValueError(f"codes of {str(value)[:40]} bits")
+    return value
+
+
+def _exponent(value: Any) -> int:
+    if type(value) is not int or abs(value) > 1100:
+        raise ValueError(f"an exponent of {str(value)[:40]}")
+    return value
