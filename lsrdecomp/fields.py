@@ -291,11 +291,12 @@ def settings(cls: type[S]) -> type[S]:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def takes(*tables: type[Settings]) -> Callable[[F], F]:
+def takes(*tables: type[Settings], refused_later: Collection[str] = ()) -> Callable[[F], F]:
     """Decorator of a function whose ``**settings`` are the fields of tables: its signature and docstring show them.
 
     In the docstring they stand for the entry ``**settings``. A name that is none of the arguments
-    is refused with the nearest that is; without tables that is all that is done.
+    is refused with the nearest that is; without tables that is all that is done. Names in
+    ``refused_later`` are passed on to the function, which has more to say of them.
     """
 
     def decorate(function: F) -> F:
@@ -321,7 +322,8 @@ def takes(*tables: type[Settings]) -> Callable[[F], F]:
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            _refuse_others(function.__name__, kwargs, signature.parameters)
+            unknown_here = [name for name in kwargs if name not in refused_later]
+            _refuse_others(function.__name__, unknown_here, signature.parameters)
             return function(*args, **kwargs)
 
         lines = "".join(f"    {line}\n" for field in fields for line in field.documented)

@@ -6,13 +6,9 @@ from typing import get_type_hints
 
 import pytest
 
+from lsrdecomp.compression.measured_settings import MeasuredKeywords, MeasuredSettings
 from lsrdecomp.compression.settings import CompressionPlan, PlanKeywords
-from lsrdecomp.fidelity.settings import (
-    DistilKeywords,
-    DistilSettings,
-    MeasuredKeywords,
-    MeasuredSettings,
-)
+from lsrdecomp.fidelity.settings import DistilKeywords, DistilSettings
 
 pytest.importorskip("mypy")
 

@@ -53,11 +53,11 @@ from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import search_adapter
+from lsrdecomp.compression.measured_settings import EvaluatorSettings
 from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.fidelity.compress import compress
 from lsrdecomp.fidelity.distil import distil
 from lsrdecomp.fidelity.evaluate import HELD_OUT_PROMPTS, Evaluator
-from lsrdecomp.fidelity.settings import EvaluatorSettings
 from lsrdecomp.training.dataset import judge, read_dataset
 from lsrdecomp.training.record import ADAPTER, Scores, commit
 from lsrdecomp.training.tasks import TASKS

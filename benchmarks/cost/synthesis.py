@@ -178,8 +178,8 @@ def measure(options: argparse.Namespace) -> Row:
     import torch
 
     from benchmarks.cost.one_command import encoder
+    from lsrdecomp.compression.measured_settings import EvaluatorSettings
     from lsrdecomp.fidelity.evaluate import Evaluator, read_data
-    from lsrdecomp.fidelity.settings import EvaluatorSettings
 
     torch.set_num_threads(1)
     texts = read_data(options.texts)

@@ -38,9 +38,9 @@ from lsrdecomp.calibration.heads import Batch
 from lsrdecomp.calibration.teacher import DistillationData, TeacherBatch, teacher_batch
 from lsrdecomp.checkpoints import Journal, open_checkpoint
 from lsrdecomp.compression.compress import search_adapter
+from lsrdecomp.compression.measured_settings import EvaluatorSettings
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.fidelity.evaluate import Evaluator
-from lsrdecomp.fidelity.settings import EvaluatorSettings
 from lsrdecomp.training.record import commit
 
 TEXTS, HELD_OUT, LONGEST = 496, 48, 256

@@ -13,8 +13,8 @@ from lsrdecomp.cli.outputs import PLACE, Input
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.questions import SETTINGS, AnswerTokens, DataFile, Questions
 from lsrdecomp.cli.settings import options_of
+from lsrdecomp.compression.measured_settings import EvaluatorSettings
 from lsrdecomp.errors import needs
-from lsrdecomp.fidelity.settings import EvaluatorSettings
 
 
 @options_of(EvaluatorSettings, only=SETTINGS)

@@ -34,6 +34,7 @@ from lsrdecomp.cli.options import (
 from lsrdecomp.cli.outputs import NEW_FILE, PLACE, UNKNOWN, Input
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.recommendations import quoted
+from lsrdecomp.cli.requests import Display, Opening, Outputs
 from lsrdecomp.cli.verify import verify
 from lsrdecomp.errors import CheckpointError, LsrError, needs
 
@@ -224,12 +225,12 @@ def demo(
         )
         compress(
             source,
-            out=out / "lsr",
             ratio=[48.0],
             calibrated=statistics,
             storage="float16",
-            force=True,
-            quiet=quiet,
+            opening=Opening(),
+            outputs=Outputs(out=out / "lsr", force=True),
+            display=Display(quiet=quiet),
         )
         typer.echo("\nAs a plain LoRA, for every tool that loads LoRA:")
         export(out / "lsr", out / "lora", force=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,28 +13,29 @@ import typer
 from lsrdecomp import checkpoints, compression
 from lsrdecomp.cli import resize, tables
 from lsrdecomp.cli.layer_tables import layers_table
-from lsrdecomp.cli.options import (
-    Adapter,
-    Alpha,
-    Each,
-    Force,
-    JsonFile,
-    MaxMemory,
-    Name,
-    Quiet,
-    Storage,
-    Wide,
-)
-from lsrdecomp.cli.outputs import NEW_FILE, UNKNOWN, Input
+from lsrdecomp.cli.options import Adapter, Storage
+from lsrdecomp.cli.outputs import Input
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.recommendations import next_command, warn_of_growth, warn_of_wreck
-from lsrdecomp.cli.settings import options_of
-from lsrdecomp.compression.settings import GOALS, CompressionPlan
-from lsrdecomp.errors import BudgetError, LsrError
-from lsrdecomp.fidelity.settings import MeasuredSettings
+from lsrdecomp.cli.requests import (
+    COMMAND_LINE,
+    DIRECTORY_OF_FILES,
+    Display,
+    Opening,
+    Outputs,
+    parse_requests,
+)
+from lsrdecomp.cli.settings import option_groups, options_of
+from lsrdecomp.compression.measured_settings import MeasuredSettings
+from lsrdecomp.compression.settings import CompressionPlan
+from lsrdecomp.errors import BudgetError
 
 if TYPE_CHECKING:
-    from lsrdecomp.compression import Compression, SearchedAdapter
+    from lsrdecomp.checkpoints import Checkpoint
+    from lsrdecomp.checkpoints.progress import OnStep
+    from lsrdecomp.checkpoints.statistics import Statistics
+    from lsrdecomp.compression import Compression
+    from lsrdecomp.compression.request import Request
     from lsrdecomp.fidelity import Measurement
 
 SHOWN = 2
@@ -70,16 +71,11 @@ def split_ratios(text: str) -> list[float]:
     parsers={"ratio": (split_ratios, "N[,N…]"), "inner_shape": (split_sizes, "NxN")},
 )
 @options_of(MeasuredSettings)
+@option_groups(outputs=Outputs, opening=Opening, display=Display)
 def compress(
     adapter: Adapter,
     *,
-    out: Annotated[
-        Path | None,
-        UNKNOWN,
-        typer.Option(
-            "--out", help="Directory to write, or for a LoRA as it came NAME.safetensors."
-        ),
-    ] = None,
+    outputs: Outputs,
     calibrated: Annotated[
         Path | None,
         typer.Option(
@@ -97,24 +93,11 @@ def compress(
         Path | None, typer.Option(help="With --base: texts of the task, no labels; some held out.")
     ] = None,
     storage: Storage = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that solve.")] = 1,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the table; write nothing.")
-    ] = False,
-    record: Annotated[
-        bool, typer.Option("--record", help="Every layer in compression.json, not only sums.")
-    ] = False,
-    report: Annotated[
-        Path | None, NEW_FILE, typer.Option(help="Also write the report as one HTML file.")
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that solve.", show_default="1")
     ] = None,
-    name: Name = None,
-    alpha: Alpha = None,
-    wide: Wide = False,
-    each: Each = False,
-    quiet: Quiet = False,
-    json: JsonFile = None,
-    force: Force = False,
-    max_memory: MaxMemory = None,
+    opening: Opening,
+    display: Display,
     **options: Any,
 ) -> None:
     """Make a LoRA adapter smaller; PEFT opens the result.
@@ -142,136 +125,94 @@ def compress(
     killed run goes on where it was: what was solved waits in .NAME.journal beside --out, also for
     another ratio, until the result is written.
     """
-    from lsrdecomp.fidelity.compress import (
-        compress as compress_measured,
-    )  # here, since NumPy comes with it
-    from lsrdecomp.fidelity.compress import usual_storage
+    # 1. What is asked, before anything is opened: a request for each ratio.
+    files = [] if opening.name or calibrated or base else resize.several(adapter)
+    to_file = bool(files) or resize.names_file(outputs.out)
+    given = {
+        "base": base,
+        "data": data,
+        "statistics": calibrated,
+        "storage": storage,
+        "workers": workers,
+        **options,
+    }
+    if outputs.report is not None and base is not None:
+        given.setdefault("examples", SHOWN)
+    door = DIRECTORY_OF_FILES if files else COMMAND_LINE
+    requests = parse_requests(given, outputs, opening, display, to_file=to_file, door=door)
+    outputs.check(requests)
+    # 2. LoRA files that are to come back in their own format: truncated SVD, and that is all.
+    if to_file:
+        resize.resize(files or [adapter], requests, opening, outputs, quiet=display.quiet)
+        return
+    # 3. Otherwise a directory of LSR for each request.
+    results = _to_directories(adapter, requests, opening, outputs, display)
+    # 4. Figures for machines, and the exit code.
+    _write_figures(results, outputs.json)
+    distilled = any(request.measured and request.measured.distil for request in requests)
+    if _kept_too_little(results, distilled) or not all(result.met for result in results):
+        raise typer.Exit(1)
 
-    # 1. The goals, before anything is opened: a plan for each ratio, none where a share to keep is
-    # the only goal.
-    of_base = {name: options.pop(name) for name in MeasuredSettings.fields if name in options}
-    plans = _plans(options, of_base, base, data)
-    if report is not None:
-        of_base.setdefault("examples", SHOWN)
-    if out is None and not dry_run:
-        raise typer.BadParameter(
-            "name the directory to write, or ask for a --dry-run", param_hint="--out"
-        )
-    if len(plans) > 1 and (report is not None or str(json) == "-"):
-        raise typer.BadParameter(
-            "several ratios have no common report; ask for one at a time", param_hint="--ratio"
-        )
-    # 2. LoRA files that are to come back as they came: truncated SVD without a model, and that is
-    # all.
-    open_adapter = partial(checkpoints.open_checkpoint, alpha=alpha, max_memory=max_memory)
-    cut = partial(
-        resize.resize, plans=plans, storage=storage, force=force, dry_run=dry_run, quiet=quiet
-    )
-    files = resize.several(adapter) if name is None and calibrated is None and base is None else []
-    if files:
-        resize.resize_all(files, out, open_adapter, cut)
-        return
-    checkpoint = open_adapter(adapter, name=name)
-    if out is not None and resize.single_file(out, checkpoint):
-        resize.refuse_model({"--base": base, "--calibrated": calibrated, "--report": report})
-        cut(checkpoint, out=out, json=json)
-        return
-    # 3. How the layers are stored, where each plan is written, and the norm that errors count in.
-    storage = storage or usual_storage(checkpoint, base, of_base.get("keep"), options.get("bytes"))
-    plans = [plan.replace(storage=storage) for plan in plans]
-    outputs = _outputs(None if dry_run else out, plans)
+
+def _to_directories(
+    adapter: Path,
+    requests: Sequence[Request],
+    opening: Opening,
+    outputs: Outputs,
+    display: Display,
+) -> list[Compression]:
+    """Compress to a directory for each request, and show and write what came of it."""
+    # 1. Open the adapter, and see that the directories can be written.
+    checkpoint = opening.open(adapter)
+    requests = [request.for_adapter(checkpoint.storage) for request in requests]
+    calibrated = requests[0].statistics
+    plans = [request.plan for request in requests if request.plan is not None]
+    directories = outputs.directories(plans)
     inputs = [adapter] if calibrated is None else [adapter, calibrated]
-    for path in filter(None, outputs):
-        checkpoints.check_output_directory(path, inputs, force)
+    for path in filter(None, directories):
+        checkpoints.check_output_directory(path, inputs, outputs.force)
     statistics = None if calibrated is None else checkpoints.read_statistics(calibrated)
-    # 4. The results: one that is measured on a base, or one for each plan, drawn from a common
-    # search.
-    journal = None if out is None or dry_run else checkpoints.Journal.beside(out)
+    # 2. Compress; what was solved waits in the journal until the result is written.
+    out = outputs.directory
+    journal = None if out is None else checkpoints.Journal.beside(out)
+    requests = [replace(each, statistics=statistics, journal=journal) for each in requests]
     with journal or nullcontext():
         if journal is not None and journal.resumes:
             tables.say(
                 f"Going on from {journal.path}, which a run before left; remove it to start again."
             )
-        refusal = None
-        with follow(quiet=quiet) as step:
-            if base is None:
-                resources = compression.Resources(workers, of_base.get("device"), journal, step)
-                searched = compression.search_adapter(
-                    checkpoint, plans, statistics=statistics, resources=resources
-                )
-                results, refusal = _drawn(searched, plans)
-            else:
-                goal = (
-                    {"plan": plans[0]}
-                    if plans
-                    else {"storage": storage, "max_rank": options.get("max_rank")}
-                )
-                run: dict[str, Any] = {
-                    "data": data,
-                    "workers": workers,
-                    "journal": journal,
-                    "on_step": step,
-                    **of_base,
-                }
-                with tables.quiet():
-                    results = [
-                        compress_measured(
-                            checkpoint, base=base, statistics=statistics, **goal, **run
-                        )
-                    ]
-        # 5. What is said and written when the bar is gone: it would break lines that are printed.
-        unit = (
-            "token" if statistics is not None and _counts_tokens(statistics.metadata) else "example"
-        )
-        for result, output in zip(results, outputs, strict=False):
-            _show(result, json, wide=wide, each=each, unit=unit)
+        with follow(quiet=display.quiet) as step:
+            results, refusal = _compressed(checkpoint, requests, step)
+        # 3. Show and write when the bar is gone: it would break lines that are printed.
+        unit = "token" if _counts_tokens(statistics) else "example"
+        for result, directory in zip(results, directories, strict=False):
+            _show(result, outputs.json, display, unit)
             if result.met:
-                figures = json if len(outputs) == 1 else None
-                _write(
-                    result,
-                    output,
-                    report=report,
-                    json=figures,
-                    force=force,
-                    record=record,
-                    unit=unit,
-                    alpha=alpha,
-                )
+                figures = outputs.json if len(directories) == 1 else None
+                written = replace(outputs, out=directory, json=figures)
+                _write(result, written, unit=unit, alpha=opening.alpha)
         if refusal is not None:
             raise refusal
-    _write_figures(results, json)
-    if _kept_too_little(results, "distil" in of_base) or not all(result.met for result in results):
-        raise typer.Exit(1)
+    return results
 
 
-def _plans(
-    chosen: dict[str, Any], of_base: dict[str, Any], base: str | None, data: Path | None
-) -> list[CompressionPlan]:
-    """A plan for each ratio; none where a share to keep is the only goal. Takes the ratios out of ``chosen``."""
-    settings = MeasuredSettings(**of_base)
-    ratios = chosen.pop("ratio", [None])
-    if base is None and (settings.keep is not None or data is not None or settings.distil):
-        text = "--keep, --data and --distil measure a text model's answers: name it by --base, and texts by --data"
-        raise LsrError(
-            f"{text}; without one, as for image models, ask for a size, such as --ratio 4"
-        )
-    if base is not None and data is None:
-        raise LsrError(
-            "what is kept is measured on texts of the task: give --data FILE with --base"
-        )
-    if base is not None and len(ratios) > 1:
-        raise LsrError(
-            "with --base one ratio at a time, or --keep for the smallest form that keeps a share"
-        )
-    if settings.keep is not None and ratios == [None] and not set(chosen) & set(GOALS):
-        return []
-    return [CompressionPlan(**chosen, ratio=ratio) for ratio in ratios]
-
-
-def _drawn(
-    searched: SearchedAdapter, plans: Sequence[CompressionPlan]
+def _compressed(
+    checkpoint: Checkpoint, requests: Sequence[Request], on_step: OnStep
 ) -> tuple[list[Compression], BudgetError | None]:
-    """The results up to a budget that cannot be met, and its refusal: what was drawn before is written all the same."""
+    """Return the results up to a budget that cannot be met, and its refusal: what was drawn before is written all the same."""
+    if requests[0].measured is not None:
+        # Here, since NumPy comes with it.
+        from lsrdecomp.fidelity.compress import fulfil
+
+        with tables.quiet():
+            return [fulfil(checkpoint, requests[0], on_step)], None
+    plans = [request.plan for request in requests if request.plan is not None]
+    searched = compression.search_adapter(
+        checkpoint,
+        plans,
+        statistics=requests[0].statistics,
+        resources=requests[0].resources(on_step),
+    )
     results: list[Compression] = []
     for plan in plans:
         try:
@@ -281,15 +222,9 @@ def _drawn(
     return results, None
 
 
-def _outputs(out: Path | None, plans: Sequence[CompressionPlan]) -> list[Path | None]:
-    """Where each plan is written: the directory asked for, or one beside it for each of several ratios."""
-    if out is None or len(plans) < 2:
-        return [out] * max(1, len(plans))
-    return [out.with_name(f"{out.name}-{plan.ratio:g}") for plan in plans]
-
-
-def _show(result: Compression, json: Path | None, *, wide: bool, each: bool, unit: str) -> None:
-    tables.show(json, layers_table(result.layers, result.totals, each=each), wide=wide)
+def _show(result: Compression, json: Path | None, display: Display, unit: str) -> None:
+    table = layers_table(result.layers, result.totals, each=display.each)
+    tables.show(json, table, wide=display.wide)
     if result.met:
         tables.show(json, "", *result.sentences(unit))
         return
@@ -300,34 +235,25 @@ def _show(result: Compression, json: Path | None, *, wide: bool, each: bool, uni
     )
 
 
-def _write(
-    result: Compression,
-    output: Path | None,
-    *,
-    report: Path | None,
-    json: Path | None,
-    force: bool,
-    record: bool,
-    unit: str,
-    alpha: float | None,
-) -> None:
-    """The directory, its report and its figures: all appear, or none. Says what they are, and what comes next."""
+def _write(result: Compression, outputs: Outputs, *, unit: str, alpha: float | None) -> None:
+    """Write the directory, its report and its figures: all appear, or none. Say what they are, and what comes next."""
+    directory, report, json = outputs.directory, outputs.report, outputs.json
     curves = () if report is None else compression.adapter_curves(result.source)
     pages = {} if report is None else {report: compression.html_report(result, curves, unit=unit)}
     with tables.files(pages | tables.json_text(result.to_json(), json)) as waiting:
-        if output is not None:
-            result.save(output, force=force, record=record)
+        if directory is not None:
+            result.save(directory, force=outputs.force, record=outputs.record)
         if report is not None:  # again, now with the sizes of the files
-            page = compression.html_report(result, curves, out=output, unit=unit)
+            page = compression.html_report(result, curves, out=directory, unit=unit)
             waiting[report].write_text(page, encoding="utf-8")
-    if output is not None:
-        tables.show(json, tables.file_sizes(result.source, output))
-        warn_of_growth(result.source, output / checkpoints.WEIGHTS)
-        tables.show(json, f"Wrote {output}. {next_command(result.source, output, alpha)}")
+    if directory is not None:
+        tables.show(json, tables.file_sizes(result.source, directory))
+        warn_of_growth(result.source, directory / checkpoints.WEIGHTS)
+        tables.show(json, f"Wrote {directory}. {next_command(result.source, directory, alpha)}")
     if report is not None:
         tables.show(json, f"Wrote {report}.")
     tables.show(json, *_promise(result))
-    warn_of_wreck(result, output)
+    warn_of_wreck(result, directory)
 
 
 def _promise(result: Compression) -> Iterator[str]:
@@ -380,6 +306,9 @@ def _write_figures(results: Sequence[Compression], json: Path | None) -> None:
         tables.write_json(results[0].to_json(), json)
 
 
-def _counts_tokens(metadata: Any) -> bool:
-    """Whether there were more answers than examples: a language model answers at every token."""
+def _counts_tokens(statistics: Statistics | None) -> bool:
+    """Return whether there were more answers than examples: a language model answers at every token."""
+    if statistics is None:
+        return False
+    metadata = statistics.metadata
     return int(metadata.get("answers") or 0) > int(metadata.get("examples") or 0)

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from lsrdecomp.cli.requests import GOALS, flag
+
 EXAMPLES = {
     "inspect": ("inspect my-lora/", "inspect lora.safetensors --alpha 16 --json layers.json"),
     "calibrate": ("calibrate BASE --adapter my-lora/ --text lines.txt --out statistics/",),
@@ -128,21 +130,21 @@ def epilog(verb: str) -> str | None:
 
 
 def flags(text: str) -> str:
-    """An error of the library in the words of the command line: ``alpha=`` is ``--alpha`` there.
+    """Return an error of the library in the words of the command line: ``alpha=`` is ``--alpha`` there.
 
     >>> flags("holds 2 adapters (a, b): say which by name=")
     'holds 2 adapters (a, b): say which by --name'
     >>> flags("max_rank must be a whole number, got 0")
     '--max-rank must be a whole number, got 0'
+    >>> flags("inner_shape goes with separation_rank; other goals choose their shapes")
+    '--inner-shape goes with --separation-rank; other goals choose their shapes'
     """
     if text.startswith("one goal is needed"):
-        goals = "--keep SHARE with --base and --data, --ratio N, --params N, --bytes N or --rtol E"
-        return f"{text.partition(':')[0]}: {goals}; such as --ratio 48"
-    text = re.sub(
-        r"^([a-z]\w+) must be ", lambda match: f"--{match[1].replace('_', '-')} must be ", text
-    )
+        return f"{text.partition(':')[0]}: {GOALS}"
+    text = re.sub(r"^([a-z]\w+) must be ", lambda match: f"{flag(match[1])} must be ", text)
+    text = re.sub(r"\b(inner_shape|separation_rank|max_rank)\b", lambda match: flag(match[1]), text)
     return re.sub(
         r"\b(name|alpha|force|rtol|storage|ratio|statistics)=(?:True\b)?(?![\w'\"\[(.])",
-        lambda match: {"statistics": "--calibrated"}.get(match[1], f"--{match[1]}"),
+        lambda match: flag(match[1]),
         text,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,9 @@ from lsrdecomp.errors import LsrError, UnsupportedError
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
-    from lsrdecomp.compression import CompressionPlan, Truncation
+    from lsrdecomp.cli.requests import Opening, Outputs
+    from lsrdecomp.compression import Truncation
+    from lsrdecomp.compression.request import Request
 
 PLAIN = (
     "Truncated SVD, one threshold over all layers: without a base it is closeness of numbers that is kept, and low "
@@ -34,76 +36,79 @@ def several(folder: Path) -> list[Path]:
     return files if len(files) > 1 else []
 
 
-def single_file(out: Path, checkpoint: Checkpoint) -> bool:
-    """Whether ``out`` asks by its ending for one file; `UnsupportedError` if the source is a directory."""
-    if out.suffix.lower() != ".safetensors":
-        return False
-    if checkpoints.file_or_directory(checkpoint) == "directory":
-        text = f"{checkpoint.format} is a directory with a config, no single file: name a directory by --out"
-        raise UnsupportedError(text, path=checkpoint.path)
-    return True
-
-
-def refuse_model(options: Mapping[str, object]) -> None:
-    """Raise for options about a model that were given to a cut without one."""
-    used = ", ".join(flag for flag, value in options.items() if value)
-    if used:
-        text = f"a LoRA file is cut without a model: leave {used} out, or name a directory"
-        raise typer.BadParameter(text, param_hint="--out")
+def names_file(out: Path | None) -> bool:
+    """Return whether an output asks by its ending for one LoRA file."""
+    return out is not None and out.suffix.lower() == ".safetensors"
 
 
 def resize(
-    checkpoint: Checkpoint,
-    *,
-    plans: Sequence[CompressionPlan],
-    out: Path,
-    storage: str | None,
-    force: bool,
-    dry_run: bool,
-    quiet: bool,
-    json: Path | None = None,
-) -> None:
-    """One file for each plan; several ratios share the name, with the ratio before its ending."""
-    paths = [
-        out if len(plans) == 1 else out.with_stem(f"{out.stem}-{plan.ratio:g}") for plan in plans
-    ]
-    if not dry_run:
-        for path in paths:
-            checkpoints.check_output_file(path, (checkpoint.path, checkpoint.weights), force=force)
-    facts = []
-    for plan, path in zip(plans, paths, strict=True):
-        with follow(quiet=quiet) as step:
-            cut = compression.truncate(checkpoint, plan, storage=storage, on_step=step)
-            if not dry_run:
-                cut.save(path, force=force, on_step=step)
-        facts.append(_shown(cut, None if dry_run else path, json))
-        if not dry_run:
-            warn_of_growth(checkpoint, path)
-    tables.show(json, PLAIN)
-    tables.write_json(facts if len(facts) > 1 else facts[0], json)
-
-
-def resize_all(
     files: Sequence[Path],
-    out: Path | None,
-    open_adapter: Callable[[Path], Checkpoint],
-    cut: Callable[..., None],
+    requests: Sequence[Request],
+    opening: Opening,
+    outputs: Outputs,
+    *,
+    quiet: bool,
 ) -> None:
-    """`resize`, as ``cut``, for every file of a directory under its own name; one that fails does not stop the others.
+    """Cut LoRA files, each under its own name in a directory if there are several; one that fails does not stop the others.
 
     Raises `LsrError` at the end if one failed.
     """
+    out = outputs.out
     if out is None:
         raise typer.BadParameter(f"name a directory for {len(files)} files", param_hint="--out")
-    failed = []
-    for file in files:
-        try:
-            cut(open_adapter(file), out=out / file.name)
-        except LsrError as error:
-            failed.append(file.name)
-            tables.say(str(error))
-    if failed:
-        raise LsrError(f"{len(failed)} of {len(files)} files were not written: {', '.join(failed)}")
+    facts: list[dict[str, object]] = []
+    if len(files) == 1:
+        facts += _resize_file(opening.open(files[0]), requests, out, outputs, quiet=quiet)
+    else:
+        failed = []
+        for file in files:
+            try:
+                checkpoint = opening.open(file)
+                facts += _resize_file(checkpoint, requests, out / file.name, outputs, quiet=quiet)
+            except LsrError as error:
+                failed.append(file.name)
+                tables.say(str(error))
+        if failed:
+            raise LsrError(
+                f"{len(failed)} of {len(files)} files were not written: {', '.join(failed)}"
+            )
+    tables.write_json(facts if len(facts) > 1 else facts[0], outputs.json)
+
+
+def _resize_file(
+    checkpoint: Checkpoint,
+    requests: Sequence[Request],
+    out: Path,
+    outputs: Outputs,
+    *,
+    quiet: bool,
+) -> list[dict[str, object]]:
+    """Write one file for each request; several ratios share the name, with the ratio before its ending.
+
+    Returns the figures of each.
+    """
+    if names_file(out) and checkpoints.file_or_directory(checkpoint) == "directory":
+        text = f"{checkpoint.format} is a directory with a config, no single file: name a directory by --out"
+        raise UnsupportedError(text, path=checkpoint.path)
+    plans = [request.plan for request in requests if request.plan is not None]
+    paths = [out]
+    if len(plans) > 1:
+        paths = [out.with_stem(f"{out.stem}-{plan.ratio:g}") for plan in plans]
+    if not outputs.dry_run:
+        for path in paths:
+            inputs = (checkpoint.path, checkpoint.weights)
+            checkpoints.check_output_file(path, inputs, force=outputs.force)
+    facts = []
+    for plan, path in zip(plans, paths, strict=True):
+        with follow(quiet=quiet) as step:
+            cut = compression.truncate(checkpoint, plan, on_step=step)
+            if not outputs.dry_run:
+                cut.save(path, force=outputs.force, on_step=step)
+        facts.append(_shown(cut, None if outputs.dry_run else path, outputs.json))
+        if not outputs.dry_run:
+            warn_of_growth(checkpoint, path)
+    tables.show(outputs.json, PLAIN)
+    return facts
 
 
 def _shown(cut: Truncation, path: Path | None, json: Path | None) -> dict[str, object]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -63,6 +64,49 @@ def options_of(
         rest = [each for each in fields if each not in chosen]
         if only is None and rest:
             run.__doc__ = f"{inspect.cleandoc(verb.__doc__ or '')}\n\f\n{_listed(rest)}"
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+def option_groups(**groups: type[Any]) -> Callable[[V], V]:
+    """The verb, whose parameters of these names are each a dataclass of options, given one by one where it is called.
+
+    Fields are annotated as typer's parameters are. The verb gets them as one value a group.
+    """
+    fields = {name: dataclasses.fields(group) for name, group in groups.items()}
+    hints = {name: get_type_hints(group, include_extras=True) for name, group in groups.items()}
+    made = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[name][field.name],
+        )
+        for name in groups
+        for field in fields[name]
+    ]
+
+    def decorate(verb: V) -> V:
+        signature = inspect.signature(verb, eval_str=True)
+        parameters = list(signature.parameters.values())
+        place = min(i for i, each in enumerate(parameters) if each.name in groups)
+        remaining = [each for each in parameters if each.name not in groups]
+
+        @functools.wraps(verb)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            for name, group in groups.items():
+                if name in kwargs:  # a program gives the whole group
+                    continue
+                given = {x.name: kwargs.pop(x.name) for x in fields[name] if x.name in kwargs}
+                kwargs[name] = group(**given)
+            return verb(*args, **kwargs)
+
+        run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*remaining[:place], *made, *remaining[place:]]
+        )
+        own = {name: hint for name, hint in verb.__annotations__.items() if name not in groups}
+        run.__annotations__ = own | {each.name: each.annotation for each in made}
         return run  # type: ignore[return-value]
 
     return decorate

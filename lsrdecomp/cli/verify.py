@@ -18,8 +18,8 @@ from lsrdecomp.cli.outputs import Input
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.questions import SETTINGS, AnswerTokens, DataFile, Questions
 from lsrdecomp.cli.settings import options_of
+from lsrdecomp.compression.measured_settings import EvaluatorSettings
 from lsrdecomp.errors import CheckpointError, LsrError, needs
-from lsrdecomp.fidelity.settings import EvaluatorSettings
 
 if TYPE_CHECKING:
     from torch import Tensor

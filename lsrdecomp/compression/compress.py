@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints.files import bytes_to_open
+from lsrdecomp.checkpoints.progress import Counter
 from lsrdecomp.checkpoints.statistics import Statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.candidates import (
@@ -28,6 +29,7 @@ from lsrdecomp.compression.candidates import (
 )
 from lsrdecomp.compression.layers import Layer, SpillCache, StatisticsByLayer, batches, open_layers
 from lsrdecomp.compression.quantize import INTEGER_BITS
+from lsrdecomp.compression.request import check_divergence, check_given_terms
 from lsrdecomp.compression.result import Compression as Compression
 from lsrdecomp.compression.result import report_layer
 from lsrdecomp.compression.search import Fitted, fit_budget, search_layers
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lsrdecomp.checkpoints import Checkpoint
+    from lsrdecomp.checkpoints.progress import OnStep
     from lsrdecomp.compression.search_table import SearchTable
 
 HEADER_BYTES = 320
@@ -77,7 +80,7 @@ def search_adapter(
         As read by `read_statistics`: errors then count in the Fisher norm, and layers are weighed
         against each other by what they do. Absent, the Frobenius norm of ΔW.
     search : Search, optional
-        How far to look for shapes; of no meaning with ``separation_rank``.
+        How far to look for shapes; refused where all plans give terms (``separation_rank``).
     resources : Resources, optional
         Processes, device, journal and progress.
 
@@ -91,6 +94,8 @@ def search_adapter(
     BudgetError
         If there is no plan, plans differ in storage, or a divergence (``kl``) is asked for without
         statistics.
+    SettingsError
+        For a search, workers or a journal where all plans give terms.
     CheckpointError
         Naming file and tensor, if a layer is not a LoRA or its numbers cannot be used.
     LsrError
@@ -127,15 +132,15 @@ def search_adapter(
         SpillCache(),
         resources or Resources(),
     )
+    plans = [plan.with_default_storage() for plan in plans]
     storages = {plan.storages for plan in plans}
     if len(storages) != 1:
         text = f"a search is for plans of one storage, and {len(plans)} plans have {len(storages)}"
         raise BudgetError(f"{text}: search once for each storage")
-    if any(plan.kl is not None for plan in plans) and statistics is None:
-        raise BudgetError(
-            "a divergence (kl) is measured in the Fisher norm: calibrate first and pass the statistics"
-        )
+    if all(plan.separation_rank is not None for plan in plans):
+        check_given_terms(resources, search)
     for plan in plans:
+        check_divergence(plan, statistics is not None)
         if plan.bytes is not None:
             _bytes_for_factors(checkpoint, plan.bytes)
     # Compress 2, fit: every layer at the shapes that a budget could want. Plans of given terms
@@ -151,7 +156,9 @@ def search_adapter(
             cache=cache,
             resources=resources,
         )
-    return SearchedAdapter(checkpoint, layers, table, resources.device, cache, effect)
+    return SearchedAdapter(
+        checkpoint, layers, table, resources.device, cache, effect, resources.on_step
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,6 +183,7 @@ class SearchedAdapter:
     effect: float | None = (
         None  # KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA
     )
+    on_step: OnStep | None = None  # told of layers that are solved at given terms
 
     def compress(self, plan: CompressionPlan, *, fill: bool = True) -> Compression:
         """The adapter under one plan.
@@ -183,7 +191,7 @@ class SearchedAdapter:
         Parameters
         ----------
         plan : CompressionPlan
-            In the storage that was searched for.
+            In the storage that was searched for, unless it gives terms.
         fill : bool
             Of a plan of bytes, whether files are tried, and solved for, till one is as full as may
             be. Without, it is the first, which may be some hundred bytes larger.
@@ -191,8 +199,10 @@ class SearchedAdapter:
         Raises
         ------
         BudgetError
-            If the plan cannot be met; says what is reachable.
+            If the plan cannot be met; says what is reachable. For another storage than was searched
+            in, and for a divergence without statistics.
         """
+        plan = self._checked(plan)
         if plan.bytes is not None and fill:
             return self._filled(plan, plan.bytes)
         return self._reported(plan, self._fit(plan))
@@ -204,7 +214,19 @@ class SearchedAdapter:
         to; milliseconds. The plan has a number of parameters or bytes. Raises `BudgetError` as
         `compress`.
         """
+        plan = self._checked(plan)
         return self._searched.expected_error(self._budget(plan))
+
+    def _checked(self, plan: CompressionPlan) -> CompressionPlan:
+        """Return the plan with its storage; `BudgetError` if the search cannot answer for it."""
+        plan = plan.with_default_storage()
+        check_divergence(plan, not self.layers[0].is_frobenius)
+        if plan.separation_rank is None and plan.storages != self._searched.storages:
+            raise BudgetError(
+                f"the search was in {' or '.join(self._searched.storages)}, and this plan is stored in {plan.storage}: "
+                "search once for each storage"
+            )
+        return plan
 
     @property
     def _searched(self) -> SearchTable:
@@ -226,10 +248,10 @@ class SearchedAdapter:
         if plan.separation_rank is not None:
             solver = replace(SOLVER, device=self.device)
             terms, storage = plan.separation_rank, plan.storages[0]
-            return Fitted(
-                at_given_terms(self.layers, terms, plan.inner_shape, storage, solver, self.cache),
-                None,
+            made = at_given_terms(
+                self.layers, terms, plan.inner_shape, storage, solver, self.cache, self.on_step
             )
+            return Fitted(made, None)
         return fit_budget(self._searched, self._budget(plan, size))
 
     def _reported(self, plan: CompressionPlan, fitted: Fitted) -> Compression:
@@ -315,6 +337,7 @@ def at_given_terms(
     storage: str,
     solver: JointALS = SOLVER,
     cache: SpillCache | None = None,
+    on_step: OnStep | None = None,
 ) -> tuple[Materialized, ...]:
     """Every layer as an LSR product of balanced shape, of so many terms a side or as many as the shape can need.
 
@@ -327,6 +350,7 @@ def at_given_terms(
         shape = ProductShape.balanced(layer.shape, inner or balanced_split(most))
         groups.setdefault((layer.kind, shape), []).append(i)
     made: dict[int, Materialized] = {}
+    done = Counter(on_step, "solving", len(layers), "layers")
     for (_, shape), indices in groups.items():
         for part in batches([layers[i] for i in indices]):
             some = [layers[i] for i in indices[part]]
@@ -341,6 +365,7 @@ def at_given_terms(
                         layers[i]
                     )  # so many terms take more numbers than the pair itself, which is exact
                 made[i] = materialize(layers[i], replace(candidate, storage=storage), cache)
+                done.add()
     return tuple(made[i] for i in range(len(layers)))
 
 

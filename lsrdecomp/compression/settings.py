@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 GOALS = ("rtol", "separation_rank", "parameters", "ratio", "bytes", "kl")
 STORAGES = {"auto": ("float16", "int8", "int4"), "int8": ("int8",), "int4": ("int4",)}
 """Storages that are more than one floating type: what each layer may choose from."""
+DEFAULT_STORAGE = "float32"
+"""Of a plan that names none."""
 
 SPLIT = each(whole(1), "two or more whole numbers, r1, r2, …", least=2)
 
@@ -80,10 +82,10 @@ class CompressionPlan(Settings):
         int | None, OPTION, whole(1), "No layer of a larger rank when it is served as a LoRA."
     ] = None
     storage: Annotated[
-        str,
+        str | None,
         OPTION,
-        "float32, float16, bfloat16; also int8, int4, auto (float16, int8 or int4 for each layer).",
-    ] = "float32"
+        "float32 if absent, float16, bfloat16; also int8, int4, auto (float16, int8 or int4 a layer).",
+    ] = None
 
     def check_together(self) -> None:
         """One goal, and what goes with it."""
@@ -109,7 +111,12 @@ class CompressionPlan(Settings):
             raise BudgetError(
                 "inner_shape goes with separation_rank; other goals choose their shapes"
             )
-        if self.storage not in STORAGES:
+        if self.storage == "auto" and self.separation_rank is not None:
+            raise BudgetError(
+                "storage auto chooses among types for each layer, which goals that choose their "
+                "shapes do; with separation_rank name one, such as int8"
+            )
+        if self.storage is not None and self.storage not in STORAGES:
             from lsrdecomp.precision import (
                 PRECISIONS,
                 type_name,
@@ -125,7 +132,12 @@ class CompressionPlan(Settings):
     @property
     def storages(self) -> tuple[str, ...]:
         """Element types a layer may be stored in."""
-        return STORAGES.get(self.storage, (self.storage,))
+        storage = self.storage or DEFAULT_STORAGE
+        return STORAGES.get(storage, (storage,))
+
+    def with_default_storage(self, storage: str = DEFAULT_STORAGE) -> CompressionPlan:
+        """Return the plan in its own storage, or in this one where it names none."""
+        return self if self.storage else self.replace(storage=storage)
 
     @property
     def float_storage(self) -> str:

@@ -19,6 +19,7 @@ from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.checkpoints.tensors import DTYPES, Array
 from lsrdecomp.checkpoints.writers.pairs import RankRule, rank_rule
 from lsrdecomp.compression.layers import Layer, open_layers
+from lsrdecomp.compression.request import READ_ON, Request
 from lsrdecomp.compression.settings import CompressionPlan, PlanKeywords
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import takes
@@ -56,7 +57,6 @@ class Truncation:
     layers: tuple[Layer, ...]
     sigma: tuple[Array, ...]  # the singular values of each
     ranks: tuple[int, ...]
-    storage: str | None
 
     @property
     def parameters(self) -> int:
@@ -94,7 +94,7 @@ class Truncation:
             out,
             source=self.source,
             layers=pairs,
-            storage=self.storage,
+            storage=self.plan.storage,
             force=force,
             provenance=record,
         )
@@ -109,7 +109,7 @@ class Truncation:
             written.add()
 
 
-@takes(CompressionPlan)
+@takes(CompressionPlan, refused_later=READ_ON)
 def truncate(
     checkpoint: Checkpoint,
     plan: CompressionPlan | None = None,
@@ -128,7 +128,7 @@ def truncate(
         A ratio, parameters or bytes of the file over all layers, or a relative error of every layer
         (``rtol``); otherwise one of these goals as an argument.
     storage : str, optional
-        A floating type; absent, that of each layer.
+        A floating type, here or in the plan; absent, that of each layer.
     on_step : callable, optional
         Called with a `ProgressUpdate` as the singular values of each layer are known.
     **settings
@@ -142,7 +142,9 @@ def truncate(
     Raises
     ------
     BudgetError
-        For another goal, or where nothing fits.
+        Where nothing fits, or unless there is one goal.
+    SettingsError
+        For a setting that a cut file does not read, such as ``kl``, or a storage in integers.
     UnsupportedError
         For an adapter that is not plain pairs.
     ArgumentError
@@ -153,16 +155,10 @@ def truncate(
     O((m + n) r²) a layer; between the two readings 2 r² + r numbers a layer wait, in memory or on
     disk.
     """
+    request = Request.parse({"storage": storage, **settings}, plan=plan, to_file=True)
+    plan = request.plan
+    assert plan is not None
     file_or_directory(checkpoint)
-    if plan is not None and settings:
-        raise BudgetError(
-            f"a plan was given, and {' and '.join(settings)} beside it: one of the two"
-        )
-    plan = plan or CompressionPlan(**settings)
-    if plan.separation_rank is not None or plan.kl is not None:
-        raise BudgetError(
-            "a plain LoRA is made to ratio, parameters, bytes, rtol; other goals need a directory of LSR"
-        )
     # Truncate 1: the singular values of every layer; they wait in its cache.
     layers, singular_values = tuple(open_layers(checkpoint)), []
     read = Counter(on_step, "reading", len(layers), "layers")
@@ -176,11 +172,7 @@ def truncate(
         ranks = _ranks_for(sigma, plan.rtol, rule)
     else:
         whole = checkpoint.adapter_parameters
-        most = (
-            whole / plan.ratio
-            if plan.ratio
-            else plan.parameters or _room(checkpoint, plan, storage)
-        )
+        most = whole / plan.ratio if plan.ratio else plan.parameters or _room(checkpoint, plan)
         ranks = _ranks_within(layers, sigma, most, rule)
     if plan.max_rank is not None:
         ranks = tuple(min(rank, plan.max_rank) for rank in ranks)
@@ -192,7 +184,7 @@ def truncate(
                 f": a file of {checkpoint.format} has every layer, {every:,} parameters at rank 1"
             )
         raise BudgetError(text + ", or store smaller numbers (--bytes, with --storage float16)")
-    return Truncation(checkpoint, plan, layers, sigma, ranks, storage)
+    return Truncation(checkpoint, plan, layers, sigma, ranks)
 
 
 def _ranks_for(sigma: Sequence[Array], rtol: float, rule: RankRule) -> tuple[int, ...]:
@@ -261,10 +253,10 @@ def _fill_with(rank: int, gains: Sequence[Array], sizes: Sequence[int], most: fl
     return [rank * count for count in _fill(kept, [rank * size for size in sizes], most)]
 
 
-def _room(checkpoint: Checkpoint, plan: CompressionPlan, storage: str | None) -> float:
+def _room(checkpoint: Checkpoint, plan: CompressionPlan) -> float:
     """Numbers of factors in a file of so many bytes: header, alphas and other tensors go off first."""
     assert plan.bytes is not None
-    width = int(DTYPES[storage or checkpoint.storage].itemsize)
+    width = int(DTYPES[plan.storage or checkpoint.storage].itemsize)
     factors = sum(layer.up.nbytes + layer.down.nbytes for layer in checkpoint.layers)
     others = checkpoint.weights.stat().st_size - factors + HEADER
     if plan.bytes <= others:

@@ -34,22 +34,21 @@ from lsrdecomp.checkpoints.progress import OnStep, ProgressUpdate
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import Compression, SearchedAdapter, search_adapter
+from lsrdecomp.compression.measured_settings import MeasuredKeywords, MeasuredSettings
+from lsrdecomp.compression.request import Request
 from lsrdecomp.compression.settings import (
-    GOALS,
     CompressionPlan,
     PlanKeywords,
-    Resources,
     Search,
     share_of_effect,
 )
 from lsrdecomp.errors import BudgetError, needs
 from lsrdecomp.fidelity.fidelity import Answered, Fidelity, Measurement
 from lsrdecomp.fidelity.rewrite import publish
-from lsrdecomp.fidelity.settings import MeasuredKeywords, MeasuredSettings
 from lsrdecomp.fields import takes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from lsrdecomp.checkpoints.format_table import AdapterSource
     from lsrdecomp.fidelity.evaluate import Texts
@@ -146,6 +145,8 @@ def compress(
     ------
     BudgetError
         If the goal cannot be met, if none is given, or more than one.
+    SettingsError
+        For a setting that is not read on the road to this goal, with the one where it is.
     CheckpointError, LsrError
         If files or base cannot be used; for a name that is no goal or setting, with the nearest
         that is; if torch, transformers or peft are missing and a base is given.
@@ -163,52 +164,41 @@ def compress(
     With a base: ``lsr.compress("my-lora/", base="smollm2", data="prompts.jsonl",
     keep=0.95).save("small/")``.
     """
-    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    given = {
+        "base": base,
+        "data": data,
+        "storage": storage,
+        "statistics": statistics,
+        "search": search,
+        "workers": None if workers == 1 else workers,
+        "journal": journal,
+        **settings,
+    }
+    request = Request.parse(given, plan=plan)
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = open_checkpoint(checkpoint)
+    return fulfil(checkpoint, request, on_step)
+
+
+def fulfil(
+    checkpoint: Checkpoint, request: Request, on_step: OnStep | None = None
+) -> Compression | MeasuredCompression:
+    """Compress an open adapter as requested."""
+    request = request.for_adapter(checkpoint.storage)
+    statistics = request.statistics
     if isinstance(statistics, str | Path):
         statistics = read_statistics(statistics)
-    # 1. The goal: of a size or an error a plan; a share to keep makes plans of its own, once a base
-    # can be asked.
-    of_plan = {name: value for name, value in settings.items() if name in CompressionPlan.fields}
-    of_base = {name: value for name, value in settings.items() if name in MeasuredSettings.fields}
-    goals = [name for name in GOALS if of_plan.get(name) is not None]
-    keep = of_base.get("keep")
-    if plan is not None and (of_plan or storage):
-        beside = " and ".join([*of_plan, *(["storage"] if storage else [])])
-        raise BudgetError(f"a plan was given, and {beside} beside it: one of the two")
-    if keep is not None and (goals or plan is not None):
-        raise BudgetError(f"one goal is needed, got keep and {' and '.join(goals) or 'a plan'}")
-    storage = storage or usual_storage(checkpoint, base, keep, of_plan.get("bytes"))
-    if plan is None and keep is None:
-        plan = CompressionPlan(**of_plan, storage=storage)
-    # 2. Without a base: one search, from which the plan is drawn.
-    if base is None:
-        resources = Resources(workers, of_base.pop("device", None), journal, on_step)
-        if plan is None or of_base or data is not None:
-            raise BudgetError(
-                "a share to keep is measured: give base= and data= with it, or a size such as ratio=48"
-            )
-        searched = search_adapter(
-            checkpoint, [plan], statistics=statistics, search=search, resources=resources
-        )
-        return searched.compress(plan)
-    # 3. With a base: what is kept is measured.
-    chosen = MeasuredSettings(**of_base)
-    if data is None:
-        raise BudgetError("what is kept is measured on texts of the task: give data=")
-    steps = NumberedSteps(on_step, 1 + 2 * chosen.passes + (chosen.distil > 0))
-    resources = Resources(workers, chosen.device, journal, steps)
-    return _measured(
+    if request.measured is not None:
+        return _measured(checkpoint, request, request.measured, statistics, on_step)
+    assert request.plan is not None
+    searched = search_adapter(
         checkpoint,
-        plan,
-        base=base,
-        data=data,
-        settings=chosen,
-        plan_fields={"storage": storage, "max_rank": of_plan.get("max_rank")},
+        [request.plan],
         statistics=statistics,
-        search=partial(search_adapter, checkpoint, search=search, resources=resources),
-        journal=journal,
-        steps=steps,
+        search=request.search,
+        resources=request.resources(on_step),
     )
+    return searched.compress(request.plan)
 
 
 class NumberedSteps:
@@ -231,17 +221,6 @@ class NumberedSteps:
             self._on_step(
                 replace(step, stage=f"step {self._number} of {self._steps} · {step.stage}")
             )
-
-
-def usual_storage(
-    checkpoint: Checkpoint, base: object, keep: float | None, size: int | None
-) -> str:
-    """Bits that each layer chooses, where a base says what they keep and bytes are wanted few; else the LoRA's type."""
-    return (
-        "auto"
-        if base is not None and (keep is not None or size is not None)
-        else checkpoint.storage
-    )
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -299,36 +278,38 @@ class MeasuredCompression(Compression):
 
 def _measured(
     checkpoint: Checkpoint,
-    plan: CompressionPlan | None,
-    *,
-    base: str | Path,
-    data: str | Path | Texts,
+    request: Request,
     settings: MeasuredSettings,
-    plan_fields: Mapping[str, Any],
     statistics: Statistics | None,
-    search: Callable[..., SearchedAdapter],
-    journal: Journal | None,
-    steps: NumberedSteps,
+    on_step: OnStep | None,
 ) -> MeasuredCompression:
-    """Compress against a base: to a plan, or to the smallest form that keeps a share, by plans of these fields."""
+    """Compress against a base: to a plan, or to the smallest form that keeps a share."""
+    steps = NumberedSteps(on_step, 1 + 2 * settings.passes + (settings.distil > 0))
+    search = partial(
+        search_adapter, checkpoint, search=request.search, resources=request.resources(steps)
+    )
     steps.begin("opening the base")  # said before torch is loaded, which takes seconds
     with needs("a base", "peft"):
         from lsrdecomp.fidelity.evaluate import Evaluator, data_name, read_data
         from lsrdecomp.fidelity.forms import CompressedFormCache
         from lsrdecomp.fidelity.keep import FormOfPlan, SmallestForm
     # 1. Open: the base with the LoRA on it, and how it answers the texts that are held out.
-    keep = settings.keep
+    keep, plan = settings.keep, request.plan
+    plan_fields = {"storage": request.storage, "max_rank": request.max_rank}
     chooses = keep is not None or (plan is not None and plan.kl is not None)
     evaluator = Evaluator(
-        base, checkpoint.path, read_data(data), settings, chooses=chooses, on_step=steps
+        request.base,
+        checkpoint.path,
+        read_data(request.data),
+        settings,
+        chooses=chooses,
+        on_step=steps,
     )
-    if (
-        plan is not None and plan.kl is not None
-    ):  # a share as well, now that the LoRA's effect on these texts is known
-        keep = 1.0 - share_of_effect(plan.kl, evaluator.reference.effect)
-        plan_fields, plan = {"storage": plan.storage, "max_rank": plan.max_rank}, None
+    if plan is not None and plan.kl is not None:
+        # A share as well, now that the LoRA's effect on these texts is known.
+        keep, plan = 1.0 - share_of_effect(plan.kl, evaluator.reference.effect), None
     folder = TemporaryDirectory()
-    journal = journal or Journal(Path(folder.name) / "journal")
+    journal = request.journal or Journal(Path(folder.name) / "journal")
     steps.begin("calibrating")
     norm = evaluator.statistics(journal) if statistics is None else statistics
     forms = CompressedFormCache(evaluator, checkpoint, norm, settings.distil, journal)
@@ -356,7 +337,7 @@ def _measured(
         else evaluator.measure_held_out(best.path),
         best.path,
         checkpoint,
-        data_name(data),
+        data_name(request.data),
         distilled=best.steps,
         measurements=len(forms.measurements),
         asked=keep,

@@ -39,9 +39,9 @@ from lsrdecomp.checkpoints.files import EXAMPLES, bytes_to_open, sha256
 from lsrdecomp.checkpoints.progress import OnStep, ProgressUpdate
 from lsrdecomp.checkpoints.statistics import METADATA, Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
+from lsrdecomp.compression.measured_settings import EvaluatorSettings
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.fidelity.fidelity import Answered, Fidelity
-from lsrdecomp.fidelity.settings import EvaluatorSettings
 from lsrdecomp.training.tasks import find_task
 
 if TYPE_CHECKING:

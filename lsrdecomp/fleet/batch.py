@@ -146,6 +146,7 @@ def run_fleet(
     >>> [(end.name, end.state, end.parameters_before // end.parameters) for end in done]
     [('first', 'done', 24), ('second', 'done', 24)]
     """
+    plan = plan.with_default_storage()
     folder, out = Path(folder).resolve(), Path(out).resolve()
     if out == folder or folder in out.parents:
         raise CheckpointError(f"lies inside the input {folder}; choose another output", path=out)

@@ -331,8 +331,11 @@ def test_what_a_file_cannot_be_is_refused_before_any_work(tmp_path):
     put(tmp_path / "style.safetensors")
     (tmp_path / "texts.txt").write_text("a text\n")
     for options, words in (
-        (("--base", "b", "--data", "texts.txt", "--ratio", 2), "cut without a model"),
-        (("--separation-rank", 2), "other goals need a directory"),
+        (
+            ("--base", "b", "--data", "texts.txt", "--ratio", 2),
+            "--base and --data are read where --out is a directory",
+        ),
+        (("--separation-rank", 2), "--separation-rank is read where --out is a directory"),
     ):
         done = lsr(
             "compress", "style.safetensors", "--out", "o.safetensors", *options, cwd=tmp_path

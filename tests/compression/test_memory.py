@@ -44,7 +44,8 @@ def peak(adapter: Path, out: Path, plan: CompressionPlan) -> int:
     gc.set_threshold(100, 1, 1)
     tracemalloc.start()
     try:
-        compress(open_checkpoint(adapter), plan, search=SEARCH).save(out)
+        search = SEARCH if plan.separation_rank is None else None
+        compress(open_checkpoint(adapter), plan, search=search).save(out)
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

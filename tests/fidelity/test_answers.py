@@ -10,8 +10,8 @@ pytest.importorskip("peft")
 from tiny_bases import make  # noqa: E402
 
 from lsrdecomp.calibration.dataset import PromptExample  # noqa: E402
+from lsrdecomp.compression.measured_settings import EvaluatorSettings  # noqa: E402
 from lsrdecomp.fidelity.evaluate import Evaluator  # noqa: E402
-from lsrdecomp.fidelity.settings import EvaluatorSettings  # noqa: E402
 
 WORDS = random.Random(0)
 

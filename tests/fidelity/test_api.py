@@ -10,10 +10,11 @@ import pytest
 import lsrdecomp as lsr
 from lsrdecomp.calibration import Behaviour
 from lsrdecomp.compression import Search
+from lsrdecomp.compression.measured_settings import MeasuredSettings
 from lsrdecomp.compression.settings import GOALS, CompressionPlan
 from lsrdecomp.errors import LsrError
 from lsrdecomp.fidelity import Fidelity, MeasuredCompression
-from lsrdecomp.fidelity.settings import DistilSettings, MeasuredSettings
+from lsrdecomp.fidelity.settings import DistilSettings
 
 DEMO = Path(lsr.__file__).parent / "cli" / "demo_adapter"
 QUICK = Search(orders=(2,), rounds=0)
@@ -32,7 +33,7 @@ def test_a_path_and_a_ratio_are_a_checkpoint_and_a_plan(tmp_path):
 
 def test_statistics_are_opened_by_path():
     statistics = DEMO.parent / "demo_statistics"
-    result = lsr.compress(DEMO, separation_rank=1, statistics=statistics, search=QUICK)
+    result = lsr.compress(DEMO, separation_rank=1, statistics=statistics)
     assert result.totals.functional_error is not None
     assert np.isfinite(result.totals.functional_error)
 
@@ -78,7 +79,7 @@ def test_a_promise_is_read_at_a_prompt(tmp_path):
         "head_bytes": 3_100,
     }
     told = Fidelity.of(behaviour, **facts)
-    made = lsr.compress(DEMO, separation_rank=1, search=QUICK)
+    made = lsr.compress(DEMO, separation_rank=1)
     of_result = {"promise": told, "written": tmp_path, "facts": {}, "_folder": None}
     result = MeasuredCompression(made.source, made.plan, made.layers, made.chosen, **of_result)
     assert told.sentence() in result._repr_html_()

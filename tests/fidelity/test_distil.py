@@ -42,12 +42,12 @@ from lsrdecomp.calibration.teacher import DistillationData, teacher_batch  # noq
 from lsrdecomp.checkpoints import Journal, open_checkpoint  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.compression import CompressionPlan, export_lora, verify  # noqa: E402
+from lsrdecomp.compression.measured_settings import EvaluatorSettings  # noqa: E402
 from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
 from lsrdecomp.fidelity import evaluate  # noqa: E402
 from lsrdecomp.fidelity.distil import distil  # noqa: E402
 from lsrdecomp.fidelity.evaluate import Evaluator, split  # noqa: E402
 from lsrdecomp.fidelity.forms import distil_form, products_of  # noqa: E402
-from lsrdecomp.fidelity.settings import EvaluatorSettings  # noqa: E402
 
 WORDS = random.Random(0)
 TEXTS = [(" ".join(f"w{WORDS.randrange(30)}" for _ in range(3 + i % 6)), None) for i in range(96)]

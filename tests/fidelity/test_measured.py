@@ -23,13 +23,13 @@ from lsrdecomp.calibration.distil_trainer import TrainingState  # noqa: E402
 from lsrdecomp.checkpoints import Journal  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.compression import verify  # noqa: E402
+from lsrdecomp.compression.measured_settings import EvaluatorSettings  # noqa: E402
 from lsrdecomp.fidelity import compress as compress_module  # noqa: E402
 from lsrdecomp.fidelity import evaluate, forms  # noqa: E402
 from lsrdecomp.fidelity.evaluate import Evaluator  # noqa: E402
 from lsrdecomp.fidelity.fidelity import Measurement  # noqa: E402
 from lsrdecomp.fidelity.forms import DistilledForm  # noqa: E402
 from lsrdecomp.fidelity.keep import MOST_DISTILLED, MOST_MEASURED  # noqa: E402
-from lsrdecomp.fidelity.settings import EvaluatorSettings  # noqa: E402
 
 WORDS = random.Random(0)
 TEXTS = [(" ".join(f"w{WORDS.randrange(30)}" for _ in range(3 + i % 6)), None) for i in range(48)]

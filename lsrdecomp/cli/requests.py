@@ -1,0 +1,178 @@
+"""What the command line adds to a request of compression: groups of options, their spelling, and the roads that read them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lsrdecomp import checkpoints
+from lsrdecomp.cli.options import Alpha, Each, Force, JsonFile, MaxMemory, Name, Quiet, Wide
+from lsrdecomp.cli.outputs import NEW_FILE, UNKNOWN
+from lsrdecomp.compression.request import ALL_ROADS, TO_DIRECTORY, Door, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lsrdecomp.checkpoints import Checkpoint
+    from lsrdecomp.compression import CompressionPlan
+
+GOALS = "--keep SHARE with --base and --data, --ratio N, --params N, --bytes N or --rtol E; such as --ratio 48"
+"""What to ask for where no goal was given, or several."""
+
+SPELLED = {"statistics": "--calibrated", "parameters": "--params", "each": "--all"}
+"""Options that are not called like the setting they stand for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """Options of how an adapter is opened."""
+
+    name: Name = None
+    alpha: Alpha = None
+    max_memory: MaxMemory = None
+
+    def open(self, adapter: Path) -> Checkpoint:
+        """Return the adapter, opened."""
+        return checkpoints.open_checkpoint(
+            adapter, name=self.name, alpha=self.alpha, max_memory=self.max_memory
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Options of what is written."""
+
+    out: Annotated[
+        Path | None,
+        UNKNOWN,
+        typer.Option(
+            "--out",
+            help="Directory to write, or for a LoRA in its original format NAME.safetensors.",
+        ),
+    ] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the table; write nothing.")] = (
+        False
+    )
+    record: Annotated[
+        bool, typer.Option("--record", help="Every layer in compression.json, not only sums.")
+    ] = False
+    report: Annotated[
+        Path | None, NEW_FILE, typer.Option(help="Also write the report as one HTML file.")
+    ] = None
+    json: JsonFile = None
+    force: Force = False
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise `typer.BadParameter` where there is no place to write, or too few."""
+        if self.out is None and not self.dry_run:
+            raise typer.BadParameter(
+                "name the directory to write, or ask for a --dry-run", param_hint="--out"
+            )
+        if self.out is None and self.record:
+            raise typer.BadParameter(
+                "is read with --out, whose compression.json holds it", param_hint="--record"
+            )
+        if self.out is None and self.force and self.json is None and self.report is None:
+            raise typer.BadParameter(
+                "is read with --out, --json or --report: there is nothing to replace",
+                param_hint="--force",
+            )
+        if len(requests) > 1 and (self.report is not None or str(self.json) == "-"):
+            raise typer.BadParameter(
+                "several ratios have no common report; ask for one at a time", param_hint="--ratio"
+            )
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory that is written, if any is."""
+        return None if self.dry_run else self.out
+
+    def directories(self, plans: Sequence[CompressionPlan]) -> list[Path | None]:
+        """Return where each plan is written: the directory asked for, or one beside it for each of several ratios."""
+        if self.directory is None or len(plans) < 2:
+            return [self.directory] * max(1, len(plans))
+        out = self.directory
+        return [out.with_name(f"{out.name}-{plan.ratio:g}") for plan in plans]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Display:
+    """Options of what is shown."""
+
+    wide: Wide = False
+    each: Each = False
+    quiet: Quiet = False
+
+
+OWN_OPTIONS = {
+    "name": ALL_ROADS,
+    "alpha": ALL_ROADS,
+    "max_memory": ALL_ROADS,
+    "out": ALL_ROADS,
+    "dry_run": ALL_ROADS,
+    "record": TO_DIRECTORY,
+    "report": TO_DIRECTORY,
+    "json": ALL_ROADS,
+    "force": ALL_ROADS,
+    "wide": TO_DIRECTORY,
+    "each": TO_DIRECTORY,
+    "quiet": ALL_ROADS,
+}
+"""The roads that read each option of `Opening`, `Outputs` and `Display`: tables and records are of LSR."""
+
+
+def flag(name: str) -> str:
+    """Return the option of a setting, such as ``--held-out``."""
+    return SPELLED.get(name, f"--{name.replace('_', '-')}")
+
+
+COMMAND_LINE = Door(
+    name=flag,
+    argument=flag,
+    goals=GOALS,
+    leave_truncated="where --out is a directory",
+    own=OWN_OPTIONS,
+)
+DIRECTORY_OF_FILES = dataclasses.replace(
+    COMMAND_LINE, leave_truncated="for one adapter and where --out is a directory"
+)
+"""The same where the adapter is a directory of LoRA files, all of which are cut."""
+
+
+def parse_requests(
+    given: Mapping[str, Any], *groups: Opening | Outputs | Display, to_file: bool, door: Door
+) -> list[Request]:
+    """Return a request for each ratio that was typed, or the only one.
+
+    Parameters
+    ----------
+    given : Mapping
+        Settings under the names of the library; ``ratio`` is a list.
+    groups : Opening, Outputs, Display
+        The options of the command line's own.
+    to_file : bool
+        Whether LoRA files are to come back in their own format.
+    door : Door
+        `COMMAND_LINE` or `DIRECTORY_OF_FILES`.
+    """
+    own: dict[str, Any] = {}
+    for group in groups:
+        own |= dataclasses.asdict(group)
+    typed = {name: value for name, value in own.items() if value is not False}
+    settings = {name: value for name, value in given.items() if name != "ratio"}
+    ratios = given.get("ratio", [None])
+    requests = [
+        Request.parse({**settings, **typed, "ratio": ratio}, to_file=to_file, door=door)
+        for ratio in ratios
+    ]
+    if len(requests) > 1 and requests[0].measured is not None:
+        raise typer.BadParameter(
+            "with --base one ratio at a time, or --keep for the smallest form that keeps a share",
+            param_hint="--ratio",
+        )
+    return requests

@@ -1,0 +1,108 @@
+"""How a base is asked about a compressed adapter: each setting with its default, check and help, written once."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypedDict
+
+from lsrdecomp.compression.settings import PlanKeywords
+from lsrdecomp.fields import OPTION, SHARE, Settings, one_of, settings, whole
+
+
+@settings
+class EvaluatorSettings(Settings):
+    """How a base is asked, and on what a promise is measured.
+
+    Examples
+    --------
+    >>> EvaluatorSettings(held_out=64).dtype
+    'float32'
+    >>> EvaluatorSettings(held_out=3)
+    Traceback (most recent call last):
+    lsrdecomp.fields.SettingsError: held_out must be a whole number, 8 or more, got 3
+    """
+
+    held_out: Annotated[
+        int | None,
+        OPTION,
+        whole(8),
+        "Examples of the promise, at most a quarter; absent, 64 prompts or 128 texts.",
+    ] = None
+    batch: Annotated[
+        int | None,
+        OPTION,
+        whole(1),
+        "Examples at a time, and in a step; absent, 8 for language models, else 32.",
+    ] = None
+    max_length: Annotated[
+        int | None,
+        OPTION,
+        whole(1),
+        "Most tokens of an example: 1024 with prompts, 128 of a text, if absent.",
+    ] = None
+    truncate: Annotated[
+        bool, OPTION, "Cut longer prompts at their beginning, instead of refusing them."
+    ] = False
+    dtype: Annotated[
+        str, OPTION, one_of(("float32", "bfloat16")), "Precision of the base: float32 or bfloat16."
+    ] = "float32"
+    device: Annotated[
+        str | None, OPTION, "cuda, cuda:1, …; absent, the CPU, where NumPy solves."
+    ] = None
+    seed: Annotated[int, OPTION, "Of the split of the texts and their order."] = 0
+
+
+@settings
+class MeasuredSettings(EvaluatorSettings):
+    """What `lsrdecomp.compress` takes with a base.
+
+    Examples
+    --------
+    >>> MeasuredSettings(keep=0.9).distil
+    0
+    """
+
+    keep: Annotated[
+        float | None,
+        OPTION,
+        SHARE,
+        "With --base: the smallest form that keeps this share, such as 0.95.",
+    ] = None
+    distil: Annotated[
+        int, OPTION, whole(0), "With --base: train it on the LoRA's answers for so many steps."
+    ] = 0
+    examples: Annotated[
+        int,
+        OPTION,
+        whole(0),
+        "With --base: show so many examples that the form answers differently; SVD beside it.",
+    ] = 0
+    passes: Annotated[
+        int,
+        OPTION,
+        whole(1),
+        "With --base: 2 searches again in the norm around the form that came of the first.",
+    ] = 1
+
+
+# -- the same as keyword arguments, for type checkers and editors; a test compares the two ---------
+
+
+class EvaluatorKeywords(TypedDict, total=False):
+    """The fields of `EvaluatorSettings`."""
+
+    held_out: int | None
+    batch: int | None
+    max_length: int | None
+    truncate: bool
+    dtype: str
+    device: str | None
+    seed: int
+
+
+class MeasuredKeywords(EvaluatorKeywords, PlanKeywords, total=False):
+    """The fields of `MeasuredSettings`, and of the plan that may stand beside them."""
+
+    keep: float | None
+    distil: int
+    examples: int
+    passes: int

@@ -1,0 +1,368 @@
+"""Every setting on every road, from Python and from the command line: it is read, or refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import lsrdecomp
+from lsrdecomp import compress
+from lsrdecomp.checkpoints import Journal, open_checkpoint
+from lsrdecomp.cli import compress as command_module
+from lsrdecomp.cli import resize
+from lsrdecomp.cli.app import app
+from lsrdecomp.cli.requests import OWN_OPTIONS, flag
+from lsrdecomp.compression import Search, search_adapter, truncate
+from lsrdecomp.compression.measured_settings import MeasuredSettings
+from lsrdecomp.compression.request import READ_ON, SEARCH_ONLY, Request, Road
+from lsrdecomp.compression.settings import GOALS, CompressionPlan, Resources
+from lsrdecomp.errors import BudgetError, LsrError
+from lsrdecomp.fidelity import compress as library_module
+from lsrdecomp.fields import SettingsError
+
+DEMO = Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"
+DOCS = Path(lsrdecomp.__file__).parent.parent / "docs"
+
+ALL_GOALS = (*GOALS, "keep")
+
+VALUES: dict[str, Any] = {
+    "ratio": 9.0,
+    "parameters": 900.0,
+    "bytes": 90_000,
+    "rtol": 0.5,
+    "kl": 0.1,
+    "keep": 0.9,
+    "separation_rank": 3,
+    "inner_shape": (2, 2),
+    "max_rank": 3,
+    "storage": "bfloat16",
+    "statistics": DEMO.parent / "demo_statistics",
+    "search": Search(orders=(2,), rounds=0),
+    "workers": 2,
+    "journal": Journal("unused"),
+    "device": "cpu",
+    "on_step": print,
+    "base": "other",
+    "data": "other.txt",
+    "held_out": 9,
+    "batch": 9,
+    "max_length": 9,
+    "truncate": True,
+    "dtype": "bfloat16",
+    "seed": 9,
+    "distil": 9,
+    "examples": 9,
+    "passes": 2,
+}
+"""A value of each setting that no road takes by itself."""
+
+TYPED = {
+    "name": "x",
+    "alpha": "9",
+    "max_memory": "9MB",
+    "out": "other",
+    "report": "report.html",
+    "json": "figures.json",
+}
+"""The same for options of the command line's own; all others are flags."""
+
+ON_ROAD: dict[Road, dict[str, Any]] = {
+    Road.SEARCHED: {"ratio": 8.0},
+    Road.GIVEN_TERMS: {"separation_rank": 2},
+    Road.MEASURED: {"ratio": 8.0, "base": "base", "data": "texts.txt"},
+    Road.TRUNCATED: {"ratio": 8.0},
+}
+"""The least that leads to each road."""
+
+
+class Arrived(Exception):  # noqa: N818
+    """What a road received; it is not travelled further."""
+
+
+def arrive(*given: Any, **named: Any) -> None:
+    raise Arrived(repr((given, named)))
+
+
+# -- the table and the docs know every setting -----------------------------------------------------
+
+
+def options_of_the_command() -> set[str]:
+    command = typer.main.get_command(app).commands["compress"]  # type: ignore[attr-defined]
+    names = {each.name for each in command.params} - {"adapter", "help_all"}
+    return {"statistics" if name == "calibrated" else name for name in names}
+
+
+def test_every_declared_setting_has_its_roads() -> None:
+    arguments = set(inspect.signature(compress).parameters) - {"checkpoint", "plan"}
+    resources = {each.name for each in dataclasses.fields(Resources)}
+    declared = {*CompressionPlan.fields, *MeasuredSettings.fields, *resources, *arguments}
+    assert set(READ_ON) == declared
+    assert options_of_the_command() - set(READ_ON) == set(OWN_OPTIONS)
+    assert set(VALUES) == declared
+    assert all(READ_ON.values()), "a setting that no road reads"
+
+
+def test_the_docs_have_the_same_table() -> None:
+    page = (DOCS / "compress-a-lora.md").read_text(encoding="utf-8")
+    table = page.partition("| setting |")[2].partition("\n\n")[0].splitlines()
+    roads = [Road(cell.strip()) for cell in table[0].strip(" |").split("|")]
+    found = {}
+    for line in table[2:]:
+        settings, *marks = [cell.strip() for cell in line.strip("|").split("|")]
+        read_on = {road for road, mark in zip(roads, marks, strict=True) if mark == "yes"}
+        for name in re.findall(r"`([^`]+)`", settings):
+            assert name not in found
+            found[name] = read_on
+    of_python = set(READ_ON) - options_of_the_command()
+    spelled = {name: f"{name}=" if name in of_python else flag(name) for name in READ_ON}
+    wanted = {spelled[name]: set(roads) for name, roads in READ_ON.items()}
+    wanted |= {flag(name): set(roads) for name, roads in OWN_OPTIONS.items()}
+    assert found == wanted
+
+
+# -- each setting on each road, from Python --------------------------------------------------------
+
+
+def received_in_python(road: Road, settings: dict[str, Any], patch: pytest.MonkeyPatch) -> str:
+    """What the road is given of a call; it goes no further."""
+    patch.setattr(library_module, "search_adapter", arrive)
+    patch.setattr(library_module, "_measured", arrive)
+    try:
+        if road is Road.TRUNCATED:
+            return repr(cut_file(**settings))
+        compress(DEMO, **settings)
+    except Arrived as arrived:
+        return str(arrived)
+    raise AssertionError("nothing was asked of the road")
+
+
+def cut_file(on_step: Any = None, **settings: Any) -> Any:
+    """What the demo is cut to; a file cannot come of it, but ranks can."""
+    steps: list[object] = []
+    cut = truncate(open_checkpoint(DEMO), on_step=on_step and steps.append, **settings)
+    return cut.plan, cut.ranks, bool(steps)
+
+
+def question(road: Road, setting: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What leads to the road without a setting, and the same with it."""
+    without = dict(ON_ROAD[road])
+    if setting == "inner_shape" and road is Road.MEASURED:  # which goes with terms only
+        without = {"base": "base", "data": "texts.txt", "separation_rank": 2}
+    if setting == "kl":
+        without["statistics"] = VALUES["statistics"]
+    asked = without
+    if setting in ALL_GOALS:
+        asked = {name: value for name, value in without.items() if name not in ALL_GOALS}
+    return without, asked | {setting: VALUES.get(setting, TYPED.get(setting, True))}
+
+
+def leads_elsewhere(road: Road, setting: str) -> bool:
+    """Whether a setting decides about the road by itself, so that it is never asked for on this one."""
+    if road is Road.SEARCHED:
+        return setting in ("base", "separation_rank", "keep")
+    if road is Road.GIVEN_TERMS:
+        return setting in ("base", *ALL_GOALS) and setting != "separation_rank"
+    return False
+
+
+PAIRS = [
+    pytest.param(road, setting, id=f"{road.value} {setting}")
+    for road in Road
+    for setting in sorted({*VALUES, *OWN_OPTIONS})
+    if not leads_elsewhere(road, setting)
+]
+
+
+@pytest.mark.parametrize(("road", "setting"), PAIRS)
+def test_a_setting_reaches_the_road_or_is_refused_in_python(
+    road: Road, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if setting not in READ_ON:
+        pytest.skip("an option of the command line's own")
+    without, asked = question(road, setting)
+    if road in READ_ON[setting]:
+        plain = received_in_python(road, without, monkeypatch)
+        assert received_in_python(road, asked, monkeypatch) != plain
+        return
+    with pytest.raises(LsrError, match=rf"\b{setting}\b.* (is|are) read (with|by) "):
+        received_in_python(road, asked, monkeypatch)
+
+
+@pytest.mark.parametrize("setting", SEARCH_ONLY)
+def test_given_terms_search_for_nothing_with_a_base_either(setting: str) -> None:
+    on_base = {**ON_ROAD[Road.MEASURED], "ratio": None, "separation_rank": 2}
+    words = rf"^{setting} is read with a goal that is searched for, such as ratio=$"
+    with pytest.raises(SettingsError, match=words):
+        compress(DEMO, **on_base, **{setting: VALUES[setting]})
+
+
+# -- each option on each road, on the command line -------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("texts.txt", "other.txt"):
+        (tmp_path / name).write_text("a text\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command_module, "_to_directories", arrive)
+    monkeypatch.setattr(resize, "resize", arrive)
+    return tmp_path
+
+
+def typed(settings: dict[str, Any]) -> list[str]:
+    """The options of settings, as they are typed."""
+    words: list[str] = []
+    for name, value in settings.items():
+        if value is None:
+            continue
+        text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        words += [flag(name)] if value is True else [flag(name), text]
+    return words
+
+
+def received_by_command(settings: dict[str, Any]) -> str:
+    done = CliRunner().invoke(app, ["compress", str(DEMO), *typed(settings)])
+    if isinstance(done.exception, Arrived):
+        return str(done.exception)
+    raise done.exception or AssertionError(done.output)
+
+
+@pytest.mark.parametrize(("road", "setting"), PAIRS)
+def test_an_option_reaches_the_road_or_is_refused_on_the_command_line(
+    road: Road, setting: str, folder: Path
+) -> None:
+    if setting not in options_of_the_command():
+        pytest.skip("of the library alone")
+    without, asked = question(road, setting)
+    ending = ".safetensors" if road is Road.TRUNCATED else ""
+    without, asked = ({"out": f"small{ending}"} | each for each in (without, asked))
+    if setting == "out":
+        asked["out"] = f"other{ending}"
+    if road in {**READ_ON, **OWN_OPTIONS}[setting]:
+        assert received_by_command(asked) != received_by_command(without)
+        return
+    with pytest.raises(LsrError, match=rf"{flag(setting)}\b.* (is|are) read (with|where) "):
+        received_by_command(asked)
+
+
+# -- the examples that were ignored ----------------------------------------------------------------
+
+
+def refused(*words: str) -> str:
+    done = CliRunner().invoke(app, ["compress", str(DEMO), *words])
+    assert isinstance(done.exception, LsrError), done.output
+    return str(done.exception)
+
+
+def test_options_about_a_base_are_refused_without_one() -> None:
+    words = "--ratio 8 --passes 2 --held-out 20 --examples 5 --dtype bfloat16 --batch 4 --max-length 99 --truncate"
+    text = refused(*words.split(), "--dry-run")
+    assert text.endswith("are read with --base")
+    for name in ("--passes", "--held-out", "--examples", "--dtype", "--batch", "--max-length"):
+        assert name in text
+    with pytest.raises(SettingsError, match=r"^passes is read with base=$"):
+        compress("absent", ratio=8, passes=2)  # refused before anything is opened
+
+
+def test_options_of_a_search_are_refused_where_a_file_is_cut() -> None:
+    words = "--ratio 4 --out x.safetensors --record --workers 3 --passes 2 --device cuda"
+    text = refused(*words.split())
+    assert "--workers, --device and --record are read where --out is a directory" in text
+    assert "--passes is read where --out is a directory, with --base" in text
+
+
+def test_two_goals_are_the_same_refusal_in_both_doors() -> None:
+    text = refused("--ratio", "8", "--keep", "0.9", "--dry-run")
+    assert text.startswith("one goal is needed, got --keep and --ratio: ")
+    with pytest.raises(BudgetError, match="^one goal is needed, got keep and ratio: "):
+        compress(DEMO, ratio=8, keep=0.9)
+
+
+def test_a_share_without_a_base_is_the_same_refusal_in_both_doors() -> None:
+    text = refused("--keep", "0.9", "--dry-run")
+    assert text.startswith("a share to keep is measured on a base: give --base and --data with")
+    with pytest.raises(BudgetError, match="give base= and data= with keep=; without one, as for"):
+        compress(DEMO, keep=0.9)
+
+
+def test_a_split_is_refused_where_a_share_chooses_the_shapes() -> None:
+    with pytest.raises(BudgetError, match="inner_shape goes with separation_rank"):
+        compress(DEMO, base="b", data="texts.txt", keep=0.9, inner_shape=(2, 2))
+
+
+def test_terms_take_one_storage() -> None:
+    with pytest.raises(BudgetError, match="with separation_rank name one, such as int8"):
+        CompressionPlan(separation_rank=2, storage="auto")
+
+
+def test_a_record_and_a_replacement_need_something_to_write() -> None:
+    for words in (("--record",), ("--force",)):
+        done = CliRunner().invoke(app, ["compress", str(DEMO), "--ratio", "8", "--dry-run", *words])
+        assert done.exit_code == 2
+        assert f"{words[0]}: is read with --out" in done.output
+
+
+# -- plans and their storage -----------------------------------------------------------------------
+
+QUICK = Search(orders=(2,), rounds=0)
+
+
+def test_a_search_draws_no_plan_of_another_storage() -> None:
+    searched = search_adapter(
+        open_checkpoint(DEMO), [CompressionPlan(ratio=48)], search=Search(orders=(), rounds=0)
+    )
+    for ask in (searched.compress, searched.expected_error):
+        with pytest.raises(BudgetError, match="in float32, and this plan is stored in int8: sea"):
+            ask(CompressionPlan(ratio=48, storage="int8"))
+        with pytest.raises(BudgetError, match="calibrate first and pass the statistics"):
+            ask(CompressionPlan(kl=0.1))
+    of_terms = searched.compress(CompressionPlan(separation_rank=1, storage="int8"))
+    assert {row.storage for row in of_terms.layers} == {"int8"}
+
+
+def test_a_search_for_given_terms_refuses_what_only_a_search_reads() -> None:
+    plans, lora = [CompressionPlan(separation_rank=1)], open_checkpoint(DEMO)
+    with pytest.raises(SettingsError, match="^search is read with a goal that is searched for"):
+        search_adapter(lora, plans, search=QUICK)
+    resources = Resources(workers=2, journal=VALUES["journal"])
+    with pytest.raises(SettingsError, match="^journal and workers are read with a goal that is"):
+        search_adapter(lora, plans, resources=resources)
+
+
+def test_a_file_is_cut_in_the_storage_of_its_plan(tmp_path: Path) -> None:
+    lora = open_checkpoint(DEMO)
+    for plan, storage in (
+        (CompressionPlan(ratio=4), "float32"),  # that of the demo
+        (CompressionPlan(ratio=4, storage="bfloat16"), "bfloat16"),
+    ):
+        out = truncate(lora, plan).save(tmp_path / storage)
+        assert open_checkpoint(out).storage == storage
+    with pytest.raises(SettingsError, match=r"^storage=int8 is read by lsrdecomp\.compress$"):
+        truncate(lora, CompressionPlan(ratio=4, storage="int8"))
+    with pytest.raises(BudgetError, match="a plan was given, and storage beside it"):
+        truncate(lora, CompressionPlan(ratio=4, storage="bfloat16"), storage="float16")
+
+
+def test_a_cut_refuses_what_the_library_reads_elsewhere() -> None:
+    lora = open_checkpoint(DEMO)
+    with pytest.raises(SettingsError, match=r"^passes is read by lsrdecomp\.compress, with base=$"):
+        truncate(lora, ratio=4, passes=2)
+    with pytest.raises(SettingsError, match=r"^kl is read by lsrdecomp\.compress$"):
+        truncate(lora, CompressionPlan(kl=0.1))
+
+
+def test_a_request_takes_the_storage_that_suits_its_goal() -> None:
+    on_base = {"base": "b", "data": "texts.txt"}
+    assert Request.parse({"keep": 0.9, **on_base}).for_adapter("float16").storage == "auto"
+    assert Request.parse({"bytes": 9000, **on_base}).for_adapter("float16").storage == "auto"
+    assert Request.parse({"ratio": 9, **on_base}).for_adapter("float16").storage == "float16"
+    assert Request.parse({"bytes": 9000}).for_adapter("float16").storage == "float16"
+    plan = CompressionPlan(ratio=9)
+    assert Request.parse({}, plan=plan).for_adapter("float16").storage == "float32"
