@@ -14,7 +14,7 @@ from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import ErrorBudget
 from lsrdecomp.shape_search import ShapeSearch, best_shape
-from lsrdecomp.solvers.base import Solver, Sweep, positive_rank
+from lsrdecomp.solvers.base import Solver, Sweep, validate_rank
 from lsrdecomp.solvers.choice import choose_solver as choose_solver
 from lsrdecomp.solvers.choice import named_solver, with_start
 from lsrdecomp.solvers.decomposition import Decomposition
@@ -263,7 +263,7 @@ def _goals(
             f"one goal has one meaning: give rtol ({rtol}) or atol ({atol}), not both"
         )
     if rank is not None:
-        rank = positive_rank(rank)
+        rank = validate_rank(rank)
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not (
             isinstance(value, Real) and math.isfinite(value) and value >= 0

@@ -20,7 +20,8 @@ from lsrdecomp.compression.shapes import Ranks, Request, clipped
 from lsrdecomp.errors import LsrError, needs
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
-from lsrdecomp.solvers.pair.problem import PairProblem, PairState, descend
+from lsrdecomp.solvers.pair.descent import descend
+from lsrdecomp.solvers.pair.problem import PairProblem, PairState
 from lsrdecomp.solvers.pair.stacking import WeightedTargets
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The contract of solvers, of a matrix and of a pair: what they are asked, what they return, how they say it ended."""
+"""The contract of solvers of a matrix and of a pair: their arguments, their records, and how they end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Status(Enum):
-    """How a solve ended, in a sentence that helps.
+    """The end of a solve, in a sentence that helps.
 
     >>> Status.rank_reached.value
     'The asked number of terms was computed; no error was asked for.'
@@ -45,12 +45,12 @@ class Status(Enum):
 
     @property
     def met(self) -> bool:
-        """Whether what was asked for was reached."""
+        """Whether the request was met."""
         return self in (Status.converged, Status.rank_reached)
 
 
 class ErrorKind(Enum):
-    """What a reported error can be trusted for.
+    """The trust that a reported error deserves.
 
     Examples
     --------
@@ -66,7 +66,7 @@ class ErrorKind(Enum):
 
 
 class Event(Enum):
-    """What a record of an iteration begins, so that whoever watches knows which records can be compared.
+    """The part of a solve that a record begins, which tells an observer the records that can be compared.
 
     Examples
     --------
@@ -112,7 +112,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What a solver of a matrix found.
+    """The answer of a solver of a matrix.
 
     Examples
     --------
@@ -125,25 +125,24 @@ class Solution:
     (SeparatedMatrix(12×12 as 1 × [4×4 ⊗ 3×3], 25 parameters, γ = 1), 'converged', 0.0)
     """
 
-    approximation: (
-        SeparatedMatrix  # unit factors, λ descending, in the library and element type of the target
-    )
-    status: Status  # `rank_reached` where no error was asked for; else `converged`, or why not
-    sweeps: tuple[
-        Sweep, ...
-    ] = ()  # what ``on_sweep`` was told, in that order; one record of a direct solver
-    optimality_gap: float | None = (
-        None  # excess of the error over the optimum, relative; None: not known
-    )
-    gap_kind: ErrorKind = ErrorKind.estimated  # `bounded`: rigorous; `estimated`: extrapolated
-    relative_error: float | None = (
-        None  # ‖M − M̂‖/‖M‖ if the solver has measured it; else `Target.residual_norm` does
-    )
+    # Unit factors, λ descending, in the library and element type of the target
+    approximation: SeparatedMatrix
+    # `rank_reached` where no error was asked for; else `converged`, or why not
+    status: Status
+    # The records that ``on_sweep`` was told, in that order; one record of a direct solver
+    sweeps: tuple[Sweep, ...] = ()
+    # Relative excess of the error over the optimum; None: not known
+    optimality_gap: float | None = None
+    # `bounded`: rigorous; `estimated`: extrapolated
+    gap_kind: ErrorKind = ErrorKind.estimated
+    # ‖M − M̂‖/‖M‖ if the solver has measured it; else `Target.residual_norm` does
+    relative_error: float | None = None
 
 
 class Solver(Protocol):
-    """Terms for a matrix. A solver is a frozen value that holds choices; a solve changes nothing and draws its random
-    numbers from the solver's seed.
+    """A method that finds terms for a matrix: a frozen value that holds choices.
+
+    A solve changes nothing and draws its random numbers from the solver's seed.
     """
 
     def solve(
@@ -155,7 +154,7 @@ class Solver(Protocol):
         atol: float | None = None,
         on_sweep: Callable[[Sweep], Any] | None = None,
     ) -> Solution:
-        """A short sum of Kronecker products near ``target``.
+        """Find a short sum of Kronecker products near ``target``.
 
         Parameters
         ----------
@@ -188,7 +187,7 @@ class Solver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PairSolution:
-    """What a solver of a pair found.
+    """The answer of a solver of a pair.
 
     Examples
     --------
@@ -204,18 +203,17 @@ class PairSolution:
     True
     """
 
-    product: SeparatedProduct  # in the library of the target, in double precision
-    relative_error: (
-        float  # ‖G^½(M − M̂)C^½‖ / ‖G^½ M C^½‖, measured, not the steering figure of the last sweep
-    )
-    start_error: (
-        float  # the same for the start; that of the product itself where nothing is iterated
-    )
-    norm: float  # ‖G^½ M C^½‖
+    # In the library of the target, in double precision
+    product: SeparatedProduct
+    # ‖G^½(M − M̂)C^½‖ / ‖G^½ M C^½‖, measured, not the steering figure of the last sweep
+    relative_error: float
+    # The same for the start; that of the product itself where nothing is iterated
+    start_error: float
+    # ‖G^½ M C^½‖
+    norm: float
     status: Status
-    sweeps: tuple[Sweep, ...] = field(
-        default=(), repr=False
-    )  # what ``on_sweep`` was told, of this pair alone
+    # The records that ``on_sweep`` was told, of this pair alone
+    sweeps: tuple[Sweep, ...] = field(default=(), repr=False)
 
     @property
     def error(self) -> float:
@@ -224,7 +222,7 @@ class PairSolution:
 
 
 class PairSolver(Protocol):
-    """Terms for both sides of a low-rank pair, in a weighted norm; a frozen value as `Solver` is."""
+    """A method that finds terms for both sides of a low-rank pair, in a weighted norm."""
 
     def solve(
         self,
@@ -235,7 +233,7 @@ class PairSolver(Protocol):
         weights: NormWeights | None = None,
         on_sweep: Callable[[Sweep], Any] | None = None,
     ) -> PairSolution:
-        """A product (Σ B1 ⊗ B2)(Σ A1 ⊗ A2) near ``target``.
+        """Find a product (Σ B1 ⊗ B2)(Σ A1 ⊗ A2) near ``target``.
 
         Parameters
         ----------
@@ -263,7 +261,7 @@ class PairSolver(Protocol):
         ...
 
 
-def most_terms(
+def validate_request(
     size: tuple[int, int],
     shape: KroneckerShape,
     rank: int | None,
@@ -271,15 +269,25 @@ def most_terms(
     *,
     order: int | None = None,
 ) -> int:
-    """The most terms that a solve of a matrix (m, n) may use, after the checks that every `Solver` makes.
+    """Make the checks that every `Solver` makes, and return the number of terms that it may use.
 
-    ``order`` is the one number of factors that the solver is for, None for any. Raises as
-    `Solver.solve` says.
+    Parameters
+    ----------
+    size : (int, int)
+        Rows and columns of the matrix.
+    shape, rank, atol
+        As for `Solver.solve`.
+    order : int, optional
+        The one number of factors that the solver is for; absent, any.
+
+    Raises
+    ------
+    ShapeError, BudgetError
+        As `Solver.solve` says.
     """
     if order is not None and shape.order != order:
-        raise ShapeError(
-            f"this solver is for {'two' if order == 2 else order} factors; {shape} has {shape.order}"
-        )
+        expected = "two" if order == 2 else order
+        raise ShapeError(f"this solver is for {expected} factors; {shape} has {shape.order}")
     shape.check(size)
     if rank is None and atol is None:
         raise BudgetError("say what is wanted: rank= or atol=")
@@ -287,11 +295,11 @@ def most_terms(
         raise BudgetError(f"atol must be finite and not negative, got {atol}")
     if rank is None:
         return shape.max_separation_rank
-    return min(positive_rank(rank), shape.max_separation_rank)
+    return min(validate_rank(rank), shape.max_separation_rank)
 
 
-def positive_rank(rank: Any) -> int:
-    """A number of terms as an integer; raises `ShapeError` for anything that is no positive one."""
+def validate_rank(rank: Any) -> int:
+    """Return a number of terms as an integer; raise `ShapeError` unless it is a positive one."""
     try:
         if not isinstance(rank, bool) and rank == int(rank) and rank >= 1:
             return int(rank)
@@ -300,18 +308,18 @@ def positive_rank(rank: Any) -> int:
     raise ShapeError(f"a separation rank is a positive integer, got {rank!r}")
 
 
-def pair_terms(
+def validate_pair_request(
     target: LowRank, shape: ProductShape, ranks: int | tuple[int, int], name: str = "the target"
 ) -> tuple[int, int]:
-    """Terms of the out side and of the in side, clipped, after the checks that every `PairSolver` makes."""
+    """Make the checks that every `PairSolver` makes; return the terms of out and in side, clipped."""
     if target.shape != shape.matrix_shape:
+        rows, columns = shape.matrix_shape
         raise ShapeError(
-            f"{name} is {target.shape[0]}×{target.shape[1]}, but {shape} is "
-            f"{shape.matrix_shape[0]}×{shape.matrix_shape[1]}"
+            f"{name} is {target.shape[0]}×{target.shape[1]}, but {shape} is {rows}×{columns}"
         )
     out_rank, in_rank = (ranks, ranks) if isinstance(ranks, int) else ranks
     if out_rank < 1 or in_rank < 1:
         raise ShapeError(f"separation ranks must be positive, got {out_rank} and {in_rank}")
-    return min(out_rank, shape.left.max_separation_rank), min(
-        in_rank, shape.right.max_separation_rank
-    )
+    out_rank = min(out_rank, shape.left.max_separation_rank)
+    in_rank = min(in_rank, shape.right.max_separation_rank)
+    return out_rank, in_rank

@@ -1,4 +1,4 @@
-"""What the solvers of a matrix share: one signature, one text of checks, one record of what is asked."""
+"""The base class of solvers of a matrix: one signature, one set of checks, one record of the problem."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lsrdecomp.arrays import device, namespace
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.solvers.base import Solution, Solver, Sweep, most_terms
+from lsrdecomp.solvers.base import Solution, Solver, Sweep, validate_request
 from lsrdecomp.solvers.progress import SolveProgress
 
 if TYPE_CHECKING:
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MatrixProblem:
-    """What one solve is asked for; the checks of the contract are made."""
+    """The request of one solve, after the checks of the contract."""
 
     target: Target
     shape: KroneckerShape
-    rank: int | None  # as it was asked
+    rank: int | None  # as it was requested
     atol: float | None
-    most: int  # terms that may be used
+    max_terms: int  # terms that may be used
     progress: SolveProgress
 
     @property
-    def goal(self) -> float | None:
-        """``atol`` for ‖M‖ = 1; of the zero matrix as it is."""
+    def relative_goal(self) -> float | None:
+        """``atol`` for a matrix of norm one; of the zero matrix ``atol`` itself."""
         return None if self.atol is None else self.atol / (self.target.norm or 1.0)
 
     def delegate_to(self, solver: Solver) -> Solution:
-        """What another solver makes of the same problem, its records behind those so far."""
+        """Solve the same problem by another solver, its records appended to those so far."""
         return self.progress.solve(solver, self.target, self.shape, rank=self.rank, atol=self.atol)
 
 
 class MatrixSolver(ABC):
-    """A `Solver` that makes its checks here and has only to find the terms; subclasses are frozen dataclasses.
+    """A `Solver` whose checks are made here, so that a subclass has only to find the terms.
 
-    Factors of 1×1 are taken out before and put back afterwards.
+    Factors of 1×1 are taken out before and put back afterwards. Subclasses are frozen dataclasses.
     """
 
     __slots__ = ()
@@ -58,10 +58,10 @@ class MatrixSolver(ABC):
         on_sweep: Callable[[Sweep], Any] | None = None,
     ) -> Solution:
         essential = shape.essential
-        most = most_terms(target.shape, essential, rank, atol, order=self.order)
-        solution = self._solve(
-            MatrixProblem(target, essential, rank, atol, most, SolveProgress(on_sweep))
-        )
+        max_terms = validate_request(target.shape, essential, rank, atol, order=self.order)
+        progress = SolveProgress(on_sweep)
+        problem = MatrixProblem(target, essential, rank, atol, max_terms, progress)
+        solution = self._solve(problem)
         if essential == shape:
             return solution
         return replace(solution, approximation=with_unit_factors(solution.approximation, shape))
@@ -70,25 +70,30 @@ class MatrixSolver(ABC):
 
     @abstractmethod
     def _solve(self, problem: MatrixProblem) -> Solution:
-        """The terms of a problem whose checks are made, its steps told to ``problem.progress``."""
+        """Find the terms of a problem that has been checked; tell ``problem.progress`` each step."""
 
 
 def without_unit_factors(matrix: SeparatedMatrix) -> SeparatedMatrix:
-    """The same matrix in the `KroneckerShape.essential` shape."""
+    """Return the same matrix in its `KroneckerShape.essential` shape."""
     essential = matrix.kronecker_shape.essential_factors
-    first, *rest = (matrix.factors[i] for i in essential)
+    first, *others = (matrix.factors[i] for i in essential)
     for i, factor in enumerate(matrix.factors):
-        first = first if i in essential else first * factor  # a sign or a phase
-    return SeparatedMatrix(matrix.weights, (first, *rest))
+        if i not in essential:
+            first = first * factor  # a sign or a phase
+    return SeparatedMatrix(matrix.weights, (first, *others))
 
 
 def with_unit_factors(matrix: SeparatedMatrix, shape: KroneckerShape) -> SeparatedMatrix:
-    """The inverse of `without_unit_factors`, for a shape of which ``matrix`` has the essential one."""
-    xp, essential = namespace(*matrix.factors), shape.essential_factors
+    """Put the 1×1 factors of ``shape`` back into a matrix of its essential shape."""
+    xp = namespace(*matrix.factors)
+    essential = shape.essential_factors
     unit = xp.ones(
         (matrix.separation_rank, 1, 1), dtype=matrix.dtype, device=device(matrix.factors[0])
     )
-    factors = (
-        matrix.factors[essential.index(i)] if i in essential else unit for i in range(shape.order)
-    )
+    factors = []
+    for i in range(shape.order):
+        if i in essential:
+            factors.append(matrix.factors[essential.index(i)])
+        else:
+            factors.append(unit)
     return SeparatedMatrix(matrix.weights, tuple(factors))

@@ -1,4 +1,4 @@
-"""The one loop of all solvers: who counts steps, tells callbacks, and ends an iteration at its limit."""
+"""The one loop of all solvers: it counts steps, tells callbacks, and ends an iteration at its limit."""
 
 from __future__ import annotations
 
@@ -18,49 +18,53 @@ StateT = TypeVar("StateT")
 
 
 @dataclass(frozen=True, slots=True)
-class Step(Generic[StateT]):
-    """Where one step of an iteration has come to."""
+class IterationStep(Generic[StateT]):
+    """The state that one step of an iteration has reached, and the figures that describe it."""
 
     state: StateT
-    relative_error: float | None  # None: not looked at, so nothing is recorded
+    relative_error: float | None  # None: the error was not computed, so nothing is recorded
     condition: float = 1.0
     objective: float | None = None
-    settled: bool = False  # further steps would change nothing that matters
+    converged: bool = False  # further steps would change nothing that matters
 
 
 class SolveProgress:
-    """What one solve has done so far, told to a callback, and how much it may still do.
+    """The records of one solve so far, the callback that is told of them, and the limit on them.
 
-    Handed down to every loop of a solve, and from one solver to the next, so that records are
+    It is handed down to every loop of a solve, and from one solver to the next, so that records are
     numbered through.
     """
 
     def __init__(
-        self, on_sweep: Callable[[Sweep], Any] | None = None, limit: float = math.inf
+        self, on_sweep: Callable[[Sweep], Any] | None = None, max_sweeps: float = math.inf
     ) -> None:
-        self.limit = limit
+        self.max_sweeps = max_sweeps
         self._on_sweep = on_sweep
         self._sweeps: list[Sweep] = []
-        self._event = Event.start
+        self._next_event = Event.start
 
     @property
     def sweeps(self) -> tuple[Sweep, ...]:
+        """All records so far."""
         return tuple(self._sweeps)
 
     @property
     def exhausted(self) -> bool:
-        return len(self._sweeps) >= self.limit
+        """Whether the solve has used all the sweeps that it may take."""
+        return len(self._sweeps) >= self.max_sweeps
 
     def mark(self, event: Event) -> None:
-        """The next record begins something; of two marks before it a change of solver is the one that is kept."""
-        if self._event is not Event.hand_over:
-            self._event = event
+        """Say what the next record begins; a change of solver is never overwritten by another event."""
+        if self._next_event is not Event.hand_over:
+            self._next_event = event
 
-    def note(
+    def record(
         self, relative_error: float, condition: float = 1.0, objective: float | None = None
     ) -> None:
-        sweep = Sweep(len(self._sweeps) + 1, relative_error, condition, self._event, objective)
-        self._event = Event.step
+        """Add a record and tell the callback."""
+        index = len(self._sweeps) + 1
+        sweep = Sweep(index, relative_error, condition, self._next_event, objective)
+        self._next_event = Event.step
         self._sweeps.append(sweep)
         if self._on_sweep is not None:
             self._on_sweep(sweep)
@@ -75,41 +79,49 @@ class SolveProgress:
         atol: float | None,
         event: Event = Event.hand_over,
     ) -> Solution:
-        """Another solver's solution of the same problem, its records behind those so far; ``event`` is its first."""
+        """Solve the same problem by another solver, its records appended to those so far.
+
+        ``event`` is what the other solver's first record begins.
+        """
         if self._sweeps:
             self.mark(event)
         solution = solver.solve(target, shape, rank=rank, atol=atol, on_sweep=self._adopt)
         return replace(solution, sweeps=self.sweeps)
 
     def _adopt(self, sweep: Sweep) -> None:
-        if self._event is Event.step:
-            self._event = sweep.event
-        self.note(sweep.relative_error, sweep.condition, sweep.objective)
+        if self._next_event is Event.step:
+            self._next_event = sweep.event
+        self.record(sweep.relative_error, sweep.condition, sweep.objective)
 
 
 def iterate(
-    steps: Iterator[Step[StateT]],
-    begun: StateT,
+    steps: Iterator[IterationStep[StateT]],
+    initial: StateT,
     progress: SolveProgress | None = None,
     *,
-    most: float = math.inf,
+    max_steps: float = math.inf,
 ) -> tuple[StateT, bool]:
-    """Take steps until one is settled, none is left, ``most`` are taken, or the solve has none left to take.
+    """Take steps until one has converged, none is left, or a limit is reached.
+
+    The limits are ``max_steps`` of this loop and the sweeps that ``progress`` still allows.
 
     Returns
     -------
-    (state, bool)
-        Of the last step, ``begun`` if there is none; and whether it ended by itself, not by a
-        limit.
+    state : StateT
+        That of the last step; ``initial`` if no step was taken.
+    ended : bool
+        Whether the iteration ended by itself, not by a limit.
     """
-    state, taken = begun, 0
-    while taken < most and not (progress is not None and progress.exhausted):
+    state = initial
+    n_steps = 0
+    while n_steps < max_steps and not (progress is not None and progress.exhausted):
         step = next(steps, None)
         if step is None:
             return state, True
-        state, taken = step.state, taken + 1
+        state = step.state
+        n_steps += 1
         if progress is not None and step.relative_error is not None:
-            progress.note(step.relative_error, step.condition, step.objective)
-        if step.settled:
+            progress.record(step.relative_error, step.condition, step.objective)
+        if step.converged:
             return state, True
     return state, False

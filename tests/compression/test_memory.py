@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,10 @@ from lsrdecomp.compression import layers as layers_module
 from lsrdecomp.compression.layers import Layer, Recent, SpillCache, batches, pair_entries
 from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.solvers.pair.options import LeadingTripleOptions, PairOptions
 from lsrdecomp.targets.base import LowRank
+
+compress_module = importlib.import_module("lsrdecomp.compression.compress")
 
 M, N, R = 1021, 1531, 8  # primes: few shapes are tried, and tables of them are short beside a layer
 COUNTS = 4, 8  # layers
@@ -88,8 +93,9 @@ def test_the_peak_does_not_grow_with_the_number_of_layers(
 def test_the_peak_is_a_small_multiple_of_the_largest_layer(tmp_path, monkeypatch, plan, layers):
     """Sizes in proportion to a layer of a 70B model: blocks of rows are short beside it, Krylov spaces narrow."""
     monkeypatch.setattr("lsrdecomp.arrays.ROW_ENTRIES", 2**12)
-    monkeypatch.setattr("lsrdecomp.solvers.pair.initialization.NARROW", 64)
-    monkeypatch.setattr("lsrdecomp.solvers.pair.initialization.SMALL", 2**12)
+    narrow = PairOptions(start=LeadingTripleOptions(max_qr_columns=64, max_svd_entries=2**12))
+    monkeypatch.setattr("lsrdecomp.solvers.pair.problem.PairOptions", lambda: narrow)
+    monkeypatch.setattr(compress_module, "SOLVER", replace(compress_module.SOLVER, options=narrow))
     m, n, r = 4096, 2048, 16
     adapter = directory(tmp_path / "adapter", pair("layers.0.q", m, n, r), r=r)
     assert peak(adapter, tmp_path / "out", plan) < layers * 8 * r * (m + n) + 2**18

@@ -31,7 +31,8 @@ from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, S
 from lsrdecomp.compression.shapes import coarse_grid, fine_grid, neighbours, shape_grid
 from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.kronecker.shape import ProductShape
-from lsrdecomp.solvers.pair.problem import PairProblem, descend
+from lsrdecomp.solvers.pair.descent import descend
+from lsrdecomp.solvers.pair.problem import PairProblem
 from lsrdecomp.solvers.pair.stacking import WeightedTargets
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import leading_norms

@@ -9,8 +9,8 @@ import pytest
 
 from lsrdecomp import arrays
 from lsrdecomp.arrays import to_numpy, triangular_factor
-from lsrdecomp.solvers.pair import initialization
 from lsrdecomp.solvers.pair.initialization import leading_triples
+from lsrdecomp.solvers.pair.options import LeadingTripleOptions
 
 
 def spectrum(rng: np.random.Generator, batch: int, p: int, q: int, sigma: np.ndarray) -> np.ndarray:
@@ -19,7 +19,16 @@ def spectrum(rng: np.random.Generator, batch: int, p: int, q: int, sigma: np.nda
     return np.asarray((u * sigma) @ np.swapaxes(v, 1, 2))
 
 
-@pytest.mark.parametrize("way", ["whole", "through R", "krylov", "iteration"])
+NO_ITERATION = 60  # a subspace that wide does not fit the matrices here
+WAYS = {
+    "whole": LeadingTripleOptions(oversampling=NO_ITERATION),
+    "through R": LeadingTripleOptions(max_svd_entries=1, oversampling=NO_ITERATION),
+    "krylov": LeadingTripleOptions(max_qr_columns=8),
+    "iteration": LeadingTripleOptions(max_svd_entries=1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("p", "q"), [(90, 60), (60, 90)])
 @pytest.mark.parametrize("terms", [60, 3], ids=["full rank", "fewer terms than asked for"])
 def test_every_way_finds_the_best_truncation(
@@ -29,18 +38,16 @@ def test_every_way_finds_the_best_truncation(
     terms: int,
     xp: ModuleType,
     rng: np.random.Generator,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(initialization, "SMALL", 2**17 if way == "whole" else 1)
-    monkeypatch.setattr(initialization, "NARROW", 8 if way == "krylov" else 512)
-    monkeypatch.setattr(initialization, "OVERSAMPLING", 8 if way == "iteration" else 60)
-    rank, matrices = 5, spectrum(rng, 2, p, q, 0.8 ** np.arange(terms))
-    u, sigma, vh = (to_numpy(part) for part in leading_triples(xp.asarray(matrices), rank))
+    rank = 5
+    matrices = spectrum(rng, 2, p, q, 0.8 ** np.arange(terms))
+    found = leading_triples(xp.asarray(matrices), rank, WAYS[way])
+    u, sigma, vh = (to_numpy(part) for part in found)
     assert (u.shape, sigma.shape, vh.shape) == ((2, p, rank), (2, rank), (2, rank, q))
     exact = np.linalg.svd(matrices, compute_uv=False)
-    found = np.linalg.norm(matrices - (u * sigma[:, None, :]) @ vh, axis=(1, 2))
+    errors = np.linalg.norm(matrices - (u * sigma[:, None, :]) @ vh, axis=(1, 2))
     best = np.linalg.norm(exact[:, rank:], axis=1)
-    assert found == pytest.approx(best, rel=1e-6, abs=1e-13)
+    assert errors == pytest.approx(best, rel=1e-6, abs=1e-13)
     assert sigma == pytest.approx(exact[:, :rank], rel=1e-5, abs=1e-13)
     kept = min(rank, terms)
     for side in (np.swapaxes(u, 1, 2), vh):

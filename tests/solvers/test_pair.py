@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +22,7 @@ from lsrdecomp.solvers.base import Status
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
 from lsrdecomp.solvers.pair.initialization import first_factor_fastest
 from lsrdecomp.solvers.pair.joint_als import JointALS
+from lsrdecomp.solvers.pair.options import BlockOptions, PairOptions
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import weighted_residual_norm
 from lsrdecomp.targets.weights import Identity, LowRankPlusIdentity, NormWeights
@@ -155,13 +157,13 @@ def _on_numpy(target: LowRank, weights: NormWeights | None) -> tuple[LowRank, No
     ids=["all eigenpairs-two factors", "low rank-three factors"],
 )
 def test_formed_blocks_and_conjugate_gradients_end_at_the_same_minimum(
-    kind: str, shape: ProductShape, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    kind: str, shape: ProductShape, rng: np.random.Generator
 ) -> None:
     target, weights = low_rank(rng, shape, 5), norms(rng, shape, kind)
     solver = JointALS(sweeps=2, cg_steps=400, tolerance=0.0, trials=0)
     formed = solver.solve(target, shape, (2, 3), weights=weights)
-    monkeypatch.setattr("lsrdecomp.solvers.pair.spectral_block.LARGEST", 0)
-    stepped = solver.solve(target, shape, (2, 3), weights=weights)
+    never_formed = PairOptions(block=BlockOptions(max_formed_unknowns=0))
+    stepped = replace(solver, options=never_formed).solve(target, shape, (2, 3), weights=weights)
     assert stepped.relative_error == pytest.approx(formed.relative_error, rel=1e-6)
     few = JointALS(sweeps=6, cg_steps=3, tolerance=0.0).solve(
         target, shape, (2, 3), weights=weights

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
-from lsrdecomp.solvers.batched_terms import summed
+from lsrdecomp.solvers.batched_terms import to_matrices
 from lsrdecomp.solvers.pair.block_update import Side
 from lsrdecomp.solvers.pair.partial_traces import PartialTraces
 from lsrdecomp.solvers.pair.problem import PairProblem
-from lsrdecomp.solvers.pair.spectral_block import SpectralBlock, basis_for, pays
+from lsrdecomp.solvers.pair.spectral_block import SpectralBlock, basis_for, is_spectral_cheaper
 from lsrdecomp.solvers.pair.stacking import WeightedTargets
 from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights
 
@@ -44,7 +44,9 @@ def _normal_matrix(
     for entry in np.ndindex(stacks[i].shape[1:]):
         single = np.zeros(stacks[i].shape)
         single[:, *entry] = 1.0
-        sides.append(summed([single if j == i else stack for j, stack in enumerate(stacks)], shape))
+        sides.append(
+            to_matrices([single if j == i else stack for j, stack in enumerate(stacks)], shape)
+        )
     images = [_formed(weight) @ side @ gram for side in sides]
     return np.einsum("elab,flab->lef", np.stack(sides), np.stack(images))
 
@@ -89,9 +91,9 @@ def test_what_it_says_of_the_side_in_the_eigenpairs_is_so(
     stacks = [rng.standard_normal((LAYERS, m * r, 3)) for m, r in shape.factors]
     gram = np.broadcast_to(np.eye(rank), (LAYERS, rank, rank))
     block = SpectralBlock.of(w, basis_for(w, rows, place), shape, stacks, place, gram)
-    wanted = w.basis.swapaxes(-1, -2) @ summed(stacks, shape)
+    wanted = w.basis.swapaxes(-1, -2) @ to_matrices(stacks, shape)
     assert np.allclose(
-        block.inside(stacks[place]), wanted, rtol=1e-11, atol=1e-11 * np.abs(wanted).max()
+        block.projection(stacks[place]), wanted, rtol=1e-11, atol=1e-11 * np.abs(wanted).max()
     )
 
 
@@ -151,6 +153,6 @@ def test_gram_is_that_of_the_whole_weight(weight, rng: np.random.Generator) -> N
 
 def test_it_pays_where_the_other_factors_are_long_and_terms_few() -> None:
     even, tall = KroneckerShape.of((64, 64), (1, 1)), KroneckerShape.of((1024, 4), (1, 1))
-    assert pays(even, 0, 8, 8)
-    assert not pays(tall, 0, 8, 8)  # S would be twice as large as V
-    assert pays(tall, 1, 8, 8)
+    assert is_spectral_cheaper(even, 0, 8, 8)
+    assert not is_spectral_cheaper(tall, 0, 8, 8)  # S would be twice as large as V
+    assert is_spectral_cheaper(tall, 1, 8, 8)

@@ -147,16 +147,16 @@ class ALS(MatrixSolver):
         Cost: about 8·(2s)·Πp_i operations to make the core, then sweeps and Newton steps on (2s)^d
         entries.
         """
-        target, shape, atol, most = problem.target, problem.shape, problem.atol, problem.most
+        target, shape, atol, most = problem.target, problem.shape, problem.atol, problem.max_terms
         packed_target, size = rearranged_tensor(target, shape), target.norm
         tensor = packed_target.core
         refuse_gradients(tensor, shape)
         progress = problem.progress
-        progress.limit = self.max_sweeps
+        progress.max_sweeps = self.max_sweeps
         exact = Status.rank_reached if atol is None else Status.converged
         if size == 0.0:
             return Solution(no_terms(packed_target.core, shape), exact, relative_error=0.0)
-        tensor, goal = tensor / size, problem.goal or 0.0
+        tensor, goal = tensor / size, problem.relative_goal or 0.0
 
         def matrix_of(terms: CPTerms) -> SeparatedMatrix:
             return CPTerms(terms.weights, packed_target.expand(terms.columns)).to_separated(
@@ -171,7 +171,7 @@ class ALS(MatrixSolver):
             and fewest_terms(tensor, goal) == fibres
         )
         if enough or needed:
-            progress.note(0.0)
+            progress.record(0.0)
             return Solution(matrix_of(CPTerms.fibres(tensor)), exact, progress.sweeps)
         terms, inner, limit = (
             self._start(packed_target, shape, size, most),

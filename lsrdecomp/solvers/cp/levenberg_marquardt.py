@@ -11,7 +11,7 @@ from scipy.linalg import lapack
 
 from lsrdecomp.solvers.cp.mttkrp import assemble, products
 from lsrdecomp.solvers.cp.terms import CPTerms
-from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
+from lsrdecomp.solvers.progress import IterationStep, SolveProgress, iterate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -74,13 +74,13 @@ def refine(
     if terms.rank == 0 or unknowns(terms) > LARGEST:
         return terms
     steps = _accepted_steps(core, terms.balanced(), ridge, rtol, goal)
-    columns, _ = iterate(steps, terms.balanced(), progress, most=iterations)
+    columns, _ = iterate(steps, terms.balanced(), progress, max_steps=iterations)
     return CPTerms.of(columns)
 
 
 def _accepted_steps(
     core: np.ndarray, columns: tuple[np.ndarray, ...], ridge: float, rtol: float, goal: float
-) -> Iterator[Step[tuple[np.ndarray, ...]]]:
+) -> Iterator[IterationStep[tuple[np.ndarray, ...]]]:
     terms = int(columns[0].shape[1])
     offsets = np.cumsum([0] + [c.size for c in columns])
     coupling = np.ones((terms, terms)) + ridge * np.eye(terms)
@@ -118,7 +118,9 @@ def _accepted_steps(
         columns, residual, objective = renewed.balanced(), new_residual, new_objective
         misfit = float(np.linalg.norm(residual))
         condition = renewed.condition(math.sqrt(max(1.0 - misfit**2, 1e-300)))
-        yield Step(columns, misfit, condition, objective, settled=small == 3 or misfit <= goal)
+        yield IterationStep(
+            columns, misfit, condition, objective, converged=small == 3 or misfit <= goal
+        )
 
 
 def _objective(

@@ -9,7 +9,7 @@ from lsrdecomp.arrays import Array, adjoint, as_double, conjugate, namespace, no
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.cp.mttkrp import sweep
 from lsrdecomp.solvers.cp.terms import CPTerms, unit_columns
-from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
+from lsrdecomp.solvers.progress import IterationStep, SolveProgress, iterate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,10 +59,12 @@ def alternate(
     -------
     CPTerms
     """
-    return iterate(_sweeps(tensor, terms, ridge, rtol), terms, progress, most=sweeps)[0]
+    return iterate(_sweeps(tensor, terms, ridge, rtol), terms, progress, max_steps=sweeps)[0]
 
 
-def _sweeps(tensor: Array, terms: CPTerms, ridge: float, rtol: float) -> Iterator[Step[CPTerms]]:
+def _sweeps(
+    tensor: Array, terms: CPTerms, ridge: float, rtol: float
+) -> Iterator[IterationStep[CPTerms]]:
     before, total = math.inf, norm(tensor) ** 2
     while True:
         terms, gained = _one_sweep(tensor, terms, ridge)
@@ -70,12 +72,12 @@ def _sweeps(tensor: Array, terms: CPTerms, ridge: float, rtol: float) -> Iterato
         size = float(namespace(tensor).sum(terms.weights**2))
         objective = square + ridge * size
         condition = math.sqrt(size / max(gained, 1e-300))
-        yield Step(
+        yield IterationStep(
             terms,
             math.sqrt(square),
             condition,
             objective,
-            settled=objective >= (1.0 - rtol) * before,
+            converged=objective >= (1.0 - rtol) * before,
         )
         before = objective
 

@@ -76,7 +76,7 @@ class TensorLyCP(MatrixSolver):
         ConvergenceError
             Where TensorLy meets a singular system.
         """
-        target, shape, atol, most = problem.target, problem.shape, problem.atol, problem.most
+        target, shape, atol, most = problem.target, problem.shape, problem.atol, problem.max_terms
         if shape.order == 2:
             return problem.delegate_to(SVD())
         packed = rearranged_tensor(target, shape)
@@ -107,7 +107,7 @@ class TensorLyCP(MatrixSolver):
         monotone = self.l2_reg == 0.0
 
         def tell(_: Any, error: Any) -> None:
-            progress.note(
+            progress.record(
                 float(error), math.nan, float(error) ** 2 if monotone else None
             )  # γ: not known
 

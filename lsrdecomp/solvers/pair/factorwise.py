@@ -9,7 +9,7 @@ from lsrdecomp.arrays import Array, as_double, namespace
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
-from lsrdecomp.solvers.base import PairSolution, Status, Sweep, pair_terms
+from lsrdecomp.solvers.base import PairSolution, Status, Sweep, validate_pair_request
 from lsrdecomp.solvers.progress import SolveProgress
 from lsrdecomp.solvers.svd.dense import as_separated
 from lsrdecomp.targets.weighted import weighted_norm, weighted_residual_norm
@@ -61,7 +61,7 @@ class FactorwiseSVD:
         weights: NormWeights | None = None,
         on_sweep: Callable[[Sweep], Any] | None = None,
     ) -> PairSolution:
-        """Both sides truncated; the contract is `PairSolver.solve`, the cost that of `truncations`.
+        """Truncate both sides; the contract is `PairSolver.solve`, the cost that of `truncations`.
 
         Unlike `JointALS` it looks at each side alone, and ``weights`` change the reported error,
         not the product.
@@ -72,26 +72,33 @@ class FactorwiseSVD:
             ``start_error`` is the error itself, since nothing is iterated; ``sweeps`` is one
             record.
         """
-        out_rank, in_rank = pair_terms(target, shape, ranks)
+        out_rank, in_rank = validate_pair_request(target, shape, ranks)
         product = self.truncations(target, shape).truncate(out_rank, in_rank)
         if weights is None:
-            norm, error = target.norm, target.residual_norm(product)
+            norm = target.norm
+            error = target.residual_norm(product)
         else:
-            norm, error = (
-                weighted_norm(target, weights),
-                weighted_residual_norm(target, product, weights),
-            )
-        relative, progress = error / norm if norm > 0.0 else 0.0, SolveProgress(on_sweep)
-        progress.note(relative)
-        return PairSolution(product, relative, relative, norm, Status.rank_reached, progress.sweeps)
+            norm = weighted_norm(target, weights)
+            error = weighted_residual_norm(target, product, weights)
+        relative_error = error / norm if norm > 0.0 else 0.0
+        progress = SolveProgress(on_sweep)
+        progress.record(relative_error)
+        return PairSolution(
+            product=product,
+            relative_error=relative_error,
+            start_error=relative_error,
+            norm=norm,
+            status=Status.rank_reached,
+            sweeps=progress.sweeps,
+        )
 
     def truncations(self, target: LowRank, shape: ProductShape) -> Truncations:
-        """Products of all numbers of terms from one SVD a side.
+        """Take one SVD a side, from which products of any numbers of terms are cut.
 
         Cost O((m + n)·r²) for the gauge and O(m·r·min(m1·r1, m2·r2)) for the left side, likewise
         for the right.
         """
-        pair_terms(target, shape, 1)
+        validate_pair_request(target, shape, 1)
         if shape.order != 2:
             raise ShapeError(f"each side needs two factors; {shape} has {shape.order}")
         if self.gauge == "given" and target.rank != shape.inner_rank:
@@ -99,9 +106,9 @@ class FactorwiseSVD:
                 f"the pair has rank {target.rank}, but {shape} has inner rank {shape.inner_rank}"
             )
         sides = target.balanced(shape.inner_rank) if self.gauge == "balanced" else target
-        return Truncations(
-            shape, _spectrum(sides.left, shape.left), _spectrum(sides.right, shape.right)
-        )
+        left = _singular_triples(sides.left, shape.left)
+        right = _singular_triples(sides.right, shape.right)
+        return Truncations(shape, left, right)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +125,20 @@ class Truncations:
         return self.shape.left.max_separation_rank, self.shape.right.max_separation_rank
 
     def truncate(self, left_rank: int, right_rank: int | None = None) -> SeparatedProduct:
-        """The product of the first terms of each side; ranks above `max_ranks` are clipped."""
-        right_rank = left_rank if right_rank is None else right_rank
-        return SeparatedProduct(
-            _terms(self.left, self.shape.left, left_rank),
-            _terms(self.right, self.shape.right, right_rank),
-        )
+        """Return the product of the first terms of each side; ranks above `max_ranks` are clipped."""
+        if right_rank is None:
+            right_rank = left_rank
+        left = _terms(self.left, self.shape.left, left_rank)
+        right = _terms(self.right, self.shape.right, right_rank)
+        return SeparatedProduct(left, right)
 
 
-def _spectrum(side: Array, shape: KroneckerShape) -> Triples:
+def _singular_triples(side: Array, shape: KroneckerShape) -> Triples:
     matrix = as_double(rearrange(side, shape))
     u, sigma, vh = namespace(matrix).linalg.svd(matrix, full_matrices=False)
     return u, sigma, vh
 
 
-def _terms(spectrum: Triples, shape: KroneckerShape, rank: int) -> SeparatedMatrix:
-    u, sigma, vh = spectrum
+def _terms(triples: Triples, shape: KroneckerShape, rank: int) -> SeparatedMatrix:
+    u, sigma, vh = triples
     return as_separated(u, sigma, vh, shape, min(rank, shape.max_separation_rank))

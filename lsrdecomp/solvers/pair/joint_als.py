@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.arrays import Array, as_double, is_complex, namespace, placed
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
-from lsrdecomp.solvers.base import Event, PairSolution, Status, Sweep, pair_terms
+from lsrdecomp.solvers.base import Event, PairSolution, Status, Sweep, validate_pair_request
 from lsrdecomp.solvers.batched_terms import safe_ratio
-from lsrdecomp.solvers.pair.problem import PairProblem, PairState, steps
+from lsrdecomp.solvers.pair.descent import steps
+from lsrdecomp.solvers.pair.options import PairOptions
+from lsrdecomp.solvers.pair.problem import PairProblem, PairState
 from lsrdecomp.solvers.pair.stacking import Pair, WeightedTargets, start_pair
-from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
+from lsrdecomp.solvers.progress import IterationStep, SolveProgress, iterate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +22,6 @@ if TYPE_CHECKING:
     from lsrdecomp.kronecker.shape import ProductShape
     from lsrdecomp.targets.base import LowRank
     from lsrdecomp.targets.weights import NormWeights
-
-SINGLE = 0.05
-"""Relative error above which sweeps in single precision see what a sweep gains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +49,15 @@ class JointALS:
     single : bool
         In the Frobenius norm, sweep in single precision, in a third (4096 wide) to nine tenths
         (768) of the time; sweeps in double precision follow only where the relative error is below
-        `SINGLE`. The error of the result is measured in double precision all the same, that of the
-        start is not.
+        ``single_min_error``. The error of the result is measured in double precision all the same,
+        that of the start is not.
     device : str, optional
         Where torch solves, such as ``"cuda"``; what it found comes back as NumPy arrays. Absent:
         where the targets lie, with their own library.
+    single_min_error : float
+        Relative error above which sweeps in single precision see what a sweep gains. By hand.
+    options : PairOptions
+        What seldom needs a change: limits, damping, the line search along a sweep.
 
     Examples
     --------
@@ -77,6 +80,8 @@ class JointALS:
     trials: int = 2
     single: bool = False
     device: str | None = None
+    single_min_error: float = 0.05
+    options: PairOptions = field(default_factory=PairOptions)
 
     def solve(
         self,
@@ -88,7 +93,7 @@ class JointALS:
         start: SeparatedProduct | None = None,
         on_sweep: Callable[[Sweep], Any] | None = None,
     ) -> PairSolution:
-        """One pair; the contract is `PairSolver.solve`, the method and its cost stand at `solve_batch`.
+        """Solve for one pair; the contract is `PairSolver.solve`, method and cost stand at `solve_batch`.
 
         Unlike an SVD of each side (`FactorwiseSVD`) it minimises the error of the *product*, in the
         norm of ``weights``; unlike ``parafac`` it never forms the target.
@@ -106,11 +111,15 @@ class JointALS:
             `sweep_limit`; ``sweeps`` hold steering errors from inner products, which see nothing
             below 1e-7.
         """
-        starts = None if start is None else [start]
-        batch = [target], None if weights is None else [weights]
-        return self.solve_batch(
-            batch[0], shape, ranks, weights=batch[1], starts=starts, on_sweep=on_sweep
-        )[0]
+        solutions = self.solve_batch(
+            [target],
+            shape,
+            ranks,
+            weights=None if weights is None else [weights],
+            starts=None if start is None else [start],
+            on_sweep=on_sweep,
+        )
+        return solutions[0]
 
     def solve_batch(
         self,
@@ -131,7 +140,7 @@ class JointALS:
         shape : ProductShape
             Splits of m, of the inner rank and of n into d ≥ 2 factors.
         ranks : int or (int, int)
-            Terms of the out side and of the in side; more than a side can need are clipped.
+            Terms of the output side and of the input side; more than a side can need are clipped.
         weights : sequence of NormWeights, optional
             One norm per target, of one kind; absent, the Frobenius norm.
         starts : sequence of SeparatedProduct, optional
@@ -160,28 +169,33 @@ class JointALS:
         """
         ranks = _checked(targets, shape, ranks)
         batch = WeightedTargets.of(targets, weights, self.device)
-        begun = (
-            None
-            if starts is None
-            else [batch.placed(start_pair(starts, shape, ranks, len(targets)))]
-        )
-        problem = PairProblem.of(batch, shape, self.cg_steps)
-        progress, history = SolveProgress(on_sweep), list[Array]()
-        first_errors, sweeps, settled = None, self.sweeps, False
+        problem = PairProblem.of(batch, shape, self.cg_steps, self.options)
+        initial: list[Pair] | None = None
+        if starts is not None:
+            initial = [batch.placed(start_pair(starts, shape, ranks, len(targets)))]
+        progress = SolveProgress(on_sweep)
+        history = list[Array]()
+        start_errors: Array | None = None
+        sweeps = self.sweeps
+        converged = False
         # JointALS 1: sweeps in single precision, where they see what a sweep gains.
         if self.single and batch.norms.is_frobenius and problem.fits_single:
-            begun, first_errors, settled = self._in_single(problem, ranks, begun, history, progress)
-            sweeps = 0 if settled else sweeps - len(history)
+            initial, start_errors, converged = self._in_single(
+                problem, ranks, initial, history, progress
+            )
+            sweeps = 0 if converged else sweeps - len(history)
         # JointALS 2: the nearest of several starts, and sweeps from there in double precision.
-        pairs = problem.starts(ranks, self.initializations) if begun is None else begun
-        state, errors, start_errors, ended = self._descend(
-            problem, pairs, sweeps, history, progress
-        )
+        if initial is None:
+            initial = problem.starts(ranks, self.initializations)
+        descent = self._descend(problem, initial, sweeps, history, progress)
         # JointALS 3: errors measured, of each target by itself.
-        start_errors = start_errors if first_errors is None else first_errors
-        status = Status.rank_reached if settled or ended or self.sweeps == 0 else Status.sweep_limit
-        figures = errors, start_errors, namespace(batch.left).sqrt(batch.energy)
-        sides = problem.factors(state)
+        if start_errors is None:
+            start_errors = descent.start_errors
+        is_finished = converged or descent.converged or self.sweeps == 0
+        status = Status.rank_reached if is_finished else Status.sweep_limit
+        norms = namespace(batch.left).sqrt(batch.energy)
+        figures = descent.errors, start_errors, norms
+        sides = problem.factors(descent.state)
         if self.device is not None:
             sides, figures, history = placed((sides, figures, history), None)
         return _solutions(sides, figures, history, progress, status)
@@ -190,58 +204,73 @@ class JointALS:
         self,
         problem: PairProblem,
         ranks: tuple[int, int],
-        begun: list[Pair] | None,
+        initial: list[Pair] | None,
         history: list[Array],
         progress: SolveProgress,
     ) -> tuple[list[Pair], Array, bool]:
-        """Where sweeps in single precision come to, the error of the start, whether nothing is left to do in double."""
-        quick, xp = problem.single(), namespace(problem.targets.left)
-        pairs = (
-            quick.starts(ranks, self.initializations)
-            if begun is None
-            else [problem.to_single(pair) for pair in begun]
-        )
-        state, errors, first_errors, settled = self._descend(
-            quick, pairs, self.sweeps, history, progress
-        )
-        done = settled and bool(xp.all(errors > SINGLE))
-        return (
-            [problem.from_single(state.pair)],
-            as_double(first_errors) * xp.sqrt(problem.targets.energy),
-            done,
-        )
+        """Sweep in single precision.
+
+        Returns
+        -------
+        list of Pair
+            The one pair that the sweeps have reached.
+        Array, shape (L,)
+            The error of the start.
+        bool
+            Whether nothing is left to do in double precision.
+        """
+        single = problem.single()
+        xp = namespace(problem.targets.left)
+        if initial is None:
+            pairs = single.starts(ranks, self.initializations)
+        else:
+            pairs = [problem.to_single(pair) for pair in initial]
+        descent = self._descend(single, pairs, self.sweeps, history, progress)
+        is_visible = bool(xp.all(descent.errors > self.single_min_error))
+        start_errors = as_double(descent.start_errors) * xp.sqrt(problem.targets.energy)
+        pair = problem.from_single(descent.state.pair)
+        return [pair], start_errors, descent.converged and is_visible
 
     def _descend(
         self,
         problem: PairProblem,
-        begun: list[Pair],
+        starts: list[Pair],
         sweeps: int,
         history: list[Array],
         progress: SolveProgress,
-    ) -> tuple[PairState, Array, Array, bool]:
-        """Sweeps from the nearest start: where they end, its error, that of the start, whether the sweeps settled."""
-        xp, size = (
-            namespace(problem.targets.left),
-            namespace(problem.targets.left).sqrt(problem.targets.energy),
-        )
+    ) -> _Descent:
+        """Sweep from the nearest start."""
+        xp = namespace(problem.targets.left)
+        norms = xp.sqrt(problem.targets.energy)
 
-        def recorded() -> Iterator[Step[PairState]]:
+        def recorded_steps() -> Iterator[IterationStep[PairState]]:
             for step in steps(problem, first, self.tolerance):
-                history.append(safe_ratio(step.state.error, size))
+                history.append(safe_ratio(step.state.error, norms))
                 mean = float(xp.mean(history[-1]))
                 yield replace(step, relative_error=mean, objective=mean)
 
-        first, reached, start_errors = problem.best_start(begun, min(self.trials, sweeps))
+        trials = min(self.trials, sweeps)
+        first, first_errors, start_errors = problem.best_start(starts, trials)
         progress.mark(Event.start)
-        state, settled = iterate(recorded(), first, progress, most=sweeps)
+        state, converged = iterate(recorded_steps(), first, progress, max_steps=sweeps)
         errors = problem.errors(state)
-        better = errors <= reached
-        return (
-            PairState.chosen(better, state, first),
-            xp.where(better, errors, reached),
-            start_errors,
-            settled,
+        is_better = errors <= first_errors
+        return _Descent(
+            state=PairState.select(is_better, state, first),
+            errors=xp.where(is_better, errors, first_errors),
+            start_errors=start_errors,
+            converged=converged,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Descent:
+    """The end of a descent: its state and error, the error of the start, and whether it converged."""
+
+    state: PairState
+    errors: Array
+    start_errors: Array
+    converged: bool
 
 
 def _checked(
@@ -256,7 +285,7 @@ def _checked(
     for i, target in enumerate(targets):
         if is_complex(target.left) or is_complex(target.right):
             raise PrecisionError(f"target {i} is complex; joint least squares is for real pairs")
-        clipped = pair_terms(target, shape, ranks, f"target {i}")
+        clipped = validate_pair_request(target, shape, ranks, f"target {i}")
     return clipped
 
 
@@ -267,20 +296,34 @@ def _solutions(
     progress: SolveProgress,
     status: Status,
 ) -> list[PairSolution]:
-    """One record a target from the factors of the batch, its errors, those of its start, its norm and its sweeps."""
+    """Make one record a target, from the arrays of the batch.
+
+    Parameters
+    ----------
+    sides : (list of Array, list of Array)
+        Factors of both sides.
+    figures : (Array, Array, Array), shape (L,) each
+        Errors, errors of the start, and norms of the targets.
+    history : list of Array, shape (L,) each
+        Relative errors after each sweep.
+    """
     solutions = []
     for i in range(int(figures[0].shape[0])):
-        left, right = (
-            SeparatedMatrix.from_factors([factor[i, :, :, :] for factor in side]) for side in sides
-        )
+        left = SeparatedMatrix.from_factors([factor[i, :, :, :] for factor in sides[0]])
+        right = SeparatedMatrix.from_factors([factor[i, :, :, :] for factor in sides[1]])
         error, start_error, norm = (float(values[i]) for values in figures)
-        sweeps = tuple(
-            replace(sweep, relative_error=float(values[i]), objective=float(values[i]))
-            for sweep, values in zip(progress.sweeps, history, strict=True)
-        )
         scale = 1.0 / norm if norm > 0.0 else 0.0
-        product = SeparatedProduct(left, right)
-        solutions.append(
-            PairSolution(product, error * scale, start_error * scale, norm, status, sweeps)
+        sweeps = []
+        for sweep, errors in zip(progress.sweeps, history, strict=True):
+            figure = float(errors[i])
+            sweeps.append(replace(sweep, relative_error=figure, objective=figure))
+        solution = PairSolution(
+            product=SeparatedProduct(left, right),
+            relative_error=error * scale,
+            start_error=start_error * scale,
+            norm=norm,
+            status=status,
+            sweeps=tuple(sweeps),
         )
+        solutions.append(solution)
     return solutions

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from lsrdecomp.arrays import Array, device, namespace
 from lsrdecomp.solvers.batched_terms import Stacks, damped, identity_like
+from lsrdecomp.solvers.pair.options import PartialTraceOptions
 from lsrdecomp.targets.weights import Identity, LowRankPlusIdentity, Weight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-LARGEST = 1024
-"""Partial traces above this size are taken as isotropic: their roots would cost more than they
-save."""
-
-FLOOR = 1e-6
-"""Damping of a partial trace, in units of its mean eigenvalue, so that it has an inverse."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,36 +26,51 @@ class PartialTraces:
 
     mean: Array  # tr W / size, (L,)
     parts: tuple[Array | None, ...]  # (L, m_i, m_i); None: the identity
+    options: PartialTraceOptions = field(default_factory=PartialTraceOptions)
 
     @classmethod
-    def of(cls, weight: Weight, sizes: Sequence[int], like: Array) -> PartialTraces:
-        """Of a weight of size Π sizes, for a batch as long as ``like`` and in its library."""
-        xp, batch = namespace(like), like.shape[0]
-        trace = xp.broadcast_to(
-            xp.asarray(weight.trace, dtype=like.dtype, device=device(like)), (batch,)
-        )
+    def of(
+        cls,
+        weight: Weight,
+        sizes: Sequence[int],
+        like: Array,
+        options: PartialTraceOptions | None = None,
+    ) -> PartialTraces:
+        """Trace a weight of size Π sizes, for a batch as long as ``like`` and in its library."""
+        options = options or PartialTraceOptions()
+        xp = namespace(like)
+        batch = like.shape[0]
+        trace = xp.asarray(weight.trace, dtype=like.dtype, device=device(like))
+        trace = xp.broadcast_to(trace, (batch,))
         parts: list[Array | None] = []
         for i, size in enumerate(sizes):
-            if isinstance(weight, Identity) or size == 1 or size > LARGEST:
+            if isinstance(weight, Identity) or size == 1 or size > options.max_size:
                 parts.append(None)
                 continue
             part = _partial_trace(weight, sizes, i, like)
-            safe = xp.where(trace > 0, trace, xp.ones_like(trace))
-            part = xp.broadcast_to(part * (size / safe)[..., None, None], (batch, size, size))
-            parts.append(damped(part, FLOOR))
-        return cls(trace / math.prod(sizes), tuple(parts))
+            divisor = xp.where(trace > 0, trace, xp.ones_like(trace))
+            part = part * (size / divisor)[..., None, None]
+            part = xp.broadcast_to(part, (batch, size, size))
+            parts.append(damped(part, options.damping))
+        return cls(trace / math.prod(sizes), tuple(parts), options)
 
     def apply(self, i: int, rows: Array) -> Array:
-        """W_i times (L, m_i, b)."""
+        """Return W_i times (L, m_i, b)."""
         part = self.parts[i]
         return rows if part is None else part @ rows
 
     def inverse(self, i: int) -> Array | None:
-        """W_i⁻¹, made when it is first asked for; None for the identity."""
+        """Return W_i⁻¹, computed at the first request; None for the identity."""
         part = self.parts[i]
         if part is not None and i not in self._inverses:
-            self._inverses[i] = inverse(part)
+            self._inverses[i] = self.inverse_of(part)
         return self._inverses.get(i)
+
+    def inverse_of(self, matrices: Array) -> Array:
+        """Return the inverses of positive definite matrices (L, n, n), symmetric and slightly damped."""
+        xp = namespace(matrices)
+        inverses = xp.linalg.inv(damped(matrices, self.options.inverse_damping))
+        return 0.5 * (inverses + xp.matrix_transpose(inverses))
 
     @cached_property
     def _inverses(self) -> dict[int, Array]:
@@ -79,32 +88,26 @@ class PartialTraces:
                 continue
             xp = namespace(part)
             values, vectors = xp.linalg.eigh(part)
-            half = xp.sqrt(
-                xp.where(values > 0, values, xp.min(xp.abs(values)) + xp.zeros_like(values))
-            )
-            roots.append((vectors * half[:, None, :]) @ xp.matrix_transpose(vectors))
-            inverses.append((vectors / half[:, None, :]) @ xp.matrix_transpose(vectors))
+            smallest = xp.min(xp.abs(values)) + xp.zeros_like(values)
+            lengths = xp.sqrt(xp.where(values > 0, values, smallest))
+            roots.append((vectors * lengths[:, None, :]) @ xp.matrix_transpose(vectors))
+            inverses.append((vectors / lengths[:, None, :]) @ xp.matrix_transpose(vectors))
         return roots, inverses
 
 
-def inverse(matrices: Array) -> Array:
-    """Of positive definite matrices (L, n, n), symmetric; slightly damped."""
-    xp = namespace(matrices)
-    inverses = xp.linalg.inv(damped(matrices, 1e-8))
-    return 0.5 * (inverses + xp.matrix_transpose(inverses))
-
-
-def along_rows(stacks: Stacks, matrices: Sequence[Array | None]) -> Stacks:
-    """Each factor of each term multiplied from the left: stacks (L, m_i·r_i, s) by matrices (L, m_i, m_i)."""
-    return [
-        stack if matrix is None else _on_rows(matrix, stack)
-        for stack, matrix in zip(stacks, matrices, strict=True)
-    ]
+def apply_to_rows(stacks: Stacks, matrices: Sequence[Array | None]) -> Stacks:
+    """Multiply each factor of each term from the left: stacks (L, m_i·r_i, s) by matrices (L, m_i, m_i)."""
+    products = []
+    for stack, matrix in zip(stacks, matrices, strict=True):
+        products.append(stack if matrix is None else _rows_product(matrix, stack))
+    return products
 
 
 def kron_apply(matrices: Sequence[Array | None], x: Array, sizes: Sequence[int]) -> Array:
-    """(M_1 ⊗ … ⊗ M_d) x for x (L, Π sizes, b)."""
-    xp, (batch, rows, columns), before = namespace(x), x.shape, 1
+    """Return (M_1 ⊗ … ⊗ M_d) x for x (L, Π sizes, b)."""
+    xp = namespace(x)
+    batch, rows, columns = x.shape
+    before = 1
     for matrix, size in zip(matrices, sizes, strict=True):
         after = rows * columns // (before * size)
         if matrix is not None:
@@ -114,20 +117,25 @@ def kron_apply(matrices: Sequence[Array | None], x: Array, sizes: Sequence[int])
     return xp.reshape(x, (batch, rows, columns))
 
 
-def _on_rows(matrix: Array, stack: Array) -> Array:
-    xp, m = namespace(stack), matrix.shape[-1]
+def _rows_product(matrix: Array, stack: Array) -> Array:
+    xp = namespace(stack)
+    m = matrix.shape[-1]
     rows = xp.reshape(stack, (stack.shape[0], m, stack.shape[1] // m * stack.shape[2]))
     return xp.reshape(matrix @ rows, stack.shape)
 
 
 def _partial_trace(weight: LowRankPlusIdentity, sizes: Sequence[int], i: int, like: Array) -> Array:
-    """Trace over all indices but the i-th; shape (…, m_i, m_i) with the weight's batch axes."""
-    before, size, after = math.prod(sizes[:i]), sizes[i], math.prod(sizes[i + 1 :])
-    xp, q = namespace(like), weight.basis.shape[-1]
+    """Trace a weight over all indices but the i-th; shape (…, m_i, m_i) with its batch axes."""
+    xp = namespace(like)
+    before = math.prod(sizes[:i])
+    size = sizes[i]
+    after = math.prod(sizes[i + 1 :])
+    q = weight.basis.shape[-1]
     excess = xp.reshape(weight.values - weight.rest[..., None], (-1, 1, 1, q))
-    scaled = xp.reshape(weight.basis, (-1, before * size, after, q)) * excess
-    slices = (
-        xp.reshape(b, (-1, before, size, after * q)) for b in (scaled, weight.basis)
-    )  # as they lie, no copy
-    part = xp.sum(next(slices) @ xp.matrix_transpose(next(slices)), axis=1)
-    return part + xp.reshape(weight.rest * (before * after), (-1, 1, 1)) * identity_like(part)
+    weighted = xp.reshape(weight.basis, (-1, before * size, after, q)) * excess
+    # Both as they lie in memory, no copy.
+    weighted = xp.reshape(weighted, (-1, before, size, after * q))
+    basis = xp.reshape(weight.basis, (-1, before, size, after * q))
+    part = xp.sum(weighted @ xp.matrix_transpose(basis), axis=1)
+    isotropic = xp.reshape(weight.rest * (before * after), (-1, 1, 1))
+    return part + isotropic * identity_like(part)

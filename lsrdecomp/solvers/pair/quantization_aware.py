@@ -1,7 +1,8 @@
-"""Joint least squares onto integer codes: blocks are rounded one by one, and those still free make up for it."""
+"""Joint least squares onto integer codes: blocks are rounded one by one, and the free ones make up for it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,22 +21,21 @@ if TYPE_CHECKING:
     from lsrdecomp.targets.base import LowRank
     from lsrdecomp.targets.weights import NormWeights
 
-SWEEPS = 2
-"""Passes over the free blocks after each rounding."""
-
-CG_STEPS = 8
-"""Conjugate gradient steps a block in a weighted norm, as many as `JointALS` takes."""
-
-PASSES = 2
-"""Times that every block is freed, solved and rounded once more, where that brings the product
-nearer."""
-
-SCALINGS = 2
-"""Passes over the numbers that multiply the terms, whenever all blocks are codes."""
-
-
 CodedSide = tuple[tuple[Codes, ...], NDArray[np.float64]]
 """Σ_k scale_k · Q_k⁽¹⁾ ⊗ … ⊗ Q_k⁽ᵈ⁾: integers Q (s, m_i, n_i), and scales (s,) of any sign."""
+
+Block = tuple[int, int]
+"""The side, 0 or 1, and the position of a factor in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingSchedule:
+    """The passes of `quantize_sequentially`, all set by hand."""
+
+    sweeps: int = 2  # over the free blocks after each rounding
+    cg_steps: int = 8  # conjugate gradient steps a block in a weighted norm, as `JointALS` takes
+    passes: int = 2  # times that every block is freed, solved and rounded once more
+    scalings: int = 2  # passes over the numbers that multiply the terms, when all blocks are codes
 
 
 def quantize_sequentially(
@@ -44,8 +44,9 @@ def quantize_sequentially(
     bits: int,
     *,
     weights: NormWeights | None = None,
+    schedule: RoundingSchedule | None = None,
 ) -> tuple[CodedSide, CodedSide]:
-    """A product with integer factors near a low-rank target, from one with real factors that is near it.
+    """Find a product with integer factors near a low-rank target, from one with real factors near it.
 
     The block with most entries a term is rounded first and fixed, the others are solved again, the
     next is rounded, and so on: what rounding one block loses the later ones win back in part, as in
@@ -62,10 +63,11 @@ def quantize_sequentially(
         Of the codes, which `nearest_codes` chooses.
     weights : NormWeights, optional
         The norm; Frobenius if absent.
+    schedule : RoundingSchedule, optional
 
     Returns
     -------
-    out side, in side : CodedSide
+    output side, input side : CodedSide
         Codes of the factors of ``product.left`` and ``product.right``, in their shapes.
 
     Raises
@@ -82,73 +84,88 @@ def quantize_sequentially(
     .. [1] E. Frantar, S. Ashkboos, T. Hoefler and D. Alistarh, GPTQ: accurate post-training
        quantization for generative pre-trained transformers, ICLR 2023. arXiv:2210.17323
     """
+    schedule = schedule or RoundingSchedule()
     shape = product.product_shape
     batch = WeightedTargets.of([target], None if weights is None else [weights])
     start = start_pair([product], shape, product.separation_ranks, 1)
     batch, start = placed((batch, start), None)  # codes are NumPy's
-    problem = PairProblem.of(batch, shape, CG_STEPS)
-    coding = _Coding(problem, problem.state(start).pair, bits)
+    problem = PairProblem.of(batch, shape, schedule.cg_steps)
+    coding = _Coding(problem, problem.state(start).pair, bits, schedule)
     # Codes 1: round and fix the largest free block, solve the others again, until all are codes.
     for block in coding.blocks:
         coding.round(block)
         if block != coding.blocks[-1]:
-            coding.solve(SWEEPS)
+            coding.solve(schedule.sweeps)
     # Codes 2: the best number for each term.
     coding.scale()
-    # Codes 3: free each block once more, and keep what comes nearer.
-    for block in coding.blocks * PASSES:
+    # Codes 3: free each block once more, and keep the result that is nearer.
+    for block in coding.blocks * schedule.passes:
         coding.improve(block)
-    codes, scales = coding.side(1, shape.right.transposed)
-    return coding.side(0, shape.left), (tuple(code.transpose(0, 2, 1) for code in codes), scales)
+    input_codes, input_scales = coding.side(1, shape.right.transposed)
+    transposed = tuple(code.transpose(0, 2, 1) for code in input_codes)
+    return coding.side(0, shape.left), (transposed, input_scales)
 
 
 class _Coding:
-    """A pair some of whose blocks (side, factor) are codes times one number a term, and fixed."""
+    """A pair some of whose blocks are codes times one number a term, and fixed."""
 
-    def __init__(self, problem: PairProblem, pair: Pair, bits: int) -> None:
-        self.problem, self.bits = problem, bits
+    def __init__(
+        self, problem: PairProblem, pair: Pair, bits: int, schedule: RoundingSchedule
+    ) -> None:
+        self.problem = problem
+        self.bits = bits
+        self.schedule = schedule
         self.pair: Pair = list(pair[0]), list(pair[1])
-        sizes = {
-            (side, i): int(stack.shape[1]) for side in (0, 1) for i, stack in enumerate(pair[side])
-        }
+        sizes: dict[Block, int] = {}
+        for side in (0, 1):
+            for i, stack in enumerate(pair[side]):
+                sizes[side, i] = int(stack.shape[1])
         self.blocks = sorted(sizes, key=lambda block: -sizes[block])
-        self.codes: dict[tuple[int, int], Codes] = {}
+        self.codes: dict[Block, Codes] = {}
 
-    def round(self, block: tuple[int, int]) -> None:
+    def round(self, block: Block) -> None:
+        """Round a block to codes and fix it."""
         side, i = block
-        self.codes[block], steps = nearest_codes(to_numpy(self.pair[side][i][0, :, :]).T, self.bits)
-        self.pair[side][i] = (self.codes[block] * steps[:, None]).T[None, :, :]
+        entries = to_numpy(self.pair[side][i][0, :, :]).T
+        self.codes[block], step_sizes = nearest_codes(entries, self.bits)
+        self.pair[side][i] = (self.codes[block] * step_sizes[:, None]).T[None, :, :]
 
     def solve(self, sweeps: int) -> None:
-        fixed = tuple({i for which, i in self.codes if which == side} for side in (0, 1))
+        """Sweep over the blocks that are free."""
+        fixed: tuple[set[int], set[int]] = (set(), set())
+        for side, i in self.codes:
+            fixed[side].add(i)
         state = self.problem.state(self.pair)
         for _ in range(sweeps):
-            state = self.problem.sweep(state, (fixed[0], fixed[1]))
+            state = self.problem.sweep(state, fixed)
         self.pair = state.pair
 
     def scale(self) -> None:
-        for _ in range(SCALINGS):
-            self.pair = self.problem.scaled(self.pair)
+        """Multiply each term by its best number."""
+        for _ in range(self.schedule.scalings):
+            self.pair = self.problem.with_best_scales(self.pair)
 
-    def improve(self, block: tuple[int, int]) -> None:
+    def improve(self, block: Block) -> None:
         """Free one block, solve for it and round it again; as before if that is no nearer."""
-        pair, codes = self.pair, dict(self.codes)
+        pair = self.pair
+        codes = dict(self.codes)
         before = self.problem.state(pair).error
         del self.codes[block]
         self.solve(1)
         self.round(block)
         self.scale()
         if not bool(self.problem.state(self.pair).error < before):
-            self.pair, self.codes = pair, codes
+            self.pair = pair
+            self.codes = codes
 
     def side(self, side: int, shape: KroneckerShape) -> CodedSide:
+        """Return the codes of a side's factors, and one scale for each term."""
         codes = [self.codes[side, i] for i in range(shape.order)]
         scales = np.ones(len(codes[0]))
         for stack, code in zip(self.pair[side], codes, strict=True):
-            real = code.astype(np.float64)
-            scales = scales * safe_ratio(
-                np.sum(stack[0, :, :].T * real, axis=1), np.sum(real * real, axis=1)
-            )
-        return tuple(
-            factor[0] for factor in as_factors([code.T[None, :, :] for code in codes], shape)
-        ), scales
+            entries = stack[0, :, :].T
+            real_code = code.astype(np.float64)
+            overlap = np.sum(entries * real_code, axis=1)
+            scales = scales * safe_ratio(overlap, np.sum(real_code * real_code, axis=1))
+        factors = as_factors([code.T[None, :, :] for code in codes], shape)
+        return tuple(factor[0] for factor in factors), scales

@@ -61,7 +61,7 @@ def truncated_svds(
     floors = max(operators.shape[1:]) * unit_roundoff(batch.dtype) * values[:, :1]
     terms = np.minimum(np.sum(values[:, :most] > floors, axis=1), [enough for enough, _ in ends])
     errors = relative_errors(operators, u, values, vh, terms)
-    progress.note(float(np.max(errors)), objective=float(np.max(errors)) ** 2)
+    progress.record(float(np.max(errors)), objective=float(np.max(errors)) ** 2)
     sums, record = as_sums(u, sigma[:, :most], vh, shape), progress.sweeps[-1:]
     return [
         Solution(

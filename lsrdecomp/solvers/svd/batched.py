@@ -22,9 +22,17 @@ from lsrdecomp.arrays import (
 )
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.base import ErrorKind, Event, Solution, Solver, Status, Sweep, most_terms
+from lsrdecomp.solvers.base import (
+    ErrorKind,
+    Event,
+    Solution,
+    Solver,
+    Status,
+    Sweep,
+    validate_request,
+)
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
-from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
+from lsrdecomp.solvers.progress import IterationStep, SolveProgress, iterate
 from lsrdecomp.solvers.svd.batch import (
     as_batch,
     as_sums,
@@ -101,7 +109,7 @@ class BatchedKrylov(MatrixSolver):
         """One matrix as a batch of one, formed; the method is that of `solve_batch`."""
         batch = as_batch(as_matrix(problem.target)[None, :, :])
         return self._solved(
-            batch, problem.shape, problem.rank, problem.atol, problem.most, problem.progress
+            batch, problem.shape, problem.rank, problem.atol, problem.max_terms, problem.progress
         )[0]
 
     def solve_batch(
@@ -143,7 +151,7 @@ class BatchedKrylov(MatrixSolver):
             For sizes that differ or do not tile, entries that are not finite, and a missing goal.
         """
         batch = as_batch(matrices)
-        most = most_terms(tuple(batch.shape[1:]), shape, rank, atol, order=self.order)
+        most = validate_request(tuple(batch.shape[1:]), shape, rank, atol, order=self.order)
         return tuple(self._solved(batch, shape, rank, atol, most, SolveProgress(on_sweep)))
 
     def _solved(
@@ -214,7 +222,7 @@ class BatchedKrylov(MatrixSolver):
             matrix = Rearrangement.of(operators[i, :, :], float(norms[i]), shape)
             solution = matrix.from_random_columns(rank, self.tolerance, self.seed)
             if solution is not None:
-                progress.note(solution.relative_error or 0.0)
+                progress.record(solution.relative_error or 0.0)
                 solutions[i] = replace(solution, sweeps=progress.sweeps[-1:])
         # Together 3: the others take common steps.
         slow = [i for i in np.flatnonzero(usable).tolist() if i not in solutions]
@@ -267,7 +275,7 @@ class BatchedKrylov(MatrixSolver):
 
     def _steps(
         self, operators: Array, norms: np.ndarray, rank: int, block: int
-    ) -> Iterator[Step[tuple[Array, np.ndarray]]]:
+    ) -> Iterator[IterationStep[tuple[Array, np.ndarray]]]:
         """Leading ``rank`` Ritz vectors (L, p, rank) of each R Rᴴ, and the excess of the errors."""
         xp = namespace(operators)
         single = xp.astype(operators, xp.complex64 if is_complex(operators) else xp.float32)
@@ -305,4 +313,6 @@ class BatchedKrylov(MatrixSolver):
             if step > 1:
                 near |= captured[-1] - captured[-2] <= 4.0 * unit_roundoff("float32")
             settled = full or bool(np.all(near))
-            yield Step((leading, excess), math.sqrt(left), objective=left, settled=settled)
+            yield IterationStep(
+                (leading, excess), math.sqrt(left), objective=left, converged=settled
+            )

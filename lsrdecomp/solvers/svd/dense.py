@@ -77,12 +77,12 @@ class SVD(MatrixSolver):
         matrix = as_double(target.rearranged(shape).formed())
         u, sigma, vh = namespace(matrix).linalg.svd(matrix, full_matrices=False)
         tails = tail_norms(sigma)
-        enough, status = chosen_rank(tails, problem.most, problem.atol)
+        enough, status = chosen_rank(tails, problem.max_terms, problem.atol)
         if is_differentiated(matrix):
             u, sigma, vh = _without_rounding(matrix, sigma, vh, enough)
         # SVD 2: those asked for, as Kronecker terms.
         if tails[0] > 0.0:
-            progress.note(tails[enough] / tails[0])
+            progress.record(tails[enough] / tails[0])
         terms = as_separated(u, sigma, vh, shape, enough)
         # SVD 3: the error from entries, rounding included; R(M) is at hand, so that it costs one
         # product.

@@ -103,7 +103,7 @@ class BlockGolubKahan(MatrixSolver):
             the terms that would be taken. `Solution.relative_error` is measured where the error
             lies at the rounding of ‖R‖² − Σσ².
         """
-        target, shape, rank, most = problem.target, problem.shape, problem.rank, problem.most
+        target, shape, rank, most = problem.target, problem.shape, problem.rank, problem.max_terms
         if self.max_steps < 1:
             raise BudgetError(
                 f"block Golub–Kahan needs at least one step, got max_steps={self.max_steps}"
@@ -115,14 +115,14 @@ class BlockGolubKahan(MatrixSolver):
         # full.
         swapped = shape.sizes[0] < shape.sizes[1]
         block = self._columns(rank, stored=isinstance(target, Dense))
-        settings = self.tolerance, target, shape, swapped, rank, most, problem.goal
-        if fits_single(target, rank, problem.goal, self.tolerance):
+        settings = self.tolerance, target, shape, swapped, rank, most, problem.relative_goal
+        if fits_single(target, rank, problem.relative_goal, self.tolerance):
             rows = in_double(target, shape)
             if isinstance(rows, RearrangedDense):
                 matrix = Rearrangement.of(rows.matrix, norm, shape)
                 solution = matrix.from_random_columns(most, self.tolerance, self.seed)
                 if solution is not None:
-                    progress.note(solution.relative_error or 0.0)
+                    progress.record(solution.relative_error or 0.0)
                     return replace(solution, sweeps=progress.sweeps)
             space = self._space(in_single(target, shape, rows), swapped, norm, block)
             single = SingleGrowth(space, *settings, rows=rows)
@@ -137,7 +137,11 @@ class BlockGolubKahan(MatrixSolver):
                 return problem.delegate_to(Gram())
             narrow = unit_roundoff(operator.prototype.dtype) > 1e-12
             widened = target if narrow and isinstance(target, Widened) else None
-            if widened is not None and problem.goal is not None and problem.goal < FINE:
+            if (
+                widened is not None
+                and problem.relative_goal is not None
+                and problem.relative_goal < FINE
+            ):
                 operator = in_double(widened, shape)
             space = self._space(operator, swapped, norm, block)
             solution = self._grown(Growth(space, *settings), progress)
@@ -146,7 +150,7 @@ class BlockGolubKahan(MatrixSolver):
             # What single precision rounds of the terms themselves may be seen in their error.
             error, rounding = solution.relative_error, 64.0 * space.roundoff
             coarse = error is not None and rounding**2 > 2.0 * self.tolerance * error**2
-            if not coarse or widened is None or problem.goal is not None:
+            if not coarse or widened is None or problem.relative_goal is not None:
                 return solution
             rows = in_double(widened, shape)
         # Single precision sees no further: a space in double, from the vectors that it has come to.
@@ -175,10 +179,10 @@ class BlockGolubKahan(MatrixSolver):
 
     def _grown(self, growth: Growth, progress: SolveProgress) -> Solution | None:
         """What a space has come to; None where it would grow too large, or sees no further."""
-        projection, ended = iterate(growth.steps(), None, progress, most=self.max_steps)
+        projection, ended = iterate(growth.steps(), None, progress, max_steps=self.max_steps)
         if projection is None and ended:
             return None
         if projection is None:
             projection = growth.look()
-            progress.note(projection.error, objective=growth.objective)
+            progress.record(projection.error, objective=growth.objective)
         return replace(growth.solution(projection, ended), sweeps=progress.sweeps)

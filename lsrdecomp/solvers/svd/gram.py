@@ -98,9 +98,13 @@ class Gram(MatrixSolver):
             problem.target,
             problem.shape,
             problem.progress,
-            problem.goal,
+            problem.relative_goal,
         )
-        finest, s, status = math.inf if goal is None else goal, problem.most, Status.rank_reached
+        finest, s, status = (
+            math.inf if goal is None else goal,
+            problem.max_terms,
+            Status.rank_reached,
+        )
         if target.norm == 0.0 or loss(1) > 2.0 * self.tolerance * finest**2:
             return problem.delegate_to(SVD())
         matrix, solution = (
@@ -119,7 +123,7 @@ class Gram(MatrixSolver):
                 solution = matrix.solution(vectors[:, :s], s, self.tolerance, certain=True)
         if solution is None or solution.relative_error is None:
             return problem.delegate_to(SVD())
-        progress.note(solution.relative_error)
+        progress.record(solution.relative_error)
         return replace(solution, status=status, sweeps=progress.sweeps)
 
 

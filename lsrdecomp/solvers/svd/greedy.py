@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.arrays import Array, as_double, namespace, norm
 from lsrdecomp.errors import ShapeError
-from lsrdecomp.solvers.base import Event, Solution, Solver, Status, Sweep, most_terms
-from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
+from lsrdecomp.solvers.base import Event, Solution, Solver, Status, Sweep, validate_request
+from lsrdecomp.solvers.progress import IterationStep, SolveProgress, iterate
 from lsrdecomp.solvers.svd.dense import SVD, as_matrix
 from lsrdecomp.targets.base import Dense, Target
 
@@ -170,7 +170,7 @@ class Greedy:
         """
         candidates = tuple(dict.fromkeys((shape, *self.shapes)))
         for candidate in candidates:
-            most_terms(
+            validate_request(
                 target.shape, candidate, self.parameters if rank is None else rank, atol, order=2
             )
         most = math.inf if rank is None else rank
@@ -192,7 +192,7 @@ class Greedy:
             # Greedy 2: all blocks refitted in turn, the new one first, until a cycle gains little.
             progress.mark(Event.new_term)
             steps = self._cycles(residual, blocks, ranks, chosen, size)
-            residual, _ = iterate(steps, residual, progress, most=self.cycles)
+            residual, _ = iterate(steps, residual, progress, max_steps=self.cycles)
             error = norm(residual) / size
         parts = tuple(block for block in blocks.values() if block.separation_rank)
         if not parts:
@@ -211,14 +211,14 @@ class Greedy:
         ranks: dict[KroneckerShape, int],
         first: KroneckerShape,
         size: float,
-    ) -> Iterator[Step[Array]]:
+    ) -> Iterator[IterationStep[Array]]:
         """Backfitting cycles after a new term; updates ``blocks``."""
         before = math.inf
         while True:
             residual = self._cycle(residual, blocks, ranks, first)
             error = norm(residual) / size
             settled = len(ranks) == 1 or error >= (1.0 - self.rtol) * before
-            yield Step(residual, error, objective=error**2, settled=settled)
+            yield IterationStep(residual, error, objective=error**2, converged=settled)
             before = error
 
     def _choose(

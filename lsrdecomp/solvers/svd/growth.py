@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lsrdecomp.arrays import Array, adjoint
 from lsrdecomp.solvers.base import ErrorKind, Solution, Status
-from lsrdecomp.solvers.progress import Step
+from lsrdecomp.solvers.progress import IterationStep
 from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.solvers.svd.dense import as_separated
 
@@ -49,7 +49,7 @@ class Growth:
     captured: list[np.ndarray] = field(default_factory=list)
     last: Certificate | None = None
 
-    def steps(self) -> Iterator[Step[Projection | None]]:
+    def steps(self) -> Iterator[IterationStep[Projection | None]]:
         """Steps of the space; ends without a state where it would grow to a third of the smaller side."""
         side = min(self.space.operator.shape)
         due = 1 if self.rank is None else self.most
@@ -57,7 +57,7 @@ class Growth:
             # BGK 1: one block more, U and V orthogonal to all before.
             self.space.step()
             if self.space.size < due:
-                yield Step(None, None)
+                yield IterationStep(None, None)
                 continue
             # BGK 2: the certificate says what the space holds, and what it may lack of the optimum.
             due = self.space.size + self.space.size // 8
@@ -72,7 +72,9 @@ class Growth:
                 if not self._enough(certificate, s, projection):
                     projection, due = None, self.space.size + self.space.size // 4
             error = certificate.error(s) if projection is None else projection.error
-            yield Step(projection, error, objective=self.objective, settled=projection is not None)
+            yield IterationStep(
+                projection, error, objective=self.objective, converged=projection is not None
+            )
 
     def solution(self, projection: Projection, settled: bool) -> Solution:
         """What a projection is, of a space that has settled or was stopped."""
