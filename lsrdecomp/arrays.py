@@ -21,6 +21,7 @@ import array_api_compat.numpy
 import numpy as np
 
 from lsrdecomp.errors import LsrError, PrecisionError, ShapeError, needs
+from lsrdecomp.threads import one_blas_thread
 
 Array: TypeAlias = Any
 """An array of any library of the array API standard."""
@@ -313,7 +314,10 @@ def _triangle_over(triangle: np.ndarray, block: np.ndarray) -> np.ndarray:
     from scipy.linalg import get_lapack_funcs
 
     (tpqrt,) = get_lapack_funcs(("tpqrt",), (triangle, block))
-    answer: np.ndarray = tpqrt(0, min(PANEL, len(triangle)), triangle, block, overwrite_a=True)[0]
+    with one_blas_thread:  # of SciPy's BLAS as well, which that import may have brought
+        answer: np.ndarray = tpqrt(0, min(PANEL, len(triangle)), triangle, block, overwrite_a=True)[
+            0
+        ]
     return answer
 
 

@@ -24,6 +24,8 @@ from lsrdecomp.solvers.svd.batched import BatchedKrylov
 from lsrdecomp.targets.base import Dense, Target
 from lsrdecomp.targets.convert import as_target
 from lsrdecomp.targets.separated import Separated
+from lsrdecomp.targets.threads import threads_for
+from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -111,6 +113,26 @@ def decompose(
     Mohlenkamp (2005), doi:10.1137/040604959.
     """
     target = as_target(matrix)
+    with threads_for(target):
+        return _decompose(
+            target, shape, rank, rtol, atol, budget, storage, solver, seed, init, throw, on_sweep
+        )
+
+
+def _decompose(
+    target: Target,
+    shape: KroneckerShape | Sequence[Sequence[int]] | str,
+    rank: int | None,
+    rtol: float | None,
+    atol: float | None,
+    budget: ErrorBudget | None,
+    storage: Any,
+    solver: Solver | str | None,
+    seed: int | None,
+    init: SeparatedMatrix | None,
+    throw: bool,
+    on_sweep: Callable[[Sweep], Any] | None,
+) -> Decomposition:
     target.norm  # noqa: B018 - refuses a matrix that is not finite, or whose norm is not, before anything is solved
     rank, goal, storage = _goals(target, rank, rtol, atol, budget, storage)
     solver = None if solver is None else named_solver(solver)
@@ -189,6 +211,16 @@ def decompose_each(
     targets = [as_target(matrix) for matrix in matrices]
     if not targets:
         return ()
+    with threads_for(targets[0]):
+        return _decompose_each(targets, shape, rank, goals)
+
+
+def _decompose_each(
+    targets: Sequence[Target],
+    shape: KroneckerShape | Sequence[Sequence[int]] | str,
+    rank: int | None,
+    goals: dict[str, Any],
+) -> tuple[Decomposition, ...]:
     same = len({target.shape for target in targets}) == 1 and all(
         isinstance(target, Dense) for target in targets
     )
@@ -274,6 +306,7 @@ def _goals(
 
 
 @takes()
+@one_blas_thread
 def recompress(
     matrix: SeparatedMatrix,
     *,

@@ -16,6 +16,7 @@ from lsrdecomp.solvers.svd.bidiagonal import Adjoint, Bidiagonal
 from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.targets.base import Dense, Rearranged, Target
 from lsrdecomp.targets.convert import as_target
+from lsrdecomp.targets.threads import threads_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,6 +115,18 @@ def best_shape(
     goals = [goal is not None for goal in (rtol, atol, parameters)]
     if sum(goals) != 1:
         raise BudgetError(f"give one of rtol ({rtol}), atol ({atol}) and parameters ({parameters})")
+    with threads_for(target):
+        return _best_shape(target, rtol, atol, parameters, pad, seed)
+
+
+def _best_shape(
+    target: Target,
+    rtol: float | None,
+    atol: float | None,
+    parameters: int | None,
+    pad: bool,
+    seed: int,
+) -> ShapeSearch:
     size, total = target.shape, target.norm
     dense = ShapeChoice(KroneckerShape((size, (1, 1))), 1, 0.0)
     error = rtol if atol is None else (atol / total if total > 0.0 else 0.0)

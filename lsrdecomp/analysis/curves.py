@@ -15,6 +15,7 @@ from lsrdecomp.precision import precision, unit_roundoff
 from lsrdecomp.solvers.svd.dense import as_matrix
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.convert import as_target
+from lsrdecomp.targets.threads import threads_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -167,15 +168,16 @@ def error_curve(
     """
     target = as_target(matrix)
     shape = KroneckerShape.balanced(target.shape) if shape is None else KroneckerShape.parse(shape)
-    target.norm  # noqa: B018 - refuses what is not finite first
-    if rank is not None:
-        result = decompose(target, shape, rank=rank, on_sweep=on_sweep)
-        # Terms are orthogonal: leaving out some of them adds their weights to the error in
-        # quadrature.
-        tails = tail_norms([*to_numpy(result.approximation.weights), result.error])[:-1]
-        return _from_tails(str(shape), tails, target.norm, shape.parameters(1))
-    operator = as_double(target.rearranged(shape).formed())
-    tails = tail_norms(namespace(operator).linalg.svdvals(operator))
+    with threads_for(target):
+        target.norm  # noqa: B018 - refuses what is not finite first
+        if rank is not None:
+            result = decompose(target, shape, rank=rank, on_sweep=on_sweep)
+            # Terms are orthogonal: leaving out some of them adds their weights to the error in
+            # quadrature.
+            tails = tail_norms([*to_numpy(result.approximation.weights), result.error])[:-1]
+        else:
+            operator = as_double(target.rearranged(shape).formed())
+            tails = tail_norms(namespace(operator).linalg.svdvals(operator))
     return _from_tails(str(shape), tails, target.norm, shape.parameters(1))
 
 
@@ -248,9 +250,10 @@ def solver_curve(
     ['2e-01', '1e-02', '2e-03', '2e-03']
     """
     target, shape = as_target(matrix), KroneckerShape.parse(shape)
-    results = [
-        decompose(target, shape, rank=rank, solver=solver, storage=storage) for rank in ranks
-    ]
+    with threads_for(target):
+        results = [
+            decompose(target, shape, rank=rank, solver=solver, storage=storage) for rank in ranks
+        ]
     gammas = tuple(result.condition for result in results)
     return ErrorCurve(
         label=label if label is not None else str(shape),
@@ -286,12 +289,13 @@ def low_rank_curve(matrix: Any) -> ErrorCurve:
     """
     target = as_target(matrix)
     m, n = target.shape
-    if isinstance(target, LowRank):
-        return _from_tails("truncated SVD", tail_norms(target.svd[1]), target.norm, m + n)
-    matrix = as_matrix(target)
-    return _from_tails(
-        "truncated SVD", tail_norms(namespace(matrix).linalg.svdvals(matrix)), target.norm, m + n
-    )
+    with threads_for(target):
+        if isinstance(target, LowRank):
+            sigma = target.svd[1]
+        else:
+            matrix = as_matrix(target)
+            sigma = namespace(matrix).linalg.svdvals(matrix)
+        return _from_tails("truncated SVD", tail_norms(sigma), target.norm, m + n)
 
 
 def _from_tails(label: str, tails: list[float], norm: float, parameters: int) -> ErrorCurve:

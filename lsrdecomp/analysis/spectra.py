@@ -9,6 +9,7 @@ from typing import Any
 from lsrdecomp.arrays import as_double, namespace
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.targets.convert import as_target
+from lsrdecomp.targets.threads import threads_for
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -94,7 +95,8 @@ def rearranged_spectrum(matrix: Any, shape: KroneckerShape | None = None) -> Spe
     """
     target = as_target(matrix)
     shape = KroneckerShape.balanced(target.shape) if shape is None else KroneckerShape.parse(shape)
-    target.norm  # noqa: B018 - refuses what is not finite first
-    operator = as_double(target.rearranged(shape).formed())
-    sigma = namespace(operator).linalg.svdvals(operator)
+    with threads_for(target):
+        target.norm  # noqa: B018 - refuses what is not finite first
+        operator = as_double(target.rearranged(shape).formed())
+        sigma = namespace(operator).linalg.svdvals(operator)
     return Spectrum(str(shape), tuple(float(value) for value in sigma))

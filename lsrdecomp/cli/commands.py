@@ -37,6 +37,7 @@ from lsrdecomp.cli.recommendations import quoted
 from lsrdecomp.cli.requests import Display, Opening, Outputs
 from lsrdecomp.cli.verify import verify
 from lsrdecomp.errors import CheckpointError, LsrError, needs
+from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
@@ -58,7 +59,7 @@ def inspect(
     Its layers, their ranks and sizes, and how fast their spectra fall.
     """
     checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha, max_memory=max_memory)
-    with follow(quiet=quiet) as step:
+    with follow(quiet=quiet) as step, one_blas_thread:
         ranks, read = [], Counter(step, "reading", len(checkpoint.layers), "layers")
         for layer in checkpoint.layers:
             ranks.append(_norm_and_rank(checkpoint, layer))

@@ -37,6 +37,7 @@ from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, S
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 from lsrdecomp.solvers.pair.joint_als import JointALS
+from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +60,7 @@ SOLVER = JointALS(tolerance=5e-4, initializations=1, single=True)
 where hundreds end."""
 
 
+@one_blas_thread
 def search_adapter(
     checkpoint: Checkpoint,
     plans: Sequence[CompressionPlan],
@@ -185,6 +187,7 @@ class SearchedAdapter:
     )
     on_step: OnStep | None = None  # told of layers that are solved at given terms
 
+    @one_blas_thread
     def compress(self, plan: CompressionPlan, *, fill: bool = True) -> Compression:
         """The adapter under one plan.
 
@@ -207,6 +210,7 @@ class SearchedAdapter:
             return self._filled(plan, plan.bytes)
         return self._reported(plan, self._fit(plan))
 
+    @one_blas_thread
     def expected_error(self, plan: CompressionPlan) -> float:
         """Squared relative error of a plan by the prices of what was solved: the same table answers for every size.
 

@@ -11,6 +11,7 @@ from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.compression.layers import layer_pair
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
+from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
@@ -20,6 +21,7 @@ Points = dict[int, tuple[int, float]]
 """For each number of terms: parameters and ‖ΔW − ΔŴ‖_F."""
 
 
+@one_blas_thread
 def adapter_curves(
     checkpoint: Checkpoint, *, on_step: OnStep | None = None
 ) -> tuple[ErrorCurve, ...]:

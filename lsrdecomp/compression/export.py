@@ -24,6 +24,7 @@ from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.compression.layers import layer_product
 from lsrdecomp.compression.result import recorded_errors
 from lsrdecomp.errors import CheckpointError, UnsupportedError, unknown
+from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 FORMATS = ("lora", "same", "gguf", "kohya", "diffusers")
 
 
+@one_blas_thread
 def export_lora(
     checkpoint: Checkpoint,
     out: str | Path,

@@ -16,6 +16,7 @@ from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.compression.settings import GOALS, CompressionPlan
 from lsrdecomp.precision import PRECISIONS
+from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -141,6 +142,7 @@ class Compression:
         ]
         return markup.facts(f"Compression of {self.source.path.name}", pairs, total.verdict)
 
+    @one_blas_thread
     def save(self, out: str | Path, *, force: bool = False, record: bool = False) -> Path:
         """Write the LSR directory that PEFT opens; other tensors of the source are carried along bit for bit.
 

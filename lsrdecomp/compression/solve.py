@@ -23,6 +23,7 @@ from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.descent import descend
 from lsrdecomp.solvers.pair.problem import PairProblem, PairState
 from lsrdecomp.solvers.pair.stacking import WeightedTargets
+from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -200,6 +201,7 @@ class TaskRunner:
         )
 
 
+@one_blas_thread
 def solve(task: Task) -> list[Answer]:
     """All requests of a task in turn; each number of terms starts from the largest solved one that it holds."""
     # Targets are placed on the device and weighted once, for all shapes of the task.

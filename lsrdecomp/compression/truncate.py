@@ -23,6 +23,7 @@ from lsrdecomp.compression.request import READ_ON, Request
 from lsrdecomp.compression.settings import CompressionPlan, PlanKeywords
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import takes
+from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -83,6 +84,7 @@ class Truncation:
                 other = replace(self, ranks=ranks)
                 yield ratio, other.parameters, other.relative_error
 
+    @one_blas_thread
     def save(self, out: str | Path, *, force: bool = False, on_step: OnStep | None = None) -> Path:
         """Write it as the source came, by `lsrdecomp.checkpoints.write_pairs`; layers of rank 0 are left out."""
         record = {
@@ -110,6 +112,7 @@ class Truncation:
 
 
 @takes(CompressionPlan, refused_later=READ_ON)
+@one_blas_thread
 def truncate(
     checkpoint: Checkpoint,
     plan: CompressionPlan | None = None,

@@ -14,6 +14,7 @@ from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.compression.layers import layer_pair, layer_product
 from lsrdecomp.compression.result import mapping, recorded_errors
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -88,6 +89,7 @@ class Verification:
         )
 
 
+@one_blas_thread
 def verify(
     source: Checkpoint, written: Checkpoint, *, on_step: OnStep | None = None
 ) -> Verification:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from lsrdecomp.targets.contract import require_two_factors
 from lsrdecomp.targets.residual import Approximation as Approximation
 from lsrdecomp.targets.residual import check_sizes, pair_distance, residual_norm, separated_distance
 from lsrdecomp.targets.row_stream import RearrangedRows
+from lsrdecomp.threads import one_blas_thread_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,7 +101,8 @@ class Dense:
         matrix = as_floating(self.matrix)
         require_matrix(matrix)
         object.__setattr__(self, "matrix", matrix)
-        self.norm  # noqa: B018 - refuses entries that are not finite
+        with one_blas_thread_for(math.prod(self.shape)):
+            self.norm  # noqa: B018 - refuses entries that are not finite
 
     @property
     def shape(self) -> tuple[int, int]:

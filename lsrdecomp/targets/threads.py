@@ -1,0 +1,29 @@
+"""Which targets are solved with one BLAS thread."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from lsrdecomp.targets.base import Dense, LowRank
+from lsrdecomp.targets.separated import Separated
+from lsrdecomp.targets.sparse import Sparse
+from lsrdecomp.threads import one_blas_thread, one_blas_thread_for
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from lsrdecomp.targets.contract import Target
+
+
+def threads_for(target: Target) -> AbstractContextManager[object]:
+    """Return the context in which a target is decomposed, with one BLAS thread or with the caller's.
+
+    Arrays go by their size (`one_blas_thread_for`). Low-rank pairs, sparse matrices and sums of
+    Kronecker products take products of thin matrices only, which gain nothing from threads.
+    Products of any other target are the caller's own code, and so are its threads.
+    """
+    if isinstance(target, LowRank | Separated | Sparse):
+        return one_blas_thread
+    entries = math.prod(target.shape) if isinstance(target, Dense) else 0
+    return one_blas_thread_for(entries)
