@@ -19,7 +19,8 @@ import numpy as np
 
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.decompose import choose_solver
-from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct, low_rank_product
+from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
+from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 
 HALF = 2

@@ -29,7 +29,7 @@ from lsrdecomp.compression.candidates import LowRank
 from lsrdecomp.compression.layers import layer_pair
 from lsrdecomp.compression.quantize import INTEGER_BITS, quantized_product, refitted_product
 from lsrdecomp.compression.settings import CompressionPlan
-from lsrdecomp.kronecker.separated import SeparatedProduct
+from lsrdecomp.kronecker.product import SeparatedProduct
 
 RATIOS = (96.0, 48.0, 19.2, 4.36)
 

@@ -27,7 +27,7 @@ from lsrdecomp.compression.quantize import (
     svd_code,
     water_fill,
 )
-from lsrdecomp.kronecker.separated import SeparatedProduct, low_rank_product
+from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
 from lsrdecomp.precision import precision
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from lsrdecomp.arrays import Array, as_double, namespace
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer
 from lsrdecomp.checkpoints.records import LOKR
 from lsrdecomp.errors import BudgetError, CheckpointError
-from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct, low_rank_product
+from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
+from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import (
     leading_norms,

@@ -34,7 +34,8 @@ from lsrdecomp.targets.base import LowRank
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
+    from lsrdecomp.kronecker.product import SeparatedProduct
+    from lsrdecomp.kronecker.separated import SeparatedMatrix
     from lsrdecomp.targets.weights import NormWeights
 
 INTEGER_BITS = {name: FORMATS[name].bits for name in INTEGERS}

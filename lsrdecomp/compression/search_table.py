@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from lsrdecomp.compression.layers import Layer, SpillCache
     from lsrdecomp.compression.settings import Budget, Resources, Search
-    from lsrdecomp.kronecker.separated import SeparatedProduct
+    from lsrdecomp.kronecker.product import SeparatedProduct
 
 SHARE = 8.0
 """Most that a layer is given, in units of what the budget gives a layer on average."""

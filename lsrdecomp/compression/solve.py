@@ -18,7 +18,8 @@ from lsrdecomp.checkpoints.progress import Counter
 from lsrdecomp.compression.layers import Layer, batches
 from lsrdecomp.compression.shapes import Ranks, Request, clipped
 from lsrdecomp.errors import LsrError, needs
-from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
+from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.descent import descend
 from lsrdecomp.solvers.pair.problem import PairProblem, PairState

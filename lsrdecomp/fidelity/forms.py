@@ -20,7 +20,8 @@ from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.fidelity.evaluate import Evaluator, share_kept
 from lsrdecomp.fidelity.fidelity import Measurement
 from lsrdecomp.fidelity.rewrite import recorded_layers, rewrite
-from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
+from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedMatrix
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from lsrdecomp.fidelity.fidelity import Fidelity
     from lsrdecomp.formats.stored import Stored
-    from lsrdecomp.kronecker.separated import SeparatedProduct
+    from lsrdecomp.kronecker.product import SeparatedProduct
 
 
 def rewrite(

@@ -9,7 +9,8 @@ import numpy as np
 
 from lsrdecomp.formats.number_formats import Codes, packed_size
 from lsrdecomp.formats.stored import Factors, padded_factors, product_label
-from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct, low_rank_product
+from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
+from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from lsrdecomp.arrays import as_double, zero_padded
 from lsrdecomp.errors import ShapeError
-from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
+from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.precision import precision, round_to
 

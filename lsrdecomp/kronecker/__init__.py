@@ -2,8 +2,7 @@
 
 `SeparatedMatrix` is Σ λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾, `SeparatedProduct` a product of two of them, as in
 an adapter; `KroneckerShape` and `ProductShape` are their sizes. `rearrange` makes separation rank a
-rank. Its algebra is in its methods, a file a chapter: `terms`, `action`, `algebra`, `entries`,
-`files`. `to_cp` and `from_cp` exchange terms with TensorLy.
+rank. Its algebra is in its methods. `to_cp` and `from_cp` exchange terms with TensorLy.
 """
 
 from lsrdecomp._renamed import attach

@@ -2,6 +2,8 @@
 from .cp import from_cp as from_cp
 from .cp import to_cp as to_cp
 from .files import read_provenance as read_provenance
+from .product import SeparatedProduct as SeparatedProduct
+from .product import low_rank_product as low_rank_product
 from .rearrange import apply_sum_of_kroneckers as apply_sum_of_kroneckers
 from .rearrange import commutation_matrix as commutation_matrix
 from .rearrange import inverse_rearrange as inverse_rearrange
@@ -10,8 +12,6 @@ from .rearrange import kron as kron
 from .rearrange import rearrange as rearrange
 from .rearrange import sum_of_kroneckers as sum_of_kroneckers
 from .separated import SeparatedMatrix as SeparatedMatrix
-from .separated import SeparatedProduct as SeparatedProduct
-from .separated import low_rank_product as low_rank_product
 from .shape import KroneckerShape as KroneckerShape
 from .shape import ProductShape as ProductShape
 from .shape import balanced_split as balanced_split

@@ -6,109 +6,99 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lsrdecomp.arrays import dtype_name, to_numpy
+from lsrdecomp.arrays import Array, dtype_name, to_numpy
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.kronecker.terms import Terms
+from lsrdecomp.kronecker.normalization import check_weights
+from lsrdecomp.kronecker.rearrange import factor_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-KIND = "lsrdecomp.SeparatedMatrix"
-"""What such a file says that it is."""
+FILE_KIND = "lsrdecomp.SeparatedMatrix"
+"""The kind that a file of a separated matrix names in its header."""
 
 
-class Files(Terms):
-    """Files: ``save`` and ``load``."""
+def write_terms(
+    path: Path,
+    weights: Array,
+    factors: Sequence[Array],
+    *,
+    provenance: Mapping[str, Any] | None,
+    overwrite: bool,
+) -> None:
+    """Write weights and factors as they are to one safetensors file, whole or not at all.
 
-    def save(
-        self,
-        path: str | Path,
-        *,
-        provenance: Mapping[str, Any] | None = None,
-        overwrite: bool = False,
-    ) -> Path:
-        """Write weights and factors as they are to one safetensors file, whole or not at all.
+    Raises
+    ------
+    CheckpointError
+        If there is something at ``path`` (but for a regular file of this kind with ``overwrite``),
+        or its directory is missing.
+    """
+    from safetensors.numpy import save
 
-        Parameters
-        ----------
-        path : path
-        provenance : mapping, optional
-            Where the matrix came from, anything JSON can hold; `read_provenance` gives it back.
-        overwrite : bool
-            Replace a file of this kind that is there.
+    _check_place(path, overwrite)
+    tensors = {"weights": to_numpy(weights)}
+    for i, factor in enumerate(factors):
+        tensors[f"factors.{i}"] = to_numpy(factor)
+    metadata = {
+        "kind": FILE_KIND,
+        "dtype": dtype_name(factors[0]),
+        "kronecker_shape": json.dumps(factor_shape(factors).factors),
+        "provenance": json.dumps(dict(provenance or {}), sort_keys=True),
+    }
+    data = save({name: _as_real(array) for name, array in tensors.items()}, metadata)
+    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(partial).chmod(0o644)
+        Path(partial).replace(path)
+    except BaseException as error:
+        Path(partial).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"cannot be written: {error.strerror}", path=path) from error
+        raise
 
-        Raises
-        ------
-        CheckpointError
-            If there is something at ``path`` (but for a regular file with ``overwrite``), or its
-            directory is missing.
-        """
-        from safetensors.numpy import save
 
-        path = Path(path)
-        _check_place(path, overwrite)
-        arrays = {"weights": to_numpy(self.weights)}
-        arrays |= {f"factors.{i}": to_numpy(f) for i, f in enumerate(self.factors)}
-        metadata = {
-            "kind": KIND,
-            "dtype": dtype_name(self.factors[0]),
-            "kronecker_shape": json.dumps(self.kronecker_shape.factors),
-            "provenance": json.dumps(dict(provenance or {}), sort_keys=True),
-        }
-        data = save({name: _real(array) for name, array in arrays.items()}, metadata)
-        handle, partial = tempfile.mkstemp(
-            prefix=f".{path.name}.", suffix=".partial", dir=path.parent
-        )
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(partial, 0o644)
-            os.replace(partial, path)
-        except BaseException as error:
-            Path(partial).unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise CheckpointError(f"cannot be written: {error.strerror}", path=path) from error
-            raise
-        return path
+def read_terms(path: Path) -> tuple[Array, tuple[Array, ...]]:
+    """Return the weights and factors of a file as NumPy arrays, bit for bit.
 
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a file of `save`; NumPy arrays, bit for bit.
-
-        Raises
-        ------
-        CheckpointError
-            If the file is missing, damaged, or no separated matrix.
-        """
-        metadata, arrays = _read(Path(path))
-        try:
-            shape = json.loads(metadata["kronecker_shape"])
-            names = ["weights", *(f"factors.{i}" for i in range(len(shape)))]
-            if set(names) != set(arrays):
-                raise ValueError(f"tensors {sorted(arrays)} where {names} belong")
-            complex_values = metadata["dtype"].startswith("complex")
-            stacks = tuple(
-                _complex(arrays[name]) if complex_values else arrays[name] for name in names[1:]
+    Raises
+    ------
+    CheckpointError
+        If the file is missing, damaged, or holds no separated matrix.
+    """
+    metadata, tensors = _read(path)
+    try:
+        shape = json.loads(metadata["kronecker_shape"])
+        factor_names = [f"factors.{i}" for i in range(len(shape))]
+        names = ["weights", *factor_names]
+        if set(names) != set(tensors):
+            raise ValueError(f"tensors {sorted(tensors)} where {names} belong")
+        factors = [tensors[name] for name in factor_names]
+        if metadata["dtype"].startswith("complex"):
+            factors = [_as_complex(factor) for factor in factors]
+        weights = tensors["weights"]
+        stored_shape = factor_shape(factors)
+        check_weights(stored_shape, factors, weights)
+        pairs = [list(pair) for pair in stored_shape.factors]
+        if pairs != shape or dtype_name(factors[0]) != metadata["dtype"]:
+            raise ValueError(
+                f"its tensors are {pairs}, its header says {shape} of {metadata['dtype']}"
             )
-            matrix = cls(arrays["weights"], stacks)
-            tiling = [list(pair) for pair in matrix.kronecker_shape.factors]
-            if tiling != shape or dtype_name(stacks[0]) != metadata["dtype"]:
-                raise ValueError(
-                    f"its tensors are {tiling}, its header says {shape} of {metadata['dtype']}"
-                )
-        except (KeyError, TypeError, AttributeError, ValueError, LsrError) as error:
-            raise CheckpointError(f"not a whole {KIND}: {error}", path=path) from error
-        return matrix
+    except (KeyError, TypeError, AttributeError, ValueError, LsrError) as error:
+        raise CheckpointError(f"not a whole {FILE_KIND}: {error}", path=path) from error
+    return weights, tuple(factors)
 
 
 def read_provenance(path: str | Path) -> dict[str, Any]:
-    """What `SeparatedMatrix.save` was told about where the matrix came from.
+    """Return what `SeparatedMatrix.save` was told about where the matrix came from.
 
     Parameters
     ----------
@@ -144,44 +134,50 @@ def read_provenance(path: str | Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return metadata and tensors of a file of this kind."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise CheckpointError(
-            "is not a file" if path.exists() else "there is no such file", path=path
-        )
+        reason = "is not a file" if path.exists() else "there is no such file"
+        raise CheckpointError(reason, path=path)
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
-            if metadata.get("kind") != KIND:
-                raise CheckpointError(
-                    f"holds no {KIND}; it says kind {metadata.get('kind')!r}", path=path
-                )
-            return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            kind = metadata.get("kind")
+            if kind != FILE_KIND:
+                raise CheckpointError(f"holds no {FILE_KIND}; it says kind {kind!r}", path=path)
+            names = file.keys()
+            return metadata, {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"not a safetensors file: {reason}", path=path) from error
 
 
 def _check_place(path: Path, overwrite: bool) -> None:
+    """Raise `CheckpointError` unless a file may be written to this path."""
     if not path.parent.is_dir():
         raise CheckpointError(f"there is no directory {path.parent}", path=path)
-    if path.is_symlink() or path.exists():
-        if not path.is_file() or path.is_symlink():
-            raise CheckpointError("is there and is no regular file", path=path)
-        if not overwrite:
-            raise CheckpointError("is there already; pass overwrite=True to replace it", path=path)
-        _read(path)  # refuses what is not ours
+    if not path.is_symlink() and not path.exists():
+        return
+    if path.is_symlink() or not path.is_file():
+        raise CheckpointError("is there and is no regular file", path=path)
+    if not overwrite:
+        raise CheckpointError("is there already; pass overwrite=True to replace it", path=path)
+    _read(path)  # refuses a file of another kind
 
 
-def _real(array: Any) -> Any:
+def _as_real(array: np.ndarray) -> np.ndarray:
+    """Return real arrays as they are, complex ones with real and imaginary parts along a last axis."""
     array = np.ascontiguousarray(array)
-    return (
-        array.view(array.real.dtype).reshape(*array.shape, 2) if np.iscomplexobj(array) else array
-    )
+    if not np.iscomplexobj(array):
+        return array
+    return array.view(array.real.dtype).reshape(*array.shape, 2)
 
 
-def _complex(array: Any) -> Any:
+def _as_complex(array: np.ndarray) -> np.ndarray:
+    """Return the complex array whose real and imaginary parts lie along the last axis."""
     if array.shape[-1] != 2:
         raise ValueError("a complex tensor needs a last axis of length 2")
-    return np.ascontiguousarray(array).view(np.result_type(array.dtype, np.complex64))[..., 0]
+    complex_dtype = np.result_type(array.dtype, np.complex64)
+    complex_array: np.ndarray = np.ascontiguousarray(array).view(complex_dtype)[..., 0]
+    return complex_array

@@ -1,26 +1,62 @@
-"""SeparatedMatrix, Σ_k λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾ with unit factors, and the product of two, (Σ B1 ⊗ B2)(Σ A1 ⊗ A2).
-
-Each is used as a matrix, changed in form, rounded; of a product also its gauge, norm and expansion
-to a plain LoRA.
-"""
+"""`SeparatedMatrix`, Σ_k λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾ with unit factors, used as a matrix and never formed unasked."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Self
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
+import array_api_compat
 import numpy as np
 
-from lsrdecomp.arrays import Array, as_double, like, namespace, norm, to_numpy
-from lsrdecomp.errors import ShapeError
-from lsrdecomp.kronecker.algebra import Algebra
-from lsrdecomp.kronecker.entries import Entries
-from lsrdecomp.kronecker.files import Files
-from lsrdecomp.kronecker.shape import ProductShape
+from lsrdecomp.arrays import (
+    Array,
+    as_double,
+    as_floating,
+    conjugate,
+    device,
+    is_complex,
+    like,
+    namespace,
+    norm,
+    to_numpy,
+)
+from lsrdecomp.errors import PrecisionError, ShapeError
+from lsrdecomp.kronecker.entries import diagonal_entries, get_entries
+from lsrdecomp.kronecker.files import read_terms, write_terms
+from lsrdecomp.kronecker.normalization import (
+    check_weights,
+    factor_columns,
+    normalized_terms,
+    triangular_core,
+    with_common_dtype,
+)
+from lsrdecomp.kronecker.rearrange import (
+    apply_sum_of_kroneckers,
+    factor_shape,
+    sum_of_kroneckers,
+)
 from lsrdecomp.precision import precision, round_to
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
 
-class SeparatedMatrix(Algebra, Entries, Files):
+    from lsrdecomp.kronecker.shape import KroneckerShape
+
+UFUNC_OPERATORS = {
+    np.matmul: "matmul",
+    np.add: "add",
+    np.subtract: "sub",
+    np.multiply: "mul",
+    np.true_divide: "truediv",
+}
+"""NumPy's functions that the operators of `SeparatedMatrix` stand for."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SeparatedMatrix:
     """A matrix as a sum of s Kronecker products of d factors, on arrays of any library; it is never formed unasked.
 
     Parameters
@@ -35,14 +71,18 @@ class SeparatedMatrix(Algebra, Entries, Files):
 
     **Contents.** A chapter each, in this order below:
 
+    - *Terms*: ``from_factors weights factors separation_rank order kronecker_shape shape dtype
+      parameters norm condition to_matrix max_formed_entries``
     - *Form*: ``canonical truncate folded round_to astype in_double``
     - *Algebra*: ``+ - * /`` with numbers, arrays and each other, ``kron``, ``inner``
     - *Action*: ``@ dot matvec matmat rmatvec rmatmat``, ``A @ B``, ``T mT H mH conj transpose
       adjoint``, ``ndim size to_numpy to_linear_operator``; NumPy and SciPy take it as it is
     - *Entries*: ``A[i, j]``, rows and columns, ``diagonal``, ``trace``
     - *Files*: ``save``, ``load``
-    - *Terms*: ``from_factors weights factors separation_rank order kronecker_shape shape dtype
-      parameters norm condition to_matrix``
+
+    Every operation returns a new matrix. With numbers and separated matrices the result of
+    ``+ - * /`` is separated; with an array it is an array, and the matrix is formed, as it is for
+    ``numpy.asarray`` and NumPy's functions: up to `max_formed_entries`.
 
     Solving, determinants, eigenvalues, functions and preconditioners are in `lsrdecomp.operators`.
 
@@ -57,43 +97,154 @@ class SeparatedMatrix(Algebra, Entries, Files):
     array([2., 2., 2., 2., 2., 2.])
     """
 
-    def truncate(self, rank: int) -> Self:
-        """The first ``rank`` terms; the best ones where terms are orthogonal (`canonical`)."""
+    weights: Array
+    factors: tuple[Array, ...]
+
+    ndim: ClassVar[int] = 2
+    max_formed_entries: ClassVar[int] = 2**27
+    """Most entries that are formed without being asked by name (`to_matrix`): 1 GiB in double
+    precision."""
+
+    # --- Terms ---------------------------------------------------------------------------------
+
+    def __post_init__(self) -> None:
+        check_weights(self.kronecker_shape, self.factors, self.weights)
+
+    @staticmethod
+    def from_factors(factors: Sequence[Array], weights: Array | None = None) -> SeparatedMatrix:
+        """Normalise: unit factors, norms and signs gathered in λ, terms in descending order, zero terms dropped.
+
+        Parameters
+        ----------
+        factors : sequence of Array, shapes (s, m_i, n_i)
+        weights : Array, shape (s,), optional
+            Multiplies the terms; may have any sign.
+
+        Raises
+        ------
+        PrecisionError
+            If a factor or weight is not finite.
+        """
+        return SeparatedMatrix(*normalized_terms(factors, weights))
+
+    @cached_property
+    def kronecker_shape(self) -> KroneckerShape:
+        """Sizes of the factors of a term."""
+        return factor_shape(self.factors)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns) of the matrix."""
+        return self.kronecker_shape.matrix_shape
+
+    @property
+    def order(self) -> int:
+        """d, the number of Kronecker factors of a term."""
+        return len(self.factors)
+
+    @property
+    def separation_rank(self) -> int:
+        """s, the number of terms."""
+        return int(self.factors[0].shape[0])
+
+    @property
+    def dtype(self) -> Any:
+        """Element type of the factors, and of the matrix."""
+        return self.factors[0].dtype
+
+    @property
+    def size(self) -> int:
+        """Entries of the matrix, were it formed."""
+        return math.prod(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the factors; the weights are folded in when stored."""
+        return self.kronecker_shape.parameters(self.separation_rank)
+
+    @cached_property
+    def norm(self) -> float:
+        """‖M̂‖_F in double precision, from QR factors, so cancellation between terms costs γ·2⁻⁵³ and not γ²·2⁻⁵³."""
+        scale = norm(self.weights)
+        if scale == 0.0:
+            return 0.0
+        core, weights = with_common_dtype(
+            triangular_core(self.factors), as_double(self.weights) / scale
+        )
+        return scale * norm(core @ weights)
+
+    @property
+    def condition(self) -> float:
+        """γ = (Σλ²)^½ / ‖M̂‖_F: how much larger the terms are than their sum [1]_. One for orthogonal terms.
+
+        .. [1] G. Beylkin and M. J. Mohlenkamp, SIAM J. Sci. Comput. 26 (2005), eq. (3.11).
+               doi:10.1137/040604959
+        """
+        if self.separation_rank == 0:
+            return 1.0
+        return norm(self.weights) / self.norm if self.norm > 0.0 else math.inf
+
+    def to_matrix(self) -> Array:
+        """Return the matrix, formed; shape (rows, columns)."""
+        return sum_of_kroneckers(self.factors, self._coefficients)
+
+    @property
+    def _coefficients(self) -> Array:
+        """λ in the element type of the factors, which may be complex."""
+        if not is_complex(self.factors[0]):
+            return self.weights
+        return namespace(*self.factors).astype(self.weights, self.dtype)
+
+    def __repr__(self) -> str:
+        rows, columns = self.shape
+        return (
+            f"SeparatedMatrix({rows}×{columns} as {self.separation_rank} × [{self.kronecker_shape}], "
+            f"{self.parameters:,} parameters, γ = {self.condition:.3g})"
+        )
+
+    # --- Form ----------------------------------------------------------------------------------
+
+    def truncate(self, rank: int) -> SeparatedMatrix:
+        """Return the first ``rank`` terms; the best ones where terms are orthogonal (`canonical`)."""
         if rank < 0:
             raise ShapeError(f"a separation rank cannot be negative, got {rank}")
         terms = min(rank, self.separation_rank)
-        return self._of(self.weights[:terms], tuple(f[:terms, :, :] for f in self.factors))
+        return SeparatedMatrix(self.weights[:terms], tuple(f[:terms, :, :] for f in self.factors))
 
-    def canonical(self) -> Self:
-        """The same matrix with orthogonal terms, γ = 1, for two factors: the SVD of the rearrangement from QR factors.
+    def canonical(self) -> SeparatedMatrix:
+        """Return the same matrix with orthogonal terms, γ = 1, for two factors.
 
-        Cost O((p + q)·s²) for factors of p and q entries. Raises `ShapeError` for another number of
-        factors, where no such form exists.
+        The SVD of the rearrangement from QR factors; cost O((p + q)·s²) for factors of p and q
+        entries. Raises `ShapeError` for another number of factors, where no such form exists.
         """
         if self.order != 2:
             raise ShapeError(
                 f"orthogonal terms exist for two factors; this matrix has {self.order}"
             )
         xp = namespace(*self.factors)
-        (left, r_left), (right, r_right) = (xp.linalg.qr(as_double(c)) for c in self._columns())
-        core = (r_left * as_double(self.weights)) @ xp.matrix_transpose(r_right)
+        left_columns, right_columns = (as_double(c) for c in factor_columns(self.factors))
+        left, left_triangle = xp.linalg.qr(left_columns)
+        right, right_triangle = xp.linalg.qr(right_columns)
+        core = (left_triangle * as_double(self.weights)) @ xp.matrix_transpose(right_triangle)
         u, sigma, vh = xp.linalg.svd(core, full_matrices=False)
+
+        terms = sigma.shape[0]
         (m, n), (p, q) = self.kronecker_shape.factors
-        s = sigma.shape[0]
-        first = xp.reshape(xp.matrix_transpose(left @ u), (s, m, n))
-        second = xp.reshape(vh @ xp.matrix_transpose(right), (s, p, q))
-        return self.from_factors(
-            (xp.astype(first, self.dtype), xp.astype(second, self.dtype)),
-            xp.astype(sigma, self.weights.dtype),
-        )
+        first = xp.reshape(xp.matrix_transpose(left @ u), (terms, m, n))
+        second = xp.reshape(vh @ xp.matrix_transpose(right), (terms, p, q))
+        factors = xp.astype(first, self.dtype), xp.astype(second, self.dtype)
+        return self.from_factors(factors, xp.astype(sigma, self.weights.dtype))
 
     def folded(self) -> tuple[Array, ...]:
-        """Factors with λ_k^{1/d} folded into each: what is stored and trained."""
-        root = self._weights() ** (1.0 / self.order)
+        """Return factors with λ_k^{1/d} folded into each: what is stored and trained."""
+        root = self._coefficients ** (1.0 / self.order)
         return tuple(f * root[:, None, None] for f in self.factors)
 
-    def round_to(self, storage: str, *, scaled: bool = False) -> Self:
-        """What a reader of factors stored as ``storage`` gets: of the folded factors, or of unit factors beside λ.
+    def round_to(self, storage: str, *, scaled: bool = False) -> SeparatedMatrix:
+        """Return what a reader of factors stored as ``storage`` gets: of the folded factors, or of unit factors beside λ.
 
         Parameters
         ----------
@@ -111,151 +262,445 @@ class SeparatedMatrix(Algebra, Entries, Files):
         """
         if not scaled or self.separation_rank == 0:
             return self.from_factors([round_to(f, storage) for f in self.folded()])
-        largest, weights, rounded = precision(storage).largest, self.weights, []
+        weights = self.weights
+        rounded = []
         for factor in self.factors:
-            xp = namespace(factor)
-            peak = to_numpy(xp.max(xp.abs(factor), axis=(1, 2))).astype(np.float64)
-            power = (
-                np.exp2(np.floor(np.log2(largest / peak))) if largest < 1e30 else np.ones_like(peak)
-            )
-            rounded.append(round_to(factor * like(power, self.weights)[:, None, None], storage))
-            weights = weights / like(power, weights)
+            power = like(_power_to_upper_end(factor, storage), self.weights)
+            rounded.append(round_to(factor * power[:, None, None], storage))
+            weights = weights / power
         return self.from_factors(rounded, weights)
 
-    def astype(self, name: str) -> Self:
-        """The same terms held in ``float32``, ``float64``, ``complex64`` or ``complex128`` for computing."""
+    def astype(self, name: str) -> SeparatedMatrix:
+        """Return the same terms held in ``float32``, ``float64``, ``complex64`` or ``complex128`` for computing."""
         xp = namespace(*self.factors)
-        kind = getattr(xp, name)
-        real = getattr(xp, name.replace("complex64", "float32").replace("complex128", "float64"))
-        return self._of(
-            xp.astype(self.weights, real), tuple(xp.astype(f, kind) for f in self.factors)
-        )
+        dtype = getattr(xp, name)
+        real_name = {"complex64": "float32", "complex128": "float64"}.get(name, name)
+        weights = xp.astype(self.weights, getattr(xp, real_name))
+        return SeparatedMatrix(weights, tuple(xp.astype(f, dtype) for f in self.factors))
 
-    def __repr__(self) -> str:
-        rows, columns = self.shape
-        return (
-            f"SeparatedMatrix({rows}×{columns} as {self.separation_rank} × [{self.kronecker_shape}], "
-            f"{self.parameters:,} parameters, γ = {self.condition:.3g})"
-        )
+    def in_double(self) -> SeparatedMatrix:
+        """Return the same terms in float64 or complex128."""
+        factors = with_common_dtype(*(as_double(f) for f in self.factors))
+        return SeparatedMatrix(as_double(self.weights), tuple(factors))
 
+    # --- Algebra -------------------------------------------------------------------------------
 
-@dataclass(frozen=True, eq=False, repr=False)
-class SeparatedProduct:
-    """ΔW = B̂ Â with both sides separated: the adapter of the paper, eq. for ΔW in section "Our Approach".
+    @overload
+    def __add__(self, other: SeparatedMatrix | complex) -> SeparatedMatrix: ...
+    @overload
+    def __add__(self, other: Any) -> Any: ...
+    def __add__(self, other: Any) -> Any:
+        """Entrywise sum: the terms of both; a number adds one term of ones. Cost of moving the factors."""
+        if isinstance(other, SeparatedMatrix):
+            self._require_same_shape(other, "add")
+            xp = namespace(*self.factors, *other.factors)
+            pairs = zip(self.factors, other.factors, strict=True)
+            factors = [xp.concat(with_common_dtype(f, g), axis=0) for f, g in pairs]
+            weights = xp.concat(with_common_dtype(self.weights, other.weights))
+            return self.from_factors(factors, weights)
+        if _is_number(other):
+            return self if _is_zero(other) else self + self._ones() * other
+        return self._form("adding an array") + self._as_operand(other)
 
-    Parameters
-    ----------
-    left : SeparatedMatrix, shape (m, r)
-        B̂, the out side.
-    right : SeparatedMatrix, shape (r, n)
-        Â, the in side; its row splits equal the column splits of ``left``.
+    def __radd__(self, other: Any) -> Any:
+        return self + other
 
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from lsrdecomp import SeparatedMatrix
-    >>> from lsrdecomp.kronecker import SeparatedProduct
-    >>> left = SeparatedMatrix.from_factors([np.ones((1, 4, 1)), np.eye(2)[None]])
-    >>> product = SeparatedProduct(left, left.T)
-    >>> product.shape, product.parameters, [factor.shape for factor in product.to_lora()]
-    ((8, 8), 16, [(8, 2), (2, 8)])
-    """
+    def __neg__(self) -> SeparatedMatrix:
+        return SeparatedMatrix(self.weights, (-self.factors[0], *self.factors[1:]))
 
-    left: SeparatedMatrix
-    right: SeparatedMatrix
+    def __pos__(self) -> SeparatedMatrix:
+        return self
 
-    def __post_init__(self) -> None:
-        inner = self.left.kronecker_shape.columns, self.right.kronecker_shape.rows
-        if inner[0] != inner[1]:
+    @overload
+    def __sub__(self, other: SeparatedMatrix | complex) -> SeparatedMatrix: ...
+    @overload
+    def __sub__(self, other: Any) -> Any: ...
+    def __sub__(self, other: Any) -> Any:
+        if hasattr(other, "toarray"):  # a sparse matrix of SciPy
+            other = other.toarray()
+        return self + (-other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return (-self) + other
+
+    @overload
+    def __mul__(self, other: SeparatedMatrix | complex) -> SeparatedMatrix: ...
+    @overload
+    def __mul__(self, other: Any) -> Any: ...
+    def __mul__(self, other: Any) -> Any:
+        """Entrywise product: by (A ⊗ B) ∘ (C ⊗ D) = (A ∘ C) ⊗ (B ∘ D) at most s·t terms."""
+        if isinstance(other, SeparatedMatrix):
+            self._require_same_shape(other, "multiply")
+            return self._combine_terms(other, lambda a, b: a * b)
+        if _is_number(other):
+            return self.from_factors((self.factors[0] * other, *self.factors[1:]), self.weights)
+        return self._form("multiplying by an array") * self._as_operand(other)
+
+    @overload
+    def __rmul__(self, other: complex) -> SeparatedMatrix: ...
+    @overload
+    def __rmul__(self, other: Any) -> Any: ...
+    def __rmul__(self, other: Any) -> Any:
+        return self * other
+
+    @overload
+    def __truediv__(self, other: SeparatedMatrix | complex) -> SeparatedMatrix: ...
+    @overload
+    def __truediv__(self, other: Any) -> Any: ...
+    def __truediv__(self, other: Any) -> Any:
+        """Entrywise quotient: by a number, an array, or a separated matrix of one term without zero entries."""
+        if isinstance(other, SeparatedMatrix):
+            self._require_same_shape(other, "divide")
+            if other.separation_rank != 1:
+                raise ShapeError(
+                    "an entrywise quotient is a sum of Kronecker products for a divisor of one "
+                    f"term; this one has {other.separation_rank}. Divide formed matrices: "
+                    "A / B.to_matrix()"
+                )
+            return self * other._reciprocal()
+        if _is_number(other):
+            if _is_zero(other):
+                raise ZeroDivisionError("a separated matrix divided by zero")
+            return self * (1.0 / other)
+        return self._form("dividing by an array") / self._as_operand(other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        """``c / A`` entry by entry; separated for a number over one term, else an array."""
+        if not _is_number(other):
+            return self._as_operand(other) / self._form("dividing by a separated matrix")
+        if self.separation_rank == 1:
+            return self._reciprocal() * other
+        return other / self._form("dividing by a separated matrix")
+
+    def _reciprocal(self) -> SeparatedMatrix:
+        """Return the entrywise reciprocal of a matrix of one term."""
+        for i, factor in enumerate(self.factors, 1):
+            if bool(namespace(factor).any(factor == 0)):
+                raise PrecisionError(
+                    f"factor {i} of the divisor has zero entries: the quotient is not finite"
+                )
+        return self.from_factors([1.0 / f for f in self.factors], 1.0 / self.weights)
+
+    def kron(self, other: SeparatedMatrix) -> SeparatedMatrix:
+        """Return A ⊗ B: the factors of both one after the other, s·t terms."""
+        s, t = self.separation_rank, other.separation_rank
+        left = [_repeat_terms(f[:, None, :, :], s, t) for f in self.factors]
+        right = [_repeat_terms(g[None, :, :, :], s, t) for g in other.factors]
+        return self.from_factors((*left, *right), self._weight_pairs(other))
+
+    def inner(self, other: SeparatedMatrix) -> Any:
+        """Return ⟨A, B⟩ = tr(Aᴴ B) = Σ_k Σ_l λ_k κ_l Π_i ⟨A_k⁽ⁱ⁾, B_l⁽ⁱ⁾⟩, a number in double precision.
+
+        Cost s·t·Σ m_i n_i. Rounding errors are of the size γ_A γ_B 2⁻⁵³‖A‖‖B‖; for a norm use
+        ``norm``, which loses only γ.
+        """
+        self._require_same_shape(other, "multiply")
+        xp = namespace(*self.factors, *other.factors)
+        gram: Array = 1.0
+        for f, g in zip(self.factors, other.factors, strict=True):
+            a, b = with_common_dtype(as_double(f), as_double(g))
+            a_rows = xp.reshape(a, (a.shape[0], a.shape[1] * a.shape[2]))
+            b_rows = xp.reshape(b, (b.shape[0], b.shape[1] * b.shape[2]))
+            gram = gram * (conjugate(a_rows) @ xp.matrix_transpose(b_rows))
+        weights = as_double(self.weights)[:, None] * as_double(other.weights)[None, :]
+        return xp.sum(gram * weights)
+
+    def _combine_terms(
+        self, other: SeparatedMatrix, operation: Callable[[Array, Array], Array]
+    ) -> SeparatedMatrix:
+        """Return Σ_k Σ_l of ``operation`` on the factors of term k of this and term l of the other."""
+        xp = namespace(*self.factors, *other.factors)
+        terms = self.separation_rank * other.separation_rank
+        factors = []
+        for f, g in zip(self.factors, other.factors, strict=True):
+            a, b = with_common_dtype(f, g)
+            combined = operation(a[:, None, :, :], b[None, :, :, :])
+            factors.append(xp.reshape(combined, (terms, *combined.shape[2:])))
+        return self.from_factors(factors, self._weight_pairs(other))
+
+    def _weight_pairs(self, other: SeparatedMatrix) -> Array:
+        """Return λ_k κ_l of every pair of terms, shape (s·t,)."""
+        xp = namespace(*self.factors, *other.factors)
+        products = self.weights[:, None] * other.weights[None, :]
+        return xp.reshape(products, (self.separation_rank * other.separation_rank,))
+
+    def _require_same_shape(self, other: SeparatedMatrix, verb: str) -> None:
+        if self.kronecker_shape != other.kronecker_shape:
             raise ShapeError(
-                f"inner splits differ: {self.left.kronecker_shape} against {self.right.kronecker_shape}"
+                f"cannot {verb} {self.kronecker_shape} and {other.kronecker_shape}: the factor sizes differ"
             )
 
-    @property
-    def product_shape(self) -> ProductShape:
-        left, right = self.left.kronecker_shape, self.right.kronecker_shape
-        return ProductShape(left.rows, left.columns, right.columns)
+    def _ones(self) -> SeparatedMatrix:
+        xp = namespace(*self.factors)
+        factors = []
+        for factor in self.factors:
+            size = (1, *factor.shape[1:])
+            factors.append(xp.ones(size, dtype=factor.dtype, device=device(factor)))
+        return self.from_factors(factors)
+
+    # --- Action --------------------------------------------------------------------------------
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.left.shape[0], self.right.shape[1]
+    def mT(self) -> SeparatedMatrix:  # noqa: N802 - the array API's name
+        """Transpose, term by term."""
+        xp = namespace(*self.factors)
+        return SeparatedMatrix(self.weights, tuple(xp.matrix_transpose(f) for f in self.factors))
 
     @property
-    def separation_ranks(self) -> tuple[int, int]:
-        """Terms of the out side and of the in side."""
-        return self.left.separation_rank, self.right.separation_rank
+    def T(self) -> SeparatedMatrix:  # noqa: N802
+        """Transpose."""
+        return self.mT
+
+    def conj(self) -> SeparatedMatrix:
+        """Return the complex conjugate, entry by entry."""
+        return SeparatedMatrix(self.weights, tuple(conjugate(f) for f in self.factors))
 
     @property
-    def parameters(self) -> int:
-        return self.left.parameters + self.right.parameters
+    def mH(self) -> SeparatedMatrix:  # noqa: N802
+        """Conjugate transpose."""
+        return self.conj().mT
 
     @property
-    def condition(self) -> float:
-        """The larger γ of the two sides."""
-        return max(self.left.condition, self.right.condition)
+    def H(self) -> SeparatedMatrix:  # noqa: N802
+        """Conjugate transpose."""
+        return self.mH
 
-    def to_lora(self) -> tuple[Array, Array]:
-        """(B, A) of shapes (m, r) and (r, n) with B A = ΔW: exact, and every LoRA server loads it."""
-        return self.left.to_matrix(), self.right.to_matrix()
+    def transpose(self) -> SeparatedMatrix:
+        """Return the transpose."""
+        return self.mT
 
-    def to_matrix(self) -> Array:
-        """ΔW, formed; shape (m, n)."""
-        left, right = self.to_lora()
-        return left @ right
+    def adjoint(self) -> SeparatedMatrix:
+        """Return the conjugate transpose."""
+        return self.mH
 
-    def __matmul__(self, x: Array) -> Array:
-        return self.left @ (self.right @ x)
+    def dot(self, x: Any) -> Any:
+        """Return ``A @ x``: of an array (n,) or (n, b) the image, of a separated matrix the product of terms."""
+        return self @ x
 
-    def canonical(self) -> SeparatedProduct:
-        """The same product with orthogonal terms on each side (γ = 1) and equal norms of the sides."""
-        left, right = self.left.canonical(), self.right.canonical()
-        sizes = (
-            norm(left.weights),
-            norm(right.weights),
-        )  # of the sides, for their terms are orthogonal
-        if not min(sizes) > 0.0:
-            return SeparatedProduct(left, right)
-        ratio = (sizes[1] / sizes[0]) ** 0.5
-        return SeparatedProduct(
-            SeparatedMatrix(left.weights * ratio, left.factors),
-            SeparatedMatrix(right.weights / ratio, right.factors),
+    @overload
+    def __matmul__(self, x: SeparatedMatrix) -> SeparatedMatrix: ...
+    @overload
+    def __matmul__(self, x: Any) -> Any: ...
+    def __matmul__(self, x: Any) -> Any:
+        """Apply to a vector (n,) or columns (n, b), never forming the matrix; of another separated matrix A B.
+
+        By (A ⊗ B)(C ⊗ D) = AC ⊗ BD a product of s and t terms has at most s·t;
+        `lsrdecomp.recompress` finds how few serve [1]_. Raises `ShapeError` where sizes, or the
+        inner splits of two separated matrices, disagree.
+
+        .. [1] G. Beylkin and M. J. Mohlenkamp, SIAM J. Sci. Comput. 26 (2005), sec. 2.
+               doi:10.1137/040604959
+        """
+        if not isinstance(x, SeparatedMatrix):
+            return self.matmat(x)
+        columns = self.kronecker_shape.columns
+        rows = x.kronecker_shape.rows
+        if columns != rows:
+            raise ShapeError(
+                f"inner sizes differ: columns split {columns}, rows split {rows}; form one by to_matrix()"
+            )
+        return self._combine_terms(x, lambda a, b: a @ b)
+
+    def __rmatmul__(self, x: Any) -> Array:
+        """Return ``x @ A`` for a row vector (m,) or rows (b, m)."""
+        x = self._as_operand(x)
+        if x.ndim != 2:
+            return self.mT.matmat(x)
+        xp = namespace(x)
+        return xp.matrix_transpose(self.mT.matmat(xp.matrix_transpose(x)))
+
+    def matvec(self, x: Array) -> Array:
+        """Return A x for x of shape (n,) or (n, 1)."""
+        return self.matmat(x)
+
+    def matmat(self, x: Array) -> Array:
+        """Return A X for X of shape (n, b)."""
+        x = self._as_operand(x)
+        if x.dtype == self.dtype:
+            return apply_sum_of_kroneckers(self.factors, self._coefficients, x)
+        xp = namespace(x, *self.factors)
+        common = xp.result_type(x.dtype, self.dtype)
+        x = xp.astype(x, common)
+        if common == self.dtype:
+            return apply_sum_of_kroneckers(self.factors, self._coefficients, x)
+        factors = tuple(xp.astype(f, common) for f in self.factors)
+        return apply_sum_of_kroneckers(factors, xp.astype(self.weights, common), x)
+
+    def rmatvec(self, y: Array) -> Array:
+        """Return Aᴴ y for y of shape (m,) or (m, 1)."""
+        return self.mH.matmat(y)
+
+    def rmatmat(self, y: Array) -> Array:
+        """Return Aᴴ Y for Y of shape (m, b)."""
+        return self.mH.matmat(y)
+
+    def to_numpy(self) -> SeparatedMatrix:
+        """Return the same terms as NumPy arrays on the host."""
+        return SeparatedMatrix(to_numpy(self.weights), tuple(to_numpy(f) for f in self.factors))
+
+    def to_linear_operator(self) -> Any:
+        """Return a ``scipy.sparse.linalg.LinearOperator`` on NumPy arrays, products with blocks of columns included."""
+        from scipy.sparse.linalg import LinearOperator
+
+        matrix = self.to_numpy()
+        adjoint = matrix.mH
+        return LinearOperator(
+            shape=matrix.shape,
+            dtype=matrix.dtype,
+            matvec=matrix.matvec,
+            rmatvec=adjoint.matvec,
+            matmat=matrix.matmat,
+            rmatmat=adjoint.matmat,
         )
 
-    def round_to(self, storage: str) -> SeparatedProduct:
-        """The product a reader of factors stored as ``storage`` gets."""
-        return SeparatedProduct(self.left.round_to(storage), self.right.round_to(storage))
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Form the matrix for ``numpy.asarray``; at most `max_formed_entries` entries.
 
-    def folded(self) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        """Factors of the out side and of the in side with the weights folded in."""
-        return self.left.folded(), self.right.folded()
+        Raises `ShapeError` above that, with the bytes it would take and the ways around.
+        """
+        if copy is False:
+            raise ValueError(
+                "a separated matrix is formed anew: np.asarray(A, copy=False) cannot be met"
+            )
+        formed = to_numpy(self._form("numpy.asarray"))
+        return formed if dtype is None else formed.astype(dtype)
 
-    def __repr__(self) -> str:
-        m, n = self.shape
-        return (
-            f"SeparatedProduct({m}×{n} as {self.left.separation_rank} × [{self.left.kronecker_shape}] times "
-            f"{self.right.separation_rank} × [{self.right.kronecker_shape}], {self.parameters:,} parameters)"
-        )
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """Answer ``x @ A``, ``np.matmul(A, x)``, ``2 * A``, …; other functions of NumPy take the formed matrix."""
+        if ufunc in UFUNC_OPERATORS and method == "__call__" and not kwargs:
+            operator = UFUNC_OPERATORS[ufunc]
+            left, right = inputs
+            if isinstance(left, SeparatedMatrix):
+                return getattr(left, f"__{operator}__")(right)
+            return getattr(right, f"__r{operator}__")(left)
+        formed = [np.asarray(x) if isinstance(x, SeparatedMatrix) else x for x in inputs]
+        return getattr(ufunc, method)(*formed, **kwargs)
+
+    def _form(self, verb: str) -> Array:
+        """Return the matrix, formed, unless it is larger than a caller may expect."""
+        if self.size > self.max_formed_entries:
+            rows, columns = self.shape
+            entry_bytes = 16 if is_complex(self.factors[0]) else 8
+            gibibytes = entry_bytes * self.size / 2**30
+            raise ShapeError(
+                f"{verb} would form {rows:,} × {columns:,} entries ({gibibytes:,.3g} GiB in double "
+                f"precision; without being asked at most {self.max_formed_entries:,} entries are formed). Products, A[rows], "
+                "A.diagonal() and lsrdecomp.operators need no formed matrix; A.to_matrix() forms it whatever its size"
+            )
+        return self.to_matrix()
+
+    def _as_operand(self, x: Any) -> Array:
+        """Return an array with a floating type in the library of the factors; lists and SciPy's sparse matrices too."""
+        if hasattr(x, "toarray"):
+            x = x.toarray()
+        x = as_floating(x, "x")
+        factor = self.factors[0]
+        if array_api_compat.is_numpy_array(x) is not array_api_compat.is_numpy_array(factor):
+            own_library, other_library = (type(a).__module__.split(".")[0] for a in (factor, x))
+            raise TypeError(
+                f"the factors are arrays of {own_library}, the operand is one of {other_library}; "
+                "A.to_numpy() moves A"
+            )
+        return x
+
+    # --- Entries -------------------------------------------------------------------------------
+
+    def __getitem__(self, key: Any) -> Array:
+        """Return rows, columns, blocks and entries as for a NumPy array, as an array.
+
+        ``A[i]``, ``A[:, j]``, ``A[2:5, ::3]``, ``A[rows]``, ``A[i, j]``; two lists name entries one
+        by one. A row costs s·n, a block (rows, columns) s·d operations an entry.
+
+        Raises
+        ------
+        IndexError
+            For an index outside the matrix, or more than two.
+        """
+        return get_entries(self.kronecker_shape, self.factors, self._coefficients, key)
+
+    def diagonal(self) -> Array:
+        """Return the entries A[i, i], shape (min(m, n),); for square factors Σ_k λ_k ⊗_i diag M_k⁽ⁱ⁾."""
+        return diagonal_entries(self.kronecker_shape, self.factors, self._coefficients)
+
+    def trace(self) -> Any:
+        """Return tr A = Σ_k λ_k Π_i tr M_k⁽ⁱ⁾ for square factors, a number in double precision.
+
+        Raises `ShapeError` unless the matrix is square.
+        """
+        rows, columns = self.shape
+        if rows != columns:
+            raise ShapeError(f"a matrix of {rows} × {columns} has no trace")
+        xp = namespace(*self.factors)
+        if any(m != n for m, n in self.kronecker_shape.factors):
+            return xp.sum(as_double(self.diagonal()))
+        traces = as_double(self._coefficients)
+        for factor in self.factors:
+            traces = traces * xp.linalg.trace(as_double(factor))
+        return xp.sum(traces)
+
+    # --- Files ---------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        provenance: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """Write weights and factors as they are to one safetensors file, whole or not at all.
+
+        Parameters
+        ----------
+        path : path
+        provenance : mapping, optional
+            Where the matrix came from, anything JSON can hold; `read_provenance` gives it back.
+        overwrite : bool
+            Replace a file of this kind that is there.
+
+        Raises
+        ------
+        CheckpointError
+            If there is something at ``path`` (but for a regular file with ``overwrite``), or its
+            directory is missing.
+        """
+        path = Path(path)
+        write_terms(path, self.weights, self.factors, provenance=provenance, overwrite=overwrite)
+        return path
+
+    @staticmethod
+    def load(path: str | Path) -> SeparatedMatrix:
+        """Read a file of `save`; NumPy arrays, bit for bit.
+
+        Raises
+        ------
+        CheckpointError
+            If the file is missing, damaged, or no separated matrix.
+        """
+        return SeparatedMatrix(*read_terms(Path(path)))
 
 
-def low_rank_product(left: Array, right: Array) -> SeparatedProduct:
-    """Plain factors (m, r) and (r, n) as a separated product of one term of one factor a side: exact.
+def _power_to_upper_end(factor: Array, storage: str) -> np.ndarray:
+    """Return, for each term, the power of two that brings its largest entry to the upper end of a format's range."""
+    xp = namespace(factor)
+    peak = to_numpy(xp.max(xp.abs(factor), axis=(1, 2))).astype(np.float64)
+    largest = precision(storage).largest
+    if largest >= 1e30:  # the range of float32: unit factors lose nothing in it
+        return np.ones_like(peak)
+    power: np.ndarray = np.exp2(np.floor(np.log2(largest / peak)))
+    return power
 
-    Parameters
-    ----------
-    left, right : Array, shapes (m, r) and (r, n)
 
-    Returns
-    -------
-    SeparatedProduct, shape (m, n)
+def _repeat_terms(factor: Array, s: int, t: int) -> Array:
+    """Return the matrices of a stack that broadcasts to (s, t, …) as a stack of s·t."""
+    xp = namespace(factor)
+    sizes = factor.shape[2:]
+    return xp.reshape(xp.broadcast_to(factor, (s, t, *sizes)), (s * t, *sizes))
 
-    Examples
-    --------
-    >>> import numpy as np
-    >>> product = low_rank_product(np.ones((6, 2)), np.ones((2, 4)))
-    >>> product.shape, product.separation_ranks, bool(np.allclose(product.to_matrix(), 2.0))
-    ((6, 4), (1, 1), True)
-    """
-    return SeparatedProduct(
-        SeparatedMatrix.from_factors((left[None, :, :],)),
-        SeparatedMatrix.from_factors((right[None, :, :],)),
-    )
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number, or an array without dimensions."""
+    return isinstance(value, int | float | complex | np.number) or getattr(value, "ndim", None) == 0
+
+
+def _is_zero(value: Any) -> bool:
+    return bool(value == 0)

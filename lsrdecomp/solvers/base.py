@@ -12,7 +12,8 @@ from lsrdecomp.errors import BudgetError, ShapeError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
+    from lsrdecomp.kronecker.product import SeparatedProduct
+    from lsrdecomp.kronecker.separated import SeparatedMatrix
     from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
     from lsrdecomp.targets.base import LowRank, Target
     from lsrdecomp.targets.weights import NormWeights

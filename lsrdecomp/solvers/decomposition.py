@@ -74,10 +74,6 @@ class Decomposition(SeparatedMatrix):
         object.__setattr__(self, "weights", self.approximation.weights)
         object.__setattr__(self, "factors", self.approximation.factors)
 
-    @classmethod
-    def _of(cls, weights: Array, factors: tuple[Array, ...]) -> SeparatedMatrix:  # type: ignore[override]
-        return SeparatedMatrix(weights, factors)
-
     @property
     def error(self) -> float:
         """‖M − M̂‖_F, absolute."""

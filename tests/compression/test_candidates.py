@@ -13,7 +13,7 @@ from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Search
 from lsrdecomp.compression.shapes import shape_grid
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.kronecker.separated import SeparatedProduct
+from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank

@@ -29,7 +29,8 @@ from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import PrecisionError
 from lsrdecomp.formats import number_formats
 from lsrdecomp.formats.number_formats import nearest_codes, pack, unpack
-from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
+from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank

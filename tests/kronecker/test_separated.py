@@ -11,7 +11,7 @@ from oracles import close, kron_sum
 from lsrdecomp import KroneckerShape, SeparatedMatrix
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker import SeparatedProduct
-from lsrdecomp.kronecker.separated import low_rank_product
+from lsrdecomp.kronecker.product import low_rank_product
 from lsrdecomp.testing import kronecker_shapes, low_rank_pairs, separated_matrices
 
 TWO = kronecker_shapes(order=2)

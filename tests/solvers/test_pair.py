@@ -15,8 +15,9 @@ from scipy.optimize import least_squares
 
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.errors import PrecisionError, ShapeError
+from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.rearrange import kron
-from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.base import Status
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD

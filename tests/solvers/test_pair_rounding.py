@@ -11,7 +11,8 @@ from test_pair import CUBE, SMALL, low_rank, norms
 from lsrdecomp.compression.candidates import Lsr, lsr_candidate, materialize
 from lsrdecomp.compression.layers import Layer, SpillCache
 from lsrdecomp.compression.quantize import quantized_product, refitted_product
-from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
+from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.solvers.pair.quantization_aware import quantize_sequentially

@@ -10,7 +10,7 @@ from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from lsrdecomp import KroneckerShape, LowRank, SeparatedMatrix, decompose
 from lsrdecomp.errors import PrecisionError, ShapeError
-from lsrdecomp.kronecker.separated import low_rank_product
+from lsrdecomp.kronecker.product import low_rank_product
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram
 from lsrdecomp.targets.base import Dense

@@ -9,7 +9,7 @@ from scipy.sparse import coo_array
 
 from lsrdecomp import KroneckerShape, LowRank, SeparatedMatrix, decompose
 from lsrdecomp.errors import PrecisionError, ShapeError
-from lsrdecomp.kronecker.separated import low_rank_product
+from lsrdecomp.kronecker.product import low_rank_product
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.targets import base
 from lsrdecomp.targets.base import Dense

@@ -13,7 +13,7 @@ from lsrdecomp.compression.layers import Layer, SpillCache, StatisticsByLayer, b
 from lsrdecomp.compression.search import Fitted, fit_budget, search_layers
 from lsrdecomp.compression.settings import Budget, Resources, Search
 from lsrdecomp.compression.shapes import Configuration
-from lsrdecomp.kronecker.separated import SeparatedProduct
+from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.base import PairSolution
 from lsrdecomp.solvers.pair.joint_als import JointALS

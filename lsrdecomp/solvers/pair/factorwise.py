@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lsrdecomp.arrays import Array, as_double, namespace
 from lsrdecomp.errors import ShapeError
+from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.rearrange import rearrange
-from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
 from lsrdecomp.solvers.base import PairSolution, Status, Sweep, validate_pair_request
 from lsrdecomp.solvers.progress import SolveProgress
 from lsrdecomp.solvers.svd.dense import as_separated
@@ -17,6 +17,7 @@ from lsrdecomp.targets.weighted import weighted_norm, weighted_residual_norm
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from lsrdecomp.kronecker.separated import SeparatedMatrix
     from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
     from lsrdecomp.targets.base import LowRank
     from lsrdecomp.targets.weights import NormWeights

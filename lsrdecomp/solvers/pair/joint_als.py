@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.arrays import Array, as_double, is_complex, namespace, placed
 from lsrdecomp.errors import PrecisionError, ShapeError
-from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
+from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.solvers.base import Event, PairSolution, Status, Sweep, validate_pair_request
 from lsrdecomp.solvers.batched_terms import safe_ratio
 from lsrdecomp.solvers.pair.descent import steps

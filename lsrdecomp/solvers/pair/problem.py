@@ -26,7 +26,7 @@ from lsrdecomp.targets.weights import Identity
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
-    from lsrdecomp.kronecker.separated import SeparatedProduct
+    from lsrdecomp.kronecker.product import SeparatedProduct
     from lsrdecomp.kronecker.shape import ProductShape
     from lsrdecomp.solvers.batched_terms import Stacks
 

@@ -16,7 +16,7 @@ from lsrdecomp.solvers.pair.problem import PairProblem
 from lsrdecomp.solvers.pair.stacking import Pair, WeightedTargets, start_pair
 
 if TYPE_CHECKING:
-    from lsrdecomp.kronecker.separated import SeparatedProduct
+    from lsrdecomp.kronecker.product import SeparatedProduct
     from lsrdecomp.kronecker.shape import KroneckerShape
     from lsrdecomp.targets.base import LowRank
     from lsrdecomp.targets.weights import NormWeights

@@ -17,7 +17,7 @@ from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights, Weight
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lsrdecomp.kronecker.separated import SeparatedProduct
+    from lsrdecomp.kronecker.product import SeparatedProduct
     from lsrdecomp.kronecker.shape import ProductShape
     from lsrdecomp.targets.base import LowRank
 
