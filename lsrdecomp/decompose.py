@@ -296,10 +296,11 @@ def _goals(
         )
     if rank is not None:
         rank = validate_rank(rank)
-    for name, value in (("rtol", rtol), ("atol", atol)):
-        if value is not None and not (
-            isinstance(value, Real) and math.isfinite(value) and value >= 0
-        ):
+    tolerances: dict[str, Any] = {"rtol": rtol, "atol": atol}  # unchecked, whatever a caller wrote
+    for name, value in tolerances.items():
+        if value is None:
+            continue
+        if not isinstance(value, Real) or not math.isfinite(value) or float(value) < 0.0:
             raise BudgetError(f"{name} must be a number, finite and not negative, got {value!r}")
     goal = rtol * target.norm if rtol is not None else atol
     return rank, goal, None if storage is None else storage_format(storage).name

@@ -91,7 +91,9 @@ def test_the_tables_of_results_are_made_from_files_that_are_here():
 def test_the_reference_has_every_room():
     listed = set(
         re.findall(
-            r"^   (lsrdecomp\S*)$", (DOCS / "api" / "index.md").read_text(encoding="utf-8"), re.M
+            r"^   (lsrdecomp\S*)$",
+            (DOCS / "api" / "index.md").read_text(encoding="utf-8"),
+            re.MULTILINE,
         )
     )
     rooms = {
@@ -102,7 +104,9 @@ def test_the_reference_has_every_room():
 
 def test_every_public_name_says_what_it_is_in_a_sentence():
     for room in re.findall(
-        r"^   (lsrdecomp\S*)$", (DOCS / "api" / "index.md").read_text(encoding="utf-8"), re.M
+        r"^   (lsrdecomp\S*)$",
+        (DOCS / "api" / "index.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
     ):
         module = importlib.import_module(room)
         for name in getattr(module, "__all__", ()):

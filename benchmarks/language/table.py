@@ -111,8 +111,10 @@ def markdown(record: Mapping[str, Any]) -> str:
         rows.sort(key=lambda row: (row["structure"], row["number_bytes"]))
         lines += [f"## {task}, {lora}, by {'parameters' if kind == 'ratio' else 'bytes'}", ""]
         lines += [
-            "| structure | budget | parameters | file, bytes | share of the gain in loss | KL to the LoRA "
-            "| share of its answers | same word | exact | BLEU | KL elsewhere (without it) | seeds |",
+            (
+                "| structure | budget | parameters | file, bytes | share of the gain in loss | KL to the LoRA "
+                "| share of its answers | same word | exact | BLEU | KL elsewhere (without it) | seeds |"
+            ),
             "|---|---|---|---|---|---|---|---|---|---|---|---|",
         ]
         for row in rows:

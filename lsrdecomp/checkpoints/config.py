@@ -274,8 +274,10 @@ def missing_modules(config: Mapping[str, Any], extras: Iterable[str]) -> tuple[s
     if not missing:
         return ()
     return (
-        f"modules_to_save names {', '.join(map(ascii, missing))[:200]}, of which the file holds no tensor: "
-        "it stays as the base has it, and untrained where the base has none",
+        (
+            f"modules_to_save names {', '.join(map(ascii, missing))[:200]}, of which the file holds no tensor: "
+            "it stays as the base has it, and untrained where the base has none"
+        ),
     )
 
 

@@ -311,6 +311,8 @@ def rank_notes(layers: tuple[Layer, ...]) -> tuple[str, ...]:
     first = above[0]
     shape = f"{first.out_features} x {first.in_features}"
     return (
-        f"{len(above)} of {len(layers)} layers have a rank above their size ({first.name}: rank {first.rank} on "
-        f"{shape}): compressing clips it to {min(first.shape)}",
+        (
+            f"{len(above)} of {len(layers)} layers have a rank above their size ({first.name}: rank {first.rank} on "
+            f"{shape}): compressing clips it to {min(first.shape)}"
+        ),
     )

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,12 +34,12 @@ if TYPE_CHECKING:
 
     from lsrdecomp.checkpoints.records import Checkpoint
 
+fcntl: Any
 try:
-    import fcntl
-except (
-    ImportError
-):  # no such locks outside POSIX: leftovers of killed runs then stay until removed by hand
-    fcntl = None  # type: ignore[assignment]
+    fcntl = import_module("fcntl")
+except ImportError:
+    # No such locks outside POSIX: leftovers of killed runs then stay until removed by hand.
+    fcntl = None
 
 WEIGHTS = "adapter_model.safetensors"
 LEFTOVER_AGE = 60.0  # seconds

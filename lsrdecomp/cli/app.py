@@ -33,4 +33,4 @@ def options(
         from importlib.metadata import version as installed
 
         typer.echo(f"lsrdecomp {installed('lsrdecomp')}")
-        raise typer.Exit()
+        raise typer.Exit

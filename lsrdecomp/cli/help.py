@@ -115,7 +115,7 @@ def _show_all(ctx: typer.Context, wanted: bool) -> None:
     if wanted:
         ctx.meta[ALL] = True
         typer.echo(ctx.get_help())
-        raise typer.Exit()
+        raise typer.Exit
 
 
 HelpAll = Annotated[

@@ -90,13 +90,14 @@ class KroneckerShape:
     factors: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
-        if isinstance(self.factors, str):
-            object.__setattr__(self, "factors", self.parse(self.factors).factors)
+        given: Any = self.factors  # a caller may write text, too
+        if isinstance(given, str):
+            given = self.parse(given).factors
         try:
-            factors = tuple((_size(m), _size(n)) for m, n in self.factors)
+            factors = tuple((_size(m), _size(n)) for m, n in given)
         except (TypeError, ValueError) as error:
             raise ShapeError(
-                f"factors must be pairs of positive integers, got {self.factors!r}"
+                f"factors must be pairs of positive integers, got {given!r}"
             ) from error
         if not factors:
             raise ShapeError("a Kronecker shape needs at least one factor")

@@ -7,7 +7,7 @@ from lsrdecomp.errors import MatrixError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 
 
-def check_separated(matrix: SeparatedMatrix) -> SeparatedMatrix:
+def check_separated(matrix: object) -> SeparatedMatrix:
     """The matrix; `MatrixError` for an array or sparse matrix, which is to be decomposed first."""
     if not isinstance(matrix, SeparatedMatrix):
         words = "make one of it by lsrdecomp.decompose(matrix, shape, rtol=1e-12)"

@@ -219,7 +219,7 @@ def test_every_method_of_ours_is_here():
 def test_a_method_written_from_contributing_alone_lives_in_peft(monkeypatch, tmp_path):
     guide = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = guide.split("## Adding a PEFT method")[1]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     (row,) = re.findall(r'`"outer": (Method\(.*?\))`', section)
     module = ModuleType("lsrdecomp.adapters.outer")  # edit 1: the file
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -17,7 +17,9 @@ def commands(folder: Path) -> set[str]:
 
 def table(readme: Path) -> dict[str, str]:
     """The third column of a table of folders, by folder."""
-    rows = re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*) \|", readme.read_text("utf-8"), re.M)
+    rows = re.findall(
+        r"^\| `(\w+)` \| [^|]* \| ([^|]*) \|", readme.read_text("utf-8"), re.MULTILINE
+    )
     return dict(rows)
 
 

@@ -753,7 +753,7 @@ CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 def contributed(monkeypatch: pytest.MonkeyPatch) -> AdapterFormat:
     """The format in the text of CONTRIBUTING.md, at the end of the table."""
     section = CONTRIBUTING.read_text().split("## Adding a format")[1].split("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     module = ModuleType("contributed")
     exec(compile(code, str(CONTRIBUTING), "exec"), module.__dict__)
     monkeypatch.setattr(format_table, "FORMATS", (*FORMATS, module))

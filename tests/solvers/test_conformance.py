@@ -102,7 +102,7 @@ CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 def test_a_solver_written_from_contributing_alone_keeps_the_contract():
     section = CONTRIBUTING.read_text().split("## Adding a solver")[1].split("\n## ")[0]
-    code = re.findall(r"```python\n(.*?)```", section, re.S)[0]
+    code = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
     # Without a name its classes are of the module builtins, and dataclass leaves the builtins among
     # themselves, where torch's compiler walks round and round
     names: dict[str, object] = {"__name__": "contributed"}

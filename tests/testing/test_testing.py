@@ -289,7 +289,7 @@ def test_numbers_that_are_not_finite_are_a_difference():
             "all sides above five",
         ),
         (lambda a, b: np.where(abs(np.kron(a, b)) < 1e-8, 0, np.kron(a, b)), "tiny entries"),
-        (lambda a, b: np.kron(a, b) if a.size and b.size else [][0], "empty first factor"),
+        (lambda a, b: np.kron(a, b) if a.size and b.size else [][0], "empty first factor"),  # noqa: PLE0643
         (lambda a, b: np.nan_to_num(np.kron(a, b)), "not a number"),
     ],
     ids=[

@@ -241,8 +241,10 @@ def notes(results: Results, rows: Sequence[Line]) -> list[str]:
     """What a reader of the table must know."""
     rates = ", ".join(f"{rate:g}" for rate in results.suite.rates)
     said = [
-        "Scores in percent on the dev split, mean ± standard deviation over seeds; rates chosen by the loss on a split "
-        f"of the training set from {rates}, the same for every method.",
+        (
+            "Scores in percent on the dev split, mean ± standard deviation over seeds; rates chosen by the loss on a split "
+            f"of the training set from {rates}, the same for every method."
+        ),
         f"{results.done} of {results.planned} runs done.",
         *(f"{task} skipped: {why}." for task, why in results.skipped.items()),
     ]

@@ -225,10 +225,12 @@ def gains_table(found: Recovery) -> Table:
 def notes(found: Recovery) -> list[str]:
     """What a reader of the table must know."""
     return [
-        "Shares of the LoRA's gain in loss on dev over its head alone, mean ± standard deviation over seeds: 1 is the "
-        f"LoRA, 0 no adapter. Recovery and training from scratch: {found.steps} steps, rates chosen from "
-        f"{', '.join(f'{rate:g}' for rate in found.suite.rates)} by the loss on a split of the training set. The score "
-        "is that after recovery, or of the compressed form where it is not trained.",
+        (
+            "Shares of the LoRA's gain in loss on dev over its head alone, mean ± standard deviation over seeds: 1 is the "
+            f"LoRA, 0 no adapter. Recovery and training from scratch: {found.steps} steps, rates chosen from "
+            f"{', '.join(f'{rate:g}' for rate in found.suite.rates)} by the loss on a split of the training set. The score "
+            "is that after recovery, or of the compressed form where it is not trained."
+        ),
         *(
             [f"Distilled: at most {found.distil} steps on the LoRA's own answers, no labels."]
             if found.distil

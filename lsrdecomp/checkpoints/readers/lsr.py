@@ -160,7 +160,7 @@ class _Expected:
             tuple(t.shape[2] for t in left),
             tuple(t.shape[2] for t in right),
         )
-        configured = self.shapes.get(name, None)
+        configured: ProductShape | None = self.shapes.get(name, None)
         if max(shape.matrix_shape) > LARGEST_SIDE or len(left) > MOST_FACTORS:
             size = " x ".join(map(str, shape.matrix_shape))
             raise left[0].error(f"{len(left)} factors of a {size} matrix; no layer is that large")
