@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from inspect import isgeneratorfunction
 from threading import Lock, local
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -107,7 +107,7 @@ class OneBlasThread(ContextDecorator):
             raise TypeError(f"{function.__name__} is a generator: enter within each of its steps")
         return super().__call__(function)
 
-    def __enter__(self) -> OneBlasThread:
+    def __enter__(self) -> Self:
         here = self._python_thread
         libraries = blas_libraries()
         if here.depth == 0 or here.n_libraries < len(libraries):
