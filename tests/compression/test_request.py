@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import typer
@@ -26,6 +26,9 @@ from lsrdecomp.compression.settings import GOALS, CompressionPlan, Resources
 from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.fidelity import compress as library_module
 from lsrdecomp.fields import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 DEMO = Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"
 DOCS = Path(lsrdecomp.__file__).parent.parent / "docs"
@@ -172,20 +175,19 @@ def leads_elsewhere(road: Road, setting: str) -> bool:
     return False
 
 
-PAIRS = [
-    pytest.param(road, setting, id=f"{road.value} {setting}")
-    for road in Road
-    for setting in sorted({*VALUES, *OWN_OPTIONS})
-    if not leads_elsewhere(road, setting)
-]
+def pairs(settings: Iterable[str]) -> list[Any]:
+    return [
+        pytest.param(road, setting, id=f"{road.value} {setting}")
+        for road in Road
+        for setting in sorted(settings)
+        if not leads_elsewhere(road, setting)
+    ]
 
 
-@pytest.mark.parametrize(("road", "setting"), PAIRS)
+@pytest.mark.parametrize(("road", "setting"), pairs(READ_ON))
 def test_a_setting_reaches_the_road_or_is_refused_in_python(
     road: Road, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if setting not in READ_ON:
-        pytest.skip("an option of the command line's own")
     without, asked = question(road, setting)
     if road in READ_ON[setting]:
         plain = received_in_python(road, without, monkeypatch)
@@ -234,12 +236,10 @@ def received_by_command(settings: dict[str, Any]) -> str:
     raise done.exception or AssertionError(done.output)
 
 
-@pytest.mark.parametrize(("road", "setting"), PAIRS)
+@pytest.mark.parametrize(("road", "setting"), pairs(options_of_the_command()))
 def test_an_option_reaches_the_road_or_is_refused_on_the_command_line(
     road: Road, setting: str, folder: Path
 ) -> None:
-    if setting not in options_of_the_command():
-        pytest.skip("of the library alone")
     without, asked = question(road, setting)
     ending = ".safetensors" if road is Road.TRUNCATED else ""
     without, asked = ({"out": f"small{ending}"} | each for each in (without, asked))
