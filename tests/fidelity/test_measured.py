@@ -367,8 +367,8 @@ def test_goals_that_make_no_sense_are_one_line(folder, lines, tmp_path, words, m
 def test_base_and_texts_go_together(folder, tmp_path):
     given = ["compress", str(folder / "lora"), "--out", str(tmp_path / "out")]
     for words, message in (
-        (["--keep", "0.9"], "name it by --base"),
-        (["--keep", "0.9", "--base", "b"], "give --data FILE"),
+        (["--keep", "0.9"], "give --base and --data with --keep"),
+        (["--keep", "0.9", "--base", "b"], "give --data with --base"),
     ):
         done = CliRunner().invoke(app, [*given, *words])
         assert isinstance(done.exception, lsr.LsrError)
