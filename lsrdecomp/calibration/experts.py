@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lsrdecomp.adapters.kernels import expand
 from lsrdecomp.calibration.errors import CalibrationError
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
-from lsrdecomp.checkpoints.experts import ORDER
+from lsrdecomp.checkpoints.experts import PARAMETER_ORDER
 from lsrdecomp.checkpoints.records import KroneckerLayer, LoraLayer
 from lsrdecomp.errors import UnsupportedError
 from lsrdecomp.precision import unit_roundoff
@@ -55,7 +55,7 @@ class Experts(nn.Module):
         super().__init__()
         self.act_fn = stacked.act_fn
         self.words = words
-        gate_ups, downs = (getattr(stacked, name).data for name in ORDER)
+        gate_ups, downs = (getattr(stacked, name).data for name in PARAMETER_ORDER)
         self.count = len(gate_ups)
         if words:
             for expert, (gate_up, down) in enumerate(zip(gate_ups, downs, strict=True)):
@@ -64,14 +64,14 @@ class Experts(nn.Module):
                     str(expert), nn.ModuleDict({word: _linear(weight) for word, weight in weights})
                 )
         else:
-            for name, weights in zip(ORDER, (gate_ups, downs), strict=True):
+            for name, weights in zip(PARAMETER_ORDER, (gate_ups, downs), strict=True):
                 self.add_module(name, nn.ModuleList(map(_linear, weights)))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         total = torch.zeros_like(hidden_states)
         for expert in range(self.count):
             names = [f"{expert}.{word}" for word in self.words] or [
-                f"{name}.{expert}" for name in ORDER
+                f"{name}.{expert}" for name in PARAMETER_ORDER
             ]
             *inner, down = map(self.get_submodule, names)
             gate, up = torch.cat([layer(hidden_states) for layer in inner], dim=-1).chunk(2, dim=-1)
@@ -95,7 +95,7 @@ def with_lora(model: nn.Module, adapter: str | Path) -> PeftModel:
     stacks = [
         name
         for name, module in model.named_modules()
-        if set(ORDER) <= {part for part, _ in module.named_parameters(recurse=False)}
+        if set(PARAMETER_ORDER) <= {part for part, _ in module.named_parameters(recurse=False)}
     ]
     try:
         source = open_checkpoint(adapter) if stacks else None

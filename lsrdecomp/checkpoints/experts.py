@@ -1,4 +1,4 @@
-"""Experts that PEFT stores stacked, as parameters that ``target_parameters`` names: one layer for each expert.
+"""Experts that PEFT stores stacked, as ``target_parameters`` names them: one layer for each expert.
 
 Of E experts and rank r, ``lora_A`` is (E·r, n) with the rows of an expert together, ``lora_B`` is
 (m, r·E) with the columns of a component together (PEFT 0.21, lora/layer.py, ``ParamWrapper``).
@@ -23,25 +23,37 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints.records import LoraLayer
     from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 
-INNER = ".base_layer"
-ORDER = ("gate_up_proj", "down_proj")
-"""As transformers' modules of experts define them."""
+WRAPPED = ".base_layer"
+"""What PEFT puts behind a module's name for each parameter that was wrapped after this one."""
+PARAMETER_ORDER = ("gate_up_proj", "down_proj")
+"""Parameters in the order in which transformers' modules of experts define them."""
 
 
 class Stacks:
-    """The stacked parameters of a config, called by module and parameter: ``model.layers.0.mlp.experts.down_proj``."""
+    """The stacked parameters of a config, called by module and parameter.
+
+    Such a name is ``model.layers.0.mlp.experts.down_proj``.
+
+    Parameters
+    ----------
+    config : mapping
+        An adapter_config.json.
+    path : Path
+        What errors name.
+    """
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         self.targets: Sequence[str] = config.get("target_parameters") or ()
         self.path = path
 
-    def of_key(self, key: str) -> str | None:
-        """The parameter whose halves are stored under a key; None for a key that is a module's own."""
+    def parameter_of_key(self, key: str) -> str | None:
+        """Return the parameter whose halves lie under a key; None for a key of a module itself."""
         module = key
-        while module.endswith(INNER):
-            module = module.removesuffix(INNER)
+        depth = 0
+        while module.endswith(WRAPPED):
+            module = module.removesuffix(WRAPPED)
+            depth += 1
         parameters = self._parameters(module)
-        depth = (len(key) - len(module)) // len(INNER)
         if not parameters and not depth:
             return None
         if depth >= len(parameters):
@@ -51,73 +63,109 @@ class Stacks:
             raise CheckpointError(text, path=self.path, tensor=key)
         return f"{module}.{parameters[-1 - depth]}"
 
-    def key_of(self, parameter: str) -> str:
-        """The key under which the halves of a parameter are stored."""
+    def key_of_parameter(self, parameter: str) -> str:
+        """Return the key under which the halves of a parameter are stored."""
         module, _, word = parameter.rpartition(".")
         parameters = self._parameters(module)
-        return module + INNER * (len(parameters) - 1 - parameters.index(word))
+        depth = len(parameters) - 1 - parameters.index(word)
+        return module + WRAPPED * depth
 
-    def stack_of(self, name: str) -> str | None:
-        """The parameter that the layer of an expert is in, by its name; None for a layer of a module."""
+    def parameter_of_layer(self, name: str) -> str | None:
+        """Return the parameter that the layer of an expert is in; None for a layer of a module."""
         parameter, _, number = name.rpartition(".")
         module, _, word = parameter.rpartition(".")
         return parameter if number.isdecimal() and word in self._parameters(module) else None
 
-    def check_all_there(self, layers: Iterable[str]) -> None:
-        """Raise `CheckpointError` for a parameter that no layer is an expert of."""
-        parents = [f".{name.rpartition('.')[0]}" for name in layers]
-        missing = [
-            target
-            for target in self.targets
-            if not any(name.endswith(f".{target}") for name in parents)
-        ]
-        if missing:
-            text = f"target_parameters names {ascii(missing[0])[:80]}, of which the file holds no tensor"
-            raise CheckpointError(text, path=self.path)
+    def check_complete(self, layers: Iterable[str]) -> None:
+        """Refuse a config with a parameter of which no layer is an expert."""
+        parameters = [f".{name.rpartition('.')[0]}" for name in layers]
+        for target in self.targets:
+            if not any(parameter.endswith(f".{target}") for parameter in parameters):
+                raise CheckpointError(
+                    f"target_parameters names {ascii(target)[:80]}, of which the file holds no "
+                    "tensor",
+                    path=self.path,
+                )
 
     def _parameters(self, module: str) -> list[str]:
-        words = [
-            word
-            for parent, _, word in (target.rpartition(".") for target in self.targets)
-            if module == parent or module.endswith(f".{parent}")
-        ]
-        if len(words) > 1 and set(words) != set(ORDER):
-            text = f"target_parameters names {', '.join(words)} of one module: their order in the model is not known"
-            raise UnsupportedError(text, path=self.path, tensor=module)
-        return sorted(words, key=ORDER.index) if len(words) > 1 else words
+        """Return the parameters of a module that are targets, in the model's order."""
+        words = []
+        for target in self.targets:
+            parent, _, word = target.rpartition(".")
+            if module == parent or module.endswith(f".{parent}"):
+                words.append(word)
+        if len(words) < 2:
+            return words
+        if set(words) != set(PARAMETER_ORDER):
+            raise UnsupportedError(
+                f"target_parameters names {', '.join(words)} of one module: their order in the "
+                "model is not known",
+                path=self.path,
+                tensor=module,
+            )
+        return sorted(words, key=PARAMETER_ORDER.index)
 
 
 def expert_layers(
-    whole: LoraLayer, rank: int, path: Path, read: Callable[[StoredTensor], Array]
+    stack: LoraLayer, rank: int, path: Path, read: Callable[[StoredTensor], Array]
 ) -> Iterator[LoraLayer]:
-    """A layer for each expert of a stack, called by its number; ``read`` is asked for the stored halves."""
-    count, rest = divmod(whole.rank, rank)
-    if rest or whole.kernel:
-        text = f"shape {whole.down.shape} is no stack of experts of rank {rank}; correct r or rank_pattern in {path.name}"
-        raise whole.down.error(text)
+    """Yield a layer for each expert of a stack, called by its number.
+
+    Parameters
+    ----------
+    stack : LoraLayer
+        All experts as one layer, of the sum of their ranks.
+    rank : int
+        Rank of an expert.
+    path : Path
+        The config, for errors.
+    read : callable
+        Reads a stored half; experts are loaded one by one, so one that remembers is of use.
+    """
+    count, remainder = divmod(stack.rank, rank)
+    if remainder or stack.kernel:
+        raise stack.down.error(
+            f"shape {stack.down.shape} is no stack of experts of rank {rank}; correct r or "
+            f"rank_pattern in {path.name}"
+        )
 
     def up(expert: int) -> Array:
-        return np.ascontiguousarray(read(whole.up).reshape(-1, rank, count)[:, :, expert])
+        halves = read(stack.up).reshape(-1, rank, count)
+        return np.ascontiguousarray(halves[:, :, expert])
 
     def down(expert: int) -> Array:
-        return np.ascontiguousarray(read(whole.down).reshape(count, rank, -1)[expert])
+        halves = read(stack.down).reshape(count, rank, -1)
+        return np.ascontiguousarray(halves[expert])
 
     for expert in range(count):
         yield replace(
-            whole,
-            name=f"{whole.name}.{expert}",
+            stack,
+            name=f"{stack.name}.{expert}",
             rank=rank,
-            up=replace(whole.up, shape=(whole.out_features, rank), fetch=partial(up, expert)),
-            down=replace(whole.down, shape=(rank, whole.in_features), fetch=partial(down, expert)),
+            up=replace(stack.up, shape=(stack.out_features, rank), fetch=partial(up, expert)),
+            down=replace(stack.down, shape=(rank, stack.in_features), fetch=partial(down, expert)),
         )
 
 
-def stacked(pairs: Mapping[int, tuple[Array, Array]], count: int) -> tuple[Array, Array]:
-    """B and A of experts as they are stored: of the largest rank, zero for experts that are left out."""
+def stack_experts(pairs: Mapping[int, tuple[Array, Array]], count: int) -> tuple[Array, Array]:
+    """Lay B and A of experts out as they are stored.
+
+    Parameters
+    ----------
+    pairs : mapping of int to (B, A)
+        By the expert's number; experts that are left out are zero.
+    count : int
+        How many experts there are.
+
+    Returns
+    -------
+    (B, A)
+        (m, r·E) and (E·r, n), r being the largest rank.
+    """
     rank = max(down.shape[0] for _, down in pairs.values())
-    up, down = next(iter(pairs.values()))
-    ups = np.zeros((len(up), rank, count), up.dtype)
-    downs = np.zeros((count, rank, down.shape[1]), down.dtype)
+    first_up, first_down = next(iter(pairs.values()))
+    ups = np.zeros((len(first_up), rank, count), first_up.dtype)
+    downs = np.zeros((count, rank, first_down.shape[1]), first_down.dtype)
     for expert, (up, down) in pairs.items():
         ups[:, : up.shape[1], expert] = up
         downs[expert, : len(down)] = down

@@ -1,4 +1,4 @@
-"""Looking at files before trusting them: kind, size, Git-LFS pointers, JSON of bounded size and depth, digests."""
+"""Looking at files before trusting them: kind, size, Git-LFS pointers, bounded JSON, digests."""
 
 from __future__ import annotations
 
@@ -7,32 +7,33 @@ import json
 import stat
 from typing import TYPE_CHECKING, Any
 
+from lsrdecomp.checkpoints.limits import LIMITS
 from lsrdecomp.errors import CheckpointError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-MAX_JSON = 16 * 2**20
-LFS = b"version https://git-lfs"
+GIT_LFS_START = b"version https://git-lfs"
 SUMS = "SHA256SUMS"
-"""A digest of every file of a directory we write, in the form that the tool ``sha256sum -c``
-reads."""
-EXAMPLES = (".jsonl", ".json", ".csv", ".parquet")
-"""Endings of files of examples, as `lsrdecomp.calibration.dataset` reads them; others hold a text a
+"""File of digests in every directory that is written here; ``sha256sum -c`` reads it."""
+EXAMPLE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+"""Endings of files that `lsrdecomp.calibration.dataset` reads as examples; others hold a text a
 line."""
-LARGEST_SUMS = 2**20
-WRITTEN = ("adapter_model.safetensors", "adapters.safetensors", "adapter_config.json")
-"""Files that act on the model: a record that does not name one vouches for nothing."""
+ADAPTER_FILES = ("adapter_model.safetensors", "adapters.safetensors", "adapter_config.json")
+"""Files that act on the model: digests that leave one of them out vouch for nothing."""
 
 
 def bytes_to_open(weights: Path) -> int:
-    """Bytes of a weight file and of the adapter_config.json beside it, if there is one."""
+    """Return the bytes of a weight file and of an adapter_config.json beside it."""
     config = weights.parent / "adapter_config.json"
-    return weights.stat().st_size + (config.stat().st_size if config.is_file() else 0)
+    config_bytes = config.stat().st_size if config.is_file() else 0
+    return weights.stat().st_size + config_bytes
 
 
 def regular_file_size(path: Path) -> int:
-    """Bytes in a regular file (symbolic links are followed: the Hugging Face cache is made of them).
+    """Return the bytes in a regular file, or refuse what is none.
+
+    Symbolic links are followed: the Hugging Face cache is made of them.
 
     Raises
     ------
@@ -45,28 +46,31 @@ def regular_file_size(path: Path) -> int:
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError("not a regular file", path=path)
         with path.open("rb") as file:
-            start = file.read(256)
+            start = file.read(256)  # a whole Git-LFS pointer
     except FileNotFoundError:
         broken = " (a symbolic link that leads nowhere)" if path.is_symlink() else ""
         raise CheckpointError(f"no such file{broken}", path=path) from None
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", path=path) from error
-    if start.startswith(LFS):
-        size = next(
-            (
-                line[5:].decode("ascii", "replace")
-                for line in start.split(b"\n")
-                if line[:5] == b"size "
-            ),
-            "?",
+    if start.startswith(GIT_LFS_START):
+        raise CheckpointError(
+            "this is a Git-LFS pointer, not the file itself "
+            f"({_size_in_pointer(start)} bytes are elsewhere): run git lfs pull",
+            path=path,
         )
-        text = f"this is a Git-LFS pointer, not the file itself ({size} bytes are elsewhere): run git lfs pull"
-        raise CheckpointError(text, path=path)
     return status.st_size
 
 
+def _size_in_pointer(pointer: bytes) -> str:
+    """Return the size that a Git-LFS pointer declares, or "?"."""
+    for line in pointer.split(b"\n"):
+        if line.startswith(b"size "):
+            return line.removeprefix(b"size ").decode("ascii", "replace")
+    return "?"
+
+
 def read_text_lines(path: Path) -> list[str]:
-    """The lines of a UTF-8 file that hold more than white space.
+    """Read the lines of a UTF-8 file that hold more than white space.
 
     Raises
     ------
@@ -77,8 +81,8 @@ def read_text_lines(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
-        text = f"not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
-        raise CheckpointError(text, path=path) from None
+        reason = f"not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
+        raise CheckpointError(reason, path=path) from None
     lines = [line for line in lines if line.strip()]
     if not lines:
         raise CheckpointError("no line has text", path=path)
@@ -86,80 +90,103 @@ def read_text_lines(path: Path) -> list[str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of at most 16 MiB from a regular file."""
+    """Read a JSON object of at most 16 MiB from a regular file."""
     size = regular_file_size(path)
-    if size > MAX_JSON:
-        raise CheckpointError(f"{size} bytes of JSON; at most {MAX_JSON} are read", path=path)
+    if size > LIMITS.json_bytes:
+        raise CheckpointError(
+            f"{size} bytes of JSON; at most {LIMITS.json_bytes} are read", path=path
+        )
     return parse_json(path.read_bytes(), path)
 
 
 def parse_json(text: bytes, path: Path, *, what: str = "file") -> dict[str, Any]:
-    """A JSON object; a key given twice, a wrong encoding or endless nesting is a `CheckpointError`."""
+    """Parse a JSON object.
+
+    Parameters
+    ----------
+    text : bytes
+        UTF-8; only a file may begin with a byte order mark.
+    path : Path
+        Where it comes from, for errors.
+    what : str
+        Which part of ``path`` it is, for errors.
+
+    Raises
+    ------
+    CheckpointError
+        For a key given twice, a wrong encoding, NaN and infinities, or endless nesting.
+    """
+    encoding = "utf-8-sig" if what == "file" else "utf-8"
     try:
         value = json.loads(
-            text.decode("utf-8-sig" if what == "file" else "utf-8"),
-            object_pairs_hook=_once,
-            parse_constant=_number,
+            text.decode(encoding),
+            object_pairs_hook=_refuse_repeated_keys,
+            parse_constant=_refuse_constant,
         )
     except RecursionError:
         raise CheckpointError(f"the {what}'s JSON is nested too deeply", path=path) from None
     except ValueError as error:
-        raise CheckpointError(
-            f"the {what} is not JSON: {str(error).partition(';')[0][:200]}", path=path
-        ) from None
+        reason = str(error).partition(";")[0][:200]
+        raise CheckpointError(f"the {what} is not JSON: {reason}", path=path) from None
     if not isinstance(value, dict):
-        raise CheckpointError(
-            f"the {what}'s JSON is a {type(value).__name__}, expected an object", path=path
-        )
+        found = type(value).__name__
+        raise CheckpointError(f"the {what}'s JSON is a {found}, expected an object", path=path)
     return value
 
 
-def sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_sums(directory: Path) -> None:
-    """Record the digest of every file in ``directory``."""
-    files = sorted(path for path in directory.iterdir() if path.is_file() and path.name != SUMS)
-    (directory / SUMS).write_text(
-        "".join(f"{sha256(path)}  {path.name}\n" for path in files), encoding="utf-8"
-    )
-
-
-def changed_files(directory: Path) -> tuple[str, ...] | None:
-    """Names of files that are not what was written, or gone; ``None`` where nothing was recorded."""
-    record = directory / SUMS
-    if not record.is_file():
-        return None
-    if record.stat().st_size > LARGEST_SUMS:
-        raise CheckpointError(
-            f"{record.stat().st_size} bytes of digests; not a file written here", path=record
-        )
-    files = {path.name: path for path in directory.iterdir() if path.is_file()}
-    lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
-    listed = {line.partition("  ")[2] for line in lines}
-    changed = [
-        f"{name} (not in {SUMS})"
-        for name in sorted(files)
-        if name in WRITTEN and name not in listed
-    ]
-    for line in lines:
-        digest, _, name = line.partition("  ")
-        if name not in files or sha256(files[name]) != digest:
-            changed.append(name if name in files else ascii(name or line)[1:81])
-    return tuple(changed)
-
-
-def _number(text: str) -> float:
+def _refuse_constant(text: str) -> float:
+    """Refuse NaN and the infinities, which Python reads and JSON does not have."""
     raise ValueError(f"{text} is not a JSON number")
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for name, member in pairs:
         if name in value:
             raise ValueError(f"{name[:200]!r} is given twice")
         value[name] = member
     return value
+
+
+# -- digests of the files of a directory -----------------------------------------------------------
+
+
+def sha256(path: Path) -> str:
+    """Return the hexadecimal SHA-256 of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_sums(directory: Path) -> None:
+    """Record the digest of every file in ``directory``."""
+    files = [path for path in directory.iterdir() if path.is_file() and path.name != SUMS]
+    lines = [f"{sha256(path)}  {path.name}\n" for path in sorted(files)]
+    (directory / SUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def changed_files(directory: Path) -> tuple[str, ...] | None:
+    """Return the names of files that are not what was written, or gone.
+
+    Returns
+    -------
+    tuple of str, or None
+        None where no digests were recorded.
+    """
+    record = directory / SUMS
+    if not record.is_file():
+        return None
+    size = record.stat().st_size
+    if size > LIMITS.digest_bytes:
+        raise CheckpointError(f"{size} bytes of digests; not a file written here", path=record)
+    files = {path.name: path for path in directory.iterdir() if path.is_file()}
+    lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
+    listed = {line.partition("  ")[2] for line in lines}
+    present = files.keys() & set(ADAPTER_FILES)
+    changed = [f"{name} (not in {SUMS})" for name in sorted(present - listed)]
+    for line in lines:
+        digest, _, name = line.partition("  ")
+        if name not in files:
+            changed.append(ascii(name or line)[1:81])  # as a stranger wrote it, but printable
+        elif sha256(files[name]) != digest:
+            changed.append(name)
+    return tuple(changed)

@@ -1,7 +1,6 @@
-"""A format of adapters: what lies at a path before anyone says which it is, and what every reader refuses and returns.
+"""A format of adapters: what lies at a path, and what every reader of it refuses and returns.
 
-Config, weight file and headers are a `Bundle`, which an `AdapterFormat` reads in the words that all of them
-share.
+Config, weight file and headers are a `Bundle`, which an `AdapterFormat` reads.
 """
 
 from __future__ import annotations
@@ -29,12 +28,26 @@ PEFT_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # in PEFT's o
 MLX_WEIGHTS = "adapters.safetensors"
 BESIDE_CONFIG = (*PEFT_WEIGHTS, MLX_WEIGHTS)
 SHARD = re.compile(r"-\d+-of-\d+\.")
-SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+TEXT_SUFFIXES = (".json", ".md", ".txt", ".toml", ".yaml")
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """An adapter as found. ``config`` is None where there is no adapter_config.json."""
+    """An adapter as found: its files, and what their headers say.
+
+    Attributes
+    ----------
+    path : Path
+        As given: a directory or a file.
+    weights : Path
+        The weight file.
+    tensors : Mapping of str to StoredTensor
+    metadata : Mapping of str to str
+        What the header says beside the tensors.
+    config : Mapping, optional
+        The adapter_config.json, where there is one.
+    """
 
     path: Path
     weights: Path
@@ -44,16 +57,18 @@ class Bundle:
 
     @property
     def config_path(self) -> Path:
+        """Where the config lies, or would lie."""
         return self.weights.parent / CONFIG
 
     def config_error(self, message: str) -> CheckpointError:
+        """Make an error that names the config."""
         return CheckpointError(message, path=self.config_path)
 
 
 def open_bundle(
     path: str | PathLike[str], name: str | None = None, max_memory: int | None = None
 ) -> Bundle:
-    """Find config and weights at a path and read the headers; `CheckpointError` if there is not exactly one adapter.
+    """Find config and weights at a path, and read their headers.
 
     Parameters
     ----------
@@ -63,75 +78,101 @@ def open_bundle(
         Weight file or sub-directory to take where a directory has several.
     max_memory : int, optional
         Bytes that a file may have which can only be read whole.
+
+    Raises
+    ------
+    CheckpointError
+        If there is not exactly one adapter.
     """
     path = Path(path)
     target = path / name if name is not None else path
-    if not target.exists() and not target.is_symlink():
-        text, hub = "no such file or directory", re.fullmatch(r"[\w.-]+/([\w.-]+)", path.as_posix())
-        if hub is not None and not path.parent.exists():
-            text += f"; from the Hugging Face hub it comes by: hf download {path.as_posix()} --local-dir {hub[1]}"
-        raise CheckpointError(text, path=target)
-    # Find 1: a file, with the config beside it only if PEFT would take that for its own.
+    if not _is_there(target):
+        raise CheckpointError(_not_found(path), path=target)
     if not target.is_dir():
-        if target.suffix in (".json", ".md", ".txt", ".toml", ".yaml"):
-            there = any(file.suffix in SUFFIXES for file in target.absolute().parent.iterdir())
-            way_out = (
-                f"give its directory, {target.parent}"
-                if there
-                else f"expected one of {', '.join(SUFFIXES)}"
-            )
-            raise CheckpointError(f"holds no weights; {way_out}", path=target)
-        with_config = target.name in BESIDE_CONFIG and (target.parent / CONFIG).exists()
-        return _read(
-            target, target, read_json(target.parent / CONFIG) if with_config else None, max_memory
-        )
-    # Find 2: a directory with a config; of its weights the first that PEFT would look for.
-    if (target / CONFIG).exists() or (target / CONFIG).is_symlink():
-        config = read_json(target / CONFIG)
-        weights = [
-            target / file
-            for file in BESIDE_CONFIG
-            if (target / file).exists() or (target / file).is_symlink()
-        ]
-        if not weights:
-            files = sorted(entry for entry in target.iterdir() if entry.suffix in SUFFIXES)
-            _refuse_shards(target, files)
-            alone = (
-                f"; to read {files[0].name} without the config, say so by name=" if files else ""
-            )
-            text = f"has {CONFIG} but no weights: {' or '.join(PEFT_WEIGHTS)} is missing{alone}"
-            raise CheckpointError(text, path=target)
-        return _read(target, weights[0], config, max_memory)
-    # Find 3: a directory without, if it holds one weight file and no other.
-    files = sorted(file for file in target.iterdir() if file.suffix in SUFFIXES)
-    inner = sorted(entry.name for entry in target.iterdir() if (entry / CONFIG).exists())
+        weights, config = _find_file(target)
+    elif _is_there(target / CONFIG):
+        weights, config = _find_beside_config(target)
+    else:
+        weights, config = _find_only_weights(target), None
+    return _read_bundle(target, weights, config, max_memory)
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether there is anything at a path, a link that leads nowhere included."""
+    return path.exists() or path.is_symlink()
+
+
+def _not_found(path: Path) -> str:
+    """Say that nothing is there, and how it is had if the path looks like a name on the hub."""
+    hub_name = re.fullmatch(r"[\w.-]+/([\w.-]+)", path.as_posix())
+    if hub_name is None or path.parent.exists():
+        return "no such file or directory"
+    command = f"hf download {path.as_posix()} --local-dir {hub_name[1]}"
+    return f"no such file or directory; from the Hugging Face hub it comes by: {command}"
+
+
+def _find_file(file: Path) -> tuple[Path, Mapping[str, Any] | None]:
+    """Take a file for weights, with the config beside it if PEFT would take the two together."""
+    directory = file.parent
+    if file.suffix in TEXT_SUFFIXES:
+        way_out = f"expected one of {', '.join(WEIGHT_SUFFIXES)}"
+        if any(entry.suffix in WEIGHT_SUFFIXES for entry in file.absolute().parent.iterdir()):
+            way_out = f"give its directory, {directory}"
+        raise CheckpointError(f"holds no weights; {way_out}", path=file)
+    if file.name in BESIDE_CONFIG and (directory / CONFIG).exists():
+        return file, read_json(directory / CONFIG)
+    return file, None
+
+
+def _find_beside_config(directory: Path) -> tuple[Path, Mapping[str, Any]]:
+    """Find the weights beside a config: the first that PEFT would look for."""
+    config = read_json(directory / CONFIG)
+    for name in BESIDE_CONFIG:
+        if _is_there(directory / name):
+            return directory / name, config
+    others = _weight_files(directory)
+    _refuse_shards(directory, others)
+    missing = f"has {CONFIG} but no weights: {' or '.join(PEFT_WEIGHTS)} is missing"
+    if others:
+        missing += f"; to read {others[0].name} without the config, say so by name="
+    raise CheckpointError(missing, path=directory)
+
+
+def _find_only_weights(directory: Path) -> Path:
+    """Find the weights in a directory without a config: one file and no other."""
+    files = _weight_files(directory)
+    if len(files) == 1:
+        return files[0]
+    inner = sorted(entry.name for entry in directory.iterdir() if (entry / CONFIG).exists())
     if inner and not files:
         names = ", ".join(map(repr, inner[:8]))
-        raise CheckpointError(f"its adapters lie in {names}: say which by name=", path=target)
-    if len(files) != 1:
-        _refuse_shards(target, files)
+        raise CheckpointError(f"its adapters lie in {names}: say which by name=", path=directory)
+    _refuse_shards(directory, files)
+    found = f"no {CONFIG} and no weight file"
+    if files:
         names = ", ".join(repr(file.name) for file in files[:8])
-        text = (
-            f"{len(files)} weight files ({names}): say which by name="
-            if files
-            else f"no {CONFIG} and no weight file"
-        )
-        raise CheckpointError(
-            f"{text}; expected an adapter directory or one of {', '.join(SUFFIXES)}", path=target
-        )
-    return _read(target, files[0], None, max_memory)
+        found = f"{len(files)} weight files ({names}): say which by name="
+    expected = f"expected an adapter directory or one of {', '.join(WEIGHT_SUFFIXES)}"
+    raise CheckpointError(f"{found}; {expected}", path=directory)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    return sorted(entry for entry in directory.iterdir() if entry.suffix in WEIGHT_SUFFIXES)
 
 
 def _refuse_shards(directory: Path, files: Sequence[Path]) -> None:
     """Say of a file in parts that it is one, and which parts there are."""
     parts = sorted(file.name for file in files if SHARD.search(file.name))
     if parts:
-        text = f"one file in {len(parts)} shards ({parts[0]}, …), which are not read"
-        way_out = f"load all with safetensors and save them as one {PEFT_WEIGHTS[0]}; a whole model is no adapter"
-        raise CheckpointError(f"{text}: {way_out}", path=directory)
+        found = f"one file in {len(parts)} shards ({parts[0]}, …), which are not read"
+        way_out = (
+            f"load all with safetensors and save them as one {PEFT_WEIGHTS[0]}; "
+            "a whole model is no adapter"
+        )
+        raise CheckpointError(f"{found}: {way_out}", path=directory)
 
 
-def _read(
+def _read_bundle(
     path: Path, weights: Path, config: Mapping[str, Any] | None, max_memory: int | None
 ) -> Bundle:
     if weights.suffix == ".safetensors":
@@ -142,24 +183,27 @@ def _read(
     return Bundle(path, weights, read_pickle(weights, max_memory), {}, config)
 
 
+# -- what every reader refuses and returns ---------------------------------------------------------
+
 PREFIX = "base_model.model."
 """What PEFT puts before every module's name."""
-PART = re.compile(r"\.(lora|hada|lokr|oft|glora)[._]")
+ADAPTER_PART = re.compile(r"\.(lora|hada|lokr|oft|glora)[._]")
 Roles = dict[str, StoredTensor]
+"""The tensors of one module by what they are of it, such as ``{"up": …, "down": …}``."""
 
-DORA = "DoRA rescales every row by the norm of the base weights, which are not in this file"
+DORA_NEEDS_BASE = (
+    "DoRA rescales every row by the norm of the base weights, which are not in this file"
+)
 NOT_READ = "such an adapter is not read: merge it into its base, or train it again as plain LoRA"
-WITHOUT = "(the rest of the file is read, if such tensors are taken out of it)"
+REST_IS_READ = "(the rest of the file is read, if such tensors are taken out of it)"
 
-# Parts of other methods that change the forward pass; dropping them silently would change the
-# model.
 OTHER_METHODS = {
-    ".dora_scale": DORA,
-    ".lora_magnitude_vector": DORA,
-    ".lora_magnitude_vector.weight": DORA,
-    ".diff": f"a full-size difference, no LoRA {WITHOUT}",
-    ".diff_b": f"the difference of a bias, no LoRA {WITHOUT}",
-    ".set_weight": f"a full-size weight, no LoRA {WITHOUT}",
+    ".dora_scale": DORA_NEEDS_BASE,
+    ".lora_magnitude_vector": DORA_NEEDS_BASE,
+    ".lora_magnitude_vector.weight": DORA_NEEDS_BASE,
+    ".diff": f"a full-size difference, no LoRA {REST_IS_READ}",
+    ".diff_b": f"the difference of a bias, no LoRA {REST_IS_READ}",
+    ".set_weight": f"a full-size weight, no LoRA {REST_IS_READ}",
     ".oft_blocks": "OFT rotates the base weights",
     ".oft_diag": "OFT rotates the base weights",
     ".on_input": "IA3 scales activations",
@@ -169,10 +213,12 @@ OTHER_METHODS = {
     ".lora_up.bias": "a bias of the update",
     ".lora_B.bias": "a bias of the update",
 }
+"""Parts of other methods by the endings of their keys, and what is said of them: to drop one in
+silence would change the model."""
 
 
 class AdapterFormat(Protocol):
-    """A format of adapters: a module of `lsrdecomp.checkpoints.readers` with these three names, or any other value."""
+    """A format of adapters: a module of `lsrdecomp.checkpoints.readers`, or any other value."""
 
     @property
     def name(self) -> str:
@@ -180,7 +226,7 @@ class AdapterFormat(Protocol):
         ...
 
     def matches(self, bundle: Bundle) -> bool:
-        """Whether `read` is to be asked: told from the config and the tensors' names alone.
+        """Return whether `read` is to be asked, from the config and the tensors' names alone.
 
         Reads no numbers and raises nothing: a damaged file of this format matches, so that `read`
         says what is wrong.
@@ -188,7 +234,7 @@ class AdapterFormat(Protocol):
         ...
 
     def read(self, bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
-        """Check every header and return the record; numbers are read later, by the layers themselves.
+        """Check every header and return the record; the layers read their numbers later.
 
         Parameters
         ----------
@@ -211,83 +257,114 @@ class AdapterFormat(Protocol):
 
 
 def refuse_alpha(bundle: Bundle, alpha: float | None, reason: str | None = None) -> None:
-    """Raise `CheckpointError` if an alpha was given to a format whose files decide the scale."""
+    """Refuse an alpha that was given to a format whose files decide the scale."""
     if alpha is None:
         return
-    source = "file" if bundle.config is None else "config"
-    path = bundle.weights if bundle.config is None else bundle.config_path
-    raise CheckpointError(f"{reason or f'alpha is in the {source}'}; leave alpha= out", path=path)
+    if bundle.config is None:
+        reason = reason or "alpha is in the file"
+        raise CheckpointError(f"{reason}; leave alpha= out", path=bundle.weights)
+    raise bundle.config_error(f"{reason or 'alpha is in the config'}; leave alpha= out")
 
 
 def refuse_fields(config: Config, reasons: Mapping[str, str]) -> None:
-    """Raise `UnsupportedError` if a field is set that changes the update beyond what the records express."""
+    """Refuse, with its reason, a field that changes the update beyond what the records express."""
     for field, reason in reasons.items():
         if config.raw.get(field):
             raise UnsupportedError(f"{field} is set: {reason}; {NOT_READ}", path=config.path)
 
 
 def without_prefix(tensor: StoredTensor) -> str:
-    """The name of a tensor as the base model has it; `CheckpointError` for one that PEFT would not load."""
-    if not tensor.name.startswith(PREFIX):
-        text = f"expected the prefix {PREFIX!r}: PEFT would not load this tensor"
-        if tensor.name.endswith((".lora_a.weight", ".lora_b.weight")):
-            text += f"; these are torchtune's own keys: move {tensor.path.name} away from its config and pass its alpha"
-        raise tensor.error(text)
-    return tensor.name.removeprefix(PREFIX)
+    """Return the name of a tensor as the base model has it.
+
+    Raises
+    ------
+    CheckpointError
+        For a tensor that PEFT would not load.
+    """
+    if tensor.name.startswith(PREFIX):
+        return tensor.name.removeprefix(PREFIX)
+    message = f"expected the prefix {PREFIX!r}: PEFT would not load this tensor"
+    if tensor.name.endswith((".lora_a.weight", ".lora_b.weight")):
+        message += (
+            f"; these are torchtune's own keys: move {tensor.path.name} away from its config and "
+            "pass its alpha"
+        )
+    raise tensor.error(message)
 
 
 def group_by_module(
     bundle: Bundle, suffixes: Mapping[str, str], prefix: str = ""
 ) -> tuple[dict[str, Roles], dict[str, StoredTensor]]:
-    """``{module: {role: tensor}}`` by the suffix of each key, and everything else under the key PEFT would give it.
+    """Sort tensors by module and role, from the endings of their keys.
 
-    With PEFT's prefix, which all keys then must have, a part of another method is told by its word;
-    without by its end.
+    Parameters
+    ----------
+    bundle : Bundle
+    suffixes : mapping of str to str
+        Roles by the endings of keys.
+    prefix : str
+        PEFT's, which all keys then must have.
+
+    Returns
+    -------
+    modules : dict of str to Roles
+    extras : dict of str to StoredTensor
+        Everything else, under the key PEFT would give it.
+
+    Raises
+    ------
+    UnsupportedError
+        For a part of another method. With PEFT's prefix it is told by its word too, without by its
+        ending alone.
+    CheckpointError
+        If a module has two tensors of one role.
     """
     modules: dict[str, Roles] = {}
     extras: dict[str, StoredTensor] = {}
-    for key, tensor in bundle.tensors.items():
-        key = without_prefix(tensor) if prefix else key
+    for stored_key, tensor in bundle.tensors.items():
+        key = without_prefix(tensor) if prefix else stored_key
+        is_adapter_part = ADAPTER_PART.search(key) is not None
         for suffix, reason in OTHER_METHODS.items():
-            if key.endswith(suffix) and (not prefix or PART.search(key)):
+            if key.endswith(suffix) and (is_adapter_part or not prefix):
                 raise UnsupportedError(
                     f"{reason}; {NOT_READ}", path=tensor.path, tensor=tensor.name
                 )
-        ends = [end for end in suffixes if key.endswith(end) and key != end]
-        if not ends:
-            if PART.search(key):
-                text = "is part of an adapter, but not one this format is known to have"
-                raise UnsupportedError(text, path=tensor.path, tensor=tensor.name)
+        suffix = next((end for end in suffixes if key.endswith(end) and key != end), "")
+        if suffix:
+            roles = modules.setdefault(key.removesuffix(suffix), {})
+            role = suffixes[suffix]
+            if role in roles:
+                raise tensor.error(f"the same part as {roles[role].name}")
+            roles[role] = tensor
+        elif is_adapter_part:
+            message = "is part of an adapter, but not one this format is known to have"
+            raise UnsupportedError(message, path=tensor.path, tensor=tensor.name)
+        else:
             extras[PREFIX + key] = tensor
-            continue
-        roles, role = modules.setdefault(key.removesuffix(ends[0]), {}), suffixes[ends[0]]
-        if role in roles:
-            raise tensor.error(f"the same part as {roles[role].name}")
-        roles[role] = tensor
     return modules, extras
 
 
 def require_roles(
-    name: str, roles: Roles, wanted: Iterable[str], allowed: Iterable[str] = ()
+    module: str, roles: Roles, required: Iterable[str], optional: Iterable[str] = ()
 ) -> None:
-    """Raise `CheckpointError` unless a module has the wanted roles, and no other than those and the allowed."""
-    wanted, example = tuple(wanted), next(iter(roles.values()))
-    missing = [role for role in wanted if role not in roles]
+    """Refuse a module that lacks a required role, or has one that is not optional either."""
+    required = tuple(required)
+    example = next(iter(roles.values()))
+    missing = [role for role in required if role not in roles]
     if missing:
-        parts = ", ".join(sorted(roles))
-        text = f"has {parts} without {', '.join(missing)}; the file is incomplete"
-        raise example.error(text)
-    more = set(roles) - {*wanted, *allowed}
-    if more:
+        found = ", ".join(sorted(roles))
+        raise example.error(f"has {found} without {', '.join(missing)}; the file is incomplete")
+    others = sorted(set(roles) - {*required, *optional})
+    if others:
         raise CheckpointError(
-            f"has {', '.join(sorted(more))} beside {', '.join(wanted)}",
+            f"has {', '.join(others)} beside {', '.join(required)}",
             path=example.path,
-            tensor=name,
+            tensor=module,
         )
 
 
 def scalar(tensor: StoredTensor) -> float:
-    """The one number in a tensor, such as alpha."""
+    """Read the one number in a tensor, such as alpha."""
     if tensor.parameters != 1:
         raise tensor.error(f"shape {tensor.shape}, expected one number")
     return float(tensor.load().reshape(()))
@@ -295,34 +372,43 @@ def scalar(tensor: StoredTensor) -> float:
 
 def make_checkpoint(
     bundle: Bundle,
-    form: str,
+    format_name: str,
     layers: Sequence[Layer],
     extras: Mapping[str, StoredTensor],
     notes: tuple[str, ...] = (),
     *,
     config: Mapping[str, Any] | None = None,
-    parts: str = "layer",
+    layer_word: str = "layer",
 ) -> Checkpoint:
-    """The record of what was read, its layers in natural order.
+    """Make the record of what was read, its layers in natural order.
 
     Parameters
     ----------
-    form : str
+    bundle : Bundle
+    format_name : str
         The format's name.
+    layers : sequence of LoraLayer or KroneckerLayer
     extras : mapping of str to StoredTensor
         Every tensor that belongs to no layer, by the key PEFT would give it.
+    notes : tuple of str
+        What a reader of the report should know.
     config : mapping, optional
         What stands for adapter_config.json; by default the bundle's own.
-    parts : str
+    layer_word : str
         What a file without layers is said to hold none of.
     """
     if not layers:
         raise CheckpointError(
-            f"holds no {parts} among {len(bundle.tensors)} tensors", path=bundle.weights
+            f"holds no {layer_word} among {len(bundle.tensors)} tensors", path=bundle.weights
         )
     ordered = tuple(sorted(layers, key=lambda layer: natural_key(layer.name)))
-    raw = dict(config if config is not None else bundle.config or {})
-    notes = (*notes, *rank_notes(ordered))
     return Checkpoint(
-        bundle.path, form, raw, ordered, dict(extras), bundle.weights, dict(bundle.metadata), notes
+        bundle.path,
+        format_name,
+        dict(config if config is not None else bundle.config or {}),
+        ordered,
+        dict(extras),
+        bundle.weights,
+        dict(bundle.metadata),
+        (*notes, *rank_notes(ordered)),
     )

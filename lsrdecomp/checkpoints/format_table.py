@@ -1,4 +1,4 @@
-"""The table of formats, and the one way to open an adapter: from a path, a state dict or a PeftModel."""
+"""The table of formats, and the one way to open an adapter: by path, state dict or PeftModel."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import re
 import shutil
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from tempfile import mkdtemp
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from array_api_compat import is_torch_array
 
 from lsrdecomp.arrays import to_numpy
-from lsrdecomp.checkpoints.config import exact_pattern, module_suffixes
+from lsrdecomp.checkpoints.config import module_suffixes, patterns
 from lsrdecomp.checkpoints.format import CONFIG, PREFIX, AdapterFormat, Bundle, open_bundle
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED
 from lsrdecomp.checkpoints.readers import lsr
@@ -29,20 +28,22 @@ from lsrdecomp.errors import CheckpointError, UnsupportedError
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints.records import Checkpoint
 
-NAMED = re.compile(r".+\.lora_(?:A|B)\.([^.]+)\.weight")
-WAY_OUT = "raise max_memory (--max-memory)"
+ADAPTER_NAME = re.compile(r".+\.lora_(?:A|B)\.([^.]+)\.weight")
+RAISE_LIMIT = "raise max_memory (--max-memory)"
 
 FORMATS: tuple[AdapterFormat, ...] = (*LAYOUTS, lsr)
 """What `open_checkpoint` asks, in this order."""
 
 
-class Model(Protocol):
-    """What saves itself as an adapter directory, as a ``PeftModel`` does."""
+class SavesAdapter(Protocol):
+    """A model that saves itself as an adapter directory, as a ``PeftModel`` does."""
 
-    def save_pretrained(self, save_directory: str) -> Any: ...
+    def save_pretrained(self, save_directory: str) -> Any:
+        """Write adapter_config.json and weights into a directory."""
+        ...
 
 
-AdapterSource = str | Path | Mapping[str, Any] | Model
+AdapterSource = str | Path | Mapping[str, Any] | SavesAdapter
 """What `open_checkpoint` reads."""
 
 
@@ -53,7 +54,9 @@ def open_checkpoint(
     alpha: float | None = None,
     max_memory: int | None = None,
 ) -> Checkpoint:
-    """Open an adapter: find its files, tell its format, check every header; numbers are read later, layer by layer.
+    """Open an adapter: find its files, tell its format and check every header.
+
+    Numbers are read later, layer by layer.
 
     Parameters
     ----------
@@ -103,63 +106,85 @@ def open_checkpoint(
     else:
         bundle = bundle_in_memory(path, name, alpha)
         alpha = None if bundle.config is not None else alpha
-    packed = bundle.tensors.get(PACKED) or bundle.tensors.get(NUMBERS)
-    if packed is not None and max_memory is not None and packed.nbytes > max_memory:
-        raise packed.error(
-            f"its {packed.nbytes} bytes are read whole, above the {max_memory} allowed; {WAY_OUT}"
-        )
+    if max_memory is not None:
+        _check_packed_size(bundle, max_memory)
     _refuse_adapter_names(bundle.tensors, "save it by save_pretrained", bundle.weights)
-    for form in FORMATS:
-        if form.matches(bundle):
-            checkpoint = form.read(bundle, alpha=alpha)
+    for adapter_format in FORMATS:
+        if adapter_format.matches(bundle):
+            checkpoint = adapter_format.read(bundle, alpha=alpha)
             if max_memory is not None:
                 _check_memory(checkpoint, max_memory)
             return checkpoint
-    if bundle.tensors and all(re.fullmatch(r"<.+>", key) for key in bundle.tensors):
-        raise CheckpointError(
-            f"holds {len(bundle.tensors)} token embeddings and no LoRA layer", path=bundle.weights
+    raise _unknown_format(bundle)
+
+
+def _unknown_format(bundle: Bundle) -> CheckpointError:
+    """Say what a bundle holds that no format matches."""
+    keys = list(bundle.tensors)
+    if keys and all(re.fullmatch(r"<.+>", key) for key in keys):
+        return CheckpointError(
+            f"holds {len(keys)} token embeddings and no LoRA layer", path=bundle.weights
         )
-    examples = ", ".join(map(repr, list(bundle.tensors)[:3])) or "nothing"
-    readable = ", ".join(form.name for form in FORMATS)
-    text = f"no adapter format known here: it holds {examples}; read are {readable}"
-    raise CheckpointError(text, path=bundle.weights)
+    examples = ", ".join(map(repr, keys[:3])) or "nothing"
+    readable = ", ".join(adapter_format.name for adapter_format in FORMATS)
+    return CheckpointError(
+        f"no adapter format known here: it holds {examples}; read are {readable}",
+        path=bundle.weights,
+    )
 
 
 def _refuse_adapter_names(keys: Iterable[str], way_out: str, path: Path | None = None) -> None:
-    """Keys as a running PeftModel has them, ``lora_A.default.weight``: no program reads such files, PEFT included."""
+    """Refuse keys as a running PeftModel has them, ``lora_A.default.weight``.
+
+    No program reads such files, PEFT included.
+    """
     for key in keys:
-        named = NAMED.fullmatch(key)
-        if named is not None:
-            text = f"names the adapter {named[1]!r} in its keys: saved by state_dict(), which PEFT does not read"
+        match = ADAPTER_NAME.fullmatch(key)
+        if match is not None:
+            adapter = match[1]
             raise UnsupportedError(
-                f"{text}; {way_out}, or take '.{named[1]}' out of the keys", path=path, tensor=key
+                f"names the adapter {adapter!r} in its keys: saved by state_dict(), which PEFT "
+                f"does not read; {way_out}, or take '.{adapter}' out of the keys",
+                path=path,
+                tensor=key,
             )
 
 
-def _check_memory(checkpoint: Checkpoint, most: int) -> None:
-    # Of the factors or of the LoRA they expand to, whichever are more: a small file can imply a
-    # huge layer.
-    layers = [
-        (x.name, max(x.parameters, x.rank * (x.out_features + x.in_features)))
-        for x in checkpoint.layers
-    ]
-    sizes = [(name, numbers, 8) for name, numbers in layers]
-    sizes += [
-        (key, tensor.parameters, DTYPES[tensor.dtype].itemsize)
-        for key, tensor in checkpoint.extras.items()
-    ]
+def _check_packed_size(bundle: Bundle, max_memory: int) -> None:
+    packed = bundle.tensors.get(PACKED) or bundle.tensors.get(NUMBERS)
+    if packed is not None and packed.nbytes > max_memory:
+        raise packed.error(
+            f"its {packed.nbytes} bytes are read whole, above the {max_memory} allowed; "
+            f"{RAISE_LIMIT}"
+        )
+
+
+def _check_memory(checkpoint: Checkpoint, max_memory: int) -> None:
+    """Refuse a layer or tensor that would take more than ``max_memory`` bytes when it is read."""
+    sizes: list[tuple[str, int, int]] = []  # name, how many numbers, bytes of each
+    for layer in checkpoint.layers:
+        # A small file can imply a huge layer: what counts are the factors or the LoRA that they
+        # expand to, whichever are more.
+        lora_numbers = layer.rank * (layer.out_features + layer.in_features)
+        sizes.append((layer.name, max(layer.parameters, lora_numbers), 8))
+    for key, tensor in checkpoint.extras.items():
+        sizes.append((key, tensor.parameters, DTYPES[tensor.dtype].itemsize))
     for name, numbers, width in sizes:
-        if numbers * width > most:
-            text = f"its {numbers} numbers take {numbers * width} bytes, above the {most} allowed; {WAY_OUT}"
-            raise CheckpointError(text, path=checkpoint.weights, tensor=name)
+        if numbers * width > max_memory:
+            raise CheckpointError(
+                f"its {numbers} numbers take {numbers * width} bytes, above the {max_memory} "
+                f"allowed; {RAISE_LIMIT}",
+                path=checkpoint.weights,
+                tensor=name,
+            )
 
 
 # -- adapters in the memory of a program: saved to a temporary directory and read there ------------
 
-DOWN = (".lora_A.weight", ".lora_embedding_A")
+DOWN_ENDINGS = (".lora_A.weight", ".lora_embedding_A")
 
 
-class _Folder:
+class _TemporaryFolder:
     """A temporary directory that goes when nothing can read from it any more."""
 
     def __init__(self) -> None:
@@ -167,77 +192,89 @@ class _Folder:
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
 
+@dataclass(frozen=True, slots=True)
+class _FetchFromFolder:
+    """Reads a tensor's numbers; the folder lives as long as a tensor that lies in it."""
+
+    folder: _TemporaryFolder
+    fetch: Callable[[], Array]
+
+    def __call__(self) -> Array:
+        return self.fetch()
+
+
 def bundle_in_memory(
-    adapter: Mapping[str, Any] | Model, name: str | None, alpha: float | None
+    adapter: Mapping[str, Any] | SavesAdapter, name: str | None, alpha: float | None
 ) -> Bundle:
-    """The bundle of a state dict or a model; of PEFT's keys ``alpha`` goes into the config that they lack."""
-    folder = _Folder()
+    """Save a state dict or a model to a temporary directory, and open that.
+
+    Of PEFT's keys ``alpha`` goes into the config that they lack.
+    """
+    folder = _TemporaryFolder()
     directory = folder.path / "adapter"
     if isinstance(adapter, Mapping):
-        _refuse_adapter_names(
-            map(str, adapter), "give the PeftModel itself, or get_peft_model_state_dict of it"
-        )
-        directory.mkdir()
-        arrays = {str(key): _array(str(key), value) for key, value in adapter.items()}
-        if any(key.startswith(PREFIX) for key in arrays):
-            (directory / CONFIG).write_text(json.dumps(_config(arrays, alpha)), encoding="utf-8")
-        with TensorWriter(directory) as writer:
-            for key, array in arrays.items():
-                writer.add(key, array)
-            writer.write(directory / WEIGHTS, {"format": "pt"})
+        _save_state_dict(adapter, directory, alpha)
     elif hasattr(adapter, "save_pretrained"):
         adapter.save_pretrained(str(directory))
     else:
-        kind = type(adapter).__name__
+        found = type(adapter).__name__
         raise CheckpointError(
-            f"expected a path, a state dict or a PeftModel, got an object of type {kind}"
+            f"expected a path, a state dict or a PeftModel, got an object of type {found}"
         )
     bundle = open_bundle(directory, name)
     tied = {
-        key: replace(tensor, fetch=partial(_read, tensor.fetch, folder))
+        key: replace(tensor, fetch=_FetchFromFolder(folder, tensor.fetch))
         for key, tensor in bundle.tensors.items()
     }
     return replace(bundle, tensors=tied)
 
 
-def _read(fetch: Callable[[], Array], folder: _Folder) -> Array:
-    """A tensor's numbers; ``folder`` is held by the tensors that lie in it."""
-    return fetch()
+def _save_state_dict(state: Mapping[str, Any], directory: Path, alpha: float | None) -> None:
+    """Write a state dict as an adapter directory; with a config, if its keys are PEFT's."""
+    way_out = "give the PeftModel itself, or get_peft_model_state_dict of it"
+    _refuse_adapter_names(map(str, state), way_out)
+    directory.mkdir()
+    arrays = {str(key): _to_array(str(key), value) for key, value in state.items()}
+    if any(key.startswith(PREFIX) for key in arrays):
+        config = _lost_config(arrays, alpha)
+        (directory / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+    with TensorWriter(directory) as writer:
+        for key, array in arrays.items():
+            writer.add(key, array)
+        writer.write(directory / WEIGHTS, {"format": "pt"})
 
 
-def _config(arrays: Mapping[str, Array], alpha: float | None) -> dict[str, Any]:
-    """The adapter_config.json that a state dict of PEFT has lost, but for its alpha."""
-    ranks = {
-        key.removeprefix(PREFIX).removesuffix(half): len(array)
-        for key, array in arrays.items()
-        for half in DOWN
-        if array.ndim and key.endswith(half)
-    }
+def _lost_config(arrays: Mapping[str, Array], alpha: float | None) -> dict[str, Any]:
+    """Make the adapter_config.json that a state dict of PEFT has lost, but for its alpha."""
+    ranks: dict[str, int] = {}
+    for key, array in arrays.items():
+        for ending in DOWN_ENDINGS:
+            if array.ndim and key.endswith(ending):
+                ranks[key.removeprefix(PREFIX).removesuffix(ending)] = len(array)
     if alpha is None:
-        text = f"a state dict with PEFT's keys, of rank {', '.join(map(str, sorted(set(ranks.values()))))}"
-        way_out = "give open_checkpoint alpha=, as lora_alpha was, or the PeftModel itself"
-        raise CheckpointError(f"{text}: its alpha is not in it; {way_out}")
-    rank = next(iter(ranks.values()), 1)
+        listed = ", ".join(map(str, sorted(set(ranks.values()))))
+        raise CheckpointError(
+            f"a state dict with PEFT's keys, of rank {listed}: its alpha is not in it; give "
+            "open_checkpoint alpha=, as lora_alpha was, or the PeftModel itself"
+        )
+    common_rank = next(iter(ranks.values()), 1)
     return {
         "peft_type": "LORA",
-        "r": rank,
+        "r": common_rank,
         "lora_alpha": alpha,
-        "rank_pattern": {
-            exact_pattern(module): own for module, own in ranks.items() if own != rank
-        },
+        "rank_pattern": patterns(ranks, common_rank),
         "target_modules": module_suffixes(ranks),
     }
 
 
-def _array(key: str, value: Any) -> Array:
-    """The bits of a tensor; NumPy has no bfloat16 of torch's."""
+def _to_array(key: str, value: Any) -> Array:
+    """Return the bits of a tensor; NumPy has no bfloat16 of torch's."""
     try:
         if is_torch_array(value) and str(value.dtype) == "torch.bfloat16":
             import torch
 
-            return (
-                value.detach().cpu().contiguous().view(torch.int16).numpy().view(DTYPES["bfloat16"])
-            )
+            bits = value.detach().cpu().contiguous().view(torch.int16)
+            return bits.numpy().view(DTYPES["bfloat16"])
         return to_numpy(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(

@@ -1,4 +1,7 @@
-"""Names of layers: what they say and share, and what image programs call them: diffusers in full, kohya flattened."""
+"""Names of layers: what they say and share, and what image programs call them.
+
+diffusers writes names in full, kohya's programs flatten them.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,33 @@ if TYPE_CHECKING:
 
 COMPONENTS = ("unet", "text_encoder", "text_encoder_2", "transformer", "prior")
 """Components of pipelines whose loaders take LoRA."""
-KOHYA = {"unet": "lora_unet", "text_encoder": "lora_te", "text_encoder_2": "lora_te2"}
+KOHYA_PREFIXES = {"unet": "lora_unet", "text_encoder": "lora_te", "text_encoder_2": "lora_te2"}
 """Prefixes of kohya's names; where there are two text encoders the first is ``lora_te1``."""
-LANGUAGE = re.compile(
+LANGUAGE_MODEL = re.compile(
     r"transformer\.(h|wte|wpe|word_embeddings|encoder|decoder|layers?|lm_head)(\.|$)"
 )
 """Modules of GPT-2, Bloom, GPT-Neo and others, whose first word is also that of a component of
 image pipelines."""
 TEXT_LEVEL = "text_model."
-CLIP = ("encoder.layers.", "embeddings.", "final_layer_norm.")
+CLIP_PARTS = ("encoder.layers.", "embeddings.", "final_layer_norm.")
 """Parts of a CLIP text model. Where they stand at its top, kohya's level ``text_model`` above them
 is missing."""
 
 
 def module_role(name: str) -> str:
-    """What a layer is, without where it is: the words after the last number in its name.
+    """Return what a layer is, without where it is: the words after the last number in its name.
 
-    >>> module_role("model.layers.11.self_attn.q_proj"), module_role("unet_down_blocks_0_attn_to_q"), module_role("unet:7")
-    ('self_attn.q_proj', 'attn_to_q', 'unet')
+    >>> module_role("model.layers.11.self_attn.q_proj"), module_role("unet_down_blocks_0_attn_to_q")
+    ('self_attn.q_proj', 'attn_to_q')
+    >>> module_role("unet:7")
+    'unet'
     """
-    return re.split(r"(?:^|[._:])\d+[._:]", re.sub(r"(?<=.)[._:]\d+$", "", name))[-1]
+    without_last_number = re.sub(r"(?<=.)[._:]\d+$", "", name)
+    return re.split(r"(?:^|[._:])\d+[._:]", without_last_number)[-1]
 
 
 def common_prefix(names: Sequence[str]) -> str:
-    """Leading modules that all names share, with the dot; none for one name.
+    """Return the leading modules that all names share, with the dot; none for one name.
 
     >>> common_prefix(["model.layers.0.q_proj", "model.layers.1.q_proj"])
     'model.layers.'
@@ -45,18 +51,31 @@ def common_prefix(names: Sequence[str]) -> str:
     >>> common_prefix(["lora_unet_down_blocks_0_to_q", "lora_unet_down_blocks_1_to_q"])
     'lora_unet_down_blocks_'
     """
-    mark = "_" if all(name.startswith("lora_") and "." not in name for name in names) else "."
-    shared = []
-    for parts in zip(*(name.split(mark)[:-1] for name in names), strict=False):
+    if len(names) < 2:
+        return ""
+    separator = "_" if all(is_flat(name) for name in names) else "."
+    shared = ""
+    for parts in zip(*(name.split(separator)[:-1] for name in names), strict=False):
         if len(set(parts)) > 1:
             break
-        shared.append(parts[0])
-    return mark.join(shared) + mark if shared and len(names) > 1 else ""
+        shared += parts[0] + separator
+    return shared
+
+
+def is_flat(name: str) -> bool:
+    """Return whether a name is one of kohya's, with underscores for dots."""
+    return name.startswith("lora_") and "." not in name
 
 
 def diffusers_name(name: str) -> str:
-    """What diffusers' files call a layer: its name, if it is one; `UnsupportedError` for what they have no name for."""
-    if name.startswith("lora_") and "." not in name:
+    """Return what diffusers' files call a layer: its name, if it is one of a pipeline's component.
+
+    Raises
+    ------
+    UnsupportedError
+        For a layer that such files have no name for.
+    """
+    if is_flat(name):
         raise UnsupportedError(
             f"{name}: a flattened name cannot be undone; write kohya, which diffusers loads too"
         )
@@ -65,38 +84,40 @@ def diffusers_name(name: str) -> str:
 
 
 def kohya_name(name: str, *, sdxl: bool = False) -> str:
-    """What kohya's files call a layer; `UnsupportedError` for one that they have no name for."""
-    if name.startswith("lora_") and "." not in name:
+    """Return what kohya's files call a layer; `UnsupportedError` if they have no name for it."""
+    if is_flat(name):
         return name
-    if name.startswith("transformer.") and not LANGUAGE.match(name):
-        text = "a transformer's layers have other names and sizes in kohya files (q, k, v in one)"
-        raise UnsupportedError(f"{name}: {text}; write diffusers instead")
-    _check_component(name, "kohya", KOHYA)
+    if name.startswith("transformer.") and not LANGUAGE_MODEL.match(name):
+        raise UnsupportedError(
+            f"{name}: a transformer's layers have other names and sizes in kohya files (q, k, v in "
+            "one); write diffusers instead"
+        )
+    _check_component(name, "kohya", KOHYA_PREFIXES)
     return str(flat_name(name, sdxl=sdxl))
 
 
-def _check_component(name: str, form: str, components: Iterable[str]) -> None:
-    """`UnsupportedError` for a layer that is of none of the components of a pipeline."""
+def _check_component(name: str, file_format: str, components: Iterable[str]) -> None:
+    """Refuse a layer that is of none of the components of a pipeline."""
     component, _, module = name.partition(".")
-    if LANGUAGE.match(name):
-        text = f"a layer of a language model, and {form} files are of image pipelines"
-        raise UnsupportedError(f"{name}: {text}; write lora instead")
+    if LANGUAGE_MODEL.match(name):
+        reason = f"a layer of a language model, and {file_format} files are of image pipelines"
+        raise UnsupportedError(f"{name}: {reason}; write lora instead")
     if component in components and module:
         return
     if ":" in name:
-        text = f"called by its position in the trainer's list of modules, and {form} files call layers by their names"
-        raise UnsupportedError(
-            f"{name}: {text}; name the base by --base, or write lora, which keeps it as it is"
+        reason = (
+            f"called by its position in the trainer's list of modules, and {file_format} files "
+            "call layers by their names"
         )
-    parts = ", ".join(f"{part}." for part in components)
-    text = f"{form} files hold layers of {parts} only"
-    raise UnsupportedError(
-        f"{name}: {text}; write lora, or same with the LoRA it was made from as --like (like=)"
-    )
+        way_out = "name the base by --base, or write lora, which keeps it as it is"
+        raise UnsupportedError(f"{name}: {reason}; {way_out}")
+    prefixes = ", ".join(f"{part}." for part in components)
+    way_out = "write lora, or same with the LoRA it was made from as --like (like=)"
+    raise UnsupportedError(f"{name}: {file_format} files hold layers of {prefixes} only; {way_out}")
 
 
 def flat_name(name: str, *, sdxl: bool) -> str | None:
-    """What kohya's files call a layer of a pipeline, or None for a layer that they have no name for.
+    """Return what kohya's files call a layer of a pipeline, or None where they have no name for it.
 
     Parameters
     ----------
@@ -105,16 +126,23 @@ def flat_name(name: str, *, sdxl: bool) -> str | None:
     sdxl : bool
         Whether there are two text encoders.
 
+    Notes
+    -----
     Sources: sd-scripts 48d368fa5577, networks/lora.py, ``prefix + "." + name + "." + child_name``
     with dots replaced; LyCORIS f49d30d67059, kohya.py; ComfyUI 17358c8f73b5, comfy/lora.py, whose
     map has the same names.
 
+    Examples
+    --------
     >>> flat_name("text_encoder.encoder.layers.0.self_attn.q_proj", sdxl=False)
     'lora_te_text_model_encoder_layers_0_self_attn_q_proj'
     """
     component, _, module = name.partition(".")
-    if component not in KOHYA or not module:
+    if component not in KOHYA_PREFIXES or not module:
         return None
-    prefix = "lora_te1" if sdxl and component == "text_encoder" else KOHYA[component]
-    level = TEXT_LEVEL if component != "unet" and module.startswith(CLIP) else ""
-    return f"{prefix}_{(level + module).replace('.', '_')}"
+    prefix = KOHYA_PREFIXES[component]
+    if sdxl and component == "text_encoder":
+        prefix = "lora_te1"
+    if component != "unet" and module.startswith(CLIP_PARTS):
+        module = TEXT_LEVEL + module
+    return f"{prefix}_{module.replace('.', '_')}"

@@ -13,7 +13,7 @@ import re
 from itertools import product
 from typing import TYPE_CHECKING
 
-from lsrdecomp.checkpoints.pickles import LISTED
+from lsrdecomp.checkpoints.pickles import UNNAMED
 from lsrdecomp.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -22,99 +22,103 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints.base_modules import BaseModules
     from lsrdecomp.checkpoints.records import Checkpoint, Layer
 
-POSITION = re.compile(r"(?P<part>[A-Za-z_0-9]+):(?P<number>[0-9]+)")
-UNET = re.compile(
-    r"unet\.(?P<side>down|up|mid)_blocks?(\.(?P<block>\d+))?\.attentions\.(?P<place>\d+)\.transformer_blocks\."
-    r"(?P<depth>\d+)\.(?P<part>attn1|attn2|ff)\.(?P<word>to_q|to_k|to_v|to_out\.0|net\.0\.proj)"
+POSITION = re.compile(r"(?P<component>[A-Za-z_0-9]+):(?P<number>[0-9]+)")
+UNET_LAYER = re.compile(
+    r"unet\.(?P<side>down|up|mid)_blocks?(\.(?P<block>\d+))?"
+    r"\.attentions\.(?P<attention>\d+)\.transformer_blocks\.(?P<depth>\d+)"
+    r"\.(?P<part>attn1|attn2|ff)\.(?P<projection>to_q|to_k|to_v|to_out\.0|net\.0\.proj)"
 )
-SIDES = (("down", "up", "mid"), ("down", "mid", "up"))
-PARTS = (("attn1", "ff", "attn2"), ("attn1", "attn2", "ff"))
-WORDS = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj")
-TEXT = re.compile(
-    r"(?P<part>text_encoder(_2)?)\.(text_model\.)?encoder\.layers\.(?P<layer>\d+)\.self_attn\.(?P<word>\w+)"
+SIDE_ORDERS = (("down", "up", "mid"), ("down", "mid", "up"))
+PART_ORDERS = (("attn1", "ff", "attn2"), ("attn1", "attn2", "ff"))
+PROJECTION_ORDER = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj")
+TEXT_LAYER = re.compile(
+    r"(?P<component>text_encoder(_2)?)\.(text_model\.)?encoder"
+    r"\.layers\.(?P<layer>\d+)\.self_attn\.(?P<projection>\w+)"
 )
-TEXT_WORDS = ("k_proj", "v_proj", "q_proj", "out_proj")
+TEXT_PROJECTION_ORDER = ("k_proj", "v_proj", "q_proj", "out_proj")
 """As transformers' CLIPAttention makes them."""
 
 
 def resolve_positions(checkpoint: Checkpoint, base: BaseModules) -> dict[str, str]:
-    """The base's name for every layer that is called by its position; empty if there is none.
+    """Return the base's name for every layer that is called by its position.
 
     Raises
     ------
     CheckpointError
-        If the layers of a part fit none of the orders in the base, or more than one.
+        If the layers of a component fit none of the orders in the base, or more than one.
     """
     groups: dict[str, list[Layer]] = {}
     for layer in checkpoint.layers:
         position = POSITION.fullmatch(layer.name)
         if position is not None:
-            groups.setdefault(position["part"], []).append(layer)
+            groups.setdefault(position["component"], []).append(layer)
     names: dict[str, str] = {}
-    for part, layers in groups.items():
-        ordered = sorted(layers, key=lambda layer: int(layer.name.partition(":")[2]))
-        fitting = {order for order in _orders(part, base) if _fits(ordered, order, base)}
-        if len(fitting) != 1:
-            fit = f"the base has {len(fitting) or 'no'}"
-            text = f"its {len(layers)} layers are called by position, and {fit} orders of as many layers of these sizes"
+    for component, layers in groups.items():
+        layers.sort(key=_number)
+        orders = {order for order in _orders(component, base) if _fits(layers, order, base)}
+        if len(orders) != 1:
             raise CheckpointError(
-                f"{text}; is {base.path} what it was trained on?", path=checkpoint.path, tensor=part
+                f"its {len(layers)} layers are called by position, and the base has "
+                f"{len(orders) or 'no'} orders of as many layers of these sizes; is {base.path} "
+                "what it was trained on?",
+                path=checkpoint.path,
+                tensor=component,
             )
-        names |= {
-            layer.name: name for layer, name in zip(ordered, next(iter(fitting)), strict=True)
-        }
+        for layer, name in zip(layers, orders.pop(), strict=True):
+            names[layer.name] = name
     return names
 
 
-def _orders(part: str, base: BaseModules) -> Iterator[tuple[str, ...]]:
-    """Names of a part in every order that they may have been numbered in."""
-    if part in ("unet", LISTED):
-        for sides, parts in product(SIDES, PARTS):
-            yield _sorted_unet(base, sides, parts)
+def _number(layer: Layer) -> int:
+    return int(layer.name.partition(":")[2])
+
+
+def _orders(component: str, base: BaseModules) -> Iterator[tuple[str, ...]]:
+    """Yield the names of a component in every order that they may have been numbered in."""
+    if component in ("unet", UNNAMED):
+        for sides, parts in product(SIDE_ORDERS, PART_ORDERS):
+            yield _unet_layers(base, sides, parts)
     for encoder in ("text_encoder", "text_encoder_2"):
-        if part in (encoder, LISTED):
-            yield _sorted_text(base, encoder)
+        if component in (encoder, UNNAMED):
+            yield _text_layers(base, encoder)
 
 
-def _sorted_unet(
+def _unet_layers(
     base: BaseModules, sides: tuple[str, ...], parts: tuple[str, ...]
 ) -> tuple[str, ...]:
-    matches = {name: match for name in base.shapes if (match := UNET.fullmatch(name)) is not None}
+    """Return the attention layers of a UNet, its sides and the parts of a block in these orders."""
+    places: dict[str, tuple[int, ...]] = {}
+    for name in base.shapes:
+        match = UNET_LAYER.fullmatch(name)
+        if match is not None:
+            places[name] = (
+                sides.index(match["side"]),
+                int(match["block"] or 0),
+                int(match["attention"]),
+                int(match["depth"]),
+                parts.index(match["part"]),
+                PROJECTION_ORDER.index(match["projection"]),
+            )
+    return tuple(sorted(places, key=places.__getitem__))
 
-    def place(name: str) -> tuple[int, ...]:
-        match = matches[name]
-        block = int(match["block"] or 0)
-        inner = (
-            int(match["place"]),
-            int(match["depth"]),
-            parts.index(match["part"]),
-            WORDS.index(match["word"]),
-        )
-        return sides.index(match["side"]), block, *inner
 
-    return tuple(sorted(matches, key=place))
-
-
-def _sorted_text(base: BaseModules, encoder: str) -> tuple[str, ...]:
-    matches = {name: match for name in base.shapes if (match := TEXT.fullmatch(name)) is not None}
-    names = [
-        name
-        for name, match in matches.items()
-        if match["part"] == encoder and match["word"] in TEXT_WORDS
-    ]
-    return tuple(
-        sorted(
-            names,
-            key=lambda name: (int(matches[name]["layer"]), TEXT_WORDS.index(matches[name]["word"])),
-        )
-    )
+def _text_layers(base: BaseModules, encoder: str) -> tuple[str, ...]:
+    """Return the attention layers of a text encoder."""
+    places: dict[str, tuple[int, int]] = {}
+    for name in base.shapes:
+        match = TEXT_LAYER.fullmatch(name)
+        if match is None or match["component"] != encoder:
+            continue
+        if match["projection"] in TEXT_PROJECTION_ORDER:
+            order = TEXT_PROJECTION_ORDER.index(match["projection"])
+            places[name] = int(match["layer"]), order
+    return tuple(sorted(places, key=places.__getitem__))
 
 
 def _fits(layers: list[Layer], names: tuple[str, ...], base: BaseModules) -> bool:
     if not names or len(layers) != len(names):
         return False
-    shapes = [base.shapes[name] for name in names]
     return all(
-        (layer.out_features, layer.in_features) == shape
-        for layer, shape in zip(layers, shapes, strict=True)
+        (layer.out_features, layer.in_features) == base.shapes[name]
+        for layer, name in zip(layers, names, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Records of a checkpoint: layers that read themselves, their names, and what is carried along untouched."""
+"""Records of a checkpoint: layers that read themselves, and tensors that are carried along."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.checkpoints.files import sha256
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints.tensors import Array, StoredTensor
     from lsrdecomp.kronecker.shape import ProductShape
 
-LOKR = (
-    "is LoKr, one Kronecker product already, which is not made smaller here: keep it, or write it as plain LoRA, which "
-    "is larger (export --to lora)"
+LOKR_STAYS = (
+    "is LoKr, one Kronecker product already, which is not made smaller here: keep it, or write it "
+    "as plain LoRA, which is larger (export --to lora)"
 )
+"""What is said of a LoKr layer where layers are to be made smaller."""
 
 
 @keep_old_attributes
@@ -39,6 +40,10 @@ class LoraLayer:
     layer_type : str
         ``"linear"``, ``"conv1d"`` (the base stores its weight in × out), ``"embedding"`` (its
         weight is ΔWᵀ) or ``"conv"`` (``in_features`` is channels times kernel).
+    out_features, in_features : int
+        m and n of ΔW.
+    rank : int
+        r of B (m, r) and A (r, n).
     scale : float
         What the format multiplies by: alpha / r, alpha / √r, or 1.
     dtype : str
@@ -76,16 +81,25 @@ class LoraLayer:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(m, n), the shape of ΔW."""
         return self.out_features, self.in_features
 
     @property
     def parameters(self) -> int:
+        """How many numbers B and A hold."""
         return self.rank * (self.out_features + self.in_features)
 
     def load(self) -> tuple[Array, Array]:
-        """B, shape (m, r), and A, shape (r, n), in at least float32; `CheckpointError` if a number is not finite."""
+        """Read B, shape (m, r), and A, shape (r, n), in at least float32.
+
+        Raises
+        ------
+        CheckpointError
+            If a number is not finite.
+        """
         up = self.up.load().reshape(self.out_features, self.rank)
-        return up, self.down.load().reshape(self.rank, self.in_features)
+        down = self.down.load().reshape(self.rank, self.in_features)
+        return up, down
 
 
 @keep_old_attributes
@@ -95,10 +109,14 @@ class KroneckerLayer:
 
     Attributes
     ----------
+    name, layer_type, scale, dtype, kernel
+        As of a `LoraLayer`.
     shape : ProductShape
         How the out side, the inner rank and the in side are split.
     left_rank, right_rank : int
         Terms on the out side (B) and on the in side (A).
+    left, right : tuple of StoredTensor
+        Factors of B, each (s, m_i, r_i), and of A, each (t, r_i, n_i).
     stored_parameters : int, optional
         Numbers stored for the layer where they are not those of its factors.
     stored_label : str, optional
@@ -109,9 +127,10 @@ class KroneckerLayer:
     >>> import tempfile
     >>> from importlib.resources import files
     >>> from lsrdecomp import compress, open_checkpoint
+    >>> lora = files("lsrdecomp.cli") / "demo_adapter"
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     made = compress(files("lsrdecomp.cli") / "demo_adapter", separation_rank=2, inner_shape=(2, 2))
-    ...     layer = open_checkpoint(made.save(f"{folder}/small")).layers[0]
+    ...     compressed = compress(lora, separation_rank=2, inner_shape=(2, 2))
+    ...     layer = open_checkpoint(compressed.save(f"{folder}/small")).layers[0]
     ...     print(layer.shape, layer.left_rank, layer.right_rank, layer.parameters)
     (24×2 ⊗ 16×2)(2×24 ⊗ 2×16) 2 2 320
     """
@@ -131,19 +150,22 @@ class KroneckerLayer:
 
     @property
     def out_features(self) -> int:
+        """Rows of ΔW."""
         return self.shape.matrix_shape[0]
 
     @property
     def in_features(self) -> int:
+        """Columns of ΔW."""
         return self.shape.matrix_shape[1]
 
     @property
     def rank(self) -> int:
+        """Inner rank: the largest rank that ΔW can have."""
         return self.shape.inner_rank
 
     @property
     def parameters(self) -> int:
-        """Numbers that are stored for the layer."""
+        """How many numbers are stored for the layer."""
         if self.stored_parameters is not None:
             return self.stored_parameters
         return self.shape.parameters(self.left_rank, self.right_rank)
@@ -156,17 +178,13 @@ class KroneckerLayer:
         return product_label(self.shape, (self.left_rank, self.right_rank))
 
     def load(self) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        """Factors of B, each (s, m_i, r_i), and of A, each (t, r_i, n_i), in at least float32."""
-        return tuple(tensor.load() for tensor in self.left), tuple(
-            tensor.load() for tensor in self.right
-        )
+        """Read the factors of B and of A, in at least float32."""
+        left = tuple(tensor.load() for tensor in self.left)
+        right = tuple(tensor.load() for tensor in self.right)
+        return left, right
 
 
 Layer = LoraLayer | KroneckerLayer
-
-
-SHOWN_KINDS = 12
-"""Lines of layers in the text of a checkpoint."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -187,6 +205,8 @@ class Checkpoint:
         Everything else in the file (heads, saved modules, biases), by the key PEFT would give it.
     weights : Path
         The weight file.
+    metadata : Mapping of str to str
+        What the header of the weight file says beside the tensors.
     notes : tuple of str
         What a reader of the report should know.
 
@@ -214,34 +234,38 @@ class Checkpoint:
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    shown_groups: ClassVar[int] = 12
+    """Groups of like layers that its text shows."""
+
     def __repr__(self) -> str:
-        """What it holds in a few lines: layers of one kind, size and rank are counted together."""
-        head = f"{self.format} adapter {self.path.name}: {len(self.layers)} layers, {self.adapter_parameters:,} parameters"
+        """Show what it holds in a few lines, layers of one role, size and rank counted together."""
+        layers = f"{len(self.layers)} layers, {self.adapter_parameters:,} parameters"
+        head = f"{self.format} adapter {self.path.name}: {layers}"
         if self.extras:
             head += f", {self.extra_parameters:,} numbers of {len(self.extras)} other tensors"
-        kinds = Counter(
-            (module_role(x.name), f"{x.out_features}×{x.in_features}", x.rank) for x in self.layers
-        )
-        lines = [
-            f"  {count:3} × {kind}, {size}, rank {rank}"
-            for (kind, size, rank), count in kinds.items()
-        ]
-        if len(lines) > SHOWN_KINDS:
-            lines[SHOWN_KINDS:] = [f"  … and {len(lines) - SHOWN_KINDS} more kinds of layers"]
+        groups: Counter[str] = Counter()
+        for layer in self.layers:
+            size = f"{layer.out_features}×{layer.in_features}"
+            groups[f"{module_role(layer.name)}, {size}, rank {layer.rank}"] += 1
+        lines = [f"  {count:3} × {group}" for group, count in groups.items()]
+        if len(lines) > self.shown_groups:
+            hidden = len(lines) - self.shown_groups
+            lines[self.shown_groups :] = [f"  … and {hidden} more kinds of layers"]
         return "\n".join([head, *lines])
 
     @cached_property
     def source_sha256(self) -> str:
-        """SHA-256 of the weight file; read through once, when first asked for."""
+        """SHA-256 of the weight file, which is read through once, when first asked for."""
         return sha256(self.weights)
 
     @property
     def adapter_parameters(self) -> int:
+        """How many numbers the layers hold."""
         return sum(layer.parameters for layer in self.layers)
 
     @property
     def storage(self) -> str:
-        """The type that most numbers of its layers are stored in; float32 if it is none that is written for factors."""
+        """Type of most numbers of the layers; float32 for one that factors are not written in."""
         counts: Counter[str] = Counter()
         for layer in self.layers:
             counts[layer.dtype] += layer.parameters
@@ -250,14 +274,16 @@ class Checkpoint:
 
     @property
     def extra_parameters(self) -> int:
+        """How many numbers the other tensors hold."""
         return sum(tensor.parameters for tensor in self.extras.values())
 
     @property
     def extra_bytes(self) -> int:
+        """Bytes of the other tensors."""
         return sum(tensor.nbytes for tensor in self.extras.values())
 
     def layer(self, name: str) -> Any:
-        """The layer of this module; `CheckpointError` if there is none."""
+        """Return the layer of this module; `CheckpointError` if there is none."""
         for layer in self.layers:
             if layer.name == name:
                 return layer
@@ -267,52 +293,65 @@ class Checkpoint:
 def low_rank_layer(
     name: str, up: StoredTensor, down: StoredTensor, scale: float, *, layer_type: str = "linear"
 ) -> LoraLayer:
-    """A `LoraLayer` from its two stored halves, checked against each other.
+    """Make a `LoraLayer` from its two stored halves, checked against each other.
 
-    ``up`` is (m, r) and ``down`` (r, n); for convolutions (m, r, 1, …) and ``(r, channels,
-    *kernel)``.
+    Parameters
+    ----------
+    name : str
+    up, down : StoredTensor
+        (m, r) and (r, n); for convolutions (m, r, 1, …) and ``(r, channels, *kernel)``.
+    scale : float
+    layer_type : str
+        "linear", "conv1d" or "embedding"; halves with a kernel are of a convolution anyway.
     """
     if len(up.shape) < 2 or len(up.shape) != len(down.shape):
         raise up.error(f"shapes {up.shape} and {down.shape} of the two halves are not of one layer")
-    if 0 in up.shape or 0 in down.shape:
-        empty = up if 0 in up.shape else down
-        raise empty.error(
-            f"shape {empty.shape} is empty: shards of a distributed run were not gathered before saving"
-        )
-    kernel = down.shape[2:]
-    if kernel:
-        layer_type = "conv"
+    for half in (up, down):
+        if 0 in half.shape:
+            raise half.error(
+                f"shape {half.shape} is empty: shards of a distributed run were not gathered "
+                "before saving"
+            )
+    kernel = tuple(down.shape[2:])
     if any(side != 1 for side in up.shape[2:]):
         raise up.error(
             f"shape {up.shape}: the out side of a convolution should have a 1 x 1 kernel"
         )
-    if up.shape[1] != down.shape[0]:
-        grouped = kernel and down.shape[0] % up.shape[1] == 0
-        reason = "; grouped convolutions are not read" if grouped else ""
+    out_features, rank = up.shape[:2]
+    if rank != down.shape[0]:
+        is_grouped = kernel and down.shape[0] % rank == 0
+        reason = "; grouped convolutions are not read" if is_grouped else ""
         raise up.error(
-            f"rank {up.shape[1]} in shape {up.shape}, but {down.shape[0]} in {down.shape} of {down.name}{reason}"
+            f"rank {rank} in shape {up.shape}, but {down.shape[0]} in {down.shape} of "
+            f"{down.name}{reason}"
         )
     for half in (up, down):
         if not half.dtype.startswith(("float", "bfloat")):
             raise half.error(f"dtype {half.dtype}, expected floating-point numbers")
-    inputs = math.prod(down.shape[1:])
     return LoraLayer(
-        name, layer_type, up.shape[0], inputs, up.shape[1], scale, up.dtype, up, down, tuple(kernel)
+        name,
+        "conv" if kernel else layer_type,
+        out_features,
+        math.prod(down.shape[1:]),
+        rank,
+        scale,
+        up.dtype,
+        up,
+        down,
+        kernel,
     )
 
 
 def rank_notes(layers: tuple[Layer, ...]) -> tuple[str, ...]:
-    """One note if some low-rank layers have a rank above what their matrix can have."""
+    """Return a note if some low-rank layers have a rank above what their matrix can have."""
     above = [
         layer for layer in layers if isinstance(layer, LoraLayer) and layer.rank > min(layer.shape)
     ]
     if not above:
         return ()
     first = above[0]
-    shape = f"{first.out_features} x {first.in_features}"
+    example = f"{first.name}: rank {first.rank} on {first.out_features} x {first.in_features}"
     return (
-        (
-            f"{len(above)} of {len(layers)} layers have a rank above their size ({first.name}: rank {first.rank} on "
-            f"{shape}): compressing clips it to {min(first.shape)}"
-        ),
+        f"{len(above)} of {len(layers)} layers have a rank above their size ({example}): "
+        f"compressing clips it to {min(first.shape)}",
     )

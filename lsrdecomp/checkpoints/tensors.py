@@ -1,6 +1,6 @@
-"""Tensors in files: name, shape and dtype are known before a byte is read; safetensors files read and written.
+"""Tensors in files: known by name, shape and dtype before a byte is read; safetensors both ways.
 
-The header of such a file is judged against the file's size before anything is allocated.
+The header of a safetensors file is judged against the file's size before anything is allocated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from lsrdecomp.checkpoints.files import MAX_JSON, parse_json, regular_file_size
+from lsrdecomp.checkpoints.files import parse_json, regular_file_size
+from lsrdecomp.checkpoints.limits import LIMITS
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 from lsrdecomp.precision import PRECISIONS, numpy_dtype
 
@@ -27,16 +28,10 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-DTYPES: dict[str, np.dtype[Any]] = {
-    name: numpy_dtype(name)
-    for name in (
-        *(name for name in PRECISIONS if name != "tf32"),
-        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
-    )
-}
-FLOATS = tuple(name for name in DTYPES if "float" in name)
-LONGEST_NAME = 512
-MOST_DERIVED = 2**29
+FLOATS = tuple(name for name in PRECISIONS if name != "tf32")  # which no file holds
+INTEGERS = ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool")
+DTYPES: dict[str, np.dtype[Any]] = {name: numpy_dtype(name) for name in (*FLOATS, *INTEGERS)}
+"""Types of stored numbers: NumPy's, and those of ``ml_dtypes`` for bfloat16 and float8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +47,15 @@ class StoredTensor:
         As stored: ``"bfloat16"``, ``"float32"``, …
     path : Path
         The file it lies in.
+    fetch : callable
+        Reads the numbers; `read` and `load` call it.
 
     Examples
     --------
     >>> from pathlib import Path
-    >>> tensor = StoredTensor("norm", (2, 3), "float16", Path("model"), lambda: np.ones((2, 3), np.float16))
-    >>> tensor.nbytes, tensor.load().dtype                                   # read when asked for, in float32
+    >>> ones = np.ones((2, 3), np.float16)
+    >>> tensor = StoredTensor("norm", (2, 3), "float16", Path("model"), lambda: ones)
+    >>> tensor.nbytes, tensor.load().dtype                                   # read now, in float32
     (12, dtype('float32'))
     """
 
@@ -69,18 +67,26 @@ class StoredTensor:
 
     @property
     def parameters(self) -> int:
+        """How many numbers it holds."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its numbers as stored."""
         return self.parameters * DTYPES[self.dtype].itemsize
 
     def read(self) -> Array:
-        """The stored bits, in the stored dtype (bfloat16 and float8 as ``ml_dtypes``)."""
+        """Read the stored bits, in the stored dtype (bfloat16 and float8 as ``ml_dtypes``)."""
         return self.fetch()
 
     def load(self) -> Array:
-        """The numbers in float32, or float64 where stored so; `CheckpointError` if one is not finite."""
+        """Read the numbers in float32, or in float64 where stored so.
+
+        Raises
+        ------
+        CheckpointError
+            If a number is not finite, or if memory does not hold them.
+        """
         try:
             array = widen(self.read())
         except MemoryError:
@@ -89,21 +95,24 @@ class StoredTensor:
         if not finite.all():
             bad = int(array.size - np.count_nonzero(finite))
             raise self.error(
-                f"{bad} of {array.size} numbers are NaN or infinite; train or export this adapter again"
+                f"{bad} of {array.size} numbers are NaN or infinite; train or export this adapter "
+                "again"
             )
         return array
 
     def error(self, message: str) -> CheckpointError:
-        """A `CheckpointError` that names this file and tensor."""
+        """Make a `CheckpointError` that names this file and tensor."""
         return CheckpointError(message, path=self.path, tensor=self.name)
 
 
 def widen(array: Array) -> Array:
-    """Exactly the same numbers in at least float32."""
+    """Return exactly the same numbers in at least float32."""
     if array.dtype == np.float16:
         with np.errstate(invalid="ignore"):
             return array.astype(np.float64).astype(np.float32)  # faster in NumPy than at once
-    return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
+    if array.dtype in (np.float32, np.float64):
+        return array
+    return array.astype(np.float32)
 
 
 def cast(array: Array, storage: str, name: str) -> Array:
@@ -112,27 +121,25 @@ def cast(array: Array, storage: str, name: str) -> Array:
         raise CheckpointError(f"storage dtype {storage!r} is not one of {', '.join(FLOATS)}")
     with np.errstate(over="ignore"):
         stored = np.asarray(array).astype(DTYPES[storage], copy=False)
-    if not np.isfinite(stored).all():
-        largest = float(np.max(np.abs(np.asarray(array, dtype=np.float64)), initial=0.0))
-        wider = [name for name in ("bfloat16", "float32") if largest <= PRECISIONS[name].largest]
-        advice = (
-            f"store as {' or '.join(wider)}"
-            if wider
-            else "no storage here holds it: the adapter must be scaled down"
-        )
-        text = f"its largest entry {largest:.3g} does not fit {storage}; {advice}"
-        raise CheckpointError(
-            text if np.isfinite(largest) else "has NaN or infinite numbers", tensor=name
-        )
-    return stored
+    if np.isfinite(stored).all():
+        return stored
+    largest = float(np.max(np.abs(np.asarray(array, dtype=np.float64)), initial=0.0))
+    if not np.isfinite(largest):
+        raise CheckpointError("has NaN or infinite numbers", tensor=name)
+    wider = [name for name in ("bfloat16", "float32") if largest <= PRECISIONS[name].largest]
+    way_out = "no storage here holds it: the adapter must be scaled down"
+    if wider:
+        way_out = f"store as {' or '.join(wider)}"
+    raise CheckpointError(
+        f"its largest entry {largest:.3g} does not fit {storage}; {way_out}", tensor=name
+    )
 
 
 def check_name(name: str, path: Path) -> None:
-    """Raise `CheckpointError` for a tensor name that could not be a module path, or would not print on one line."""
-    if not name or len(name) > LONGEST_NAME:
-        raise CheckpointError(
-            f"a tensor name has {len(name)} characters; 1 to {LONGEST_NAME} are read", path=path
-        )
+    """Refuse a tensor name that could not be a module path, or would not print on one line."""
+    if not name or len(name) > LIMITS.name_characters:
+        allowed = f"1 to {LIMITS.name_characters} are read"
+        raise CheckpointError(f"a tensor name has {len(name)} characters; {allowed}", path=path)
     if not name.isprintable():
         raise CheckpointError(
             f"the tensor name {name!a} has characters that cannot be printed", path=path
@@ -143,24 +150,45 @@ def check_name(name: str, path: Path) -> None:
         )
 
 
-def derived(
+def derived_tensor(
     like: StoredTensor, shape: tuple[int, ...], compute: Callable[[], Array]
 ) -> StoredTensor:
-    """A tensor that is not stored but follows from stored ones: computed in float64 when asked for.
+    """Describe a tensor that follows from stored ones: computed in float64 when asked for.
 
-    Raises `CheckpointError` if it would have more than 2^29 numbers: a small file can imply a huge
-    product.
+    Raises
+    ------
+    CheckpointError
+        If it would have more than 2^29 numbers: a small file can imply a huge product.
     """
-    if math.prod(shape) > MOST_DERIVED:
+    if math.prod(shape) > LIMITS.derived_numbers:
         raise like.error(
-            f"the product it is part of has shape {shape}, above {MOST_DERIVED} numbers"
+            f"the product it is part of has shape {shape}, above {LIMITS.derived_numbers} numbers"
         )
-    return replace(
-        like, shape=shape, dtype="float64", fetch=lambda: compute().astype(np.float64, copy=False)
-    )
+
+    def fetch() -> Array:
+        return compute().astype(np.float64, copy=False)
+
+    return replace(like, shape=shape, dtype="float64", fetch=fetch)
 
 
-CODES = {
+def first_line(error: BaseException) -> str:
+    """Return the first line of a foreign error, short and printable enough for one of ours.
+
+    It may quote a stranger's bytes.
+    """
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else type(error).__name__
+    return printable(text[:200])
+
+
+def printable(text: str) -> str:
+    """Replace every character that could not be printed on one line by "?"."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+# -- safetensors files, read -----------------------------------------------------------------------
+
+DTYPE_OF_CODE = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -168,28 +196,30 @@ CODES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
     "BOOL": "bool",
-    **{
-        f"{code}{bits}": f"{kind}{bits}"
-        for code, kind in (("I", "int"), ("U", "uint"))
-        for bits in (64, 32, 16, 8)
-    },
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
 }
-NAMES = {name: code for code, name in CODES.items()}
-LENGTH = 8  # bytes: the header's length, little-endian
-MOST_DIMENSIONS = 16
-IN_MEMORY = 8 * 2**20
+"""Types by what a safetensors header calls them."""
+CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
+LENGTH_BYTES = 8  # the header's length, little-endian
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a safetensors file says about itself."""
+    """The header of a safetensors file."""
 
     metadata: Mapping[str, str]
     tensors: Mapping[str, StoredTensor]
 
 
 def read_header(path: Path) -> Header:
-    """Names, shapes, dtypes and places of all tensors of a safetensors file.
+    """Read names, shapes, dtypes and places of all tensors of a safetensors file.
 
     Raises
     ------
@@ -199,32 +229,19 @@ def read_header(path: Path) -> Header:
         twice or not fit for a module.
     """
     size = regular_file_size(path)
-    if size < LENGTH:
-        raise CheckpointError(
-            f"truncated: {size} bytes, a safetensors file has at least {LENGTH}", path=path
-        )
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(LENGTH), "little")
-        if length > size - LENGTH:
-            raise CheckpointError(
-                f"truncated or not safetensors: the header declares {length} bytes, the file has {size}; "
-                "download it again",
-                path=path,
-            )
-        if length > MAX_JSON:
-            raise CheckpointError(
-                f"the header declares {length} bytes; at most {MAX_JSON} are read", path=path
-            )
-        header = parse_json(file.read(length), path, what="header")
-    start = LENGTH + length
-    metadata = _metadata(header.pop("__metadata__", None), path)
+    text = _read_header_text(path, size)
+    entries = parse_json(text, path, what="header")
+    metadata = _header_metadata(entries.pop("__metadata__", None), path)
+    data_start = LENGTH_BYTES + len(text)
     tensors = {
-        name: _entry(name, entry, path, start, size - start) for name, entry in header.items()
+        name: _header_tensor(name, entry, path, data_start, size - data_start)
+        for name, entry in entries.items()
     }
-    _check_layout(header, path, size - start)
+    _check_layout(entries, path, size - data_start)
     try:
+        # The reference reader must agree, or other tools would see another file than we do.
         with safe_open(path, framework="numpy"):
-            pass  # the reference reader must agree, or other tools would see another file than we do
+            pass
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"the safetensors library refuses it: {first_line(error)}", path=path
@@ -232,45 +249,176 @@ def read_header(path: Path) -> Header:
     return Header(metadata, tensors)
 
 
-def data_sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of what follows the header of a safetensors file."""
+def _read_header_text(path: Path, size: int) -> bytes:
+    """Read the JSON of a header, whose length is checked against the size of the file."""
+    if size < LENGTH_BYTES:
+        raise CheckpointError(
+            f"truncated: {size} bytes, a safetensors file has at least {LENGTH_BYTES}", path=path
+        )
     with path.open("rb") as file:
-        file.seek(LENGTH + int.from_bytes(file.read(LENGTH), "little"))
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if length > size - LENGTH_BYTES:
+            raise CheckpointError(
+                f"truncated or not safetensors: the header declares {length} bytes, the file has "
+                f"{size}; download it again",
+                path=path,
+            )
+        if length > LIMITS.json_bytes:
+            raise CheckpointError(
+                f"the header declares {length} bytes; at most {LIMITS.json_bytes} are read",
+                path=path,
+            )
+        return file.read(length)
+
+
+def _header_metadata(value: object, path: Path) -> dict[str, str]:
+    if value is None:  # as the safetensors library reads it
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise CheckpointError("the header's __metadata__ is not a map from text to text", path=path)
+    return value
+
+
+def _header_tensor(
+    name: str, entry: Any, path: Path, data_start: int, data_bytes: int
+) -> StoredTensor:
+    """Check one entry of a header against itself and against the bytes that follow the header."""
+    check_name(name, path)
+
+    def error(message: str) -> CheckpointError:
+        return CheckpointError(message, path=path, tensor=name)
+
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise error("its header entry is not dtype, shape and data_offsets")
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(code, str) or code not in DTYPE_OF_CODE:
+        codes = ", ".join(DTYPE_OF_CODE)
+        raise UnsupportedError(
+            f"dtype {str(code)[:40]!r} is not one of {codes}", path=path, tensor=name
+        )
+    if (
+        not _is_list_of_counts(shape)
+        or not _is_list_of_counts(offsets)
+        or len(offsets) != 2
+        or len(shape) > LIMITS.dimensions
+    ):
+        given = f"shape {str(shape)[:80]!r} and data_offsets {str(offsets)[:80]!r}"
+        raise error(f"{given} are not lists of counts")
+    begin, end = offsets
+    if begin > end or end > data_bytes:
+        raise error(
+            f"its bytes {begin} to {end} lie outside the {data_bytes} bytes of data; the file is "
+            "truncated"
+        )
+    dtype = DTYPE_OF_CODE[code]
+    needed = math.prod(shape) * DTYPES[dtype].itemsize
+    if end - begin != needed:
+        raise error(
+            f"shape {tuple(shape)} of {code} needs {needed} bytes, but {end - begin} are declared"
+        )
+    fetch = partial(_read_numbers, path, name, data_start + begin, tuple(shape), dtype)
+    return StoredTensor(name, tuple(shape), dtype, path, fetch)
+
+
+def _is_list_of_counts(value: object) -> bool:
+    return isinstance(value, list) and all(
+        type(count) is int and 0 <= count < 2**63 for count in value
+    )
+
+
+def _check_layout(entries: Mapping[str, Any], path: Path, data_bytes: int) -> None:
+    """Refuse holes and overlaps: the tensors must fill the data from the first byte to the last."""
+    reached = 0
+    for begin, end, name in sorted(
+        (*entry["data_offsets"], name) for name, entry in entries.items()
+    ):
+        if begin < reached:
+            fault = f"overlaps the tensor before it, which ends at {reached}"
+        elif begin > reached:
+            fault = f"follows a hole at {reached}"
+        else:
+            reached = end
+            continue
+        raise CheckpointError(f"its data at byte {begin} {fault}", path=path, tensor=name)
+    if reached != data_bytes:
+        raise CheckpointError(
+            f"the tensors fill {reached} of {data_bytes} bytes of data", path=path
+        )
+
+
+def _read_numbers(path: Path, name: str, offset: int, shape: tuple[int, ...], dtype: str) -> Array:
+    count = math.prod(shape)
+    try:
+        array = np.fromfile(path, DTYPES[dtype], count, offset=offset)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot be read: {error.strerror}", path=path, tensor=name
+        ) from error
+    if array.size != count:
+        raise CheckpointError(
+            f"the file changed while it was read: {array.size} of {count} numbers are left",
+            path=path,
+            tensor=name,
+        )
+    return array.reshape(shape)
+
+
+def data_sha256(path: Path) -> str:
+    """Return the hexadecimal SHA-256 of what follows the header of a safetensors file."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        file.seek(LENGTH_BYTES + length)
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# -- and written -----------------------------------------------------------------------------------
 
 
 def encode_header(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Length and JSON of a header for tensors given as ``{name: (dtype, shape)}`` in file order."""
-    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    """Encode length and JSON of a header for tensors ``{name: (dtype, shape)}`` in file order."""
+    entries: dict[str, Any] = {}
+    if metadata:
+        entries["__metadata__"] = dict(sorted(metadata.items()))
     end = 0
     for name, (dtype, shape) in tensors.items():
-        begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
-        entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+        end = begin + math.prod(shape) * DTYPES[dtype].itemsize
+        entries[name] = {
+            "dtype": CODE_OF_DTYPE[dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % LENGTH)
-    if len(text) > MAX_JSON:
+    text += b" " * (-len(text) % LENGTH_BYTES)  # numbers begin at a multiple of eight bytes
+    if len(text) > LIMITS.json_bytes:
         raise CheckpointError(
-            f"the header of {len(tensors)} tensors takes {len(text)} bytes; at most {MAX_JSON} fit"
+            f"the header of {len(tensors)} tensors takes {len(text)} bytes; at most "
+            f"{LIMITS.json_bytes} fit"
         )
-    return len(text).to_bytes(LENGTH, "little") + text
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 class TensorWriter:
-    """Gathers tensors one by one and writes a safetensors file; beyond 8 MiB they wait on disk, not in memory.
+    """Gathers tensors one by one and writes a safetensors file.
 
     Parameters
     ----------
     directory : Path
-        Where the waiting bytes go: the place of the file to be.
+        Where bytes wait that memory does not hold: the place of the file to be.
+    memory_bytes : int
+        Bytes that may wait in memory; beyond them all wait on disk. By hand.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, memory_bytes: int = 8 * 2**20) -> None:
         self.directory = directory
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._places: dict[str, tuple[int, int]] = {}
-        self._spool = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY, dir=str(directory))  # noqa: SIM115
+        self._places: dict[str, tuple[int, int]] = {}  # offset and bytes in the spool
+        self._piece_bytes = max(memory_bytes // 8, 1)
+        self._spool = tempfile.SpooledTemporaryFile(  # noqa: SIM115
+            max_size=memory_bytes, dir=str(directory)
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -282,15 +430,12 @@ class TensorWriter:
         """Append one tensor with the bits it has."""
         check_name(name, self.directory)
         dtype = array.dtype.name
-        if dtype not in NAMES:
-            raise CheckpointError(f"dtype {dtype} is not one of {', '.join(NAMES)}", tensor=name)
+        if dtype not in CODE_OF_DTYPE:
+            codes = ", ".join(CODE_OF_DTYPE)
+            raise CheckpointError(f"dtype {dtype} is not one of {codes}", tensor=name)
         if name in self.tensors:
             raise CheckpointError("is written twice", tensor=name)
-        data = (
-            np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-            .reshape(-1)
-            .view(np.uint8)
-        )
+        data = little_endian_bytes(array)
         self.tensors[name] = (dtype, array.shape)
         self._places[name] = (self._spool.tell(), data.nbytes)
         self._spool.write(data.data)
@@ -306,115 +451,37 @@ class TensorWriter:
         self._places[name] = (begin, size)
 
     def write(self, path: Path, metadata: Mapping[str, str]) -> None:
-        """Write the file in the order of the safetensors library: widest dtype first, then by name."""
-        order = self._order()
+        """Write the file in the safetensors library's order: widest dtype first, then by name."""
+        order = self._file_order()
         with path.open("wb") as file:
             file.write(encode_header({name: self.tensors[name] for name in order}, metadata))
             file.writelines(self._pieces(order))
 
     def sha256(self) -> str:
-        """Hexadecimal SHA-256 of all tensors' bytes as the file will hold them after its header."""
+        """Return the hexadecimal SHA-256 of what the file will hold after its header."""
         digest = hashlib.sha256()
-        for piece in self._pieces(self._order()):
+        for piece in self._pieces(self._file_order()):
             digest.update(piece)
         return digest.hexdigest()
 
-    def _order(self) -> list[str]:
-        return sorted(
-            self.tensors, key=lambda name: (-DTYPES[self.tensors[name][0]].itemsize, name)
-        )
+    def _file_order(self) -> list[str]:
+        def width_and_name(name: str) -> tuple[int, str]:
+            dtype, _ = self.tensors[name]
+            return -DTYPES[dtype].itemsize, name
+
+        return sorted(self.tensors, key=width_and_name)
 
     def _pieces(self, order: Iterable[str]) -> Iterator[bytes]:
         for name in order:
-            begin, left = self._places[name]
+            begin, remaining = self._places[name]
             self._spool.seek(begin)
-            while left:
-                piece = self._spool.read(min(left, IN_MEMORY // 8))
+            while remaining:
+                piece = self._spool.read(min(remaining, self._piece_bytes))
                 yield piece
-                left -= len(piece)
+                remaining -= len(piece)
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of a foreign error, short enough for one of ours; it may quote a stranger's bytes."""
-    lines = str(error).strip().splitlines()
-    text = (lines[0] if lines else type(error).__name__)[:200]
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def _metadata(value: object, path: Path) -> dict[str, str]:
-    if value is None:  # as the safetensors library reads it
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise CheckpointError("the header's __metadata__ is not a map from text to text", path=path)
-    return value
-
-
-def _entry(name: str, entry: Any, path: Path, start: int, size: int) -> StoredTensor:
-    check_name(name, path)
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(
-            "its header entry is not dtype, shape and data_offsets", path=path, tensor=name
-        )
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in CODES:
-        names = ", ".join(CODES)
-        raise UnsupportedError(
-            f"dtype {str(dtype)[:40]!r} is not one of {names}", path=path, tensor=name
-        )
-    if (
-        not _counts(shape)
-        or not _counts(offsets)
-        or len(offsets) != 2
-        or len(shape) > MOST_DIMENSIONS
-    ):
-        text = f"shape {str(shape)[:80]!r} and data_offsets {str(offsets)[:80]!r} are not lists of counts"
-        raise CheckpointError(text, path=path, tensor=name)
-    begin, end = offsets
-    needed = math.prod(shape) * DTYPES[CODES[dtype]].itemsize
-    if begin > end or end > size:
-        text = f"its bytes {begin} to {end} lie outside the {size} bytes of data; the file is truncated"
-        raise CheckpointError(text, path=path, tensor=name)
-    if end - begin != needed:
-        text = (
-            f"shape {tuple(shape)} of {dtype} needs {needed} bytes, but {end - begin} are declared"
-        )
-        raise CheckpointError(text, path=path, tensor=name)
-    fetch = partial(_fetch, path, name, start + begin, tuple(shape), CODES[dtype])
-    return StoredTensor(name, tuple(shape), CODES[dtype], path, fetch)
-
-
-def _counts(value: object) -> bool:
-    return isinstance(value, list) and all(
-        type(count) is int and 0 <= count < 2**63 for count in value
-    )
-
-
-def _check_layout(entries: Mapping[str, Any], path: Path, size: int) -> None:
-    reached = 0
-    for begin, end, name in sorted(
-        (*entry["data_offsets"], name) for name, entry in entries.items()
-    ):
-        if begin != reached:
-            fault = (
-                f"overlaps the tensor before it, which ends at {reached}"
-                if begin < reached
-                else f"follows a hole at {reached}"
-            )
-            raise CheckpointError(f"its data at byte {begin} {fault}", path=path, tensor=name)
-        reached = end
-    if reached != size:
-        raise CheckpointError(f"the tensors fill {reached} of {size} bytes of data", path=path)
-
-
-def _fetch(path: Path, name: str, offset: int, shape: tuple[int, ...], dtype: str) -> Array:
-    count = math.prod(shape)
-    try:
-        array = np.fromfile(path, DTYPES[dtype], count, offset=offset)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot be read: {error.strerror}", path=path, tensor=name
-        ) from error
-    if array.size != count:
-        text = f"the file changed while it was read: {array.size} of {count} numbers are left"
-        raise CheckpointError(text, path=path, tensor=name)
-    return array.reshape(shape)
+def little_endian_bytes(array: Array) -> NDArray[np.uint8]:
+    """Return the numbers of an array as a row of bytes, little-endian."""
+    ordered = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    return ordered.reshape(-1).view(np.uint8)

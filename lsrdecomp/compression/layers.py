@@ -20,7 +20,7 @@ import numpy as np
 
 from lsrdecomp.arrays import Array, as_double, namespace
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer
-from lsrdecomp.checkpoints.records import LOKR
+from lsrdecomp.checkpoints.records import LOKR_STAYS
 from lsrdecomp.errors import BudgetError, CheckpointError
 from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -269,7 +269,7 @@ def _require_lora(checkpoint: Checkpoint, layer: Any) -> None:
         text = (
             "is an LSR layer already; compress the LoRA it came from"
             if checkpoint.format == "lsr"
-            else LOKR
+            else LOKR_STAYS
         )
         raise CheckpointError(text, path=checkpoint.path, tensor=layer.name)
 

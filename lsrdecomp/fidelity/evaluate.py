@@ -35,7 +35,7 @@ from lsrdecomp.calibration.generation import generate
 from lsrdecomp.calibration.heads import TOKEN_HEADS, Batch, Head
 from lsrdecomp.calibration.teacher import DistillationData
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
-from lsrdecomp.checkpoints.files import EXAMPLES, bytes_to_open, sha256
+from lsrdecomp.checkpoints.files import EXAMPLE_SUFFIXES, bytes_to_open, sha256
 from lsrdecomp.checkpoints.progress import OnStep, ProgressUpdate
 from lsrdecomp.checkpoints.statistics import METADATA, Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
@@ -342,7 +342,7 @@ def read_data(data: str | Path | Texts) -> list[Item]:
     path = Path(data)
     if path.is_dir():
         return list(task_texts(find_task(path).read(path, "train")))
-    if path.suffix in EXAMPLES:
+    if path.suffix in EXAMPLE_SUFFIXES:
         return list(read_examples(path))
     return list(read_lines(path))
 

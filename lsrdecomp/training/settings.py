@@ -8,7 +8,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
-from lsrdecomp.checkpoints.files import EXAMPLES
+from lsrdecomp.checkpoints.files import EXAMPLE_SUFFIXES
 from lsrdecomp.fields import (
     ABOVE_ONE,
     OPTION,
@@ -293,7 +293,7 @@ class FinetuneSettings(Settings):
     @classmethod
     def usual(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """The task, where data are examples; the defaults of a language model; the method of the adapter in init."""
-        task = JSONL if str(values.get("data", "")).endswith(EXAMPLES) else None
+        task = JSONL if str(values.get("data", "")).endswith(EXAMPLE_SUFFIXES) else None
         language = LANGUAGE_DEFAULTS if values.get("task", task) == JSONL else {}
         method = "lsr" if values.get("ratio") is not None else _method_in(values.get("init"))
         implied = {"task": task, "method": method}

@@ -56,12 +56,9 @@ def test_the_writer_gives_the_bytes_of_the_safetensors_library(tmp_path_factory,
     assert list(folder.iterdir()) == [folder / "x.safetensors"]
 
 
-def test_tensors_beyond_the_memory_limit_wait_on_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lsrdecomp.checkpoints.tensors.IN_MEMORY", 100)
+def test_tensors_beyond_the_memory_limit_wait_on_disk(tmp_path: Path) -> None:
     arrays = {f"t{i}": np.full((50,), i, np.float32) for i in range(9)}
-    with TensorWriter(tmp_path) as writer:
+    with TensorWriter(tmp_path, memory_bytes=100) as writer:
         for name, array in arrays.items():
             writer.add(name, array)
         writer.write(tmp_path / "x", {})
@@ -69,17 +66,14 @@ def test_tensors_beyond_the_memory_limit_wait_on_disk(
     assert all(np.array_equal(back[name], array) for name, array in arrays.items())
 
 
-def test_streamed_layers_are_written_in_bounded_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lsrdecomp.checkpoints.tensors.IN_MEMORY", 2**20)
+def test_streamed_layers_are_written_in_bounded_memory(tmp_path: Path) -> None:
     one = np.ones((1024, 64), np.float32)
-    layers = ((f"l.{i}", one, one.T) for i in range(60))
+    layers = ((f"l.{i}", one, one.T) for i in range(160))
     tracemalloc.start()
     write_lora(tmp_path / "out", layers=layers)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 8 * 2**20 < (tmp_path / "out" / "adapter_model.safetensors").stat().st_size / 3
+    assert peak < (tmp_path / "out" / "adapter_model.safetensors").stat().st_size / 3
 
 
 def test_an_existing_output_stays_unless_forced_and_is_then_replaced_whole(tmp_path: Path) -> None:

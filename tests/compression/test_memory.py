@@ -14,6 +14,7 @@ from checkpoint_files import directory, pair
 
 from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.checkpoints.tensors import TensorWriter
 from lsrdecomp.compression import layers as layers_module
 from lsrdecomp.compression.layers import Layer, Recent, SpillCache, batches, pair_entries
 from lsrdecomp.compression.settings import CompressionPlan, Search
@@ -76,7 +77,7 @@ def test_the_peak_does_not_grow_with_the_number_of_layers(
 ):
     monkeypatch.setattr(layers_module, "PAIR_ENTRIES", 2 * LAYER // 8)
     monkeypatch.setattr(layers_module, "IN_MEMORY", LAYER)
-    monkeypatch.setattr("lsrdecomp.checkpoints.tensors.IN_MEMORY", LAYER)
+    monkeypatch.setitem(TensorWriter.__init__.__kwdefaults__, "memory_bytes", LAYER)
     few, many = (peak(adapters[count], tmp_path / str(count), plan) for count in COUNTS)
     assert many - few < 4 * share * LAYER
     assert few < 40 * LAYER

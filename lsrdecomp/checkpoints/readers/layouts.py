@@ -1,4 +1,4 @@
-"""Layouts of keys: each says by a key's ending which part of which module a tensor is, and one reader reads them all.
+"""Layouts of keys: each says which part of which module a tensor is; one reader reads them all.
 
 A layout is a value of `Layout`. Names of modules are taken as they are, so that new models need
 nothing here.
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from lsrdecomp.checkpoints.config import Config, Scales, check_carried, missing_modules
-from lsrdecomp.checkpoints.experts import INNER, Stacks, expert_layers
+from lsrdecomp.checkpoints.experts import Stacks, expert_layers
 from lsrdecomp.checkpoints.files import parse_json
 from lsrdecomp.checkpoints.format import (
-    DORA,
+    DORA_NEEDS_BASE,
     NOT_READ,
     PREFIX,
     Bundle,
@@ -30,32 +30,45 @@ from lsrdecomp.checkpoints.format import (
     require_roles,
     scalar,
 )
-from lsrdecomp.checkpoints.readers.lycoris import HADA, LOKR, hadamard_layer, kronecker_layer
+from lsrdecomp.checkpoints.readers.lycoris import (
+    HADA_PARTS,
+    LOKR_PARTS,
+    hadamard_layer,
+    kronecker_layer,
+)
 from lsrdecomp.checkpoints.records import Checkpoint, Layer, LoraLayer, low_rank_layer
-from lsrdecomp.checkpoints.tensors import Array, StoredTensor, derived
+from lsrdecomp.checkpoints.tensors import Array, StoredTensor, derived_tensor
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 
 METADATA = "lora_adapter_metadata"
 """Where newer diffusers keeps the configs of a pipeline's components: ``{"unet.r": 8, …}``."""
 ALPHA = {".alpha": "alpha", ".lora_mid.weight": "mid"}
 MAGNITUDE = {".m": "magnitude of DoRA"}
-EMBEDDING = ".lora_embedding_A"
+EMBEDDING_DOWN = ".lora_embedding_A"
 # Attention processors of old diffusers files named these four by themselves: in the UNet and in
 # text encoders.
 PROCESSOR = "_lora."
 UNET_NAMES = {"to_out": "to_out.0"}
 TEXT_NAMES = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
-TABLES = ("embed_tokens", "wte")
+MLX_EMBEDDINGS = ("embed_tokens", "wte")
 """Embeddings of mlx-lm's models."""
 ScaleOf = Callable[[str, int], float]
 """The scale of a module of this name and rank."""
 
 
-def pairs(*endings: tuple[str, str]) -> dict[str, str]:
-    """Parts of a low-rank pair by the endings of the keys of A and B, of all ages of a layout."""
-    return {
-        ending: part for both in endings for ending, part in zip(both, ("down", "up"), strict=True)
-    }
+def pair_parts(*endings: tuple[str, str]) -> dict[str, str]:
+    """Return the parts of a low-rank pair by the endings of the keys of A and B.
+
+    Parameters
+    ----------
+    *endings : (ending of A, ending of B)
+        One pair for each age of a layout.
+    """
+    parts = {}
+    for down, up in endings:
+        parts[down] = "down"
+        parts[up] = "up"
+    return parts
 
 
 @dataclass(frozen=True)
@@ -89,121 +102,120 @@ class Layout:
     transposed: bool = False
 
     def matches(self, bundle: Bundle) -> bool:
-        """By the type in the config, of which LoRA takes all that are left; without PEFT's config by a key's ending."""
-        kind = None if bundle.config is None else bundle.config.get("peft_type")
+        """Return whether a bundle is of this layout: by PEFT's type, or by the ending of a key.
+
+        LoRA takes every PEFT config that no other layout takes, and refuses it with a reason.
+        """
+        has_config = bundle.config is not None
+        peft_type = bundle.config.get("peft_type") if bundle.config is not None else None
+        if self.peft_type == "LORA":
+            return has_config and peft_type != "LSR"
         if self.peft_type:
-            return kind == self.peft_type or (
-                self.peft_type == "LORA" and bundle.config is not None and kind != "LSR"
-            )
-        if bundle.config is not None and (kind is not None or not self.transposed):
-            return False
+            return peft_type == self.peft_type
+        if has_config:
+            is_mlx = peft_type is None and self.transposed
+            if not is_mlx:
+                return False
         return any(key.endswith(tuple(self.parts)) for key in bundle.tensors)
 
     def read(self, bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
-        """Layers with the rank and scale that the programs of this layout give them."""
+        """Read layers with the rank and scale that the programs of this layout give them."""
         if self.peft_type:
             return self._read_peft(bundle, alpha)
         if any(key.startswith(PREFIX) for key in bundle.tensors):
-            text = f"a PEFT file without its {bundle.config_path.name}; put that beside it"
-            raise CheckpointError(text, path=bundle.weights)
-        # Read 1: where scales come from.
-        common, headers = _mlx_scale(bundle), _header_scales(bundle)
-        outside = self.scaled_outside and common is None
-        if not outside:
-            refuse_alpha(
-                bundle,
-                alpha,
-                None if common is not None else "the file decides its scale, 1 without an alpha",
+            raise CheckpointError(
+                f"a PEFT file without its {bundle.config_path.name}; put that beside it",
+                path=bundle.weights,
             )
-
-        def scale_of(name: str, rank: int) -> float:
-            if common is not None:
-                return common
-            if outside:
-                return 1.0 if alpha is None else alpha / rank
-            component, _, module = name.partition(".")
-            return headers[component].of(module, rank) if component in headers else 1.0
-
-        # Read 2: the layers, each under one name.
+        # 1. Where scales come from.
+        mlx_scale = _mlx_scale(bundle)
+        needs_alpha = self.scaled_outside and mlx_scale is None
+        if not needs_alpha:
+            from_file = "the file decides its scale, 1 without an alpha"
+            refuse_alpha(bundle, alpha, from_file if mlx_scale is None else None)
+        scale_of = self._scale_rule(bundle, mlx_scale, alpha)
+        # 2. The layers, each under one name.
         modules, extras = group_by_module(bundle, {**self.parts, **self.others})
         layers = [
-            self._layer(_module(stored, roles), roles, scale_of)
+            self._layer(_module_name(stored, roles), roles, scale_of)
             for stored, roles in modules.items()
         ]
-        names = [layer.name for layer in layers]
-        if len(set(names)) != len(names):
-            twice = next(module for module in names if names.count(module) > 1)
-            raise CheckpointError("is held under two names", path=bundle.weights, tensor=twice)
-        for layer in layers:
-            rank = bundle.metadata.get(f"{layer.name}:rank", str(layer.rank))  # cloneofsimo's
-            if rank != str(layer.rank) and isinstance(layer, LoraLayer):
-                text = f"rank {layer.rank} in shape {layer.down.shape}, but {rank[:20]!r} in the header"
-                raise layer.down.error(text)
-        # Read 3: what stands for a config.
+        _check_unique(layers, bundle)
+        _check_header_ranks(layers, bundle)
+        # 3. What stands for a config.
         config: dict[str, Any] = {}
         if bundle.config is not None:
-            config = {"base_model_name_or_path": bundle.config.get("model")}
-        if outside and alpha is None:
-            ranks = ", ".join(map(str, sorted({layer.rank for layer in layers})))
-            text = f"a {self.name} file of rank {ranks}: its alpha is not in it"
-            way_out = "pass alpha= as it was trained (its script's lora_alpha; of mlx-lm rank times scale)"
-            raise CheckpointError(f"{text}; {way_out}", path=bundle.weights)
-        if outside:
+            config["base_model_name_or_path"] = bundle.config.get("model")
+        if needs_alpha:
+            if alpha is None:
+                raise self._alpha_is_missing(layers, bundle)
             heads = sorted({key.removeprefix(PREFIX).partition(".")[0] for key in extras})
-            config |= {"lora_alpha": alpha, "modules_to_save": heads or None}
+            config["lora_alpha"] = alpha
+            config["modules_to_save"] = heads or None
         return make_checkpoint(bundle, self.name, layers, extras, config=config)
 
+    def _scale_rule(self, bundle: Bundle, mlx_scale: float | None, alpha: float | None) -> ScaleOf:
+        """Return what gives the scale of a layer whose pair has no alpha beside it."""
+        if mlx_scale is not None:
+            return lambda _, __: mlx_scale
+        if self.scaled_outside:
+            # Without alpha the file is refused, once the ranks to name are known.
+            return lambda _, rank: 1.0 if alpha is None else alpha / rank
+        by_component = _header_scales(bundle)
+
+        def scale_of(name: str, rank: int) -> float:
+            component, _, module = name.partition(".")
+            if component not in by_component:
+                return 1.0
+            return by_component[component].scale(module, rank)
+
+        return scale_of
+
+    def _alpha_is_missing(self, layers: list[Layer], bundle: Bundle) -> CheckpointError:
+        ranks = ", ".join(map(str, sorted({layer.rank for layer in layers})))
+        return CheckpointError(
+            f"a {self.name} file of rank {ranks}: its alpha is not in it; pass alpha= as it was "
+            "trained (its script's lora_alpha; of mlx-lm rank times scale)",
+            path=bundle.weights,
+        )
+
     def _read_peft(self, bundle: Bundle, alpha: float | None) -> Checkpoint:
-        """A PEFT directory, as PEFT 0.21 loads it; what is not one of our layers is refused by name."""
+        """Read a PEFT directory as PEFT 0.21 loads it; what is not one of our layers is refused."""
         config = Config(bundle.config or {}, bundle.config_path)
         refuse_alpha(bundle, alpha)
         notes = check_supported(config)
         check_carried(config)
-        scales = Scales(config, config.integer("r", 8), config.number(ALPHAS[self.peft_type], 8))
+        scales = Scales(
+            config, config.integer("r", 8), config.number(ALPHA_FIELDS[self.peft_type], 8)
+        )
         linear = "conv1d" if config.flag("fan_in_fan_out") else "linear"
         modules, extras = group_by_module(bundle, self.parts, PREFIX)
-        raw, stacks = config.raw if self.peft_type == "LORA" else {}, None
-        if raw.get("target_parameters") or any(key.endswith(INNER) for key in modules):
-            stacks = Stacks(raw, config.path)
-        read = lru_cache(maxsize=2)(StoredTensor.read)
-        layers: list[Layer] = []
-        for key, roles in modules.items():
-            parameter = stacks.of_key(key) if stacks else None
-            name = parameter or key
-            rank = scales.rank(name)
-            layer = self._layer(
-                name, roles, lambda name, _: scales.of(name, scales.rank(name)), linear
-            )
-            if parameter is not None:
-                layers += expert_layers(layer, rank, config.path, read)
-            elif self.peft_type == "LORA" and layer.rank != rank:
-                text = f"rank {layer.rank} in shape {roles['down'].shape}, but the config says r = {rank}"
-                raise roles["down"].error(
-                    f"{text}; correct r or rank_pattern in {config.path.name}"
-                )
-            else:
-                layers.append(layer)
-        if stacks:
-            stacks.check_all_there(layer.name for layer in layers)
+        if self.peft_type == "LORA":
+            layers = _lora_layers(modules, scales, linear, config)
+        else:
+            layers = [
+                self._layer(module, roles, lambda name, _: scales.scale(name, scales.rank(name)))
+                for module, roles in modules.items()
+            ]
         notes += missing_modules(config.raw, extras)
         return make_checkpoint(
-            bundle, self.name, layers, extras, notes, parts=f"{self.peft_type} layer"
+            bundle, self.name, layers, extras, notes, layer_word=f"{self.peft_type} layer"
         )
 
-    def _layer(self, name: str, roles: Roles, scale_of: ScaleOf, linear: str = "linear") -> Any:
-        """One layer of whatever parts there are."""
-        of_config = scale_of(name, 0) if self.peft_type else None
-        if any(part in roles for part in HADA.values()):
-            return hadamard_layer(name, roles, of_config)
-        if any(part in roles for part in LOKR.values()):
-            return kronecker_layer(name, roles, of_config)
-        return pair_layer(name, roles, scale_of, linear, transposed=self.transposed)
+    def _layer(self, name: str, roles: Roles, scale_of: ScaleOf) -> Layer:
+        """Make one layer of whatever parts there are."""
+        peft_scale = scale_of(name, 0) if self.peft_type else None
+        if any(part in roles for part in HADA_PARTS.values()):
+            return hadamard_layer(name, roles, peft_scale)
+        if any(part in roles for part in LOKR_PARTS.values()):
+            return kronecker_layer(name, roles, peft_scale)
+        return pair_layer(name, roles, scale_of, transposed=self.transposed)
 
 
-kohya = Layout("kohya", pairs((".lora_down.weight", ".lora_up.weight")), ALPHA)
-diffusers = Layout(
+KOHYA = Layout("kohya", pair_parts((".lora_down.weight", ".lora_up.weight")), ALPHA)
+DIFFUSERS = Layout(
     "diffusers",
-    pairs(
+    pair_parts(
         (".lora_A.weight", ".lora_B.weight"),
         (".lora.down.weight", ".lora.up.weight"),
         (".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight"),
@@ -212,64 +224,180 @@ diffusers = Layout(
     ALPHA,
 )
 LAYOUTS = (
-    # with a config, told by its peft_type, which mlx-lm's has not; LoRA takes every type that is
-    # left, and refuses by name what is not LoRA
-    Layout("peft-loha", HADA, peft_type="LOHA"),
-    Layout("peft-lokr", LOKR, peft_type="LOKR"),
-    Layout("mlx", pairs((".lora_a", ".lora_b")), MAGNITUDE, scaled_outside=True, transposed=True),
+    # With a config, told by its peft_type, which mlx-lm's has not. LoRA takes every type that is
+    # left, and refuses by name what is not LoRA.
+    Layout("peft-loha", HADA_PARTS, peft_type="LOHA"),
+    Layout("peft-lokr", LOKR_PARTS, peft_type="LOKR"),
+    Layout(
+        "mlx", pair_parts((".lora_a", ".lora_b")), MAGNITUDE, scaled_outside=True, transposed=True
+    ),
     Layout(
         "peft-lora",
-        pairs((".lora_A.weight", ".lora_B.weight"), (EMBEDDING, ".lora_embedding_B")),
+        pair_parts((".lora_A.weight", ".lora_B.weight"), (EMBEDDING_DOWN, ".lora_embedding_B")),
         peft_type="LORA",
     ),
-    # without, told by the endings of the keys; LyCORIS files may hold plain LoRA modules under
-    # kohya's keys
-    Layout("lycoris", {**HADA, **LOKR}, {**kohya.parts, **ALPHA}),
-    kohya,
-    # no file of these is one of another layout: among themselves they could stand in any order
-    diffusers,
-    Layout("cloneofsimo", pairs((":down", ":up"))),  # a pickled list gets such keys too
-    Layout("loralib", pairs((".lora_A", ".lora_B")), MAGNITUDE, scaled_outside=True),
+    # Without a config, told by the endings of the keys. LyCORIS files may hold plain LoRA modules
+    # under kohya's keys.
+    Layout("lycoris", {**HADA_PARTS, **LOKR_PARTS}, {**KOHYA.parts, **ALPHA}),
+    KOHYA,
+    # No file of these is one of another layout: among themselves they could stand in any order.
+    DIFFUSERS,
+    Layout("cloneofsimo", pair_parts((":down", ":up"))),  # a pickled list gets such keys too
+    Layout("loralib", pair_parts((".lora_A", ".lora_B")), MAGNITUDE, scaled_outside=True),
     Layout(
-        "torchtune", pairs((".lora_a.weight", ".lora_b.weight")), MAGNITUDE, scaled_outside=True
+        "torchtune",
+        pair_parts((".lora_a.weight", ".lora_b.weight")),
+        MAGNITUDE,
+        scaled_outside=True,
     ),
 )
 """The first that matches reads, so whoever knows a file best stands before whoever would take it
 too."""
 
 
+# -- layers of a layout ----------------------------------------------------------------------------
+
+
 def pair_layer(
-    name: str, roles: Roles, scale_of: ScaleOf, linear: str, *, transposed: bool
+    name: str,
+    roles: Roles,
+    scale_of: ScaleOf,
+    layer_type: str = "linear",
+    *,
+    transposed: bool = False,
 ) -> LoraLayer:
-    """One layer from its up, down, optional mid and optional alpha."""
+    """Make one layer from its up, down, optional mid and optional alpha."""
     require_roles(name, roles, ("up", "down"), ("mid", "alpha"))
     up, down = roles["up"], roles["down"]
     if transposed:
         up, down = _transposed(up), _transposed(down)
     if "mid" in roles:
-        down = _through(roles["mid"], down)
-    elif (
-        len(up.shape) == len(down.shape) == 2
-        and up.shape[1] < down.shape[0]
-        and up.name.endswith(".lora_B")
-    ):
+        down = _with_middle(roles["mid"], down)
+    elif up.name.endswith(".lora_B"):
         _refuse_merged(name, up, down)
-    table = down.name.endswith(EMBEDDING) or (transposed and name.endswith(TABLES))
-    layer = low_rank_layer(name, up, down, 1.0, layer_type="embedding" if table else linear)
+    if down.name.endswith(EMBEDDING_DOWN) or (transposed and name.endswith(MLX_EMBEDDINGS)):
+        layer_type = "embedding"
+    layer = low_rank_layer(name, up, down, 1.0, layer_type=layer_type)
     if "alpha" not in roles:
         return replace(layer, scale=scale_of(name, layer.rank))
-    return replace(layer, scale=scalar(roles["alpha"]) / layer.rank, alpha=roles["alpha"])
+    alpha = roles["alpha"]
+    return replace(layer, scale=scalar(alpha) / layer.rank, alpha=alpha)
+
+
+def _lora_layers(
+    modules: Mapping[str, Roles], scales: Scales, linear: str, config: Config
+) -> list[Layer]:
+    """Make the layers of PEFT's LoRA; of experts that are stored stacked, one each."""
+
+    def scale_of(name: str, _: int) -> float:
+        return scales.scale(name, scales.rank(name))
+
+    stacks = Stacks(config.raw, config.path)
+    read = lru_cache(maxsize=2)(StoredTensor.read)  # the two halves of a stack, for its experts
+    layers: list[Layer] = []
+    for key, roles in modules.items():
+        parameter = stacks.parameter_of_key(key)
+        name = parameter or key
+        rank = scales.rank(name)
+        layer = pair_layer(name, roles, scale_of, linear)
+        if parameter is not None:
+            layers += expert_layers(layer, rank, config.path, read)
+        elif layer.rank == rank:
+            layers.append(layer)
+        else:
+            down = roles["down"]
+            raise down.error(
+                f"rank {layer.rank} in shape {down.shape}, but the config says r = {rank}; correct "
+                f"r or rank_pattern in {config.path.name}"
+            )
+    stacks.check_complete(layer.name for layer in layers)
+    return layers
+
+
+def _module_name(stored: str, roles: Roles) -> str:
+    """Return the module path of an old attention-processor key; other names are their own."""
+    key = next(iter(roles.values())).name
+    name = stored.replace(".processor.", ".")
+    if not key.removeprefix(stored).startswith(PROCESSOR):
+        return name
+    parent, _, word = name.rpartition(".")
+    words = TEXT_NAMES if stored.startswith("text_encoder") else UNET_NAMES
+    word = words.get(word, word)
+    return f"{parent}.{word}" if parent else word
+
+
+def _transposed(tensor: StoredTensor) -> StoredTensor:
+    """Describe the matrix as the records want it, still unread."""
+    if len(tensor.shape) != 2:
+        raise tensor.error(
+            f"shape {tensor.shape}, expected a matrix; experts stored stacked are not read"
+        )
+    return replace(tensor, shape=tensor.shape[::-1], fetch=lambda: tensor.read().T)
+
+
+def _with_middle(mid: StoredTensor, down: StoredTensor) -> StoredTensor:
+    """Describe A of a LoCon with a middle part: ``A[i, c, …] = Σ_j mid[i, j, …] down[j, c]``."""
+    fits = len(mid.shape) >= 3 and mid.shape[1] == down.shape[0] and math.prod(down.shape[2:]) == 1
+    if not fits:
+        raise mid.error(f"shape {mid.shape} does not fit {down.shape}")
+
+    def product() -> Array:
+        inner = down.load().reshape(down.shape[:2]).astype(np.float64)
+        return np.moveaxis(np.tensordot(mid.load(), inner, axes=(1, 0)), -1, 1)
+
+    return derived_tensor(down, (mid.shape[0], down.shape[1], *mid.shape[2:]), product)
+
+
+def _refuse_merged(name: str, up: StoredTensor, down: StoredTensor) -> None:
+    """Refuse loralib's MergedLinear, which lays A of several parts over each other.
+
+    Its B has the parts beside each other, so that the ranks of A are a multiple of those of B.
+    """
+    if not len(up.shape) == len(down.shape) == 2:
+        return
+    rank, all_ranks = up.shape[1], down.shape[0]
+    if not 0 < rank < all_ranks or all_ranks % rank:
+        return
+    parts = all_ranks // rank
+    raise UnsupportedError(
+        f"ranks {rank} and {all_ranks}: a MergedLinear of {parts} enabled parts (enable_lora); "
+        "which of its parts they are is not in the file, so it is not read. Unfold it: a "
+        f"block-diagonal lora_B with all rows of the layer and {all_ranks} columns, zero rows for "
+        f"the other parts, and {parts} times the alpha",
+        path=up.path,
+        tensor=name,
+    )
+
+
+def _check_unique(layers: list[Layer], bundle: Bundle) -> None:
+    names = [layer.name for layer in layers]
+    for name in names:
+        if names.count(name) > 1:
+            raise CheckpointError("is held under two names", path=bundle.weights, tensor=name)
+
+
+def _check_header_ranks(layers: list[Layer], bundle: Bundle) -> None:
+    """Hold the ranks that cloneofsimo writes into the header against those of the shapes."""
+    for layer in layers:
+        rank = bundle.metadata.get(f"{layer.name}:rank", str(layer.rank))
+        if rank != str(layer.rank) and isinstance(layer, LoraLayer):
+            raise layer.down.error(
+                f"rank {layer.rank} in shape {layer.down.shape}, but {rank[:20]!r} in the header"
+            )
+
+
+# -- where scales come from ------------------------------------------------------------------------
 
 
 def _header_scales(bundle: Bundle) -> dict[str, Scales]:
-    """By component, from the configs that newer diffusers keeps in the header: ``{"unet.r": 8, …}``."""
+    """Read scales by component, from the configs that newer diffusers keeps in the header."""
     text = bundle.metadata.get(METADATA)
     if text is None:
         return {}
     fields: dict[str, dict[str, Any]] = {}
     for key, value in parse_json(text.encode(), bundle.weights, what=METADATA).items():
-        component, _, field = key.partition(".")
-        fields.setdefault(component, {})[field] = value
+        component, _, name = key.partition(".")
+        fields.setdefault(component, {})[name] = value
     scales = {}
     for component, raw in fields.items():
         config = Config({"peft_type": "LORA", **raw}, bundle.weights)
@@ -279,16 +407,17 @@ def _header_scales(bundle: Bundle) -> dict[str, Scales]:
 
 
 def _mlx_scale(bundle: Bundle) -> float | None:
-    """The scale in mlx-lm's adapter_config.json."""
+    """Read the scale in mlx-lm's adapter_config.json."""
     if bundle.config is None:
         return None
-    kind, settings = (
-        bundle.config.get("fine_tune_type", "lora"),
-        bundle.config.get("lora_parameters"),
-    )
-    if kind != "lora":
-        text = f"fine_tune_type is {ascii(kind)[:40]}: only lora is read; train with --fine-tune-type lora"
-        raise UnsupportedError(text, path=bundle.config_path)
+    fine_tune_type = bundle.config.get("fine_tune_type", "lora")
+    if fine_tune_type != "lora":
+        raise UnsupportedError(
+            f"fine_tune_type is {ascii(fine_tune_type)[:40]}: only lora is read; train with "
+            "--fine-tune-type lora",
+            path=bundle.config_path,
+        )
+    settings = bundle.config.get("lora_parameters")
     if not isinstance(settings, Mapping):
         raise bundle.config_error(
             "has neither peft_type (PEFT) nor lora_parameters (mlx-lm): whose config is it?"
@@ -296,57 +425,12 @@ def _mlx_scale(bundle: Bundle) -> float | None:
     return Config(settings, bundle.config_path).number("scale")
 
 
-def _module(stored: str, roles: Roles) -> str:
-    """Module path of an old attention-processor key; other names are their own."""
-    key = next(iter(roles.values())).name
-    name = stored.replace(".processor.", ".")
-    if not key.removeprefix(stored).startswith(PROCESSOR):
-        return name
-    head, _, last = name.rpartition(".")
-    words = TEXT_NAMES if stored.startswith("text_encoder") else UNET_NAMES
-    return f"{head}.{words.get(last, last)}" if head else words.get(last, last)
+# -- what a PEFT config may say --------------------------------------------------------------------
 
-
-def _transposed(tensor: StoredTensor) -> StoredTensor:
-    """The matrix as the records want it, still unread."""
-    if len(tensor.shape) != 2:
-        raise tensor.error(
-            f"shape {tensor.shape}, expected a matrix; experts stored stacked are not read"
-        )
-    return replace(tensor, shape=tensor.shape[::-1], fetch=lambda: tensor.read().T)
-
-
-def _through(mid: StoredTensor, down: StoredTensor) -> StoredTensor:
-    """The in side of a LoCon with a middle part: ``A[i, c, …] = Σ_j mid[i, j, …] down[j, c]``."""
-    if len(mid.shape) < 3 or mid.shape[1] != down.shape[0] or math.prod(down.shape[2:]) != 1:
-        raise CheckpointError(
-            f"shape {mid.shape} does not fit {down.shape}", path=mid.path, tensor=mid.name
-        )
-
-    def product() -> Array:
-        inner = down.load().reshape(down.shape[:2]).astype(np.float64)
-        return np.moveaxis(np.tensordot(mid.load(), inner, axes=(1, 0)), -1, 1)
-
-    return derived(down, (mid.shape[0], down.shape[1], *mid.shape[2:]), product)
-
-
-def _refuse_merged(name: str, up: StoredTensor, down: StoredTensor) -> None:
-    """loralib's MergedLinear: A of several parts over each other, B of each beside the other."""
-    parts, rest = divmod(down.shape[0], max(up.shape[1], 1))
-    if rest or not up.shape[1]:
-        return
-    text = (
-        f"ranks {up.shape[1]} and {down.shape[0]}: a MergedLinear of {parts} enabled parts (enable_lora); "
-        "which of its parts they are is not in the file, so it is not read. Unfold it: a block-diagonal "
-        f"lora_B with all rows of the layer and {down.shape[0]} columns, zero rows for the other parts, "
-        f"and {parts} times the alpha"
-    )
-    raise UnsupportedError(text, path=up.path, tensor=name)
-
-
-# What else changes the forward pass or the base weights, so that scale·B·A would not be the update.
-REFUSED = {
-    "use_dora": DORA,
+ALPHA_FIELDS = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha"}
+"""What the types of PEFT that are read here call alpha."""
+REFUSED_FIELDS = {
+    "use_dora": DORA_NEEDS_BASE,
     "use_qalora": "QA-LoRA pools its inputs in groups",
     "use_bdlora": "BD-LoRA has block-diagonal halves",
     "alora_invocation_tokens": "activated LoRA acts on some tokens only",
@@ -358,64 +442,91 @@ REFUSED = {
     "megatron_config": "its layers are sharded by Megatron",
     "ensure_weight_tying": "it ties adapters of different modules",
 }
-ALPHAS = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha"}
-"""What the types of PEFT call alpha."""
+"""What else changes the forward pass or the base weights, so that scale·B·A would not be ΔW."""
 BASE_CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
-FIELDS = {
-    *REFUSED,
-    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config"),
-    *("eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights"),
-    *("layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout"),
-    *("lora_ga_config", "megatron_core", "modules_to_save", "peft_type", "peft_version"),
-    *("qalora_group_size", "r", "rank_pattern", "revision", "runtime_config"),
-    *(
-        "target_modules",
-        "target_parameters",
-        "task_type",
-        "trainable_token_indices",
-        "use_rslora",
-        "velora_config",
-    ),
+"""Initializations that take their start out of the base weights."""
+LORA_FIELDS = {
+    *REFUSED_FIELDS,
+    "alpha_pattern",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "bias",
+    "corda_config",
+    "eva_config",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_core",
+    "modules_to_save",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "rank_pattern",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "target_parameters",
+    "task_type",
+    "trainable_token_indices",
+    "use_rslora",
+    "velora_config",
 }
-OF_LYCORIS = {
-    *(
-        "alpha",
-        "decompose_both",
-        "decompose_factor",
-        "init_weights",
-        "module_dropout",
-        "rank_dropout",
-    ),
-    *("rank_dropout_scale", "use_effective_conv2d"),
+"""Fields of a LoRA config that are known here."""
+LYCORIS_FIELDS = {
+    "alpha",
+    "decompose_both",
+    "decompose_factor",
+    "init_weights",
+    "module_dropout",
+    "rank_dropout",
+    "rank_dropout_scale",
+    "use_effective_conv2d",
 }
 """Further fields of LoHa and LoKr; what use_effective_conv2d does shows in the shapes."""
 
 
 def check_supported(config: Config) -> tuple[str, ...]:
-    """Notes about a config; `UnsupportedError` for what changes the update beyond ``scale·B·A``."""
+    """Refuse a PEFT config that changes the update beyond ``scale·B·A``, and note unknown fields.
+
+    Returns
+    -------
+    tuple of str
+        Notes.
+
+    Raises
+    ------
+    UnsupportedError
+        With the reason.
+    """
     peft_type = config.text("peft_type")
-    if peft_type not in ("LORA", "LOHA", "LOKR"):
-        text = f"peft_type {peft_type[:40]!r} is not read; LORA, LOHA, LOKR and LSR are"
+    if peft_type not in ALPHA_FIELDS:
         raise UnsupportedError(
-            f"{text} (merge it, or convert it to LoRA with PEFT first)", path=config.path
-        )
-    refuse_fields(config, REFUSED)
-    init = str(config.raw.get("init_lora_weights")).lower()
-    if init.startswith(BASE_CHANGING):
-        raise UnsupportedError(
-            f"init_lora_weights is {init[:40]!r}: training changed the base weights, so B·A is not the update; "
-            "save again with path_initial_model_for_weight_conversion",
+            f"peft_type {peft_type[:40]!r} is not read; LORA, LOHA, LOKR and LSR are (merge it, or "
+            "convert it to LoRA with PEFT first)",
             path=config.path,
         )
-    fields = FIELDS if peft_type == "LORA" else FIELDS | OF_LYCORIS
-    unknown = sorted(field for field, value in config.raw.items() if value and field not in fields)
-    switches = [field for field in unknown if field.startswith("use_")]
-    if switches:
-        text = f"{switches[0][:60]!r} is set, which this version does not know; {NOT_READ}"
-        raise UnsupportedError(text, path=config.path)
-    notes = (
-        [f"config fields not known here, ignored: {', '.join(map(ascii, unknown))[:200]}"]
-        if unknown
-        else []
-    )
-    return tuple(notes)
+    refuse_fields(config, REFUSED_FIELDS)
+    initialization = str(config.raw.get("init_lora_weights")).lower()
+    if initialization.startswith(BASE_CHANGING):
+        raise UnsupportedError(
+            f"init_lora_weights is {initialization[:40]!r}: training changed the base weights, so "
+            "B·A is not the update; save again with path_initial_model_for_weight_conversion",
+            path=config.path,
+        )
+    known = LORA_FIELDS if peft_type == "LORA" else LORA_FIELDS | LYCORIS_FIELDS
+    unknown = sorted(name for name, value in config.raw.items() if value and name not in known)
+    for name in unknown:
+        if name.startswith("use_"):
+            message = f"{name[:60]!r} is set, which this version does not know; {NOT_READ}"
+            raise UnsupportedError(message, path=config.path)
+    if not unknown:
+        return ()
+    return (f"config fields not known here, ignored: {', '.join(map(ascii, unknown))[:200]}",)

@@ -21,6 +21,7 @@ from lsrdecomp.checkpoints.format import (
     refuse_fields,
     without_prefix,
 )
+from lsrdecomp.checkpoints.limits import LIMITS
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, IndexEntry, PackedLayer
 from lsrdecomp.checkpoints.packed_index import FIELD, Index, read_index, read_kinds, read_packed
 from lsrdecomp.checkpoints.records import Checkpoint, KroneckerLayer
@@ -33,43 +34,54 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 name = "lsr"
-KEY = re.compile(r"(?P<name>.+)\.lsr_(?P<side>[AB])\.factor_(?P<position>[1-9][0-9]{0,2})")
-DORA = (
+FACTOR_KEY = re.compile(r"(?P<name>.+)\.lsr_(?P<side>[AB])\.factor_(?P<position>[1-9][0-9]{0,2})")
+OTHER_KEY = re.compile(r"\.lsr_[A-Za-z_]+(\.|$)")
+DORA_NEEDS_BASE = (
     "DoRA rescales every row by the norm of the base weights, which are not in this file "
     "(lsrdecomp.adapters.to_lora carries the magnitudes over to LoRA)"
 )
-REFUSED = {
-    "use_dora": DORA,
+REFUSED_FIELDS = {
+    "use_dora": DORA_NEEDS_BASE,
     "target_parameters": "it targets bare parameters (experts), whose factors are stored stacked",
 }
-MOST_FACTORS = 16
-LARGEST_SIDE = 2**31  # its divisors are looked for one by one
+Sides = dict[str, list[StoredTensor]]
+"""Factors of a module in order: of the out side under "B", of the in side under "A"."""
 
 
 def matches(bundle: Bundle) -> bool:
-    """peft_type LSR."""
+    """Return whether the config says peft_type LSR."""
     return bundle.config is not None and bundle.config.get("peft_type") == "LSR"
 
 
 def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
-    """Layers of an LSR directory; `CheckpointError` where factors and config disagree, as PEFT would refuse it too."""
-    own, index = bundle.config or {}, _index(bundle)
-    raw = dict(own) | ({} if index is None else index.config_fields())
+    """Read the layers of an LSR directory.
+
+    Raises
+    ------
+    CheckpointError
+        Where factors and config disagree, as PEFT would refuse it too.
+    """
+    # 1. The config: with an index, the sizes of packed layers are in that.
+    stored_config = bundle.config or {}
+    index = _read_index(bundle)
+    raw = dict(stored_config)
+    if index is not None:
+        raw |= index.config_fields()
     config = Config(raw, bundle.config_path)
     refuse_alpha(bundle, alpha)
-    refuse_fields(config, REFUSED if index is None else {"use_dora": DORA})
+    refuse_fields(config, REFUSED_FIELDS if index is None else {"use_dora": DORA_NEEDS_BASE})
     check_carried(config)
-    expected = _Expected(config)
-    kinds = provenance_kinds(bundle) if index is None else index.kinds
+    expected = _ExpectedSizes(config)
+    layer_types = provenance_kinds(bundle) if index is None else index.kinds
     linear = "conv1d" if config.flag("fan_in_fan_out") else "linear"
-    tensors, packed = _unpacked(bundle, index)
-    sides, extras = _split(tensors)
+    # 2. The factors, packed ones among them.
+    tensors, packed = _with_unpacked(bundle, index)
+    modules, extras = _group_factors(tensors)
+    # 3. The layers; the first fault in natural order is the one that is told.
     layers = []
-    for module in sorted(
-        sides, key=natural_key
-    ):  # the first fault in this order is the one that is told
-        layer_type, kernel = kinds.get(module, (linear, ()))
-        layer = expected.layer(module, sides[module]["B"], sides[module]["A"], layer_type, kernel)
+    for module in sorted(modules, key=natural_key):
+        layer_type, kernel = layer_types.get(module, (linear, ()))
+        layer = expected.layer(module, modules[module], layer_type, kernel)
         if module in packed:
             entry = packed[module]
             layer = replace(
@@ -79,12 +91,14 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
                 stored_label=entry.label,
             )
         layers.append(layer)
-    notes = missing_modules(own, extras)
-    return make_checkpoint(bundle, name, layers, extras, notes, config=raw, parts="lsr_A and lsr_B")
+    notes = missing_modules(stored_config, extras)
+    return make_checkpoint(
+        bundle, name, layers, extras, notes, config=raw, layer_word="lsr_A and lsr_B"
+    )
 
 
 def provenance_kinds(bundle: Bundle) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Kind and kernel of the layers that are not plain Linear, from the header's record."""
+    """Return type and kernel of the layers that are not plain Linear, from the header's record."""
     record = Checkpoint(bundle.path, "lsr", {}, (), {}, bundle.weights, bundle.metadata)
     try:
         return read_kinds(provenance(record).get("kinds", {}))
@@ -94,16 +108,19 @@ def provenance_kinds(bundle: Bundle) -> dict[str, tuple[str, tuple[int, ...]]]:
         ) from None
 
 
-class _Expected:
-    """Sizes the config promises for each layer."""
+class _ExpectedSizes:
+    """Sizes that a config declares for each layer, which the factors must have.
+
+    Its defaults are those of `lsrdecomp.adapters.LsrConfig`, and so is the order in which names are
+    looked up: exact ones first.
+    """
 
     def __init__(self, config: Config) -> None:
-        raw, path = config.raw, config.path
-        # Defaults are those of `lsrdecomp.adapters.LsrConfig`.
+        raw = config.raw
         try:
-            self.inner = (
-                None if raw.get("inner_shape") is None else sizes("inner_shape", raw["inner_shape"])
-            )
+            self.inner_shape = None
+            if raw.get("inner_shape") is not None:
+                self.inner_shape = sizes("inner_shape", raw["inner_shape"])
             self.terms = separation_ranks("separation_rank", raw.get("separation_rank", 8))
             terms = {
                 key: separation_ranks(f"separation_rank_pattern[{key!r}]", value)
@@ -114,78 +131,102 @@ class _Expected:
                 for key, value in config.mapping("shape_pattern").items()
             }
         except ShapeError as error:
-            raise CheckpointError(str(error), path=path) from None
-        self.order = (
-            config.integer("order") if raw.get("order") is not None else len(self.inner or (1, 1))
+            raise CheckpointError(str(error), path=config.path) from None
+        self.order = len(self.inner_shape or (1, 1))
+        if raw.get("order") is not None:
+            self.order = config.integer("order")
+        if self.order > LIMITS.factors:
+            raise config.error("order", f"at most {LIMITS.factors} factors")
+        rank = math.prod(self.inner_shape) if self.inner_shape else 16
+        if raw.get("r") is not None:
+            rank = config.integer("r")
+        alpha = config.number("lsr_alpha", 16)
+        self.scales = Scales(config, rank, alpha, exact_first=True)
+        self.term_patterns = Patterns(
+            terms, "separation_rank_pattern", config.path, exact_first=True
         )
-        if self.order > MOST_FACTORS:
-            raise config.error("order", f"at most {MOST_FACTORS} factors")
-        usual = math.prod(self.inner) if self.inner else 16
-        rank = config.integer("r") if raw.get("r") is not None else usual
-        # Exact names first, as `lsrdecomp.adapters.config.find`.
-        self.scales = Scales(config, rank, config.number("lsr_alpha", 16), exact_first=True)
-        self.all_terms = Patterns(terms, "separation_rank_pattern", path, exact_first=True)
-        self.shapes = Patterns(shapes, "shape_pattern", path, exact_first=True)
+        self.shape_patterns = Patterns(shapes, "shape_pattern", config.path, exact_first=True)
 
     def layer(
-        self,
-        name: str,
-        left: list[StoredTensor],
-        right: list[StoredTensor],
-        layer_type: str,
-        kernel: tuple[int, ...],
+        self, name: str, sides: Sides, layer_type: str, kernel: tuple[int, ...]
     ) -> KroneckerLayer:
-        for tensor in (*left, *right):
-            if len(tensor.shape) != 3 or 0 in tensor.shape:
-                raise tensor.error(
-                    f"shape {tensor.shape}, expected three sizes: terms, rows, columns"
-                )
-            if tensor.dtype not in FLOATS:
-                raise tensor.error(f"dtype {tensor.dtype}, expected floating-point numbers")
-        if len(left) != len(right):
-            raise left[0].error(f"{len(left)} factors of lsr_B, but {len(right)} of lsr_A")
-        for side in (left, right):
-            for tensor in side[1:]:
-                if tensor.shape[0] != side[0].shape[0]:
-                    raise tensor.error(
-                        f"{tensor.shape[0]} terms, but {side[0].shape[0]} in {side[0].name}"
-                    )
-        for first, other in zip(left, right, strict=True):
-            if first.shape[2] != other.shape[1]:
-                raise first.error(
-                    f"inner size {first.shape[2]}, but {other.shape[1]} in {other.name}"
-                )
-        shape = ProductShape(
-            tuple(t.shape[1] for t in left),
-            tuple(t.shape[2] for t in left),
-            tuple(t.shape[2] for t in right),
-        )
-        configured: ProductShape | None = self.shapes.get(name, None)
-        if max(shape.matrix_shape) > LARGEST_SIDE or len(left) > MOST_FACTORS:
-            size = " x ".join(map(str, shape.matrix_shape))
-            raise left[0].error(f"{len(left)} factors of a {size} matrix; no layer is that large")
-        rank = self.scales.rank(name, None if configured is None else configured.inner_rank)
-        promised = configured or self.default(shape.matrix_shape, rank)
-        if promised != shape or shape.inner_rank != rank:
+        """Make the layer of these factors, if they are of the sizes that the config declares."""
+        left, right = sides["B"], sides["A"]
+        shape = _shape_of_factors(left, right)
+        _check_limits(shape, left[0])
+        configured_shape: ProductShape | None = self.shape_patterns.get(name, None)
+        configured_rank = None if configured_shape is None else configured_shape.inner_rank
+        rank = self.scales.rank(name, configured_rank)
+        expected_shape = configured_shape or self._default_shape(shape.matrix_shape, rank)
+        if expected_shape != shape or shape.inner_rank != rank:
             raise left[0].error(
-                f"factors of shape {shape}, but the config says {promised} with r = {rank}"
+                f"factors of shape {shape}, but the config says {expected_shape} with r = {rank}"
             )
-        terms = self.all_terms.get(name, self.terms)
-        if (left[0].shape[0], right[0].shape[0]) != terms:
-            text = f"separation ranks {left[0].shape[0]} and {right[0].shape[0]}, but the config says {terms}"
-            raise left[0].error(text)
-        scale, dtype = self.scales.of(name, rank), left[0].dtype
+        expected_terms = self.term_patterns.get(name, self.terms)
+        terms = left[0].shape[0], right[0].shape[0]
+        if terms != expected_terms:
+            raise left[0].error(
+                f"separation ranks {terms[0]} and {terms[1]}, but the config says {expected_terms}"
+            )
         return KroneckerLayer(
-            name, layer_type, shape, *terms, scale, dtype, tuple(left), tuple(right), kernel
+            name,
+            layer_type,
+            shape,
+            *terms,
+            self.scales.scale(name, rank),
+            left[0].dtype,
+            tuple(left),
+            tuple(right),
+            kernel,
         )
 
-    def default(self, matrix_shape: tuple[int, int], rank: int) -> ProductShape:
-        inner = self.inner if self.inner is not None and math.prod(self.inner) == rank else None
-        return ProductShape.balanced(matrix_shape, inner or balanced_split(rank, self.order))
+    def _default_shape(self, matrix_shape: tuple[int, int], rank: int) -> ProductShape:
+        """Return the shape of a layer for which the config has no pattern."""
+        inner = self.inner_shape
+        if inner is None or math.prod(inner) != rank:
+            inner = balanced_split(rank, self.order)
+        return ProductShape.balanced(matrix_shape, inner)
+
+
+def _shape_of_factors(left: list[StoredTensor], right: list[StoredTensor]) -> ProductShape:
+    """Hold the factors of a layer against each other."""
+    for tensor in (*left, *right):
+        if len(tensor.shape) != 3 or 0 in tensor.shape:
+            raise tensor.error(f"shape {tensor.shape}, expected three sizes: terms, rows, columns")
+        if tensor.dtype not in FLOATS:
+            raise tensor.error(f"dtype {tensor.dtype}, expected floating-point numbers")
+    if len(left) != len(right):
+        raise left[0].error(f"{len(left)} factors of lsr_B, but {len(right)} of lsr_A")
+    for side in (left, right):
+        first, *others = side
+        for tensor in others:
+            if tensor.shape[0] != first.shape[0]:
+                raise tensor.error(f"{tensor.shape[0]} terms, but {first.shape[0]} in {first.name}")
+    for out_factor, in_factor in zip(left, right, strict=True):
+        if out_factor.shape[2] != in_factor.shape[1]:
+            raise out_factor.error(
+                f"inner size {out_factor.shape[2]}, but {in_factor.shape[1]} in {in_factor.name}"
+            )
+    return ProductShape(
+        tuple(tensor.shape[1] for tensor in left),
+        tuple(tensor.shape[2] for tensor in left),
+        tuple(tensor.shape[2] for tensor in right),
+    )
+
+
+def _check_limits(shape: ProductShape, tensor: StoredTensor) -> None:
+    rows, columns = shape.matrix_shape
+    if max(rows, columns) > LIMITS.side or shape.order > LIMITS.factors:
+        raise tensor.error(
+            f"{shape.order} factors of a {rows} x {columns} matrix; no layer is that large"
+        )
+
+
+# -- settings, which `lsrdecomp.adapters.LsrConfig` reads too --------------------------------------
 
 
 def positive(name: str, value: Any) -> int:
-    """``value`` as a positive integer, or a `ShapeError` naming the setting, in PEFT's words."""
+    """Return a positive integer, or raise a `ShapeError` naming the setting, in PEFT's words."""
     if type(value) is not int or value < 1:
         raise ShapeError(
             f"{name} should be a positive integer value but the value passed is {ascii(value)[:80]}"
@@ -194,118 +235,143 @@ def positive(name: str, value: Any) -> int:
 
 
 def sizes(name: str, value: Any) -> tuple[int, ...]:
-    """One positive integer for each factor."""
+    """Return one positive integer for each factor."""
     if not isinstance(value, list | tuple) or not value:
         raise ShapeError(f"{name} should be a list of positive integers, got {ascii(value)[:80]}")
     return tuple(positive(name, size) for size in value)
 
 
 def separation_ranks(name: str, value: Any) -> tuple[int, int]:
-    """Terms of the out side and of the in side, from one number or two."""
+    """Return the terms of the out side and of the in side, from one number or two."""
     both = value if isinstance(value, list | tuple) else [value, value]
     if len(both) != 2:
         raise ShapeError(
             f"{name} should be one number or [out side, in side], got {ascii(value)[:80]}"
         )
-    return positive(name, both[0]), positive(name, both[1])
+    out_side, in_side = both
+    return positive(name, out_side), positive(name, in_side)
 
 
 def product_shape(name: str, value: Any) -> ProductShape:
-    """A `ProductShape` from one value of ``shape_pattern``."""
+    """Return a `ProductShape` from one value of ``shape_pattern``."""
     if not isinstance(value, dict) or set(value) != {"out", "inner", "into"}:
-        raise ShapeError(
-            f'{name} must be {{"out": [...], "inner": [...], "into": [...]}}, got {ascii(value)[:80]}'
-        )
+        expected = '{"out": [...], "inner": [...], "into": [...]}'
+        raise ShapeError(f"{name} must be {expected}, got {ascii(value)[:80]}")
     try:
         return ProductShape(**{side: sizes(side, split) for side, split in value.items()})
     except ShapeError as error:
         raise ShapeError(f"{name}: {error}") from None
 
 
-def _index(bundle: Bundle) -> Index | None:
+# -- tensors, packed or one each -------------------------------------------------------------------
+
+
+def _read_index(bundle: Bundle) -> Index | None:
+    """Read the index of packed layers; config and weights must both have their part, or neither."""
     text = (bundle.config or {}).get(FIELD)
-    if text is None and NUMBERS in bundle.tensors:
+    if text is None and NUMBERS not in bundle.tensors:
+        return None
+    if text is None:
         raise bundle.config_error(
             f"lacks {FIELD}, the index of the numbers in {bundle.weights.name}; copy both again"
         )
-    if text is not None and NUMBERS not in bundle.tensors:
-        reason = f"is missing, of which {bundle.config_path.name} has the index ({FIELD}); copy both again"
-        raise CheckpointError(reason, path=bundle.weights, tensor=NUMBERS)
+    if NUMBERS not in bundle.tensors:
+        raise CheckpointError(
+            f"is missing, of which {bundle.config_path.name} has the index ({FIELD}); copy both "
+            "again",
+            path=bundle.weights,
+            tensor=NUMBERS,
+        )
     try:
-        return None if text is None else read_index(text)
+        return read_index(text)
     except CheckpointError as error:
         raise bundle.config_error(str(error)) from None
 
 
-def _unpacked(
+def _with_unpacked(
     bundle: Bundle, index: Index | None
 ) -> tuple[dict[str, StoredTensor], dict[str, IndexEntry]]:
-    """Return all tensors by name, factors of packed layers among them, and what the index says of packed layers."""
+    """Return all tensors by name, factors of packed layers among them.
+
+    The second value is what the index says of the packed layers.
+    """
     tensors = dict(bundle.tensors)
-    entries = {}
-    for key, read in ((PACKED, read_packed), (NUMBERS, None if index is None else index.layers)):
-        packed = tensors.pop(key, None)
-        if packed is None or read is None:
-            continue
-        if packed.dtype != "uint8" or len(packed.shape) != 1:
-            raise packed.error(f"shape {packed.shape} of {packed.dtype}, expected a row of bytes")
-        layers = read(packed.read())
-
-        @lru_cache(maxsize=1)
-        def factors(
-            name: str, layers: Mapping[str, PackedLayer] = layers
-        ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-            return layers[name].factors()
-
-        for name, layer in layers.items():
-            entries[name] = layer.entry
-            for side, (letter, shapes) in enumerate(zip("BA", layer.factor_shapes, strict=True)):
-                for i, shape in enumerate(shapes):
-                    key = f"{PREFIX}{name}.lsr_{letter}.factor_{i + 1}"
-                    if key in tensors:
-                        raise packed.error(f"{key} is stored twice, packed and alone")
-                    fetch = partial(_factor, factors, name, side, i)
-                    dtype = layer.storage if layer.storage in FLOATS else "float64"
-                    tensors[key] = StoredTensor(key, shape, dtype, packed.path, fetch)
-    return tensors, entries
+    layers: dict[str, PackedLayer] = {}
+    packed = tensors.pop(PACKED, None)
+    if packed is not None:
+        by_version_1 = read_packed(_bytes_of(packed))
+        _add_factors(tensors, by_version_1, packed)
+        layers |= by_version_1
+    numbers = tensors.pop(NUMBERS, None)
+    if numbers is not None and index is not None:
+        indexed = index.layers(_bytes_of(numbers))
+        _add_factors(tensors, indexed, numbers)
+        layers |= indexed
+    return tensors, {name: layer.entry for name, layer in layers.items()}
 
 
-def _factor(
-    factors: Callable[[str], tuple[tuple[Array, ...], ...]], name: str, side: int, index: int
+def _bytes_of(packed: StoredTensor) -> Array:
+    if packed.dtype != "uint8" or len(packed.shape) != 1:
+        raise packed.error(f"shape {packed.shape} of {packed.dtype}, expected a row of bytes")
+    return packed.read()
+
+
+def _add_factors(
+    tensors: dict[str, StoredTensor], layers: Mapping[str, PackedLayer], packed: StoredTensor
+) -> None:
+    """Add the factors of packed layers to the tensors."""
+
+    @lru_cache(maxsize=1)
+    def factors(name: str) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        return layers[name].factors()
+
+    for name, layer in layers.items():
+        dtype = layer.storage if layer.storage in FLOATS else "float64"
+        for side, (letter, shapes) in enumerate(zip("BA", layer.factor_shapes, strict=True)):
+            for position, shape in enumerate(shapes):
+                key = f"{PREFIX}{name}.lsr_{letter}.factor_{position + 1}"
+                if key in tensors:
+                    raise packed.error(f"{key} is stored twice, packed and alone")
+                fetch = partial(_fetch_factor, factors, name, side, position)
+                tensors[key] = StoredTensor(key, shape, dtype, packed.path, fetch)
+
+
+def _fetch_factor(
+    factors: Callable[[str], tuple[tuple[Array, ...], ...]], name: str, side: int, position: int
 ) -> Array:
-    return np.asarray(factors(name)[side][index])
+    return np.asarray(factors(name)[side][position])
 
 
-def _split(
+def _group_factors(
     tensors: Mapping[str, StoredTensor],
-) -> tuple[dict[str, dict[str, list[StoredTensor]]], dict[str, StoredTensor]]:
+) -> tuple[dict[str, Sides], dict[str, StoredTensor]]:
+    """Sort tensors by module, side and position; the second value is everything else."""
     modules: dict[str, dict[str, dict[int, StoredTensor]]] = {}
     extras: dict[str, StoredTensor] = {}
     for key, tensor in tensors.items():
-        match = KEY.fullmatch(without_prefix(tensor))
-        if match is None:
-            if key.endswith(".lsr_magnitude_vector"):
-                raise UnsupportedError(f"{DORA}; {NOT_READ}", path=tensor.path, tensor=key)
-            if re.search(r"\.lsr_[A-Za-z_]+(\.|$)", key):
-                raise tensor.error(
-                    "is not lsr_A.factor_N or lsr_B.factor_N; written by a newer version?"
-                )
-            extras[key] = tensor
-            continue
-        sides = modules.setdefault(match["name"], {"A": {}, "B": {}})
-        sides[match["side"]][int(match["position"])] = tensor
-    ordered: dict[str, dict[str, list[StoredTensor]]] = {}
-    for name, sides in modules.items():
-        for side, factors in sides.items():
-            missing = next(
-                (i for i in range(1, max(factors, default=1) + 1) if i not in factors), None
+        match = FACTOR_KEY.fullmatch(without_prefix(tensor))
+        if match is not None:
+            sides = modules.setdefault(match["name"], {"A": {}, "B": {}})
+            sides[match["side"]][int(match["position"])] = tensor
+        elif key.endswith(".lsr_magnitude_vector"):
+            raise UnsupportedError(f"{DORA_NEEDS_BASE}; {NOT_READ}", path=tensor.path, tensor=key)
+        elif OTHER_KEY.search(key):
+            raise tensor.error(
+                "is not lsr_A.factor_N or lsr_B.factor_N; written by a newer version?"
             )
-            if missing is not None:
+        else:
+            extras[key] = tensor
+    return {name: _in_order(name, sides) for name, sides in modules.items()}, extras
+
+
+def _in_order(name: str, sides: Mapping[str, Mapping[int, StoredTensor]]) -> Sides:
+    """Return the factors of a module in order; from the first to the last none may be missing."""
+    for side, factors in sides.items():
+        for position in range(1, max(factors, default=1) + 1):
+            if position not in factors:
                 example = next(iter((*sides["A"].values(), *sides["B"].values())))
-                raise example.error(
-                    f"{PREFIX}{name}.lsr_{side}.factor_{missing} is missing; the file is incomplete"
-                )
-        ordered[name] = {
-            side: [factors[i] for i in sorted(factors)] for side, factors in sides.items()
-        }
-    return ordered, extras
+                missing = f"{PREFIX}{name}.lsr_{side}.factor_{position}"
+                raise example.error(f"{missing} is missing; the file is incomplete")
+    return {
+        side: [factors[position] for position in sorted(factors)] for side, factors in sides.items()
+    }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lsrdecomp.checkpoints.experts import stacked
+from lsrdecomp.checkpoints.experts import stack_experts
 from lsrdecomp.checkpoints.tensors import Array, TensorWriter, cast
 from lsrdecomp.checkpoints.writing import metadata
 from lsrdecomp.errors import CheckpointError, ShapeError
@@ -104,7 +104,7 @@ class PairWriter(TensorWriter):
             self._measure(up, down, *halves, 1.0)
             stored[int(name.rpartition(".")[2])] = halves
         self.ranks[stack] = max(down.shape[0] for _, down in stored.values())
-        up, down = stacked(stored, count)
+        up, down = stack_experts(stored, count)
         self.add(keys[0], down)
         self.add(keys[1], up)
 

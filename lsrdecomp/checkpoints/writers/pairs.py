@@ -15,9 +15,9 @@ from lsrdecomp.checkpoints.config import most_common, patterns
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.format import CONFIG, MLX_WEIGHTS, PREFIX, scalar
 from lsrdecomp.checkpoints.names import diffusers_name, kohya_name
-from lsrdecomp.checkpoints.pickles import LISTED
+from lsrdecomp.checkpoints.pickles import UNNAMED
 from lsrdecomp.checkpoints.readers.layouts import METADATA
-from lsrdecomp.checkpoints.records import LOKR, Checkpoint, LoraLayer
+from lsrdecomp.checkpoints.records import LOKR_STAYS, Checkpoint, LoraLayer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 from lsrdecomp.checkpoints.writers.pair_writer import PairWriter
 from lsrdecomp.checkpoints.writers.peft import write_lora
@@ -53,14 +53,14 @@ def file_or_directory(like: Checkpoint) -> str:
         )
     for layer in like.layers:
         if not isinstance(layer, LoraLayer):
-            raise UnsupportedError(LOKR, path=like.path, tensor=layer.name)
+            raise UnsupportedError(LOKR_STAYS, path=like.path, tensor=layer.name)
         if ".hada_" in layer.up.name:
             text = (
                 "is LoHa, read as the LoRA of the same ΔW, so that it is not given back as it came"
             )
             way_out = "make LSR of it (a directory as --out), or write it as plain LoRA (export --to lora)"
             raise UnsupportedError(f"{text}: {way_out}", path=like.path, tensor=layer.name)
-    if like.layers[0].up.name.startswith(f"{LISTED}:"):
+    if like.layers[0].up.name.startswith(f"{UNNAMED}:"):
         raise UnsupportedError("is a pickled list without keys; write lora instead", path=like.path)
     has_config = like.format == "mlx" and (like.weights.parent / CONFIG).is_file()
     return "directory" if has_config or like.format == "peft-lora" else "file"

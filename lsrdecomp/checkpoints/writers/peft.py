@@ -114,11 +114,11 @@ def write_lora(
         # one tensor.
         kinds = {name: layer.layer_type for name, layer in writer.layers.items()}
         names: set[str] = set()
-        for stack, group in groupby(layers, lambda layer: stacks.stack_of(layer[0])):
+        for stack, group in groupby(layers, lambda layer: stacks.parameter_of_layer(layer[0])):
             if stack is not None:
                 pairs = {name: (up, down) for name, up, down in group}
                 names |= pairs.keys()
-                key = PREFIX + stacks.key_of(stack)
+                key = PREFIX + stacks.key_of_parameter(stack)
                 writer.add_experts(
                     stack,
                     pairs,
@@ -144,7 +144,7 @@ def write_lora(
             fields["target_modules"] = module_suffixes(ranks)
         elif stacks.targets and isinstance(fields["target_modules"], list):
             fields["target_modules"] = [
-                name for name in fields["target_modules"] if stacks.stack_of(name) is None
+                name for name in fields["target_modules"] if stacks.parameter_of_layer(name) is None
             ]
         if not extras:
             fields["modules_to_save"] = None
