@@ -292,10 +292,11 @@ def missing_modules(config: Mapping[str, Any], extras: Iterable[str]) -> tuple[s
     if not missing:
         return ()
     names = ", ".join(map(ascii, missing))[:200]
-    return (
+    note = (
         f"modules_to_save names {names}, of which the file holds no tensor: "
-        "it stays as the base has it, and untrained where the base has none",
+        "it stays as the base has it, and untrained where the base has none"
     )
+    return (note,)
 
 
 def most_common(values: Mapping[str, Value]) -> Value:

@@ -351,7 +351,8 @@ def rank_notes(layers: tuple[Layer, ...]) -> tuple[str, ...]:
         return ()
     first = above[0]
     example = f"{first.name}: rank {first.rank} on {first.out_features} x {first.in_features}"
-    return (
+    note = (
         f"{len(above)} of {len(layers)} layers have a rank above their size ({example}): "
-        f"compressing clips it to {min(first.shape)}",
+        f"compressing clips it to {min(first.shape)}"
     )
+    return (note,)
