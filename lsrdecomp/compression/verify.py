@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints.files import changed_files
@@ -67,9 +68,7 @@ class Verification:
     )  # the source has the bytes it had when this was made; None: not recorded
     changed_files: tuple[str, ...]  # files that are not what was written, by their recorded digests
     changed_tensors: tuple[str, ...]  # tensors carried along that differ from the source's
-    rounding: float = (
-        0.0  # by how much an export may differ from what was recorded before it, over all layers
-    )
+    rounding: float = 0.0  # of the exports since the error was recorded, over all layers
     recorded: bool = (
         True  # whether anything was written of what this should be; without, nothing is vouched for
     )
@@ -178,7 +177,8 @@ def verify(
     # 3. Files and tensors that are not what was written.
     changed = changed_files(written.weights.parent)
     altered = whole and record["sha256"] != data_sha256(written.weights)
-    moved = record.get("rounding")
+    exports = takewhile(lambda entry: "rounding" in entry, chain)
+    rounding = sum(_rounding(entry) for entry in exports)
     return Verification(
         tuple(checks),
         lost / size if size > 0.0 else lost,
@@ -190,7 +190,7 @@ def verify(
         changed_tensors=tuple(
             _changed_tensors(source, written, set(map(str, record.get("left_out") or ())))
         ),
-        rounding=float(moved) / size if isinstance(moved, int | float) and size > 0.0 else 0.0,
+        rounding=rounding / size if size > 0.0 else 0.0,
         recorded=recorded_total is not None
         or bool(
             changed == () or "sha256" in record or written.source_sha256 == source.source_sha256
@@ -254,6 +254,12 @@ def _changed_tensors(source: Checkpoint, written: Checkpoint, left_out: set[str]
             or both[0].tobytes() != both[1].tobytes()
         ):
             yield name
+
+
+def _rounding(record: dict[str, Any]) -> float:
+    """Return by how much rounding moved ΔW when a file was written, all layers together; 0 where it does not say."""
+    moved = record.get("rounding")
+    return float(moved) if isinstance(moved, int | float) else 0.0
 
 
 def _chain(record: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.errors import CheckpointError, LsrError, ShapeError, UnsupportedError
+from lsrdecomp.formats import FloatProduct
 from lsrdecomp.kronecker.shape import ProductShape
 
 STORAGE = {
@@ -338,3 +339,16 @@ def test_reading_and_writing_again_gives_the_same_weights_file(tmp_path: Path) -
         second / "adapter_config.json"
     ).read_bytes()
     assert issubclass(CheckpointError, LsrError)
+
+
+def test_layers_as_they_are_stored_stand_beside_factors(tmp_path: Path) -> None:
+    source = open_checkpoint(directory(tmp_path / "a", {**pair("q"), **pair("v", seed=1)}))
+    rng = np.random.default_rng(0)
+    sides = factors(ProductShape((2, 2), (2, 1), (3, 2)), 2, 3, np.dtype(np.float64), rng)
+    layers = [("q", *sides), ("v", FloatProduct(*sides, "float16"))]
+    written = open_checkpoint(write_lsr(tmp_path / "b", source=source, layers=layers))
+    assert [layer.dtype for layer in written.layers] == ["float32", "float16"]
+    with pytest.warns(DeprecationWarning, match=r"write_lsr\(coded=\) is now part of"):
+        old = write_lsr(tmp_path / "c", source=source, layers=layers[:1], coded=layers[1:])
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (old / name).read_bytes() == (tmp_path / "b" / name).read_bytes()

@@ -15,9 +15,12 @@ from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.tensors import data_sha256
 from lsrdecomp.compression.export import export_lora
-from lsrdecomp.compression.settings import CompressionPlan
+from lsrdecomp.compression.settings import CompressionPlan, Search
+from lsrdecomp.compression.truncate import truncate
 from lsrdecomp.compression.verify import LayerCheck, verify
 from lsrdecomp.errors import CheckpointError
+
+QUICK = Search(orders=(2,), rounds=0, sweeps=4)
 
 
 def test_a_dropped_layer_that_was_zero_is_as_recorded(tmp_path):
@@ -43,6 +46,40 @@ def test_three_factors_are_recorded_as_a_reader_finds_them(tmp_path, storage, se
         [layer.relative_error for layer in result.layers], rel=1e-13
     )
     assert check.passed
+
+
+ROADS = {
+    "ratio": lambda lora, storage: compress(lora, ratio=6, storage=storage, search=QUICK),
+    "parameters": lambda lora, storage: compress(
+        lora, parameters=300, storage=storage, search=QUICK
+    ),
+    "bytes": lambda lora, storage: compress(lora, bytes=1500, storage=storage, search=QUICK),
+    "rtol": lambda lora, storage: compress(lora, rtol=0.6, storage=storage, search=QUICK),
+    "terms": lambda lora, storage: compress(lora, separation_rank=2, storage=storage),
+    "truncated": lambda lora, storage: truncate(lora, ratio=2, storage=storage),
+}
+STORAGES = ("float32", "float16", "bfloat16", "int8", "int4", "auto")
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("road", ROADS)
+def test_what_is_saved_passes_in_every_storage(tmp_path, road, storage):
+    if road == "truncated" and storage not in ("float32", "float16", "bfloat16"):
+        pytest.skip("a plain LoRA holds no integers")
+    tensors = {**pair("layers.0.q", 48, 32, 6), **pair("layers.1.v", 32, 32, 6, seed=1)}
+    source = open_checkpoint(directory(tmp_path / "lora", tensors, r=6, lora_alpha=6))
+    made = ROADS[road](source, storage)
+    written = open_checkpoint(made.save(tmp_path / "small"))
+    check = verify(source, written)
+    assert check.passed
+    assert check.recorded_error == pytest.approx(check.relative_error, rel=1e-2)
+    if road != "truncated":
+        assert written.adapter_parameters == made.totals.parameters
+        assert {layer.name: layer.dtype for layer in written.layers} == {
+            row.name: row.storage for row in made.layers if row.structure != "drop"
+        }
+    exported = open_checkpoint(export_lora(written, tmp_path / "lora again", storage="bfloat16"))
+    assert verify(source, exported).passed
 
 
 def test_source_and_written_the_wrong_way_round_are_told(tmp_path):
