@@ -188,7 +188,7 @@ def recipe() -> tuple[list[str], str]:
     section = CONTRIBUTING.read_text(encoding="utf-8").split("## Adding a structure")[1]
     section = section.split("\n## ")[0]
     (row,) = re.findall(r'`"diagonal": (lambda rng: .*?)`', section)
-    return re.findall(r"```python\n(.*?)```", section, re.S), row
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL), row
 
 
 def extended(module: ModuleType, code: str) -> dict[str, Any]:
@@ -283,5 +283,5 @@ def test_its_entries_are_checked_as_all_are(entry: list[Any]) -> None:
 
 def test_the_recipe_touches_at_most_six_files() -> None:
     section = CONTRIBUTING.read_text(encoding="utf-8").split("## Adding a structure")[1]
-    steps = re.findall(r"^\d\. ", section.split("\n## ")[0], re.M)
+    steps = re.findall(r"^\d\. ", section.split("\n## ")[0], re.MULTILINE)
     assert 3 <= len(steps) <= 6
