@@ -1,4 +1,7 @@
-"""Fisher statistics of a base model's layers (`calibrate`), and how answers change (`Reference`); needs torch."""
+"""Fisher statistics of a base's layers (`calibrate`), and how outputs change (`Reference`).
+
+Needs torch.
+"""
 
 from lsrdecomp._renamed import attach
 

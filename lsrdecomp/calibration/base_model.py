@@ -1,10 +1,10 @@
-"""Opening a base with an adapter, and turning texts into the batches it reads: what calibration starts from."""
+"""Opening a base with an adapter, and turning texts into the batches that it reads."""
 
 from __future__ import annotations
 
 import copy
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -24,8 +24,7 @@ import lsrdecomp.adapters  # noqa: F401 (teaches PEFT to open LSR directories)
 from lsrdecomp.adapters.geometry import LINEAR
 from lsrdecomp.calibration.bases import find_base, open_tokenizer
 from lsrdecomp.calibration.dataset import (
-    ANSWERS,
-    TEXT_LENGTH,
+    LOSS_TOKENS,
     DataError,
     Example,
     PromptExample,
@@ -44,6 +43,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 Text = tuple[str, str | None]
+"""A text, and a second one for pairs."""
+
+DEFAULT_TEXT_LENGTH = 128
+"""Tokens of a text at most where nothing else is said."""
 
 LOADERS = {
     "SEQ_CLS": (AutoModelForSequenceClassification, Head.classification),
@@ -51,18 +54,20 @@ LOADERS = {
     "CAUSAL_LM": (AutoModelForCausalLM, Head.causal_lm),
     "SEQ_2_SEQ_LM": (AutoModelForSeq2SeqLM, Head.seq2seq),
 }
+"""Class of transformers and head of a base, by the task type in an adapter's config."""
 DTYPES = ("float32", "bfloat16")
-HEADS = (
+HEAD_WEIGHTS = (
     "classifier.weight",
     "score.weight",
     "classifier.out_proj.weight",
     "classification_head.out_proj.weight",
 )
+"""Endings of the names of a classifier's last weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A base as an adapter's task wants it, plain or with an adapter active, ready to be calibrated."""
+    """A base model for the task of an adapter, plain or with an adapter active."""
 
     name: str
     model: nn.Module
@@ -73,34 +78,42 @@ class Base:
     adapter_sha256: str = ""  # of the adapter's weight file
 
     def adapted(self, adapter: str | Path) -> Base:
-        """With an adapter of any kind PEFT opens; raises `CheckpointError` if it does not fit."""
-        # Heads and biases are what an adapter may overwrite; the rest of the base stays as it is
-        # and can be shared.
-        shared = {
-            id(p): p
-            for name, p in self.model.named_parameters()
-            if p.ndim > 1 and not name.endswith(HEADS)
-        }
+        """Return the base with an adapter of any kind that PEFT opens; its weights are shared.
+
+        Raises
+        ------
+        CheckpointError
+            If the adapter does not fit.
+        """
+        # 1. Copy what an adapter may overwrite, heads and biases, and share the rest of the base.
+        shared = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.ndim > 1 and not name.endswith(HEAD_WEIGHTS):
+                shared[id(parameter)] = parameter
+        # 2. Put the adapter on it.
         try:
-            base = copy.deepcopy(self.model, shared)
-            model = with_lora(base, adapter)
+            copied = copy.deepcopy(self.model, shared)
+            model = with_lora(copied, adapter)
         except (ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"does not fit {self.name}: {first_line(error)}", path=adapter
             ) from error
-        declared = str(model.peft_config["default"].base_model_name_or_path or "")
-        weights = Path(adapter) / WEIGHTS
-        digest = sha256(weights) if weights.is_file() else ""
         model = model.to(next(self.model.parameters()).device).eval()
-        return Base(
-            self.name, model, self.tokenizer, self.head, adapted_modules(model), declared, digest
+        # 3. Say whose layers it adapts.
+        weights = Path(adapter) / WEIGHTS
+        return replace(
+            self,
+            model=model,
+            modules=adapted_modules(model),
+            adapter_base=str(model.peft_config["default"].base_model_name_or_path or ""),
+            adapter_sha256=sha256(weights) if weights.is_file() else "",
         )
 
 
 def load_base(
     base: str | Path, adapter: str | Path, *, dtype: str = "float32", device: str = "cpu"
 ) -> Base:
-    """Open a base by name or directory, put an adapter on it, and find the layers the adapter changes.
+    """Open a base by name or directory, with an adapter on it.
 
     Parameters
     ----------
@@ -123,74 +136,122 @@ def load_base(
 def load_pair(
     base: str | Path,
     source: str | Path,
-    written: str | Path,
+    compressed: str | Path,
     *,
     dtype: str = "float32",
     device: str = "cpu",
 ) -> tuple[Base, Base]:
-    """The same base twice, once with each adapter; its large weights are held once.
+    """Open the same base twice, once with each adapter; its large weights are held once.
 
     Parameters
     ----------
     base : str or path
-    source, written : path
+        As `load_base` takes it.
+    source, compressed : path
         PEFT directories of one task type, of any kinds PEFT opens.
+    dtype, device : str
+        Precision and place of the base.
 
     Raises
     ------
     CheckpointError
-        As `load_base`; and if ``source`` brings a head that ``written`` lacks, so that its answers
-        would be noise.
+        As `load_base`; and if ``source`` brings a head that ``compressed`` lacks, so that its
+        outputs would be noise.
     """
-    if _labels(source) != _labels(written):
-        heads = " and ".join(
-            f"{_labels(each).get('num_labels', 'no')} labels in {each}"
-            for each in (source, written)
-        )
+    n_source, n_compressed = _saved_classes(source), _saved_classes(compressed)
+    if n_source != n_compressed:
         raise CheckpointError(
-            f"the adapters have different heads, {heads}; their answers cannot be compared"
+            "the adapters have different heads, "
+            f"{n_source or 'no'} labels in {source} and {n_compressed or 'no'} labels in "
+            f"{compressed}; their answers cannot be compared"
         )
     opened = open_base(base, source, dtype=dtype, device=device)
-    return opened.adapted(source), opened.adapted(written)
+    return opened.adapted(source), opened.adapted(compressed)
 
 
 def open_base(
     base: str | Path, adapter: str | Path, *, dtype: str = "float32", device: str = "cpu"
 ) -> Base:
-    """The plain base for adapters of the task of ``adapter``; arguments and errors as `load_base`."""
-    adapter = Path(adapter)
+    """Open the plain base for adapters of the task of ``adapter``.
+
+    Parameters and errors are those of `load_base`.
+    """
+    # 1. The task, from the adapter's own config, says which class of model reads the base's files.
+    task_type = _task_type(Path(adapter))
+    loader, head = LOADERS[task_type]
+    # 2. The base, with a head of as many classes as the adapter brings, or its own.
+    options = {}
+    if head not in (Head.causal_lm, Head.seq2seq):
+        n_classes = _saved_classes(adapter)
+        if n_classes is not None:
+            options["num_labels"] = n_classes
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", path=base)
+    model, tokenizer = load_model(loader, base, dtype=getattr(torch, dtype), **options)
+    if head is Head.classification and model.config.num_labels == 1:
+        head = Head.regression  # one class is a score
+    return Base(str(base), model.to(device), tokenizer, head)
+
+
+def _task_type(adapter: Path) -> str:
+    """Return the task type in an adapter's config.
+
+    Raises
+    ------
+    CheckpointError
+        If there is no config, or the task is none of `LOADERS`; with a way out.
+    """
     if not (adapter / "adapter_config.json").is_file():
-        text = "has no adapter_config.json, so it is no adapter of PEFT, and bases are run for PEFT's of text models only"
-        way_out = f"make a LoRA file smaller without one: lsrdecomp compress {shlex.quote(str(adapter))} --ratio 4"
-        raise CheckpointError(f"{text}; {way_out} --out small.safetensors", path=adapter)
-    # 1. The task, from the adapter's own config: it says which class of model reads the base's
-    # files.
+        raise CheckpointError(
+            "has no adapter_config.json, so it is no adapter of PEFT, and bases are run for PEFT's "
+            "of text models only; make a LoRA file smaller without one: lsrdecomp compress "
+            f"{shlex.quote(str(adapter))} --ratio 4 --out small.safetensors",
+            path=adapter,
+        )
     try:
         config = PeftConfig.from_pretrained(str(adapter))
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"is no adapter that PEFT opens: {first_line(error)}", path=adapter
         ) from error
-    kind = str(getattr(config.task_type, "value", config.task_type))
-    if kind not in LOADERS:
-        text = f"task type {kind!r} is not one of {', '.join(LOADERS)}: only text models can be calibrated"
-        way_out = 'if it is one, write "task_type": "CAUSAL_LM" or another into adapter_config.json'
-        raise CheckpointError(f"{text} (a diffusion model's has none); {way_out}", path=adapter)
-    # 2. The base, with a head of as many classes as the adapter brings, or its own.
-    loader, head = LOADERS[kind]
-    labels = {} if head in (Head.causal_lm, Head.seq2seq) else _labels(adapter)
-    if dtype not in DTYPES:
-        raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", path=base)
-    model, tokenizer = load_model(loader, base, dtype=getattr(torch, dtype), **labels)
-    if head is Head.classification and model.config.num_labels == 1:
-        head = Head.regression  # one class is a score
-    return Base(str(base), model.to(device), tokenizer, head)
+    task_type = str(getattr(config.task_type, "value", config.task_type))
+    if task_type not in LOADERS:
+        raise CheckpointError(
+            f"task type {task_type!r} is not one of {', '.join(LOADERS)}: only text models can be "
+            "calibrated (a diffusion model's has none); if it is one, write "
+            '"task_type": "CAUSAL_LM" or another into adapter_config.json',
+            path=adapter,
+        )
+    return task_type
+
+
+def _saved_classes(adapter: str | Path) -> int | None:
+    """Return how many classes the head has that an adapter brings; None if it brings none."""
+    weights = Path(adapter) / WEIGHTS
+    if not weights.exists():
+        return None
+    for name, tensor in read_header(weights).tensors.items():
+        if name.endswith(HEAD_WEIGHTS):
+            return tensor.shape[0]
+    return None
 
 
 def load_model(loader: Any, base: str | Path, **options: Any) -> tuple[Any, Any]:
-    """A base as a class of transformers opens it, with the padding token that batches need, and its tokenizer.
+    """Open a base and its tokenizer, with the padding token that batches need.
 
-    Raises `CheckpointError` if one of the two cannot be opened.
+    Parameters
+    ----------
+    loader : class
+        The class of transformers that reads the base.
+    base : str or path
+        As `load_base` takes it.
+    **options
+        Arguments of the loader.
+
+    Raises
+    ------
+    CheckpointError
+        If one of the two cannot be opened.
     """
     directory = find_base(base)
     try:
@@ -204,7 +265,7 @@ def load_model(loader: Any, base: str | Path, **options: Any) -> tuple[Any, Any]
 
 
 def adapted_modules(model: PeftModel) -> tuple[str, ...]:
-    """Names, in the plain base, of the Linear layers that a PEFT model adapts."""
+    """Return the names, in the plain base, of the Linear layers that a PEFT model adapts."""
     named = model.get_base_model().named_modules(remove_duplicate=False)
     return tuple(
         name
@@ -214,18 +275,33 @@ def adapted_modules(model: PeftModel) -> tuple[str, ...]:
 
 
 def has_delta(module: nn.Module) -> TypeGuard[BaseTunerLayer]:
-    """Whether an adapter adds a ΔW to it; rows of single tokens, which PEFT trains beside one, are none."""
+    """Return whether an adapter adds a ΔW to a module.
+
+    Rows of single tokens, which PEFT trains beside one, are none.
+    """
     return isinstance(module, BaseTunerLayer) and not isinstance(module, TrainableTokensLayer)
 
 
-def batches(
+def text_batches(
     base: Base, texts: Sequence[Text], *, size: int, max_length: int | None = None, seed: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Texts in random order, as the model reads them; for seq2seq the second text is the output.
-
-    What goes beyond ``max_length`` tokens (`TEXT_LENGTH` if absent) is cut.
+    """Yield batches of texts in random order, as the model reads them.
 
     The order depends on ``seed`` alone, so an interrupted calibration finds its place again.
+
+    Parameters
+    ----------
+    base : Base
+        Its tokenizer reads the texts. For seq2seq the second text of each is the output; for others
+        it is a second segment, where every text of a batch has one.
+    texts : sequence of (str, str or None)
+        The texts.
+    size : int
+        Texts of a batch.
+    max_length : int, optional
+        Tokens beyond which a text is cut; absent, 128.
+    seed : int
+        Seed of the order.
 
     Raises
     ------
@@ -233,25 +309,27 @@ def batches(
         If a seq2seq text has no output.
     """
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
-    length = max_length or TEXT_LENGTH
-    settings = {"padding": True, "truncation": True, "max_length": length, "return_tensors": "pt"}
-    # Pairs are read as two segments where every text of their batch is a pair.
+    settings = {
+        "padding": True,
+        "truncation": True,
+        "max_length": max_length or DEFAULT_TEXT_LENGTH,
+        "return_tensors": "pt",
+    }
     for start in range(0, len(order), size):
         rows = [texts[i] for i in order[start : start + size]]
-        first, second = [row[0] for row in rows], [row[1] for row in rows]
+        first = [text for text, _ in rows]
+        second = [text for _, text in rows]
+        all_are_pairs = None not in second
         if base.head is not Head.seq2seq:
-            pairs = None if any(text is None for text in second) else second
-            yield dict(base.tokenizer(first, pairs, **settings))
+            yield dict(base.tokenizer(first, second if all_are_pairs else None, **settings))
             continue
-        if any(text is None for text in second):
+        if not all_are_pairs:
             raise CalibrationError("a seq2seq model needs pairs: input, a tab, output on each line")
-        read = dict(base.tokenizer(first, **settings))
+        batch = dict(base.tokenizer(first, **settings))
         outputs = base.tokenizer(text_target=second, **settings)
-        yield read | {
-            "labels": outputs["input_ids"].masked_fill(
-                outputs["attention_mask"] == 0, IGNORED_LABEL
-            )
-        }
+        is_padding = outputs["attention_mask"] == 0
+        batch["labels"] = outputs["input_ids"].masked_fill(is_padding, IGNORED_LABEL)
+        yield batch
 
 
 def prompt_batches(
@@ -264,11 +342,24 @@ def prompt_batches(
     answers: str = "completion",
     truncate: bool = False,
 ) -> Iterator[dict[str, Tensor]]:
-    """Examples of a JSON-lines file in random order, as the model reads them.
+    """Return batches of the examples of a JSON-lines file in random order, as the model reads them.
 
-    A causal model reads prompt and completion as one, and ``loss_mask`` says which tokens are
-    answers; a seq2seq model reads the prompt and is to say the completion; any other reads the two
-    as a pair, a plain text alone.
+    A causal model reads prompt and completion as one text, and ``loss_mask`` says which tokens
+    count; a seq2seq model reads the prompt and is to predict the completion; any other reads the
+    two as a pair, a plain text alone.
+
+    Parameters
+    ----------
+    base : Base
+        The model.
+    examples : sequence of PromptExample
+        As `read_examples` returns them.
+    size : int
+        Examples of a batch.
+    seed : int
+        Seed of the order.
+    max_length, answers, truncate
+        As `tokenize` takes them; only ``max_length`` is of use for other than causal models.
 
     Raises
     ------
@@ -280,41 +371,37 @@ def prompt_batches(
             examples, base.tokenizer, max_length=max_length, answers=answers, truncate=truncate
         )
         return token_batches(rows, size=size, seed=seed, pad=base.tokenizer.pad_token_id)
-    if answers not in ANSWERS:
-        raise DataError(f"answers must be one of {', '.join(ANSWERS)}, got {answers!r}")
-    spoken = next((example for example in examples if example.messages), None)
-    if spoken is not None:
-        raise DataError(
-            f'{spoken.where}: "messages" are for causal language models, and {base.name} is none'
-        )
-    texts: list[Text] = [
-        (each.prompt, each.completion) if each.prompt else (each.completion, None)
-        for each in examples
-    ]
-    return batches(base, texts, size=size, max_length=max_length, seed=seed)
+    if answers not in LOSS_TOKENS:
+        raise DataError(f"answers must be one of {', '.join(LOSS_TOKENS)}, got {answers!r}")
+    texts: list[Text] = []
+    for example in examples:
+        if example.messages:
+            raise DataError(
+                f'{example.where}: "messages" are for causal language models, and {base.name} is '
+                "none"
+            )
+        if example.prompt:
+            texts.append((example.prompt, example.completion))
+        else:
+            texts.append((example.completion, None))
+    return text_batches(base, texts, size=size, max_length=max_length, seed=seed)
 
 
-def read_lines(file: str | Path) -> list[Text]:
-    """One text per line, or two with a tab between; empty lines are left out.
+def read_text_pairs(file: str | Path) -> list[Text]:
+    """Read one text per line, or two with a tab between; empty lines are left out.
 
     Raises
     ------
     CheckpointError
         As `lsrdecomp.checkpoints.files.read_text_lines`.
     """
-    split = [line.partition("\t") for line in read_text_lines(Path(file))]
-    return [(first, second or None) for first, _, second in split]
+    parted = [line.partition("\t") for line in read_text_lines(Path(file))]
+    return [(first, second or None) for first, _, second in parted]
 
 
 def task_texts(examples: Sequence[Example]) -> list[Text]:
-    """What a classification task's examples say; choices of one question count as texts of their own."""
+    """Return what a classification task's examples say.
+
+    Choices of one question count as texts of their own.
+    """
     return [choice for example in examples for choice in example.choices]
-
-
-def _labels(adapter: str | Path) -> dict[str, int]:
-    """How many classes the saved head has, as an argument; empty if none was saved, so that the base's own counts."""
-    file = Path(adapter) / WEIGHTS
-    if not file.exists():
-        return {}
-    heads = [tensor for name, tensor in read_header(file).tensors.items() if name.endswith(HEADS)]
-    return {"num_labels": heads[0].shape[0]} if heads else {}

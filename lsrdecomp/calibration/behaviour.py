@@ -19,7 +19,8 @@ class Behaviour:
 
     Examples
     --------
-    >>> Behaviour(examples=128, answers=128, unit="example", kl=0.05, agreement=0.95, effect=0.25).kept
+    >>> behaviour = Behaviour(128, 128, unit="example", kl=0.05, agreement=0.95, effect=0.25)
+    >>> behaviour.kept
     0.8
     """
 

@@ -1,7 +1,8 @@
-"""Calibration: the Fisher statistics of a base's Linear layers, measured on data in one resumable stream.
+"""Calibration: the Fisher statistics of a base's Linear layers, measured in one resumable stream.
 
-For a layer y = M x, let x_t be its input at token t and g_t = ∂ log p(ŷ)/∂y_t for an answer ŷ drawn
-from the model itself. A change D of M changes the model's answer distribution by, to second order,
+For a layer y = M x, let x_t be its input at token t and g_t = ∂ log p(ŷ)/∂y_t for a class ŷ drawn
+from the model itself. A change D of M changes the distribution p of a prediction, to second order,
+by
 
     KL(p_M ‖ p_(M+D)) ≈ ½ E[⟨W, D⟩²],  W = Σ_t g_t x_tᵀ,
 
@@ -25,16 +26,18 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from lsrdecomp.calibration.accumulators import Counts, LayerSums, in_groups
+from lsrdecomp.calibration.accumulators import Counts, LayerSums, group_by_memory, sums_memory
+from lsrdecomp.calibration.covariance import CovarianceSettings
 from lsrdecomp.calibration.divergence import divergences, without_delta
 from lsrdecomp.calibration.errors import CalibrationError
-from lsrdecomp.calibration.experts import least_reached
+from lsrdecomp.calibration.experts import least_used_expert
 from lsrdecomp.calibration.files import (
     check_unfinished,
     leading_eigenpairs,
@@ -42,10 +45,20 @@ from lsrdecomp.calibration.files import (
     save_sums,
     write_statistics,
 )
-from lsrdecomp.calibration.forward import BatchLogits, forward, output_layer, predictions_at_a_time
+from lsrdecomp.calibration.forward import (
+    BatchLogits,
+    forward,
+    output_layer,
+    predictions_at_a_time,
+)
 from lsrdecomp.calibration.gradients import sampled_log_likelihood, watched
 from lsrdecomp.calibration.heads import TOKEN_HEADS, Batch
-from lsrdecomp.calibration.measured_model import layer_size, measuring, modules_by_name, recomputed
+from lsrdecomp.calibration.measured_model import (
+    layer_size,
+    measurement_mode,
+    modules_by_name,
+    recomputed,
+)
 from lsrdecomp.checkpoints import Journal, content_key
 from lsrdecomp.checkpoints.progress import OnStep, ProgressUpdate
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
@@ -73,7 +86,7 @@ def calibrate(
     save_every: int = 50,
     on_step: OnStep | None = None,
 ) -> Statistics:
-    """Measure the statistics of a base's ``modules`` on batches of inputs and write them to the directory ``out``.
+    """Measure the statistics of a base's layers on batches of inputs, and write them to ``out``.
 
     The model is put into evaluation mode for the time of the call; no parameter of it changes.
     Every ``save_every`` batches the sums are saved in the journal beside ``out``: the same call
@@ -93,7 +106,7 @@ def calibrate(
     out : path
         Directory to write `statistics.json` and `statistics.safetensors` to; made if need be.
     seed : int
-        Of the drawn answers and of the random block for large layers.
+        Seed of the sampled classes and of the random block for large layers.
     samples : int
         Examples to use; the batch that reaches the number is used whole.
     max_full : int
@@ -109,23 +122,25 @@ def calibrate(
         Measure KL(adapter ‖ no adapter) as well: another forward pass of each batch.
     max_memory : int, optional
         Bytes that the sums of all layers may take. Where they take more the layers are measured in
-        groups, and the batches are gone through once for each group.
+        groups, with one pass over the batches for each group.
+    save_every : int
+        Batches between two savings of the sums.
     on_step : callable, optional
-        Called with a `ProgressUpdate` after every batch: the examples so far, and those there will be at
-        least, over all groups.
+        Called with a `ProgressUpdate` after every batch: the examples so far, and the fewest that
+        there will be, over all groups.
 
     Returns
     -------
     Statistics
         As `read_statistics` reads ``out``. Its ``metadata`` counts "examples" and "answers", which
-        one KL divergence is about (examples, or predicted tokens of a language model), and has the
-        "effect" among its settings.
+        are the predictions that one KL divergence is about (examples, or tokens of a language
+        model), and has the "effect" among its settings.
 
     Raises
     ------
     CalibrationError
-        If a module is unknown, if there were no batches, if no answer depends on a module, or if
-        the sums of a layer alone take more than ``max_memory``.
+        If a module is unknown, if there were no batches, if no prediction depends on a module, or
+        if the sums of a layer alone take more than ``max_memory``.
     CheckpointError
         If ``out`` holds finished statistics, or another run is writing there.
     ShapeError
@@ -135,183 +150,244 @@ def calibrate(
     -----
     Costs one forward and one backward pass per batch and group, one forward pass without the
     adapter, and with ``checkpointing`` one more forward pass; O(n²) memory per small layer,
-    O(n·rank) per large one. Of a causal model only the positions that count reach the output layer.
+    O(n·rank) per large one. Of a causal model only the positions that predict reach the output
+    layer.
     """
-    # 1. What is measured, in groups of layers whose sums fit in memory together; what cannot be is
-    # refused first.
-    out, model, modules = Path(out), base.model, base.modules
-    named = modules_by_name(model)
-    missing = [name for name in modules if name not in named]
-    if missing or not modules:
-        some = ", ".join(name for name in named if name)[:200]
-        raise CalibrationError(
-            f"{', '.join(missing[:5]) or 'no module'}: not in the model, which has {some}, …"
-        )
-    device, effect = next(model.parameters()).device, effect and hasattr(model, "get_base_model")
-    sizes = {name: layer_size(named[name], name) for name in modules}
-    groups = in_groups(
-        {name: LayerSums.memory(size, max_full, rank) for name, size in sizes.items()}, max_memory
-    )
+    # 1. Find the layers, in groups whose sums fit in memory together; refuse what cannot be
+    #    measured.
+    out = Path(out)
+    covariance = CovarianceSettings(max_full, rank, seed=seed)
+    layers = _layers_to_measure(base)
+    sizes = {name: layer_size(layer, name) for name, layer in layers.items()}
+    memory = {name: sums_memory(size, covariance) for name, size in sizes.items()}
+    groups = group_by_memory(memory, max_memory)
+    check_unfinished(out)
+    has_effect = effect and hasattr(base.model, "get_base_model")
     settings = {
-        "modules": list(modules),
+        "modules": list(base.modules),
         "seed": seed,
         "samples": samples,
         "head": base.head.name,
         "base": base.name,
-    }
-    settings |= {
         "max_full": max_full,
         "rank": rank,
         "per": "token" if base.head in TOKEN_HEADS else "example",
+        "adapter_base": base.adapter_base,
+        "adapter": base.adapter_sha256,
     }
-    settings |= {"adapter_base": base.adapter_base, "adapter": base.adapter_sha256}
-    check_unfinished(out)
-    rounds: Iterable[Batch] = _used(batches, samples)
-    if len(groups) > 1:
-        rounds = list(
-            rounds
-        )  # token numbers, which are small; they are gone through once for each group
+    selected: Iterable[Batch] = _first_batches(batches, samples)
+    if len(groups) > 1:  # each needs all batches, which are token numbers and small
+        selected = list(selected)
 
-    # 2. A pass over the batches for each group. A finished group waits in the journal, under a key
-    # with its layers.
-    tensors: dict[str, NDArray[Any]] = {}
-    about: dict[str, Any] = {}
-    whole: Counts | None = None
-    with Journal.beside(out) as journal, measuring(model):
+    # 2. Make a pass over the batches for each group. A finished group waits in the journal, under a
+    #    key with its layers.
+    device = next(base.model.parameters()).device
+    arrays: dict[str, NDArray[Any]] = {}
+    metadata: dict[str, Any] = {}
+    totals: Counts | None = None
+    with Journal.beside(out) as journal, measurement_mode(base.model):
         for number, names in enumerate(groups):
-            sums = {
-                name: LayerSums(sizes[name], max_full=max_full, rank=rank, seed=seed, device=device)
-                for name in names
-            }
+            is_first, is_last = number == 0, number == len(groups) - 1
             key = content_key(settings if len(groups) == 1 else settings | {"group": list(names)})
-
-            def seen(
-                counts: Counts,
-                key: str = key,
-                sums: dict[str, LayerSums] = sums,
-                number: int = number,
-            ) -> None:
-                if counts.batches % save_every == 0:
-                    save_sums(journal, key, sums, counts)
-                if on_step is not None:
-                    done = samples * number + counts.examples
-                    on_step(ProgressUpdate("calibrating", done, samples * len(groups), "examples"))
-
-            watching = {name: named[name] for name in names}
-            with recomputed(model, list(watching.values())) if checkpointing else nullcontext():
-                begun = load_sums(journal, key, sums)
-                counts, texts = _add_sums(
-                    base, watching, sums, rounds, begun, seed, effect and number == 0, seen
+            group = {name: layers[name] for name in names}
+            sums = {name: LayerSums(sizes[name], covariance, device) for name in names}
+            save = partial(save_sums, journal, key, sums)
+            report = partial(_report, on_step, number, len(groups), samples)
+            recompute = recomputed(base.model, list(group.values()))
+            with recompute if checkpointing else nullcontext():
+                saved = load_sums(journal, key, sums)
+                counts, text_digest = _add_batches(
+                    base,
+                    group,
+                    sums,
+                    selected,
+                    counts=saved,
+                    seed=seed,
+                    effect=has_effect and is_first,
+                    save=save,
+                    save_every=save_every,
+                    report=report,
                 )
-            _share_sums(sums)
-            if number + 1 < len(groups):
-                save_sums(journal, key, sums, counts)
-            leading, facts = leading_eigenpairs(sums, counts.answers)
-            tensors, about, whole = tensors | leading, about | facts, whole or counts
-        # 3. All groups as one. KL(adapter ‖ no adapter) is of the whole model: the first pass has
-        # measured it.
-        assert whole is not None
-        moved = whole.effect / whole.answers if effect else None
-        write_statistics(out, settings | {"texts": texts, "effect": moved}, tensors, about, whole)
+            _fill_unused_experts(sums)
+            if not is_last:
+                save(counts)
+            group_arrays, group_metadata = leading_eigenpairs(sums, counts.answers)
+            arrays |= group_arrays
+            metadata |= group_metadata
+            # KL(adapter ‖ no adapter) is of the whole model: the first pass measures it.
+            totals = totals or counts
+
+        # 3. Write all groups as one.
+        assert totals is not None
+        mean_effect = totals.effect / totals.answers if has_effect else None
+        settings |= {"texts": text_digest, "effect": mean_effect}
+        write_statistics(out, settings, arrays, metadata, totals)
     return read_statistics(out)
 
 
-def _add_sums(
-    base: Base,
-    watching: Mapping[str, nn.Module],
-    sums: Mapping[str, LayerSums],
-    batches: Iterable[Batch],
-    counts: Counts,
-    seed: int,
-    effect: bool,
-    on_batch: Callable[[Counts], None],
-) -> tuple[Counts, str]:
-    """Add all batches to the sums but those that ``counts`` says they hold: what was seen, and a hash of the texts.
+def _layers_to_measure(base: Base) -> dict[str, nn.Module]:
+    """Return the base's ``modules`` by name.
 
-    With ``effect`` KL(adapter ‖ no adapter) is measured as well.
+    Raises
+    ------
+    CalibrationError
+        If there are none, or one is not in the model.
     """
-    texts = hashlib.sha256()
-    with watched(watching, lambda name, pairs: sums[name].add(pairs)) as record:
-        for number, batch in enumerate(batches, start=1):
-            texts.update(_content(batch))
-            if number <= counts.batches:  # read all the same, since the hash is of all texts
-                continue
-            # 1. The answers without the adapter, first: what the hooks count of this pass is then
-            # forgotten.
-            bare = None
-            if effect:
-                with torch.no_grad(), without_delta(base.model):
-                    bare = forward(base, batch)
-            record.clear()
-            # 2. Those with it: as logits where a watched layer makes them, since gradients must
-            # pass through it.
-            answers = forward(base, batch, full_logits=output_layer(base) in watching.values())
-            # 3. Gradients of answers that seed and batch alone decide, so that a resumed run draws
-            #    the same; on their way back every layer adds to its sums.
-            generator = torch.Generator().manual_seed((seed << 32) + number)
-            gradient, moved = _leaning(base, answers, bare, generator)
-            examples = len(answers.counts)
-            record.backward(answers.hidden, examples, gradient)
-            total = counts.examples + examples, counts.answers + len(answers), counts.effect + moved
-            counts = Counts(number, *total)
-            del answers, bare, gradient
-            on_batch(counts)
-    if counts.answers == 0:
-        raise CalibrationError(
-            "no batches, or no answers in them: there is nothing to calibrate on"
-        )
-    return counts, texts.hexdigest()
+    named = modules_by_name(base.model)
+    missing = [name for name in base.modules if name not in named]
+    if missing or not base.modules:
+        known = ", ".join(name for name in named if name)[:200]
+        unknown = ", ".join(missing[:5]) or "no module"
+        raise CalibrationError(f"{unknown}: not in the model, which has {known}, …")
+    return {name: named[name] for name in base.modules}
 
 
-def _share_sums(sums: dict[str, LayerSums]) -> None:
-    """An expert that no token was sent to has no gradient: it counts like the least used of its stack."""
-    reached = {name: int(each.tokens) for name, each in sums.items() if each.tokens}
-    idle = [name for name in sums if name not in reached]
-    for name in idle:
-        like = least_reached(name, reached)
-        if like is None:
-            text = "no answer of the model depends on it; leave it out of `modules`"
-            raise CalibrationError(f"{', '.join(idle[:5])}: {text}")
-        sums[name] = sums[like]
-
-
-def _leaning(
-    base: Base, answers: BatchLogits, bare: BatchLogits | None, generator: torch.Generator
-) -> tuple[Tensor, float]:
-    """∂ Σ log p(y) / ∂ rows for drawn answers y, (answers, width), and Σ KL(adapter ‖ no adapter)."""
-    gradient, moved = torch.empty_like(answers.hidden), 0.0
-    with torch.no_grad():
-        step = predictions_at_a_time(answers.logits_of(answers.hidden[:1]).shape[-1])
-    for start in range(0, len(answers), step):
-        # Leaves of a graph of their own, for a few answers at a time; the model's graph is walked
-        # once, at the end.
-        some = slice(start, start + step)
-        rows = answers.hidden[some].detach().requires_grad_()
-        logits = answers.logits_of(rows)
-        (gradient[some],) = torch.autograd.grad(
-            sampled_log_likelihood(logits, base.head, generator), rows
-        )
-        if bare is not None:
-            with torch.no_grad(), without_delta(base.model):
-                others = bare.logits_of(bare.hidden[some])
-                moved += float(divergences(logits.detach(), others, base.head).sum())
-    return gradient, moved
-
-
-def _used(batches: Iterable[Batch], samples: int) -> Iterator[Batch]:
-    """Batches until there are so many examples; the one that reaches the number is used whole."""
-    examples = 0
+def _first_batches(batches: Iterable[Batch], samples: int) -> Iterator[Batch]:
+    """Yield batches up to and including the one that reaches so many examples."""
+    n_examples = 0
     for batch in batches:
         yield batch
-        examples += len(next(iter(batch.values())))
-        if examples >= samples:
+        n_examples += len(next(iter(batch.values())))
+        if n_examples >= samples:
             return
 
 
-def _content(batch: Batch) -> bytes:
-    """What is read, as bytes, so that statistics can say which texts they are of."""
-    return b"".join(
-        batch[name].cpu().numpy().tobytes()
-        for name in sorted(batch)
-        if not batch[name].is_floating_point()
-    )
+def _report(on_step: OnStep | None, group: int, n_groups: int, samples: int, done: int) -> None:
+    """Tell how many examples of how many are done, over all groups."""
+    if on_step is not None:
+        n_done = samples * group + done
+        on_step(ProgressUpdate("calibrating", n_done, samples * n_groups, "examples"))
+
+
+def _add_batches(
+    base: Base,
+    layers: Mapping[str, nn.Module],
+    sums: Mapping[str, LayerSums],
+    batches: Iterable[Batch],
+    *,
+    counts: Counts,
+    seed: int,
+    effect: bool,
+    save: Callable[[Counts], None],
+    save_every: int,
+    report: Callable[[int], None],
+) -> tuple[Counts, str]:
+    """Add the gradients of all batches to the sums of their layers.
+
+    Parameters
+    ----------
+    base : Base
+        The model.
+    layers, sums : mappings by name
+        The layers that are measured, and what is added to.
+    batches : iterable of mappings
+        All batches.
+    counts : Counts
+        What the sums hold already; so many batches are only read.
+    seed : int
+        Seed of the sampled classes.
+    effect : bool
+        Measure KL(adapter ‖ no adapter) as well.
+    save : callable
+        Called with the counts every ``save_every`` batches.
+    save_every : int
+    report : callable
+        Called with the number of examples after each batch.
+
+    Returns
+    -------
+    counts : Counts
+        What the sums hold now.
+    text_digest : str
+        SHA-256 of all token numbers.
+
+    Raises
+    ------
+    CalibrationError
+        If there was nothing to predict.
+    """
+    digest = hashlib.sha256()
+    reads_output_layer = output_layer(base) in layers.values()
+    with watched(layers, lambda name, layer: sums[name].add(layer)) as recorder:
+        for number, batch in enumerate(batches, start=1):
+            digest.update(_token_bytes(batch))  # of all texts, those of an earlier run included
+            if number <= counts.batches:
+                continue
+            # 1. Run without the adapter first: the calls that the hooks saw are then forgotten.
+            plain = None
+            if effect:
+                with torch.no_grad(), without_delta(base.model):
+                    plain = forward(base, batch)
+            recorder.clear()
+            # 2. Run with it. Where a watched layer makes the logits they are formed in this pass,
+            #    since gradients must pass through it.
+            output = forward(base, batch, full_logits=reads_output_layer)
+            # 3. Sample classes, decided by seed and batch alone so that a resumed run draws the
+            #    same, and go back from them; on the way every layer adds to its sums.
+            generator = torch.Generator().manual_seed((seed << 32) + number)
+            gradient, effect_sum = _sampled_gradient(base, output, plain, generator)
+            n_examples = len(output.counts)
+            recorder.backward(output.hidden, n_examples, gradient)
+            counts = Counts(
+                batches=number,
+                examples=counts.examples + n_examples,
+                answers=counts.answers + len(output),
+                effect=counts.effect + effect_sum,
+            )
+            del output, plain, gradient  # before the next batch takes the same memory
+            if number % save_every == 0:
+                save(counts)
+            report(counts.examples)
+    if counts.answers == 0:
+        raise CalibrationError(
+            "no batches, or no predictions in them: there is nothing to calibrate on"
+        )
+    return counts, digest.hexdigest()
+
+
+def _sampled_gradient(
+    base: Base, output: BatchLogits, plain: BatchLogits | None, generator: torch.Generator
+) -> tuple[Tensor, float]:
+    """Return ∂ Σ log p(y) / ∂ hidden for sampled classes y, and Σ KL(adapter ‖ no adapter).
+
+    The gradient has the shape of ``output.hidden``; the divergence is 0 without ``plain``.
+    """
+    gradient = torch.empty_like(output.hidden)
+    effect_sum = 0.0
+    with torch.no_grad():
+        n_classes = output.logits_of(output.hidden[:1]).shape[-1]
+    size = predictions_at_a_time(n_classes)
+    for start in range(0, len(output), size):
+        # Leaves of a graph of their own, for a few predictions at a time; the model's graph is
+        # walked once, at the end.
+        chunk = slice(start, start + size)
+        hidden = output.hidden[chunk].detach().requires_grad_()
+        logits = output.logits_of(hidden)
+        log_likelihood = sampled_log_likelihood(logits, base.head, generator)
+        (gradient[chunk],) = torch.autograd.grad(log_likelihood, hidden)
+        if plain is not None:
+            with torch.no_grad(), without_delta(base.model):
+                plain_logits = plain.logits_of(plain.hidden[chunk])
+                lost = divergences(logits.detach(), plain_logits, base.head)
+                effect_sum += float(lost.sum())
+    return gradient, effect_sum
+
+
+def _fill_unused_experts(sums: dict[str, LayerSums]) -> None:
+    """Give an expert without tokens, and so without a gradient, the sums of the least used one."""
+    n_tokens = {name: int(layer.tokens) for name, layer in sums.items() if layer.tokens}
+    unused = [name for name in sums if name not in n_tokens]
+    for name in unused:
+        substitute = least_used_expert(name, n_tokens)
+        if substitute is None:
+            raise CalibrationError(
+                f"{', '.join(unused[:5])}: no prediction of the model depends on it; "
+                "leave it out of `modules`"
+            )
+        sums[name] = sums[substitute]
+
+
+def _token_bytes(batch: Batch) -> bytes:
+    """Return what is read as bytes, so that statistics can say which texts they are of."""
+    integers = [name for name in sorted(batch) if not batch[name].is_floating_point()]
+    return b"".join(batch[name].cpu().numpy().tobytes() for name in integers)

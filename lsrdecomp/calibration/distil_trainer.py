@@ -334,7 +334,7 @@ class Trainer:
         return loss
 
     def batch(self, state: TrainingState) -> list[TeacherBatch]:
-        """Return the micro-batches of the next step; each epoch draws a new order of the batches."""
+        """Return the micro-batches of the next step; each epoch has an order of its own."""
         n_batches = len(self.data.batches)
         epoch, place = divmod(state.step, n_batches)
         generator = torch.Generator().manual_seed((self.seed << 20) + epoch)

@@ -191,7 +191,7 @@ def _double(values: Tensor) -> Tensor:
 
 
 def sum_by_example(values: Tensor, counts: Tensor) -> Tensor:
-    """Return the sums of values (predictions,) over the predictions of each example, (examples,)."""
+    """Return the sums of values (predictions,) over those of each example, (examples,)."""
     example = torch.repeat_interleave(torch.arange(len(counts)), counts)
     return torch.zeros(len(counts), dtype=values.dtype).index_add_(0, example, values)
 

@@ -1,6 +1,7 @@
-"""What a calibration keeps: sums of an unfinished run in its journal, and the finished statistics in their directory.
+"""Files of a calibration: sums of an unfinished run in its journal, and the finished statistics.
 
-The layout of the finished files is told where they are read, in `lsrdecomp.checkpoints.statistics`.
+The layout of the finished files is described where they are read, in
+`lsrdecomp.checkpoints.statistics`.
 """
 
 from __future__ import annotations
@@ -29,10 +30,17 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints.journal import Journal
 
 LIBRARIES = ("lsrdecomp", "torch", "transformers")
+"""Packages whose versions the metadata holds."""
 
 
 def check_unfinished(out: Path) -> None:
-    """Raise `CheckpointError` if ``out`` holds finished statistics, or is something else than a directory."""
+    """Raise if ``out`` cannot take statistics.
+
+    Raises
+    ------
+    CheckpointError
+        If it holds finished statistics, or is something else than a directory.
+    """
     if out.exists() and not out.is_dir():
         raise CheckpointError("the output is not a directory; choose another", path=out)
     if (out / METADATA).exists():
@@ -43,72 +51,93 @@ def check_unfinished(out: Path) -> None:
 
 def save_sums(journal: Journal, key: str, layers: Mapping[str, LayerSums], counts: Counts) -> None:
     """Keep the sums of an unfinished run."""
-    tensors = {
-        f"{name}.{part}": tensor
-        for name, sums in layers.items()
-        for part, tensor in sums.tensors.items()
-    }
-    journal.put(
-        key, {name: tensor.cpu().numpy() for name, tensor in tensors.items()}, facts=asdict(counts)
-    )
+    arrays = {}
+    for name, sums in layers.items():
+        for part, tensor in sums.tensors.items():
+            arrays[f"{name}.{part}"] = tensor.cpu().numpy()
+    journal.put(key, arrays, facts=asdict(counts))
 
 
 def load_sums(journal: Journal, key: str, layers: Mapping[str, LayerSums]) -> Counts:
-    """Fill the sums from those that were kept, if there are any, and say how far they came."""
+    """Fill the sums from those that were kept, if there are any; return what they hold."""
     result = journal.get(key)
     if result is None:
         return Counts()
     for name, sums in layers.items():
         for part, tensor in sums.tensors.items():
-            tensor.copy_(torch.from_numpy(np.asarray(result.arrays[f"{name}.{part}"].read())))
+            saved = result.arrays[f"{name}.{part}"].read()
+            tensor.copy_(torch.from_numpy(np.asarray(saved)))
     return Counts(**result.facts)
 
 
 def leading_eigenpairs(
-    layers: Mapping[str, LayerSums], answers: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is kept of the sums of layers: tensors by name, and what the metadata says of each layer."""
-    tensors: dict[str, Any] = {}
-    about: dict[str, Any] = {}
+    layers: Mapping[str, LayerSums], predictions: int
+) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """Return what is kept of the sums of layers.
+
+    Returns
+    -------
+    arrays : dict
+        Eigenvectors, eigenvalues and the remaining eigenvalue of each side of each layer, under the
+        names of their tensors.
+    metadata : dict
+        Shape, ranks, tokens and Fisher trace of each layer.
+    """
+    arrays: dict[str, NDArray[Any]] = {}
+    metadata: dict[str, Any] = {}
     for name, sums in layers.items():
-        into, out, fisher = sums.spectra(answers)
-        for side, spectrum in (("input", into), ("output", out)):
-            for part, value in zip(
-                PARTS, (spectrum.basis, spectrum.values, spectrum.rest), strict=True
-            ):
-                # Entries of unit vectors: half precision holds them to 5e-4 of their size, whatever
-                # the scale.
-                tensors[f"{name}.{side}.{part}"] = np.asarray(
-                    value, dtype=np.float16 if value is spectrum.basis else np.float32
-                )
-        shape = [out.size, into.size]
-        ranks = [out.values.size, into.values.size]
-        about[name] = {
-            "shape": shape,
-            "ranks": ranks,
+        spectra = sums.spectra(predictions)
+        for side, spectrum in (("input", spectra.input), ("output", spectra.output)):
+            # Entries of unit vectors: half precision holds them to 5e-4 of their size, whatever
+            # the scale.
+            basis = np.asarray(spectrum.basis, dtype=np.float16)
+            values = np.asarray(spectrum.values, dtype=np.float32)
+            rest = np.asarray(spectrum.rest, dtype=np.float32)
+            parts: tuple[NDArray[Any], ...] = (basis, values, rest)
+            for part, array in zip(PARTS, parts, strict=True):
+                arrays[f"{name}.{side}.{part}"] = array
+        metadata[name] = {
+            "shape": [spectra.output.size, spectra.input.size],
+            "ranks": [spectra.output.values.size, spectra.input.values.size],
             "tokens": int(sums.tokens),
-            "fisher_trace": fisher,
+            "fisher_trace": spectra.fisher_trace,
         }
-    return tensors, about
+    return arrays, metadata
 
 
 def write_statistics(
     out: Path,
     settings: Mapping[str, Any],
-    tensors: Mapping[str, NDArray[Any]],
-    about: Mapping[str, Any],
+    arrays: Mapping[str, NDArray[Any]],
+    layers: Mapping[str, Any],
     counts: Counts,
 ) -> None:
-    """Write the finished statistics; the metadata comes last and marks the end."""
-    with new_file(out / TENSORS, force=True) as part, TensorWriter(out) as writer:
-        for name, value in tensors.items():
-            writer.add(name, value)
-        writer.write(part, {"format": FORMAT, "version": str(VERSION)})
-    versions = {library: version(library) for library in LIBRARIES}
-    metadata = {"format": FORMAT, "version": VERSION, "settings": settings, **asdict(counts)}
-    metadata["sha256"] = sha256(out / TENSORS)
-    with new_file(out / METADATA, force=True) as part:
-        text = json.dumps(
-            metadata | {"layers": about, "made_with": versions}, indent=2, sort_keys=True
-        )
-        part.write_text(text + "\n", encoding="utf-8")
+    """Write the finished statistics; the metadata comes last and marks the end.
+
+    Parameters
+    ----------
+    out : path
+        The directory.
+    settings : Mapping of name to value
+        What was measured, and how.
+    arrays, layers : mappings
+        As `leading_eigenpairs` returns them.
+    counts : Counts
+        What was read.
+    """
+    with new_file(out / TENSORS, force=True) as partial, TensorWriter(out) as writer:
+        for name, array in arrays.items():
+            writer.add(name, array)
+        writer.write(partial, {"format": FORMAT, "version": str(VERSION)})
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        "settings": settings,
+        **asdict(counts),
+        "sha256": sha256(out / TENSORS),
+        "layers": layers,
+        "made_with": {library: version(library) for library in LIBRARIES},
+    }
+    with new_file(out / METADATA, force=True) as partial:
+        text = json.dumps(metadata, indent=2, sort_keys=True)
+        partial.write_text(text + "\n", encoding="utf-8")

@@ -32,7 +32,7 @@ class TeacherBatch:
 
 
 def teacher_batch(teacher: Base, batch: Batch) -> TeacherBatch:
-    """Run the teacher on one micro-batch, without gradients; its logits are held in little memory."""
+    """Run the teacher on one micro-batch, without gradients."""
     with torch.no_grad():
         if teacher.head in EXAMPLE_HEADS:
             output, features = forward_with_features(teacher, batch)

@@ -78,10 +78,10 @@ class Questions:
                 examples
             )
         if self.text is not None:
-            texts = bases.read_lines(self.text)
+            texts = bases.read_text_pairs(self.text)
         else:
             assert self.task is not None
             texts = bases.task_texts(find_task(self.task).read(self.task, self.split))
-        return bases.batches(base, texts, size=size, max_length=self.max_length, seed=seed), len(
-            texts
-        )
+        return bases.text_batches(
+            base, texts, size=size, max_length=self.max_length, seed=seed
+        ), len(texts)

@@ -15,11 +15,11 @@ from peft.helpers import rescale_adapter_scale
 
 from lsrdecomp.calibration.base_model import (
     Text,
-    batches,
     open_base,
     prompt_batches,
-    read_lines,
+    read_text_pairs,
     task_texts,
+    text_batches,
 )
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import (
@@ -179,7 +179,7 @@ class Evaluator:
             if prompts:
                 yield from prompt_batches(self.source, prompts, **settings, **self._cut)
             if pairs:
-                yield from batches(
+                yield from text_batches(
                     self.source, pairs, **settings, max_length=self.settings.max_length
                 )
 
@@ -344,7 +344,7 @@ def read_data(data: str | Path | Texts) -> list[Item]:
         return list(task_texts(find_task(path).read(path, "train")))
     if path.suffix in EXAMPLE_SUFFIXES:
         return list(read_examples(path))
-    return list(read_lines(path))
+    return list(read_text_pairs(path))
 
 
 def _as_item(text: object, index: int) -> Item:

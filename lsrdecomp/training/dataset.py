@@ -11,7 +11,7 @@ import torch
 from scipy.special import log_softmax
 from torch import Tensor
 
-from lsrdecomp.calibration.base_model import Base, batches, task_texts
+from lsrdecomp.calibration.base_model import Base, task_texts, text_batches
 from lsrdecomp.calibration.bases import find_base
 from lsrdecomp.calibration.dataset import Example, subsample
 from lsrdecomp.training.embedded import embedded
@@ -73,7 +73,7 @@ class TaskDataset:
 
     def questions(self, base: Base, *, size: int, seed: int) -> Iterator[dict[str, Tensor]]:
         """The training examples as a calibration reads them."""
-        return batches(
+        return text_batches(
             base, task_texts(self.train), size=size, max_length=self.settings.max_length, seed=seed
         )
 

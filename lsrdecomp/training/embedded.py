@@ -19,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
-from lsrdecomp.calibration.bases import cache_directory, made_once
+from lsrdecomp.calibration.bases import cache_directory, make_once
 from lsrdecomp.training.settings import EMBEDDED
 from lsrdecomp.training.tasks import TASKS
 
@@ -55,7 +55,7 @@ def embedded(directory: str | Path | None = None, *, steps: int = STEPS) -> Embe
     directory = (
         Path(directory) if directory is not None else cache_directory() / f"{EMBEDDED}-{VERSION}"
     )
-    made_once(directory, lambda part: _make(Embedded(part / "model", part / EMBEDDED), steps))
+    make_once(directory, lambda part: _make(Embedded(part / "model", part / EMBEDDED), steps))
     return Embedded(directory / "model", directory / EMBEDDED)
 
 

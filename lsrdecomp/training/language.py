@@ -24,7 +24,7 @@ from lsrdecomp.calibration.bases import find_base, open_tokenizer
 from lsrdecomp.calibration.dataset import (
     LOSS_MASK,
     PromptExample,
-    Tokens,
+    TokenizedExample,
     completion_text,
     hold_out,
     prompt_text,
@@ -57,10 +57,10 @@ class LanguageDataset:
     settings: FinetuneSettings
     tokenizer: Any
     base: str
-    rows: list[Tokens]
-    validation_rows: list[Tokens]
+    rows: list[TokenizedExample]
+    validation_rows: list[TokenizedExample]
     dev: list[PromptExample]
-    dev_rows: list[Tokens]
+    dev_rows: list[TokenizedExample]
 
     outputs = None
 
@@ -148,13 +148,13 @@ def read_language(settings: FinetuneSettings) -> LanguageDataset:
     train = subsample(train, settings.train_examples, seed=settings.split_seed)
     dev = subsample(dev, settings.dev_examples, seed=settings.split_seed)
 
-    def tokens(examples: Sequence[PromptExample]) -> list[Tokens]:
+    def tokens(examples: Sequence[PromptExample]) -> list[TokenizedExample]:
         length, cut = settings.max_length, settings.truncate
         return tokenize(
             examples, tokenizer, max_length=length, answers=settings.answers, truncate=cut
         )
 
-    validation: list[Tokens] = []
+    validation: list[TokenizedExample] = []
     rows = tokens(train)
     if settings.patience is not None:
         rows, validation = hold_out(
@@ -169,12 +169,12 @@ def read_language(settings: FinetuneSettings) -> LanguageDataset:
     )
 
 
-def _table(rows: Sequence[Tokens]) -> Table:
+def _table(rows: Sequence[TokenizedExample]) -> Table:
     """Rows under TRL's names; nothing comes before a first token, so it is never an answer."""
     labels = [
         [
-            token if answer and i else IGNORED_LABEL
-            for i, (token, answer) in enumerate(zip(row.ids, row.answers, strict=True))
+            token if counts and i else IGNORED_LABEL
+            for i, (token, counts) in enumerate(zip(row.ids, row.loss_mask, strict=True))
         ]
         for row in rows
     ]
@@ -183,13 +183,13 @@ def _table(rows: Sequence[Tokens]) -> Table:
 
 @torch.no_grad()
 def judge_tokens(
-    model: nn.Module, rows: Sequence[Tokens], pad: int, *, autocast: bool
+    model: nn.Module, rows: Sequence[TokenizedExample], pad: int, *, autocast: bool
 ) -> tuple[Scores, list[bool]]:
     """Loss and accuracy per completion token, and which examples greedy decoding would answer word for word.
 
     Parameters
     ----------
-    rows : sequence of Tokens
+    rows : sequence of TokenizedExample
         Judged in batches of like length.
     pad : int
         Token that fills short rows up.

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from lsrdecomp.calibration.base_model import load_model
-from lsrdecomp.calibration.bases import PUBLISHED
+from lsrdecomp.calibration.bases import PUBLISHED_NAMES
 from lsrdecomp.checkpoints.tensors import read_header
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.errors import CheckpointError, needs
@@ -70,7 +70,9 @@ def open_model(
         model, tokenizer = load_model(AutoModelForSequenceClassification, base, **head, **options)
     model.config.use_cache = False
     # What an adapter's config records: a name that means something elsewhere, too.
-    model.config._name_or_path = model.name_or_path = PUBLISHED.get(settings.model, settings.model)
+    model.config._name_or_path = model.name_or_path = PUBLISHED_NAMES.get(
+        settings.model, settings.model
+    )
     if four_bit:
         model = prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
             model, use_gradient_checkpointing=bool(settings.gradient_checkpointing)

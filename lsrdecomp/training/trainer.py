@@ -15,7 +15,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from lsrdecomp.calibration.dataset import like_lengths
+from lsrdecomp.calibration.dataset import length_sorted_batches
 from lsrdecomp.training.model import trained
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 
@@ -56,7 +56,7 @@ class WholeBatches(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = np.random.default_rng((self.seed, self.epoch))
         order = np.resize(generator.permutation(len(self.lengths)), len(self))
-        for batch in like_lengths(order, self.lengths, self.batch, generator):
+        for batch in length_sorted_batches(order, self.lengths, self.batch, generator):
             yield from batch
 
 

@@ -14,7 +14,12 @@ pytest.importorskip("peft")
 pytest.importorskip("sklearn")
 
 import lsrdecomp.cli  # noqa: E402
-from lsrdecomp.calibration.base_model import adapted_modules, batches, load_base, read_lines  # noqa: E402
+from lsrdecomp.calibration.base_model import (  # noqa: E402
+    adapted_modules,
+    load_base,
+    read_text_pairs,
+    text_batches,
+)
 from lsrdecomp.calibration.calibrate import calibrate  # noqa: E402
 from lsrdecomp.calibration.errors import CalibrationError  # noqa: E402
 from lsrdecomp.calibration.heads import Head  # noqa: E402
@@ -46,7 +51,7 @@ def test_the_demo_adapter_is_calibrated_layer_by_layer(base, tmp_path):
         for name in ("self.query", "self.key", "self.value", "output.dense")
     }
     assert set(base.modules) == names == set(adapted_modules(base.model))
-    read = batches(base, TEXTS, size=2, max_length=16, seed=0)
+    read = text_batches(base, TEXTS, size=2, max_length=16, seed=0)
     done = calibrate(base, read, out=tmp_path, seed=0, samples=4)
     assert (done.metadata["examples"], done.metadata["answers"]) == (4, 4)
     for name in names:
@@ -99,7 +104,7 @@ def test_the_order_of_texts_follows_the_seed(base):
     def order(seed):
         return [
             batch["input_ids"].tolist()
-            for batch in batches(base, TEXTS, size=2, max_length=16, seed=seed)
+            for batch in text_batches(base, TEXTS, size=2, max_length=16, seed=seed)
         ]
 
     assert order(0) == order(0)
@@ -108,34 +113,34 @@ def test_the_order_of_texts_follows_the_seed(base):
 
 
 def test_pairs_are_read_as_pairs(base):
-    (batch,) = batches(base, [("one", "two")], size=2, max_length=16, seed=0)
+    (batch,) = text_batches(base, [("one", "two")], size=2, max_length=16, seed=0)
     assert batch["token_type_ids"].max() == 1
 
 
 def test_a_seq2seq_output_becomes_labels_without_padding(base):
     model = SimpleNamespace(head=Head.seq2seq, tokenizer=base.tokenizer)
-    (batch,) = batches(model, [("one", "a b c"), ("two", "a")], size=2, max_length=16, seed=0)
+    (batch,) = text_batches(model, [("one", "a b c"), ("two", "a")], size=2, max_length=16, seed=0)
     assert sorted((batch["labels"] == -100).sum(-1).tolist()) == [0, 2]
     with pytest.raises(CalibrationError, match="a tab"):
-        next(batches(model, TEXTS, size=2, max_length=16, seed=0))
+        next(text_batches(model, TEXTS, size=2, max_length=16, seed=0))
 
 
 def test_lines_of_text(tmp_path):
     file = tmp_path / "lines.txt"
     file.write_text("\ufeffone\n\ntwo\tits pair\n", encoding="utf-8")
-    assert read_lines(file) == [("one", None), ("two", "its pair")]
+    assert read_text_pairs(file) == [("one", None), ("two", "its pair")]
     file.write_text("\n \n")
     with pytest.raises(CheckpointError, match=r"lines\.txt: no line has text"):
-        read_lines(file)
+        read_text_pairs(file)
     file.write_bytes("schön\n".encode("latin-1"))
     with pytest.raises(
         CheckpointError, match=r"lines\.txt: not UTF-8 \(invalid .* at byte 3\); save it as UTF-8"
     ):
-        read_lines(file)
+        read_text_pairs(file)
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n")
     with pytest.raises(
         CheckpointError, match=r"lines\.txt: this is a Git-LFS pointer, .* \(12345 bytes"
     ):
-        read_lines(file)  # three lines that would have been learnt
+        read_text_pairs(file)  # three lines that would have been learnt
     with pytest.raises(CheckpointError, match=r"absent\.txt: no such file"):
-        read_lines(tmp_path / "absent.txt")
+        read_text_pairs(tmp_path / "absent.txt")

@@ -12,7 +12,7 @@ pytest.importorskip("peft")
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from lsrdecomp.calibration import bases  # noqa: E402
-from lsrdecomp.calibration.bases import PUBLISHED, cache_directory, find_base, open_tokenizer  # noqa: E402
+from lsrdecomp.calibration.bases import PUBLISHED_NAMES, cache_directory, find_base, open_tokenizer  # noqa: E402
 from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
 
 CONFIG = {
@@ -130,7 +130,7 @@ def test_names_and_directories_of_transformers_are_handed_on(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert find_base(tmp_path) == str(tmp_path)
     assert find_base("someone/some-model") == "someone/some-model"
-    assert PUBLISHED["smollm2"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert PUBLISHED_NAMES["smollm2"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def test_what_is_not_installed_is_named_with_the_commands(cache, monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 from tiny_bases import TEXTS, make  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from lsrdecomp.calibration.base_model import batches, load_base, load_pair  # noqa: E402
+from lsrdecomp.calibration.base_model import load_base, load_pair, text_batches  # noqa: E402
 from lsrdecomp.calibration.divergence import Reference, divergences, without_delta  # noqa: E402
 from lsrdecomp.calibration.errors import CalibrationError  # noqa: E402
 from lsrdecomp.calibration.heads import Head  # noqa: E402
@@ -35,7 +35,7 @@ def language_model(tmp_path_factory):
 
 def behaviour(folder, written, size=6):
     source, other = load_pair(folder / "base", folder / "lora", folder / written)
-    return Reference(source, batches(source, TEXTS, size=size, max_length=16, seed=0)).compare(
+    return Reference(source, text_batches(source, TEXTS, size=size, max_length=16, seed=0)).compare(
         other
     )
 
@@ -90,7 +90,7 @@ def test_the_same_adapter_in_another_format_answers_the_same(kind, request):
 
 def test_the_effect_is_the_divergence_from_the_base_with_the_adapters_head(classifier):
     base = load_base(classifier / "base", classifier / "lora")
-    (batch,) = batches(base, TEXTS, size=20, max_length=16, seed=0)
+    (batch,) = text_batches(base, TEXTS, size=20, max_length=16, seed=0)
     with torch.no_grad():
         with without_delta(base.model):
             plain = base.model(**batch).logits

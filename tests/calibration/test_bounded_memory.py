@@ -14,9 +14,10 @@ pytest.importorskip("peft")
 from oracles import formed  # noqa: E402
 from tiny_language_model import tiny_model  # noqa: E402
 
-from lsrdecomp.calibration.accumulators import LayerSums  # noqa: E402
+from lsrdecomp.calibration.accumulators import sums_memory  # noqa: E402
 from lsrdecomp.calibration.base_model import Base  # noqa: E402
 from lsrdecomp.calibration.calibrate import calibrate  # noqa: E402
+from lsrdecomp.calibration.covariance import CovarianceSettings  # noqa: E402
 from lsrdecomp.calibration.errors import CalibrationError  # noqa: E402
 from lsrdecomp.calibration.gradients import watched  # noqa: E402
 from lsrdecomp.calibration.heads import Head  # noqa: E402
@@ -169,7 +170,7 @@ def test_groups_of_layers_give_the_statistics_of_one_pass(tmp_path):
     model, common = tiny_model(), {"seed": 0, "samples": 12, "save_every": 1}
     base = Base("", model, None, Head.causal_lm, tuple(LLAMA))
     sums = {
-        name: LayerSums.memory(tuple(model.get_submodule(name).weight.shape), 1024, 128)
+        name: sums_memory(tuple(model.get_submodule(name).weight.shape), CovarianceSettings())
         for name in LLAMA
     }
     assert [sums[LLAMA[0]], sums[LLAMA[2]]] == [4 * 2 * 32**2, 4 * (32**2 + 64**2)]

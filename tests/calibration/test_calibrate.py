@@ -16,7 +16,7 @@ from oracles import formed  # noqa: E402
 from lsrdecomp.calibration.accumulators import LayerSums  # noqa: E402
 from lsrdecomp.calibration.base_model import Base  # noqa: E402
 from lsrdecomp.calibration.calibrate import calibrate  # noqa: E402
-from lsrdecomp.calibration.covariance import Covariance  # noqa: E402
+from lsrdecomp.calibration.covariance import Covariance, CovarianceSettings  # noqa: E402
 from lsrdecomp.calibration.errors import CalibrationError  # noqa: E402
 from lsrdecomp.calibration.gradients import sampled_log_likelihood, watched  # noqa: E402
 from lsrdecomp.calibration.heads import Head  # noqa: E402
@@ -189,9 +189,10 @@ def test_the_sums_are_products_of_weight_gradients(tokens):
         layer.weight.grad = None
         (layer(inputs[i]) * weights[i]).sum().backward()
         gradients.append(layer.weight.grad.double().numpy())
-    sums = LayerSums((5, 6), max_full=8, rank=6, seed=0, device=torch.device("cpu"))
+    sums = LayerSums((5, 6), CovarianceSettings(max_full=8, rank=6), torch.device("cpu"))
     sums.add(found["layer"])
-    into, out, fisher = sums.spectra(answers=4)
+    spectra = sums.spectra(predictions=4)
+    into, out, fisher = spectra.input, spectra.output, spectra.fisher_trace
     np.testing.assert_allclose(fisher, sum((w**2).sum() for w in gradients) / 4, rtol=1e-5)
     np.testing.assert_allclose(into.trace, inputs.square().sum() / (4 * tokens), rtol=1e-5)
     np.testing.assert_allclose(out.trace * into.trace, fisher, rtol=1e-5)
@@ -336,7 +337,8 @@ def test_a_wide_covariance_keeps_its_leading_eigenpairs_and_its_trace():
     rows = rng.standard_normal((4000, 300)) * scales @ basis.T
     sizes = ((299, 16), (300, 300))
     wide, whole = (
-        Covariance(300, max_full=n, rank=k, seed=0, device=torch.device("cpu")) for n, k in sizes
+        Covariance(300, CovarianceSettings(max_full=n, rank=k), torch.device("cpu"))
+        for n, k in sizes
     )
     for part in np.split(rows, 8):
         for covariance in (wide, whole):

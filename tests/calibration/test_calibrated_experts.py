@@ -17,7 +17,7 @@ from lsrdecomp import compress
 from lsrdecomp.calibration.base_model import load_base, open_base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.errors import CalibrationError
-from lsrdecomp.calibration.experts import least_reached, with_lora
+from lsrdecomp.calibration.experts import least_used_expert, with_lora
 from lsrdecomp.calibration.gradients import sampled_log_likelihood
 from lsrdecomp.calibration.heads import Head
 from lsrdecomp.checkpoints import open_checkpoint
@@ -207,12 +207,14 @@ def test_statistics_of_an_expert_are_those_of_its_gradient(mixture, tmp_path):
 
 def test_an_expert_that_no_token_reached_counts_as_the_one_that_fewest_did(mixture, tmp_path):
     tokens = {"experts.up.0": 9, "experts.up.2": 4, "experts.down.1": 1, "q_proj": 1}
-    assert least_reached("experts.up.1", tokens) == "experts.up.2"
+    assert least_used_expert("experts.up.1", tokens) == "experts.up.2"
     assert (
-        least_reached("experts.1.up", {"experts.0.up": 9, "experts.2.up": 4, "experts.3.down": 1})
+        least_used_expert(
+            "experts.1.up", {"experts.0.up": 9, "experts.2.up": 4, "experts.3.down": 1}
+        )
         == "experts.2.up"
     )
-    assert least_reached("v_proj", tokens) is None
+    assert least_used_expert("v_proj", tokens) is None
     short = [
         {"input_ids": BATCHES[0]["input_ids"][:, :2]}
     ]  # one answer: at least two experts are not asked

@@ -53,7 +53,7 @@ def file(tmp_path, *rows):
 
 
 def words(tokenizer, row, answers=True):
-    chosen = [i for i, counted in zip(row.ids, row.answers, strict=True) if counted == answers]
+    chosen = [i for i, counted in zip(row.ids, row.loss_mask, strict=True) if counted == answers]
     return tokenizer.convert_ids_to_tokens(chosen)
 
 
@@ -66,7 +66,7 @@ def test_only_the_completion_counts_and_it_ends(tmp_path, tokenizer):
     assert words(tokenizer, first) == ["three", "</s>"]
     assert words(tokenizer, second, answers=False) == ["<s>"]
     assert words(tokenizer, second) == ["four", "five", "</s>"]
-    assert all(tokenize(examples, tokenizer, answers="all")[0].answers)
+    assert all(tokenize(examples, tokenizer, answers="all")[0].loss_mask)
 
 
 def test_a_completion_that_ends_by_itself_is_not_ended_twice(tmp_path, tokenizer):
@@ -212,8 +212,8 @@ def test_a_long_line_is_cut_at_its_beginning_where_that_is_wanted(tmp_path, toke
     (whole,) = tokenize([example], tokenizer)
     for length in (len(whole) - 2, len(whole), len(whole) + 2):
         (cut,) = tokenize([example], tokenizer, max_length=length, truncate=True)
-        assert (cut.ids, cut.answers) == (whole.ids[-length:], whole.answers[-length:])
-        assert sum(cut.answers) == sum(whole.answers)
+        assert (cut.ids, cut.loss_mask) == (whole.ids[-length:], whole.loss_mask[-length:])
+        assert sum(cut.loss_mask) == sum(whole.loss_mask)
 
 
 def test_batches_hold_every_row_once_in_an_order_of_the_seed(tmp_path, tokenizer):
@@ -242,7 +242,7 @@ def test_batches_hold_every_row_once_in_an_order_of_the_seed(tmp_path, tokenizer
         assert seed is not None or seen == [len(row) for row in rows]
 
 
-def test_the_mask_is_for_the_answers_and_not_for_the_model(tmp_path, tokenizer):
+def test_the_mask_is_for_the_loss_and_not_for_the_model(tmp_path, tokenizer):
     rows = tokenize(
         read_examples(file(tmp_path, {"prompt": "one", "completion": "two"})), tokenizer
     )

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 from tiny_bases import TEXTS, make  # noqa: E402
 
-from lsrdecomp.calibration.base_model import Base, batches, load_pair  # noqa: E402
+from lsrdecomp.calibration.base_model import Base, load_pair, text_batches  # noqa: E402
 from lsrdecomp.calibration.divergence import without_delta  # noqa: E402
 from lsrdecomp.calibration.features import forward_with_features  # noqa: E402
 from lsrdecomp.calibration.heads import Head  # noqa: E402
@@ -75,7 +75,7 @@ def test_a_model_whose_last_layer_is_not_known_has_no_features():
 def test_a_teacher_batch_has_the_logits_and_features_of_the_teacher(kind, tmp_path):
     folder = make(tmp_path, kind)
     source, written = load_pair(folder / "base", folder / "lora", folder / "lsr")
-    (batch,) = batches(source, TEXTS, size=len(TEXTS), max_length=16, seed=0)
+    (batch,) = text_batches(source, TEXTS, size=len(TEXTS), max_length=16, seed=0)
     known = teacher_batch(source, batch)
     answers, features = forward_with_features(source, batch)
     torch.testing.assert_close(known.logits(), answers.logits, rtol=0, atol=0)

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from tiny_bases import TEXTS, make, make_model  # noqa: E402
 
-from lsrdecomp.calibration.base_model import batches, load_base, load_pair  # noqa: E402
+from lsrdecomp.calibration.base_model import load_base, load_pair, text_batches  # noqa: E402
 from lsrdecomp.calibration.divergence import (  # noqa: E402
     Reference,
     divergences,
@@ -32,7 +32,7 @@ def pair(request, tmp_path_factory):
 
 
 def rounds(base, size=6):
-    return list(batches(base, TEXTS, size=size, max_length=16, seed=0))
+    return list(text_batches(base, TEXTS, size=size, max_length=16, seed=0))
 
 
 def test_many_forms_are_compared_with_one_set_of_answers(pair):

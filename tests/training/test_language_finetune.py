@@ -21,7 +21,7 @@ from tiny_tokenizer import word_tokenizer  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from lsrdecomp.calibration.dataset import DataError, PromptExample, Tokens, read_examples  # noqa: E402
+from lsrdecomp.calibration.dataset import DataError, PromptExample, TokenizedExample, read_examples  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.cli.options import assignment  # noqa: E402
 from lsrdecomp.training.finetune import evaluate, finetune  # noqa: E402
@@ -139,8 +139,8 @@ def test_right_means_that_greedy_decoding_gives_the_completion():
         given = tokenizer(prompt, return_tensors="pt")["input_ids"]
         said = model.generate(given, max_new_tokens=4, do_sample=False)[0].tolist()
         answers = (False,) * given.shape[1] + (True,) * (len(said) - given.shape[1])
-        rows.append(Tokens(tuple(said), answers))
-        wrong.append(Tokens((*said[:-1], (said[-1] + 1) % 14), answers))
+        rows.append(TokenizedExample(tuple(said), answers))
+        wrong.append(TokenizedExample((*said[:-1], (said[-1] + 1) % 14), answers))
 
     def judged(rows):
         settings = FinetuneSettings(
