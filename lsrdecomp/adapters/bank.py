@@ -1,4 +1,4 @@
-"""Many LSR adapters in one process: all of them packed in memory, the asked ones expanded into PEFT's LoRA slots.
+"""Many LSR adapters in one process: all packed in memory, those in use expanded into LoRA slots.
 
 A thousand adapters are kept as the numbers of their files and nothing else. The few that are in use
 at a time live in ``slots`` LoRA adapters of one PEFT model, each layer at its adapter's own rank; a
@@ -31,7 +31,7 @@ from lsrdecomp.checkpoints.tensors import DTYPES, StoredTensor
 from lsrdecomp.errors import CheckpointError, LsrError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -40,20 +40,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedAdapter:
-    """One adapter: its tensors as stored, and its config and their names, compressed; equal layouts are held once."""
+    """One adapter in few bytes; equal layouts are held once."""
 
     layout: bytes
+    """Its config and the name, type and shape of every tensor, as compressed JSON."""
     numbers: NDArray[np.uint8]
+    """The bytes of all tensors as stored, one after another."""
 
     def open(self, name: str) -> Checkpoint:
-        """What `pack` took up, its tensors in memory; errors call it ``name``."""
+        """Return the adapter with its tensors in memory; errors call it ``name``."""
         config, tensors = json.loads(zlib.decompress(self.layout))
-        path, start, stored = Path(name), 0, {}
+        path = Path(name)
+        stored = {}
+        start = 0
         for key, dtype, shape in tensors:
-            size = prod(shape) * DTYPES[dtype].itemsize
-            array = self.numbers[start : start + size].copy().view(DTYPES[dtype]).reshape(shape)
+            end = start + prod(shape) * DTYPES[dtype].itemsize
+            array = self.numbers[start:end].copy().view(DTYPES[dtype]).reshape(shape)
             stored[key] = StoredTensor(key, tuple(shape), dtype, path, partial(np.asarray, array))
-            start += size
+            start = end
         return lsr.read(Bundle(path, path, stored, {}, config))
 
 
@@ -75,23 +79,25 @@ class AdapterBank:
     ...     bank.add(folder.name, folder)
     >>> bank.activate("customer-7")                                  # doctest: +SKIP
     >>> bank.model.generate(**inputs)                                # doctest: +SKIP
-    >>> bank.model(**inputs, adapter_names=bank.load(["customer-7", "customer-9"]))  # doctest: +SKIP
+    >>> names = bank.load(["customer-7", "customer-9"])              # doctest: +SKIP
+    >>> bank.model(**inputs, adapter_names=names)                    # doctest: +SKIP
     """
 
     def __init__(self, model: nn.Module, slots: int = 4) -> None:
         if slots < 1:
             raise ValueError(f"a bank needs at least one slot, got {slots}")
-        self.base, self.slots = model, slots
-        linear = (
-            (name, module) for name, module in model.named_modules() if isinstance(module, LINEAR)
-        )
-        self.shapes = {name: geometry_of(module).matrix_shape for name, module in linear}
+        self.base = model
+        self.slots = slots
+        self.shapes = {
+            name: geometry_of(module).matrix_shape
+            for name, module in model.named_modules()
+            if isinstance(module, LINEAR)
+        }
         self._packed_by_name: dict[str, PackedAdapter] = {}
         self._layouts: dict[bytes, bytes] = {}
         self._targets: set[str] = set()
-        self._ready: OrderedDict[str, str] = (
-            OrderedDict()
-        )  # name to slot, the least recently used first
+        # From name to slot, the least recently used first.
+        self._ready: OrderedDict[str, str] = OrderedDict()
         self._model: PeftModel | None = None
 
     def __len__(self) -> int:
@@ -106,9 +112,9 @@ class AdapterBank:
     @property
     def nbytes(self) -> int:
         """Bytes of all packed adapters, layouts among them, without the slots."""
-        return sum(each.numbers.nbytes for each in self._packed_by_name.values()) + sum(
-            map(len, self._layouts)
-        )
+        numbers = sum(packed.numbers.nbytes for packed in self._packed_by_name.values())
+        layouts = sum(len(layout) for layout in self._layouts)
+        return numbers + layouts
 
     @property
     def ready(self) -> tuple[str, ...]:
@@ -125,10 +131,10 @@ class AdapterBank:
                 r=1, lora_alpha=1, target_modules=sorted(self._targets), inference_mode=True
             )
             base: Any = self.base
-            self._model = made = get_peft_model(base, config, adapter_name=_slot(0))
+            self._model = get_peft_model(base, config, adapter_name=_slot(0))
             for slot in range(1, self.slots):
-                made.add_adapter(_slot(slot), copy.copy(config))
-            made.eval()
+                self._model.add_adapter(_slot(slot), copy.copy(config))
+            self._model.eval()
         return self._model
 
     def add(self, name: str, folder: str | Path) -> None:
@@ -157,7 +163,7 @@ class AdapterBank:
         slot = self._ready.pop(name, None)
         if slot is not None and self._model is not None:
             self._fill({slot: ()})
-        used = {each.layout for each in self._packed_by_name.values()}
+        used = {packed.layout for packed in self._packed_by_name.values()}
         self._layouts = {layout: layout for layout in self._layouts if layout in used}
 
     def load(self, names: Sequence[str]) -> list[str]:
@@ -173,32 +179,21 @@ class AdapterBank:
         LsrError
             For unknown names, or more different ones than there are slots.
         """
-        wanted = dict.fromkeys(name for name in names if name != "__base__")
-        unknown = [name for name in wanted if name not in self._packed_by_name]
-        if unknown:
-            raise LsrError(
-                f"no adapter {', '.join(map(repr, unknown[:3]))} among the {len(self)} of this bank"
-            )
-        if len(wanted) > self.slots:
-            raise LsrError(
-                f"{len(wanted)} adapters at once, but the bank has {self.slots} slots; make it with more"
-            )
-        if not wanted:
+        requested = dict.fromkeys(name for name in names if name != "__base__")
+        self._check_requested(requested)
+        if not requested:
             return list(names)
         if self._model is None:
-            self._fill({_slot(slot): () for slot in range(self.slots)})
-        for name in wanted:
+            self._fill({_slot(number): () for number in range(self.slots)})
+        for name in requested:
             if name in self._ready:
                 self._ready.move_to_end(name)
-        missing = [name for name in wanted if name not in self._ready]
-        free = [slot for slot in map(_slot, range(self.slots)) if slot not in self._ready.values()]
-        while len(free) < len(missing):
-            free.append(self._ready.popitem(last=False)[1])
-        placed = dict(zip(missing, free, strict=False))
-        if placed:
-            packed = {slot: self._packed_by_name[name].open(name) for name, slot in placed.items()}
-            self._fill({slot: adapter.layers for slot, adapter in packed.items()})
-            self._ready.update(placed)
+        missing = [name for name in requested if name not in self._ready]
+        slot_of = dict(zip(missing, self._free_slots(len(missing)), strict=True))
+        if slot_of:
+            opened = {slot: self._packed_by_name[name].open(name) for name, slot in slot_of.items()}
+            self._fill({slot: adapter.layers for slot, adapter in opened.items()})
+            self._ready.update(slot_of)
         return [self._ready.get(name, name) for name in names]
 
     def activate(self, name: str) -> str:
@@ -208,14 +203,40 @@ class AdapterBank:
             self.model.set_adapter(slot, inference_mode=True)
         return slot
 
+    def _check_requested(self, names: Collection[str]) -> None:
+        """Raise `LsrError` for names that are not here, and for more than there are slots."""
+        unknown = [name for name in names if name not in self._packed_by_name]
+        if unknown:
+            shown = ", ".join(map(repr, unknown[:3]))
+            raise LsrError(f"no adapter {shown} among the {len(self)} of this bank")
+        if len(names) > self.slots:
+            raise LsrError(
+                f"{len(names)} adapters at once, but the bank has {self.slots} slots; "
+                "make it with more"
+            )
+
+    def _free_slots(self, count: int) -> list[str]:
+        """Return so many slots: empty ones, then those of the least recently used adapters."""
+        slots = [_slot(number) for number in range(self.slots)]
+        used = set(self._ready.values())
+        free = [slot for slot in slots if slot not in used]
+        while len(free) < count:
+            _, slot = self._ready.popitem(last=False)
+            free.append(slot)
+        return free[:count]
+
     def _unload(self) -> None:
-        """Back to the bare base: the next `load` makes slots for all layers that are targeted by then."""
+        """Go back to the bare base.
+
+        The next `load` makes slots for all layers that are targeted by then.
+        """
         if self._model is not None:
-            self.base, self._model = self._model.unload(), None
+            self.base = self._model.unload()
+            self._model = None
             self._ready.clear()
 
     def _packed(self, folder: Path) -> tuple[PackedAdapter, set[str]]:
-        """An adapter in few bytes, and the names of its layers."""
+        """Return the adapter of a directory in few bytes, and the names of its layers."""
         bundle = open_bundle(folder)
         if not lsr.matches(bundle):
             raise CheckpointError(
@@ -240,45 +261,50 @@ class AdapterBank:
             raise UnsupportedLayerError(
                 f"{folder}: {layer.name} is of kind {layer.layer_type}; a bank holds linear layers"
             )
-        if shape != layer.shape.matrix_shape:
-            ours, theirs = (
-                " x ".join(map(str, each)) for each in (layer.shape.matrix_shape, shape)
-            )
+        if layer.shape.matrix_shape != shape:
+            stored_size = " x ".join(map(str, layer.shape.matrix_shape))
+            base_size = " x ".join(map(str, shape))
             raise CheckpointError(
-                f"{layer.name} is {ours}, but {theirs} in the base model", path=folder
+                f"{layer.name} is {stored_size}, but {base_size} in the base model", path=folder
             )
 
     @torch.no_grad()
     def _fill(self, slots: dict[str, Sequence[KroneckerLayer]]) -> None:
-        """Form what goes into these slots and put it there; a layer that is left out gets rank 0."""
+        """Form the layers that go into these slots; a layer that is left out gets rank 0."""
         tuner: Any = self.model.base_model.model
-        first = next(
-            parameter for parameter in self.base.parameters() if parameter.is_floating_point()
-        )
-        wide = torch.promote_types(first.dtype, torch.float32)
+        weights = (weight for weight in self.base.parameters() if weight.is_floating_point())
+        first_weight = next(weights)
         for slot, layers in slots.items():
             by_name = {layer.name: layer for layer in layers}
             for name in self._targets:
-                out, into = self.shapes[name]
-                left, right = torch.empty(out, 0), torch.empty(0, into)
                 if name in by_name:
-                    sides = by_name[name].load()
-                    left, right = (
-                        expand([torch.from_numpy(f).to(first.device, wide) for f in side])
-                        for side in sides
-                    )
-                    left = by_name[name].scale * left
-                _put(tuner.get_submodule(name), slot, left.to(first.dtype), right.to(first.dtype))
+                    left, right = _formed_pair(by_name[name], first_weight)
+                else:
+                    rows, columns = self.shapes[name]
+                    left, right = torch.empty(rows, 0), torch.empty(0, columns)
+                lora_layer = tuner.get_submodule(name)
+                dtype = first_weight.dtype
+                _put(lora_layer, slot, left.to(dtype), right.to(dtype))
+
+
+def _formed_pair(layer: KroneckerLayer, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``(scale · B̂, Â)``, formed on the device of a weight in at least float32."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    left, right = (
+        expand([torch.from_numpy(factor).to(weight.device, dtype) for factor in side])
+        for side in layer.load()
+    )
+    return layer.scale * left, right
 
 
 def _put(layer: Any, slot: str, left: Tensor, right: Tensor) -> None:
     """Hand a pair to a LoRA layer, at its own rank; the scale is in the pair."""
     device = layer.get_base_layer().weight.device
-    layer.lora_B[slot].weight.data, layer.lora_A[slot].weight.data = (
-        left.to(device),
-        right.to(device),
-    )
-    layer.r[slot] = layer.lora_alpha[slot] = right.shape[0]
+    rank = right.shape[0]
+    layer.lora_B[slot].weight.data = left.to(device)
+    layer.lora_A[slot].weight.data = right.to(device)
+    layer.r[slot] = rank
+    layer.lora_alpha[slot] = rank
     layer.scaling[slot] = 1.0
 
 
@@ -287,12 +313,9 @@ def _slot(number: int) -> str:
 
 
 def pack(bundle: Bundle) -> PackedAdapter:
-    """An LSR directory in few bytes."""
-    tensors = list(bundle.tensors.values())
-    layout = [bundle.config, [[tensor.name, tensor.dtype, tensor.shape] for tensor in tensors]]
-    return PackedAdapter(
-        zlib.compress(json.dumps(layout).encode(), 9),
-        np.concatenate(
-            [np.ascontiguousarray(tensor.read()).view(np.uint8).ravel() for tensor in tensors]
-        ),
-    )
+    """Return the adapter of an LSR directory in few bytes."""
+    tensors = bundle.tensors.values()
+    names = [[tensor.name, tensor.dtype, tensor.shape] for tensor in tensors]
+    layout = zlib.compress(json.dumps([bundle.config, names]).encode(), 9)
+    stored = [np.ascontiguousarray(tensor.read()).view(np.uint8).ravel() for tensor in tensors]
+    return PackedAdapter(layout, np.concatenate(stored))

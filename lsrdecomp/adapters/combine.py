@@ -1,4 +1,4 @@
-"""Weighted combinations are PEFT's: the commands that combine LSR adapters as the LoRAs that they are."""
+"""Weighted combinations are left to PEFT: the commands that combine LSR adapters as LoRAs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LSR as PEFT's LoRA, exactly: an LSR pair, formed, is a LoRA pair."""
+"""LSR adapters as PEFT's LoRA, exactly: an LSR pair, formed, is a LoRA pair."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from lsrdecomp.adapters.config import LsrConfig
 
-# Settings that LoRA and LSR share under one name.
-COMMON = (
+SHARED_SETTINGS = (
     "task_type",
     "base_model_name_or_path",
     "revision",
@@ -36,13 +35,14 @@ COMMON = (
     "trainable_token_indices",
     "layer_replication",
 )
+"""Settings that LoRA and LSR have under one name."""
 
 
 @torch.no_grad()
 def to_lora(
     model: nn.Module, adapter_name: str = "default"
 ) -> tuple[LoraConfig, dict[str, Tensor]]:
-    """A PEFT LoRA adapter that computes exactly what an LSR adapter of a model computes.
+    """Return the PEFT LoRA that computes exactly what an LSR adapter of a model computes.
 
     No ΔW is formed: the expanded factors are LoRA's. All scaling is baked into ``lora_B``, and
     every layer is padded with zeros to one rank, with ``r`` and ``lora_alpha`` equal to it, so that
@@ -53,7 +53,7 @@ def to_lora(
     model : PeftModel
         A model with the adapter.
     adapter_name : str
-        Which of its adapters.
+        The adapter's name in the model.
 
     Returns
     -------
@@ -85,34 +85,12 @@ def to_lora(
         for name, module in model.named_modules()
         if isinstance(module, LsrLayer) and module.has_adapter(adapter_name)
     }
-    # 1. One rank for all; of the other tensors (heads, biases, tokens) PEFT's own state dict.
-    rank = uniform_rank(layers.values(), adapter_name)
-    state = get_peft_model_state_dict(model, adapter_name=adapter_name)
-    tensors = {
-        key: value
-        for key, value in state.items()
-        if not re.search(r"\.lsr_(A|B|magnitude_vector)(\.|$)", key)
-    }
+    rank = common_rank(layers.values(), adapter_name)
+    tensors = tensors_beside_factors(model, adapter_name)
     for name, layer in layers.items():
-        tensors.update(
-            {
-                f"{name}.{key}": value
-                for key, value in lora_tensors(layer, adapter_name, rank).items()
-            }
-        )
-    # 2. Settings under which LoRA computes the same: alpha is the rank, since the scale is in B.
-    lora = LoraConfig(
-        **{name: getattr(config, name) for name in COMMON},
-        r=rank,
-        lora_alpha=rank,
-        lora_dropout=config.lsr_dropout,
-        bias={"lsr_only": "lora_only"}.get(config.bias, config.bias),  # type: ignore[arg-type]
-        use_dora=config.use_dora,
-        fan_in_fan_out=any(
-            getattr(layer.geometry, "transposed", False) for layer in layers.values()
-        ),
-    )
-    return lora, tensors
+        for key, tensor in lora_tensors(layer, adapter_name, rank).items():
+            tensors[f"{name}.{key}"] = tensor
+    return lora_config(config, layers.values(), rank), tensors
 
 
 def save_pretrained(
@@ -129,9 +107,10 @@ def save_pretrained(
     model : PeftModel
         A model with the adapter.
     folder : path
-        Where to; as PEFT does, an adapter not named ``default`` goes into a subfolder of its name.
+        The directory to write; as PEFT does, an adapter not named ``default`` goes into a subfolder
+        of its name.
     adapter_name : str
-        Which adapter.
+        The adapter's name in the model.
     also_lora : bool
         Write the same adapter as plain LoRA, exactly, into the subfolder ``lora`` of the adapter's.
 
@@ -165,55 +144,95 @@ def lora_folder(folder: str | Path, adapter_name: str) -> Path:
     return own_folder / "lora"
 
 
-def uniform_rank(layers: Iterable[LsrLayer], adapter: str) -> int:
-    """The rank that every layer can be padded to: that of the largest, and a multiple of every number of groups."""
-    groups = [(layer, getattr(layer.geometry, "groups", 1)) for layer in layers]
-    multiple = math.lcm(*(count for _, count in groups))
-    return (
-        -(-max(layer.layout[adapter].r * count for layer, count in groups) // multiple) * multiple
+def common_rank(layers: Iterable[LsrLayer], adapter: str) -> int:
+    """Return the rank that every layer can be padded to.
+
+    It is at least the largest rank of a layer, and a multiple of every number of groups: LoRA
+    splits the rank of a grouped convolution evenly among its groups.
+    """
+    largest = 0
+    multiple = 1
+    for layer in layers:
+        groups = getattr(layer.geometry, "groups", 1)
+        largest = max(largest, groups * layer.layout[adapter].r)
+        multiple = math.lcm(multiple, groups)
+    return multiple * math.ceil(largest / multiple)
+
+
+def tensors_beside_factors(model: nn.Module, adapter: str) -> dict[str, Tensor]:
+    """Return what PEFT saves of an adapter beside its factors: heads, biases, token rows."""
+    factors = re.compile(r"\.lsr_(A|B|magnitude_vector)(\.|$)")
+    state = get_peft_model_state_dict(model, adapter_name=adapter)
+    return {key: tensor for key, tensor in state.items() if not factors.search(key)}
+
+
+def lora_config(config: LsrConfig, layers: Iterable[LsrLayer], rank: int) -> LoraConfig:
+    """Return the settings under which LoRA computes the same.
+
+    ``lora_alpha`` is the rank, so that LoRA's own scale is 1: the layer's scale is in ``lora_B``.
+    """
+    shared = {name: getattr(config, name) for name in SHARED_SETTINGS}
+    bias = "lora_only" if config.bias == "lsr_only" else config.bias
+    transposed = any(getattr(layer.geometry, "transposed", False) for layer in layers)
+    return LoraConfig(
+        **shared,
+        r=rank,
+        lora_alpha=rank,
+        lora_dropout=config.lsr_dropout,
+        bias=bias,  # type: ignore[arg-type]
+        use_dora=config.use_dora,
+        fan_in_fan_out=transposed,
     )
 
 
 def lora_tensors(layer: LsrLayer, adapter: str, rank: int) -> dict[str, Tensor]:
-    """LoRA's tensors of one layer, padded to ``rank``."""
+    """Return LoRA's tensors of one layer by the ends of their names, padded to ``rank``."""
     if isinstance(layer, ParamWrapper):
         raise UnsupportedLayerError(
             f"{layer.parameter_name}: a targeted parameter cannot be written as plain LoRA"
         )
-    left, right = layer.pair(adapter)
     geometry = layer.geometry
-    tensors = {}
+    left, right = layer.pair(adapter)
     if isinstance(geometry, ConvGeometry):
-        if set(geometry.dilation) != {1} or geometry.pad is not None:
-            raise UnsupportedLayerError(
-                "PEFT's LoRA ignores dilation and padding modes, so it cannot hold this layer"
-            )
-        groups, kernel = geometry.groups, geometry.weight_shape[2:]
-        # LoRA's A sees all channels, its B is grouped: group g gets its own copy of Â on its own
-        # channels.
-        window = right.reshape(len(right), geometry.weight_shape[1], *kernel)
-        spread = window.new_zeros(groups, rank // groups, groups, window.shape[1], *kernel)
-        for group in range(groups):
-            spread[group, : len(window), group] = window
-        tensors["lora_A.weight"] = spread.reshape(groups * (rank // groups), -1, *kernel)
-        padded = nn.functional.pad(left, (0, rank // groups - left.shape[1]))
-        tensors["lora_B.weight"] = padded.reshape(*padded.shape, *[1] * len(kernel))
+        tensors = convolution_tensors(geometry, left, right, rank)
     else:
-        left = nn.functional.pad(left, (0, rank - left.shape[1]))
-        right = nn.functional.pad(right, (0, 0, 0, rank - right.shape[0]))
-        embedding = isinstance(geometry, EmbeddingGeometry)
-        names = (
-            ("lora_embedding_A", "lora_embedding_B")
-            if embedding
-            else ("lora_A.weight", "lora_B.weight")
-        )
-        tensors.update(zip(names, (right, left), strict=True))
+        padded_left = nn.functional.pad(left, (0, rank - left.shape[1]))
+        padded_right = nn.functional.pad(right, (0, 0, 0, rank - right.shape[0]))
+        if isinstance(geometry, EmbeddingGeometry):
+            tensors = {"lora_embedding_A": padded_right, "lora_embedding_B": padded_left}
+        else:
+            tensors = {"lora_A.weight": padded_right, "lora_B.weight": padded_left}
     magnitude = layer.magnitude(adapter)
     if magnitude is not None:
-        shape = (
-            (1, -1, *[1] * (len(geometry.weight_shape) - 2))
-            if isinstance(geometry, ConvGeometry)
-            else (-1,)
-        )
+        shape: tuple[int, ...] = (-1,)
+        if isinstance(geometry, ConvGeometry):
+            kernel_dimensions = len(geometry.weight_shape) - 2
+            shape = (1, -1, *[1] * kernel_dimensions)
         tensors["lora_magnitude_vector"] = magnitude.reshape(shape)
-    return {key: value.detach().clone().contiguous() for key, value in tensors.items()}
+    return {key: tensor.detach().clone().contiguous() for key, tensor in tensors.items()}
+
+
+def convolution_tensors(
+    geometry: ConvGeometry, left: Tensor, right: Tensor, rank: int
+) -> dict[str, Tensor]:
+    """Return LoRA's two convolutions, the first with the kernel's window, the second 1 × 1.
+
+    LoRA's A sees all channels and its B is grouped, so each group gets its own copy of Â on its own
+    channels, and ``rank / groups`` rows of it.
+    """
+    if set(geometry.dilation) != {1} or geometry.pad is not None:
+        raise UnsupportedLayerError(
+            "PEFT's LoRA ignores dilation and padding modes, so it cannot hold this layer"
+        )
+    groups = geometry.groups
+    _, channels, *kernel = geometry.weight_shape
+    rows = rank // groups
+    window = right.reshape(len(right), channels, *kernel)
+    spread = window.new_zeros(groups, rows, groups, channels, *kernel)
+    for group in range(groups):
+        spread[group, : len(window), group] = window
+    padded_left = nn.functional.pad(left, (0, rows - left.shape[1]))
+    return {
+        "lora_A.weight": spread.reshape(rank, groups * channels, *kernel),
+        "lora_B.weight": padded_left.reshape(*padded_left.shape, *[1] * len(kernel)),
+    }

@@ -1,4 +1,4 @@
-"""Adding ΔW to a layer's weight and taking it out again, with a measure of what rounding left of it."""
+"""Adding ΔW to a layer's weight and taking it out again; what rounding left of it is measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ class Mergeable(BaseTunerLayer):
     """
 
     min_merge_share = 0.5
-    """Least share of an update that must survive rounding to the weight's own precision."""
+    """Smallest share of an update that must survive rounding to the weight's precision, by hand.
+
+    `LsrModel.merge_and_unload` and `merge_adapter` take another as ``min_share``.
+    """
 
     merged_adapters: list[str]
     merge_shares: dict[str, float]
@@ -29,17 +32,23 @@ class Mergeable(BaseTunerLayer):
     scaling: dict[str, float]
 
     def has_adapter(self, adapter: str) -> bool:
+        """Return whether this layer has an adapter of that name."""
         return adapter in self.scaling
 
     def get_delta_weight(self, adapter: str) -> Tensor:
+        """Return ΔW of one adapter in the shape of the weight."""
         raise NotImplementedError
 
     def magnitude(self, adapter: str) -> Tensor | None:
-        """DoRA's trained row norms of one adapter, or None without DoRA."""
+        """Return DoRA's trained row norms of one adapter, or None without DoRA."""
+        del adapter  # layers with DoRA ask for it
         return None
 
     def output_scale(self, adapter: str, weight: Tensor) -> Tensor | None:
-        """DoRA's factor of every output for the unmerged weight, in a shape that multiplies it; None without DoRA."""
+        """Return DoRA's factor of every output for the unmerged weight; None without DoRA.
+
+        Its shape is one that multiplies the weight.
+        """
         raise NotImplementedError
 
     @torch.no_grad()
@@ -63,23 +72,28 @@ class Mergeable(BaseTunerLayer):
             self.merged_adapters.append(adapter)
 
     def merged_elsewhere(self, adapter: str) -> bool:
-        """Whether another layer that shares this one's weight does the merging."""
+        """Return whether another layer that shares this one's weight does the merging."""
+        del adapter  # layers that can be tied ask for it
         return False
 
     @torch.no_grad()
     def merge_would_lose(self, adapter_names: list[str] | None = None) -> dict[str, float]:
-        """Shares below ``min_merge_share``, by adapter, were the adapters merged one by one; nothing is changed."""
-        adapters, stored = self._to_merge(adapter_names), self.get_base_weight()
+        """Return, by adapter, the shares that would fall below ``min_merge_share``.
+
+        Each adapter is merged by itself and taken out again, so that nothing is changed.
+        """
+        adapters = self._to_merge(adapter_names)
+        stored = self.get_base_weight()
         if self.quantization_backend is None and stored.dtype in (torch.float32, torch.float64):
             return {}
-        lost = {}
+        refused = {}
         for adapter in adapters:
             if not self.merged_elsewhere(adapter):
-                share, refused, _ = self._add(adapter, stored)
+                share, is_refused, _ = self._add(adapter, stored)
                 self.set_base_weight(stored)
-                if refused:
-                    lost[adapter] = share
-        return lost
+                if is_refused:
+                    refused[adapter] = share
+        return refused
 
     def _merge_one(self, adapter: str, safe_merge: bool) -> None:
         stored = self.get_base_weight()
@@ -93,9 +107,19 @@ class Mergeable(BaseTunerLayer):
     def _add(
         self, adapter: str, stored: Tensor, safe: bool = False
     ) -> tuple[float, bool, Tensor | None]:
-        """Set the weight to the merged one: the share that survived, whether that is too little, and DoRA's scale."""
-        # 1. The sum, rounded once; a quantized weight rounds again as it is set, so what is there
-        # is read back.
+        """Set the weight to the merged one.
+
+        Returns
+        -------
+        share : float
+            The share of the update that survived rounding.
+        refused : bool
+            Whether that is too little.
+        scale : Tensor or None
+            DoRA's scale of the rows.
+        """
+        # 1. The sum, rounded once; a quantized weight rounds again as it is set, so that it is read
+        # back.
         update, scale = self._update(adapter, stored)
         wide = stored.to(update)
         merged = (wide + update).to(stored.dtype)
@@ -104,26 +128,27 @@ class Mergeable(BaseTunerLayer):
                 f"NaNs detected in the merged weights. The adapter {adapter} seems to be broken"
             )
         self.set_base_weight(merged)
-        # 2. What of the update is found in the weight as it is stored now.
+        # 2. The share of the update that is found in the weight as it is stored now.
         share = surviving_share(wide, self.get_base_weight().to(update), update)
         return share, self._refused(adapter, share, update, stored), scale
 
     def _to_merge(self, adapter_names: list[str] | None) -> list[str]:
-        """The adapters of this layer that are to be merged; `MergeError` if its weight cannot take them."""
+        """Return the adapters to merge into this layer; `MergeError` if its weight takes none."""
         adapters = [
             name for name in check_adapters_to_merge(self, adapter_names) if self.has_adapter(name)
         ]
         backend = self.quantization_backend
         if adapters and backend is not None and not backend.supports_merge:
             raise MergeError(
-                f"a weight quantized by {backend.backend_name} cannot be merged here, since nothing says how to "
-                "quantize the sum again: load the base through transformers with its quantization_config, merge into "
-                "an unquantized copy, or keep the adapter unmerged"
+                f"a weight quantized by {backend.backend_name} cannot be merged here, since "
+                "nothing says how to quantize the sum again: load the base through transformers "
+                "with its quantization_config, merge into an unquantized copy, or keep the adapter "
+                "unmerged"
             )
         return adapters
 
     def _update(self, adapter: str, stored: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What to add to the weight in at least float32, and DoRA's scale of it."""
+        """Return what to add to the weight, in at least float32, and DoRA's scale of the rows."""
         wide = stored.to(torch.promote_types(stored.dtype, torch.float32))
         delta = self.get_delta_weight(adapter).to(wide.device, wide.dtype)
         weight = self._unmerged(wide)
@@ -146,7 +171,7 @@ class Mergeable(BaseTunerLayer):
         self._merged.clear()
 
     def _unmerged(self, merged: Tensor) -> Tensor:
-        """The weight without the merged adapters; the argument itself if there are none."""
+        """Return the weight without the merged adapters; the argument itself if there are none."""
         # Each adapter added (s − 1) W + s ΔW: the sum is undone by taking out all s ΔW and dividing
         # by 1 + Σ (s − 1).
         weight = merged
@@ -155,46 +180,55 @@ class Mergeable(BaseTunerLayer):
                 delta = self._delta_scaled(adapter, scaling).to(merged)
                 weight = weight - (delta if scale is None else scale * delta)
         scales = [scale for _, scale in self._merged.values() if scale is not None]
-        return weight / sum((scale - 1 for scale in scales), start=1) if scales else weight
+        if not scales:
+            return weight
+        return weight / sum((scale - 1 for scale in scales), start=1)
 
     def _delta_scaled(self, adapter: str, scaling: float) -> Tensor:
-        """ΔW as it was merged, whatever the adapter has been scaled by since."""
-        now = self.scaling[adapter]
+        """Return ΔW as it was merged, whatever the adapter has been scaled by since."""
+        present_scaling = self.scaling[adapter]
         self.scaling[adapter] = scaling
         try:
             return self.get_delta_weight(adapter)
         finally:
-            self.scaling[adapter] = now
+            self.scaling[adapter] = present_scaling
 
     def _refused(self, adapter: str, share: float, update: Tensor, stored: Tensor) -> bool:
+        """Return whether too little of an update survived."""
         if share >= self.min_merge_share:
             return False
         if self.magnitude(adapter) is None or not stored.dtype.is_floating_point:
             return True
         # PEFT starts DoRA's magnitudes in the weight's precision. What lies within their rounding
         # is no update.
-        return float(update.norm()) > 2 * torch.finfo(stored.dtype).eps * float(
-            stored.float().norm()
-        )
+        rounding = 2 * torch.finfo(stored.dtype).eps * float(stored.float().norm())
+        return float(update.norm()) > rounding
 
     def share_error(self, adapter: str, share: float, name: str = "") -> MergeError:
-        where = f"{name}: " if name else ""
+        """Return the error that says how little of an adapter's update would survive."""
+        layer = f"{name}: " if name else ""
+        precision = self._precision(self.get_base_weight())
         return MergeError(
-            f"{where}only {share:.0%} of the update of adapter {adapter} would survive in "
-            f"{self._precision(self.get_base_weight())}, less than the {self.min_merge_share:.0%} asked for. Keep it "
-            "unmerged, merge into a float32 copy of the base model, or pass min_share=0 to merge nevertheless."
+            f"{layer}only {share:.0%} of the update of adapter {adapter} would survive in "
+            f"{precision}, less than the {self.min_merge_share:.0%} asked for. Keep it unmerged, "
+            "merge into a float32 copy of the base, or pass min_share=0 to merge nevertheless."
         )
 
     def _precision(self, weight: Tensor) -> str:
+        """Return the name of the precision that a weight is stored in."""
         if self.quantization_backend is not None:
             return self.quantization_backend.backend_name
         return str(weight.dtype).removeprefix("torch.")
 
 
 def surviving_share(before: Tensor, after: Tensor, update: Tensor) -> float:
-    """``⟨after − before, update⟩ / ‖update‖²``: the share of an update that is found in a stored weight; 1 if none."""
+    """Return the share of an update that is found in a stored weight; 1 of an update of zeros.
+
+    ``⟨after − before, update⟩ / ‖update‖²``, in at least float32, summed in double precision.
+    """
     wide = torch.promote_types(update.dtype, torch.float32)
     update = update.to(wide)
-    size = float(update.square().sum(dtype=torch.float64))
+    squared_norm = float(update.square().sum(dtype=torch.float64))
     change = after.to(wide) - before.to(wide)
-    return float((change * update).sum(dtype=torch.float64)) / size if size else 1.0
+    product = float((change * update).sum(dtype=torch.float64))
+    return product / squared_norm if squared_norm else 1.0

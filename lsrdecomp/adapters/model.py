@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class LsrModel(KroneckerTuner):
-    """A base model with LSR adapters, usually made through `peft.get_peft_model` or `peft.PeftModel.from_pretrained`.
+    """A base model with LSR adapters.
+
+    Usually made through `peft.get_peft_model` or `peft.PeftModel.from_pretrained`.
 
     Parameters
     ----------
@@ -98,8 +100,9 @@ class LsrModel(KroneckerTuner):
             theirs = set(getattr(other, "target_parameters", None) or ())
             if mine and theirs and mine != theirs:
                 raise ValueError(
-                    "When using multiple adapters with `target_parameters`, all adapters must target the same set of "
-                    f"parameters, but got {sorted(mine)} for the new adapter and {sorted(theirs)} for adapter '{name}'."
+                    "When using multiple adapters with `target_parameters`, all adapters must "
+                    f"target the same set of parameters, but got {sorted(mine)} for the new "
+                    f"adapter and {sorted(theirs)} for adapter '{name}'."
                 )
 
     def _add_targets_to_tie(self, peft_config: Any, tied_weight_keys: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Make an adapter kind known to PEFT: a real member of its closed enum, and one entry in each of its tables."""
+"""Make an adapter type known to PEFT: a member of its closed enum, an entry in each table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def register(name: str, config_cls: type[Any], model_cls: type[Any]) -> Any:
-    """Register an adapter kind with PEFT; doing so twice changes nothing.
+    """Register an adapter type with PEFT; registering it again changes nothing.
 
     Parameters
     ----------
@@ -23,7 +23,7 @@ def register(name: str, config_cls: type[Any], model_cls: type[Any]) -> Any:
         Lower-case name, such as ``"lsr"``. The prefix of its parameters is the name with an
         underscore.
     config_cls, model_cls : type
-        The kind's `peft.PeftConfig` and `peft.tuners.tuners_utils.BaseTuner`.
+        The type's `peft.PeftConfig` and `peft.tuners.tuners_utils.BaseTuner`.
 
     Returns
     -------
@@ -40,16 +40,17 @@ def register(name: str, config_cls: type[Any], model_cls: type[Any]) -> Any:
     if registered is config_cls:
         return member
     if registered is not None:
+        owner = f"{registered.__module__}.{registered.__qualname__}"
         raise LsrError(
-            f"PEFT type {name.upper()} already belongs to {registered.__module__}.{registered.__qualname__}; "
-            f"{config_cls.__module__} cannot register it too. Import only one of the two in a process."
+            f"PEFT type {name.upper()} already belongs to {owner}; {config_cls.__module__} cannot "
+            "register it too. Import only one of the two in a process."
         )
     register_peft_method(name=name, config_cls=config_cls, model_cls=model_cls)
     return member
 
 
 def add_member(enum_cls: type[Enum], name: str) -> Any:
-    """Extend a string enum by a member whose value is its name; an existing member is returned as it is.
+    """Return the member of a string enum whose value is its name; a new one is added.
 
     PEFT keeps `PeftType` closed and offers no entry point. Values that only look like a member
     (plain strings, a second enum) fail where PEFT or transformers reads ``.value``, so the member
@@ -65,10 +66,9 @@ def add_member(enum_cls: type[Enum], name: str) -> Any:
     enum_cls._member_names_.append(name)
     enum_cls._member_map_[name] = member
     enum_cls._value2member_map_[name] = member
-    if name not in getattr(
-        enum_cls, "_hashable_values_", [name]
-    ):  # Python 3.13 looks here for `in`
-        enum_cls._hashable_values_.append(name)  # type: ignore[attr-defined]
+    hashable_values = getattr(enum_cls, "_hashable_values_", None)
+    if hashable_values is not None and name not in hashable_values:
+        hashable_values.append(name)  # where Python 3.13 looks for ``in``
     # EnumType.__setattr__ refuses to reassign members, and from 3.12 on attribute access no longer
     # consults the map.
     type.__setattr__(enum_cls, name, member)

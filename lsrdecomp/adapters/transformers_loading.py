@@ -1,4 +1,4 @@
-"""LSR directories for transformers' own `load_adapter`, behind ``AutoModel….from_pretrained(directory)`` and pipelines.
+"""LSR directories for transformers' own `load_adapter`, behind pipelines and ``from_pretrained``.
 
 It puts each stored tensor where its name says, and so would not open the one tensor that all
 numbers are packed in; nor does it ask the adapter's model, as PEFT does.
@@ -9,16 +9,20 @@ from __future__ import annotations
 import json
 from functools import wraps
 from inspect import signature
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from peft import PeftConfig
 from peft.utils import load_peft_weights
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from lsrdecomp.adapters.tuner import unpacked
+from lsrdecomp.adapters.tuner import unpack
 
-HUB = (
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+DOWNLOAD_OPTIONS = (
     "cache_dir",
     "force_download",
     "local_files_only",
@@ -27,11 +31,14 @@ HUB = (
     "subfolder",
     "token",
 )
-"""Settings of a download that transformers, PEFT and the hub call alike."""
+"""Options of a download that transformers, PEFT and the hub call alike."""
 
 
 def teach_transformers() -> None:
-    """Have `load_adapter` of every transformers model open LSR directories; doing so twice changes nothing."""
+    """Have `load_adapter` of every transformers model open LSR directories.
+
+    Calling it again changes nothing.
+    """
     load_adapter = PeftAdapterMixin.load_adapter
     if getattr(load_adapter, "__module__", None) == __name__:
         return
@@ -40,37 +47,44 @@ def teach_transformers() -> None:
     @wraps(load_adapter, assigned=("__doc__", "__name__", "__qualname__"))
     def load_lsr_or_other(*args: Any, **kwargs: Any) -> Any:
         call = parameters.bind(*args, **kwargs)
-        values = call.arguments
-        load_config = values.get("load_config")
-        source = values.get("peft_model_id") or getattr(
-            load_config, "pretrained_model_name_or_path", None
-        )
-        if (
-            source is not None
-            and values.get("peft_config") is None
-            and values.get("adapter_state_dict") is None
-        ):
-            options = {
-                **(getattr(load_config, "download_kwargs", None) or {}),
-                **(values.get("adapter_kwargs") or {}),
-            }
-            options |= {"local_files_only": True} if values.get("local_files_only") else {}
-            options = {name: options[name] for name in HUB if options.get(name) is not None}
-            values |= _read(source, options)
+        call.arguments.update(_lsr_arguments(call.arguments))
         return load_adapter(*call.args, **call.kwargs)
 
     PeftAdapterMixin.load_adapter = load_lsr_or_other  # type: ignore[method-assign]
 
 
-def _read(source: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Settings and tensors of an LSR directory, as arguments; none for another kind, which transformers reads."""
-    file = find_adapter_config_file(source, **options)
-    if file is None:
+def _lsr_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings and tensors of an LSR directory, as arguments of `load_adapter`.
+
+    Empty where the call names no directory, brings settings or tensors of its own, or the adapter
+    is of another type: transformers reads that itself.
+    """
+    if arguments.get("peft_config") is not None or arguments.get("adapter_state_dict") is not None:
         return {}
-    with open(file, encoding="utf-8") as text:
-        kind = json.load(text).get("peft_type")
-    if kind != "LSR":
+    load_config = arguments.get("load_config")
+    source = arguments.get("peft_model_id")
+    if not source:
+        source = getattr(load_config, "pretrained_model_name_or_path", None)
+    if source is None:
+        return {}
+    options = _download_options(arguments)
+    config_file = find_adapter_config_file(source, **options)
+    if config_file is None:
+        return {}
+    settings = json.loads(Path(config_file).read_text(encoding="utf-8"))
+    if settings.get("peft_type") != "LSR":
         return {}
     config: Any = PeftConfig.from_pretrained(source, **options)
-    tensors = unpacked(load_peft_weights(source, device="cpu", **options), config.layers)
-    return {"peft_config": config, "adapter_state_dict": tensors}
+    stored = load_peft_weights(source, device="cpu", **options)
+    return {"peft_config": config, "adapter_state_dict": unpack(stored, config.layers)}
+
+
+def _download_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a download; what the call says itself goes before its `load_config`."""
+    load_config = arguments.get("load_config")
+    options: dict[str, Any] = {}
+    options.update(getattr(load_config, "download_kwargs", None) or {})
+    options.update(arguments.get("adapter_kwargs") or {})
+    if arguments.get("local_files_only"):
+        options["local_files_only"] = True
+    return {name: options[name] for name in DOWNLOAD_OPTIONS if options.get(name) is not None}

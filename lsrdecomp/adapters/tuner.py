@@ -1,4 +1,4 @@
-"""What the models of every adapter kind here share: wrapping layers, mixed batches, strict loading."""
+"""The base of all adapter models here: wrapping layers, mixed batches, strict loading."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class KroneckerTuner(BaseTuner):
-    """Base of the models: a subclass sets ``prefix`` and the classes of its layers, linear and other."""
+    """Base of the models; a subclass sets ``prefix`` and the classes of its layers."""
 
     prefix: str
     merge_shares: dict[str, dict[str, float]]
@@ -45,6 +45,13 @@ class KroneckerTuner(BaseTuner):
     def inject_adapter(
         self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
     ) -> None:
+        """Add an adapter to the layers it targets, as PEFT does.
+
+        Raises
+        ------
+        AdapterNameError
+            For a name that is also that of a parameter.
+        """
         # PEFT drops, when it saves one of several adapters, every key that holds another's name as
         # a part.
         parts = ("base_layer", *self.tuner_layer_cls.adapter_layer_names)
@@ -62,9 +69,8 @@ class KroneckerTuner(BaseTuner):
         try:
             super()._check_target_module_compatiblity(LoraConfig(), model, target_name)
         except ValueError as error:
-            raise UnsupportedLayerError(
-                str(error).replace("LORA", peft_config.peft_type.value, 1)
-            ) from None
+            message = str(error).replace("LORA", peft_config.peft_type.value, 1)
+            raise UnsupportedLayerError(message) from None
 
     def _create_and_replace(
         self,
@@ -85,11 +91,13 @@ class KroneckerTuner(BaseTuner):
         if layer is target:
             return
         if adapter_name not in self.active_adapters:
-            layer.requires_grad_(False)  # a further adapter is not trained until it is made active
+            # A further adapter is not trained until it is made active.
+            layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
 
     def _layer_around(self, target: nn.Module, parameter_name: str | None) -> AdaptedLayer:
-        """The layer of ours that a module is already, or a new one around it."""
+        """Return the layer of ours that a module is already, or a new one around it."""
+        del parameter_name  # subclasses that adapt bare parameters ask for it
         if isinstance(target, self.tuner_layer_cls):
             return target
         bare = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
@@ -133,16 +141,16 @@ class KroneckerTuner(BaseTuner):
         progressbar, safe_merge, adapter_names
             As for PEFT's LoRA.
         min_share : float, optional
-            Least share of ΔW that must survive rounding to the precision of each weight, 0.5 if
-            absent. It matters for 16-bit and quantized base models; `merge_shares` then says what
-            survived where.
+            Smallest share of ΔW that must survive rounding to the precision of each weight, 0.5 if
+            absent. It matters for 16-bit and quantized base models; afterwards `merge_shares` holds
+            the shares that survived.
 
         Raises
         ------
         MergeError
             Naming the first layer that would lose more; the model is then left as it was.
         """
-        with self._least_share(adapter_names, min_share):
+        with self._min_share(adapter_names, min_share):
             merged: nn.Module = super().merge_and_unload(progressbar, safe_merge, adapter_names)
         return merged
 
@@ -153,21 +161,25 @@ class KroneckerTuner(BaseTuner):
         *,
         min_share: float | None = None,
     ) -> None:
-        """Merge the adapters in place; `unmerge_adapter` takes them out. See `merge_and_unload` for ``min_share``."""
-        with self._least_share(adapter_names, min_share):
+        """Merge the adapters in place; `unmerge_adapter` takes them out.
+
+        See `merge_and_unload` for ``min_share``.
+        """
+        with self._min_share(adapter_names, min_share):
             super().merge_adapter(adapter_names, safe_merge)
 
-    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """LSR adapters alone combine."""
+    def add_weighted_adapter(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Refuse: a ΔW of full rank is no LoRA, so that PEFT does not combine these, either."""
         raise TypeError(
-            f"{type(self).__name__} does not support add_weighted_adapter; make several adapters active at once, each "
-            "scaled by lsrdecomp.adapters.rescale"
+            f"{type(self).__name__} does not support add_weighted_adapter; make several adapters "
+            "active at once, each scaled by lsrdecomp.adapters.rescale"
         )
 
     @contextmanager
-    def _least_share(
+    def _min_share(
         self, adapter_names: list[str] | None, min_share: float | None
     ) -> Iterator[None]:
+        """Set what must survive in every layer, and refuse before any weight is changed."""
         layers = {
             name: module
             for name, module in self.model.named_modules()
@@ -187,14 +199,14 @@ class KroneckerTuner(BaseTuner):
                 layer.__dict__.pop("min_merge_share", None)
 
     @contextmanager
-    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def _enable_peft_forward_hooks(self, *_args: Any, **kwargs: Any) -> Iterator[None]:
         adapter_names = kwargs.pop("adapter_names", None)
         with formed_once(), self._named_rows(adapter_names, kwargs.get("num_beams") or 1):
             yield
 
     @contextmanager
     def _named_rows(self, adapter_names: list[str] | None, beams: int) -> Iterator[None]:
-        """While open, the rows of a batch go through the adapters of these names."""
+        """Send the rows of a batch through the adapters of these names while open."""
         if adapter_names is None:
             yield
             return
@@ -203,10 +215,11 @@ class KroneckerTuner(BaseTuner):
         self._check_adapter_names(adapter_names)
         repeated = [name for name in adapter_names for _ in range(beams)]
         handles = _pass_adapter_names(self, repeated)
-        encoder = self.model.get_encoder() if hasattr(self.model, "get_encoder") else None
-        if len(repeated) != len(adapter_names) and encoder not in (None, self.model):
+        if len(repeated) != len(adapter_names) and hasattr(self.model, "get_encoder"):
             # Beam search repeats the inputs of the decoder alone; the later hook wins.
-            handles += _pass_adapter_names(encoder, adapter_names)
+            encoder = self.model.get_encoder()
+            if encoder is not None and encoder is not self.model:
+                handles += _pass_adapter_names(encoder, adapter_names)
         try:
             yield
         finally:
@@ -229,47 +242,56 @@ class KroneckerTuner(BaseTuner):
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         remapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(
-            model, config, adapter_name, unpacked(state_dict, getattr(config, "layers", None))
+            model, config, adapter_name, unpack(state_dict, getattr(config, "layers", None))
         )
         for name, module in model.named_modules():
             if isinstance(module, cls.tuner_layer_cls):
                 keys = [f"{name}.{key}" for key in module.adapter_keys(adapter_name)]
-                missing = [key for key in keys if key not in remapped]
-                # None at all is a layer the adapter leaves alone; PEFT warns of that.
-                if missing and len(missing) < len(keys):
-                    raise CheckpointError(
-                        f"the adapter holds {len(keys) - len(missing)} of the {len(keys)} tensors its settings ask for "
-                        "in this layer",
-                        tensor=missing[0],
-                    )
+                _check_complete(keys, remapped)
         return remapped
 
 
-def unpacked(state_dict: dict[str, Tensor], index: str | None = None) -> dict[str, Tensor]:
-    """The state dict with layers that are stored in one tensor of bytes as factors of their own.
+def _check_complete(keys: list[str], state_dict: dict[str, Tensor]) -> None:
+    """Raise `CheckpointError` where an adapter holds some of the tensors of a layer and not all."""
+    missing = [key for key in keys if key not in state_dict]
+    # None at all is a layer that the adapter leaves alone; PEFT warns of that.
+    if missing and len(missing) < len(keys):
+        raise CheckpointError(
+            f"the adapter holds {len(keys) - len(missing)} of the {len(keys)} tensors its settings "
+            "ask for in this layer",
+            tensor=missing[0],
+        )
+
+
+def unpack(state_dict: dict[str, Tensor], index: str | None = None) -> dict[str, Tensor]:
+    """Return a state dict in which layers stored as one tensor of bytes are factors of their own.
 
     Parameters
     ----------
     state_dict : dict
     index : str, optional
-        The setting ``layers``: what the bytes of `lsrdecomp.checkpoints.packed.NUMBERS` mean.
+        The setting ``layers``, which says what the bytes of `lsrdecomp.checkpoints.packed.NUMBERS`
+        mean.
     """
-    layers = {} if PACKED not in state_dict else read_packed(state_dict[PACKED].cpu().numpy())
+    layers = {}
+    if PACKED in state_dict:  # directories of version 0.1
+        layers.update(read_packed(state_dict[PACKED].cpu().numpy()))
     if NUMBERS in state_dict:
         if index is None:
             raise CheckpointError(
                 "the settings lack `layers`, which says what these bytes are", tensor=NUMBERS
             )
-        layers |= read_index(index).layers(state_dict[NUMBERS].cpu().numpy())
-    factors = {key: torch.from_numpy(array) for key, array in named_factors(layers).items()}
-    return {
-        key: value for key, value in state_dict.items() if key not in (PACKED, NUMBERS)
-    } | factors
+        layers.update(read_index(index).layers(state_dict[NUMBERS].cpu().numpy()))
+    tensors = {key: value for key, value in state_dict.items() if key not in (PACKED, NUMBERS)}
+    for key, factor in named_factors(layers).items():
+        tensors[key] = torch.from_numpy(factor)
+    return tensors
 
 
 def _pass_adapter_names(
     model: nn.Module, adapter_names: list[str]
 ) -> list[torch.utils.hooks.RemovableHandle]:
+    """Have every layer know which adapter each row of the next batch is for."""
     hook = partial(_adapter_names_pre_forward_hook, adapter_names=adapter_names)
     return [
         module.register_forward_pre_hook(hook, with_kwargs=True)
