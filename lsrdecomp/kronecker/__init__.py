@@ -1,4 +1,4 @@
-"""Kronecker shapes, the rearrangement of Van Loan and Pitsianis, and sums of Kronecker products as values.
+"""Kronecker shapes, the rearrangement of Van Loan and Pitsianis, and sums of Kronecker products.
 
 `SeparatedMatrix` is Σ λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾, `SeparatedProduct` a product of two of them, as in
 an adapter; `KroneckerShape` and `ProductShape` are their sizes. `rearrange` makes separation rank a

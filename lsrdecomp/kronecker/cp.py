@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def to_cp(matrix: SeparatedMatrix) -> Any:
-    """The rearranged matrix R(M̂) as a ``tensorly.cp_tensor.CPTensor`` of NumPy arrays.
+    """Return the rearranged matrix R(M̂) as a ``tensorly.cp_tensor.CPTensor`` of NumPy arrays.
 
     Its factor matrices are (m_i·n_i, s): column k of factor i holds the entries of M_k⁽ⁱ⁾ row by
     row.
@@ -44,7 +44,7 @@ def to_cp(matrix: SeparatedMatrix) -> Any:
 
 
 def from_cp(cp: Any, shape: KroneckerShape) -> SeparatedMatrix:
-    """The matrix of Kronecker shape ``shape`` whose rearrangement is a CP tensor.
+    """Return the matrix of Kronecker shape ``shape`` whose rearrangement is a CP tensor.
 
     Parameters
     ----------
@@ -66,7 +66,8 @@ def from_cp(cp: Any, shape: KroneckerShape) -> SeparatedMatrix:
     >>> from lsrdecomp.kronecker.shape import KroneckerShape
     >>> import numpy as np
     >>> A, B = np.array([[1.0, 2.0]]), np.array([[3.0], [4.0]])
-    >>> matrix = from_cp((None, [A.reshape(-1, 1), B.reshape(-1, 1)]), KroneckerShape(((1, 2), (2, 1))))
+    >>> columns = [A.reshape(-1, 1), B.reshape(-1, 1)]
+    >>> matrix = from_cp((None, columns), KroneckerShape(((1, 2), (2, 1))))
     >>> bool(np.allclose(matrix.to_matrix(), np.kron(A, B)))
     True
     """

@@ -1,4 +1,4 @@
-"""Entries of a sum of Kronecker products: rows, single entries and the diagonal, without forming it.
+"""Rows, single entries and the diagonal of a sum of Kronecker products, without forming it.
 
 λ is passed in the element type of the factors.
 """
@@ -61,7 +61,7 @@ def entries_at(
     rows: np.ndarray,
     columns: np.ndarray,
 ) -> Array:
-    """Return the entries at positions that are broadcast against each other; s·d operations each."""
+    """Return entries at positions, broadcast against each other; s·d operations an entry."""
     xp = namespace(*factors)
     rows, columns = np.broadcast_arrays(rows, columns)
     if weights.shape[0] == 0:
@@ -79,7 +79,7 @@ def entries_at(
 def _rows_at(
     shape: KroneckerShape, factors: Sequence[Array], weights: Array, rows: np.ndarray
 ) -> Array:
-    """Return whole rows, shape (len(rows), n): a row of a Kronecker product is the product of rows."""
+    """Return whole rows, shape (len(rows), n): a row of a Kronecker product is one of rows."""
     xp = namespace(*factors)
     block_shape = len(rows), shape.matrix_shape[1]
     digits = np.unravel_index(rows, shape.rows)
@@ -98,7 +98,7 @@ def _rows_at(
 
 
 def diagonal_entries(shape: KroneckerShape, factors: Sequence[Array], weights: Array) -> Array:
-    """Return the entries A[i, i], shape (min(m, n),); for square factors Σ_k λ_k ⊗_i diag M_k⁽ⁱ⁾."""
+    """Return A[i, i], shape (min(m, n),); for square factors Σ_k λ_k ⊗_i diag M_k⁽ⁱ⁾."""
     if any(m != n for m, n in shape.factors):
         positions = np.arange(min(shape.matrix_shape))
         return entries_at(shape, factors, weights, positions, positions)
@@ -114,7 +114,7 @@ def _take(array: Array, positions: np.ndarray) -> Array:
 
 
 def _positions(key: Any, size: int, name: str) -> np.ndarray:
-    """Return the positions that a key names, as an integer array; of no dimension for a single one."""
+    """Return the positions that a key names as integers, without dimension for a single one."""
     if isinstance(key, slice):
         return np.arange(size)[key]
     positions = np.asarray(key)

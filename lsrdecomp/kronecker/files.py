@@ -167,7 +167,7 @@ def _check_place(path: Path, overwrite: bool) -> None:
 
 
 def _as_real(array: np.ndarray) -> np.ndarray:
-    """Return real arrays as they are, complex ones with real and imaginary parts along a last axis."""
+    """Return a real array as it is, a complex one with both parts along a last axis of two."""
     array = np.ascontiguousarray(array)
     if not np.iscomplexobj(array):
         return array

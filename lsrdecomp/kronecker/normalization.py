@@ -1,4 +1,4 @@
-"""Normal form of a sum of terms: factors of norm one, their norms in λ, without overflow on the way."""
+"""Normal form of a sum of terms: unit factors, their norms in λ, without overflow on the way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lsrdecomp.arrays import (
     triangular_factor,
 )
 from lsrdecomp.errors import PrecisionError, ShapeError
-from lsrdecomp.kronecker.rearrange import factor_shape, khatri_rao
+from lsrdecomp.kronecker.rearrange import factor_columns, factor_shape, khatri_rao
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,16 +109,6 @@ def triangular_core(factors: Sequence[Array]) -> Array:
     return core
 
 
-def factor_columns(factors: Sequence[Array]) -> list[Array]:
-    """Return each stack of factors as a matrix of shape (m_i·n_i, s)."""
-    xp = namespace(*factors)
-    columns = []
-    for factor in factors:
-        s, m, n = factor.shape
-        columns.append(xp.matrix_transpose(xp.reshape(factor, (s, m * n))))
-    return columns
-
-
 def with_common_dtype(*arrays: Array) -> list[Array]:
     """Return the arrays in the one element type that holds all of them."""
     if len({array.dtype for array in arrays}) <= 1:
@@ -135,7 +125,7 @@ def _triangle(columns: Array) -> Array:
 
 
 def _unit_matrices(stack: Array) -> tuple[Array, Array]:
-    """Return s matrices divided by their Frobenius norms, and the norms; zero matrices stay zero."""
+    """Return s matrices of Frobenius norm one, and their norms; zero matrices stay zero."""
     xp = namespace(stack)
     s, m, n = stack.shape
     if s == 0:
@@ -153,7 +143,7 @@ def _unit_matrices(stack: Array) -> tuple[Array, Array]:
 
 
 def _product(sizes: Sequence[Array]) -> Array:
-    """Return the product of positive arrays; it overflows only where the result itself is too large.
+    """Return the product of positive arrays; it overflows only where the result is too large.
 
     Mantissas and powers of two are multiplied apart.
     """

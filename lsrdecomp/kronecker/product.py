@@ -1,4 +1,4 @@
-"""The product of two separated matrices, (Σ B1 ⊗ B2 ⊗ …)(Σ A1 ⊗ A2 ⊗ …): an adapter's ΔW with both sides separated."""
+"""The product of two separated matrices, (Σ B1 ⊗ B2 ⊗ …)(Σ A1 ⊗ A2 ⊗ …): an adapter's ΔW."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lsrdecomp.kronecker.shape import ProductShape
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SeparatedProduct:
-    """ΔW = B̂ Â with both sides separated: the adapter of the paper, eq. for ΔW in section "Our Approach".
+    """ΔW = B̂ Â with both sides separated: the adapter of the paper, section "Our Approach".
 
     Parameters
     ----------
@@ -36,19 +36,20 @@ class SeparatedProduct:
     right: SeparatedMatrix
 
     def __post_init__(self) -> None:
-        inner = self.left.kronecker_shape.columns, self.right.kronecker_shape.rows
-        if inner[0] != inner[1]:
-            raise ShapeError(
-                f"inner splits differ: {self.left.kronecker_shape} against {self.right.kronecker_shape}"
-            )
+        left = self.left.kronecker_shape
+        right = self.right.kronecker_shape
+        if left.columns != right.rows:
+            raise ShapeError(f"inner splits differ: {left} against {right}")
 
     @property
     def product_shape(self) -> ProductShape:
+        """Sizes of the factors of both sides."""
         left, right = self.left.kronecker_shape, self.right.kronecker_shape
         return ProductShape(left.rows, left.columns, right.columns)
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(rows, columns) of the formed product."""
         return self.left.shape[0], self.right.shape[1]
 
     @property
@@ -58,6 +59,7 @@ class SeparatedProduct:
 
     @property
     def parameters(self) -> int:
+        """Numbers in the factors of both sides."""
         return self.left.parameters + self.right.parameters
 
     @property
@@ -66,11 +68,11 @@ class SeparatedProduct:
         return max(self.left.condition, self.right.condition)
 
     def to_lora(self) -> tuple[Array, Array]:
-        """(B, A) of shapes (m, r) and (r, n) with B A = ΔW: exact, and every LoRA server loads it."""
+        """Return (B, A) of shapes (m, r), (r, n) with B A = ΔW; every LoRA server loads it."""
         return self.left.to_matrix(), self.right.to_matrix()
 
     def to_matrix(self) -> Array:
-        """ΔW, formed; shape (m, n)."""
+        """Return ΔW, formed; shape (m, n)."""
         left, right = self.to_lora()
         return left @ right
 
@@ -78,38 +80,37 @@ class SeparatedProduct:
         return self.left @ (self.right @ x)
 
     def canonical(self) -> SeparatedProduct:
-        """The same product with orthogonal terms on each side (γ = 1) and equal norms of the sides."""
-        left, right = self.left.canonical(), self.right.canonical()
-        sizes = (
-            norm(left.weights),
-            norm(right.weights),
-        )  # of the sides, for their terms are orthogonal
-        if not min(sizes) > 0.0:
+        """Return the same product with orthogonal terms (γ = 1) and sides of equal norm."""
+        left = self.left.canonical()
+        right = self.right.canonical()
+        # Terms are orthogonal now, so the norm of λ is that of the side.
+        left_norm = norm(left.weights)
+        right_norm = norm(right.weights)
+        if not min(left_norm, right_norm) > 0.0:
             return SeparatedProduct(left, right)
-        ratio = (sizes[1] / sizes[0]) ** 0.5
+        ratio = (right_norm / left_norm) ** 0.5
         return SeparatedProduct(
             SeparatedMatrix(left.weights * ratio, left.factors),
             SeparatedMatrix(right.weights / ratio, right.factors),
         )
 
     def round_to(self, storage: str) -> SeparatedProduct:
-        """The product a reader of factors stored as ``storage`` gets."""
+        """Return the product that a reader of factors stored as ``storage`` gets."""
         return SeparatedProduct(self.left.round_to(storage), self.right.round_to(storage))
 
     def folded(self) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        """Factors of the out side and of the in side with the weights folded in."""
+        """Return the factors of the out side and of the in side with the weights folded in."""
         return self.left.folded(), self.right.folded()
 
     def __repr__(self) -> str:
         m, n = self.shape
-        return (
-            f"SeparatedProduct({m}×{n} as {self.left.separation_rank} × [{self.left.kronecker_shape}] times "
-            f"{self.right.separation_rank} × [{self.right.kronecker_shape}], {self.parameters:,} parameters)"
-        )
+        left = f"{self.left.separation_rank} × [{self.left.kronecker_shape}]"
+        right = f"{self.right.separation_rank} × [{self.right.kronecker_shape}]"
+        return f"SeparatedProduct({m}×{n} as {left} times {right}, {self.parameters:,} parameters)"
 
 
 def low_rank_product(left: Array, right: Array) -> SeparatedProduct:
-    """Plain factors (m, r) and (r, n) as a separated product of one term of one factor a side: exact.
+    """Return plain factors as a separated product, one term of one factor a side: exact.
 
     Parameters
     ----------

@@ -1,7 +1,8 @@
-"""Kronecker products: rearrangement for any number of factors, sums of products, products applied unformed."""
+"""Kronecker products of any number of factors: rearranged, summed, applied without being formed."""
 
 from __future__ import annotations
 
+import itertools
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def kron(*factors: Array) -> Array:
-    """Kronecker product of matrices; the first is outermost, as in ``numpy.kron``.
+    """Return the Kronecker product of matrices; the first is outermost, as in ``numpy.kron``.
 
     Parameters
     ----------
@@ -44,17 +45,18 @@ def kron(*factors: Array) -> Array:
     xp = namespace(*factors)
     product = factors[0]
     for factor in factors[1:]:
-        (*front, m, n), (p, q) = product.shape, factor.shape[-2:]
+        *front, m, n = product.shape
+        p, q = factor.shape[-2:]
         pairs = product[..., :, None, :, None] * factor[..., None, :, None, :]
         product = xp.reshape(pairs, (*front, m * p, n * q))
     return product
 
 
 def rearrange(matrix: Array, shape: KroneckerShape | Sequence[Sequence[int]] | str) -> Array:
-    """Van Loan–Pitsianis rearrangement: one axis per Kronecker factor, holding that factor's entries row by row.
+    """Rearrange a matrix as Van Loan and Pitsianis do: one axis for each Kronecker factor.
 
-    A Kronecker product becomes a product of vectors of rank one, so separation rank becomes
-    (tensor) rank [1]_.
+    An axis holds the entries of its factor row by row. A Kronecker product becomes a product of
+    vectors, of rank one, so separation rank becomes (tensor) rank [1]_.
 
     Parameters
     ----------
@@ -88,18 +90,20 @@ def rearrange(matrix: Array, shape: KroneckerShape | Sequence[Sequence[int]] | s
     """
     shape = KroneckerShape.parse(shape)
     shape.check(tuple(matrix.shape[-2:]))
-    xp, d, front = namespace(matrix), shape.order, tuple(matrix.shape[:-2])
+    xp = namespace(matrix)
+    front = tuple(matrix.shape[:-2])
     entries = xp.reshape(matrix, (*front, *shape.rows, *shape.columns))
-    pairs = tuple(len(front) + axis for i in range(d) for axis in (i, d + i))
-    return xp.reshape(
-        xp.permute_dims(entries, (*range(len(front)), *pairs)), (*front, *shape.sizes)
-    )
+    # From (…, m_1, …, m_d, n_1, …, n_d) to (…, m_1, n_1, …, m_d, n_d).
+    order = list(range(len(front)))
+    for i in range(len(front), len(front) + shape.order):
+        order += [i, i + shape.order]
+    return xp.reshape(xp.permute_dims(entries, tuple(order)), (*front, *shape.sizes))
 
 
 def inverse_rearrange(
     tensor: Array, shape: KroneckerShape | Sequence[Sequence[int]] | str
 ) -> Array:
-    """The matrix whose rearrangement is ``tensor``.
+    """Return the matrix whose rearrangement is ``tensor``.
 
     Parameters
     ----------
@@ -119,27 +123,29 @@ def inverse_rearrange(
     --------
     >>> import numpy as np
     >>> shape = KroneckerShape(((1, 2), (2, 1)))
-    >>> inverse_rearrange(np.outer([1.0, 2.0], [3.0, 4.0]), shape)                  # of rank one: a Kronecker product
+    >>> inverse_rearrange(np.outer([1.0, 2.0], [3.0, 4.0]), shape)  # rank one: a Kronecker product
     array([[3., 6.],
            [4., 8.]])
     """
     shape = KroneckerShape.parse(shape)
-    xp, d = namespace(tensor), shape.order
-    front = tuple(tensor.shape[: tensor.ndim - d])
+    xp = namespace(tensor)
+    front = tuple(tensor.shape[: tensor.ndim - shape.order])
     if tuple(tensor.shape) != (*front, *shape.sizes):
         raise ShapeError(
             f"expected a tensor of shape {shape.sizes} for {shape}, got {tuple(tensor.shape)}"
         )
-    entries = xp.reshape(tensor, (*front, *(size for pair in shape.factors for size in pair)))
-    order = (
-        *range(len(front)),
-        *(len(front) + axis for start in (0, 1) for axis in range(start, 2 * d, 2)),
-    )
-    return xp.reshape(xp.permute_dims(entries, order), (*front, *shape.matrix_shape))
+    pairs = itertools.chain.from_iterable(shape.factors)
+    entries = xp.reshape(tensor, (*front, *pairs))
+    # From (…, m_1, n_1, …, m_d, n_d) to (…, m_1, …, m_d, n_1, …, n_d).
+    first = len(front)
+    row_axes = range(first, entries.ndim, 2)
+    column_axes = range(first + 1, entries.ndim, 2)
+    entries = xp.permute_dims(entries, (*range(first), *row_axes, *column_axes))
+    return xp.reshape(entries, (*front, *shape.matrix_shape))
 
 
 def khatri_rao(left: Array, right: Array) -> Array:
-    """Column-wise Kronecker product: (…, p, s) and (…, q, s) to (…, p·q, s), the left index slow.
+    """Return the column-wise Kronecker product; the index of the left matrix is the slow one.
 
     Parameters
     ----------
@@ -156,14 +162,15 @@ def khatri_rao(left: Array, right: Array) -> Array:
     array([[ 3,  8],
            [ 5, 12]])
     """
-    xp, (*front, p, s) = namespace(left, right), left.shape
-    return xp.reshape(
-        left[..., :, None, :] * right[..., None, :, :], (*front, p * right.shape[-2], s)
-    )
+    xp = namespace(left, right)
+    *front, p, s = left.shape
+    q = right.shape[-2]
+    products = left[..., :, None, :] * right[..., None, :, :]
+    return xp.reshape(products, (*front, p * q, s))
 
 
 def sum_of_kroneckers(factors: Sequence[Array], weights: Array | None = None) -> Array:
-    """Σ_k λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾, formed.
+    """Return Σ_k λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾, formed.
 
     Parameters
     ----------
@@ -180,8 +187,9 @@ def sum_of_kroneckers(factors: Sequence[Array], weights: Array | None = None) ->
     Examples
     --------
     >>> import numpy as np
-    >>> first, second = np.array([[[1.0, 2.0]], [[0.0, 1.0]]]), np.array([[[1.0], [1.0]], [[0.0], [1.0]]])
-    >>> sum_of_kroneckers([first, second], np.array([1.0, 10.0]))                   # two terms of 1×2 ⊗ 2×1
+    >>> first = np.array([[[1.0, 2.0]], [[0.0, 1.0]]])
+    >>> second = np.array([[[1.0], [1.0]], [[0.0], [1.0]]])
+    >>> sum_of_kroneckers([first, second], np.array([1.0, 10.0]))  # two terms of 1×2 ⊗ 2×1
     array([[ 1.,  2.],
            [ 1., 12.]])
     """
@@ -192,32 +200,48 @@ def sum_of_kroneckers(factors: Sequence[Array], weights: Array | None = None) ->
     if len(factors) == 1:
         return xp.sum(factors[0], axis=0)
     if len(factors) == 2:
-        rows, columns = shape.matrix_shape
-        turned = [xp.matrix_transpose(factor) for factor in factors] if columns < rows else factors
-        n, q = turned[0].shape[2], turned[1].shape[2]
-        if (
-            factors[0].shape[0] * (n + q) <= 4 * n * q
-        ):  # else slices are thin, and copies of factors outgrow the sum
-            formed = pairs_of_rows(*(xp.permute_dims(factor, (1, 2, 0)) for factor in turned))
-            return xp.matrix_transpose(formed) if columns < rows else formed
-    flat = [
-        xp.matrix_transpose(xp.reshape(f, (f.shape[0], f.shape[1] * f.shape[2]))) for f in factors
-    ]
-    entries = flat[0] @ xp.matrix_transpose(reduce(khatri_rao, flat[1:]))
+        formed = _sum_of_two_factors(shape, factors)
+        if formed is not None:
+            return formed
+    columns = factor_columns(factors)
+    entries = columns[0] @ xp.matrix_transpose(reduce(khatri_rao, columns[1:]))
     return inverse_rearrange(xp.reshape(entries, shape.sizes), shape)
 
 
+def _sum_of_two_factors(shape: KroneckerShape, factors: Sequence[Array]) -> Array | None:
+    """Return Σ_k A_k ⊗ B_k by pairs of rows, or of columns where these are longer.
+
+    None where slices are so thin that copies of the factors would outgrow the sum.
+    """
+    xp = namespace(*factors)
+    rows, columns = shape.matrix_shape
+    by_columns = columns < rows
+    if by_columns:
+        factors = [xp.matrix_transpose(factor) for factor in factors]
+    terms, _, n = factors[0].shape
+    q = factors[1].shape[2]
+    if terms * (n + q) > 4 * n * q:
+        return None
+    formed = pairs_of_rows(*(xp.permute_dims(factor, (1, 2, 0)) for factor in factors))
+    return xp.matrix_transpose(formed) if by_columns else formed
+
+
 def pairs_of_rows(first: Array, second: Array) -> Array:
-    """Σ_k first_k ⊗ second_k of (…, m, n, s) and (…, p, q, s): a product for each pair of rows, no entry moved."""
-    xp, (*batch, m, n, _), (p, q) = namespace(first, second), first.shape, second.shape[-3:-1]
-    slices = (
-        first[..., :, None, :, :] @ xp.matrix_transpose(second)[..., None, :, :, :]
-    )  # (…, m, p, n, q)
-    return xp.reshape(slices, (*batch, m * p, n * q))
+    """Return Σ_k first_k ⊗ second_k by a matrix product for each pair of rows; no entry is moved.
+
+    Of shapes (…, m, n, s) and (…, p, q, s).
+    """
+    xp = namespace(first, second)
+    *batch, m, n, _ = first.shape
+    p, q = second.shape[-3:-1]
+    first_rows = first[..., :, None, :, :]
+    second_rows = xp.matrix_transpose(second)[..., None, :, :, :]
+    products = first_rows @ second_rows  # (…, m, p, n, q)
+    return xp.reshape(products, (*batch, m * p, n * q))
 
 
 def apply_sum_of_kroneckers(factors: Sequence[Array], weights: Array | None, x: Array) -> Array:
-    """(Σ_k λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾) x without forming the matrix.
+    """Return (Σ_k λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾) x without forming the matrix.
 
     Parameters
     ----------
@@ -239,7 +263,7 @@ def apply_sum_of_kroneckers(factors: Sequence[Array], weights: Array | None, x: 
     Examples
     --------
     >>> import numpy as np
-    >>> factors = [np.ones((1, 1, 1000)), np.eye(1000)[None]]                       # a matrix of 1000 × 1000000
+    >>> factors = [np.ones((1, 1, 1000)), np.eye(1000)[None]]  # a matrix of 1000 × 1000000
     >>> apply_sum_of_kroneckers(factors, None, np.ones(1000000))[:3]
     array([1000., 1000., 1000.])
     """
@@ -248,28 +272,36 @@ def apply_sum_of_kroneckers(factors: Sequence[Array], weights: Array | None, x: 
     if x.ndim not in (1, 2) or x.shape[0] != columns:
         raise ShapeError(f"x: expected {columns} rows to match {shape}, got shape {tuple(x.shape)}")
     xp = namespace(x, *factors)
-    s, b = factors[0].shape[0], (x.shape[1] if x.ndim == 2 else 1)
-    image = (rows,) if x.ndim == 1 else (rows, b)
-    if 0 in (s, b):
-        return xp.zeros(image, dtype=xp.result_type(x.dtype, factors[0].dtype), device=device(x))
+    terms = factors[0].shape[0]
+    vectors = x.shape[1] if x.ndim == 2 else 1
+    image_shape = (rows, vectors) if x.ndim == 2 else (rows,)
+    if 0 in (terms, vectors):
+        common = xp.result_type(x.dtype, factors[0].dtype)
+        return xp.zeros(image_shape, dtype=common, device=device(x))
     outer = factors[0] if weights is None else factors[0] * weights[:, None, None]
-    state, done = xp.reshape(x, (1, 1, columns * b)), b
-    before = columns
+
+    # All factors but the first, from the last on. The state has shape (terms, not yet multiplied,
+    # multiplied); one term serves all until the first product.
+    state = xp.reshape(x, (1, 1, columns * vectors))
+    remaining = columns
+    done = vectors
     for factor in reversed(factors[1:]):
         m, n = factor.shape[1:]
-        before //= n
-        state = factor[:, None, :, :] @ xp.reshape(state, (state.shape[0], before, n, done))
+        remaining //= n
+        state = factor[:, None, :, :] @ xp.reshape(state, (state.shape[0], remaining, n, done))
         done *= m
+
+    # The first factor, and with it the sum over terms.
     m, n = outer.shape[1:]
     state = xp.reshape(state, (state.shape[0], n, done))
-    if state.shape[0] == 1 and s > 1:
-        return xp.reshape(xp.sum(outer, axis=0) @ state[0, :, :], image)
-    across = xp.reshape(xp.permute_dims(outer, (1, 0, 2)), (m, s * n))
-    return xp.reshape(across @ xp.reshape(state, (s * n, done)), image)
+    if state.shape[0] == 1 and terms > 1:  # there is but one factor
+        return xp.reshape(xp.sum(outer, axis=0) @ state[0, :, :], image_shape)
+    side_by_side = xp.reshape(xp.permute_dims(outer, (1, 0, 2)), (m, terms * n))
+    return xp.reshape(side_by_side @ xp.reshape(state, (terms * n, done)), image_shape)
 
 
 def factor_shape(factors: Sequence[Array]) -> KroneckerShape:
-    """The Kronecker shape of stacks of factors (s, m_i, n_i), which must agree in s."""
+    """Return the Kronecker shape of stacks of factors (s, m_i, n_i), which must agree in s."""
     if not factors:
         raise ShapeError("a Kronecker product needs at least one factor")
     for i, factor in enumerate(factors, 1):
@@ -282,8 +314,18 @@ def factor_shape(factors: Sequence[Array]) -> KroneckerShape:
     return KroneckerShape(tuple((f.shape[1], f.shape[2]) for f in factors))
 
 
+def factor_columns(factors: Sequence[Array]) -> list[Array]:
+    """Return each stack of factors as a matrix of shape (m_i·n_i, s)."""
+    xp = namespace(*factors)
+    columns = []
+    for factor in factors:
+        s, m, n = factor.shape
+        columns.append(xp.matrix_transpose(xp.reshape(factor, (s, m * n))))
+    return columns
+
+
 def commutation_matrix(m: int, n: int, xp: Namespace = np) -> Array:
-    """The permutation K with K vec(X) = vec(Xᵀ) for X of shape (m, n); vec stacks columns.
+    """Return the permutation K with K vec(X) = vec(Xᵀ) for X of shape (m, n); vec stacks columns.
 
     K_{p,m} (A ⊗ B) K_{n,q} = B ⊗ A for A (m, n) and B (p, q) [1]_.
 
@@ -301,7 +343,7 @@ def commutation_matrix(m: int, n: int, xp: Namespace = np) -> Array:
     --------
     >>> import numpy as np
     >>> X = np.arange(6).reshape(2, 3)
-    >>> (commutation_matrix(2, 3) @ X.T.reshape(-1)).tolist()                       # vec(X) to vec(Xᵀ)
+    >>> (commutation_matrix(2, 3) @ X.T.reshape(-1)).tolist()  # vec(X) to vec(Xᵀ)
     [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
     References
@@ -310,6 +352,6 @@ def commutation_matrix(m: int, n: int, xp: Namespace = np) -> Array:
            doi:10.1214/aos/1176344621
     """
     identity = xp.eye(m * n)
+    xp = namespace(identity)  # with the functions of the standard, which the caller's may lack
     order = np.arange(m * n).reshape(n, m).T.reshape(-1)
-    names = namespace(identity)
-    return names.take(identity, names.asarray(order), axis=0)
+    return xp.take(identity, xp.asarray(order), axis=0)

@@ -1,4 +1,4 @@
-"""`SeparatedMatrix`, Σ_k λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾ with unit factors, used as a matrix and never formed unasked."""
+"""`SeparatedMatrix`, Σ_k λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾: used as a matrix, never formed unasked."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from lsrdecomp.kronecker.entries import diagonal_entries, get_entries
 from lsrdecomp.kronecker.files import read_terms, write_terms
 from lsrdecomp.kronecker.normalization import (
     check_weights,
-    factor_columns,
     normalized_terms,
     triangular_core,
     with_common_dtype,
 )
 from lsrdecomp.kronecker.rearrange import (
     apply_sum_of_kroneckers,
+    factor_columns,
     factor_shape,
     sum_of_kroneckers,
 )
@@ -57,7 +57,7 @@ UFUNC_OPERATORS = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SeparatedMatrix:
-    """A matrix as a sum of s Kronecker products of d factors, on arrays of any library; it is never formed unasked.
+    """A matrix as a sum of s Kronecker products of d factors, on arrays of any library.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class SeparatedMatrix:
         Each factor of each term has Frobenius norm one.
 
     Use `from_factors` to build one from factors of any norm. With no terms (s = 0) it is the zero
-    matrix.
+    matrix. It is never formed unasked.
 
     **Contents.** A chapter each, in this order below:
 
@@ -112,7 +112,10 @@ class SeparatedMatrix:
 
     @staticmethod
     def from_factors(factors: Sequence[Array], weights: Array | None = None) -> SeparatedMatrix:
-        """Normalise: unit factors, norms and signs gathered in λ, terms in descending order, zero terms dropped.
+        """Build the normal form of a sum of terms.
+
+        Factors become unit factors, norms and signs are gathered in λ, terms come in descending
+        order, and zero terms are dropped.
 
         Parameters
         ----------
@@ -167,7 +170,10 @@ class SeparatedMatrix:
 
     @cached_property
     def norm(self) -> float:
-        """‖M̂‖_F in double precision, from QR factors, so cancellation between terms costs γ·2⁻⁵³ and not γ²·2⁻⁵³."""
+        """‖M̂‖_F in double precision.
+
+        From QR factors, so that cancellation between terms costs γ·2⁻⁵³ and not γ²·2⁻⁵³.
+        """
         scale = norm(self.weights)
         if scale == 0.0:
             return 0.0
@@ -178,7 +184,9 @@ class SeparatedMatrix:
 
     @property
     def condition(self) -> float:
-        """γ = (Σλ²)^½ / ‖M̂‖_F: how much larger the terms are than their sum [1]_. One for orthogonal terms.
+        """γ = (Σλ²)^½ / ‖M̂‖_F: how much larger the terms are than their sum [1]_.
+
+        One for orthogonal terms.
 
         .. [1] G. Beylkin and M. J. Mohlenkamp, SIAM J. Sci. Comput. 26 (2005), eq. (3.11).
                doi:10.1137/040604959
@@ -200,15 +208,16 @@ class SeparatedMatrix:
 
     def __repr__(self) -> str:
         rows, columns = self.shape
+        terms = f"{self.separation_rank} × [{self.kronecker_shape}]"
         return (
-            f"SeparatedMatrix({rows}×{columns} as {self.separation_rank} × [{self.kronecker_shape}], "
+            f"SeparatedMatrix({rows}×{columns} as {terms}, "
             f"{self.parameters:,} parameters, γ = {self.condition:.3g})"
         )
 
     # --- Form ----------------------------------------------------------------------------------
 
     def truncate(self, rank: int) -> SeparatedMatrix:
-        """Return the first ``rank`` terms; the best ones where terms are orthogonal (`canonical`)."""
+        """Return the first ``rank`` terms: the best where terms are orthogonal (`canonical`)."""
         if rank < 0:
             raise ShapeError(f"a separation rank cannot be negative, got {rank}")
         terms = min(rank, self.separation_rank)
@@ -244,7 +253,9 @@ class SeparatedMatrix:
         return tuple(f * root[:, None, None] for f in self.factors)
 
     def round_to(self, storage: str, *, scaled: bool = False) -> SeparatedMatrix:
-        """Return what a reader of factors stored as ``storage`` gets: of the folded factors, or of unit factors beside λ.
+        """Return the matrix that a reader of factors stored as ``storage`` gets.
+
+        The folded factors are rounded, or unit factors beside λ where ``scaled``.
 
         Parameters
         ----------
@@ -271,7 +282,10 @@ class SeparatedMatrix:
         return self.from_factors(rounded, weights)
 
     def astype(self, name: str) -> SeparatedMatrix:
-        """Return the same terms held in ``float32``, ``float64``, ``complex64`` or ``complex128`` for computing."""
+        """Return the same terms in another element type for computing.
+
+        One of ``float32``, ``float64``, ``complex64`` and ``complex128``.
+        """
         xp = namespace(*self.factors)
         dtype = getattr(xp, name)
         real_name = {"complex64": "float32", "complex128": "float64"}.get(name, name)
@@ -290,7 +304,7 @@ class SeparatedMatrix:
     @overload
     def __add__(self, other: Any) -> Any: ...
     def __add__(self, other: Any) -> Any:
-        """Entrywise sum: the terms of both; a number adds one term of ones. Cost of moving the factors."""
+        """Add entry by entry: the terms of both; a number adds one term of ones."""
         if isinstance(other, SeparatedMatrix):
             self._require_same_shape(other, "add")
             xp = namespace(*self.factors, *other.factors)
@@ -328,7 +342,7 @@ class SeparatedMatrix:
     @overload
     def __mul__(self, other: Any) -> Any: ...
     def __mul__(self, other: Any) -> Any:
-        """Entrywise product: by (A ⊗ B) ∘ (C ⊗ D) = (A ∘ C) ⊗ (B ∘ D) at most s·t terms."""
+        """Multiply entry by entry: by (A ⊗ B) ∘ (C ⊗ D) = (A ∘ C) ⊗ (B ∘ D) at most s·t terms."""
         if isinstance(other, SeparatedMatrix):
             self._require_same_shape(other, "multiply")
             return self._combine_terms(other, lambda a, b: a * b)
@@ -348,7 +362,10 @@ class SeparatedMatrix:
     @overload
     def __truediv__(self, other: Any) -> Any: ...
     def __truediv__(self, other: Any) -> Any:
-        """Entrywise quotient: by a number, an array, or a separated matrix of one term without zero entries."""
+        """Divide entry by entry.
+
+        By a number, an array, or a separated matrix of one term without zero entries.
+        """
         if isinstance(other, SeparatedMatrix):
             self._require_same_shape(other, "divide")
             if other.separation_rank != 1:
@@ -365,7 +382,7 @@ class SeparatedMatrix:
         return self._form("dividing by an array") / self._as_operand(other)
 
     def __rtruediv__(self, other: Any) -> Any:
-        """``c / A`` entry by entry; separated for a number over one term, else an array."""
+        """Return ``c / A`` entry by entry; separated for a number over one term, else an array."""
         if not _is_number(other):
             return self._as_operand(other) / self._form("dividing by a separated matrix")
         if self.separation_rank == 1:
@@ -389,10 +406,10 @@ class SeparatedMatrix:
         return self.from_factors((*left, *right), self._weight_pairs(other))
 
     def inner(self, other: SeparatedMatrix) -> Any:
-        """Return ⟨A, B⟩ = tr(Aᴴ B) = Σ_k Σ_l λ_k κ_l Π_i ⟨A_k⁽ⁱ⁾, B_l⁽ⁱ⁾⟩, a number in double precision.
+        """Return ⟨A, B⟩ = tr(Aᴴ B), a number in double precision.
 
-        Cost s·t·Σ m_i n_i. Rounding errors are of the size γ_A γ_B 2⁻⁵³‖A‖‖B‖; for a norm use
-        ``norm``, which loses only γ.
+        Σ_k Σ_l λ_k κ_l Π_i ⟨A_k⁽ⁱ⁾, B_l⁽ⁱ⁾⟩, at a cost of s·t·Σ m_i n_i. Rounding errors are of the
+        size γ_A γ_B 2⁻⁵³‖A‖‖B‖; for a norm use ``norm``, which loses only γ.
         """
         self._require_same_shape(other, "multiply")
         xp = namespace(*self.factors, *other.factors)
@@ -408,7 +425,7 @@ class SeparatedMatrix:
     def _combine_terms(
         self, other: SeparatedMatrix, operation: Callable[[Array, Array], Array]
     ) -> SeparatedMatrix:
-        """Return Σ_k Σ_l of ``operation`` on the factors of term k of this and term l of the other."""
+        """Return Σ_k Σ_l of an operation on the factors of term k of this and l of the other."""
         xp = namespace(*self.factors, *other.factors)
         terms = self.separation_rank * other.separation_rank
         factors = []
@@ -427,7 +444,8 @@ class SeparatedMatrix:
     def _require_same_shape(self, other: SeparatedMatrix, verb: str) -> None:
         if self.kronecker_shape != other.kronecker_shape:
             raise ShapeError(
-                f"cannot {verb} {self.kronecker_shape} and {other.kronecker_shape}: the factor sizes differ"
+                f"cannot {verb} {self.kronecker_shape} and {other.kronecker_shape}: "
+                "the factor sizes differ"
             )
 
     def _ones(self) -> SeparatedMatrix:
@@ -474,7 +492,7 @@ class SeparatedMatrix:
         return self.mH
 
     def dot(self, x: Any) -> Any:
-        """Return ``A @ x``: of an array (n,) or (n, b) the image, of a separated matrix the product of terms."""
+        """Return ``A @ x`` for an array (n,) or (n, b), or another separated matrix."""
         return self @ x
 
     @overload
@@ -482,11 +500,11 @@ class SeparatedMatrix:
     @overload
     def __matmul__(self, x: Any) -> Any: ...
     def __matmul__(self, x: Any) -> Any:
-        """Apply to a vector (n,) or columns (n, b), never forming the matrix; of another separated matrix A B.
+        """Apply to a vector (n,) or columns (n, b); multiply by another separated matrix.
 
-        By (A ⊗ B)(C ⊗ D) = AC ⊗ BD a product of s and t terms has at most s·t;
-        `lsrdecomp.recompress` finds how few serve [1]_. Raises `ShapeError` where sizes, or the
-        inner splits of two separated matrices, disagree.
+        The matrix is never formed. By (A ⊗ B)(C ⊗ D) = AC ⊗ BD a product of s and t terms has at
+        most s·t; `lsrdecomp.recompress` finds how few serve [1]_. Raises `ShapeError` where sizes,
+        or the inner splits of two separated matrices, disagree.
 
         .. [1] G. Beylkin and M. J. Mohlenkamp, SIAM J. Sci. Comput. 26 (2005), sec. 2.
                doi:10.1137/040604959
@@ -497,7 +515,8 @@ class SeparatedMatrix:
         rows = x.kronecker_shape.rows
         if columns != rows:
             raise ShapeError(
-                f"inner sizes differ: columns split {columns}, rows split {rows}; form one by to_matrix()"
+                f"inner sizes differ: columns split {columns}, rows split {rows}; "
+                "form one by to_matrix()"
             )
         return self._combine_terms(x, lambda a, b: a @ b)
 
@@ -539,7 +558,7 @@ class SeparatedMatrix:
         return SeparatedMatrix(to_numpy(self.weights), tuple(to_numpy(f) for f in self.factors))
 
     def to_linear_operator(self) -> Any:
-        """Return a ``scipy.sparse.linalg.LinearOperator`` on NumPy arrays, products with blocks of columns included."""
+        """Return a ``scipy.sparse.linalg.LinearOperator`` on NumPy arrays."""
         from scipy.sparse.linalg import LinearOperator
 
         matrix = self.to_numpy()
@@ -566,7 +585,10 @@ class SeparatedMatrix:
         return formed if dtype is None else formed.astype(dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        """Answer ``x @ A``, ``np.matmul(A, x)``, ``2 * A``, …; other functions of NumPy take the formed matrix."""
+        """Answer ``x @ A``, ``np.matmul(A, x)``, ``2 * A``, … by the operators of this class.
+
+        Any other function of NumPy takes the formed matrix.
+        """
         if ufunc in UFUNC_OPERATORS and method == "__call__" and not kwargs:
             operator = UFUNC_OPERATORS[ufunc]
             left, right = inputs
@@ -584,13 +606,17 @@ class SeparatedMatrix:
             gibibytes = entry_bytes * self.size / 2**30
             raise ShapeError(
                 f"{verb} would form {rows:,} × {columns:,} entries ({gibibytes:,.3g} GiB in double "
-                f"precision; without being asked at most {self.max_formed_entries:,} entries are formed). Products, A[rows], "
-                "A.diagonal() and lsrdecomp.operators need no formed matrix; A.to_matrix() forms it whatever its size"
+                f"precision; without being asked at most {self.max_formed_entries:,} entries are "
+                "formed). Products, A[rows], A.diagonal() and lsrdecomp.operators need no formed "
+                "matrix; A.to_matrix() forms it whatever its size"
             )
         return self.to_matrix()
 
     def _as_operand(self, x: Any) -> Array:
-        """Return an array with a floating type in the library of the factors; lists and SciPy's sparse matrices too."""
+        """Return an operand as an array of floats, from lists and SciPy's sparse matrices too.
+
+        Raises `TypeError` for an array of another library than that of the factors.
+        """
         if hasattr(x, "toarray"):
             x = x.toarray()
         x = as_floating(x, "x")
@@ -619,7 +645,7 @@ class SeparatedMatrix:
         return get_entries(self.kronecker_shape, self.factors, self._coefficients, key)
 
     def diagonal(self) -> Array:
-        """Return the entries A[i, i], shape (min(m, n),); for square factors Σ_k λ_k ⊗_i diag M_k⁽ⁱ⁾."""
+        """Return A[i, i], shape (min(m, n),); for square factors Σ_k λ_k ⊗_i diag M_k⁽ⁱ⁾."""
         return diagonal_entries(self.kronecker_shape, self.factors, self._coefficients)
 
     def trace(self) -> Any:
@@ -680,7 +706,7 @@ class SeparatedMatrix:
 
 
 def _power_to_upper_end(factor: Array, storage: str) -> np.ndarray:
-    """Return, for each term, the power of two that brings its largest entry to the upper end of a format's range."""
+    """Return the powers of two that bring the largest entries to the upper end of a format."""
     xp = namespace(factor)
     peak = to_numpy(xp.max(xp.abs(factor), axis=(1, 2))).astype(np.float64)
     largest = precision(storage).largest

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def divisors(n: int) -> tuple[int, ...]:
-    """All positive divisors of ``n``, ascending.
+    """Return all positive divisors of ``n``, ascending.
 
     Parameters
     ----------
@@ -36,12 +36,13 @@ def divisors(n: int) -> tuple[int, ...]:
     """
     if n < 1:
         raise ShapeError(f"a size must be a positive integer, got {n}")
-    low = [q for q in range(1, math.isqrt(n) + 1) if n % q == 0]
-    return tuple(low + [n // q for q in reversed(low) if q * q != n])
+    small = [q for q in range(1, math.isqrt(n) + 1) if n % q == 0]
+    large = [n // q for q in reversed(small) if q * q != n]
+    return tuple(small + large)
 
 
 def balanced_split(n: int, order: int = 2) -> tuple[int, ...]:
-    """``order`` factors of ``n``, descending, as equal as its divisors allow.
+    """Split ``n`` into ``order`` factors, descending, as equal as its divisors allow.
 
     Each factor in turn is the divisor nearest above the geometric mean of what is left.
 
@@ -66,12 +67,14 @@ def balanced_split(n: int, order: int = 2) -> tuple[int, ...]:
     """
     if order < 1:
         raise ShapeError(f"a Kronecker product has at least one factor, got order {order}")
-    rest, split = n, []
-    for left in range(order, 1, -1):
-        first = next(q for q in divisors(rest) if q**left >= rest)
-        split.append(first)
-        rest //= first
-    return tuple(sorted([*split, rest], reverse=True))
+    split = []
+    remaining = n
+    for n_factors in range(order, 1, -1):
+        factor = next(q for q in divisors(remaining) if q**n_factors >= remaining)
+        split.append(factor)
+        remaining //= factor
+    split.append(remaining)
+    return tuple(sorted(split, reverse=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,23 +108,24 @@ class KroneckerShape:
 
     @classmethod
     def of(cls, rows: Sequence[int], columns: Sequence[int]) -> KroneckerShape:
-        """From the row sizes and the column sizes of the factors."""
+        """Build a shape from the row sizes and the column sizes of the factors."""
         if len(rows) != len(columns):
             raise ShapeError(
-                f"{len(rows)} row sizes {tuple(rows)} against {len(columns)} column sizes {tuple(columns)}"
+                f"{len(rows)} row sizes {tuple(rows)} against "
+                f"{len(columns)} column sizes {tuple(columns)}"
             )
         return cls(tuple(zip(rows, columns, strict=True)))
 
     @classmethod
     def balanced(cls, matrix_shape: tuple[int, int], order: int = 2) -> KroneckerShape:
-        """The most even split of both sides into ``order`` factors."""
+        """Split both sides of a matrix into ``order`` factors, as evenly as they allow."""
         return cls.of(
             balanced_split(matrix_shape[0], order), balanced_split(matrix_shape[1], order)
         )
 
     @classmethod
     def parse(cls, value: Any, words: Sequence[str] = ()) -> KroneckerShape:
-        """From what people write: a shape, nested sizes ``((16, 16), (8, 8))``, or text.
+        """Read what people write: a shape, nested sizes ``((16, 16), (8, 8))``, or text.
 
         Parameters
         ----------
@@ -136,24 +140,13 @@ class KroneckerShape:
         if isinstance(value, KroneckerShape):
             return value
         if isinstance(value, str):
-            if words and not any(letter.isdecimal() for letter in value):
-                raise ShapeError(
-                    f"shape: no word {unknown(value, words)}; or sizes such as '16x16, 8x8'"
-                )
-            pairs = [
-                re.fullmatch(r"\(?\s*(\d+)\s*[x×X*]\s*(\d+)\s*\)?", part.strip())
-                for part in re.split("[,;⊗]", value)
-            ]
-            if not all(pairs):
-                raise ShapeError(
-                    f"shape: sizes are written '16x16, 8x8', one pair a factor, got {value!r}"
-                )
-            return cls(tuple((int(pair[1]), int(pair[2])) for pair in pairs if pair))
+            return cls(_sizes_in_text(value, words))
         try:
             return cls(tuple((m, n) for m, n in value))
         except (TypeError, ValueError) as error:
             raise ShapeError(
-                f"shape: expected a KroneckerShape, pairs ((16, 16), (8, 8)) or '16x16, 8x8', got {value!r}"
+                "shape: expected a KroneckerShape, pairs ((16, 16), (8, 8)) or '16x16, 8x8', "
+                f"got {value!r}"
             ) from error
 
     @property
@@ -163,10 +156,12 @@ class KroneckerShape:
 
     @property
     def rows(self) -> tuple[int, ...]:
+        """Rows m_i of each factor."""
         return tuple(m for m, _ in self.factors)
 
     @property
     def columns(self) -> tuple[int, ...]:
+        """Columns n_i of each factor."""
         return tuple(n for _, n in self.factors)
 
     @property
@@ -176,36 +171,37 @@ class KroneckerShape:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
+        """(rows, columns) of the product."""
         return math.prod(self.rows), math.prod(self.columns)
 
     @property
     def max_separation_rank(self) -> int:
-        """No matrix of this shape needs more terms: all sizes multiplied but the largest."""
+        """Terms that serve every matrix of this shape: all sizes multiplied but the largest."""
         return math.prod(self.sizes) // max(self.sizes)
 
     @property
     def essential_factors(self) -> tuple[int, ...]:
-        """Which factors are not 1×1, which changes nothing; two are left, of as many as there are."""
-        largest_first = sorted(range(self.order), key=lambda i: self.factors[i] == (1, 1))
-        large = self.order - self.factors.count((1, 1))
-        return tuple(sorted(largest_first[: max(large, min(2, self.order))]))
+        """Indices of the factors that are not 1×1, which changes nothing; at least two of two."""
+        essential = [i for i in range(self.order) if self.factors[i] != (1, 1)]
+        trivial = [i for i in range(self.order) if self.factors[i] == (1, 1)]
+        n_kept = max(len(essential), min(2, self.order))
+        return tuple(sorted([*essential, *trivial][:n_kept]))
 
     @property
     def essential(self) -> KroneckerShape:
         """The shape of the `essential_factors` alone."""
         kept = self.essential_factors
-        return (
-            self
-            if len(kept) == self.order
-            else KroneckerShape(tuple(self.factors[i] for i in kept))
-        )
+        if len(kept) == self.order:
+            return self
+        return KroneckerShape(tuple(self.factors[i] for i in kept))
 
     @property
     def transposed(self) -> KroneckerShape:
+        """Shape of the transpose."""
         return KroneckerShape(tuple((n, m) for m, n in self.factors))
 
     def parameters(self, separation_rank: int) -> int:
-        """Numbers in the factors of ``separation_rank`` terms (weights folded in)."""
+        """Count the numbers in the factors of ``separation_rank`` terms (weights folded in)."""
         return separation_rank * sum(self.sizes)
 
     def check(self, matrix_shape: tuple[int, ...], name: str = "matrix") -> None:
@@ -214,18 +210,8 @@ class KroneckerShape:
             return
         if len(matrix_shape) != 2:
             raise ShapeError(f"{name}: expected two dimensions, got shape {tuple(matrix_shape)}")
-        for side, sizes, length in (
-            ("rows", self.rows, matrix_shape[0]),
-            ("columns", self.columns, matrix_shape[1]),
-        ):
-            if math.prod(sizes) != length:
-                product = " x ".join(map(str, sizes))
-                hint = (
-                    f"\nSizes that divide {length}: {_some(divisors(length))}" if length > 0 else ""
-                )
-                raise ShapeError(
-                    f"{name}: {product} = {math.prod(sizes)} {side}, but the matrix has {length}.{hint}"
-                )
+        _check_side(name, "rows", self.rows, matrix_shape[0])
+        _check_side(name, "columns", self.columns, matrix_shape[1])
 
     def __str__(self) -> str:
         return " ⊗ ".join(f"{m}×{n}" for m, n in self.factors)
@@ -233,9 +219,9 @@ class KroneckerShape:
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
-    """Sizes of ``(Σ B1 ⊗ B2 ⊗ …)(Σ A1 ⊗ A2 ⊗ …)``: the out side, the inner rank and the in side, each split.
+    """Sizes of ``(Σ B1 ⊗ B2 ⊗ …)(Σ A1 ⊗ A2 ⊗ …)``: out side, inner rank, in side, each split.
 
-    >>> shape = ProductShape(out=(32, 24), inner=(2, 2), into=(32, 24))        # the paper's adapter
+    >>> shape = ProductShape(out=(32, 24), inner=(2, 2), into=(32, 24))  # the paper's adapter
     >>> shape.matrix_shape, shape.inner_rank, shape.parameters(16)
     ((768, 768), 4, 3584)
     """
@@ -246,25 +232,24 @@ class ProductShape:
 
     def __post_init__(self) -> None:
         for name in ("out", "inner", "into"):
-            object.__setattr__(self, name, tuple(_size(q) for q in getattr(self, name)))
+            sizes = tuple(_size(q) for q in getattr(self, name))
+            object.__setattr__(self, name, sizes)
         if not len(self.out) == len(self.inner) == len(self.into) > 0:
             raise ShapeError(
-                f"out {self.out}, inner {self.inner} and into {self.into} must have equally many sizes"
+                f"out {self.out}, inner {self.inner} and into {self.into} "
+                "must have equally many sizes"
             )
 
     @classmethod
     def balanced(cls, matrix_shape: tuple[int, int], inner: Sequence[int]) -> ProductShape:
-        """The most even split of both sides around a given split of the inner rank."""
+        """Split both sides as evenly as they allow, around a given split of the inner rank."""
+        rows, columns = matrix_shape
         order = len(inner)
-        return cls(
-            balanced_split(matrix_shape[0], order),
-            tuple(inner),
-            balanced_split(matrix_shape[1], order),
-        )
+        return cls(balanced_split(rows, order), tuple(inner), balanced_split(columns, order))
 
     @classmethod
     def low_rank(cls, matrix_shape: tuple[int, int], rank: int) -> ProductShape:
-        """Plain low rank as a product shape: one term of one factor a side, ``(m×r)(r×n)``."""
+        """Return plain low rank, ``(m×r)(r×n)``: one term of one factor a side."""
         return cls((matrix_shape[0],), (rank,), (matrix_shape[1],))
 
     @property
@@ -279,28 +264,31 @@ class ProductShape:
 
     @property
     def order(self) -> int:
+        """Number d of Kronecker factors of each side."""
         return len(self.out)
 
     @property
     def inner_rank(self) -> int:
+        """Columns of the out-side matrix, rows of the in-side matrix."""
         return math.prod(self.inner)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
+        """(rows, columns) of the product."""
         return math.prod(self.out), math.prod(self.into)
 
     def parameters(self, left_rank: int, right_rank: int | None = None) -> int:
-        """Numbers in all factors, for separation ranks of the two sides (equal if one is given)."""
-        return self.left.parameters(left_rank) + self.right.parameters(
-            left_rank if right_rank is None else right_rank
-        )
+        """Count the numbers in all factors; both sides have ``left_rank`` terms by default."""
+        if right_rank is None:
+            right_rank = left_rank
+        return self.left.parameters(left_rank) + self.right.parameters(right_rank)
 
     def __str__(self) -> str:
         return f"({self.left})({self.right})"
 
 
 def kronecker_shapes(matrix_shape: tuple[int, int]) -> Iterator[KroneckerShape]:
-    """Every two-factor shape of a matrix, plain low rank ``(m×1) ⊗ (1×n)`` and its mirror among them.
+    """Yield every two-factor shape of a matrix, among them plain low rank ``(m×1) ⊗ (1×n)``.
 
     Parameters
     ----------
@@ -316,13 +304,14 @@ def kronecker_shapes(matrix_shape: tuple[int, int]) -> Iterator[KroneckerShape]:
     >>> [shape.factors for shape in kronecker_shapes((2, 2))][:2]
     [((1, 1), (2, 2)), ((1, 2), (2, 1))]
     """
-    for m in divisors(matrix_shape[0]):
-        for n in divisors(matrix_shape[1]):
-            yield KroneckerShape(((m, n), (matrix_shape[0] // m, matrix_shape[1] // n)))
+    rows, columns = matrix_shape
+    for m in divisors(rows):
+        for n in divisors(columns):
+            yield KroneckerShape(((m, n), (rows // m, columns // n)))
 
 
 def splits(n: int, order: int) -> Iterator[tuple[int, ...]]:
-    """Every ordered way to write ``n`` as a product of ``order`` positive integers.
+    """Yield every ordered way to write ``n`` as a product of ``order`` positive integers.
 
     Parameters
     ----------
@@ -341,11 +330,39 @@ def splits(n: int, order: int) -> Iterator[tuple[int, ...]]:
         yield (n,)
         return
     for first in divisors(n):
-        for rest in splits(n // first, order - 1):
-            yield (first, *rest)
+        for others in splits(n // first, order - 1):
+            yield (first, *others)
+
+
+def _sizes_in_text(text: str, words: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """Return the pairs of sizes that a text such as ``"16x16, 8x8"`` holds."""
+    has_sizes = any(letter.isdecimal() for letter in text)
+    if words and not has_sizes:
+        raise ShapeError(f"shape: no word {unknown(text, words)}; or sizes such as '16x16, 8x8'")
+    pairs = []
+    for part in re.split("[,;⊗]", text):
+        pair = re.fullmatch(r"\(?\s*(\d+)\s*[x×X*]\s*(\d+)\s*\)?", part.strip())
+        if pair is None:
+            raise ShapeError(
+                f"shape: sizes are written '16x16, 8x8', one pair a factor, got {text!r}"
+            )
+        pairs.append((int(pair[1]), int(pair[2])))
+    return tuple(pairs)
+
+
+def _check_side(name: str, side: str, sizes: tuple[int, ...], length: int) -> None:
+    """Raise `ShapeError` unless sizes multiply to the length of a side; with sizes that would."""
+    if math.prod(sizes) == length:
+        return
+    product = " x ".join(map(str, sizes))
+    hint = f"\nSizes that divide {length}: {_listed(divisors(length))}" if length > 0 else ""
+    raise ShapeError(
+        f"{name}: {product} = {math.prod(sizes)} {side}, but the matrix has {length}.{hint}"
+    )
 
 
 def _size(value: object) -> int:
+    """Return a size as an integer; NumPy's integers count, booleans and fractions do not."""
     if type(value) is int and value > 0:  # the usual case, asked for many times in small problems
         return value
     if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -356,5 +373,7 @@ def _size(value: object) -> int:
     return size
 
 
-def _some(numbers: Sequence[int], most: int = 24) -> str:
-    return ", ".join(map(str, numbers[:most])) + (", ..." if len(numbers) > most else "")
+def _listed(numbers: Sequence[int], limit: int = 24) -> str:
+    """Return numbers as text, the first ones where there are more than ``limit``."""
+    text = ", ".join(map(str, numbers[:limit]))
+    return f"{text}, ..." if len(numbers) > limit else text
