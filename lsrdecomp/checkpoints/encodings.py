@@ -1,12 +1,13 @@
-"""How each structure of a stored layer lies in an LSR directory: its entry in the index, and its bytes.
+"""Encodings of stored layers in an LSR directory: entries of the index, and bytes.
 
-`ENCODINGS` is the table of all of them; a new structure gets a row at its end. Where index and bytes themselves
-stand is said in `lsrdecomp.checkpoints.packed` and `lsrdecomp.checkpoints.packed_index`.
+`ENCODINGS` is the table of all structures; a new one gets a row at its end. Where index and bytes
+themselves stand is said in `lsrdecomp.checkpoints.packed` and `lsrdecomp.checkpoints.packed_index`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,8 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from lsrdecomp.checkpoints.format import PREFIX
+from lsrdecomp.checkpoints.limits import LIMITS
 from lsrdecomp.checkpoints.packed import Bytes, IndexEntry, Reader
-from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS, Array, cast
+from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS, cast, little_endian_bytes
 from lsrdecomp.errors import UnsupportedError
 from lsrdecomp.formats.number_formats import pack, packed_size
 from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct, SpectralCode
@@ -23,23 +25,22 @@ from lsrdecomp.formats.stored import FloatProduct, Stored, product_label
 from lsrdecomp.kronecker.shape import ProductShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-MAX_NUMBERS = 2**31
-"""Numbers in the factors of one layer: a few bytes must not ask for more memory than a machine has."""
-MAX_UNSTORED_NUMBERS = 2**26
-"""The same for a layer in whose factors stand numbers, such as zeros, that no byte was stored for."""
+    from collections.abc import Iterator, Sequence
 
 Structure = tuple[int, ...]
-"""An entry as integers from 0 on, without its exponents: equal for layers that differ in their numbers alone."""
+"""An entry as integers from 0 on, without its exponents: layers that differ in their numbers alone
+have the same."""
 Exponents = tuple[int, ...]
+MakeEntry = Callable[..., list[Any]]
+"""Makes an entry of its exponents."""
 
 
 class Encoding(ABC):
     """One structure in an LSR directory: what the index says of a layer, and the layer's bytes.
 
-    An entry is a list of plain values, such as sizes and names of types, from which `parse` makes an `IndexEntry`.
-    Entries come from files: whatever they hold, `parse` and `read_structure` return or raise `ValueError` and its kin.
+    An entry is a list of plain values, such as sizes and names of types, from which `parse` makes
+    an `IndexEntry`. Entries come from files: whatever they hold, `parse` and `read_structure`
+    return or raise `ValueError` and its kin.
     """
 
     kind: ClassVar[str]  # the word with which entries begin
@@ -62,30 +63,41 @@ class Encoding(ABC):
         """Split an entry into integers from 0 on and exponents of either sign."""
 
     @abstractmethod
-    def read_structure(self, reader: Reader) -> tuple[Callable[..., list[Any]], int]:
-        """Read what `structure` gave first; return what makes the entry of the exponents, and how many these are."""
+    def read_structure(self, reader: Reader) -> tuple[MakeEntry, int]:
+        """Read the integers that `structure` gave.
+
+        Returns
+        -------
+        callable
+            Makes the entry of the exponents.
+        int
+            How many exponents there are.
+        """
 
 
 class FloatEncoding(Encoding):
-    """``out, inner, into, type, terms of the out side, terms of the in side``; the factors one after the other.
+    """Factors in a floating type, one after the other, little-endian, weights folded in.
 
-    Little-endian, weights folded in.
+    Its entry is ``out, inner, into, type, terms of the out side, terms of the in side``.
     """
 
     kind = "floats"
     stored_type = FloatProduct
 
     def entry(self, stored: FloatProduct) -> list[Any]:
+        """Return the entry of a layer."""
         shape = stored.shape
         return [shape.out, shape.inner, shape.into, stored.storage, *stored.terms]
 
     def pieces(self, stored: FloatProduct, name: str) -> Iterator[Bytes]:
+        """Yield the bytes of a layer."""
         for side, factors in (("B", stored.left), ("A", stored.right)):
             for position, factor in enumerate(factors, 1):
                 key = f"{PREFIX}{name}.lsr_{side}.factor_{position}"
-                yield little_endian(cast(factor, stored.storage, key))
+                yield little_endian_bytes(cast(factor, stored.storage, key))
 
     def parse(self, *entry: Any) -> IndexEntry:
+        """Check an entry and return how the layer is read."""
         out, inner, into, storage, *terms = entry
         are_counts = len(terms) == 2 and all(type(count) is int and count > 0 for count in terms)
         if storage not in FLOATS or not are_counts:
@@ -107,10 +119,12 @@ class FloatEncoding(Encoding):
         return FloatProduct(left, right, storage)
 
     def structure(self, *entry: Any) -> tuple[Structure, Exponents]:
+        """Split an entry into integers from 0 on and exponents."""
         out, inner, into, storage, *terms = entry
         return (len(out), *out, *inner, *into, FLOATS.index(storage), *terms), ()
 
-    def read_structure(self, reader: Reader) -> tuple[Callable[..., list[Any]], int]:
+    def read_structure(self, reader: Reader) -> tuple[MakeEntry, int]:
+        """Read the integers that `structure` gave."""
         sizes = _read_sizes(reader)
         storage = FLOATS[reader.integer()]
         terms = reader.integers(2)
@@ -118,15 +132,17 @@ class FloatEncoding(Encoding):
 
 
 class TermsEncoding(Encoding):
-    """``out, inner, into, [bits, exponent, terms] of the out side, the same of the in side``.
+    """Terms in integer codes: of each side the float16 scales, then the codes of each factor.
 
-    Each side is its float16 scales, then the codes of each factor, packed.
+    Its entry is ``out, inner, into, [bits, exponent, terms] of the out side, the same of the in
+    side``.
     """
 
     kind = "terms"
     stored_type = QuantizedProduct
 
     def entry(self, stored: QuantizedProduct) -> list[Any]:
+        """Return the entry of a layer."""
         shape = stored.shape
         sides = [
             [side.bits, side.exponent, int(side.scales.size)]
@@ -134,16 +150,21 @@ class TermsEncoding(Encoding):
         ]
         return [shape.out, shape.inner, shape.into, *sides]
 
-    def pieces(self, stored: QuantizedProduct, name: str) -> Iterator[Bytes]:
+    def pieces(self, stored: QuantizedProduct, _name: str) -> Iterator[Bytes]:
+        """Yield the bytes of a layer."""
         for side in (stored.left, stored.right):
-            yield little_endian(side.scales)
+            yield little_endian_bytes(side.scales)
             for codes in side.codes:
                 yield pack(codes, side.bits)
 
     def parse(self, *entry: Any) -> IndexEntry:
+        """Check an entry and return how the layer is read."""
         out, inner, into, left, right = entry
         shape = ProductShape(tuple(out), tuple(inner), tuple(into))
-        sides, counts, widths, size = [], [], [], 0
+        sides = []
+        counts = []
+        widths = []
+        size = 0
         for (bits, exponent, terms), matrix in ((left, shape.left), (right, shape.right)):
             if type(terms) is not int or terms < 0:
                 raise ValueError(f"a side of {str(terms)[:40]} terms")
@@ -152,10 +173,9 @@ class TermsEncoding(Encoding):
             widths.append(bits)
             size += 2 * terms + sum(packed_size(terms * m * n, bits) for m, n in matrix.factors)
         terms = max(1, counts[0]), max(1, counts[1])
-        entry_read = product_entry(
-            shape, terms, f"int{max(widths)}", size, partial(self._read, sides)
-        )
-        return replace(entry_read, has_unstored=min(counts) == 0)
+        read = partial(self._read, sides)
+        parsed = product_entry(shape, terms, f"int{max(widths)}", size, read)
+        return replace(parsed, has_unstored=min(counts) == 0)
 
     def _read(self, sides: Sequence[tuple[int, int, int, Any]], reader: Reader) -> QuantizedProduct:
         matrices = []
@@ -166,16 +186,16 @@ class TermsEncoding(Encoding):
         return QuantizedProduct(*matrices)
 
     def structure(self, *entry: Any) -> tuple[Structure, Exponents]:
+        """Split an entry into integers from 0 on and exponents."""
         out, inner, into, left, right = entry
         left_bits, left_exponent, left_terms = left
         right_bits, right_exponent, right_terms = right
         sizes = (len(out), *out, *inner, *into)
-        return (*sizes, left_bits, left_terms, right_bits, right_terms), (
-            left_exponent,
-            right_exponent,
-        )
+        structure = (*sizes, left_bits, left_terms, right_bits, right_terms)
+        return structure, (left_exponent, right_exponent)
 
-    def read_structure(self, reader: Reader) -> tuple[Callable[..., list[Any]], int]:
+    def read_structure(self, reader: Reader) -> tuple[MakeEntry, int]:
+        """Read the integers that `structure` gave."""
         sizes = _read_sizes(reader)
         left_bits, left_terms, right_bits, right_terms = reader.integers(4)
 
@@ -188,33 +208,41 @@ class TermsEncoding(Encoding):
 
 
 class ComponentsEncoding(Encoding):
-    """``[m, n], [bits of each component], exponent``; each component a float16 scale, then the codes of u and v."""
+    """Singular components in integer codes: each a float16 scale, then the codes of u and v.
+
+    Its entry is ``[m, n], [bits of each component], exponent``.
+    """
 
     kind = "components"
     stored_type = SpectralCode
 
     def entry(self, stored: SpectralCode) -> list[Any]:
+        """Return the entry of a layer."""
         return [stored.matrix_shape, stored.bits, stored.exponent]
 
-    def pieces(self, stored: SpectralCode, name: str) -> Iterator[Bytes]:
+    def pieces(self, stored: SpectralCode, _name: str) -> Iterator[Bytes]:
+        """Yield the bytes of a layer."""
         components = zip(stored.left, stored.right, stored.scales, stored.bits, strict=True)
         for u, v, scale, bits in components:
-            yield little_endian(np.array([scale], np.float16))
+            yield little_endian_bytes(np.array([scale], np.float16))
             yield pack(np.concatenate([u, v]), bits)
 
     def parse(self, *entry: Any) -> IndexEntry:
+        """Check an entry and return how the layer is read."""
         (m, n), bits, exponent = entry
         widths = tuple(map(_bits, bits))
         no_scales = np.zeros(0, np.float16)
         empty = SpectralCode((), (), no_scales, _exponent(exponent), widths, (m, n))
         size = sum(2 + packed_size(m + n, width) for width in widths)
         read = partial(self._read, empty)
-        entry_read = product_entry(empty.shape, empty.terms, empty.storage, size, read)
-        return replace(entry_read, has_unstored=not widths)
+        parsed = product_entry(empty.shape, empty.terms, empty.storage, size, read)
+        return replace(parsed, has_unstored=not widths)
 
     def _read(self, empty: SpectralCode, reader: Reader) -> SpectralCode:
         m, n = empty.matrix_shape
-        scales, left, right = [np.zeros(0, np.float16)], [], []
+        scales = [np.zeros(0, np.float16)]
+        left = []
+        right = []
         for bits in empty.bits:
             scales.append(reader.scales(1))
             pair = reader.codes(bits, (m + n,))
@@ -223,17 +251,20 @@ class ComponentsEncoding(Encoding):
         return replace(empty, left=tuple(left), right=tuple(right), scales=np.concatenate(scales))
 
     def structure(self, *entry: Any) -> tuple[Structure, Exponents]:
+        """Split an entry into integers from 0 on and exponents."""
         (m, n), bits, exponent = entry
         return (m, n, len(bits), *bits), (exponent,)
 
-    def read_structure(self, reader: Reader) -> tuple[Callable[..., list[Any]], int]:
+    def read_structure(self, reader: Reader) -> tuple[MakeEntry, int]:
+        """Read the integers that `structure` gave."""
         sizes = reader.integers(2)
         bits = reader.integers(reader.integer())
         return (lambda exponent: [sizes, bits, exponent]), 1
 
 
 ENCODINGS: tuple[Encoding, ...] = (FloatEncoding(), TermsEncoding(), ComponentsEncoding())
-"""Every structure that is written and read. Its place is its number in the index, so new ones go to the end."""
+"""Every structure that is written and read. A place here is a number in the index, so new ones go
+to the end."""
 
 
 # -- what the index and the writer ask of the table ------------------------------------------------
@@ -254,7 +285,7 @@ def entry_of(stored: Stored) -> list[Any]:
 
 
 def bytes_of(stored: Stored, name: str = "layer") -> Iterator[Bytes]:
-    """Yield the bytes of a layer; `CheckpointError` with its name if a number does not fit its storage."""
+    """Yield the bytes of a layer; `CheckpointError` with its name if a number does not fit."""
     return encoding_of(stored).pieces(stored, name)
 
 
@@ -267,7 +298,8 @@ def parse(kind: str, *entry: Any) -> IndexEntry:
     else:
         raise ValueError(f"unknown kind {str(kind)[:40]!r}")
     numbers = parsed.shape.parameters(*parsed.terms)
-    if numbers > (MAX_UNSTORED_NUMBERS if parsed.has_unstored else MAX_NUMBERS):
+    allowed = LIMITS.unstored_numbers if parsed.has_unstored else LIMITS.packed_numbers
+    if numbers > allowed:
         raise ValueError(f"a layer of {str(numbers)[:40]} numbers")
     return parsed
 
@@ -281,8 +313,16 @@ def structure_of(kind: str, *entry: Any) -> tuple[Structure, Exponents]:
     raise ValueError(f"unknown kind {str(kind)[:40]!r}")
 
 
-def read_structure(reader: Reader) -> tuple[Callable[..., list[Any]], int]:
-    """Read what `structure_of` gave first; return what makes the entry of the exponents, and how many these are."""
+def read_structure(reader: Reader) -> tuple[MakeEntry, int]:
+    """Read the integers that `structure_of` gave.
+
+    Returns
+    -------
+    callable
+        Makes the entry of the exponents.
+    int
+        How many exponents there are.
+    """
     encoding = ENCODINGS[reader.integer()]
     make_entry, exponents = encoding.read_structure(reader)
     return (lambda *values: [encoding.kind, *make_entry(*values)]), exponents
@@ -301,12 +341,6 @@ def product_entry(
     """Return the entry of a layer that is stored as the factors of its product."""
     parameters = shape.parameters(*terms)
     return IndexEntry(shape, terms, storage, size, parameters, product_label(shape, terms), read)
-
-
-def little_endian(array: Array) -> Bytes:
-    """Return the bytes of an array, little-endian."""
-    stored = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    return stored.reshape(-1).view(np.uint8)
 
 
 def _read_sizes(reader: Reader) -> list[list[int]]:

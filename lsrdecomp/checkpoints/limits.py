@@ -36,8 +36,8 @@ class ReadLimits:
     """Bytes that the index of packed layers may unpack to."""
     packed_numbers: int = 2**31
     """Numbers of the factors of one packed layer."""
-    packed_zeros: int = 2**26
-    """The same for a packed layer without any term, whose numbers no byte stands behind."""
+    unstored_numbers: int = 2**26
+    """The same where factors hold numbers, such as zeros, that no byte was stored for."""
     pattern_characters: int = 1024
     """Characters of a pattern of module names. This and the next three bound matching."""
     pattern_repeats: int = 3

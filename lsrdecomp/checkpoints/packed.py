@@ -1,11 +1,13 @@
-"""Layers in few bytes: the numbers of all in one tensor, their sizes in one index; the entries of each factor's own
-tensor and pattern would outweigh the factors.
+"""Layers in few bytes: the numbers of all in one tensor, their sizes in one index.
 
-The tensor ``base_model.model.lsr_numbers`` holds bytes: each layer's in the order of the index, which is a text of the
-config (`lsrdecomp.checkpoints.packed_index`). An entry of the index is the kind of the layer's structure and what that
-structure says of itself; `lsrdecomp.checkpoints.encodings` lists them, with the layout of their bytes, and
-`lsrdecomp.formats` says what these stand for. Files of version 0.1 have codes only, in ``lsr_packed``, after their
-index.
+With a tensor and a pattern for each factor, their names and sizes would outweigh the factors.
+
+The tensor ``base_model.model.lsr_numbers`` holds bytes: each layer's in the order of the index,
+which is a text of the config (`lsrdecomp.checkpoints.packed_index`). An entry of the index is the
+kind of the layer's structure and what that structure says of itself;
+`lsrdecomp.checkpoints.encodings` lists them, with the layout of their bytes, and
+`lsrdecomp.formats` says what these stand for. Files of version 0.1 have codes only, in
+``lsr_packed``, after their index.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.checkpoints.format import PREFIX
-from lsrdecomp.checkpoints.tensors import DTYPES
+from lsrdecomp.checkpoints.tensors import DTYPES, printable
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.formats.number_formats import Codes, packed_size, unpack
 
@@ -32,28 +34,33 @@ if TYPE_CHECKING:
 NUMBERS = f"{PREFIX}lsr_numbers"
 PACKED = f"{PREFIX}lsr_packed"
 """The tensor of version 0.1."""
-DAMAGE = (LsrError, ValueError, TypeError, LookupError, zlib.error, RecursionError, OverflowError)
+DECODING_ERRORS = (
+    LsrError,
+    ValueError,
+    TypeError,
+    LookupError,
+    zlib.error,
+    RecursionError,
+    OverflowError,
+)
+"""What damaged bytes may raise where they are decoded."""
 Bytes = NDArray[np.uint8]
 
 
-def damaged(
+def damage_error(
     error: BaseException, what: str = "packed layers are damaged", tensor: str | None = PACKED
 ) -> CheckpointError:
-    """What is said of bytes or of an index that cannot be read."""
-    text = "".join(letter if letter.isprintable() else "?" for letter in str(error)[:300])
-    return CheckpointError(f"{what}: {text}", tensor=tensor)
-
-
-# One layer
-# -----------------------------------------------------------------------------------------------------------
+    """Make the error for bytes, or for an index, that cannot be decoded."""
+    return CheckpointError(f"{what}: {printable(str(error)[:300])}", tensor=tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """What the index says of one layer, its numbers checked.
+    """One layer as the index describes it, its numbers checked.
 
     Attributes
     ----------
+    shape : ProductShape
     terms : (int, int)
         Of the out side and of the in side, as its factors have them: at least one.
     storage : str
@@ -67,7 +74,8 @@ class IndexEntry:
     read : callable
         From a `Reader` of so many bytes to the layer as it is stored.
     has_unstored : bool
-        Whether the factors hold numbers that no byte was stored for; a smaller limit then guards memory.
+        Whether the factors hold numbers that no byte was stored for; a smaller limit then guards
+        memory.
     """
 
     shape: ProductShape
@@ -89,49 +97,53 @@ class PackedLayer:
 
     @property
     def factor_shapes(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-        """Shapes (s, m_i, r_i) of the out side and (t, r_i, n_i) of the in side, as `factors` gives them."""
-        sides = self.entry.shape.left.factors, self.entry.shape.right.factors
-        left, right = (
-            [(terms, *size) for size in side]
-            for terms, side in zip(self.entry.terms, sides, strict=True)
-        )
+        """Shapes (s, m_i, r_i) of the out side and (t, r_i, n_i) of the in side."""
+        shape = self.entry.shape
+        left_terms, right_terms = self.entry.terms
+        left = [(left_terms, *size) for size in shape.left.factors]
+        right = [(right_terms, *size) for size in shape.right.factors]
         return left, right
 
     @property
     def storage(self) -> str:
+        """A floating type, or ``"int4"`` and the like."""
         return self.entry.storage
 
     def factors(self) -> tuple[Factors, Factors]:
-        """Return factors of the out side and of the in side: floats as stored, anything else in float64."""
+        """Read the factors of both sides: floats as stored, anything else in float64."""
         return self.stored().factors()
 
     def stored(self) -> Stored:
         """Read the layer as it is stored; `CheckpointError` if its bytes cannot be read."""
         try:
             return self.entry.read(Reader(self.content))
-        except DAMAGE as error:
-            raise damaged(error) from None
+        except DECODING_ERRORS as error:
+            raise damage_error(error) from None
 
 
 def named_factors(layers: Mapping[str, PackedLayer]) -> dict[str, NDArray[Any]]:
-    """The factors by the keys they would have in a file of their own, in float32 or, where stored so, float64."""
-    return {
-        f"{PREFIX}{name}.lsr_{side}.factor_{i}": factor.astype(
-            "float64" if layer.storage == "float64" else "float32"
-        )
-        for name, layer in layers.items()
-        for side, factors in zip("BA", layer.factors(), strict=True)
-        for i, factor in enumerate(factors, 1)
-    }
+    """Read all factors, by the keys they would have in a file of their own.
+
+    They are in float32, or in float64 where stored so.
+    """
+    named = {}
+    for name, layer in layers.items():
+        dtype = "float64" if layer.storage == "float64" else "float32"
+        for side, factors in zip("BA", layer.factors(), strict=True):
+            for i, factor in enumerate(factors, 1):
+                named[f"{PREFIX}{name}.lsr_{side}.factor_{i}"] = factor.astype(dtype)
+    return named
 
 
 class Reader:
-    """Walks through the bytes; a read beyond the end is an error, not an empty array."""
+    """Walks through bytes; a read beyond the end is a `ValueError`, not an empty array."""
 
     def __init__(self, packed: Bytes) -> None:
-        self.packed, self.position = packed, 0
+        self.packed = packed
+        self.position = 0
 
     def take(self, count: int) -> bytes:
+        """Return so many bytes."""
         if self.position + count > self.packed.size:
             raise ValueError(
                 f"{count} bytes are needed at byte {self.position} of {self.packed.size}"
@@ -141,34 +153,36 @@ class Reader:
         return piece.tobytes()
 
     def integer(self) -> int:
-        """In bytes of seven bits."""
-        value = shift = 0
-        while (byte := self.take(1)[0]) > 127:
-            value, shift = value | (byte & 127) << shift, shift + 7
-            if shift > 56:
-                raise ValueError("an integer of more than eight bytes")
-        return value | byte << shift
+        """Read an integer in bytes of seven bits, low ones first; the high bit means "more"."""
+        value = 0
+        for shift in range(0, 63, 7):
+            byte = self.take(1)[0]
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise ValueError("an integer of more than nine bytes")
 
     def integers(self, count: int) -> list[int]:
-        """Read so many integers; a count that the bytes could not hold is damage, not a reason to allocate."""
+        """Read so many integers, of which each takes a byte at least."""
         if count > self.packed.size:
             raise ValueError(f"{count} integers in {self.packed.size} bytes")
         return [self.integer() for _ in range(count)]
 
     def floats(self, storage: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Read an array of a floating type."""
         dtype = DTYPES[storage]
-        stored = np.frombuffer(
-            self.take(math.prod(shape) * dtype.itemsize), dtype.newbyteorder("<")
-        )
+        content = self.take(math.prod(shape) * dtype.itemsize)
+        stored = np.frombuffer(content, dtype.newbyteorder("<"))
         return stored.astype(dtype, copy=False).reshape(shape)
 
     def scales(self, count: int) -> NDArray[np.float16]:
+        """Read scales in float16; `ValueError` for one that is not finite."""
         values = np.frombuffer(self.take(2 * count), "<f2").astype(np.float16)
         if not np.isfinite(values).all():
             raise ValueError("a scale is NaN or infinite")
         return values
 
     def codes(self, bits: int, shape: tuple[int, ...]) -> Codes:
-        return unpack(
-            np.frombuffer(self.take(packed_size(math.prod(shape), bits)), np.uint8), bits, shape
-        )
+        """Read an array of integer codes."""
+        content = self.take(packed_size(math.prod(shape), bits))
+        return unpack(np.frombuffer(content, np.uint8), bits, shape)

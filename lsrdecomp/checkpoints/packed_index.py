@@ -1,18 +1,21 @@
-"""The index of packed layers, in adapter_config.json: which layers an LSR directory has, and their sizes.
+"""The index of packed layers in adapter_config.json: which layers there are, and their sizes.
 
 The index is the field ``layers``, so that PEFT knows all sizes before it opens the weights:
 ``"3:"`` and base85 of raw deflate of integers, each in bytes of seven bits, low ones first, a high
 bit for "more" (zigzag where negative ones occur), then two texts in UTF-8:
 
-    whether target_modules names more than these layers · number of layers · of structures · bytes
-    of the first text of each layer its module, of each the step of its block from the layer before,
-    of each its structure each structure, as `structure_of` lays it out; the exponents of each layer
-    modules: a line each, a zero character where the number of the block stands; JSON of kinds that
-    are not linear
+- 1 if the index decides target_modules, else 0; how many layers; how many structures; bytes of the
+  first text;
+- of each layer its module, of each the step of its block from the layer before, of each its
+  structure;
+- each structure, as `structure_of` lays it out; the exponents of each layer;
+- text: modules, a line each, with a zero character where the number of the block stands;
+- text: JSON of the types of layers that are not linear, if there are any.
 
-A structure is an entry of `lsrdecomp.checkpoints.encodings` without its exponents. Version 0.2 wrote
-base64 of zlib-compressed JSON, ``{"version": 2, "layers": [[name, *entry], …], "kinds": {name:
-[kind, kernel]}, "dropped": [name, …], "exact": true}``, the last three where they say something.
+A structure is an entry of `lsrdecomp.checkpoints.encodings` without its exponents. Version 0.2
+wrote base64 of zlib-compressed JSON, ``{"version": 2, "layers": [[name, *entry], …], "kinds":
+{name: [type, kernel]}, "dropped": [name, …], "exact": true}``, the last three where they say
+something.
 Files of version 0.1 have codes only, in ``lsr_packed``: the length of their index as four
 little-endian bytes, the index as a zlib-compressed list of entries, then the codes.
 """
@@ -32,15 +35,16 @@ import numpy as np
 
 from lsrdecomp.checkpoints.config import exact_pattern
 from lsrdecomp.checkpoints.encodings import parse, read_structure, structure_of
+from lsrdecomp.checkpoints.limits import LIMITS
 from lsrdecomp.checkpoints.packed import (
-    DAMAGE,
+    DECODING_ERRORS,
     NUMBERS,
     PACKED,
     Bytes,
     IndexEntry,
     PackedLayer,
     Reader,
-    damaged,
+    damage_error,
 )
 from lsrdecomp.checkpoints.tensors import check_name, read_header
 from lsrdecomp.errors import CheckpointError
@@ -54,141 +58,147 @@ if TYPE_CHECKING:
     from lsrdecomp.kronecker.shape import ProductShape
 
 FIELD = "layers"
-VERSION, MARK = 2, "3:"
-"""Of the index: the last that was JSON, and how one begins that is not."""
-BLOCK = re.compile(r"(?<=\.)(0|[1-9][0-9]{0,3})(?=\.)")
+JSON_VERSION = 2
+"""The last version of the index that was JSON."""
+PREFIX_OF_3 = "3:"
+BLOCK_NUMBER = re.compile(r"(?<=\.)(0|[1-9][0-9]{0,3})(?=\.)")
 """The number of a block in the name of a layer."""
-LONGEST_INDEX = 16 * 2**20
+LayerType = tuple[str, tuple[int, ...]]
+"""Type and kernel of a layer, as in `lsrdecomp.checkpoints.LoraLayer`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What adapter_config.json says of packed layers."""
+    """The packed layers of an adapter_config.json.
+
+    Attributes
+    ----------
+    entries : Mapping of str to IndexEntry
+        By the layer's name, in the order of their bytes.
+    layer_types : Mapping of str to (type, kernel)
+        Of layers that are not linear.
+    dropped : tuple of str
+        Layers of the source that were left out on purpose, where version 0.2 wrote it.
+    exact : bool
+        Whether exactly these layers are targets: target_modules of the config then names more than
+        these, or nothing.
+    """
 
     entries: Mapping[str, IndexEntry]
-    kinds: Mapping[str, tuple[str, tuple[int, ...]]] = field(
-        default_factory=dict
-    )  # of layers that are not linear
-    dropped: tuple[
-        str, ...
-    ] = ()  # layers of the source that were left out on purpose, where version 0.2 wrote it
-    exact: bool = False  # target_modules of the config names more than these layers, or nothing
+    layer_types: Mapping[str, LayerType] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
+    exact: bool = False
 
     def config_fields(self) -> dict[str, Any]:
-        """The fields of an `lsrdecomp.adapters.LsrConfig` that say the same, a pattern for every layer."""
+        """Return the same as fields of an `lsrdecomp.adapters.LsrConfig`, one pattern a layer."""
         fields = layer_patterns(
             {name: (entry.shape, entry.terms) for name, entry in self.entries.items()}
         )
-        return fields | ({"target_modules": sorted(self.entries)} if self.exact else {})
+        if self.exact:
+            fields["target_modules"] = sorted(self.entries)
+        return fields
 
     def layers(self, numbers: Bytes) -> dict[str, PackedLayer]:
-        """The layers with their bytes, not yet unpacked. Raises `CheckpointError` for another number of bytes."""
-        return _sliced(self.entries, numbers, 0, NUMBERS)
+        """Return the layers with their bytes, not yet unpacked.
+
+        Raises
+        ------
+        CheckpointError
+            If there are more bytes than the layers have, or fewer.
+        """
+        return _slice_layers(self.entries, numbers, 0, NUMBERS)
 
 
 def layer_patterns(sizes: Mapping[str, tuple[ProductShape, tuple[int, int]]]) -> dict[str, Any]:
-    """The pattern fields of an `lsrdecomp.adapters.LsrConfig` for layers of these shapes and terms, at a scale of 1."""
-    patterns = {exact_pattern(name): both for name, both in sizes.items()}
-    ranks = {key: shape.inner_rank for key, (shape, _) in patterns.items()}
+    """Return the pattern fields of an `lsrdecomp.adapters.LsrConfig` for layers with a scale of 1.
+
+    Parameters
+    ----------
+    sizes : mapping of str to (ProductShape, (int, int))
+        Shape and terms by the layer's name.
+    """
+    ranks: dict[str, int] = {}
+    terms_of: dict[str, list[int]] = {}
+    shapes: dict[str, dict[str, list[int]]] = {}
+    for name, (shape, terms) in sizes.items():
+        key = exact_pattern(name)
+        ranks[key] = shape.inner_rank
+        terms_of[key] = list(terms)
+        shapes[key] = {
+            "out": list(shape.out),
+            "inner": list(shape.inner),
+            "into": list(shape.into),
+        }
     return {
         "rank_pattern": ranks,
-        "alpha_pattern": dict(ranks),
-        "separation_rank_pattern": {key: list(terms) for key, (_, terms) in patterns.items()},
-        "shape_pattern": {
-            key: {"out": list(shape.out), "inner": list(shape.inner), "into": list(shape.into)}
-            for key, (shape, _) in patterns.items()
-        },
+        "alpha_pattern": dict(ranks),  # alpha / r is 1
+        "separation_rank_pattern": terms_of,
+        "shape_pattern": shapes,
     }
+
+
+# -- the index as it is written --------------------------------------------------------------------
 
 
 def index_text(
     entries: Mapping[str, Sequence[Any]],
-    kinds: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
+    layer_types: Mapping[str, LayerType] | None = None,
     exact: bool = False,
 ) -> str:
-    """The field ``layers`` of adapter_config.json."""
-    # Index 1: modules and structures once each; of every layer which it has, and by how much its
-    # block is further on.
+    """Return the field ``layers`` of adapter_config.json.
+
+    Parameters
+    ----------
+    entries : mapping of str to sequence
+        Of each layer by its name, as `lsrdecomp.checkpoints.encodings.entry_of` gives it.
+    layer_types : mapping of str to (type, kernel), optional
+        Of layers that are not linear.
+    exact : bool
+        As of an `Index`.
+    """
+    # 1. Modules and structures once each; of every layer which of them it has, and by how much its
+    #    block is further on than the layer's before.
     modules: dict[str, int] = {}
     structures: dict[tuple[int, ...], int] = {}
-    columns: tuple[list[int], ...] = ([], [], [], [])
-    before = 0
+    module_numbers: list[int] = []
+    block_steps: list[int] = []
+    structure_numbers: list[int] = []
+    exponents: list[int] = []
+    previous_block = 0
     for name, entry in entries.items():
-        number = BLOCK.search(name)
-        block = before if number is None else int(number[0])
-        module = name if number is None else f"{name[: number.start()]}\0{name[number.end() :]}"
-        structure, exponents = structure_of(*entry)
-        columns[0].append(modules.setdefault(module, len(modules)))
-        columns[1].append(_zigzag(block - before))
-        columns[2].append(structures.setdefault(structure, len(structures)))
-        columns[3].extend(map(_zigzag, exponents))
-        before = block
-    # Index 2: column by column, since like numbers side by side are what deflate makes small.
+        module, block = _split_name(name, previous_block)
+        structure, exponents_of_layer = structure_of(*entry)
+        module_numbers.append(modules.setdefault(module, len(modules)))
+        block_steps.append(_zigzag(block - previous_block))
+        structure_numbers.append(structures.setdefault(structure, len(structures)))
+        exponents.extend(map(_zigzag, exponents_of_layer))
+        previous_block = block
+    # 2. Column by column, since like numbers side by side are what deflate makes small.
     text = "\n".join(modules).encode()
-    counts = (int(exact), len(entries), len(structures), len(text))
-    laid_out = [value for structure in structures for value in structure]
-    integers = [*counts, *columns[0], *columns[1], *columns[2], *laid_out, *columns[3]]
-    content = (
-        _in_sevens(integers)
-        + text
-        + (json.dumps(dict(kinds), separators=(",", ":")).encode() if kinds else b"")
-    )
+    integers = [int(exact), len(entries), len(structures), len(text)]
+    integers += [*module_numbers, *block_steps, *structure_numbers]
+    for structure in structures:
+        integers.extend(structure)
+    integers.extend(exponents)
+    content = _encode_integers(integers) + text
+    if layer_types:
+        content += json.dumps(dict(layer_types), separators=(",", ":")).encode()
+    # 3. Raw deflate, in the 85 characters that JSON need not escape.
     deflate = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
-    return MARK + base64.b85encode(deflate.compress(content) + deflate.flush()).decode()
+    compressed = deflate.compress(content) + deflate.flush()
+    return PREFIX_OF_3 + base64.b85encode(compressed).decode()
 
 
-def read_index(text: Any) -> Index:
-    """The index in a config; `CheckpointError` for a text that no release wrote."""
-    try:
-        if isinstance(text, str) and text.startswith(MARK):
-            squeezed = base64.b85decode(text.removeprefix(MARK))
-            return _laid_out(
-                zlib.decompressobj(-zlib.MAX_WBITS).decompress(squeezed, LONGEST_INDEX)
-            )
-        raw = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), LONGEST_INDEX)
-        index = json.loads(raw)
-        if index["version"] != VERSION:
-            raise CheckpointError(
-                f"version {str(index['version'])[:40]}, this release reads {VERSION} and {MARK[0]}"
-            )
-        dropped = tuple(str(name) for name in index.get("dropped", ()))
-        return Index(
-            _entries(index["layers"]),
-            read_kinds(index.get("kinds", {})),
-            dropped,
-            index.get("exact") is True,
-        )
-    except (*DAMAGE, AttributeError, binascii.Error) as error:
-        raise damaged(error, f"the index of packed layers ({FIELD}) is damaged", None) from None
+def _split_name(name: str, previous_block: int) -> tuple[str, int]:
+    """Return a layer's module with a zero character for the block's number, and that number."""
+    match = BLOCK_NUMBER.search(name)
+    if match is None:
+        return name, previous_block
+    return f"{name[: match.start()]}\0{name[match.end() :]}", int(match[0])
 
 
-def _laid_out(content: bytes) -> Index:
-    """The index in the bytes that `index_text` wrote."""
-    # The same in the order it was written; a count that the bytes could not hold is damage, not a
-    # reason to allocate.
-    reader = Reader(np.frombuffer(content, np.uint8))
-    exact, layers, structures, length = (reader.integer() for _ in range(4))
-    if max(layers, structures, length) > len(content):
-        raise ValueError(f"{layers} layers of {structures} structures in {len(content)} bytes")
-    module_numbers, steps, structure_numbers = (reader.integers(layers) for _ in range(3))
-    makers = [read_structure(reader) for _ in range(structures)]
-    exponents = []
-    for number in structure_numbers:
-        _, count = makers[number]
-        exponents.append([_unzigzag(reader.integer()) for _ in range(count)])
-    modules = reader.take(length).decode().split("\n")
-    entries, block = [], 0
-    for i, module in enumerate(module_numbers):
-        block += _unzigzag(steps[i])
-        make_entry, _ = makers[structure_numbers[i]]
-        name = modules[module].replace("\0", str(block))
-        entries.append([name, *make_entry(*exponents[i])])
-    kinds = content[reader.position :]
-    return Index(_entries(entries), read_kinds(json.loads(kinds) if kinds else {}), (), bool(exact))
-
-
-def _in_sevens(integers: Iterable[int]) -> bytes:
-    """Integers from 0 on, each in bytes of seven bits."""
+def _encode_integers(integers: Iterable[int]) -> bytes:
+    """Encode integers from 0 on, each in bytes of seven bits, as `Reader.integer` reads them."""
     content = bytearray()
     for value in integers:
         while value > 127:
@@ -199,35 +209,104 @@ def _in_sevens(integers: Iterable[int]) -> bytes:
 
 
 def _zigzag(value: int) -> int:
+    """Map integers of either sign to those from 0 on: 0, −1, 1, −2, … to 0, 1, 2, 3, …."""
     return 2 * value if value >= 0 else -2 * value - 1
 
 
 def _unzigzag(value: int) -> int:
+    """Undo `_zigzag`."""
     return value // 2 if value % 2 == 0 else -(value + 1) // 2
 
 
-def read_kinds(listed: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Kind and kernel of layers that are not linear; `TypeError` and its kin for what is no such table."""
+# -- and read --------------------------------------------------------------------------------------
+
+
+def read_index(text: Any) -> Index:
+    """Read the index in a config; `CheckpointError` for a text that no release wrote."""
+    try:
+        if isinstance(text, str) and text.startswith(PREFIX_OF_3):
+            compressed = base64.b85decode(text.removeprefix(PREFIX_OF_3))
+            return _decode_index(_decompress(compressed, -zlib.MAX_WBITS))
+        compressed = base64.b64decode(text, validate=True)
+        return _index_from_json(json.loads(_decompress(compressed)))
+    except (*DECODING_ERRORS, AttributeError, binascii.Error) as error:
+        what = f"the index of packed layers ({FIELD}) is damaged"
+        raise damage_error(error, what, None) from None
+
+
+def _decompress(compressed: bytes, window_bits: int = zlib.MAX_WBITS) -> bytes:
+    """Decompress as many bytes as are read of an index: more are damage, which is found later."""
+    return zlib.decompressobj(window_bits).decompress(compressed, LIMITS.index_bytes)
+
+
+def _decode_index(content: bytes) -> Index:
+    """Read the index in the bytes that `index_text` wrote, in the same order."""
+    reader = Reader(np.frombuffer(content, np.uint8))
+    exact, layers, structures, text_bytes = (reader.integer() for _ in range(4))
+    # A count that the bytes could not hold is damage, not a reason to allocate.
+    if max(layers, structures, text_bytes) > len(content):
+        raise ValueError(f"{layers} layers of {structures} structures in {len(content)} bytes")
+    module_numbers = reader.integers(layers)
+    block_steps = reader.integers(layers)
+    structure_numbers = reader.integers(layers)
+    makers = [read_structure(reader) for _ in range(structures)]
+    exponents = []
+    for number in structure_numbers:
+        _, count = makers[number]
+        exponents.append([_unzigzag(reader.integer()) for _ in range(count)])
+    modules = reader.take(text_bytes).decode().split("\n")
+    entries = []
+    block = 0
+    for i, module_number in enumerate(module_numbers):
+        block += _unzigzag(block_steps[i])
+        name = modules[module_number].replace("\0", str(block))
+        make_entry, _ = makers[structure_numbers[i]]
+        entries.append([name, *make_entry(*exponents[i])])
+    remaining = content[reader.position :]
+    layer_types = read_layer_types(json.loads(remaining) if remaining else {})
+    return Index(_parse_entries(entries), layer_types, (), bool(exact))
+
+
+def _index_from_json(index: Any) -> Index:
+    """Read the index as version 0.2 wrote it."""
+    version = index["version"]
+    if version != JSON_VERSION:
+        readable = f"{JSON_VERSION} and {PREFIX_OF_3[0]}"
+        raise CheckpointError(f"version {str(version)[:40]}, this release reads {readable}")
+    return Index(
+        _parse_entries(index["layers"]),
+        read_layer_types(index.get("kinds", {})),
+        tuple(str(name) for name in index.get("dropped", ())),
+        index.get("exact") is True,
+    )
+
+
+def read_layer_types(listed: Mapping[str, Any]) -> dict[str, LayerType]:
+    """Read type and kernel of layers that are not linear.
+
+    Raises
+    ------
+    TypeError, ValueError, AttributeError
+        For what is no such table.
+    """
     return {
-        str(name): (str(kind), tuple(int(side) for side in kernel))
-        for name, (kind, kernel) in listed.items()
+        str(name): (str(layer_type), tuple(int(side) for side in kernel))
+        for name, (layer_type, kernel) in listed.items()
     }
 
 
 def read_packed(packed: Bytes) -> dict[str, PackedLayer]:
-    """The layers of the tensor that version 0.1 wrote, their codes not yet unpacked."""
+    """Read the layers of the tensor that version 0.1 wrote, their codes not yet unpacked."""
     try:
         length = int.from_bytes(packed[:4].tobytes(), "little")
-        index = json.loads(
-            zlib.decompressobj().decompress(packed[4 : 4 + length].tobytes(), LONGEST_INDEX)
-        )
-        entries = _entries(index)
-    except DAMAGE as error:
-        raise damaged(error) from None
-    return _sliced(entries, packed, 4 + length, PACKED)
+        index = json.loads(_decompress(packed[4 : 4 + length].tobytes()))
+        entries = _parse_entries(index)
+    except DECODING_ERRORS as error:
+        raise damage_error(error) from None
+    return _slice_layers(entries, packed, 4 + length, PACKED)
 
 
-def _entries(listed: Sequence[Any]) -> dict[str, IndexEntry]:
+def _parse_entries(listed: Sequence[Any]) -> dict[str, IndexEntry]:
     entries = {str(name): parse(*entry) for name, *entry in listed}
     if len(entries) != len(listed):
         raise CheckpointError("a layer is listed twice")
@@ -236,9 +315,10 @@ def _entries(listed: Sequence[Any]) -> dict[str, IndexEntry]:
     return entries
 
 
-def _sliced(
+def _slice_layers(
     entries: Mapping[str, IndexEntry], numbers: Bytes, begin: int, tensor: str
 ) -> dict[str, PackedLayer]:
+    """Return the layers with their bytes, which must fill ``numbers`` from ``begin`` to the end."""
     end = begin + sum(entry.size for entry in entries.values())
     if end != numbers.size:
         text = f"{end} of {numbers.size} bytes belong to {len(entries)} layers"
@@ -251,7 +331,10 @@ def _sliced(
 
 
 def stored_layers(checkpoint: Checkpoint) -> dict[str, Stored]:
-    """Return the layers of an LSR directory as they are stored: packed ones in their order, then those in tensors."""
+    """Read the layers of an LSR directory as they are stored.
+
+    Packed layers come first, in their order, then those of which each factor is a tensor.
+    """
     tensors = read_header(checkpoint.weights).tensors
     index = checkpoint.config.get(FIELD)
     packed = read_packed(tensors[PACKED].read()) if PACKED in tensors else {}
@@ -265,6 +348,6 @@ def stored_layers(checkpoint: Checkpoint) -> dict[str, Stored]:
 
 
 def scaled_factors(layer: KroneckerLayer, storage: str) -> FloatProduct:
-    """Return the factors of a layer with its scale folded into the first, to be stored as ``storage``."""
+    """Read the factors of a layer, its scale folded into the first, to be stored as ``storage``."""
     left, right = layer.load()
     return FloatProduct((layer.scale * left[0], *left[1:]), right, storage)

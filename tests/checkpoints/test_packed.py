@@ -126,11 +126,11 @@ def test_an_index_says_kinds_what_was_dropped_and_what_peft_needs(layers):
     index = read_index(
         text_of_02(one, kinds={"a.q": ["conv", [3, 3]]}, dropped=["a.v"], exact=True)
     )
-    assert (index.kinds, index.dropped) == ({"a.q": ("conv", (3, 3))}, ("a.v",))
+    assert (index.layer_types, index.dropped) == ({"a.q": ("conv", (3, 3))}, ("a.v",))
     index = read_index(
         index_text({"a.q": entry_of(layers["a.q"])}, {"a.q": ("conv", (3, 3))}, exact=True)
     )
-    assert (index.kinds, index.dropped) == ({"a.q": ("conv", (3, 3))}, ())
+    assert (index.layer_types, index.dropped) == ({"a.q": ("conv", (3, 3))}, ())
     fields = index.config_fields()
     assert fields["shape_pattern"] == {"^a\\.q": {"out": [4, 3], "inner": [2, 2], "into": [5, 4]}}
     assert fields["separation_rank_pattern"] == {"^a\\.q": [3, 2]}

@@ -23,7 +23,13 @@ from lsrdecomp.checkpoints.format import (
 )
 from lsrdecomp.checkpoints.limits import LIMITS
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, IndexEntry, PackedLayer
-from lsrdecomp.checkpoints.packed_index import FIELD, Index, read_index, read_kinds, read_packed
+from lsrdecomp.checkpoints.packed_index import (
+    FIELD,
+    Index,
+    read_index,
+    read_layer_types,
+    read_packed,
+)
 from lsrdecomp.checkpoints.records import Checkpoint, KroneckerLayer
 from lsrdecomp.checkpoints.tensors import FLOATS, Array, StoredTensor
 from lsrdecomp.checkpoints.writing import provenance
@@ -72,7 +78,7 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     refuse_fields(config, REFUSED_FIELDS if index is None else {"use_dora": DORA_NEEDS_BASE})
     check_carried(config)
     expected = _ExpectedSizes(config)
-    layer_types = provenance_kinds(bundle) if index is None else index.kinds
+    layer_types = layer_types_in_header(bundle) if index is None else index.layer_types
     linear = "conv1d" if config.flag("fan_in_fan_out") else "linear"
     # 2. The factors, packed ones among them.
     tensors, packed = _with_unpacked(bundle, index)
@@ -97,11 +103,11 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     )
 
 
-def provenance_kinds(bundle: Bundle) -> dict[str, tuple[str, tuple[int, ...]]]:
+def layer_types_in_header(bundle: Bundle) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return type and kernel of the layers that are not plain Linear, from the header's record."""
     record = Checkpoint(bundle.path, "lsr", {}, (), {}, bundle.weights, bundle.metadata)
     try:
-        return read_kinds(provenance(record).get("kinds", {}))
+        return read_layer_types(provenance(record).get("kinds", {}))
     except (AttributeError, TypeError, ValueError):
         raise CheckpointError(
             "the header's record of layer kinds is damaged", path=bundle.weights

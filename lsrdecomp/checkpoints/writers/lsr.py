@@ -1,4 +1,4 @@
-"""LSR directories written: factors in a floating type or in integers, all packed, and the config that PEFT reads."""
+"""LSR directories written: all numbers packed, and the config that PEFT reads."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ if TYPE_CHECKING:
     from lsrdecomp.formats.stored import Stored
 
 Factors = Sequence[Array]
-DEFAULTS = {
+PEFT_DEFAULTS = {
     "bias": "none",
     "modules_to_save": None,
     "task_type": None,
     "base_model_name_or_path": None,
 }
-"""What PEFT takes for a field that is absent; so it does of inference_mode, which it sets as it
-loads."""
+"""What PEFT takes for a field that is absent; so may inference_mode be, which it sets itself."""
 
 
 def write_lsr(
@@ -114,14 +113,14 @@ def write_lsr(
             writer.add(key, tensor.read())
         writer.write(part / WEIGHTS, {})
         config = _config(source, entries)
-        text = json.dumps(
-            config, sort_keys=True, separators=(",", ":"), allow_nan=False
-        )  # its bytes count
+        # Without spaces and lines: the config counts among the bytes of an adapter.
+        text = json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False)
         (part / CONFIG).write_text(f"{text}\n", encoding="utf-8")
-        about = {"storage": storage, "dropped": list(dropped), **(provenance or {})}
-        (part / CARD).write_text(_card(config) + card_section(source, about), encoding="utf-8")
-        for file, text in (files or {}).items():
-            (part / file).write_text(text, encoding="utf-8")
+        record = {"storage": storage, "dropped": list(dropped), **(provenance or {})}
+        card = _card(config) + card_section(source, record)
+        (part / CARD).write_text(card, encoding="utf-8")
+        for file, content in (files or {}).items():
+            (part / file).write_text(content, encoding="utf-8")
     return out
 
 
@@ -133,9 +132,10 @@ def pack_lsr(
     stored: Mapping[str, Stored] | None = None,
     force: bool = False,
 ) -> Path:
-    """Write an LSR directory that PEFT saved, tensor by tensor and with four patterns a layer, as `write_lsr` does.
+    """Write an LSR directory that PEFT saved in fewer bytes, as `write_lsr` writes it.
 
-    Its scale is folded into the first factors, so that ΔW is the same but for their rounding.
+    PEFT saves each factor as a tensor, with four patterns a layer. The scale is folded into the
+    first factors, so that ΔW is the same but for their rounding.
 
     Parameters
     ----------
@@ -182,7 +182,7 @@ def _as_stored(name: str, parts: Sequence[Any], storage: str) -> Stored:
 
 
 def _check_size(name: str, stored: Stored, source_layer: Any, out: Path) -> None:
-    """Raise `CheckpointError` if a layer is not of the size of the source's."""
+    """Refuse a layer that is not of the size of the source's."""
     if source_layer is None:
         return
     rows, columns = source_layer.out_features, source_layer.in_features
@@ -192,40 +192,38 @@ def _check_size(name: str, stored: Stored, source_layer: Any, out: Path) -> None
 
 
 def _config(source: Checkpoint, entries: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    source_layers = {layer.name: layer for layer in source.layers}
-    others = [
-        layer
-        for name, layer in source_layers.items()
-        if name in entries and layer.layer_type != "linear"
-    ]
-    kinds = {layer.name: (layer.layer_type, layer.kernel) for layer in others}
-    names, targets = set(source_layers), source.config.get("target_modules")
+    """Make adapter_config.json for the layers of these entries, as short as PEFT reads it."""
+    layer_types = {
+        layer.name: (layer.layer_type, layer.kernel)
+        for layer in source.layers
+        if layer.name in entries and layer.layer_type != "linear"
+    }
+    names = {layer.name for layer in source.layers}
+    targets = source.config.get("target_modules")
+    # Which modules are meant the source's words say, unless they name others, none, or each in
+    # full; then the index does.
+    names_each = isinstance(targets, list) and names == set(targets)
+    exact = targets is None or names != set(entries) or names_each
+    fields = carried_fields(source.config, names, set(source.extras), source, "lsr_only")
+    fields["target_modules"] = targets
+    del fields["inference_mode"]
+    if exact:
+        del fields["target_modules"]
+    for name, default in PEFT_DEFAULTS.items():
+        if fields[name] == default:
+            del fields[name]
     rank = most_common({name: parse(*entry).shape.inner_rank for name, entry in entries.items()})
-    # Which modules are meant the source's words say, or the index where they name others, none, or
-    # each in full.
-    exact = (
-        targets is None
-        or names != set(entries)
-        or (isinstance(targets, list) and names == set(targets))
-    )
-    fields = carried_fields(source.config, names, set(source.extras), source, "lsr_only") | {
-        "target_modules": targets
-    }
-    left_out = {
-        "inference_mode",
-        *(name for name, value in DEFAULTS.items() if fields[name] == value),
-    }
-    left_out |= {"target_modules"} if exact else set()
     return {
-        **{name: value for name, value in fields.items() if name not in left_out},
+        **fields,
         "peft_type": "LSR",
         "r": rank,
         "lsr_alpha": rank,
-        FIELD: index_text(entries, kinds, exact=exact),
+        FIELD: index_text(entries, layer_types, exact=exact),
     }
 
 
 def _card(config: Mapping[str, Any]) -> str:
+    """Write README.md as the Hugging Face hub reads it."""
     base = config.get("base_model_name_or_path")
     named = f"base_model: {json.dumps(base)}\n" if isinstance(base, str) else ""
     return (
