@@ -13,7 +13,7 @@ import scipy.linalg
 from console import lsr
 
 import lsrdecomp
-from lsrdecomp import checkpoints, compression, threads
+from lsrdecomp import checkpoints, compression, operators, threads
 from lsrdecomp.analysis import error_curves, low_rank_curve, rearranged_spectrum, solver_curve
 from lsrdecomp.cli import commands
 from lsrdecomp.compression.compress import search_adapter
@@ -22,6 +22,7 @@ from lsrdecomp.compression.settings import CompressionPlan, Resources, Search
 from lsrdecomp.compression.shapes import Request
 from lsrdecomp.compression.solve import TaskRunner
 from lsrdecomp.kronecker.shape import ProductShape
+from lsrdecomp.operators import spectrum
 from lsrdecomp.targets.base import Dense
 from lsrdecomp.threads import blas_libraries, one_blas_thread, one_blas_thread_for
 
@@ -290,3 +291,20 @@ print({library.threads for library in blas_libraries()})
     assert int(before) <= int(after)
     assert found == "{1}"
     assert outside == "{2}"
+
+
+@pytest.mark.parametrize(("side", "found"), [(64, {1}), (257, {2})], ids=["small", "large"])
+def test_operators_have_one_thread_where_factors_are_small(side, found, monkeypatch):
+    seen, inner = [], spectrum.diagonalize
+    monkeypatch.setattr(
+        spectrum, "diagonalize", lambda matrix: (seen.append(counts()), inner(matrix))[1]
+    )
+    diagonal = np.diag(np.arange(1.0, side + 1))
+    operators.logdet(operators.kronecker_sum(diagonal, np.eye(2)))
+    assert seen == [found]
+
+
+def test_a_solution_that_falls_short_is_told_where_it_was_asked_for(recwarn):
+    matrix = lsrdecomp.decompose(MATRIX @ MATRIX.T, "8x8, 8x8", rank=6).approximation
+    operators.solve(matrix, np.ones(64), max_iterations=1)
+    assert recwarn.pop(RuntimeWarning).filename == __file__

@@ -9,11 +9,13 @@ import numpy as np
 from lsrdecomp.arrays import Array, as_double, as_floating, is_complex, like, to_numpy
 from lsrdecomp.operators.diagonal import along, diagonalize
 from lsrdecomp.operators.host import check_sides, detached, host, wide
+from lsrdecomp.operators.threads import one_thread_for_small_factors
 
 if TYPE_CHECKING:
     from lsrdecomp.kronecker.separated import SeparatedMatrix
 
 
+@one_thread_for_small_factors
 def expm_multiply(matrix: SeparatedMatrix, x: Any, t: complex = 1.0) -> Array:
     """exp(t A) x, never forming A.
 

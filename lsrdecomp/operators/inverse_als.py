@@ -18,6 +18,7 @@ from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.operators.preconditioners import nearest_kronecker
 from lsrdecomp.operators.single import inv
+from lsrdecomp.operators.threads import one_thread_for_small_factors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,6 +74,7 @@ class ApproximateInverse:
         )
 
 
+@one_thread_for_small_factors
 def approximate_inverse(
     matrix: Any,
     shape: KroneckerShape | Sequence[Sequence[int]] | str | None = None,

@@ -15,6 +15,7 @@ from lsrdecomp.operators.diagonal import diagonalize
 from lsrdecomp.operators.host import check_sides, detached, host, wide
 from lsrdecomp.operators.krylov import krylov
 from lsrdecomp.operators.single import solve_single
+from lsrdecomp.operators.threads import one_thread_for_small_factors
 from lsrdecomp.operators.triangular import triangularize
 from lsrdecomp.precision import tolerance
 
@@ -63,6 +64,7 @@ class LinearSolution:
         )
 
 
+@one_thread_for_small_factors
 def solve(
     matrix: SeparatedMatrix,
     b: Any,
@@ -189,5 +191,6 @@ def _finish(
         text = f"{record}; allow more iterations, pass a better preconditioner (approximate_inverse) or loosen rtol"
         if throw:
             raise ConvergenceError(text, record)
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        # Tell the caller of `solve`, which is wrapped once
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
     return record

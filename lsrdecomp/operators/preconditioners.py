@@ -29,6 +29,7 @@ from lsrdecomp.errors import MatrixError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.operators.host import host
+from lsrdecomp.operators.threads import one_thread_for_small_factors
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.targets.convert import as_target
 
@@ -42,6 +43,7 @@ GAP = 1e-13
 """Change of the factors, of norm one, at which such an iteration on a matrix ends."""
 
 
+@one_thread_for_small_factors
 def nearest_kronecker(
     matrix: Any, shape: KroneckerShape | Sequence[Sequence[int]] | str
 ) -> SeparatedMatrix:

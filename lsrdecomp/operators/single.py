@@ -17,6 +17,7 @@ from lsrdecomp.arrays import Array, adjoint, as_double, namespace, to_numpy
 from lsrdecomp.errors import MatrixError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.operators.host import check_separated
+from lsrdecomp.operators.threads import one_thread_for_small_factors
 from lsrdecomp.precision import tolerance
 
 
@@ -55,6 +56,7 @@ class Svd(NamedTuple):
     Vh: SeparatedMatrix
 
 
+@one_thread_for_small_factors
 def inv(matrix: SeparatedMatrix) -> SeparatedMatrix:
     """The inverse, (A ⊗ B)⁻¹ = A⁻¹ ⊗ B⁻¹.
 
@@ -91,6 +93,7 @@ def inv(matrix: SeparatedMatrix) -> SeparatedMatrix:
     return _of([xp.linalg.inv(f) for f in factors], 1.0 / matrix.weights)
 
 
+@one_thread_for_small_factors
 def pinv(matrix: SeparatedMatrix, *, rtol: float | None = None) -> SeparatedMatrix:
     """The pseudo-inverse, (A ⊗ B)⁺ = A⁺ ⊗ B⁺; factors of any shape.
 
@@ -143,6 +146,7 @@ def slogdet_of_term(matrix: SeparatedMatrix) -> tuple[Any, Any]:
     return sign, total
 
 
+@one_thread_for_small_factors
 def det(matrix: SeparatedMatrix) -> Any:
     """The determinant of one term; it over- and underflows early, `slogdet` does not.
 
@@ -174,6 +178,7 @@ def det(matrix: SeparatedMatrix) -> Any:
     return sign * namespace(matrix.weights).exp(log)
 
 
+@one_thread_for_small_factors
 def eigh(matrix: SeparatedMatrix) -> Eigen:
     """Eigenvalues and orthonormal eigenvectors of one Hermitian term: products of those of the factors.
 
@@ -208,6 +213,7 @@ def eigh(matrix: SeparatedMatrix) -> Eigen:
     return Eigen(matrix.weights[0] * outer([q[0] for q in pairs]), _of([q[1] for q in pairs]))
 
 
+@one_thread_for_small_factors
 def svd(matrix: SeparatedMatrix) -> Svd:
     """The thin singular value decomposition of one term: products of those of the factors, of any shape.
 
@@ -240,6 +246,7 @@ def svd(matrix: SeparatedMatrix) -> Svd:
     return Svd(_of([q[0] for q in parts]), values, _of([q[2] for q in parts]))
 
 
+@one_thread_for_small_factors
 def cholesky(matrix: SeparatedMatrix) -> SeparatedMatrix:
     """L lower triangular with L Lᴴ = A, for one positive definite term: ⊗ of the Cholesky factors.
 
@@ -271,6 +278,7 @@ def cholesky(matrix: SeparatedMatrix) -> SeparatedMatrix:
     return _of([namespace(f).linalg.cholesky(f) for f in factors], matrix.weights**0.5)
 
 
+@one_thread_for_small_factors
 def sqrtm(matrix: SeparatedMatrix) -> SeparatedMatrix:
     """The positive semidefinite square root of one positive semidefinite term: ⊗ of those of the factors.
 

@@ -12,9 +12,11 @@ from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.operators.diagonal import diagonalize
 from lsrdecomp.operators.host import check_separated, host
 from lsrdecomp.operators.single import slogdet_of_term
+from lsrdecomp.operators.threads import one_thread_for_small_factors
 from lsrdecomp.operators.triangular import triangularize
 
 
+@one_thread_for_small_factors
 def slogdet(matrix: SeparatedMatrix) -> tuple[Any, Any]:
     """(sign, log|det A|) of any sum that `solve` solves exactly; the sign is a complex phase for complex factors.
 
@@ -54,6 +56,7 @@ def slogdet(matrix: SeparatedMatrix) -> tuple[Any, Any]:
     return (sign if is_complex(matrix.factors[0]) else float(np.sign(np.real(sign)))), log
 
 
+@one_thread_for_small_factors
 def logdet(matrix: SeparatedMatrix) -> Any:
     """log det A of any sum that `solve` solves exactly, where the determinant is positive.
 
@@ -88,6 +91,7 @@ def logdet(matrix: SeparatedMatrix) -> Any:
     return log
 
 
+@one_thread_for_small_factors
 def eigenvalues(matrix: SeparatedMatrix, mass: SeparatedMatrix | None = None) -> Array:
     """All eigenvalues of a sum whose factors commute, or of the pencil A x = λ B x with ``mass`` B of one term.
 
