@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,38 +12,21 @@ from lsrdecomp.arrays import Array, as_double, dtype_name, like, namespace, real
 from lsrdecomp.errors import BudgetError, ShapeError
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import Event, Solution, Status
-from lsrdecomp.solvers.cp.hosvd import Compressed, compress
+from lsrdecomp.solvers.cp.hosvd import CompressedTensor, compress
 from lsrdecomp.solvers.cp.incremental import ROUNDING, CoreFit, empty_terms
+from lsrdecomp.solvers.cp.options import (
+    CoreOptions,
+    LevenbergMarquardtOptions,
+    TermGrowthOptions,
+)
 from lsrdecomp.solvers.cp.regularized import alternate, storage_ridge
 from lsrdecomp.solvers.cp.tensor import no_terms, rearranged_tensor, refuse_gradients
-from lsrdecomp.solvers.cp.terms import CPTerms, fewest_terms
+from lsrdecomp.solvers.cp.terms import CPTerms, min_number_of_terms
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver, without_unit_factors
 
 if TYPE_CHECKING:
     from lsrdecomp.kronecker.separated import SeparatedMatrix
-    from lsrdecomp.kronecker.shape import KroneckerShape
     from lsrdecomp.solvers.progress import SolveProgress
-
-FIRST_RANK = 8
-"""With a tolerance the core is first made for this many terms; twice as many each time that loses
-too much."""
-NEGLIGIBLE = 1e-3
-"""A core that lost less than this fraction of the error is not improved by sweeps over the whole
-tensor."""
-LOSS_SHARE = 0.5
-"""A core may lose this share of the allowed error; a larger loss means that more terms will be
-needed."""
-ROUNDINGS = 16.0
-"""Unit roundoffs of the tensor's type below which the loss of a core cannot be told from
-rounding."""
-FLAT = 0.5
-"""A core of 2s directions that loses more of the norm than this holds little of what s terms could:
-it is noise."""
-LARGEST_FLAT = 2**20
-"""Most entries of a tensor that is swept as a whole from several starts where its core loses that
-much."""
-CANCELLING = 10.0
-"""A γ above this is worth a warning when the stored error may miss the tolerance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +53,19 @@ class ALS(MatrixSolver):
     core_sweeps : int
         Alternating sweeps over the core after each new term.
     full_sweeps : int
-        Most sweeps over the whole tensor at the end.
+        Maximum sweeps over the whole tensor at the end.
     max_sweeps : int
-        Most sweeps and Newton steps altogether.
+        Maximum sweeps and Newton steps altogether.
     seed : int
     init : SeparatedMatrix, optional
         Terms to start from, of the shape that is solved for, for instance of an earlier result:
         they are fitted as they are, and terms are added to them. Absent, and where they are more
         than ``rank``, the fit starts from nothing.
+    large_condition : float
+        A γ above this is reported where the rounding of the stored terms may exceed the tolerance.
+        By hand.
+    core, growth, levenberg_marquardt : CoreOptions, TermGrowthOptions, LevenbergMarquardtOptions
+        What seldom needs a change in the three parts of the method.
 
     References
     ----------
@@ -106,6 +94,12 @@ class ALS(MatrixSolver):
     max_sweeps: int = 5000
     seed: int = 0
     init: SeparatedMatrix | None = None
+    large_condition: float = 10.0
+    core: CoreOptions = field(default_factory=CoreOptions)
+    growth: TermGrowthOptions = field(default_factory=TermGrowthOptions)
+    levenberg_marquardt: LevenbergMarquardtOptions = field(
+        default_factory=LevenbergMarquardtOptions
+    )
 
     def __post_init__(self) -> None:
         unit_roundoff(self.storage or "float64")
@@ -118,14 +112,16 @@ class ALS(MatrixSolver):
                 raise BudgetError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     def alpha(self, order: int, goal: float = 0.0) -> float:
-        """α for a matrix of norm one with ``order`` factors and an allowed error of ``goal``."""
+        """Return α for a matrix of norm one with ``order`` factors and an allowed error of ``goal``."""
         if self.ridge is not None:
             return self.ridge
         rounding = storage_ridge(self.storage or "float32", order)
-        return min(rounding, goal**2) if self.storage is None and goal > 0.0 else rounding
+        if self.storage is None and goal > 0.0:
+            return min(rounding, goal**2)
+        return rounding
 
     def _solve(self, problem: MatrixProblem) -> Solution:
-        """Terms by regularized alternating least squares; the contract is `Solver.solve`.
+        """Find terms by regularized alternating least squares; the contract is `Solver.solve`.
 
         Unlike ``tensorly.decomposition.parafac`` it penalises λ and not the factors, so that γ
         stays what the storage can bear; it adds terms one by one from the residual, where `parafac`
@@ -147,160 +143,182 @@ class ALS(MatrixSolver):
         Cost: about 8·(2s)·Πp_i operations to make the core, then sweeps and Newton steps on (2s)^d
         entries.
         """
-        target, shape, atol, most = problem.target, problem.shape, problem.atol, problem.max_terms
-        packed_target, size = rearranged_tensor(target, shape), target.norm
-        tensor = packed_target.core
-        refuse_gradients(tensor, shape)
-        progress = problem.progress
+        target, shape, progress = problem.target, problem.shape, problem.progress
+        atol = problem.atol
+        rearranged = rearranged_tensor(target, shape, self.core.max_spanned_entries)
+        size = target.norm
+        refuse_gradients(rearranged.core, shape)
         progress.max_sweeps = self.max_sweeps
-        exact = Status.rank_reached if atol is None else Status.converged
+        success = Status.rank_reached if atol is None else Status.converged
         if size == 0.0:
-            return Solution(no_terms(packed_target.core, shape), exact, relative_error=0.0)
-        tensor, goal = tensor / size, problem.relative_goal or 0.0
+            return Solution(no_terms(rearranged.core, shape), success, relative_error=0.0)
+        tensor = rearranged.core / size
+        goal = problem.relative_goal or 0.0
 
         def matrix_of(terms: CPTerms) -> SeparatedMatrix:
-            return CPTerms(terms.weights, packed_target.expand(terms.columns)).to_separated(
-                shape, size
-            )
+            whole = CPTerms(terms.weights, rearranged.expand(terms.columns))
+            return whole.to_separated(shape, size)
 
-        fibres = CPTerms.number_of_fibres(tensor)  # as many terms are exact
-        enough = fibres == 1 or (atol is None and most >= fibres)
-        needed = (
-            atol is not None
-            and fibres <= min(most, max(tensor.shape))
-            and fewest_terms(tensor, goal) == fibres
-        )
-        if enough or needed:
+        # Solve 1: one term a fibre is exact; it is the answer where fewer terms cannot be.
+        n_fibres = CPTerms.number_of_fibres(tensor)
+        if self._needs_all_fibres(tensor, n_fibres, problem):
             progress.record(0.0)
-            return Solution(matrix_of(CPTerms.fibres(tensor)), exact, progress.sweeps)
-        terms, inner, limit = (
-            self._start(packed_target, shape, size, most),
-            goal,
-            min(most, fibres - 1),
-        )
+            return Solution(matrix_of(CPTerms.fibres(tensor)), success, progress.sweeps)
+        # Solve 2: terms fitted to a core; with a tolerance again and again, to half the misfit each
+        # time, while the core meets its goal and the whole matrix does not.
+        terms = self._initial_terms(rearranged, problem, size)
+        max_terms = min(problem.max_terms, n_fibres - 1)
+        core_goal = goal
         while True:
-            terms = self._fit(tensor, terms, limit, inner, progress)
+            terms = self._fit(tensor, terms, max_terms, core_goal, progress)
             approximation = matrix_of(terms)
             if atol is None:
-                return Solution(approximation, exact, progress.sweeps)
+                return Solution(approximation, success, progress.sweeps)
             error = target.residual_norm(approximation)
-            if (
-                error <= atol
-                or terms.rank >= limit
-                or progress.exhausted
-                or inner < unit_roundoff("float64")
-            ):
+            is_spent = terms.rank >= max_terms or progress.exhausted
+            if error <= atol or is_spent or core_goal < unit_roundoff("float64"):
                 break
-            inner *= 0.5  # the core thought the goal met; the whole matrix did not
-        if error > atol and fibres <= most and not progress.exhausted:
+            core_goal *= 0.5
+        # Solve 3: where no fit met the tolerance, the fibres do, if so many terms are allowed.
+        if error > atol and n_fibres <= problem.max_terms and not progress.exhausted:
             expansion = matrix_of(CPTerms.fibres(tensor))
-            rounding = target.residual_norm(expansion)
-            if rounding <= atol:
-                approximation, error = expansion, rounding
-        status = self._status(error <= atol, approximation, goal, limit, progress)
+            expansion_error = target.residual_norm(expansion)
+            if expansion_error <= atol:
+                approximation = expansion
+                error = expansion_error
+        status = self._status(error <= atol, approximation, goal, max_terms, progress)
         return Solution(approximation, status, progress.sweeps, relative_error=error / size)
 
-    def _start(
-        self, packed_target: Compressed, shape: KroneckerShape, size: float, most: int
+    def _needs_all_fibres(self, tensor: Array, n_fibres: int, problem: MatrixProblem) -> bool:
+        """Return whether the request takes one term for each fibre of a tensor of norm one."""
+        if n_fibres == 1:
+            return True
+        if problem.relative_goal is None:
+            return problem.max_terms >= n_fibres
+        if n_fibres > min(problem.max_terms, max(tensor.shape)):
+            return False
+        return min_number_of_terms(tensor, problem.relative_goal) == n_fibres
+
+    def _initial_terms(
+        self, rearranged: CompressedTensor, problem: MatrixProblem, size: float
     ) -> CPTerms | None:
-        """The terms of ``init`` for ‖T‖ = 1."""
+        """Return the terms of ``init`` for a tensor of norm one, None where they are not used."""
         if self.init is None:
             return None
-        if self.init.kronecker_shape.essential != shape:
+        if self.init.kronecker_shape.essential != problem.shape:
             raise ShapeError(
-                f"init has the shape {self.init.kronecker_shape}, but the factors are {shape}"
+                f"init has the shape {self.init.kronecker_shape}, but the factors are "
+                f"{problem.shape}"
             )
-        if not 0 < self.init.separation_rank <= most:
+        if not 0 < self.init.separation_rank <= problem.max_terms:
             return None
         init = without_unit_factors(self.init)
-        xp = namespace(packed_target.core)
-        flat = [
-            xp.matrix_transpose(
-                xp.reshape(
-                    like(to_numpy(f), packed_target.core), (f.shape[0], f.shape[1] * f.shape[2])
-                )
-            )
-            for f in init.factors
-        ]
-        columns = packed_target.restrict(flat)
-        weights = like(to_numpy(init.weights) / size, packed_target.core)
+        xp = namespace(rearranged.core)
+        flat = []
+        for factor in init.factors:
+            s, m, n = factor.shape
+            rows = xp.reshape(like(to_numpy(factor), rearranged.core), (s, m * n))
+            flat.append(xp.matrix_transpose(rows))
+        columns = rearranged.restrict(flat)
+        weights = like(to_numpy(init.weights) / size, rearranged.core)
         return CPTerms.of((columns[0] * weights, *columns[1:]))
 
     def _fit(
-        self, tensor: Array, start: CPTerms | None, most: int, goal: float, progress: SolveProgress
+        self,
+        tensor: Array,
+        start: CPTerms | None,
+        max_terms: int,
+        goal: float,
+        progress: SolveProgress,
     ) -> CPTerms:
-        """Compress, fit the core, sweep over the whole: terms for ‖T‖ = 1."""
-        rounding, ridge = (
-            ROUNDINGS * unit_roundoff(dtype_name(tensor)),
-            self.alpha(tensor.ndim, goal),
-        )
+        """Compress a tensor of norm one, fit its core, and sweep over the whole."""
+        options = self.core
+        rounding = options.rounding_margin * unit_roundoff(dtype_name(tensor))
+        ridge = self.alpha(tensor.ndim, goal)
         # ALS 1: a core of at most 2s directions a mode, made larger while it loses too much of the
         # allowed error.
-        cap = min(most, max(FIRST_RANK, start.rank if start else 0)) if goal > 0.0 else most
-        while True:
-            negligible = (
-                max(NEGLIGIBLE * goal, unit_roundoff(dtype_name(tensor))) if goal > 0.0 else 0.0
-            )
-            packed = compress(tensor, [2 * cap] * tensor.ndim, self.seed, atol=negligible)
-            if packed.lost <= max(LOSS_SHARE * goal, rounding) or cap >= most:
-                break
-            cap = min(most, 2 * cap)
-        flat = goal == 0.0 and packed.lost > FLAT and math.prod(tensor.shape) <= LARGEST_FLAT
-        if flat:
-            packed = Compressed(tensor, (None,) * tensor.ndim)
+        packed = self._compressed(tensor, start, max_terms, goal, rounding)
+        is_small = math.prod(tensor.shape) <= options.max_flat_entries
+        is_flat = goal == 0.0 and packed.loss > options.flat_loss and is_small
+        if is_flat:
+            packed = CompressedTensor(tensor, (None,) * tensor.ndim)
+        # ALS 2: terms one by one on the core, from the terms of an earlier core; noise by sweeps
+        # alone.
         core = to_numpy(as_double(packed.core))
-        # ALS 2: terms one by one on the core, from where an earlier core has come to; noise by
-        # sweeps alone.
         progress.mark(Event.start)
-        start_terms = empty_terms(core) if start is None else _restricted(packed, start)
-        left = math.sqrt(max(goal**2 - packed.lost**2, 0.0)) if packed.lost > rounding else goal
+        initial = empty_terms(core) if start is None else _restricted(packed, start)
+        core_goal = goal
+        if packed.loss > rounding:
+            core_goal = math.sqrt(max(goal**2 - packed.loss**2, 0.0))
         fit = CoreFit(
             core=core,
             ridge=ridge,
             rng=np.random.default_rng(self.seed),
             sweeps=self.core_sweeps,
             initializations=self.initializations,
-            goal=max(left, ROUNDING),
+            goal=max(core_goal, ROUNDING),
             progress=progress,
+            growth=self.growth,
+            levenberg_marquardt=self.levenberg_marquardt,
         )
-        terms = fit.by_sweeps(start_terms, most) if flat else fit.grown(start_terms, most)
+        terms = fit.by_sweeps(initial, max_terms) if is_flat else fit.grown(initial, max_terms)
         # ALS 3: back to the whole tensor; where the goal is not met, a few sweeps over it take back
         # what the core lost.
-        columns = packed.expand([like(c, tensor) for c in terms.columns])
+        columns = packed.expand([like(column, tensor) for column in terms.columns])
         whole = CPTerms(real_part(like(terms.weights, tensor)), columns)
-        error = fit.misfit(terms)
-        if (
-            math.hypot(packed.lost, error) > goal
-            and packed.lost > NEGLIGIBLE * error
-            and self.full_sweeps > 0
-        ):
+        misfit = fit.misfit(terms)
+        is_missed = math.hypot(packed.loss, misfit) > goal
+        is_loss_visible = packed.loss > options.negligible_share * misfit
+        if is_missed and is_loss_visible and self.full_sweeps > 0:
             progress.mark(Event.start)
             whole = alternate(
                 tensor, whole, ridge, sweeps=self.full_sweeps, rtol=1e-4, progress=progress
             )
         return whole
 
+    def _compressed(
+        self, tensor: Array, start: CPTerms | None, max_terms: int, goal: float, rounding: float
+    ) -> CompressedTensor:
+        """Compress to a core for as many terms as the goal seems to need, for all without a goal."""
+        options = self.core
+        rank = max_terms
+        atol = 0.0
+        if goal > 0.0:
+            initial_rank = max(options.initial_rank, start.rank if start else 0)
+            rank = min(max_terms, initial_rank)
+            atol = max(options.negligible_share * goal, unit_roundoff(dtype_name(tensor)))
+        max_loss = max(options.loss_share * goal, rounding)
+        while True:
+            packed = compress(
+                tensor,
+                [2 * rank] * tensor.ndim,
+                self.seed,
+                atol=atol,
+                oversampling=options.oversampling,
+            )
+            if packed.loss <= max_loss or rank >= max_terms:
+                return packed
+            rank = min(max_terms, 2 * rank)
+
     def _status(
         self,
         met: bool,
         approximation: SeparatedMatrix,
         goal: float,
-        most: int,
+        max_terms: int,
         progress: SolveProgress,
     ) -> Status:
-        condition = approximation.condition
         if met:
-            lost_to_rounding = (
-                condition > CANCELLING
-                and condition * unit_roundoff(self.storage or "float64") > goal
-            )
-            return Status.ill_conditioned if lost_to_rounding else Status.converged
-        if approximation.separation_rank >= most:
+            condition = approximation.condition
+            rounding = condition * unit_roundoff(self.storage or "float64")
+            is_lost_to_rounding = condition > self.large_condition and rounding > goal
+            return Status.ill_conditioned if is_lost_to_rounding else Status.converged
+        if approximation.separation_rank >= max_terms:
             return Status.rank_exhausted
         return Status.sweep_limit if progress.exhausted else Status.stalled
 
 
-def _restricted(packed: Compressed, terms: CPTerms) -> CPTerms:
-    """Terms of the whole tensor as terms of a core."""
-    first, *rest = (to_numpy(as_double(c)) for c in packed.restrict(terms.columns))
-    return CPTerms.of([first * to_numpy(as_double(terms.weights)), *rest])
+def _restricted(packed: CompressedTensor, terms: CPTerms) -> CPTerms:
+    """Project terms of the whole tensor on a core's bases."""
+    first, *others = (to_numpy(as_double(c)) for c in packed.restrict(terms.columns))
+    return CPTerms.of([first * to_numpy(as_double(terms.weights)), *others])

@@ -22,33 +22,38 @@ from lsrdecomp.arrays import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-OVERSAMPLING = 8
-"""Columns of the random sketch beyond the wanted rank: the usual 5 to 10 of randomised range
-finders."""
-
 
 @dataclass(frozen=True, eq=False)
-class Compressed:
+class CompressedTensor:
     """T ≈ core ×_1 U_1 … ×_d U_d with orthonormal columns in every basis."""
 
     core: Array  # (r_1, …, r_d)
     bases: tuple[Array | None, ...]  # (p_i, r_i); None for a mode that was left whole
-    lost: float = 0.0  # ‖T − core ×_1 U_1 … ×_d U_d‖, of differences
+    loss: float = 0.0  # ‖T − core ×_1 U_1 … ×_d U_d‖, of differences
 
     def expand(self, columns: Sequence[Array]) -> tuple[Array, ...]:
-        """Factors of the core, (r_i, s), as factors of the tensor, (p_i, s)."""
-        return tuple(c if b is None else b @ c for b, c in zip(self.bases, columns, strict=True))
+        """Return factors of the core, (r_i, s), as factors of the tensor, (p_i, s)."""
+        expanded = []
+        for basis, column in zip(self.bases, columns, strict=True):
+            expanded.append(column if basis is None else basis @ column)
+        return tuple(expanded)
 
     def restrict(self, columns: Sequence[Array]) -> tuple[Array, ...]:
-        """Factors of the tensor projected on the bases."""
-        return tuple(
-            c if b is None else adjoint(b) @ c for b, c in zip(self.bases, columns, strict=True)
-        )
+        """Project factors of the tensor on the bases."""
+        restricted = []
+        for basis, column in zip(self.bases, columns, strict=True):
+            restricted.append(column if basis is None else adjoint(basis) @ column)
+        return tuple(restricted)
 
 
 def compress(
-    tensor: Array, ranks: Sequence[int], seed: int = 0, *, atol: float = 0.0
-) -> Compressed:
+    tensor: Array,
+    ranks: Sequence[int],
+    seed: int = 0,
+    *,
+    atol: float = 0.0,
+    oversampling: int = 8,
+) -> CompressedTensor:
     """Truncate every mode in turn to at most ``ranks[i]`` directions [1]_, found by a random sketch [2]_.
 
     One power step with orthogonalisation in between keeps directions down to the unit roundoff,
@@ -61,10 +66,12 @@ def compress(
     seed : int
     atol : float
         Directions that hold no more than this altogether are left out too.
+    oversampling : int
+        Columns of the sketch beyond the rank.
 
     Returns
     -------
-    Compressed
+    CompressedTensor
         Core in the element type of the tensor. Cost about 10·r_1·Π p_i operations: later modes see
         a smaller tensor.
 
@@ -76,12 +83,14 @@ def compress(
     .. [2] N. Halko, P. G. Martinsson and J. A. Tropp, Finding structure with randomness, SIAM Rev.
        53 (2011). doi:10.1137/090771806
     """
-    xp, rng = namespace(tensor), np.random.default_rng(seed)
+    xp = namespace(tensor)
+    rng = np.random.default_rng(seed)
     core = tensor
     bases: list[Array | None] = []
     losses: list[float] = []
     for mode in range(tensor.ndim):
-        size, rank = int(core.shape[mode]), int(ranks[mode])
+        size = int(core.shape[mode])
+        rank = int(ranks[mode])
         if rank >= size and atol == 0.0:
             bases.append(None)
             continue
@@ -90,36 +99,41 @@ def compress(
         front = xp.permute_dims(core, order)
         matrix = xp.reshape(front, (size, math.prod(front.shape[1:])))
         # HOSVD 2: its leading left directions and the coordinates in them, which take its place.
-        basis, coordinates = _leading(matrix, min(rank, size), atol / math.sqrt(core.ndim), rng)
+        mode_atol = atol / math.sqrt(core.ndim)
+        basis, coordinates = _leading(matrix, min(rank, size), mode_atol, rng, oversampling)
         if basis.shape[1] == size:
             bases.append(None)
             continue
-        # Each projection is orthogonal to those before, so the squares of what they lose add up.
-        # One minus the square of what is left would be no better than the root of the unit
+        # Each projection is orthogonal to those before, so the squares of their losses add up. One
+        # minus the square of the norm that remains would be no better than the root of the unit
         # roundoff.
         losses.append(norm(matrix - basis @ coordinates))
         reduced = xp.reshape(coordinates, (basis.shape[1], *front.shape[1:]))
         core = xp.permute_dims(reduced, tuple(int(q) for q in np.argsort(order)))
         bases.append(basis)
-    return Compressed(core, tuple(bases), math.hypot(*losses))
+    return CompressedTensor(core, tuple(bases), math.hypot(*losses))
 
 
 def _leading(
-    matrix: Array, rank: int, atol: float, rng: np.random.Generator
+    matrix: Array, rank: int, atol: float, rng: np.random.Generator, oversampling: int
 ) -> tuple[Array, Array]:
-    """Orthonormal U (p, r) of the leading left directions of a matrix, those above ``atol`` together, and Uᴴ·matrix."""
+    """Return orthonormal U (p, r) of the leading left directions of a matrix, and Uᴴ·matrix.
+
+    Directions that together hold no more than ``atol`` are left out.
+    """
     xp = namespace(matrix)
-    size, width = int(matrix.shape[0]), int(matrix.shape[1])
+    size, width = (int(n) for n in matrix.shape)
     # Leading 1: a range that holds them, by random columns and one power step, where that is
     # smaller than the matrix.
-    sketched, basis = rank + OVERSAMPLING, None
-    if sketched < min(size, width):
-        test = xp.asarray(
-            rng.standard_normal((width, sketched)), dtype=matrix.dtype, device=device(matrix)
-        )
-        basis = xp.linalg.qr(matrix @ test).Q
-        basis = xp.linalg.qr(matrix @ xp.linalg.qr(adjoint(matrix) @ basis).Q).Q
-        matrix = adjoint(basis) @ matrix
+    n_random = rank + oversampling
+    range_basis = None
+    if n_random < min(size, width):
+        random = rng.standard_normal((width, n_random))
+        random = xp.asarray(random, dtype=matrix.dtype, device=device(matrix))
+        range_basis = xp.linalg.qr(matrix @ random).Q
+        row_basis = xp.linalg.qr(adjoint(matrix) @ range_basis).Q
+        range_basis = xp.linalg.qr(matrix @ row_basis).Q
+        matrix = adjoint(range_basis) @ matrix
     # Leading 2: an SVD inside that range; of a wide matrix through R of its adjoint, never through
     # a Gram matrix.
     if matrix.shape[0] < matrix.shape[1]:
@@ -128,8 +142,11 @@ def _leading(
         directions = adjoint(vh)
     else:
         directions, sigma, _ = xp.linalg.svd(as_double(matrix), full_matrices=False)
-    # Leading 3: no more than the error allows to leave out.
+    # Leading 3: as few as the allowed error permits, one at least.
     tails = np.sqrt(np.cumsum(to_numpy(sigma)[:rank][::-1] ** 2))
-    leading = xp.astype(directions[:, : max(1, int(np.sum(tails > atol)))], matrix.dtype)
+    n_kept = max(1, int(np.sum(tails > atol)))
+    leading = xp.astype(directions[:, :n_kept], matrix.dtype)
     coordinates = adjoint(leading) @ matrix
-    return (leading if basis is None else basis @ leading), coordinates
+    if range_basis is not None:
+        leading = range_basis @ leading
+    return leading, coordinates

@@ -38,7 +38,8 @@ def sweep(tensor: Array, columns: Sequence[Array], update: Update) -> tuple[Arra
        CANDECOMP/PARAFAC tensor factorizations, IEEE Trans. Signal Process. 61 (2013).
        doi:10.1109/TSP.2013.2269903
     """
-    xp, d = namespace(tensor), tensor.ndim
+    xp = namespace(tensor)
+    d = tensor.ndim
     current = list(columns)
     if d == 1:
         current[0] = update(0, xp.broadcast_to(tensor[:, None], current[0].shape))
@@ -48,15 +49,15 @@ def sweep(tensor: Array, columns: Sequence[Array], update: Update) -> tuple[Arra
     half = (d + 1) // 2
     split = math.prod(tensor.shape[:half])
     matrix = xp.reshape(tensor, (split, math.prod(tensor.shape[half:])))
-    _descend(matrix @ _joined(current, range(half, d)), range(half), current, update)
-    _descend(
-        xp.matrix_transpose(matrix) @ _joined(current, range(half)), range(half, d), current, update
-    )
+    left_products = matrix @ _joined(current, range(half, d))
+    _descend(left_products, range(half), current, update)
+    right_products = xp.matrix_transpose(matrix) @ _joined(current, range(half))
+    _descend(right_products, range(half, d), current, update)
     return tuple(current)
 
 
 def products(tensor: Array, columns: Sequence[Array]) -> tuple[Array, ...]:
-    """All d products T_(i) conj(⊙_{m≠i} F_m), shapes (p_i, s), of fixed factors."""
+    """Return all d products T_(i) conj(⊙_{m≠i} F_m), shapes (p_i, s), of fixed factors."""
     by_mode: dict[int, Array] = {}
 
     def keep(mode: int, product: Array) -> Array:
@@ -68,8 +69,9 @@ def products(tensor: Array, columns: Sequence[Array]) -> tuple[Array, ...]:
 
 
 def assemble(columns: Sequence[Array], weights: Array) -> Array:
-    """Σ_k λ_k f_k⁽¹⁾ ∘ … ∘ f_k⁽ᵈ⁾, formed: one matrix product; shape (p_1, …, p_d)."""
-    xp, d = namespace(*columns), len(columns)
+    """Form Σ_k λ_k f_k⁽¹⁾ ∘ … ∘ f_k⁽ᵈ⁾, shape (p_1, …, p_d), by one matrix product."""
+    xp = namespace(*columns)
+    d = len(columns)
     # Both halves of the modes joined first: one product of two tall matrices is what BLAS does
     # best.
     half = (d + 1) // 2
@@ -77,22 +79,30 @@ def assemble(columns: Sequence[Array], weights: Array) -> Array:
     if half == d:
         return xp.sum(left, axis=1)
     right = reduce(khatri_rao, columns[half:])
-    return xp.reshape(left @ xp.matrix_transpose(right), tuple(int(c.shape[0]) for c in columns))
+    sizes = tuple(int(column.shape[0]) for column in columns)
+    return xp.reshape(left @ xp.matrix_transpose(right), sizes)
 
 
 def _descend(partial: Array, modes: range, columns: list[Array], update: Update) -> None:
-    """``partial`` (Π p_i over modes, s) is the tensor contracted with every factor outside ``modes``."""
+    """Visit the modes below a node of the tree.
+
+    ``partial`` (Π p_i over modes, s) is the tensor contracted with every factor outside ``modes``.
+    """
     if len(modes) == 1:
         columns[modes[0]] = update(modes[0], partial)
         return
     xp = namespace(partial)
-    left, right = modes[: (len(modes) + 1) // 2], modes[(len(modes) + 1) // 2 :]
-    size = math.prod(int(columns[m].shape[0]) for m in left)
-    block = xp.reshape(partial, (size, partial.shape[0] // size, partial.shape[1]))
-    _descend(xp.sum(block * _joined(columns, right)[None, :, :], axis=1), left, columns, update)
-    _descend(xp.sum(block * _joined(columns, left)[:, None, :], axis=0), right, columns, update)
+    half = (len(modes) + 1) // 2
+    left = modes[:half]
+    right = modes[half:]
+    rows = math.prod(int(columns[mode].shape[0]) for mode in left)
+    block = xp.reshape(partial, (rows, partial.shape[0] // rows, partial.shape[1]))
+    left_partial = xp.sum(block * _joined(columns, right)[None, :, :], axis=1)
+    _descend(left_partial, left, columns, update)
+    right_partial = xp.sum(block * _joined(columns, left)[:, None, :], axis=0)
+    _descend(right_partial, right, columns, update)
 
 
 def _joined(columns: Sequence[Array], modes: range) -> Array:
-    """conj of the Khatri–Rao product of the factors of ``modes``, the first mode slowest."""
+    """Return conj of the Khatri–Rao product of the factors of ``modes``, the first mode slowest."""
     return conjugate(reduce(khatri_rao, [columns[mode] for mode in modes]))

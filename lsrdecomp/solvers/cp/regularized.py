@@ -20,7 +20,7 @@ measured."""
 
 
 def storage_ridge(storage: str, order: int) -> float:
-    """α = (0.42·√d·μ)²: the weight of Σλ² that stands for the rounding of d stored factors.
+    """Return α = (0.42·√d·μ)²: the weight of Σλ² that stands for the rounding of d stored factors.
 
     Rounding moves each unit factor by about 0.42·μ, so the sum of terms by 0.42·√d·μ·‖λ‖. With this
     α the regularized objective ‖M − M̂‖² + α Σλ² *is* the expected square error after rounding, for
@@ -48,7 +48,7 @@ def alternate(
     ridge : float
         α.
     sweeps : int
-        Most sweeps.
+        Maximum sweeps.
     rtol : float
         Stop when a sweep lowers the objective by less than this fraction.
     progress : SolveProgress, optional
@@ -59,66 +59,74 @@ def alternate(
     -------
     CPTerms
     """
-    return iterate(_sweeps(tensor, terms, ridge, rtol), terms, progress, max_steps=sweeps)[0]
+    steps = _sweeps(tensor, terms, ridge, rtol)
+    swept, _ = iterate(steps, terms, progress, max_steps=sweeps)
+    return swept
 
 
 def _sweeps(
     tensor: Array, terms: CPTerms, ridge: float, rtol: float
 ) -> Iterator[IterationStep[CPTerms]]:
-    before, total = math.inf, norm(tensor) ** 2
+    previous_objective = math.inf
+    squared_norm = norm(tensor) ** 2
     while True:
-        terms, gained = _one_sweep(tensor, terms, ridge)
-        square = max(total - gained, 0.0)
-        size = float(namespace(tensor).sum(terms.weights**2))
-        objective = square + ridge * size
-        condition = math.sqrt(size / max(gained, 1e-300))
+        terms, captured = _one_sweep(tensor, terms, ridge)
+        squared_error = max(squared_norm - captured, 0.0)
+        squared_weights = float(namespace(tensor).sum(terms.weights**2))
+        objective = squared_error + ridge * squared_weights
         yield IterationStep(
-            terms,
-            math.sqrt(square),
-            condition,
-            objective,
-            converged=objective >= (1.0 - rtol) * before,
+            state=terms,
+            relative_error=math.sqrt(squared_error),
+            condition=math.sqrt(squared_weights / max(captured, 1e-300)),
+            objective=objective,
+            converged=objective >= (1.0 - rtol) * previous_objective,
         )
-        before = objective
+        previous_objective = objective
 
 
 def _one_sweep(tensor: Array, terms: CPTerms, ridge: float) -> tuple[CPTerms, float]:
-    """New terms, and ‖T‖² − ‖T − Σ‖² for them."""
-    xp, d = namespace(tensor), tensor.ndim
-    columns = [as_double(c) for c in terms.columns]
-    grams = [adjoint(c) @ c for c in columns]
-    weights, gained = terms.weights, 0.0
+    """Return new terms, and ‖T‖² − ‖T − Σ‖² for them."""
+    xp = namespace(tensor)
+    columns = [as_double(column) for column in terms.columns]
+    grams = [adjoint(column) @ column for column in columns]
+    weights = terms.weights
+    captured = 0.0
 
     def update(mode: int, product: Array) -> Array:
-        nonlocal weights, gained
-        # ALS 1: G, the entrywise product of the Gram matrices of all other modes.
+        nonlocal weights, captured
+        # Sweep 1: G, the entrywise product of the Gram matrices of all other modes.
         others: Array = math.prod(gram for m, gram in enumerate(grams) if m != mode)
-        # ALS 2: the block's minimum, A (G + αI) = T_(i) (⊙ F), a small solve in double precision.
-        wide = as_double(product)
-        solved = _solve(others, wide, ridge)
-        # ALS 3: unit columns, so that the weights carry the size; a term that vanished keeps its
+        # Sweep 2: the block's minimum, A (G + αI) = T_(i) (⊙ F), a small solve in double precision.
+        product_in_double = as_double(product)
+        solved = _solve(others, product_in_double, ridge)
+        # Sweep 3: unit columns, so that the weights carry the size; a term that vanished keeps its
         # direction.
         unit, weights = unit_columns(solved)
         unit = xp.where(weights > 0, unit, columns[mode])
         columns[mode] = unit
         grams[mode] = adjoint(unit) @ unit
-        # ALS 4: after the last mode, ‖T‖² − ‖T − Σ‖² from products that are at hand anyway.
-        if mode == d - 1:
-            scaled = xp.astype(weights, unit.dtype)
-            total = scaled @ (others * grams[mode]) @ scaled
-            cross = xp.sum(conjugate(wide) * solved)
-            gained = 2.0 * complex(cross).real - complex(total).real
+        # Sweep 4: after the last mode, ‖T‖² − ‖T − Σ‖² from products that are at hand anyway.
+        if mode == tensor.ndim - 1:
+            scales = xp.astype(weights, unit.dtype)
+            squared_sum = scales @ (others * grams[mode]) @ scales
+            overlap = xp.sum(conjugate(product_in_double) * solved)
+            captured = 2.0 * complex(overlap).real - complex(squared_sum).real
         return xp.astype(unit, product.dtype)
 
     sweep(tensor, terms.columns, update)
-    return CPTerms(weights, tuple(xp.astype(c, tensor.dtype) for c in columns)), gained
+    new_columns = tuple(xp.astype(column, tensor.dtype) for column in columns)
+    return CPTerms(weights, new_columns), captured
 
 
 def _solve(gram: Array, product: Array, ridge: float) -> Array:
-    """product · (conj(G) + αI)⁻¹ for a Gram matrix with unit diagonal, directions below roundoff left out."""
+    """Return product · (conj(G) + αI)⁻¹ for a Gram matrix G with unit diagonal.
+
+    Directions below roundoff are left out.
+    """
     xp = namespace(gram)
     values, vectors = xp.linalg.eigh(conjugate(gram))
     floor = 4.0 * gram.shape[0] * unit_roundoff("float64")
-    safe = xp.where(values > floor, values, xp.ones_like(values))
-    inverse = xp.where(values > floor, 1.0 / (safe + ridge), xp.zeros_like(values))
+    is_above = values > floor
+    divisor = xp.where(is_above, values, xp.ones_like(values)) + ridge
+    inverse = xp.where(is_above, 1.0 / divisor, xp.zeros_like(values))
     return ((product @ vectors) * xp.astype(inverse, product.dtype)) @ adjoint(vectors)

@@ -58,7 +58,7 @@ class TensorLyCP(MatrixSolver):
     seed: int = 0
 
     def _solve(self, problem: MatrixProblem) -> Solution:
-        """Terms by ``parafac``; the contract is `Solver.solve`.
+        """Find terms by ``parafac``; the contract is `Solver.solve`.
 
         With ``atol`` it is called anew with one term more until the measured error is small enough:
         TensorLy's own stopping rule looks at the change of the error alone. Of two factors, those
@@ -76,55 +76,52 @@ class TensorLyCP(MatrixSolver):
         ConvergenceError
             Where TensorLy meets a singular system.
         """
-        target, shape, atol, most = problem.target, problem.shape, problem.atol, problem.max_terms
+        target, shape, progress = problem.target, problem.shape, problem.progress
+        atol = problem.atol
         if shape.order == 2:
             return problem.delegate_to(SVD())
-        packed = rearranged_tensor(target, shape)
-        refuse_gradients(packed.core, shape)
-        tensor, size = to_numpy(as_double(packed.core)), target.norm
+        rearranged = rearranged_tensor(target, shape)
+        refuse_gradients(rearranged.core, shape)
+        size = target.norm
         if size == 0.0:
             status = Status.rank_reached if atol is None else Status.converged
-            return Solution(no_terms(packed.core, shape), status, relative_error=0.0)
-        progress = problem.progress
-        terms = most if atol is None else 1
+            return Solution(no_terms(rearranged.core, shape), status, relative_error=0.0)
+        tensor = to_numpy(as_double(rearranged.core)) / size
+        terms = problem.max_terms if atol is None else 1
         while True:
-            columns = self._columns(tensor / size, terms, progress)
-            expanded = CPTerms.of(packed.expand([like(column, packed.core) for column in columns]))
+            columns = [like(c, rearranged.core) for c in self._columns(tensor, terms, progress)]
+            expanded = CPTerms.of(rearranged.expand(columns))
             approximation = expanded.to_separated(shape, size)
             if atol is None:
                 return Solution(approximation, Status.rank_reached, progress.sweeps)
             error = target.residual_norm(approximation)
-            if error <= atol or terms == most:
+            if error <= atol or terms == problem.max_terms:
                 status = Status.converged if error <= atol else Status.rank_exhausted
                 return Solution(approximation, status, progress.sweeps, relative_error=error / size)
             terms += 1
             progress.mark(Event.new_term)
 
     def _columns(self, tensor: np.ndarray, rank: int, progress: SolveProgress) -> list[np.ndarray]:
-        """Factors of the tensor, the first multiplied by the weights."""
+        """Return factors of the tensor, the first multiplied by the weights."""
         from tensorly.decomposition import parafac
 
-        monotone = self.l2_reg == 0.0
+        is_monotone = self.l2_reg == 0.0
 
-        def tell(_: Any, error: Any) -> None:
-            progress.record(
-                float(error), math.nan, float(error) ** 2 if monotone else None
-            )  # γ: not known
+        def record(_: Any, error: Any) -> None:
+            objective = float(error) ** 2 if is_monotone else None
+            progress.record(float(error), math.nan, objective)  # γ: not known
 
-        options = {
-            "n_iter_max": self.max_sweeps,
-            "tol": self.tol,
-            "init": self.init,
-            "l2_reg": self.l2_reg,
-        }
         try:
             weights, factors = parafac(
                 tensor,
                 rank,
+                n_iter_max=self.max_sweeps,
+                tol=self.tol,
+                init=self.init,
+                l2_reg=self.l2_reg,
                 random_state=self.seed,
                 normalize_factors=True,
-                callback=tell,
-                **options,
+                callback=record,
             )
         except np.linalg.LinAlgError as singular:
             raise ConvergenceError(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class CPTerms:
-    """Σ_k λ_k f_k⁽¹⁾ ∘ … ∘ f_k⁽ᵈ⁾ with unit columns f."""
+    """A sum Σ_k λ_k f_k⁽¹⁾ ∘ … ∘ f_k⁽ᵈ⁾ with unit columns f."""
 
     weights: Array  # (s,), real, not negative
     columns: tuple[Array, ...]  # (p_i, s)
@@ -43,85 +43,94 @@ class CPTerms:
 
     @classmethod
     def fibres(cls, tensor: Array) -> CPTerms:
-        """A tensor as Σ e_i ∘ e_j ∘ t_ij, its fibres along the longest mode that are not zero: exact and orthogonal."""
-        xp, (longest, occupied) = namespace(tensor), _occupied_fibres(tensor)
+        """Write a tensor as Σ e_i ∘ e_j ∘ t_ij, over its fibres along the longest mode that are not zero.
+
+        The sum is exact and its terms are orthogonal.
+        """
+        xp = namespace(tensor)
+        longest, occupied = _occupied_fibres(tensor)
         others = [mode for mode in range(tensor.ndim) if mode != longest]
-        rows = xp.reshape(
-            xp.permute_dims(tensor, (longest, *others)), (int(tensor.shape[longest]), -1)
-        )
-        indices = np.argwhere(to_numpy(occupied)).T
-        columns = [
-            like(np.eye(int(tensor.shape[m]))[:, i], tensor)
-            for m, i in zip(others, indices, strict=True)
-        ]
-        columns.insert(longest, xp.take(rows, xp.nonzero(xp.reshape(occupied, (-1,)))[0], axis=1))
+        columns = []
+        for mode, index in zip(others, np.argwhere(to_numpy(occupied)).T, strict=True):
+            columns.append(like(np.eye(int(tensor.shape[mode]))[:, index], tensor))
+        front = xp.permute_dims(tensor, (longest, *others))
+        fibres = xp.reshape(front, (int(tensor.shape[longest]), -1))
+        positions = xp.nonzero(xp.reshape(occupied, (-1,)))[0]
+        columns.insert(longest, xp.take(fibres, positions, axis=1))
         return cls.of(columns)
 
     @staticmethod
     def number_of_fibres(tensor: Array) -> int:
-        """Terms of ``fibres``, without making them."""
-        return int(np.count_nonzero(to_numpy(_occupied_fibres(tensor)[1])))
+        """Count the terms of ``fibres`` without making them."""
+        _, occupied = _occupied_fibres(tensor)
+        return int(np.count_nonzero(to_numpy(occupied)))
 
     @property
     def rank(self) -> int:
+        """Number of terms."""
         return int(self.weights.shape[0])
 
     def condition(self, size: float = 1.0) -> float:
-        """γ = ‖λ‖/size for a sum of Frobenius norm ``size``."""
+        """Return γ = ‖λ‖/size for a sum of Frobenius norm ``size``."""
         return norm(self.weights) / size if size > 0.0 else float("inf")
 
     def balanced(self) -> tuple[Array, ...]:
-        """Columns that share λ_k equally: the scaling in which all modes are alike to a Newton step."""
-        xp, d = namespace(*self.columns), len(self.columns)
-        root = xp.astype(self.weights ** (1.0 / d), self.columns[0].dtype)
-        return tuple(c * root for c in self.columns)
+        """Return columns that share λ_k equally.
+
+        In that scaling all modes are alike to a Newton step.
+        """
+        xp = namespace(*self.columns)
+        share = self.weights ** (1.0 / len(self.columns))
+        share = xp.astype(share, self.columns[0].dtype)
+        return tuple(column * share for column in self.columns)
 
     def to_tensor(self) -> Array:
+        """Form the sum."""
         xp = namespace(*self.columns)
         return assemble(self.columns, xp.astype(self.weights, self.columns[0].dtype))
 
     def with_term(self, columns: Sequence[Array], weight: Array) -> CPTerms:
-        """One more term: unit vectors (p_i,) and their weight, shape (1,)."""
+        """Add a term: unit vectors (p_i,) and their weight, shape (1,)."""
         xp = namespace(*self.columns)
-        joined = tuple(
-            xp.concat((c, v[:, None]), axis=1) for c, v in zip(self.columns, columns, strict=True)
-        )
-        return CPTerms(xp.concat((self.weights, weight)), joined)
+        joined = []
+        for present, new in zip(self.columns, columns, strict=True):
+            joined.append(xp.concat((present, new[:, None]), axis=1))
+        return CPTerms(xp.concat((self.weights, weight)), tuple(joined))
 
     def to_separated(self, shape: KroneckerShape, scale: float = 1.0) -> SeparatedMatrix:
-        """The matrix whose rearrangement, over ``scale``, these terms are."""
+        """Return the matrix whose rearrangement, over ``scale``, these terms are."""
         xp = namespace(*self.columns)
-        factors = [
-            xp.reshape(xp.matrix_transpose(c), (self.rank, m, n))
-            for c, (m, n) in zip(self.columns, shape.factors, strict=True)
-        ]
+        factors = []
+        for column, (m, n) in zip(self.columns, shape.factors, strict=True):
+            factors.append(xp.reshape(xp.matrix_transpose(column), (self.rank, m, n)))
         return SeparatedMatrix.from_factors(factors, self.weights * scale)
 
 
 def unit_columns(columns: Array) -> tuple[Array, Array]:
-    """Columns of length one, and their lengths; zero columns stay zero."""
+    """Return columns of length one, and their lengths; zero columns stay zero."""
     xp = namespace(columns)
     length = xp.sqrt(xp.sum(xp.abs(columns) ** 2, axis=0))
-    safe = xp.where(length > 0, length, xp.ones_like(length))
-    return columns / safe, length
+    divisor = xp.where(length > 0, length, xp.ones_like(length))
+    return columns / divisor, length
 
 
-def fewest_terms(tensor: Array, error: float) -> int:
-    """A number of terms below which no sum is within ``error`` of a tensor of norm one; rounding does not count.
+def min_number_of_terms(tensor: Array, error: float) -> int:
+    """Return a number of terms below which no sum is within ``error`` of a tensor of norm one.
 
     The unfolding along the longest mode, a matrix, has as many directions as the sum has terms, or
-    fewer: by Eckart and Young its singular values say how many are needed.
+    fewer: by Eckart and Young its singular values say how many are needed. Those at rounding do not
+    count.
     """
-    xp, (longest, _) = namespace(tensor), _occupied_fibres(tensor)
-    unfolded = xp.reshape(
-        xp.moveaxis(as_double(tensor), longest, 0), (int(tensor.shape[longest]), -1)
-    )
+    xp = namespace(tensor)
+    longest, _ = _occupied_fibres(tensor)
+    front = xp.moveaxis(as_double(tensor), longest, 0)
+    unfolded = xp.reshape(front, (int(tensor.shape[longest]), -1))
     tails = tail_norms(xp.linalg.svdvals(unfolded))
     error = max(error, tolerance(dtype_name(tensor), max(tensor.shape)))
     return next(s for s, tail in enumerate(tails) if tail <= error)
 
 
 def _occupied_fibres(tensor: Array) -> tuple[int, Array]:
-    """The longest mode, and which fibres along it are not zero."""
+    """Return the longest mode, and which fibres along it are not zero."""
     longest = max(range(tensor.ndim), key=lambda mode: int(tensor.shape[mode]))
     return longest, namespace(tensor).any(tensor != 0, axis=longest)
