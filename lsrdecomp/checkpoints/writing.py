@@ -1,7 +1,7 @@
-"""Writing whole or not at all: asked before any work begins, then a hidden path beside it and one atomic rename.
+"""Writing whole or not at all.
 
-What is written says where it came from, source hash, versions and plan: in the header of the weight
-file; of an LSR directory on its card, README.md, since no byte of it is needed to open it.
+An output is checked before any work begins. It then grows in a hidden path beside its place, which
+it takes by one atomic rename.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import errno
 import glob
 import json
 import os
-import re
 import secrets
 import shutil
 import sys
@@ -20,19 +19,15 @@ import tempfile
 import time
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints.files import write_sums
 from lsrdecomp.checkpoints.format import CONFIG
-from lsrdecomp.checkpoints.packed_index import FIELD, read_index
 from lsrdecomp.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-
-    from lsrdecomp.checkpoints.records import Checkpoint
 
 fcntl: Any
 try:
@@ -42,14 +37,10 @@ except ImportError:
     fcntl = None
 
 WEIGHTS = "adapter_model.safetensors"
-LEFTOVER_AGE = 60.0  # seconds
-KEY = "lsrdecomp"
-CARD = "README.md"
-SECTION = re.compile(r"^```json lsrdecomp\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
 
 
 def check_output_path(out: Path, inputs: Iterable[Path] = ()) -> None:
-    """Refuse an output that is a symbolic link, touches an input, or lies where nothing can be written.
+    """Refuse an output that is a symbolic link, touches an input, or cannot be written.
 
     The writers ask the same again.
 
@@ -70,20 +61,23 @@ def check_output_path(out: Path, inputs: Iterable[Path] = ()) -> None:
     >>> with tempfile.TemporaryDirectory() as lora:
     ...     check_output_path(Path(lora) / "small", inputs=[Path(lora)])
     Traceback (most recent call last):
-    lsrdecomp.errors.CheckpointError: ...: the output is, holds or lies inside the input ...; ...
+    lsrdecomp.errors.CheckpointError: ...: the output must not lie inside the input ...; choose ...
     """
     if out.is_symlink():
         raise CheckpointError("the output is a symbolic link; name what it leads to", path=out)
     target = out.resolve()
     for path in inputs:
         source = path.resolve()
-        if (
-            target == source
-            or target in source.parents
-            or (source in target.parents and source.is_dir())
-        ):
+        relation = None
+        if target == source:
+            relation = "be"
+        elif target in source.parents:
+            relation = "hold"
+        elif source in target.parents and source.is_dir():
+            relation = "lie inside"
+        if relation is not None:
             raise CheckpointError(
-                f"the output is, holds or lies inside the input {path}; choose another", path=out
+                f"the output must not {relation} the input {path}; choose another", path=out
             )
     above = next(parent for parent in out.absolute().parents if parent.exists())
     if not above.is_dir():
@@ -92,7 +86,8 @@ def check_output_path(out: Path, inputs: Iterable[Path] = ()) -> None:
             path=out,
         )
     try:
-        with tempfile.TemporaryFile(dir=above):  # it has no name, so that a kill leaves nothing
+        # A temporary file has no name here, so that a kill leaves nothing.
+        with tempfile.TemporaryFile(dir=above):
             pass
     except OSError as error:
         reason = error.strerror or type(error).__name__
@@ -126,9 +121,9 @@ def check_output_file(out: Path, inputs: Iterable[Path] = (), *, force: bool = F
     """
     check_output_path(out, inputs)
     if out.exists() and not out.is_file():
-        kind = "a directory" if out.is_dir() else "no regular file"
+        found = "a directory" if out.is_dir() else "no regular file"
         raise CheckpointError(
-            f"is {kind}: not replaced even by force; choose another output", path=out
+            f"is {found}: not replaced even by force; choose another output", path=out
         )
     if out.exists() and not force:
         raise CheckpointError(
@@ -167,24 +162,32 @@ def check_output_directory(out: Path, inputs: Iterable[Path] = (), force: bool =
             "already exists; choose another output, or replace it as a whole by force=True",
             path=out,
         )
-    entries = list(out.iterdir()) if out.is_dir() else None
-    if (
-        entries is None
-        or (entries and not (out / CONFIG).is_file())
-        or any(entry.is_dir() for entry in entries)
-    ):
-        text = f"not replaced even by force: it is not a directory of files with {CONFIG}"
-        raise CheckpointError(f"{text}; remove it yourself", path=out)
+    if not _is_adapter_directory(out):
+        raise CheckpointError(
+            f"not replaced even by force: it is not a directory of files with {CONFIG}; remove it "
+            "yourself",
+            path=out,
+        )
+
+
+def _is_adapter_directory(out: Path) -> bool:
+    """Return whether ``out`` holds files alone, the config of an adapter among them, or nothing."""
+    if not out.is_dir():
+        return False
+    entries = list(out.iterdir())
+    if any(entry.is_dir() for entry in entries):
+        return False
+    return not entries or (out / CONFIG).is_file()
 
 
 @contextmanager
 def new_directory(
     out: str | Path, *, inputs: Iterable[Path] = (), force: bool = False
 ) -> Iterator[Path]:
-    """A directory to fill that becomes ``out`` as a whole when the block ends, or vanishes if it fails.
+    """Give a directory to fill, which becomes ``out`` as a whole when the block ends.
 
-    A kill at any moment leaves the old state or the new one, and at most a hidden
-    ``.<out>.*.partial`` beside it, which the next run to the same place removes.
+    It vanishes if the block fails. A kill at any moment leaves the old state or the new one, and at
+    most a hidden ``.<out>.*.partial`` beside it, which the next run to the same place removes.
 
     Raises
     ------
@@ -194,10 +197,8 @@ def new_directory(
     """
     out = Path(out)
     check_output_directory(out, inputs, force)
-    with (
-        ExitStack() as locks,
-        _beside(out) as part,
-    ):  # the lock goes last: until then the leftovers are ours
+    # The lock goes last: as long as it is held, what lies there is nobody's leftover.
+    with ExitStack() as locks, _hidden_path(out) as part:
         remove_leftovers(out.absolute())
         part.mkdir()
         lock = lock_directory(part)
@@ -208,14 +209,14 @@ def new_directory(
         for file in part.iterdir():
             _fsync(file)
         _fsync(part)
-        _put_in_place(part, out.absolute(), force)
+        _take_place(part, out.absolute(), force)
 
 
 @contextmanager
 def new_file(
     out: str | Path, *, inputs: Iterable[Path] = (), force: bool = False
 ) -> Iterator[Path]:
-    """As `new_directory`, for one file: ``out`` appears whole when the block ends, or not at all.
+    """Give a file to fill, which becomes ``out`` when the block ends, whole or not at all.
 
     Parameters
     ----------
@@ -248,25 +249,27 @@ def new_file(
     """
     out = Path(out)
     check_output_file(out, inputs, force=force)
-    with _beside(out) as part:
+    with _hidden_path(out) as part:
         part.touch(exist_ok=False)
         yield part
         _fsync(part)
-        os.replace(part, out)
+        part.replace(out)
 
 
 @contextmanager
-def _beside(out: Path) -> Iterator[Path]:
-    """A hidden path beside ``out``; what is left there when the block ends goes, and parents that it was made for.
+def _hidden_path(out: Path) -> Iterator[Path]:
+    """Give a hidden path beside ``out``, and clear what is there when the block ends.
 
-    What is left is a failed output, or a directory that was replaced.
+    That is a failed output, or a directory that was replaced. After a failure the parents go too
+    that were made for it.
     """
-    made = _make_parents(out.absolute().parent)
-    part = out.absolute().parent / f".{out.absolute().name[:180]}.{secrets.token_hex(6)}.partial"
+    directory = out.absolute().parent
+    new_parents = _make_parents(directory)
+    part = directory / f".{_short_name(out)}.{secrets.token_hex(6)}.partial"
     try:
         yield part
-        _fsync(out.absolute().parent)
-        made = []
+        _fsync(directory)
+        new_parents = []
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise CheckpointError(
@@ -277,19 +280,24 @@ def _beside(out: Path) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
         else:
             part.unlink(missing_ok=True)
-        for parent in reversed(made):
+        for parent in reversed(new_parents):
             with contextlib.suppress(OSError):
                 parent.rmdir()
 
 
+def _short_name(out: Path) -> str:
+    """Return the name of an output, cut so that a hidden path beside it fits a file system."""
+    return out.absolute().name[:180]
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """A JSON object, sorted and indented as PEFT writes its configs."""
-    path.write_text(
-        json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8"
-    )
+    """Write a JSON object, sorted and indented as PEFT writes its configs."""
+    text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False)
+    path.write_text(f"{text}\n", encoding="utf-8")
 
 
 def _make_parents(directory: Path) -> list[Path]:
+    """Make a directory and those above it; return the new ones, outermost first."""
     missing: list[Path] = []
     while not directory.exists():
         missing.append(directory)
@@ -303,33 +311,47 @@ def _make_parents(directory: Path) -> list[Path]:
     return missing
 
 
-def _put_in_place(part: Path, out: Path, force: bool) -> None:
+def _take_place(part: Path, out: Path, force: bool) -> None:
+    """Rename a finished directory to ``out``; what was there is at ``part`` afterwards."""
     if not force or not out.exists():
         try:
-            os.rename(part, out)
+            part.rename(out)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            text = "already exists, written by another run meanwhile; choose another output, or replace it by force=True"
-            raise CheckpointError(text, path=out) from None
+            raise CheckpointError(
+                "already exists, written by another run meanwhile; choose another output, or "
+                "replace it by force=True",
+                path=out,
+            ) from None
     elif not _exchange(part, out):
+        # Two renames, where the system has no exchange: between them a kill leaves both hidden.
         old = part.with_suffix(".old")
-        os.rename(out, old)
+        out.rename(old)
         try:
-            os.rename(part, out)
+            part.rename(out)
         except BaseException:
-            os.rename(old, out)
+            old.rename(out)
             raise
-        os.rename(old, part)
+        old.rename(part)
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two directories in one step where the system can (Linux, macOS)."""
-    name, arguments = (
-        ("renamex_np", (os.fsencode(first), os.fsencode(second), 2))
-        if sys.platform == "darwin"
-        else ("renameat2", (-100, os.fsencode(first), -100, os.fsencode(second), 2))
-    )
+    """Swap two directories in one step; return whether the system can (Linux, macOS)."""
+    exchange_flag = 2
+    current_directory = -100
+    if sys.platform == "darwin":
+        name = "renamex_np"
+        arguments: tuple[Any, ...] = (os.fsencode(first), os.fsencode(second), exchange_flag)
+    else:
+        name = "renameat2"
+        arguments = (
+            current_directory,
+            os.fsencode(first),
+            current_directory,
+            os.fsencode(second),
+            exchange_flag,
+        )
     try:
         return bool(getattr(ctypes.CDLL(None), name)(*arguments) == 0)
     except (AttributeError, OSError, TypeError):
@@ -339,6 +361,13 @@ def _exchange(first: Path, second: Path) -> bool:
 def lock_directory(directory: Path) -> int | None:
     """Lock the directory itself, so that the lock goes where it goes and ends with the process.
 
+    Returns
+    -------
+    int, or None
+        A handle to close; None if another process holds the lock, or where there are none.
+
+    Notes
+    -----
     Not with filelock, which locks regular files only: a lock file of its own would be one more
     thing a kill leaves.
     """
@@ -353,27 +382,30 @@ def lock_directory(directory: Path) -> int | None:
     return handle
 
 
-def remove_leftovers(out: Path, age: float = LEFTOVER_AGE) -> None:
+def remove_leftovers(out: Path, age: float = 60.0) -> None:
     """Clear what killed runs left: hidden directories of ours that nobody holds a lock on any more.
 
-    Those made or dated within ``age`` seconds of now stay: a run may be about to take its lock.
+    Parameters
+    ----------
+    out : Path
+        The output beside which they lie.
+    age : float
+        Seconds; what was made or dated within so many of now stays, since a run may be about to
+        take its lock. By hand.
     """
-    for left in map(
-        Path,
-        glob.glob(
-            str(Path(glob.escape(str(out.parent))) / f".{glob.escape(out.name[:180])}.*.partial")
-        ),
-    ):
+    pattern = f".{glob.escape(_short_name(out))}.*.partial"
+    for leftover in out.parent.glob(pattern):
         with contextlib.suppress(OSError):
-            if abs(time.time() - left.stat().st_mtime) < age:
+            if abs(time.time() - leftover.stat().st_mtime) < age:
                 continue
-            handle = lock_directory(left)
+            handle = lock_directory(leftover)
             if handle is not None:
-                shutil.rmtree(left, ignore_errors=True)
+                shutil.rmtree(leftover, ignore_errors=True)
                 os.close(handle)
 
 
 def _fsync(path: Path) -> None:
+    """Wait until a file, or the entries of a directory, are on disk."""
     if os.name != "posix" and path.is_dir():
         return
     handle = os.open(path, os.O_RDONLY)
@@ -381,58 +413,3 @@ def _fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-# -- where it came from ----------------------------------------------------------------------------
-
-
-def metadata(
-    source: Checkpoint | None, more: Mapping[str, Any] | None, **facts: Any
-) -> dict[str, str]:
-    """Header metadata: PEFT's format mark and one JSON text of ours."""
-    return {"format": "pt", KEY: _text(source, {**facts, **(more or {})})}
-
-
-def card_section(source: Checkpoint | None, more: Mapping[str, Any]) -> str:
-    """The same text as a section of a card."""
-    return f"\n## Where it comes from\n\n```json {KEY}\n{_text(source, more, indent=1)}\n```\n"
-
-
-def _text(source: Checkpoint | None, facts: Mapping[str, Any], indent: int | None = None) -> str:
-    versions = {name: installed_version(name) for name in ("lsrdecomp", "numpy", "safetensors")}
-    record: dict[str, Any] = {"versions": versions, **facts}
-    if source is not None:
-        record["source"] = {
-            "file": source.weights.name,
-            "format": source.format,
-            "sha256": source.source_sha256,
-        }
-    try:
-        return json.dumps(record, sort_keys=True, allow_nan=False, indent=indent)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the provenance is not JSON: {error}") from None
-
-
-def provenance(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What `metadata` or `card_section` wrote, or an empty dict for a file that is not ours."""
-    text = checkpoint.metadata.get(KEY)
-    try:
-        if text is None and checkpoint.format == "lsr":
-            section = SECTION.search((checkpoint.weights.parent / CARD).read_text(encoding="utf-8"))
-            text = None if section is None else section[1]
-        record = json.loads(text or "{}")
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(record, dict):
-        return {}
-    index = checkpoint.config.get(FIELD)
-    dropped = () if index is None else read_index(index).dropped
-    return {**record, "dropped": list(dropped)} if dropped else record
-
-
-def installed_version(name: str) -> str:
-    """Of a package; "unknown" for one that is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "unknown"

@@ -20,7 +20,7 @@ from lsrdecomp.checkpoints import (
 )
 from lsrdecomp.checkpoints.files import SUMS, changed_files
 from lsrdecomp.checkpoints.positional import resolve_positions
-from lsrdecomp.checkpoints.writing import provenance
+from lsrdecomp.checkpoints.provenance import read_provenance
 from lsrdecomp.compression.layers import layer_product
 from lsrdecomp.compression.result import recorded_errors
 from lsrdecomp.errors import CheckpointError, UnsupportedError, unknown
@@ -122,7 +122,7 @@ def export_lora(
         {} if without_heads or (to == "lora" and profile != "peft") else None
     )
     record: dict[str, Any] = {
-        "derived_from": provenance(checkpoint),
+        "derived_from": read_provenance(checkpoint),
         "recorded": recorded_errors(checkpoint),
     }
     if extras is not None:
@@ -157,7 +157,7 @@ def _zeros(checkpoint: Checkpoint) -> Iterator[tuple[str, Array, Array]]:
         sizes.setdefault(layer.name.rpartition(".")[2], set()).add(
             (layer.out_features, layer.in_features)
         )
-    for name in provenance(checkpoint).get("dropped", ()):
+    for name in read_provenance(checkpoint).get("dropped", ()):
         like = sizes.get(name.rpartition(".")[2], set())
         if len(like) != 1:
             text = f"{name} was dropped, and its size is not known from {len(like)} sizes of layers like it"

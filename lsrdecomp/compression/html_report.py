@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints.names import common_prefix
-from lsrdecomp.checkpoints.writing import installed_version
+from lsrdecomp.checkpoints.provenance import installed_version
 from lsrdecomp.compression.svg_curves import Line, svg_curves, svg_shares
 
 if TYPE_CHECKING:

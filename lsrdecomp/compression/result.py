@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lsrdecomp import markup
 from lsrdecomp.checkpoints import Checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import read_json
-from lsrdecomp.checkpoints.writing import provenance
+from lsrdecomp.checkpoints.provenance import read_provenance
 from lsrdecomp.compression.settings import GOALS, CompressionPlan
 from lsrdecomp.precision import PRECISIONS
 from lsrdecomp.threads import one_blas_thread
@@ -409,7 +409,7 @@ def recorded_errors(written: Checkpoint) -> dict[str, Any]:
         }
         total = mapping(report.get("totals")).get("relative_error")
     else:
-        record = mapping(provenance(written).get("recorded"))
+        record = mapping(read_provenance(written).get("recorded"))
         errors, total = mapping(record.get("layers")), record.get("total")
     numbers = {
         str(name): float(error) for name, error in errors.items() if isinstance(error, int | float)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from lsrdecomp.checkpoints.files import changed_files
 from lsrdecomp.checkpoints.names import flat_name
 from lsrdecomp.checkpoints.progress import Counter, OnStep
+from lsrdecomp.checkpoints.provenance import read_provenance
 from lsrdecomp.checkpoints.tensors import data_sha256
-from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.compression.layers import layer_pair, layer_product
 from lsrdecomp.compression.result import mapping, recorded_errors
 from lsrdecomp.errors import CheckpointError
@@ -136,7 +136,7 @@ def verify(
             "is an LSR adapter: name first the LoRA that it was made from", path=source.path
         )
     # 1. What was recorded of the written one, and of what it was made from.
-    record, errors = provenance(written), recorded_errors(written)
+    record, errors = read_provenance(written), recorded_errors(written)
     recorded, recorded_total = errors["layers"], errors["total"]
     chain = tuple(_chain(record))
     origins = {mapping(entry.get("source")).get("sha256") for entry in chain} - {None}

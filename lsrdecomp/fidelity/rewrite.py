@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import SUMS, read_json
 from lsrdecomp.checkpoints.packed_index import stored_layers
-from lsrdecomp.checkpoints.writing import CARD, new_directory, provenance
+from lsrdecomp.checkpoints.provenance import CARD, read_provenance
+from lsrdecomp.checkpoints.writing import new_directory
 from lsrdecomp.compression.layers import Layer, StatisticsByLayer, open_layers
 from lsrdecomp.compression.quantize import stored_like
 from lsrdecomp.compression.result import (
@@ -69,7 +70,7 @@ def rewrite(
             new[name] = stored_like(new[name], forms[name], layers[name].norms)
     floats = [stored.storage for stored in new.values() if stored.storage in PRECISIONS]
     # 3. The files, with the record of the old ones and the errors of the new numbers.
-    record = provenance(old)
+    record = read_provenance(old)
     return write_lsr(
         out,
         source=source,

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.checkpoints.writing import installed_version, new_file
+from lsrdecomp.checkpoints.provenance import installed_version
+from lsrdecomp.checkpoints.writing import new_file
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.training.settings import FinetuneSettings
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
-from lsrdecomp.checkpoints.writing import provenance
+from lsrdecomp.checkpoints.provenance import read_provenance
 from lsrdecomp.errors import CheckpointError, LsrError, ShapeError, UnsupportedError
 from lsrdecomp.formats import FloatProduct
 from lsrdecomp.kronecker.shape import ProductShape
@@ -115,7 +115,7 @@ def test_the_source_modules_are_kept_when_the_same_layers_are_written(tmp_path: 
         back.extras[f"{PREFIX}score.weight"].read().tobytes()
         == tensors[f"{PREFIX}score.weight"].tobytes()
     )
-    record = provenance(back)
+    record = read_provenance(back)
     assert record["source"] == {
         "file": "adapter_model.safetensors",
         "format": "peft-lora",

@@ -12,7 +12,7 @@ from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import changed_files
 from lsrdecomp.checkpoints.format import open_bundle
-from lsrdecomp.checkpoints.writing import provenance
+from lsrdecomp.checkpoints.provenance import read_provenance
 from lsrdecomp.compression.export import export_lora
 from lsrdecomp.compression.layers import layer_product
 from lsrdecomp.compression.settings import CompressionPlan
@@ -60,7 +60,7 @@ def test_an_old_directory_has_the_numbers_it_had(name, tmp_path):
     check = verify(given, written)
     assert check.source_matches
     assert {layer.name for layer in check.layers} == {layer.name for layer in given.layers}
-    assert provenance(written)["dropped"] == expected["dropped"]
+    assert read_provenance(written)["dropped"] == expected["dropped"]
 
 
 def in_peft(folder: Path, names: list[str], shape: tuple[int, int]):

@@ -20,7 +20,7 @@ from lsrdecomp.checkpoints.encodings import bytes_of, entry_of
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.packed import named_factors
 from lsrdecomp.checkpoints.packed_index import Index, index_text, read_index, read_packed
-from lsrdecomp.checkpoints.writing import provenance
+from lsrdecomp.checkpoints.provenance import read_provenance
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.quantize import quantized_product, spectral_code, water_fill
 from lsrdecomp.errors import CheckpointError
@@ -193,7 +193,7 @@ def test_little_is_needed_to_open_a_directory_beside_its_numbers(layers, tmp_pat
     )
     numbers = sum(code.bytes for code in coded.values())
     assert bytes_to_open(written / "adapter_model.safetensors") - numbers <= 220 + 4 * len(coded)
-    assert provenance(open_checkpoint(written))["dropped"] == names[1::2]
+    assert read_provenance(open_checkpoint(written))["dropped"] == names[1::2]
 
 
 def test_an_index_cut_or_changed_anywhere_is_refused_or_read(layers):

@@ -30,9 +30,9 @@ from lsrdecomp.checkpoints.packed_index import (
     read_layer_types,
     read_packed,
 )
+from lsrdecomp.checkpoints.provenance import read_provenance
 from lsrdecomp.checkpoints.records import Checkpoint, KroneckerLayer
 from lsrdecomp.checkpoints.tensors import FLOATS, Array, StoredTensor
-from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 
@@ -107,7 +107,7 @@ def layer_types_in_header(bundle: Bundle) -> dict[str, tuple[str, tuple[int, ...
     """Return type and kernel of the layers that are not plain Linear, from the header's record."""
     record = Checkpoint(bundle.path, "lsr", {}, (), {}, bundle.weights, bundle.metadata)
     try:
-        return read_layer_types(provenance(record).get("kinds", {}))
+        return read_layer_types(read_provenance(record).get("kinds", {}))
     except (AttributeError, TypeError, ValueError):
         raise CheckpointError(
             "the header's record of layer kinds is damaged", path=bundle.weights

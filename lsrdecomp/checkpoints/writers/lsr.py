@@ -14,8 +14,9 @@ from lsrdecomp.checkpoints.encodings import bytes_of, entry_of, parse
 from lsrdecomp.checkpoints.format import CONFIG
 from lsrdecomp.checkpoints.packed import NUMBERS
 from lsrdecomp.checkpoints.packed_index import FIELD, index_text, scaled_factors
+from lsrdecomp.checkpoints.provenance import CARD, card_section
 from lsrdecomp.checkpoints.tensors import Array, TensorWriter
-from lsrdecomp.checkpoints.writing import CARD, WEIGHTS, card_section, new_directory
+from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory
 from lsrdecomp.errors import CheckpointError, ShapeError
 from lsrdecomp.formats.stored import FloatProduct
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lsrdecomp.checkpoints.experts import stack_experts
+from lsrdecomp.checkpoints.provenance import header_metadata
 from lsrdecomp.checkpoints.tensors import Array, TensorWriter, cast
-from lsrdecomp.checkpoints.writing import metadata
 from lsrdecomp.errors import CheckpointError, ShapeError
 from lsrdecomp.targets.residual import pair_distance
 
@@ -131,7 +131,7 @@ class PairWriter(TensorWriter):
         if not self.ranks:
             raise CheckpointError("no layers to write")
         facts |= {"sha256": self.sha256(), "norm": self._norm, "rounding": self._error}
-        return metadata(self.source, provenance, **facts)
+        return header_metadata(self.source, provenance, **facts)
 
 
 def check_pair(name: str, up: Array, down: Array, layer: Any) -> None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from lsrdecomp.checkpoints.config import carried_fields, module_suffixes, most_common, patterns
 from lsrdecomp.checkpoints.experts import Stacks
 from lsrdecomp.checkpoints.format import CONFIG, PREFIX
+from lsrdecomp.checkpoints.provenance import read_provenance
 from lsrdecomp.checkpoints.writers.pair_writer import PairWriter
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory, write_json
-from lsrdecomp.checkpoints.writing import provenance as read_provenance
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -1,0 +1,95 @@
+"""Where a written adapter came from: source hash, versions and plan.
+
+They stand in the header of the weight file; of an LSR directory on its card, README.md, since no
+byte of that is needed to open the adapter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from lsrdecomp.checkpoints.packed_index import FIELD, read_index
+from lsrdecomp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lsrdecomp.checkpoints.records import Checkpoint
+
+KEY = "lsrdecomp"
+CARD = "README.md"
+CARD_SECTION = re.compile(r"^```json lsrdecomp\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
+RECORDED_PACKAGES = ("lsrdecomp", "numpy", "safetensors")
+
+
+def header_metadata(
+    source: Checkpoint | None, record: Mapping[str, Any] | None, **fields: Any
+) -> dict[str, str]:
+    """Return metadata of a header: PEFT's format mark and one JSON text of ours.
+
+    Parameters
+    ----------
+    source : Checkpoint, optional
+        What the adapter was made from.
+    record : mapping, optional
+        JSON values; they win over ``fields``.
+    **fields
+        Further JSON values.
+    """
+    return {"format": "pt", KEY: _record_text(source, {**fields, **(record or {})})}
+
+
+def card_section(source: Checkpoint | None, record: Mapping[str, Any]) -> str:
+    """Return the same text as a section of a card."""
+    text = _record_text(source, record, indent=1)
+    return f"\n## Where it comes from\n\n```json {KEY}\n{text}\n```\n"
+
+
+def _record_text(
+    source: Checkpoint | None, fields: Mapping[str, Any], indent: int | None = None
+) -> str:
+    versions = {name: installed_version(name) for name in RECORDED_PACKAGES}
+    record: dict[str, Any] = {"versions": versions, **fields}
+    if source is not None:
+        record["source"] = {
+            "file": source.weights.name,
+            "format": source.format,
+            "sha256": source.source_sha256,
+        }
+    try:
+        return json.dumps(record, sort_keys=True, allow_nan=False, indent=indent)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the provenance is not JSON: {error}") from None
+
+
+def read_provenance(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what a header or a card records, or an empty dict for a file that is not ours."""
+    try:
+        record = json.loads(_recorded_text(checkpoint))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(record, dict):
+        return {}
+    index = checkpoint.config.get(FIELD)
+    dropped = () if index is None else read_index(index).dropped
+    return {**record, "dropped": list(dropped)} if dropped else record
+
+
+def _recorded_text(checkpoint: Checkpoint) -> str:
+    text = checkpoint.metadata.get(KEY)
+    if text is None and checkpoint.format == "lsr":
+        card = (checkpoint.weights.parent / CARD).read_text(encoding="utf-8")
+        section = CARD_SECTION.search(card)
+        text = None if section is None else section[1]
+    return text or "{}"
+
+
+def installed_version(package: str) -> str:
+    """Return the version of a package; "unknown" for one that is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
