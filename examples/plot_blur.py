@@ -26,7 +26,7 @@ spreads = {
 
 
 def blur(spread):
-    """The matrix of a blur with zeros outside the image: a sum over offsets of Kronecker products of shifts."""
+    """Return a blur with zeros outside the image: a sum of Kronecker products of shifts."""
     shift = {k: np.eye(n, k=k) for k in offsets}
     rows = np.stack([shift[k] for k in offsets])
     return np.einsum("ij,iab,jcd->acbd", spread / spread.sum(), rows, rows).reshape(n * n, n * n)

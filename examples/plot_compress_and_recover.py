@@ -42,7 +42,8 @@ for name, product in (
     ("jointly", together.product),
 ):
     print(
-        f"{name:15s} {product.parameters} parameters, error {layer.residual_norm(product) / layer.norm:.3f}"
+        f"{name:15s} {product.parameters} parameters, error "
+        f"{layer.residual_norm(product) / layer.norm:.3f}"
     )
 
 # %%

@@ -33,7 +33,8 @@ kernels = {
 
 shape = KroneckerShape(((n, n), (n, n)))
 print(
-    f"Gaussian, one term: error {error_curve(kernels.pop('Gaussian'), shape).relative_errors[1]:.0e}"
+    "Gaussian, one term: error "
+    f"{error_curve(kernels.pop('Gaussian'), shape).relative_errors[1]:.0e}"
 )
 
 # %%

@@ -60,9 +60,14 @@ for storage, colour in zip(("float16", "bfloat16"), COLOURS, strict=False):
     ax.loglog(steps, stored, ".", color=colour, markersize=5)
     ax.loglog(steps, gamma * unit_roundoff(storage), ":", color=colour, linewidth=1.2)
     ax.annotate(
-        f"γ·μ of {storage}", (steps[-8], gamma[-8] * unit_roundoff(storage)), (0, -12), textcoords="offset points",
-        fontsize=8.5, color=colour, ha="right",
-    )  # fmt: skip
+        f"γ·μ of {storage}",
+        (steps[-8], gamma[-8] * unit_roundoff(storage)),
+        (0, -12),
+        textcoords="offset points",
+        fontsize=8.5,
+        color=colour,
+        ha="right",
+    )
 ax.set(
     xlabel="step h",
     ylabel="relative Frobenius error",

@@ -40,8 +40,14 @@ fig, ax = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
 ax.loglog(gamma, np.maximum(moved, 1e-7), ".", color=COLOURS[0], markersize=4, alpha=0.6)
 line = np.array([0.9, 1100.0])
 ax.loglog(line, line * unit_roundoff("float16"), color=COLOURS[1], linewidth=1.2)
-ax.annotate("γ·μ", (200.0, 220.0 * unit_roundoff("float16")), (-6, 6), textcoords="offset points", ha="right",
-            color=COLOURS[1])  # fmt: skip
+ax.annotate(
+    "γ·μ",
+    (200.0, 220.0 * unit_roundoff("float16")),
+    (-6, 6),
+    textcoords="offset points",
+    ha="right",
+    color=COLOURS[1],
+)
 ax.set(xlabel="condition γ", ylabel="relative change when stored as float16")
 ax.spines[["top", "right"]].set_visible(False)
 ax.grid(linewidth=0.4, alpha=0.5)

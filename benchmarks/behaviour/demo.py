@@ -1,7 +1,7 @@
-"""What the demo's adapter still does when it is compressed: held-out loss and accuracy by structure and size.
+"""What the demo's adapter still does once compressed: held-out loss and accuracy, by structure.
 
-    python -m benchmarks.behaviour.demo --data GLUE [--statistics DIR --out
-    benchmarks/results/demo_function.json]
+    python -m benchmarks.behaviour.demo --data GLUE \\
+        [--statistics DIR --out benchmarks/results/demo_function.json]
 
 Without ``--statistics`` the demo's own are used, and the record is that which ``lsrdecomp demo``
 reads; with them what `lsrdecomp calibrate` wrote for the demo's adapter on SST-2's train split. The

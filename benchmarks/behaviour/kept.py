@@ -1,8 +1,9 @@
-"""What distillation without labels brings on MiniLM, and whether promised shares hold on fresh texts.
+"""What distillation without labels brings on MiniLM, and whether estimated shares hold afresh.
 
-    python -m benchmarks.behaviour.kept --data GLUE [--tasks SST-2 MRPC CoLA] [--out
-    benchmarks/results/promise.json] python -m benchmarks.behaviour.kept --only promise --prompts
-    e2e/train.jsonl --lora smollm2-e2e-r8
+    python -m benchmarks.behaviour.kept --data GLUE [--tasks SST-2 MRPC CoLA] \\
+        [--out benchmarks/results/promise.json]
+    python -m benchmarks.behaviour.kept --only promise --prompts e2e/train.jsonl \\
+        --lora smollm2-e2e-r8
 
 On SST-2 the adapter is the one that ships with the package, its statistics too. On MRPC and CoLA
 each seed has a LoRA of its own, trained and calibrated first as `experiments/recover-minilm.toml`
@@ -337,7 +338,10 @@ def distilled_form(
 
 
 def passes(arguments: argparse.Namespace, record: Record) -> None:
-    """What the demo's adapter keeps, held out, after one search and after those in the norm around what it found."""
+    """Measure what the demo's adapter keeps, held out.
+
+    After one search, and after further searches in the norm around what it found.
+    """
     subject = demo(arguments.data, arguments.work)
     record.value["passes"] = []
     for seed in arguments.seeds:
@@ -356,7 +360,7 @@ def passes(arguments: argparse.Namespace, record: Record) -> None:
 
 
 def promises(arguments: argparse.Namespace, record: Record) -> None:
-    """Forty draws of texts that choose and of texts that a promise is made by, for several shares to keep."""
+    """Draw selection and held-out texts forty times, for several shares to keep."""
     subject = demo(arguments.data, arguments.work)
     sample = random.Random(100).sample(subject.texts, FRESH + 64)
     evaluator = Evaluator(subject.base, subject.lora, sample, EvaluatorSettings(held_out=8))
@@ -377,7 +381,7 @@ def promises(arguments: argparse.Namespace, record: Record) -> None:
 def drawn(
     losses: dict[float, torch.Tensor], effects: torch.Tensor, choosing: int, promising: int
 ) -> Iterator[dict[str, Any]]:
-    """Forty draws from what forms lose, (texts,) by the ratio of their size, and from what the LoRA does."""
+    """Draw forty times from what forms lose, (texts,) by size ratio, and from the LoRA's effect."""
     holding = {"apart": 0, "same": 0}
     for draw in range(DRAWS):
         keep = KEEPS[draw % len(KEEPS)]
@@ -406,7 +410,10 @@ def drawn(
 
 
 def prompted(arguments: argparse.Namespace, record: Record) -> None:
-    """The same of a language model. What each form loses is kept in ``--work``: a run that was stopped goes on."""
+    """Do the same for a language model.
+
+    What each form loses is kept in ``--work``, so that a run that was stopped goes on.
+    """
     task = arguments.prompts.parent.name
     lines = random.Random(0).sample(read_examples(arguments.prompts), PROMPTS + SAMPLES)
     evaluator = Evaluator("smollm2", arguments.lora, lines, EvaluatorSettings(held_out=PROMPTS))

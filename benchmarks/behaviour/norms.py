@@ -1,4 +1,4 @@
-"""What survives compression: held-out gain, accuracy and KL of compressed LoRAs, for three ways to compress.
+"""What survives compression: held-out gain, accuracy and KL of LoRAs compressed in three ways.
 
     python -m benchmarks.behaviour.norms_adapters --data GLUE --work DIR
     python -m benchmarks.behaviour.norms --data GLUE --work DIR [--tasks SST-2 …] [--seeds 0 1 2]
@@ -115,7 +115,10 @@ def statistics_of(
 
 
 def methods(layers: Sequence[Layer]) -> Iterator[tuple[str, list[list[Candidate]]]]:
-    """Each way to compress, as the candidates it offers for every layer; LSR has low rank among its shapes."""
+    """Return the candidates that each way to compress offers for every layer.
+
+    LSR has low rank among its shapes.
+    """
     plain = [Layer.of(layer.name, layer.pair) for layer in layers]
     yield "svd-frobenius", [[drop(layer), *low_rank_candidates(layer)] for layer in plain]
     low_rank = [[drop(layer), *low_rank_candidates(layer)] for layer in layers]

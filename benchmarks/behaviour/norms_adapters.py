@@ -1,7 +1,7 @@
-"""Train the LoRA adapters of the functional benchmark: SST-2, MRPC and CoLA on MiniLM, several seeds each.
+"""Train the LoRAs of the functional benchmark: SST-2, MRPC and CoLA on MiniLM, several seeds each.
 
-    python -m benchmarks.behaviour.norms_adapters --data GLUE --work DIR [--tasks SST-2 …] [--seeds
-    0 1 2]
+    python -m benchmarks.behaviour.norms_adapters --data GLUE --work DIR [--tasks SST-2 …] \\
+        [--seeds 0 1 2]
 
 Each adapter is a PEFT directory ``DIR/<task>/seed-<n>``; one that is there is not trained again. A
 few minutes each on one core. Held-out examples are never trained on; their loss before and after is

@@ -1,4 +1,4 @@
-"""The subject of the functional benchmark: MiniLM's last three layers, mean pooling and a fixed head, on GLUE tasks.
+"""The subject of the functional benchmark: MiniLM's last three layers with pooling and a head.
 
 The lower layers never change, so their outputs are computed once per task and kept; what trains and
 what is compressed lies above them. The head is a logistic regression on the plain encoder's pooled
@@ -53,7 +53,7 @@ def splits(data: Path, task: str) -> tuple[list[Example], list[Example]]:
 
 
 class Upper(torch.nn.Module):
-    """The adapted layers with pooling and head; modules bear the names they have in the whole encoder."""
+    """The adapted layers with pooling and head, under the names they have in the whole encoder."""
 
     def __init__(self, layers: Sequence[torch.nn.Module], labels: int) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def prepare(data: Path, work: Path, task: str) -> Subject:
 
 @torch.no_grad()
 def fit_head(model: Upper, train: Inputs) -> dict[str, torch.Tensor]:
-    """Logistic regression on the pooled output of the plain encoder, as a linear layer of two logits."""
+    """Fit logistic regression on the encoder's pooled output, as a linear layer of two logits."""
     rows = list(range(min(len(train), 8000)))
     features = np.empty((len(rows), 384))
     for batch in (rows[start : start + 64] for start in range(0, len(rows), 64)):

@@ -1,4 +1,4 @@
-"""What else makes a LoRA smaller: resizing by truncated SVD, PEFT's conversion, LyCORIS's LoKr, small integers.
+"""What else makes a LoRA smaller: truncated SVD, PEFT's conversion, LyCORIS's LoKr, integers.
 
 Each arm takes layers and a budget in bytes and says what every layer becomes, as stored, or None
 where it has nothing so small. Float16 is two bytes a number, so the same arms answer "at equal
@@ -50,7 +50,7 @@ def half(values: Any) -> np.ndarray:
 
 
 def resized(layers: Sequence[Layer], ranks: Sequence[int], note: str) -> Outcome:
-    """Truncated SVD in float16, singular values in the first factor, as kohya's resize_lora and PEFT write it."""
+    """Truncate the SVD in float16, singular values in the first factor, as kohya and PEFT do."""
     forms = [
         low_rank_product(half(u[:, :k] * sigma[:k]), half(vh[:k]))
         for (u, sigma, vh), k in zip((layer.pair.svd for layer in layers), ranks, strict=True)
@@ -68,7 +68,10 @@ def same_rank(layers: Sequence[Layer], budget: float) -> Outcome | None:
 
 
 def same_energy(layers: Sequence[Layer], budget: float) -> Outcome | None:
-    """PEFT's conversion with a float as rank, kohya's ``sv_fro``: the least rank that keeps a share of ‖ΔW‖²."""
+    """Truncate every layer at the smallest rank that keeps one share of ‖ΔW‖².
+
+    PEFT's conversion with a float as rank does so, and kohya's ``sv_fro``.
+    """
     shares = [
         np.cumsum(sigma**2) / np.sum(sigma**2) for sigma in (layer.pair.svd[1] for layer in layers)
     ]
@@ -88,7 +91,10 @@ def same_ratio(layers: Sequence[Layer], budget: float) -> Outcome | None:
 def by_level(
     layers: Sequence[Layer], levels: Sequence[np.ndarray], budget: float
 ) -> Outcome | None:
-    """One threshold for all layers, the largest that the budget allows; rank one and one more for each level below."""
+    """Truncate all layers at one threshold, the largest that the budget allows.
+
+    Every layer has rank one, and one more for each level below the threshold.
+    """
     ranks, left = [1] * len(layers), budget - HALF * sum(sum(layer.shape) for layer in layers)
     if left < 0:
         return None
@@ -102,7 +108,10 @@ def by_level(
 
 
 def peft_arm(layers: Sequence[Layer]) -> Arm:
-    """PEFT's convert_to_lora with an integer rank, run once: smaller ranks are its first columns and rows."""
+    """Run PEFT's convert_to_lora with an integer rank, once.
+
+    Smaller ranks are its first columns and rows.
+    """
     most = max(1, max(layer.rank for layer in layers) // 2)
     converted = [peft_conversion(layer, most) for layer in layers]
 
@@ -141,7 +150,7 @@ def peft_conversion(layer: Layer, rank: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lokr_arm(layers: Sequence[Layer]) -> Arm:
-    """One factor and one dimension for all layers, as in LyCORIS, whichever are nearest within the budget.
+    """Choose one factor and one dimension for all layers, as LyCORIS does, nearest the budget.
 
     LyCORIS extracts LoRAs only. So its own `factorization` says the sizes of W1 ⊗ W2, the best such
     product in the Frobenius norm is found here, and W2 is truncated by SVD to the dimension where
@@ -211,7 +220,7 @@ class _LokrFit:
 
 
 def absmax(vectors: np.ndarray, bits: int, block: int | None = None) -> tuple[np.ndarray, int]:
-    """Vectors rounded to integers at their largest entry, one float16 scale for each or for each block; and bytes.
+    """Round vectors to integers at their largest entry, one float16 scale for each or each block.
 
     The rule of torchao's symmetric weights and of bitsandbytes' int8.
     """
@@ -271,7 +280,7 @@ def quantized_lora(quantizer: Quantizer) -> Arm:
 
 
 def resized_integers_arm(layers: Sequence[Layer]) -> Arm:
-    """Truncated SVD of the same rank for each layer, in eight or four bits, whichever is nearest within the budget."""
+    """Truncate the SVD at one rank for all layers, in eight or four bits, nearest the budget."""
     table: list[tuple[float, Outcome]] = []
     for rank in range(1, max(layer.rank for layer in layers) + 1):
         pairs = []

@@ -1,4 +1,4 @@
-"""Frobenius error of compressed adapters at equal parameters and equal bytes: ours, and what people use.
+"""Frobenius error of compressed adapters at equal parameters and bytes: ours and what people use.
 
     python -m benchmarks.compression.budgets ADAPTER [ADAPTER ...] [--out FILE]
 
@@ -42,7 +42,7 @@ Row = dict[str, Any]
 
 
 def ours(layers: Sequence[Layer], budgets: dict[str, float], search: Search) -> list[Row]:
-    """What `compress` chooses at each budget, and what it would choose from a part of its candidates."""
+    """Return what `compress` chooses at each budget, also from a part of its candidates."""
     kronecker = (Lsr, Drop)
     arms: dict[str, tuple[str | None, tuple[type[Candidate], ...]]] = {
         "ours, float16": ("float16", (Candidate,)),

@@ -1,4 +1,4 @@
-"""A LoRA on the experts of a mixture: each expert alone, or factors that all experts of a layer share?
+"""A LoRA on experts of a mixture: each expert alone, or factors that all of a layer share?
 
 A Qwen3-MoE of two layers and eight experts is trained on the prose of our own pages, byte by byte,
 and then a LoRA of rank 8 on all its experts (PEFT's ``target_parameters``) on the sentences of the
@@ -101,7 +101,7 @@ def stacks(adapter: Any, made: Callable[[str], Array | None]) -> Deltas:
 
 
 def written(adapter: Any, path: Path, parameters: int) -> tuple[Deltas, int, dict[str, int]]:
-    """ΔW of a written adapter, the parameters it needs, how many are stored, and the bytes that open it."""
+    """Return ΔW of a written adapter, its parameters, those stored, and the bytes that open it."""
     small = lsr.open_checkpoint(path)
     formed = {
         layer.name: np.linalg.multi_dot(layer_product(layer).to_lora()) for layer in small.layers

@@ -1,7 +1,7 @@
-"""Frobenius error of LSR products on real adapters, against truncated SVD and the factor-wise route.
+"""Frobenius error of LSR products on real adapters, beside truncated SVD and factor-wise routes.
 
-    python -m benchmarks.compression.frobenius ADAPTER [ADAPTER ...] --out
-    benchmarks/results/compression_frobenius.json
+    python -m benchmarks.compression.frobenius ADAPTER [ADAPTER ...] \\
+        --out benchmarks/results/compression_frobenius.json
 
 Two questions, for every adapter: what joint least squares gains at the adapter's own rank with
 sixteen terms, after thirty sweeps, at its end and where `compress` stops; and how the whole family
@@ -51,7 +51,7 @@ POLISH = JointALS(sweeps=60)
 
 
 def own_rank(layers: Sequence[Layer], long: int) -> list[dict[str, float]]:
-    """Joint least squares at each layer's own rank and the most even shapes, against the factor-wise routes."""
+    """Compare joint least squares, at each layer's rank and most even shapes, with other routes."""
     records = []
     for group in by_kind(layers, with_rank=True):
         pair = group[0].pair
@@ -87,7 +87,10 @@ def own_rank(layers: Sequence[Layer], long: int) -> list[dict[str, float]]:
 
 
 def equal_parameters(layers: Sequence[Layer]) -> list[dict[str, Any]]:
-    """Each layer alone at each budget: truncated SVD, the whole family, a direct sum, one direct term (as LoKr)."""
+    """Measure each layer alone at each budget.
+
+    By truncated SVD, the whole family, a direct sum, and one direct term (as LoKr).
+    """
     records = []
     for group in by_kind(layers):
         m, n = group[0].pair.shape

@@ -1,4 +1,4 @@
-"""What integer factors lose: rounded as they are, and solved for in the layer's norm (`quantize_sequentially`).
+"""What integer factors lose: rounded as they are, and solved for in the layer's norm.
 
     python -m benchmarks.compression.integer_factors --statistics DIR [--adapter DIR] [--out FILE]
 
@@ -35,7 +35,10 @@ RATIOS = (96.0, 48.0, 19.2, 4.36)
 
 
 def row(fitted: tuple[FittedLayer, ...], storage: str) -> dict[str, Any]:
-    """Errors over all layers, relative: as found, rounded, solved for; and the CPU seconds that solving took."""
+    """Return relative errors over all layers, and the CPU seconds that solving took.
+
+    The errors are those of the factors as found, rounded, and solved for.
+    """
     bits, squares, seconds, size = INTEGER_BITS[storage], [0.0, 0.0, 0.0], 0.0, 0
     for one in fitted:
         layer, form = one.layer, one.form

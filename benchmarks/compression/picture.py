@@ -1,4 +1,4 @@
-"""The picture of `budgets`: error against parameters and against bytes, by what makes the adapter smaller.
+"""The picture of `budgets`: error against parameters and bytes, by what makes an adapter smaller.
 
 python -m benchmarks.compression.picture benchmarks/results/compression.json
 docs/images/compression.png

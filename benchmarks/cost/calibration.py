@@ -1,4 +1,4 @@
-"""What `calibrate` costs on SmolLM2: peak memory above the base, CPU time against a plain pass, bytes of statistics.
+"""What `calibrate` costs on SmolLM2: peak memory, CPU time against a plain pass, bytes written.
 
 python -m benchmarks.cost.calibration [--examples 256] [--tokens 64] [--batch 16] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""A fleet of small adapters: throughput with one worker and with two, and three kills that lose nothing.
+"""A fleet of small adapters: throughput with one and two workers, and three kills without loss.
 
 python -m benchmarks.cost.fleet [--adapters 1000] [--work DIR]
 python -m benchmarks.cost.fleet --adapters 0 --timed 0 --shared ADAPTERS --calibrated STATISTICS

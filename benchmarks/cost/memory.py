@@ -79,7 +79,10 @@ def make_adapter(folder: Path, blocks: int) -> Path:
 
 
 def peak() -> int:
-    """Bytes this process held at most; of Linux, where ``ru_maxrss`` would count what the parent held as well."""
+    """Return the most bytes this process held.
+
+    Read from Linux itself, since ``ru_maxrss`` counts what the parent held as well.
+    """
     line = next(
         line
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -114,7 +117,7 @@ def measure(adapter: Path, plan: str) -> dict[str, Any]:
 
 
 def times(adapter: Path) -> list[dict[str, Any]]:
-    """For one layer of each size: reading and two thin QR factorizations, and solving for `TERMS` terms."""
+    """Time two thin QRs with their reading, and solving `TERMS` terms, for a layer of each size."""
     found = []
     for layer in {layer.shape: layer for layer in open_checkpoint(adapter).layers}.values():
         checkpoint = open_checkpoint(adapter)

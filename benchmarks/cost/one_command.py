@@ -1,8 +1,7 @@
-r"""What `lsrdecomp compress --base … --keep …` costs, as it is typed: processor seconds of each stage, memory, bytes.
+r"""What `lsrdecomp compress --base … --keep …` costs as typed: processor seconds, memory, bytes.
 
-    python -m benchmarks.cost.one_command E2E/train.jsonl --lora smollm2-e2e-r8 [--large
-    smollm2-e2e-r16] \
-        [--base GGUF] [--only NAME | --norms] [--seed 0]
+    python -m benchmarks.cost.one_command E2E/train.jsonl --lora smollm2-e2e-r8 \
+        [--large smollm2-e2e-r16] [--base GGUF] [--only NAME | --norms] [--seed 0]
 
 `benchmarks.language.tasks` writes the first file; 400 of its prompts, drawn by the seed, are what
 the command is given. ``--large`` is another LoRA of them, with r = 16 on all linear layers; with
@@ -195,7 +194,7 @@ def measured(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str
 
 
 def timed_command(typed: list[str]) -> dict[str, Any]:
-    """Run a command of `lsrdecomp`; processor seconds by stage, and the largest memory of the process."""
+    """Run a command of `lsrdecomp`; return processor seconds by stage and its largest memory."""
     clock = Stages()
     from lsrdecomp.cli.main import run
 

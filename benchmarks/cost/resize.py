@@ -1,4 +1,4 @@
-"""What a LoRA file of 1,500 layers costs to cut as it came: CPU seconds and peak memory of the command.
+"""What it costs to cut a LoRA file of 1,500 layers: CPU seconds and peak memory of the command.
 
 The files are synthetic (spectra that fall by a tenth a component, float16, rank 64), with layers of
 SDXL's and Wan's sizes.

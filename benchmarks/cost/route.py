@@ -1,4 +1,4 @@
-"""What compressing a 7B-class adapter costs: against reading it, writing it and thin QR factorizations; K-FAC by width.
+"""What compressing a 7B-class adapter costs against reading it, writing it and thin QRs.
 
 python -m benchmarks.cost.route [--work DIR] [--blocks 32] [--widths 512 1024 2048 4096]
 
@@ -107,7 +107,7 @@ def weight(size: int, rng: np.random.Generator) -> LowRankPlusIdentity:
 
 
 def kfac(widths: list[int], seed: int) -> list[dict[str, Any]]:
-    """Seconds of one layer n × n through the whole search, and of a sweep at a fixed shape and number of terms."""
+    """Time one layer n × n through the whole search, and a sweep at a fixed shape and rank."""
     rows = []
     for n in widths:
         rng = np.random.default_rng(seed)

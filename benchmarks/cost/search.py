@@ -41,7 +41,10 @@ RANK, PAIRS, SEED = 16, 128, 0
 
 
 def write_synthetic(directory: Path, count: int) -> tuple[Path, Path]:
-    """An adapter of the sizes of a 7B model, and statistics with spectra like k^-1.1 (outputs) and k^-1.8 (inputs)."""
+    """Make an adapter of a 7B model's sizes.
+
+    Statistics have spectra like k^-1.1 (outputs) and k^-1.8 (inputs).
+    """
     # Here, since torch comes with them, whose memory is not to be counted.
     from lsrdecomp.calibration.accumulators import Counts
     from lsrdecomp.calibration.files import write_statistics
@@ -75,7 +78,7 @@ def write_synthetic(directory: Path, count: int) -> tuple[Path, Path]:
 def measured(
     layers: Sequence[Layer], ratios: Sequence[float], workers: int
 ) -> list[dict[str, Any]]:
-    """One search, every ratio; seconds since the start, of this process where it is the only one."""
+    """Search once for every ratio; return seconds since the start of the search or the process."""
     begun, wall, rows = time.process_time(), time.perf_counter(), []
     budgets = [CompressionPlan(ratio=ratio).budget(layers) for ratio in ratios]
     searched = search_layers(layers, budgets, resources=Resources(workers))

@@ -1,7 +1,9 @@
-r"""What can be said of 7B and 70B without their weights: a fit over the models at hand, and synthetic layers as wide.
+r"""What can be said of 7B and 70B without their weights: a fit, and synthetic layers as wide.
 
-    python -m benchmarks.cost.synthesis measure SmolLM2-135M E2E --base smollm2 --lora DIR --texts
-    e2e/train.jsonl python -m benchmarks.cost.synthesis wide python -m benchmarks.cost.synthesis fit
+    python -m benchmarks.cost.synthesis measure SmolLM2-135M E2E --base smollm2 --lora DIR \
+        --texts e2e/train.jsonl
+    python -m benchmarks.cost.synthesis wide
+    python -m benchmarks.cost.synthesis fit
 
 `measure` adds a LoRA to the record: of each layer the participation ratios (tr S)² / tr S² of both
 weights of the Fisher norm, as `compress --base` measures it, and of the LoRA's weighted update; the
@@ -88,10 +90,12 @@ Array = NDArray[np.float64]
 
 
 def participation(values: Array, rest: float = 0.0, others: int = 0) -> float:
-    """(tr S)² / tr S² of a matrix with these eigenvalues, and so many others that are all ``rest``.
+    """Return (tr S)² / tr S² of a matrix with these eigenvalues and so many others, all ``rest``.
 
-    >>> participation(np.array([1.0, 1.0, 1.0, 0.0])), round(participation(np.array([9.0]), 1.0, 1), 3)
-    (3.0, 1.22)
+    >>> participation(np.array([1.0, 1.0, 1.0, 0.0]))
+    3.0
+    >>> round(participation(np.array([9.0]), rest=1.0, others=1), 3)
+    1.22
     """
     return float((values.sum() + others * rest) ** 2 / ((values**2).sum() + others * rest**2))
 
@@ -121,7 +125,7 @@ def layer_facts(layer: Layer, statistics: Statistics) -> Row:
 
 
 def numbers_for_shares(checkpoint: Checkpoint, statistics: Statistics) -> Iterator[tuple[str, Row]]:
-    """By layer and share: the numbers of the smallest form that keeps it, and the share that it keeps."""
+    """Return, by layer and share, the size of the smallest form that keeps it, and its share."""
     plans = [CompressionPlan(rtol=math.sqrt(1.0 - share)) for share in SHARES]
     searched = search_adapter(checkpoint, plans, statistics=statistics)
     for share, plan in zip(SHARES, plans, strict=True):
@@ -151,7 +155,7 @@ def described(checkpoint: Checkpoint, statistics: Statistics) -> list[Row]:
 def whole(
     checkpoint: Checkpoint, statistics: Statistics, written: Callable[[Path], Row]
 ) -> list[Row]:
-    """The adapter at `RATIOS`: its share in the norm, that of truncated SVD, and more of the written form."""
+    """Compress an adapter to `RATIOS`; return its shares in the norm beside truncated SVD's."""
     plans = [CompressionPlan(ratio=ratio, storage="float16") for ratio in RATIOS]
     begun = time.process_time()
     searched = search_adapter(checkpoint, plans, statistics=statistics)
@@ -210,7 +214,7 @@ def measure(options: argparse.Namespace) -> Row:
 
 
 def spectrum(wanted: float, size: int) -> Array:
-    """Eigenvalues k^-a of sum one, with a participation ratio; the largest there can be if more is wanted.
+    """Return eigenvalues k^-a of sum one with a participation ratio, or the largest possible one.
 
     >>> round(participation(spectrum(5.0, 100)), 6)
     5.0
@@ -225,7 +229,7 @@ def spectrum(wanted: float, size: int) -> Array:
 def synthetic_layer(
     like: Row, shape: tuple[int, int], factor: float, rng: np.random.Generator
 ) -> tuple[Any, ...]:
-    """Both halves of a layer, and both weights as (vectors, values), with the ratios and the norm of a measured one."""
+    """Draw a layer's halves and both weights as (vectors, values), as a measured one has them."""
     sides, pair = [], []
     for side, size in zip(("output", "input"), shape, strict=True):
         values = spectrum(max(1.001, factor * like[side]), size)
@@ -273,7 +277,10 @@ def write_synthetic(
 
 
 def child(adapter: Path, statistics: Path) -> Row:
-    """A synthetic adapter in a process of its own: shares, memory, and processor time beside truncated SVD by NumPy."""
+    """Compress a synthetic adapter in a process of its own.
+
+    Returns shares, memory, and processor time beside truncated SVD by NumPy.
+    """
     imported, checkpoint = peak(), open_checkpoint(adapter)
     norms = read_statistics(statistics)
     begun = time.process_time()
@@ -316,7 +323,7 @@ def made(
 
 
 def wide(record: Row, options: argparse.Namespace) -> Iterator[Row]:
-    """The twin of a measured adapter, then blocks of both sizes at each factor; of those that are asked for."""
+    """Yield the twin of a measured adapter, then blocks of both sizes at each requested factor."""
     sources = {(lora["model"], lora["task"]): lora for lora in record["loras"]}
     for twin in TWINS if "twin" in options.only else ():
         layers = [
@@ -381,7 +388,7 @@ def misses(rows: list[Row], names: tuple[str, ...], coefficients: Array) -> Arra
 
 
 def fitted(rows: list[Row], names: tuple[str, ...]) -> Row:
-    """Coefficients with the jackknife over LoRAs, what is explained, and each model predicted from the others."""
+    """Fit coefficients with the jackknife over LoRAs, and predict each model from the others."""
     coefficients = solved(rows, names)
     loras = sorted({row["lora"] for row in rows})
     without = np.array(
@@ -414,7 +421,7 @@ def fitted(rows: list[Row], names: tuple[str, ...]) -> Row:
 
 
 def growth(loras: list[Row]) -> Row:
-    """How participation ratios grow with the width of their side: the exponent, with a jackknife over models."""
+    """Fit how participation ratios grow with their side's width, with a jackknife over models."""
 
     def exponent(without: str | None, side: str, size: str) -> float:
         layers = [layer for lora in loras if lora["model"] != without for layer in lora["layers"]]
@@ -432,7 +439,7 @@ def growth(loras: list[Row]) -> Row:
 
 
 def fit(record: Row) -> Row:
-    """Every model of `MODELS`, the growth of the ratios, and what the fit says of the synthetic layers."""
+    """Report every model of `MODELS`, the growth of ratios, and the fit on synthetic layers."""
     rows = observations(record["loras"])
     fits = {name: fitted(rows, names) for name, names in MODELS.items()}
     runs = [run for run in record.get("wide", []) if "layers" in run]

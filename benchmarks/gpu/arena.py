@@ -1,7 +1,9 @@
-"""PEFT's published rows of Llama-3.2-3B on GSM8K, and beside them what `script` measured here, if it was run.
+"""PEFT's published rows of Llama-3.2-3B on GSM8K, beside what `script` measured, if it was run.
 
-    python -m benchmarks.gpu.arena                                                      # the table, in Markdown
-    python -m benchmarks.gpu.arena --prepare MetaMathQA-395K.json test.jsonl --out DIR  # files for the script
+    python -m benchmarks.gpu.arena
+    python -m benchmarks.gpu.arena --prepare MetaMathQA-395K.json test.jsonl --out DIR
+
+The first prints the table in Markdown, the second writes the files for `script`.
 
 The published rows, each with its file and commit, and the protocol are in `peft_arena.json`. A cell
 of the table stays "not run" until the record of `script` has that size for that base; of a walk
@@ -46,7 +48,10 @@ def measured(record: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def table(record: dict[str, Any]) -> list[str]:
-    """Published rows by size in Markdown, accuracy in percent; our LoRA stands beside the source of conversions."""
+    """Return the published rows by size in Markdown, accuracy in percent.
+
+    Our LoRA stands beside the source of conversions.
+    """
     here = measured(record)
     lines = [
         "| PEFT's row | how | parameters | published | "
@@ -65,7 +70,8 @@ def table(record: dict[str, Any]) -> list[str]:
         )
         how = "trained" if row is SOURCE else row["kind"]
         lines.append(
-            f"| {name} | {how} | {row['parameters']:,} | {row['accuracy']:.2f} | {' | '.join(cells)} |"
+            f"| {name} | {how} | {row['parameters']:,} | {row['accuracy']:.2f} | "
+            f"{' | '.join(cells)} |"
         )
     return lines
 
@@ -81,7 +87,7 @@ def _cell(here: dict[tuple[str, int], dict[str, Any]], parameters: int, structur
 
 
 def examples(path: Path, most: float) -> list[dict[str, str]]:
-    """Prompts and completions as PEFT writes them, of a JSON list or of JSON lines; of at most so many characters."""
+    """Read prompts and completions, as PEFT writes them, of JSON or JSON lines, up to a length."""
     text = path.read_text("utf-8")
     rows = (
         json.loads(text)

@@ -1,4 +1,4 @@
-"""The part of `script` with ``--llm``: a LoRA of a causal model, compressed, beside PEFT's table of LoRA conversion.
+"""The part of `script` with ``--llm``: compressed LoRAs beside PEFT's table of LoRA conversion.
 
 PEFT's documentation ("LoRA conversion") shortens a LoRA of rank 64 on q and v of Llama-3.2-3B,
 trained on MetaMathQA with rank-stabilized scaling, by truncated SVD to several sizes, and tells the
@@ -63,7 +63,7 @@ Group = list[tuple[str, float] | None]
 
 
 def groups(options: argparse.Namespace, most: float) -> list[Group]:
-    """The LoRA and the forms, so many of them together that a stage is not too long; the first ratios first."""
+    """Group the LoRA and its forms so that no stage is too long, the first ratios first."""
     wanted: Group = [
         None,
         *((structure, ratio) for ratio in options.ratios for structure in options.structures),
@@ -111,7 +111,7 @@ def _lora(options: argparse.Namespace) -> Path:
 
 
 def forms(options: argparse.Namespace) -> dict[str, Any]:
-    """Statistics of training examples, and every form that can be made; the sizes of each, and what could not be."""
+    """Calibrate on training examples and make every form that can be made; return their sizes."""
     work, adapter = options.work / "large", _lora(options)
     if not (work / "statistics" / METADATA).exists():
         base = opened(options.llm, adapter, options.device, "bfloat16")
@@ -136,7 +136,7 @@ def forms(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def answers(options: argparse.Namespace, group: Group) -> dict[str, Any]:
-    """Rows of the table: the forms of a group, with what they lose, and what PEFT's conversion lost at their size."""
+    """Return rows of the table: what the forms of a group lose, and PEFT's at their size."""
     work, judge = options.work / "large", None
     rows = []
     for form in group:
@@ -197,7 +197,7 @@ def answered(
 
 
 def final_number(text: str, *, marked: bool) -> float | None:
-    """The last number of a text; if ``marked``, only of the line behind its last "answer is" or "####"."""
+    """Return the last number of a text; if ``marked``, of the line behind "answer is" or "####"."""
     if marked:
         text = (MARK.findall(text) or [""])[-1]
     return last_number(text)

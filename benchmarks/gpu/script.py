@@ -1,10 +1,9 @@
-"""What one GPU is asked: a plan that fits its minutes, in stages that can be stopped and go on, in one JSON.
+"""What one GPU is asked: a plan that fits its minutes, in stages that resume, into one JSON.
 
-    python -m benchmarks.gpu.script --plan                                   # stages, estimates, what will be left out
-    python -m benchmarks.gpu.script --minutes 45 --work runs                 # the same again goes on where it was
-    python -m benchmarks.gpu.script --minutes 45 --work runs --task e2e --llm
-    meta-llama/Llama-3.2-3B \\
-        --data metamath.jsonl --test gsm8k.jsonl
+    python -m benchmarks.gpu.script --plan                    # stages, estimates, what is left out
+    python -m benchmarks.gpu.script --minutes 45 --work runs  # the same again goes on where it was
+    python -m benchmarks.gpu.script --minutes 45 --work runs --task e2e \\
+        --llm meta-llama/Llama-3.2-3B --data metamath.jsonl --test gsm8k.jsonl
 
 The most telling comes first: what a kernel takes; an LSR layer beside LoRA and LoKr; SmolLM2 from a
 LoRA to LSR that is distilled or trained on; and PEFT's table of LoRA conversion on a model of one
@@ -53,7 +52,7 @@ SMALL_WEIGHTS, LARGE_WEIGHTS = 1.35e8, 3.2e9
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One part of the plan: what it says, how long it takes on one H100, and why it cannot run here, if so."""
+    """One part of the plan: purpose, time on one H100, and why it cannot run here, if so."""
 
     name: str
     about: str
@@ -203,7 +202,7 @@ def plan(options: argparse.Namespace) -> list[Stage]:
 
 
 def fitting(stages: list[Stage], budget: float, work: Path) -> list[Stage]:
-    """The stages that can run and fit together into so many seconds, in order; what is done costs nothing."""
+    """Choose the stages that can run and fit into so many seconds, in order; done ones are free."""
     chosen, left = [], budget
     for stage in stages:
         cost = 0.0 if done(work, stage).exists() else stage.seconds

@@ -1,4 +1,4 @@
-"""The laboratory: what compares methods over tasks and seeds, and what lost such a comparison; no part of the package.
+"""The laboratory: what compares methods over tasks and seeds; no part of the package.
 
 ``python -m benchmarks.lab compare suite.toml --out comparison/`` and ``python -m benchmarks.lab
 recover …`` run suites.

@@ -82,7 +82,7 @@ def compare(
     force: ForceFile = False,
     **given: Any,
 ) -> None:
-    """Fine-tune by every method of a suite on every task, at the rate that suits it, over several seeds.
+    """Fine-tune by every method of a suite on every task, at the rate that suits it, over seeds.
 
     Rates are chosen on a split of the training set. Finished runs are never redone. Writes
     table.md, and pictures where matplotlib is installed. Exit code 1 if a run failed. --data,
@@ -151,7 +151,7 @@ def recover(
     force: ForceFile = False,
     **given: Any,
 ) -> None:
-    """Train a LoRA, compress it by each structure to each budget, judge that, train on, and judge again.
+    """Train a LoRA, compress it by each structure to each budget, judge, train on, and judge again.
 
     With --distil, or a suite that says so, forms are also trained on the LoRA's own answers and
     judged. Beside it the same shapes are trained from scratch for as many steps. Finished parts are
@@ -226,7 +226,10 @@ def open_suite(path: Path, tasks: str | None, given: Mapping[str, Any]) -> Suite
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Sheet:
-    """A table of text that was made elsewhere: the first column names, the last ones leave first where it is narrow."""
+    """Make a table of text that was made elsewhere.
+
+    The first column names its row; where it is narrow, the last columns leave first.
+    """
     columns = [
         Column(
             name,

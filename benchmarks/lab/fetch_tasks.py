@@ -1,4 +1,4 @@
-"""Fetch GLUE and SuperGLUE from the Hugging Face hub and write them as published, for ``--data`` of `lsrdecomp`.
+"""Fetch GLUE and SuperGLUE from the hub and write them as published, for ``--data``.
 
     pip install datasets
     python -m benchmarks.lab.fetch_tasks glue/ [--tasks MRPC RTE …]

@@ -35,11 +35,11 @@ def plot_quality(
     quality: str = "score",
     ax: Axes | None = None,
 ) -> Axes:
-    """Quality against size on a logarithmic axis, each method with its label; bars are one standard deviation.
+    """Draw quality against size, logarithmic, a label a method; bars are one standard deviation.
 
     Examples
     --------
-    >>> points = [Point("LSR", 1536, 0.61, 0.03), Point("truncated SVD", 1536, 0.40, 0.02), Point("LoRA", 73728, 1.0)]
+    >>> points = [Point("LSR", 1536, 0.61, 0.03), Point("SVD", 1536, 0.40, 0.02)]
     >>> axes = plot_quality(points, quality="share of the gain")
     >>> axes.get_ylabel(), axes.get_xscale()
     ('share of the gain', 'log')
@@ -68,7 +68,7 @@ def plot_stages(
     quality: str = "score",
     references: Mapping[str, float] | None = None,
 ) -> tuple[Axes, ...]:
-    """Quality against size: a panel for each stage, in each a line for each structure through its budgets.
+    """Draw quality against size: a panel a stage, in each a line a structure through its budgets.
 
     ``paths`` holds the points by structure and stage; ``references`` are level lines. Bars are one
     standard deviation; those of one size stand side by side. Returns the panels, from left to
@@ -78,7 +78,8 @@ def plot_stages(
     --------
     >>> lsr = {"compressed": [Point("LSR", 1536, 0.61)], "distilled": [Point("LSR", 1536, 0.85)]}
     >>> svd = {"compressed": [Point("SVD", 1536, 0.40)], "distilled": [Point("SVD", 1536, 0.80)]}
-    >>> [panel.get_title() for panel in plot_stages({"LSR": lsr, "SVD": svd}, references={"LoRA": 1.0})]
+    >>> panels = plot_stages({"LSR": lsr, "SVD": svd}, references={"LoRA": 1.0})
+    >>> [panel.get_title() for panel in panels]
     ['compressed', 'distilled']
     """
     from matplotlib.figure import Figure

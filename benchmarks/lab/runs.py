@@ -1,4 +1,4 @@
-"""Runs of a suite on disk: each in its directory, finished ones never redone, failed ones told apart and kept."""
+"""Runs of a suite on disk: finished ones never redone, failed ones told apart and kept."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def outcome(run: Run) -> Outcome | None:
         differing = _differing(record.settings, run.settings)
         if differing:
             raise CheckpointError(
-                f"a finished run with other settings ({differing}); choose another output, or remove it",
+                (
+                    f"a finished run with other settings ({differing}); choose another output, or "
+                    "remove it"
+                ),
                 path=run.directory,
             )
         return record
@@ -138,7 +141,10 @@ def _labelled(run: Run) -> tuple[Run, Outcome]:
 
 
 def _differing(old: FinetuneSettings, new: FinetuneSettings) -> str:
-    """The settings of a finished run that are not those asked for; what was left to the machine may be anything."""
+    """Return the settings of a finished run that are not those asked for.
+
+    What was left to the machine may be anything.
+    """
     before, now = old.to_json(), new.to_json()
     names = [name for name in before if before[name] != now[name] and name not in INCIDENTAL]
     names = [name for name in names if (name, now[name]) not in LEFT_TO_THE_MACHINE]

@@ -1,4 +1,4 @@
-"""A suite of fine-tuning runs: methods × tasks × seeds × one grid of learning rates for all, read without torch."""
+"""A suite of fine-tuning runs: methods × tasks × seeds × one grid of rates, read without torch."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ class Suite(Settings):
     Examples
     --------
     >>> methods = {"LoRA": {"method": "lora"}, "LSR": {"method": "lsr"}}
-    >>> suite = Suite(seeds=(0, 1), common={"model": "embedded"}, tasks={"embedded": {}}, methods=methods)
-    >>> suite.missing()                                                    # tasks whose files are not there, and why
+    >>> common, tasks = {"model": "embedded"}, {"embedded": {}}
+    >>> suite = Suite(seeds=(0, 1), common=common, tasks=tasks, methods=methods)
+    >>> suite.missing()                                  # tasks whose files are not there, and why
     {}
     """
 
@@ -70,7 +71,10 @@ class Suite(Settings):
     ] = (1e-3,)
     tune_seeds: Annotated[
         int,
-        "So many of the seeds see every rate, by which the rate is chosen; the others see the chosen one.",
+        (
+            "So many of the seeds see every rate, by which the rate is chosen; the others see the "
+            "chosen one."
+        ),
     ] = 1
     common: Annotated[Mapping[str, Any], "Settings of every run."] = field(default_factory=dict)
     tasks: Annotated[Mapping[str, Any], "Settings of a task, in a table under its name."] = field(
@@ -88,7 +92,8 @@ class Suite(Settings):
         """Every table and every run that would come of it."""
         if not 1 <= self.tune_seeds <= len(self.seeds):
             raise SuiteError(
-                f"tune_seeds must be 1 to {len(self.seeds)}, the number of seeds, got {self.tune_seeds}"
+                f"tune_seeds must be 1 to {len(self.seeds)}, the number of seeds, got "
+                f"{self.tune_seeds}"
             )
         if not self.tasks:
             raise SuiteError("a suite needs tables [tasks.…]")
@@ -105,14 +110,16 @@ class Suite(Settings):
                 )
             if spec.against is not None and spec.against not in self.methods:
                 raise SuiteError(
-                    f"methods.{spec.label}: against {spec.against!r}, not one of: {list(self.methods)}"
+                    f"methods.{spec.label}: against {spec.against!r}, not one of: "
+                    f"{list(self.methods)}"
                 )
             for task in self.tasks:
                 first = self.settings(spec, task, self.rates[0], self.seeds[0])
                 if len(self.rates) > 1 and first.patience is None:
                     raise SuiteError(
-                        f"methods.{spec.label}, tasks.{task}: several rates are compared on a split of the training "
-                        "set, never on dev: give patience, so that there is one"
+                        f"methods.{spec.label}, tasks.{task}: several rates are compared on a "
+                        "split of the training set, never on dev: give patience, so that there "
+                        "is one"
                     )
 
     @property
@@ -164,7 +171,7 @@ class Suite(Settings):
 
 
 def merged(tables: Sequence[Mapping[str, Any]], where: str) -> FinetuneSettings:
-    """Settings from tables of which each goes over those before it, whatever spelling of a name each has.
+    """Merge tables of settings, each over those before it, whatever spelling of a name each has.
 
     Raises
     ------
@@ -208,8 +215,9 @@ def read_suite(
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as place:
     ...     file = Path(place) / "suite.toml"
-    ...     text = ['seeds = [0]', 'common.model = "embedded"', "tasks.embedded = {}", 'methods.LoRA.method = "lora"']
-    ...     _ = file.write_text("\\n".join(text), encoding="utf-8")
+    ...     lines = ['common.model = "embedded"', 'methods.LoRA.method = "lora"']
+    ...     lines += ["seeds = [0]", "tasks.embedded = {}"]
+    ...     _ = file.write_text("\\n".join(lines), encoding="utf-8")
     ...     suite = read_suite(file)
     >>> suite.seeds, list(suite.tasks), list(suite.methods)
     ((0,), ['embedded'], ['LoRA'])

@@ -1,7 +1,7 @@
-"""How many answers are right to the last token: as compressed, distilled, and distilled on its own continuations too.
+"""How many answers are right to the last token: as compressed, distilled, and distilled further.
 
-    python -m benchmarks.language.exact_answers TASK --lora DIR [--ratios 48 96] [--own 0 0.5]
-    --work RUNS
+    python -m benchmarks.language.exact_answers TASK --lora DIR [--ratios 48 96] \\
+        [--own 0 0.5] --work RUNS
 
 TASK holds train.jsonl and held.jsonl, as `benchmarks.language.tasks` writes them; the base is
 SmolLM2 in float32. ``--own`` is the share of the steps after the first 15 in which the form learns

@@ -1,4 +1,4 @@
-"""The forms of a LoRA that the language-model suite compares, each written as a directory that PEFT opens.
+"""The forms of a LoRA that the language-model suite compares, each a directory that PEFT opens.
 
 Structures: LSR; truncated SVD in the Frobenius and in the Fisher norm; both of the latter norm in a
 second pass, whose statistics were measured with the form of the first one active; SVD in the Fisher
@@ -109,7 +109,7 @@ def make_forms(
 
 
 def round_lora(lora: Path, out: Path, structure: str) -> list[str]:
-    """The LoRA with its numbers rounded to nearest in a few bits: one scale for each vector of each factor."""
+    """Round the LoRA to nearest in a few bits, with one scale for each vector of each factor."""
     bits, target = ROUNDED[structure], form_directory(out, structure, "bytes", 0)
     if (target / FORM).exists():
         return []

@@ -1,7 +1,7 @@
-"""What a LoRA is worth to a small adapter: LSR compressed from it and trained on, beside training from scratch.
+"""What a LoRA is worth to a small adapter: LSR made from it and trained on, or from scratch.
 
-    python -m benchmarks.language.from_lora TASK --lora DIR [--seeds 0 1 2] [--only ARM ...] --work
-    RUNS
+    python -m benchmarks.language.from_lora TASK --lora DIR [--seeds 0 1 2] \\
+        [--only ARM ...] --work RUNS
 
 TASK holds train.jsonl and held.jsonl, as `benchmarks.language.tasks` writes them; the base is
 SmolLM2. All arms see the same examples in the same order and are judged by the loss on held-out
@@ -124,7 +124,7 @@ def run(settings: FinetuneSettings, out: Path) -> FinetuneRecord:
 
 
 def rounded(out: Path, record: FinetuneRecord) -> dict[str, Any]:
-    """Bytes and loss of a finished run's adapter in four bits, as ``finetune --storage int4`` would have written it."""
+    """Return bytes and loss of a run's adapter in four bits, as ``--storage int4`` writes it."""
     trained = open_checkpoint(out / ADAPTER)
     codes = {layer.name: coded_product(layer_product(layer), 4) for layer in trained.layers}
     with TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The picture of LSR from a LoRA beside training from scratch: loss on held-out answers, a panel a task, a dot a seed.
+"""The picture of LSR from a LoRA beside training from scratch: a panel a task, a dot a seed.
 
 python -m benchmarks.language.from_lora_picture benchmarks/results/from_lora.json
 docs/images/from-lora.png

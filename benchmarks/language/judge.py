@@ -1,4 +1,4 @@
-"""How a form of an adapter answers: its loss, what it keeps of the LoRA's answers, and what it does to other texts."""
+"""How a form of an adapter answers: its loss, what it keeps of the LoRA, and other texts."""
 
 from __future__ import annotations
 

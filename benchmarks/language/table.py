@@ -56,7 +56,7 @@ def collect(work: Path, suite: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def figures(whole: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, float | None]:
-    """Shares of the LoRA's gain in loss and in answers, and the divergence on text of other tasks."""
+    """Return shares of the LoRA's gain in loss and answers, and the divergence on other tasks."""
     before, after, form = whole["none"]["loss"], whole["lora"]["loss"], facts["own"]
     others = list(facts["others"].values())
     return {
@@ -68,7 +68,7 @@ def figures(whole: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, flo
 
 
 def means(forms: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-    """Over seeds: mean of every figure, and half the width of its t interval where there are two seeds or more."""
+    """Return the mean of every figure over seeds, and half the width of its t interval."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for form in forms:
         groups.setdefault(tuple(form[key] for key in KEYS), []).append(form)
@@ -112,8 +112,9 @@ def markdown(record: Mapping[str, Any]) -> str:
         lines += [f"## {task}, {lora}, by {'parameters' if kind == 'ratio' else 'bytes'}", ""]
         lines += [
             (
-                "| structure | budget | parameters | file, bytes | share of the gain in loss | KL to the LoRA "
-                "| share of its answers | same word | exact | BLEU | KL elsewhere (without it) | seeds |"
+                "| structure | budget | parameters | file, bytes | share of the gain in loss | KL "
+                "to the LoRA | share of its answers | same word | exact | BLEU | KL elsewhere "
+                "(without it) | seeds |"
             ),
             "|---|---|---|---|---|---|---|---|---|---|---|---|",
         ]

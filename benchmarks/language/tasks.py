@@ -1,9 +1,9 @@
 """The tasks of the language-model suite as JSON lines, from the files that their authors published.
 
-    python -m benchmarks.language.tasks DIRECTORY OUT        # with e2e/, glue/SST-2/, glue/CoLA/ or some
+    python -m benchmarks.language.tasks DIRECTORY OUT
 
-Writes OUT/TASK/train.jsonl and held.jsonl. A task whose files are not there is left out and named;
-arithmetic needs none.
+DIRECTORY holds e2e/, glue/SST-2/, glue/CoLA/ or some of them. Writes OUT/TASK/train.jsonl and
+held.jsonl. A task whose files are not there is left out and named; arithmetic needs none.
 
 - E2E: devset.csv to train on (trainset.csv is larger); held out are meaning representations of
   testset_w_refs.csv that occur in neither, one line each, with all references.
@@ -54,7 +54,7 @@ def _pairs(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def extraction(directory: Path) -> tuple[list[Row], list[Row]]:
-    """Sentences to meaning representations; held out are sentences whose representations were not trained on."""
+    """Read sentences to meaning representations; held out are representations not trained on."""
     seen = {mr for mr, _ in _pairs(directory / "e2e" / "devset.csv")}
     train = [_extraction(*pair) for pair in _pairs(directory / "e2e" / "devset.csv")]
     held = [
@@ -107,12 +107,15 @@ def arithmetic(directory: Path) -> tuple[list[Row], list[Row]]:
         name, (first, second) = rng.choice(NAMES), rng.choice(ITEMS, 2, replace=False)
         count, price, more, other = (int(value) for value in rng.integers(2, 10, 4))
         prompt = (
-            f"Question: {name} buys {count} {first} at {price} dollars each and {more} {second} at {other} "
-            "dollars each. How many dollars is that in all?\nAnswer:"
+            f"Question: {name} buys {count} {first} at {price} dollars each and {more} {second} "
+            f"at {other} dollars each. How many dollars is that in all?\nAnswer:"
         )
         cost, rest = count * price, more * other
         total = cost + rest
-        steps = f" {count} * {price} = {cost}, {more} * {other} = {rest}, {cost} + {rest} = {total}. #### {total}"
+        steps = (
+            f" {count} * {price} = {cost}, {more} * {other} = {rest}, {cost} + {rest} = {total}."
+            f" #### {total}"
+        )
         rows[prompt] = {"prompt": prompt, "completion": steps}
     made = list(rows.values())
     return made[: -10 * HELD], made[-10 * HELD :]

@@ -1,4 +1,4 @@
-"""Preconditioners beside SciPy's incomplete LU and PyAMG on 3-D diffusion; and what the naive, dense way costs.
+"""Preconditioners beside SciPy's incomplete LU and PyAMG on 3-D diffusion, and the dense way.
 
 python -m benchmarks.operators.peers
 
@@ -42,9 +42,13 @@ def row(
     name: str, setup: float, seconds: float, iterations: int, residual: float
 ) -> dict[str, Any]:
     return {
-        "preconditioner": name, "iterations": iterations, "relative residual": residual, "seconds setup": setup,
-        "seconds solve": seconds, "seconds": setup + seconds,
-    }  # fmt: skip
+        "preconditioner": name,
+        "iterations": iterations,
+        "relative residual": residual,
+        "seconds setup": setup,
+        "seconds solve": seconds,
+        "seconds": setup + seconds,
+    }
 
 
 def with_scipy(
@@ -85,10 +89,15 @@ def poisson(n: int) -> dict[str, Any]:
     rows.append(with_scipy("scipy spilu (GMRES, sparse)", gmres, sparse, b, ilu))
     rows.append(
         with_scipy(
-            "pyamg smoothed aggregation (CG, sparse)", cg, sparse, b,
-            lambda: pyamg.smoothed_aggregation_solver(scipy.sparse.csr_matrix(sparse)).aspreconditioner(),
+            "pyamg smoothed aggregation (CG, sparse)",
+            cg,
+            sparse,
+            b,
+            lambda: pyamg.smoothed_aggregation_solver(
+                scipy.sparse.csr_matrix(sparse)
+            ).aspreconditioner(),
         )
-    )  # fmt: skip
+    )
     for rank in (2, 4, 6):
         inverse, setup = timed(lambda rank=rank: ops.approximate_inverse(a, rank=rank))
         found, seconds = timed(
@@ -102,7 +111,7 @@ def poisson(n: int) -> dict[str, Any]:
 
 
 def naive(sizes: tuple[int, ...] = (8, 12, 16)) -> list[dict[str, Any]]:
-    """Solve, log-determinant and one product with K₁ ⊗ K₂ ⊗ K₃ + 0.1 I: dense NumPy, and `operators`."""
+    """Time solve, log-determinant and a product with K₁ ⊗ K₂ ⊗ K₃ + 0.1 I, dense and by ours."""
     rows = []
     for m in sizes:
         k = squared_exponential(np.linspace(0, 1, m), 0.3)[0]
@@ -117,12 +126,17 @@ def naive(sizes: tuple[int, ...] = (8, 12, 16)) -> list[dict[str, Any]]:
 
         (x, log), ours = timed(lambda a=a, b=b: (ops.solve(a, b).x, ops.logdet(a)))
         (wanted, wanted_log), theirs = timed(dense)
-        rows.append({
-            "unknowns": m**3, "seconds dense": theirs, "seconds": ours, "MiB dense": 8.0 * m**6 / 2**20,
-            "MiB": 8.0 * (2 * 3 * m * m + 4 * m**3) / 2**20,
-            "relative difference": float(np.linalg.norm(x - wanted) / np.linalg.norm(wanted)),
-            "difference of log det": abs(log - wanted_log) / max(1.0, abs(wanted_log)),
-        })  # fmt: skip
+        rows.append(
+            {
+                "unknowns": m**3,
+                "seconds dense": theirs,
+                "seconds": ours,
+                "MiB dense": 8.0 * m**6 / 2**20,
+                "MiB": 8.0 * (2 * 3 * m * m + 4 * m**3) / 2**20,
+                "relative difference": float(np.linalg.norm(x - wanted) / np.linalg.norm(wanted)),
+                "difference of log det": abs(log - wanted_log) / max(1.0, abs(wanted_log)),
+            }
+        )
     return rows
 
 

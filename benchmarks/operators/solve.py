@@ -1,4 +1,4 @@
-"""Operators against dense NumPy and against the routes people take now: accuracy, preconditioners, samples, grids.
+"""Operators against dense NumPy and the routes people take now.
 
 python -m benchmarks.operators.solve [accuracy galerkin million samples grid]
 
@@ -36,7 +36,7 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
 
 
 # Accuracy
-# ------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def kron(matrices: Any) -> Any:
@@ -73,7 +73,7 @@ def several(rng: np.random.Generator, shape: Any, kind: str) -> tuple[Any, Any]:
 
 
 def gaps(rng: np.random.Generator, kind: str) -> dict[str, float]:
-    """Relative error of every method on one drawn case; sums relative to the terms that are added."""
+    """Return the relative error of every method on one case; sums relative to the terms added."""
     found: dict[str, float] = {}
 
     def put(name: str, ours: Any, theirs: Any, scale: float | None = None) -> None:
@@ -166,11 +166,11 @@ def accuracy(cases: int = 600) -> dict[str, Any]:
 
 
 # A stochastic Galerkin system
-# ----------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def legendre_products(variables: int, degree: int) -> list[Any]:
-    """G_0 = I and G_t = E[ξ_t ψ_i ψ_j] for orthonormal Legendre polynomials of total degree at most ``degree``."""
+    """Return G_0 = I and G_t = E[ξ_t ψ_i ψ_j] for orthonormal Legendre polynomials."""
     indices = [i for i in np.ndindex(*(degree + 1,) * variables) if sum(i) <= degree]
     place = {i: k for k, i in enumerate(indices)}
     made = [np.eye(len(indices))]
@@ -222,10 +222,16 @@ def galerkin(points: int = 12, variables: int = 4, degree: int = 3) -> dict[str,
         found, seconds = timed(
             lambda: ops.solve(a, b, rtol=1e-8, method="gmres", preconditioner=m, throw=False)
         )
-        rows.append({
-            "preconditioner": name, "iterations": found.iterations, "relative residual": found.relative_residual,
-            "seconds setup": setup, "seconds solve": seconds, "‖I − AX‖ / ‖I‖": residual(m),
-        })  # fmt: skip
+        rows.append(
+            {
+                "preconditioner": name,
+                "iterations": found.iterations,
+                "relative residual": found.relative_residual,
+                "seconds setup": setup,
+                "seconds solve": seconds,
+                "‖I − AX‖ / ‖I‖": residual(m),
+            }
+        )
 
     run("none", lambda: None, lambda m: None)
     run("mean (I ⊗ K₀)⁻¹", lambda: np_inverse(left[0], right[0]), lambda m: None)
@@ -256,7 +262,7 @@ def np_inverse(*factors: Any) -> Any:
 
 
 # 10⁶ unknowns
-# --------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def diffusion(n: int) -> Any:
@@ -277,7 +283,7 @@ def diffusion(n: int) -> Any:
 
 
 def spline_masses(n: int, degree: int, densities: tuple[Callable[[Any], Any], ...]) -> list[Any]:
-    """Mass matrices ∫ ρ B_i B_j of n B-splines on (0, 1), one for each density ρ, by Gauss quadrature."""
+    """Return mass matrices ∫ ρ B_i B_j of n B-splines on (0, 1), one a density ρ, by quadrature."""
     inner = np.linspace(0.0, 1.0, n - degree + 1)
     knots = np.concatenate([np.zeros(degree), inner, np.ones(degree)])
     nodes, weights = np.polynomial.legendre.leggauss(degree + 3)
@@ -293,7 +299,7 @@ class Enough(Exception):  # noqa: N818 - the end of a measurement
 
 
 def million(n: int = 100, rank: int = 3, times: float = 3.5) -> dict[str, Any]:
-    """The mass matrix of n³ splines of degree 4 under a density of three products; an isogeometric problem.
+    """Return the mass matrix of n³ splines of degree 4 under a density of three products.
 
     The run without preconditioner is broken off after ``times`` the seconds of the other.
     """
@@ -359,11 +365,11 @@ def million(n: int = 100, rank: int = 3, times: float = 3.5) -> dict[str, Any]:
 
 
 # Samples
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def by_svds(a: Any, g: Any) -> Any:
-    """The leading singular triple of the rearranged sum, known by its products, from scipy's svds."""
+    """Return the leading singular triple of the rearranged sum, from products, by SciPy's svds."""
     m, p = a.shape[1], g.shape[1]
 
     def forth(x: Any) -> Any:
@@ -391,16 +397,20 @@ def samples(count: int = 10_000, m: int = 512, p: int = 512) -> dict[str, Any]:
     lowest = [float(np.linalg.eigvalsh(f[0])[0]) for f in found.factors]
     theirs = [float(np.linalg.eigvalsh(np.sign(np.trace(f)) * 0.5 * (f + f.T))[0]) for f in (u, v)]
     return {
-        "samples": count, "shape": f"{m} ⊗ {p}", "seconds": seconds, "seconds svds": peer,
+        "samples": count,
+        "shape": f"{m} ⊗ {p}",
+        "seconds": seconds,
+        "seconds svds": peer,
         "times faster": peer / seconds,
         "σ₁ relative difference": abs(float(found.weights[0]) - sigma) / sigma,
         "1 − cosine of the two answers": 1.0 - agree,
-        "smallest eigenvalues": lowest, "smallest eigenvalues svds": theirs,
-    }  # fmt: skip
+        "smallest eigenvalues": lowest,
+        "smallest eigenvalues svds": theirs,
+    }
 
 
 # Gaussian process on a grid
-# ------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def squared_exponential(points: Any, length: float) -> tuple[Any, Any]:
@@ -459,16 +469,25 @@ def grid() -> dict[str, Any]:
     _, large_seconds = timed(lambda: ours_on_grid(large, lengths, noise, y[large]))
     return {
         "value, relative difference from dense at 384 points": abs(value - wanted) / abs(wanted),
-        "gradient, relative difference": float(np.linalg.norm(slopes - wanted_slopes) / np.linalg.norm(wanted_slopes)),
-        "points": 4096, "seconds": float(np.median(runs)), "seconds dense (scipy Cholesky)": dense_seconds,
-        "times faster": dense_seconds / float(np.median(runs)), "points large": math.prod(large),
+        "gradient, relative difference": float(
+            np.linalg.norm(slopes - wanted_slopes) / np.linalg.norm(wanted_slopes)
+        ),
+        "points": 4096,
+        "seconds": float(np.median(runs)),
+        "seconds dense (scipy Cholesky)": dense_seconds,
+        "times faster": dense_seconds / float(np.median(runs)),
+        "points large": math.prod(large),
         "seconds large": large_seconds,
-    }  # fmt: skip
+    }
 
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "accuracy": accuracy, "galerkin": galerkin, "million": million, "samples": samples, "grid": grid,
-}  # fmt: skip
+    "accuracy": accuracy,
+    "galerkin": galerkin,
+    "million": million,
+    "samples": samples,
+    "grid": grid,
+}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""ALS against tensorly.parafac and pyttb.cp_als: CPU seconds to the same error, in one process, on the same tensors.
+"""ALS against tensorly.parafac and pyttb.cp_als: CPU seconds to the same error, in one process.
 
     python -m benchmarks.solvers.cp
 
@@ -65,7 +65,10 @@ def chase(
     goal: float,
     limit: float,
 ) -> dict:
-    """Run ``step`` until the error is at most ``goal`` or ``limit`` CPU seconds are over; measuring is not counted."""
+    """Run ``step`` until the error meets ``goal`` or ``limit`` CPU seconds are over.
+
+    Measuring is not counted.
+    """
     state, spent, error, best = None, 0.0, math.inf, math.inf
     approximation = None
     while spent < limit and best > goal:

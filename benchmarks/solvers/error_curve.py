@@ -1,4 +1,4 @@
-"""The first points of a large matrix's error curve, against svds of the same rank on the rearranged matrix.
+"""The first points of a large matrix's error curve, against svds of the rearranged matrix.
 
     python -m benchmarks.solvers.error_curve
 

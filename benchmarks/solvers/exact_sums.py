@@ -1,4 +1,4 @@
-"""Exact sums of Kronecker products with three to five factors: is each met with no more terms than it was drawn from?
+"""Exact sums with three to five factors: is each met with no more terms than it was drawn from?
 
     OMP_NUM_THREADS=1 python -m benchmarks.solvers.exact_sums
 

@@ -1,4 +1,4 @@
-"""Three factors where peers came nearer: noise against six starts of theirs, and what a bounded γ costs.
+"""Three factors where peers came nearer: noise against six of their starts, and a bounded γ.
 
     python -m benchmarks.solvers.three_factor_ends
 
@@ -80,7 +80,7 @@ def noise(side: int, rank: int, count: int) -> dict:
 
 
 def bounded_condition(rank: int) -> dict:
-    """Error and γ of the inverse of a variable-coefficient operator, 512 × 512, by the penalty of each type."""
+    """Return error and γ of an inverse of 512 × 512 by the penalty of each type."""
     matrix, shape = problems.variable_coefficient_inverse(512), problems.square(8, 8, 8)
     row: dict = {"problem": f"variable-coefficient inverse 512, d=3, s={rank}"}
     for storage in (None, "float16", "bfloat16"):

@@ -1,4 +1,4 @@
-"""Two-factor solvers beside numpy, scipy, scikit-learn and torch, in one run: time, excess error, memory.
+"""Two-factor solvers beside numpy, scipy, scikit-learn and torch: time, excess error, memory.
 
     python -m benchmarks.solvers.two_factors --threads 1 --out benchmarks/results
     python -m benchmarks.solvers.two_factors --threads 2 --only dense
@@ -85,9 +85,12 @@ def timed(run: Callable[[], Any], options: argparse.Namespace) -> tuple[float, A
 
 
 def spectra(size: int, seed: int) -> dict[str, Any]:
-    """Rearranged matrices: a 1/k spectrum in random bases (by Householder products), an exponential kernel, noise, and
-    two geometric spectra whose optimum at 16 terms lies near the rounding of squares, 4e-9, and of
-    entries, 1e-12."""
+    """Return rearranged matrices by the name of their spectrum.
+
+    A 1/k spectrum in random bases (by Householder products), an exponential kernel, noise, and two
+    geometric spectra whose optimum at 16 terms lies near the rounding of squares, 4e-9, and of
+    entries, 1e-12.
+    """
     import numpy as np
 
     rng = np.random.default_rng(seed)
@@ -195,9 +198,15 @@ def dense(options: argparse.Namespace) -> list[dict[str, Any]]:
             seconds = min(taken[solver])
             error = float(np.linalg.norm(rearranged - (u * sigma) @ vh))
             rows.append(
-                {"problem": name, "solver": solver, "seconds": seconds, "excess": error / optimum - 1.0,
-                 "claimed": claimed, "times faster than svd": full_seconds / seconds}
-            )  # fmt: skip
+                {
+                    "problem": name,
+                    "solver": solver,
+                    "seconds": seconds,
+                    "excess": error / optimum - 1.0,
+                    "claimed": claimed,
+                    "times faster than svd": full_seconds / seconds,
+                }
+            )
     return rows
 
 
@@ -206,7 +215,7 @@ REMAINDERS = (0.0, 1e-16, 1e-13, 2.5e-8, 1e-4)
 
 
 def few_terms(size: int, rank: int, seed: int) -> dict[str, Any]:
-    """Rearranged matrices of ``rank`` terms of falling size: beside noise, or their vectors rounded to float32."""
+    """Return rearranged matrices of ``rank`` falling terms, beside noise or rounded to float32."""
     import numpy as np
 
     rng, weights = np.random.default_rng(seed), 1.0 / np.arange(1.0, rank + 1)
@@ -230,7 +239,7 @@ BATCHES = (16, 64), (32, 64), (64, 64), (128, 16), (256, 16)
 
 
 def sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """`decompose` and `decompose_each`, errors measured, beside the best peer of each size, spectrum and batch.
+    """Run `decompose` and `decompose_each`, errors measured, beside the best peer of each size.
 
     Peers are ``svds`` at a tolerance of 1e-3 and, up to a side of 512, NumPy's SVD, batched where
     there are several; they get R(M) as it is and measure nothing. Minima in CPU seconds, all in
@@ -294,15 +303,23 @@ def sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
                         rest = matrix - (u[:, first] * sigma[first]) @ vh[first]
                         optimum = min(optimum, float(np.linalg.norm(rest) / np.linalg.norm(matrix)))
             best = min(peers, key=lambda peer, taken=taken: min(taken[peer]))
-            rows.append({"problem": name, "size": size, "count": count, "rank": rank, "best peer": best,
-                         "seconds": {solver: min(seconds) for solver, seconds in taken.items()},
-                         "times the best peer": min(taken["lsrdecomp"]) / min(taken[best]),
-                         "excess": (error - optimum) / max(optimum, 64 * 2.0**-53)})  # fmt: skip
+            rows.append(
+                {
+                    "problem": name,
+                    "size": size,
+                    "count": count,
+                    "rank": rank,
+                    "best peer": best,
+                    "seconds": {solver: min(seconds) for solver, seconds in taken.items()},
+                    "times the best peer": min(taken["lsrdecomp"]) / min(taken[best]),
+                    "excess": (error - optimum) / max(optimum, 64 * 2.0**-53),
+                }
+            )
     return rows
 
 
 def sizes_figure(rows: list[dict[str, Any]], path: Path) -> None:
-    """Our time over that of the best peer, a cell a spectrum and size; blue is faster, red slower."""
+    """Draw our time over the best peer's, a cell a spectrum and size; blue is faster."""
     import numpy as np
     from matplotlib.figure import Figure
 
@@ -371,14 +388,22 @@ def pair(options: argparse.Namespace) -> list[dict[str, Any]]:
     errors = [
         target.residual_norm(found[x].approximation) / target.norm for x in ("implicit", "formed")
     ]
-    return [{"implicit seconds": implicit, "with measured error": whole, "times the solve": whole / implicit,
-             "formed seconds": formed, "times faster": formed / implicit,
-             "extra MB": extra / 1e6, "relative errors": errors,
-             "claimed": found["implicit"].optimality_gap}]  # fmt: skip
+    return [
+        {
+            "implicit seconds": implicit,
+            "with measured error": whole,
+            "times the solve": whole / implicit,
+            "formed seconds": formed,
+            "times faster": formed / implicit,
+            "extra MB": extra / 1e6,
+            "relative errors": errors,
+            "claimed": found["implicit"].optimality_gap,
+        }
+    ]
 
 
 def batch(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Matrices of 256² together against NumPy's and torch's batched SVD, fast spectra among them."""
+    """Time matrices of 256² together against NumPy's and torch's batched SVD."""
     import numpy as np
     import scipy.linalg
     import torch
@@ -394,8 +419,10 @@ def batch(options: argparse.Namespace) -> list[dict[str, Any]]:
     shape = KroneckerShape(((16, 16), (16, 16)))
     bases = np.linalg.qr(rng.standard_normal((8, n, n)))[0]
     spectra_of = {"1/k": 1.0 / k, "exponential": np.exp(-k / 8.0), ".3^k": 0.3**k}
-    stacks = {name: np.stack([(bases[i % 8] * sigma) @ bases[(i + 1) % 8].T for i in range(count)])
-              for name, sigma in spectra_of.items()}  # fmt: skip
+    stacks = {
+        name: np.stack([(bases[i % 8] * sigma) @ bases[(i + 1) % 8].T for i in range(count)])
+        for name, sigma in spectra_of.items()
+    }
     stacks["noise"] = rng.standard_normal((count, n, n))
     lag = np.arange(n)
     stacks["Toeplitz and noise"] = np.stack(
@@ -416,17 +443,29 @@ def batch(options: argparse.Namespace) -> list[dict[str, Any]]:
                     lambda m=matrices, s=s: BatchedKrylov().solve_batch(m, shape, rank=s), options
                 )
                 best = np.linalg.norm(spectrum[:, s:].astype(float), axis=1)
-                errors = np.array([np.linalg.norm(m.astype(float) - x.approximation.to_matrix())
-                                   for m, x in zip(matrices, found, strict=True)])  # fmt: skip
+                errors = np.array(
+                    [
+                        np.linalg.norm(m.astype(float) - x.approximation.to_matrix())
+                        for m, x in zip(matrices, found, strict=True)
+                    ]
+                )
                 floor = 64 * np.finfo(held.dtype).eps * np.linalg.norm(stack, axis=(1, 2))
-                rows.append({"problem": name, "dtype": kind, "rank": s, "seconds": ours,
-                             "times faster than numpy": numpy_svd / ours, "times faster than torch": torch_svd / ours,
-                             "worst excess": float(np.max((errors - best) / np.maximum(best, floor)))})  # fmt: skip
+                rows.append(
+                    {
+                        "problem": name,
+                        "dtype": kind,
+                        "rank": s,
+                        "seconds": ours,
+                        "times faster than numpy": numpy_svd / ours,
+                        "times faster than torch": torch_svd / ours,
+                        "worst excess": float(np.max((errors - best) / np.maximum(best, floor))),
+                    }
+                )
     return rows
 
 
 def leading(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Starts of a pair, `leading_triples`, beside `BatchedKrylov` at its own and at a loose tolerance, and numpy."""
+    """Time starts of a pair: `leading_triples`, `BatchedKrylov` at two tolerances, and NumPy."""
     import numpy as np
 
     from lsrdecomp import KroneckerShape
@@ -454,14 +493,25 @@ def leading(options: argparse.Namespace) -> list[dict[str, Any]]:
             ours, (left, values, right) = timed(lambda m=stack, s=s: leading_triples(m, s), options)
             numpy_svd, _ = timed(lambda m=stack: np.linalg.svd(m, full_matrices=False), options)
             errors = np.linalg.norm(stack - (left * values[:, None, :]) @ right, axis=(1, 2))
-            row = {"problem": name, "count": count, "size": [p, q], "rank": s, "seconds": ours,
-                   "numpy over ours": numpy_svd / ours, "worst excess": float(np.max(errors / best - 1.0))}  # fmt: skip
+            row = {
+                "problem": name,
+                "count": count,
+                "size": [p, q],
+                "rank": s,
+                "seconds": ours,
+                "numpy over ours": numpy_svd / ours,
+                "worst excess": float(np.max(errors / best - 1.0)),
+            }
             for label, solver in (("krylov", BatchedKrylov()), ("loose krylov", loose)):
                 theirs, found = timed(
                     lambda m=stack, s=s, k=solver, f=shape: k.solve_batch(m, f, rank=s), options
                 )
-                errors = np.array([np.linalg.norm(m - x.approximation.to_matrix())
-                                   for m, x in zip(stack, found, strict=True)])  # fmt: skip
+                errors = np.array(
+                    [
+                        np.linalg.norm(m - x.approximation.to_matrix())
+                        for m, x in zip(stack, found, strict=True)
+                    ]
+                )
                 row |= {
                     f"{label} over ours": theirs / ours,
                     f"{label} excess": float(np.max(errors / best - 1.0)),
@@ -471,7 +521,7 @@ def leading(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def search(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Fewest parameters over all shapes; with --brute against the spectrum of every rearrangement."""
+    """Find the fewest parameters over all shapes; with --brute by every shape's spectrum."""
     import numpy as np
 
     from lsrdecomp.kronecker.rearrange import rearrange
@@ -480,8 +530,10 @@ def search(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     i = np.arange(float(options.size))
     distance = np.abs(i[:, None] - i)
-    waves = sum(np.outer(np.cos(f * (i / options.size * 3 + 1)), np.sin(f * i / options.size * 4)) / f
-                for f in range(1, 60))  # fmt: skip
+    waves = sum(
+        np.outer(np.cos(f * (i / options.size * 3 + 1)), np.sin(f * i / options.size * 4)) / f
+        for f in range(1, 60)
+    )
     rows = []
     for name, matrix in {
         "1/r kernel": 1.0 / (1.0 + distance),
@@ -497,13 +549,22 @@ def search(options: argparse.Namespace) -> list[dict[str, Any]]:
         for rtol in (1e-1, 1e-2, 1e-3):
             begun = time.process_time()
             found = best_shape(matrix, rtol=rtol)
-            row = {"problem": name, "rtol": rtol, "shape": str(found.best.shape), "terms": found.best.rank,
-                   "parameters": found.best.parameters, "seconds": time.process_time() - begun,
-                   "examined": found.examined, "unresolved": found.unresolved}  # fmt: skip
+            row = {
+                "problem": name,
+                "rtol": rtol,
+                "shape": str(found.best.shape),
+                "terms": found.best.rank,
+                "parameters": found.best.parameters,
+                "seconds": time.process_time() - begun,
+                "examined": found.examined,
+                "unresolved": found.unresolved,
+            }
             if spectra_of:
                 allowed = (rtol * np.linalg.norm(matrix)) ** 2
-                needs = {shape: shape.parameters(max(int(np.sum(np.cumsum(values) > allowed)), 1))
-                         for shape, values in spectra_of.items()}  # fmt: skip
+                needs = {
+                    shape: shape.parameters(max(int(np.sum(np.cumsum(values) > allowed)), 1))
+                    for shape, values in spectra_of.items()
+                }
                 row |= {"brute seconds": brute, "brute parameters": min(needs.values())}
             rows.append(row)
     return rows
@@ -520,7 +581,7 @@ point."""
 
 
 def figure(rows: list[dict[str, Any]], path: Path) -> None:
-    """Excess over the optimum against seconds, one panel a problem, every point with its setting."""
+    """Draw excess over the optimum against seconds, one panel a problem, a point a setting."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.ticker import NullFormatter, PercentFormatter

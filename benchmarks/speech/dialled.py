@@ -1,7 +1,7 @@
 """A model that hears: what is kept of a LoRA that taught Whisper to write down dialled digits.
 
-    python -m benchmarks.speech.dialled --model model.bin --tokenizer tokenizer.json [--seeds 0 1]
-    --work RUNS
+    python -m benchmarks.speech.dialled --model model.bin --tokenizer tokenizer.json \\
+        [--seeds 0 1] --work RUNS
 
 ``--model`` are the parts, in order, of Whisper base as CTranslate2 writes it (MIT licence),
 ``--tokenizer`` is the file beside it. The task is made here, so that anybody can repeat it: four
@@ -83,7 +83,10 @@ def dialled(draws: np.random.Generator) -> tuple[str, NDArray[np.float32]]:
 
 
 def batches(tokenizer: Tokenizer, seed: int, count: int, size: int) -> list[Batch]:
-    """Sounds as Whisper reads them; a position answers for the token after it, from the last of the prompt on."""
+    """Return sounds as Whisper reads them.
+
+    A position answers for the token after it, from the last of the prompt on.
+    """
     draws, hear = np.random.default_rng(seed), WhisperFeatureExtractor(chunk_length=round(SECONDS))
     prompt = [tokenizer.token_to_id(mark) for mark in PROMPT]
     made = []
@@ -101,7 +104,7 @@ def batches(tokenizer: Tokenizer, seed: int, count: int, size: int) -> list[Batc
 
 
 def answered(opened: Base, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (sounds, 5, vocabulary) of the digits and the end, and the tokens that they should be, (sounds, 5)."""
+    """Return logits (sounds, 5, vocabulary) of digits and end, and their tokens (sounds, 5)."""
     tokens = torch.nn.functional.pad(
         batch["decoder_input_ids"], (0, 1), value=opened.tokenizer.token_to_id(END)
     )

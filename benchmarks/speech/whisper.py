@@ -39,7 +39,10 @@ PLAIN = {
 
 
 def read_tensors(content: bytes) -> dict[str, NDArray[np.float16]]:
-    """The tensors of a ``model.bin`` in half precision, by CTranslate2's names; other types are settings, left out."""
+    """Return the tensors of a ``model.bin`` in half precision by CTranslate2's names.
+
+    Other types are settings, left out.
+    """
     position = 0
 
     def number(kind: str) -> int:
@@ -87,7 +90,7 @@ def renamed(name: str, tensor: NDArray[np.float16]) -> Iterator[tuple[str, NDArr
 
 
 def open_whisper(files: list[Path], *, seconds: float) -> WhisperForConditionalGeneration:
-    """The model in float32, from the parts of its ``model.bin`` in order, for sounds of so many seconds.
+    """Build the model in float32 from the parts of its ``model.bin``, for so many seconds of sound.
 
     Whisper pads all sounds to 30 seconds; its first positions alone hear shorter ones at a fraction
     of the cost.

@@ -1,4 +1,4 @@
-"""Boxes of code end with their last line; the blank one before a closing fence is there for the doctests."""
+"""Boxes of code end with their last line; the blank one before a fence is for the doctests."""
 
 from __future__ import annotations
 

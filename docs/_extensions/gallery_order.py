@@ -11,7 +11,7 @@ FIRST = (
 
 
 class Order:
-    """A sort key as sphinx-gallery calls it: made with the folder of examples, asked for each file name."""
+    """A sort key as sphinx-gallery calls it: made with a folder, asked for each file name."""
 
     def __init__(self, src_dir: str) -> None:
         self.src_dir = src_dir

@@ -42,7 +42,7 @@ def by_bytes(results: dict[str, Any], *, task: str, lora: str, figure: str = "lo
 
 
 def divergences(results: dict[str, Any], *, task: str, lora: str) -> Table:
-    """Divergence from the LoRA's answers on the task, and on text of another one, by structure and ratio."""
+    """Tabulate divergence from the LoRA's answers, on its task and on another, by structure."""
     rows = []
     for structure in ("SVD", "SVD, K-FAC", "LSR"):
         for row in _of(_part(results, task, lora, "ratio"), structure):
@@ -143,7 +143,7 @@ def _part(results: dict[str, Any], task: str, lora: str, kind: str) -> list[dict
 
 
 def rivals(results: dict[str, Any]) -> Table:
-    """Small adapters by task and budget, each at its best rate, the best first; figures are means over seeds.
+    """Tabulate small adapters by task and budget, each at its best rate, as means over seeds.
 
     Rows that were judged on other held-out examples count among the rates alone.
     """
@@ -196,7 +196,7 @@ def rivals(results: dict[str, Any]) -> Table:
 
 
 def from_lora(results: dict[str, Any]) -> Table:
-    """What LSR from a LoRA, and training from scratch, come to: a line a task and arm, means and spreads over seeds."""
+    """Tabulate LSR from a LoRA and from scratch: a line a task and arm, with means and spreads."""
     lines = []
     for task, facts in results["tasks"].items():
         lines.append((task.upper(), "the base", "0", f"{facts['base']:.3f}", *[""] * 4))
@@ -232,7 +232,7 @@ def from_lora(results: dict[str, Any]) -> Table:
 
 
 def dialled(results: dict[str, Any]) -> Table:
-    """What is kept of a speech model's LoRA by LSR and truncated SVD in bits, before and after training; over seeds."""
+    """Tabulate what LSR and truncated SVD in bits keep of a speech model's LoRA, over seeds."""
     names = {"LSR": "LSR", "SVD": "truncated SVD in bits"}
     lines = []
     for budget in sorted({row["budget"] for row in results["rows"]}):

@@ -8,7 +8,10 @@ from sphinx.util.nodes import make_refnode
 
 
 def documented(domain: Any, name: str) -> list[str]:
-    """Full names of documented objects that end in these parts; of several the one nearest to the top, if it is one."""
+    """Return full names of documented objects that end in these parts.
+
+    Of several the one nearest to the top, if it is one.
+    """
     full = [known for known in domain.objects if known == name or known.endswith(f".{name}")]
     least = min((known.count(".") for known in full), default=0)
     return [known for known in full if known.count(".") == least]

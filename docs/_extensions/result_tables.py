@@ -1,4 +1,4 @@
-"""Tables of benchmarks/results for pages: the site shows the figures that are in the repository, whatever they are."""
+"""Tables of benchmarks/results for pages: the site shows the figures of the repository."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 def gauge(results: dict[str, Any]) -> Table:
-    """Median error over the layers of each adapter by three routes, at its own rank with the same parameters."""
+    """Tabulate each adapter's median error over its layers, by three routes at equal parameters."""
     head = (
         "adapter",
         "layers",
@@ -43,7 +43,7 @@ def gauge(results: dict[str, Any]) -> Table:
 
 
 def rounding(results: dict[str, Any]) -> Table:
-    """Largest relative error that storing adds to the joint solution, over all layers of all adapters."""
+    """Tabulate the largest relative error that storing adds to the joint solution."""
     kinds = ("float16", "bfloat16", "int8", "int4")
     layers = [
         x for a in results["adapters"].values() if "own_rank" in a for x in a["own_rank"]["layers"]
@@ -53,7 +53,7 @@ def rounding(results: dict[str, Any]) -> Table:
 
 
 def at_parameters(results: dict[str, Any]) -> Table:
-    """Error over all layers at equal parameters, all in float16: the median of the adapters of rank 8 and more."""
+    """Tabulate errors over all layers at equal parameters in float16, the median over adapters."""
     resized = ("SVD, same energy", "SVD, same ratio", "SVD, same rank", "PEFT convert_to_lora")
     arms = ("ours, float16", "low rank, float16", "ours, Kronecker only, float16", *resized, "LoKr")
     return _by_budget(results, arms, ("1/2", "1/4", "1/8", "1/16", "1/48"))
@@ -91,7 +91,7 @@ def _by_budget(results: dict[str, Any], arms: tuple[str, ...], budgets: tuple[st
 
 
 def by_adapter(results: dict[str, Any]) -> Table:
-    """Each adapter at a quarter of the parameters, and at the bytes of the LoRA in four and in eight bits."""
+    """Tabulate each adapter at a quarter of the parameters, and at bytes of four and eight bits."""
     columns = (
         ("ours, float16", "1/4"),
         ("PEFT convert_to_lora", "1/4"),
@@ -147,7 +147,7 @@ def three_seeds(results: dict[str, Any]) -> Table:
 
 
 def distilled(results: dict[str, Any]) -> Table:
-    """Forms before and after distillation, on dev: shares of the answers' divergence and of the gain on labels."""
+    """Tabulate forms before and after distillation, on dev: shares of divergence and of gain."""
     table = []
     forms: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in results["rows"]:
@@ -294,7 +294,7 @@ def recovery(results: dict[str, Any]) -> Table:
 
 
 def int4_seeds(results: dict[str, Any]) -> Table:
-    """Shares of the LoRA's gain kept in float32 and in int4 by the same seeds, and the difference."""
+    """Tabulate shares of the LoRA's gain kept in float32 and int4 by the same seeds."""
     lines = {(line["task"], line["budget"], line["structure"]): line for line in results["lines"]}
     matrices = {gain["task"]: gain["matrices"] for gain in results["gains"]}
     rows = []
@@ -318,7 +318,7 @@ def int4_seeds(results: dict[str, Any]) -> Table:
 
 
 def three_tasks(results: dict[str, Any]) -> Table:
-    """Shares of the LoRA's gain on each task, as compressed and, behind the arrow, after recovery; and from scratch."""
+    """Tabulate shares of the LoRA's gain by task: compressed, after recovery, and from scratch."""
     lines = {(line["structure"], line["budget"], line["task"]): line for line in results["lines"]}
     matrices = {gain["task"]: gain["matrices"] for gain in results["gains"]}
     rows = []
@@ -376,7 +376,7 @@ ROUTES = {
 
 
 def memory(results: dict[str, Any]) -> Table:
-    """Peak of a compression by route and number of blocks, what the process held before it taken off."""
+    """Tabulate the peak of a compression by route and blocks, above what was held before."""
     head = (
         "route",
         "blocks",
@@ -397,7 +397,7 @@ def memory(results: dict[str, Any]) -> Table:
 
 
 def layer_times(results: dict[str, Any]) -> Table:
-    """Seconds of one core for one layer of each size, and the same in readings with two thin QR factorizations."""
+    """Tabulate seconds of one core for a layer of each size, and the same in readings with QR."""
     head = ("matrix", "reading and QR", "compressing", "ratio")
     return head, [
         (
@@ -411,7 +411,7 @@ def layer_times(results: dict[str, Any]) -> Table:
 
 
 def cp(results: dict[str, Any]) -> Table:
-    """CPU seconds of other libraries to the error of ours, in ours; where they gave up, how long and how far."""
+    """Tabulate CPU seconds of other libraries to our error, in ours, and where they gave up."""
     head = ("problem", "error of ALS", "in float16", "γ", "TensorLy takes", "pyttb takes")
     rows = []
     for row in results["rows"]:
@@ -446,7 +446,7 @@ def route_cost(results: dict[str, Any]) -> Table:
 
 
 def kfac_cost(results: dict[str, Any]) -> Table:
-    """Seconds of one layer n × n in the Fisher norm: a sweep, and the whole search; and the lines fitted to them."""
+    """Tabulate seconds of a layer n × n in the Fisher norm, a sweep, a search, and their fits."""
     cost = results["kfac"]
     names = {
         "seconds_sweep": ("one sweep", 1e3, "ms"),

@@ -1,4 +1,4 @@
-"""The directive ``results``: a table made from a file in benchmarks/results while the page is built."""
+"""The directive ``results``: a table made from a file in benchmarks/results for a page."""
 
 from __future__ import annotations
 

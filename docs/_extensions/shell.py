@@ -1,4 +1,4 @@
-"""The directive ``shell``: runs the commands of a page while the page is built, and shows what they really print.
+"""The directive ``shell``: runs the commands of a page while it is built, and shows the output.
 
 All blocks of a page share one fresh directory, in which ``adapter/`` is the adapter that ships with
 the package, and ``statistics/`` what calibration said of it.

@@ -1,4 +1,4 @@
-"""Tables of results/synthesis.json: participation ratios and shares, what explains them, synthetic wide layers."""
+"""Tables of results/synthesis.json: participation ratios, shares, synthetic wide layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def loras(results: dict[str, Any]) -> Table:
 
 
 def fits(results: dict[str, Any]) -> Table:
-    """Exponents of what explains a layer's numbers, and how far each model is missed when the others predict it."""
+    """Tabulate exponents that explain a layer's numbers, and each model predicted by the others."""
     fits = results["fit"]["fits"]
     said = {"size": "m + n"} | {side: f"ratio of the {side}" for side in SIDES}
     labels = [*SIDES, "size"]
@@ -50,7 +50,7 @@ def fits(results: dict[str, Any]) -> Table:
 
 
 def twins(results: dict[str, Any]) -> Table:
-    """Shares in the norm of measured LoRAs and of their synthetic twins, and the numbers for .9 in every layer."""
+    """Tabulate shares in the norm of measured LoRAs and of their synthetic twins."""
     measured = {f"{lora['model']}, {lora['task']}": lora for lora in results["loras"]}
     rows = []
     for twin in (run for run in results["wide"] if run["of"] == "twin"):
@@ -74,7 +74,7 @@ def twins(results: dict[str, Any]) -> Table:
 
 
 def wide(results: dict[str, Any]) -> Table:
-    """Synthetic layers at 1/48: shares; bytes and seconds for as many blocks as the model has; memory as it was."""
+    """Tabulate synthetic layers at 1/48: shares, and bytes, seconds and memory of a model."""
     head = (
         "",
         "ratios",

@@ -1,4 +1,4 @@
-"""compare: every method of a suite on every task, each at the rate that suits it, over several seeds.
+"""Every method of a suite on every task, each at the rate that suits it, over several seeds.
 
 Protocol: every method sees the same grid of rates. The rate of a method on a task is the one with
 the least loss on a split of the training set, mean over the first ``tune_seeds`` seeds; the dev set
@@ -27,7 +27,8 @@ class Cell:
     records: Mapping[int, FinetuneRecord]  # by seed, at that rate
     failures: Mapping[tuple[float, int], Failure]  # by rate and seed
     finished: int  # runs, at all rates
-    edge: bool  # the chosen rate is the smallest or the largest of several: the grid may be too narrow
+    edge: bool
+    """Whether the chosen rate is the smallest or the largest of several: the grid may be narrow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class Results:
 
     Examples
     --------
-    >>> suite = Suite(common={"model": "embedded"}, tasks={"embedded": {}}, methods={"LoRA": {"method": "lora"}})
+    >>> methods = {"LoRA": {"method": "lora"}}
+    >>> suite = Suite(common={"model": "embedded"}, tasks={"embedded": {}}, methods=methods)
     >>> Results(suite, (), skipped={"RTE": "no file RTE/train.jsonl"}, planned=0, done=0).skipped
     {'RTE': 'no file RTE/train.jsonl'}
     """
@@ -106,7 +108,8 @@ def read_results(suite: Suite, out: str | Path) -> Results:
     Examples
     --------
     >>> methods = {"LoRA": {"method": "lora"}, "LSR": {"method": "lsr"}}
-    >>> suite = Suite(seeds=(0, 1), common={"model": "embedded"}, tasks={"embedded": {}}, methods=methods)
+    >>> common, tasks = {"model": "embedded"}, {"embedded": {}}
+    >>> suite = Suite(seeds=(0, 1), common=common, tasks=tasks, methods=methods)
     >>> found = read_results(suite, "no-runs-yet")
     >>> found.done, found.planned                                          # two methods, two seeds
     (0, 4)
@@ -147,7 +150,7 @@ def tuning_runs(
 
 
 def chosen_rate(suite: Suite, out: Path, spec: MethodSpec, task: str) -> float | None:
-    """The rate of least mean validation loss; None while a tuning run is left, or if every rate failed.
+    """Return the rate of least mean validation loss; None while tuning, or if every rate failed.
 
     A rate at which a run failed is out of question. Of equal rates the smaller one.
     """

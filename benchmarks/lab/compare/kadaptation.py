@@ -104,7 +104,10 @@ class KAdaptationLinear(KAdaptationLayer):
 
 
 class KAdaptationModel(KroneckerTuner):
-    """A base model with KAdaptation adapters; ``kadaptation_A`` holds the slow factors of each adapter, (t, t, t)."""
+    """A base model with KAdaptation adapters.
+
+    ``kadaptation_A`` holds the slow factors of each adapter, (t, t, t).
+    """
 
     prefix = "kadaptation_"
     tuner_layer_cls = KAdaptationLayer

@@ -163,7 +163,7 @@ def difference(cell: Cell, other: Cell, metric: str) -> Difference:
 
 
 def overview(rows: Sequence[Line]) -> Table:
-    """Methods by tasks: the first metric of each task in percent, its majority baseline in the first row."""
+    """Tabulate methods by tasks: the first metric in percent, the majority baseline above."""
     tasks = {row.task: row for row in rows}
     head: tuple[str, ...]
     head = (
@@ -196,14 +196,14 @@ def overview(rows: Sequence[Line]) -> Table:
 
 
 def average(rows: Sequence[Line]) -> Spread:
-    """The mean of the first metrics over tasks, seed by seed where all tasks have the same seeds."""
+    """Average the first metrics over tasks, seed by seed where all tasks have the same seeds."""
     if len({len(row.score.values) for row in rows}) == 1:
         return Spread(tuple(map(fmean, zip(*(row.score.values for row in rows), strict=True))))
     return Spread((fmean(row.score.mean for row in rows),))
 
 
 def details(rows: Sequence[Line]) -> Table:
-    """Every metric, the loss, the rate and the difference asked for, a line for each method and task."""
+    """Tabulate every metric, the loss, the rate and the difference, a line a method and task."""
     head = (
         "task",
         "method",
@@ -242,8 +242,9 @@ def notes(results: Results, rows: Sequence[Line]) -> list[str]:
     rates = ", ".join(f"{rate:g}" for rate in results.suite.rates)
     said = [
         (
-            "Scores in percent on the dev split, mean ± standard deviation over seeds; rates chosen by the loss on a split "
-            f"of the training set from {rates}, the same for every method."
+            "Scores in percent on the dev split, mean ± standard deviation over seeds; rates "
+            f"chosen by the loss on a split of the training set from {rates}, the same for every "
+            "method."
         ),
         f"{results.done} of {results.planned} runs done.",
         *(f"{task} skipped: {why}." for task, why in results.skipped.items()),
@@ -252,7 +253,10 @@ def notes(results: Results, rows: Sequence[Line]) -> list[str]:
     if edges:
         said.append(f"The chosen rate is at an end of the grid for: {'; '.join(edges)}.")
     said += [
-        f"{cell.spec.label} on {cell.task}, rate {rate:g}, seed {seed} failed: {failure.kind}: {failure.message[:200]}"
+        (
+            f"{cell.spec.label} on {cell.task}, rate {rate:g}, seed {seed} failed: "
+            f"{failure.kind}: {failure.message[:200]}"
+        )
         for cell in results.cells
         for (rate, seed), failure in cell.failures.items()
     ]

@@ -1,1 +1,1 @@
-"""How far does a reader walk from an adapter to its file, and what do names say of what they hold?"""
+"""How far does a reader walk from an adapter to its file, and what do names say?"""

@@ -1,7 +1,7 @@
-"""How often a name says nothing of what it holds: words of no content among 1,000 names that the package binds.
+"""How often a name says nothing of what it holds: words of no content among 1,000 names.
 
-``python benchmarks/lab/reading/names.py [--each] [PATH …]`` prints a line for each room, ``--each`` the
-lines where they stand.
+``python benchmarks/lab/reading/names.py [--each] [PATH …]`` prints a line for each room, and with
+``--each`` the lines where they stand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def bindings(source: str) -> Iterator[tuple[int, str]]:
-    """Line and name of every value that a file binds: parameters but self and cls, variables, fields, attributes."""
+    """Yield line and name of every value that a file binds.
+
+    Parameters but self and cls, variables, fields and attributes.
+    """
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.arg(arg="self" | "cls"):
@@ -59,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("together", [sum(c) for c in zip(*rooms.values(), strict=True)]),
     ]:
         print(
-            f"{room:24}{names:7} names{empty:6} of no content{1000 * empty / max(names, 1):8.1f} per 1,000"
+            f"{room:24}{names:7} names{empty:6} of no content{1000 * empty / max(names, 1):8.1f} "
+            "per 1,000"
         )
 
 

@@ -1,8 +1,8 @@
-"""How far one walks to read a compression: the files and functions from an adapter to its file, as they are entered.
+"""How far one walks to read a compression: files and functions in the order they are entered.
 
-``python benchmarks/lab/reading/walk.py [--each] [--json FILE]`` compresses the adapter of ``lsrdecomp
-demo`` 48 times, saves it, and prints a line for each file in the order of the walk; ``--each`` the
-functions too.
+``python benchmarks/lab/reading/walk.py [--each] [--json FILE]`` compresses the adapter of
+``lsrdecomp demo`` 48 times, saves it, and prints a line for each file in the order of the walk;
+with ``--each`` the functions too.
 
 A function counts once, where it is first entered; comprehensions, and what runs while modules are
 imported, do not. A file is opened again when a function in it is entered for the first time after
@@ -79,7 +79,7 @@ def walk(work: Callable[[], Any], root: Path) -> list[Opened]:
 
 
 def compress_demo() -> None:
-    """The work of the walk: what `lsrdecomp demo` makes, without its statistics, written to a directory."""
+    """Do the work of the walk: compress as `lsrdecomp demo` does, and write a directory."""
     with (
         as_file(files("lsrdecomp.cli") / "demo_adapter") as adapter,
         TemporaryDirectory() as folder,
@@ -109,11 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.each:
             print(*(f"      {name}" for name in each.functions), sep="\n")
     numbers = summary(walked)
-    print(
-        "{files} files, {functions} functions; a file is opened again at most {returns} times".format(
-            **numbers
-        )
-    )
+    print(f"{numbers['files']} files, {numbers['functions']} functions; ", end="")
+    print(f"a file is opened again at most {numbers['returns']} times")
     if options.json is not None:
         facts = {**numbers, "walk": [asdict(each) for each in walked]}
         options.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""One compressed form of a LoRA, written so that it can be judged and trained on: by `compress`, or as a direct sum."""
+"""One compressed form of a LoRA, by `compress` or as a direct sum, to be judged and trained on."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def compress_lora(
     out: Path,
     search: Search | None = None,
 ) -> CompressedPoint:
-    """Compress a LoRA directory to ``budget`` parameters a matrix on average, and write the adapter to ``out``.
+    """Compress a LoRA directory to ``budget`` parameters a matrix on average, written to ``out``.
 
     Raises
     ------
@@ -111,7 +111,7 @@ def compress_lora(
 def direct_sums(
     checkpoint: Checkpoint, budget: int, statistics: StatisticsByLayer | None
 ) -> dict[str, DirectSum]:
-    """Direct Kronecker sums of the layers in the most even shapes, one budget over all; by the names of those kept.
+    """Choose direct Kronecker sums in the most even shapes, one budget over all; by layer name.
 
     Raises
     ------
@@ -145,7 +145,8 @@ def direct_sums(
     if not chosen:
         least = min(each.parameters for sums in table for each in sums)
         raise BudgetError(
-            f"the smallest direct sum has {least:,} parameters, the budget is {budget:,}; allow more"
+            f"the smallest direct sum has {least:,} parameters, the budget is {budget:,}; allow "
+            "more"
         )
     return chosen
 

@@ -1,4 +1,4 @@
-"""What compress-and-recover does: structures, budgets and steps, read from the table [recover] of a suite; no torch."""
+"""Structures, budgets and steps of compress-and-recover, from the table [recover]; no torch."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class RecoverPlan(Settings):
     >>> plan = RecoverPlan(budgets=(256, 1024), steps=100)
     >>> plan.structures
     ('lsr', 'svd-kfac', 'svd', 'lora-int8')
-    >>> plan.scratch                                                       # trained from nothing beside them
+    >>> plan.scratch                                     # trained from nothing beside them
     ('lsr', 'svd-kfac')
     """
 
@@ -107,7 +107,10 @@ class RecoverPlan(Settings):
     )
     tune_budget: Annotated[
         int | None,
-        "Budget at which the learning rates of both trainings are chosen; the middle one if absent.",
+        (
+            "Budget at which the learning rates of both trainings are chosen; the middle one if "
+            "absent."
+        ),
     ] = None
     distil: Annotated[
         int,
@@ -123,7 +126,10 @@ class RecoverPlan(Settings):
     least_gain: Annotated[
         float,
         POSITIVE,
-        "A LoRA that gains fewer nats on dev over its head alone is not compressed: shares of that would mean nothing.",
+        (
+            "A LoRA that gains fewer nats on dev over its head alone is not compressed: shares of "
+            "that would mean nothing."
+        ),
     ] = 0.01
 
     def check_together(self) -> None:
@@ -196,13 +202,16 @@ def lora_settings(
 def further_settings(
     suite: Suite, plan: RecoverPlan, task: str, **changes: Any
 ) -> FinetuneSettings:
-    """Of ``plan.steps`` more steps from an adapter, or from scratch; judged on the validation split at their end."""
+    """Return settings of ``plan.steps`` more steps, judged on the validation split at their end."""
     own = {"steps": plan.steps, "evaluate_every": plan.steps, "patience": 1, "train_head": False}
     return _settings(suite, task, own, changes, plain="init" in changes)
 
 
 def _held_out(settings: FinetuneSettings) -> FinetuneSettings:
-    """Without the validation split: rates are chosen on it later, so nothing may have been trained on it."""
+    """Return settings without the validation split.
+
+    Rates are chosen on it later, so nothing may have been trained on it.
+    """
     if settings.patience is not None:
         return settings
     return settings.replace(patience=NEVER, evaluate_every=settings.steps)

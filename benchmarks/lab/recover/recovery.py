@@ -1,4 +1,4 @@
-"""Compress and recover: a LoRA is trained, compressed to each budget by each structure, judged, trained on, judged.
+"""Compress and recover: train a LoRA, compress it by each structure, judge, train on, judge.
 
 For every task and seed a head is trained alone and then kept, so that every nat gained on dev is an
 adapter's doing. A LoRA is trained on it and calibrated on examples it was trained on. Each
@@ -50,7 +50,9 @@ def recover(
     on_run: Callable[[Run, Outcome], object] | None = None,
     on_step: OnStep | None = None,
 ) -> None:
-    """Do all of it; after a kill, the same call goes on where it was. `benchmarks.lab.recover.table` reads it.
+    """Do all of it; after a kill, the same call goes on where it was.
+
+    `benchmarks.lab.recover.table` reads it.
 
     Parameters
     ----------
@@ -114,7 +116,10 @@ def recover(
 
 
 def gain(job: Job) -> float | None:
-    """Nats that the LoRA gained on dev over its head alone; None before it is trained, or if its loss was lost."""
+    """Return the nats that the LoRA gained on dev over its head alone.
+
+    None before it is trained, or if its loss was lost.
+    """
     found = outcome(job.lora())
     if (
         not isinstance(found, FinetuneRecord)
@@ -126,7 +131,7 @@ def gain(job: Job) -> float | None:
 
 
 def chosen_rate(job: Job, structure: str, kind: str) -> float | None:
-    """The rate of least validation loss with the first seed at the plan's budget; None while there is none.
+    """Return the rate of least validation loss with the first seed at the plan's budget, or None.
 
     ``kind`` is "recovery" or "scratch". A rate at which the run failed is out of question.
     """
@@ -152,7 +157,10 @@ def chosen_rate(job: Job, structure: str, kind: str) -> float | None:
 
 
 def read_point(job: Job, structure: str, budget: int, file: str = JUDGED) -> CompressedPoint | None:
-    """A compressed form that was judged, or distilled; None if there is none, or nothing fits into the budget."""
+    """Read a form that was judged, or distilled.
+
+    None if there is none, or if nothing fits into the budget.
+    """
     path = job.place.point(structure, budget) / file
     return CompressedPoint.read(path) if path.exists() else None
 
@@ -206,7 +214,7 @@ def _compressed_and_judged(job: Job, structure: str, budget: int, search: Search
 
 
 def _distil(job: Job, structure: str, budget: int) -> None:
-    """Train a form on the LoRA's answers to training texts and judge it, if the plan asks for that."""
+    """Train a form on the LoRA's answers to training texts and judge it, if the plan says so."""
     point, about = job.place.point(structure, budget), STRUCTURES[structure]
     if not job.plan.distil or about.direct or not about.budgeted or (point / DISTILLED).exists():
         return
@@ -262,7 +270,7 @@ def _device(settings: FinetuneSettings) -> str:
 
 
 def read_outcomes(job: Job, structure: str, budget: int) -> Mapping[str, FinetuneRecord]:
-    """The runs from a compressed form and from scratch at their chosen rates, by "recovery" and "scratch"."""
+    """Return the runs at their chosen rates, from a form ("recovery") and from "scratch"."""
     found: dict[str, FinetuneRecord] = {}
     for kind in ("recovery", "scratch"):
         if kind == "scratch" and structure not in job.plan.scratch:

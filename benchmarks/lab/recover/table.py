@@ -1,4 +1,4 @@
-"""The table of compress-and-recover: what share of a LoRA's gain each structure keeps, gets back, or reaches alone."""
+"""The table of compress-and-recover: the share of a LoRA's gain each structure keeps or regains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LORA = "lora"
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Answers on dev at one stage with one seed, and the share of the LoRA's gain in loss that they hold."""
+    """Scores on dev at one stage with one seed, and their share of the LoRA's gain in loss."""
 
     seed: int
     loss: float
@@ -151,7 +151,7 @@ def read_recovery(suite: Suite, out: str | Path) -> Recovery:
 
 
 def table(found: Recovery) -> Table:
-    """A line for each task, structure and budget: the share of the LoRA's gain at each stage, and the score."""
+    """Tabulate the share of the LoRA's gain at each stage, and the score, by task and structure."""
     words = {
         "compressed": "kept",
         "distilled": "distilled",
@@ -226,10 +226,12 @@ def notes(found: Recovery) -> list[str]:
     """What a reader of the table must know."""
     return [
         (
-            "Shares of the LoRA's gain in loss on dev over its head alone, mean ± standard deviation over seeds: 1 is the "
-            f"LoRA, 0 no adapter. Recovery and training from scratch: {found.steps} steps, rates chosen from "
-            f"{', '.join(f'{rate:g}' for rate in found.suite.rates)} by the loss on a split of the training set. The score "
-            "is that after recovery, or of the compressed form where it is not trained."
+            "Shares of the LoRA's gain in loss on dev over its head alone, mean ± standard "
+            "deviation over seeds: 1 is the LoRA, 0 no adapter. Recovery and training from "
+            f"scratch: {found.steps} steps, rates chosen from "
+            f"{', '.join(f'{rate:g}' for rate in found.suite.rates)} by the loss on a split of "
+            "the training set. The score is that after recovery, or of the compressed form where "
+            "it is not trained."
         ),
         *(
             [f"Distilled: at most {found.distil} steps on the LoRA's own answers, no labels."]
@@ -237,7 +239,8 @@ def notes(found: Recovery) -> list[str]:
             else []
         ),
         *(
-            f"The LoRA of {gain.task}, seed {gain.seed}, gains {gain.of_loss:.4f} nats: too little to speak of shares."
+            f"The LoRA of {gain.task}, seed {gain.seed}, gains {gain.of_loss:.4f} nats: too "
+            "little to speak of shares."
             for gain in found.gains
             if gain.of_loss < found.least_gain
         ),
@@ -248,7 +251,7 @@ Sized = tuple[float, float, float | None]  # size, mean share and its deviation
 
 
 def paths(found: Recovery, task: str, size: str) -> dict[str, list[tuple[str, list[Sized]]]]:
-    """Shares against "parameters" or "bytes" for a picture: by structure, each stage with its points."""
+    """Return shares against "parameters" or "bytes": by structure, each stage with its points."""
     words = {
         "compressed": "as compressed",
         "distilled": "distilled",

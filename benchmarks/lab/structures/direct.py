@@ -25,7 +25,10 @@ class DirectSum:
 
 
 def direct_sums_of(layer: Layer, ranks: Iterable[int]) -> list[DirectSum]:
-    """Sums of so many terms in the most even shape, best in the Frobenius norm; errors are in the layer's norm."""
+    """Return sums of so many terms in the most even shape.
+
+    They are best in the Frobenius norm; errors are in the layer's norm.
+    """
     shape = KroneckerShape.balanced(layer.pair.shape)
     ranks = sorted({min(rank, shape.max_separation_rank) for rank in ranks})
     if not ranks:

@@ -1,4 +1,4 @@
-"""fit_layers: what every layer becomes under one budget over all of them; layers and LSR candidates in memory."""
+"""What every layer becomes under one budget over all; layers and LSR candidates in memory."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def fit_layers(
     storages: Sequence[str] = ("float32",),
     on_step: OnStep | None = None,
 ) -> Fit:
-    """Choose for every layer what it becomes, under one budget over all layers; for several, `search_layers` once.
+    """Choose what every layer becomes under one budget; for several, call `search_layers` once.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ def fit_layers(
 def make_layers(
     pairs: Mapping[str, LowRank], statistics: StatisticsByLayer | None = None
 ) -> list[Layer]:
-    """Layers from ΔW by name, with the norm of each name's statistics; the Frobenius norm if there are none at all."""
+    """Make layers from ΔW by name, in the norm of their statistics, or in the Frobenius norm."""
     return [
         Layer.of(name, pair, None if statistics is None else statistics[name])
         for name, pair in pairs.items()
@@ -154,7 +154,7 @@ def lsr_candidates(
     solver: JointALS,
     cache: SpillCache | None = None,
 ) -> list[list[Lsr]]:
-    """LSR products of the given shapes for layers of one kind, solved together; one list per layer."""
+    """Solve LSR products of the given shapes for layers of one kind; one list per layer."""
     candidates: list[list[Lsr]] = [[] for _ in layers]
     cache = cache or SpillCache()
     for shape, ranks in configurations:

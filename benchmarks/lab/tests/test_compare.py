@@ -1,4 +1,4 @@
-"""Suites: one grid for all, rates chosen on the split of the training set alone, finished runs never done again."""
+"""Suites: one grid for all, rates chosen on a split of the training set, no run done twice."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def file(tmp_path):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """What `finetune` was asked for; in its place a formula: dev likes large rates, validation another for each."""
+    """Put a formula in place of `finetune`, and return what it is asked for.
+
+    Dev likes large rates, validation another for each method.
+    """
     done = []
 
     def run(settings, out, *, resume, on_step=None):

@@ -1,4 +1,4 @@
-"""KAdaptation: ΔW as its paper writes it, with slow factors that all layers share, and its life inside PEFT."""
+"""KAdaptation: ΔW as its paper writes it, slow factors that all layers share, its life in PEFT."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Pictures of comparisons: every method at its place, with its spread; stages told apart by their lines."""
+"""Pictures of comparisons: every method at its place, with its spread; stages differ by lines."""
 
 from __future__ import annotations
 

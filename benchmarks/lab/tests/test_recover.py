@@ -1,4 +1,4 @@
-"""Compress and recover, small: every structure is written so that it can be judged and trained on; nothing twice."""
+"""Compress and recover, small: every structure can be judged and trained on; nothing twice."""
 
 from __future__ import annotations
 
@@ -342,12 +342,18 @@ def test_one_task_may_want_another_lora(tmp_path):
         (
             "samples = 64",
             "sample = 64",
-            r"\[recover\] no setting is called 'sample'; did you mean 'samples'\? known: budgets, steps",
+            (
+                r"\[recover\] no setting is called 'sample'; did you mean 'samples'\? known: "
+                r"budgets, steps"
+            ),
         ),
         (
             '"lsr", "direct"',
             '"lsr", "tucker"',
-            r"\[recover\] structures must be a list of structures, which are lsr, .*, got \['lsr', 'tucker'",
+            (
+                r"\[recover\] structures must be a list of structures, which are lsr, .*, got "
+                r"\['lsr', 'tucker'"
+            ),
         ),
         ("judged = [128]", "judged = [64]", "judged must be budgets beside"),
         ("judged = [128]", "judged = [0]", "whole numbers of 1 or more"),

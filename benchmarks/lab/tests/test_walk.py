@@ -1,4 +1,4 @@
-"""The walk of the laboratory: what it counts, on files of a few lines; that of the package stays as short as it is."""
+"""The walk of the laboratory: what it counts, on small files; that of the package stays short."""
 
 import importlib.util
 import json
