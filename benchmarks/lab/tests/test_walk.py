@@ -58,8 +58,9 @@ def demo():
 
 def test_the_walk_from_an_adapter_to_its_file_is_short(demo):
     assert "fidelity/compress.py" in {each.file for each in demo}
-    assert summary(demo)["files"] <= 45
-    assert summary(demo)["returns"] <= 9
+    # Bounds that a tangle would break; a file may well be cut in two.
+    assert summary(demo)["files"] <= 60
+    assert summary(demo)["returns"] <= 12
 
 
 def test_the_table_and_the_json_tell_the_same(tmp_path, capsys, monkeypatch, demo):
