@@ -234,7 +234,9 @@ def test_sweeps_end_where_they_lower_the_loss_by_nothing(layers: list[Layer]) ->
     begun = problem.state(problem.starts((2, 2), 1)[0])
     short, long = (descend(problem, begun, sweeps, 0.0) for sweeps in (2, 12))
     assert np.all(long.error < short.error)
-    assert np.array_equal(descend(problem, begun, 12, 0.0, least=np.inf).error, short.error)
+    assert np.array_equal(
+        descend(problem, begun, 12, 0.0, min_square_gain=np.inf).error, short.error
+    )
 
 
 def test_statistics_are_read_once_for_a_search_and_once_for_each_measurement(
