@@ -29,6 +29,18 @@ NAMES: dict[str, str] = {
 
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "Behaviour": {"throughout": "exact_match_rate"},
+    "Compression": {"differing": "mismatches", "promise": "fidelity"},
+    "Distilled": {"form": "variant", "promise": "fidelity"},
+    "Evaluator": {
+        "answered": "compare_answers",
+        "calibration": "calibration_texts",
+        "chooser": "selection_reference",
+        "choosing": "selection_texts",
+        "lessons": "distillation_data",
+        "say": "announce",
+        "size": "batch_size",
+    },
+    "Fidelity": {"alike": "n_matching", "asked": "requested", "little": "is_poor"},
     "KroneckerLayer": {"kind": "layer_type"},
     "LoraLayer": {"kind": "layer_type"},
     "Reference": {"losses": "compare_examples"},

@@ -26,7 +26,7 @@ error: float = result.relative_error
 needed: int = lsr.error_curve(np.eye(16)).rank_for(1e-6)
 reveal_type(result.relative_error)
 lsr.compress("my-lora/", ratio=10, storage="float16", device="cuda").save("small/")
-kept: float = lsr.compress("my-lora/", base="smollm2", data="texts.txt", keep=0.95, held_out=64).promise.kept
+kept: float = lsr.compress("my-lora/", base="smollm2", data="texts.txt", keep=0.95, held_out=64).fidelity.kept
 lsr.distil("small/", base="smollm2", data="texts.txt", teacher="my-lora/", steps=60, rate=1e-3)
 """
 WRONG = """

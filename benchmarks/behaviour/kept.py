@@ -58,7 +58,7 @@ from lsrdecomp.compression.measured_settings import EvaluatorSettings
 from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.fidelity.compress import compress
 from lsrdecomp.fidelity.distil import distil
-from lsrdecomp.fidelity.evaluate import HELD_OUT_PROMPTS, Evaluator
+from lsrdecomp.fidelity.evaluate import Evaluator, TextSplit
 from lsrdecomp.training.dataset import judge, read_dataset
 from lsrdecomp.training.record import ADAPTER, Scores, commit
 from lsrdecomp.training.tasks import TASKS
@@ -321,7 +321,7 @@ def distilled_form(
         seed=seed,
         force=True,
     )
-    facts, training = done.form.to_json(), done.form.training
+    facts, training = done.variant.to_json(), done.variant.training
     return {
         "cpu_seconds": round(time.process_time() - begin, 1),
         "rate": training.rate,
@@ -436,7 +436,10 @@ def prompted(arguments: argparse.Namespace, record: Record) -> None:
     for plan, file in files.items():
         size = bytes_to_open(work / f"form-{plan.bytes}" / WEIGHTS)
         losses[round(bytes_before / size, 1)] = torch.from_numpy(np.load(file))
-    about = {"choosing": HELD_OUT_PROMPTS // 2, "promising": HELD_OUT_PROMPTS}
+    about = {
+        "choosing": TextSplit().held_out_prompts // 2,
+        "promising": TextSplit().held_out_prompts,
+    }
     rows = list(drawn(losses, reference.effects, *about.values()))
     about["texts"] = reference.examples
     entry = {"base": "smollm2", "commit": commit(), **about, **facts(), "draws": rows}

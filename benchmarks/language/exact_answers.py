@@ -164,7 +164,7 @@ def make_rows(options: argparse.Namespace, journal: Journal) -> None:
             key = {**about, "steps": options.steps, "own": share}
             if rows(**key):
                 continue
-            student, data = evaluator.base.adapted(form), evaluator.lessons(options.steps)
+            student, data = evaluator.base.adapted(form), evaluator.distillation_data(options.steps)
             since = time.process_time()
             if share:
                 parts = data.teacher, data.batches, data.validation

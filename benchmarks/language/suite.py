@@ -331,7 +331,7 @@ class Driver:
                 sizes = read_json(made / forms.FORM)
                 facts = {name: sizes[name] for name in ("parameters", "number_bytes")}
                 facts |= {"cpu_seconds": round(time.process_time() - begin, 1)}
-                facts |= {"distillation": done.form.to_json()}
+                facts |= {"distillation": done.variant.to_json()}
                 forms.write_form(out, f"{structure}, distilled", kind, budget, facts)
 
     def judges(self, part: Part) -> tuple[Base, Judge, dict[str, Judge]]:

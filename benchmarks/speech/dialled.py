@@ -46,8 +46,8 @@ from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression import CompressionPlan
 from lsrdecomp.compression.settings import Search
-from lsrdecomp.fidelity.forms import products_of
 from lsrdecomp.fidelity.rewrite import rewrite
+from lsrdecomp.fidelity.variants import products_of
 
 RATE = 16_000
 SECONDS = 2.0

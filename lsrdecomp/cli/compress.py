@@ -258,12 +258,12 @@ def _write(result: Compression, outputs: Outputs, *, unit: str, alpha: float | N
 
 def _promise(result: Compression) -> Iterator[str]:
     """The promise, if there is one."""
-    if result.promise is not None:
+    if result.fidelity is not None:
         forms = f"{_tried(result.tried)} " if len(result.tried) > 1 else ""
-        yield f"{forms}It {result.promise.sentence()}."
+        yield f"{forms}It {result.fidelity.sentence()}."
         if result.truncated_svd is not None:
             yield f"Truncated SVD in bits, on the same texts: {result.truncated_svd}."
-        for each in result.differing:
+        for each in result.mismatches:
             yield f"\n  {each.question}\n  LoRA: {each.lora}\n  form: {each.form}"
 
 
@@ -286,11 +286,13 @@ def _tried(tried: Sequence[Measurement]) -> str:
 
 def _kept_too_little(results: Sequence[Compression], distilled: bool) -> bool:
     """Say so where less than half is kept; whether that is a failure: not where the size was asked for by ratio."""
-    little = [result for result in results if result.promise is not None and result.promise.little]
+    little = [
+        result for result in results if result.fidelity is not None and result.fidelity.is_poor
+    ]
     for result in little:
         more = "more room" if distilled else "--distil 200"
         tables.say(
-            f"WARNING: this form keeps only {100 * result.promise.kept:.0f} % of what the adapter does; "
+            f"WARNING: this form keeps only {100 * result.fidelity.kept:.0f} % of what the adapter does; "
             f"try --keep 0.9, {more}, or texts nearer to its task"
         )
     return any(result.plan.ratio is None for result in little)

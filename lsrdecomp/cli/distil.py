@@ -55,13 +55,13 @@ def distil(
             on_step=show,
             **options,
         )
-    before, after, training = done.form.before, done.form.after, done.form.training
-    verdict = "" if done.form.steps else "; no better, so the old form stays"
+    before, after, training = done.variant.before, done.variant.after, done.variant.training
+    verdict = "" if done.variant.steps else "; no better, so the old form stays"
     tables.show(
         json,
         f"{training.steps} steps at a rate of {training.rate:g}: {_percent(before.kept)} before, "
         f"{_percent(after.kept)} after{verdict}.",
-        f"Wrote {done.directory}: {done.promise.sentence()}.",
+        f"Wrote {done.directory}: {done.fidelity.sentence()}.",
     )
     tables.write_json(done.to_json(), json)
 

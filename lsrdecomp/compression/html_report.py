@@ -38,7 +38,7 @@ def html_report(
     out : Path, optional
         The directory that was written, to list its files.
     unit : str
-        What the network answers once for, "example" or "token"; a measured promise knows it itself.
+        What the network answers once for, "example" or "token"; a measured fidelity knows it itself.
 
     Returns
     -------
@@ -65,11 +65,11 @@ def html_report(
     return page.render(
         name=Path(str(source.path)).name,
         sentences=[*compression.sentences(unit), total.verdict],
-        promise=compression.promise,
+        fidelity=compression.fidelity,
         tiles=_tiles(compression, unit),
         shares=shares,
         truncated_svd=compression.truncated_svd,
-        differing=compression.differing,
+        mismatches=compression.mismatches,
         svg=svg_curves(curves, here, total.parameters_before) if curves and not shares else "",
         columns=_columns(total.functional_error is not None),
         layers=compression.layers,
@@ -85,8 +85,8 @@ def html_report(
 
 def _shares(compression: Compression) -> str:
     """The picture of what the measured forms kept; none of a result that was not measured."""
-    promise, tried, rival = compression.promise, compression.tried, compression.truncated_svd
-    if promise is None:
+    fidelity, tried, rival = compression.fidelity, compression.tried, compression.truncated_svd
+    if fidelity is None:
         return ""
     lines = [
         Line(
@@ -101,18 +101,18 @@ def _shares(compression: Compression) -> str:
     ]
     if rival is not None:
         lines.append(Line("truncated SVD in bits", [(float(rival.bytes), rival.kept)]))
-    return svg_shares(lines, (promise.bytes_after, promise.kept))
+    return svg_shares(lines, (fidelity.bytes_after, fidelity.kept))
 
 
 def _tiles(compression: Compression, unit: str) -> list[tuple[str, str]]:
-    total, promise = compression.totals, compression.promise
+    total, fidelity = compression.totals, compression.fidelity
     kinds = Counter(layer.structure for layer in compression.layers)
     tiles = [
         *total.facts,
         ("structures", ", ".join(f"{count} {kind}" for kind, count in kinds.items())),
     ]
-    if promise is not None:
-        tiles.insert(0, ("kept of what the adapter does", f"{100 * promise.kept:.1f} %"))
+    if fidelity is not None:
+        tiles.insert(0, ("kept of what the adapter does", f"{100 * fidelity.kept:.1f} %"))
     elif total.kl is not None:
         tiles.insert(2, (f"estimated KL, nats per {unit}", f"{total.kl:.3g}"))
     return tiles

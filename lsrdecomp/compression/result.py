@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp import markup
+from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.checkpoints import Checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.provenance import read_provenance
@@ -30,6 +31,7 @@ REPORT = "compression.json"
 """The report in a written directory; `verify` compares with it."""
 
 
+@keep_old_attributes
 @dataclass(frozen=True, repr=False)
 class Compression:
     """The result of `compress`: a report, and the factors ready to be written.
@@ -56,9 +58,9 @@ class Compression:
         None  # KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA
     )
     # Of one that was measured on its base: what it keeps, and what was measured beside it.
-    promise: Any = None
+    fidelity: Any = None
     tried: tuple[Any, ...] = ()
-    differing: tuple[Any, ...] = ()
+    mismatches: tuple[Any, ...] = ()
     truncated_svd: Any = None
 
     @property
@@ -113,7 +115,7 @@ class Compression:
             f"{total.parameters:,} parameters instead of {total.parameters_before:,}, {total.ratio:.3g} times fewer"
             f"{extra if total.extra_parameters else ''}.{dropped}"
         )
-        if self.promise is not None and self.promise.distilled:
+        if self.fidelity is not None and self.fidelity.distilled:
             return
         yield (
             f"Relative Frobenius error {total.relative_error:.3g} over all layers, measured on what is written: "
@@ -121,7 +123,7 @@ class Compression:
         )
         if total.functional_error is not None:
             words = f"Relative error in the Fisher norm {total.functional_error:.3g}: how close the answers are."
-            if self.promise is None:  # nothing was measured
+            if self.fidelity is None:  # nothing was measured
                 of_all = "" if total.effect is None else f"of {total.effect:.3g} "
                 how = (
                     ", to second order and often several times too low"

@@ -1,18 +1,18 @@
-"""compress: a LoRA to a size or an error, or, against its base, to the smallest form that keeps what was asked.
+"""Compress a LoRA to a size or an error, or, against its base, to the smallest variant that keeps a share.
 
 `lsrdecomp.compress` is here. Torch is loaded only where a base is given: then the model is asked.
 
 From ``lsrdecomp compress LORA --base B --data D --keep .9`` to the file:
 
-1. `cli.compress` opens the LoRA (`checkpoints.open_checkpoint`) and calls `compress`, which calls
-   `_measured`.
+1. `cli.compress` parses the `compression.request.Request`, opens the LoRA
+   (`checkpoints.open_checkpoint`) and calls `fulfil`, which calls `_measured`.
 2. `evaluate.Evaluator` opens the base with the LoRA on it, keeps its answers to texts that are held
    out, and measures on others what its layers do (`calibration.calibrate`): the norm that errors
    count in.
 3. `compression.search_adapter` solves every layer at many shapes in that norm
    (`compression.search`).
-4. `keep.SmallestForm` asks that search for forms of several sizes, which
-   `forms.CompressedFormCache` writes, measures and, if that is asked for, trains
+4. `goals.SmallestVariant` asks that search for variants of several sizes (`size_search`), which
+   `variants.VariantCache` writes, measures and, if that is asked for, trains
    (`calibration.distil`), each once.
 5. `MeasuredCompression.save` puts the files of the smallest that keeps enough in their place
    (`rewrite.publish`).
@@ -43,7 +43,7 @@ from lsrdecomp.compression.settings import (
     share_of_effect,
 )
 from lsrdecomp.errors import BudgetError, needs
-from lsrdecomp.fidelity.fidelity import Answered, Fidelity, Measurement
+from lsrdecomp.fidelity.fidelity import AnswerPair, Fidelity, Measurement
 from lsrdecomp.fidelity.rewrite import publish
 from lsrdecomp.fields import takes
 
@@ -52,8 +52,9 @@ if TYPE_CHECKING:
 
     from lsrdecomp.checkpoints.format_table import AdapterSource
     from lsrdecomp.fidelity.evaluate import Texts
-    from lsrdecomp.fidelity.forms import CompressedForm, CompressedFormCache
-    from lsrdecomp.fidelity.keep import FormOfPlan, SmallestForm
+    from lsrdecomp.fidelity.goals import SmallestVariant, VariantOfPlan
+    from lsrdecomp.fidelity.size_search import SizeSearch, TrainedSizeSearch
+    from lsrdecomp.fidelity.variants import CompressedVariant, VariantCache
 
 
 @overload
@@ -116,7 +117,7 @@ def compress(
         A size or an error, to be used more than once; otherwise one of the goals below.
     base : str or path, optional
         The base model, by name or directory. What is kept is then measured, and stands in
-        ``result.promise``.
+        ``result.fidelity``.
     data : path or sequence of texts, optional
         With ``base``: texts of the task, without labels.
     storage : str, optional
@@ -181,15 +182,30 @@ def compress(
 
 
 def fulfil(
-    checkpoint: Checkpoint, request: Request, on_step: OnStep | None = None
+    checkpoint: Checkpoint,
+    request: Request,
+    on_step: OnStep | None = None,
+    *,
+    sizes: SizeSearch | None = None,
+    training: TrainedSizeSearch | None = None,
 ) -> Compression | MeasuredCompression:
-    """Compress an open adapter as requested."""
+    """Compress an open adapter as requested.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    request : Request
+    on_step : callable, optional
+    sizes, training : SizeSearch, TrainedSizeSearch, optional
+        How the smallest variant is looked for where a share is to be kept.
+    """
     request = request.for_adapter(checkpoint.storage)
     statistics = request.statistics
     if isinstance(statistics, str | Path):
         statistics = read_statistics(statistics)
     if request.measured is not None:
-        return _measured(checkpoint, request, request.measured, statistics, on_step)
+        steps = NumberedSteps(on_step, request.measured)
+        return _measured(checkpoint, request, request.measured, statistics, steps, sizes, training)
     assert request.plan is not None
     searched = search_adapter(
         checkpoint,
@@ -202,78 +218,70 @@ def fulfil(
 
 
 class NumberedSteps:
-    """Says before each stage which step of the run it belongs to."""
+    """Puts before the name of each stage which step of the run it belongs to."""
 
-    def __init__(self, on_step: OnStep | None, steps: int) -> None:
-        self._on_step, self._steps, self._number = on_step, steps, 0
+    def __init__(self, on_step: OnStep | None, settings: MeasuredSettings) -> None:
+        self._on_step = on_step
+        self._number = 0
+        # The base is opened; each pass calibrates and searches; training comes last.
+        self._total = 1 + 2 * settings.passes + (settings.distil > 0)
 
     def begin(self, stage: str) -> None:
-        """The next step."""
+        """Begin the next step."""
         self._number += 1
-        self._steps = max(
-            self._steps, self._number
-        )  # more than was foreseen, where training did not bring enough
+        # There are more than was foreseen where training did not bring enough.
+        self._total = max(self._total, self._number)
         self(ProgressUpdate(stage, 0, 0))
 
     def __call__(self, step: ProgressUpdate) -> None:
-        """What is done in it."""
+        """Tell what is done in this step."""
         if self._on_step is not None:
-            self._on_step(
-                replace(step, stage=f"step {self._number} of {self._steps} · {step.stage}")
-            )
+            stage = f"step {self._number} of {self._total} · {step.stage}"
+            self._on_step(replace(step, stage=stage))
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class MeasuredCompression(Compression):
-    """A compression with its measured promise."""
+    """A compression with what it keeps, as measured on its base."""
 
-    promise: Fidelity
-    written: Path  # the form as written, in a temporary directory that lives as long as this
-    facts: dict[str, Any]
+    fidelity: Fidelity
+    written: Path
+    """The variant as written, in a temporary directory that lives as long as this."""
+    annotations: dict[str, Any]
+    """What the record says beside the compression: how it was distilled."""
     _folder: TemporaryDirectory[str] | None
-    tried: tuple[Measurement, ...] = ()  # every form that was measured, in that order
-    differing: tuple[
-        Answered, ...
-    ] = ()  # examples that the form answers differently; in no file but the report
-    truncated_svd: Measurement | None = (
-        None  # in bits, of as many bytes, on the texts of the promise
-    )
+    tried: tuple[Measurement, ...] = ()
+    """Every variant that was measured, in that order."""
+    mismatches: tuple[AnswerPair, ...] = ()
+    """Examples that the variant answers differently; in no file but the report."""
+    truncated_svd: Measurement | None = None
+    """Quantized truncated SVD of as many bytes, on the held-out texts."""
 
     def __repr__(self) -> str:
-        """The compression's goal, sizes and errors, then what it keeps, in ten lines or fewer."""
+        """Return the compression's goal, sizes and errors, then what it keeps, in ten lines or fewer."""
         *compression, unsaved = super().__repr__().split("\n")
-        return "\n".join(
-            [
-                *compression,
-                *(f"   {line.strip()}" for line in repr(self.promise).split("\n")),
-                unsaved,
-            ]
-        )
+        kept = [f"   {line.strip()}" for line in repr(self.fidelity).split("\n")]
+        return "\n".join([*compression, *kept, unsaved])
 
     def _repr_html_(self) -> str:
-        """The same for a notebook."""
-        return f"{super()._repr_html_()}<p>It {escape(self.promise.sentence())}.</p>"
+        """Return the same for a notebook."""
+        return f"{super()._repr_html_()}<p>It {escape(self.fidelity.sentence())}.</p>"
 
     def to_json(self, *, every_layer: bool = True) -> dict[str, Any]:
-        """The report of the compression, the promise, and the forms that were measured."""
-        rival = {} if self.truncated_svd is None else {"truncated_svd": asdict(self.truncated_svd)}
-        measured = {
-            **self.facts,
-            "tried": [asdict(measurement) for measurement in self.tried],
-            **rival,
-        }
-        return {
-            **super().to_json(every_layer=every_layer),
-            **measured,
-            "promise": self.promise.to_json(),
-        }
+        """Return the report of the compression, what it keeps, and the variants that were measured."""
+        report = super().to_json(every_layer=every_layer)
+        report |= self.annotations
+        report["tried"] = [asdict(measurement) for measurement in self.tried]
+        if self.truncated_svd is not None:
+            report["truncated_svd"] = asdict(self.truncated_svd)
+        report["promise"] = self.fidelity.to_json()
+        return report
 
     def save(self, out: str | Path, *, force: bool = False, record: bool = False) -> Path:
-        """As `Compression.save`; the promise stands in the record and on the card."""
+        """Write it as `Compression.save` does; what it keeps stands in the record and on the card."""
         report = self.to_json(every_layer=record)
-        return publish(
-            self.written, out, report, self.promise, inputs=(self.source.path,), force=force
-        )
+        inputs = (self.source.path,)
+        return publish(self.written, out, report, self.fidelity, inputs=inputs, force=force)
 
 
 def _measured(
@@ -281,122 +289,125 @@ def _measured(
     request: Request,
     settings: MeasuredSettings,
     statistics: Statistics | None,
-    on_step: OnStep | None,
+    steps: NumberedSteps,
+    sizes: SizeSearch | None,
+    training: TrainedSizeSearch | None,
 ) -> MeasuredCompression:
-    """Compress against a base: to a plan, or to the smallest form that keeps a share."""
-    steps = NumberedSteps(on_step, 1 + 2 * settings.passes + (settings.distil > 0))
-    search = partial(
+    """Compress against a base: to a plan, or to the smallest variant that keeps a share."""
+    search_shapes = partial(
         search_adapter, checkpoint, search=request.search, resources=request.resources(steps)
     )
     steps.begin("opening the base")  # said before torch is loaded, which takes seconds
     with needs("a base", "peft"):
         from lsrdecomp.fidelity.evaluate import Evaluator, data_name, read_data
-        from lsrdecomp.fidelity.forms import CompressedFormCache
-        from lsrdecomp.fidelity.keep import FormOfPlan, SmallestForm
-    # 1. Open: the base with the LoRA on it, and how it answers the texts that are held out.
-    keep, plan = settings.keep, request.plan
-    plan_fields = {"storage": request.storage, "max_rank": request.max_rank}
-    chooses = keep is not None or (plan is not None and plan.kl is not None)
+        from lsrdecomp.fidelity.goals import SmallestVariant, VariantOfPlan
+        from lsrdecomp.fidelity.variants import VariantCache
+    # 1. Open: the base with the LoRA on it, how it answers the texts that are held out, and the
+    #    norm that errors count in.
+    plan = request.plan
+    target_share = settings.keep
+    selects = target_share is not None or (plan is not None and plan.kl is not None)
+    texts = read_data(request.data)
     evaluator = Evaluator(
-        request.base,
-        checkpoint.path,
-        read_data(request.data),
-        settings,
-        chooses=chooses,
-        on_step=steps,
+        request.base, checkpoint.path, texts, settings, chooses=selects, on_step=steps
     )
     if plan is not None and plan.kl is not None:
-        # A share as well, now that the LoRA's effect on these texts is known.
-        keep, plan = 1.0 - share_of_effect(plan.kl, evaluator.reference.effect), None
+        # A divergence is a share as well, now that the LoRA's effect on these texts is known.
+        target_share = 1.0 - share_of_effect(plan.kl, evaluator.reference.effect)
+        plan = None
     folder = TemporaryDirectory()
     journal = request.journal or Journal(Path(folder.name) / "journal")
     steps.begin("calibrating")
     norm = evaluator.statistics(journal) if statistics is None else statistics
-    forms = CompressedFormCache(evaluator, checkpoint, norm, settings.distil, journal)
+    variants = VariantCache(evaluator, checkpoint, norm, settings.distil, journal)
 
-    # 2. Fit: the form to a plan, or the smallest that keeps enough.
-    def goal() -> FormOfPlan | SmallestForm:
-        return (
-            FormOfPlan(forms, search, plan)
-            if plan
-            else SmallestForm(forms, search, keep or 0.0, plan_fields)
-        )
+    # 2. Fit: the variant of the plan, or the smallest that keeps enough.
+    def goal_in_norm() -> VariantOfPlan | SmallestVariant:
+        if plan is not None:
+            return VariantOfPlan(variants, search_shapes, plan)
+        plan_options = {"storage": request.storage, "max_rank": request.max_rank}
+        share = target_share or 0.0
+        return SmallestVariant(variants, search_shapes, share, plan_options, sizes, training)
 
-    best = _fitted(forms, goal, settings.passes, steps)
+    best = _fitted(variants, goal_in_norm, settings.passes, steps)
     # 3. Materialize: the files as they were measured.
     written = shutil.copytree(best.path, Path(folder.name) / "written")
-    # 4. Report: what these files keep of what the LoRA does to texts that chose nothing.
-    answered, rival = [], None
+    # 4. Report: what these files keep of the LoRA's effect on texts that selected nothing.
+    answers: list[AnswerPair] = []
+    rival = None
     if settings.examples:
-        answered, size = evaluator.answered(best.path), bytes_to_open(best.path / WEIGHTS)
-        rival = _truncated_svd(forms, search, size, Path(folder.name) / "svd")
-    differing = [each for each in answered if each.form != each.lora]
+        answers = evaluator.compare_answers(best.path)
+        size = bytes_to_open(best.path / WEIGHTS)
+        rival = _truncated_svd(variants, search_shapes, size, Path(folder.name) / "svd")
+    behaviour = best.behaviour
+    if evaluator.selection_reference is not evaluator.reference:
+        behaviour = evaluator.measure_held_out(best.path)
+    mismatches = [pair for pair in answers if not pair.matches]
     fidelity = evaluator.fidelity(
-        best.behaviour
-        if evaluator.chooser is evaluator.reference
-        else evaluator.measure_held_out(best.path),
+        behaviour,
         best.path,
         checkpoint,
         data_name(request.data),
         distilled=best.steps,
-        measurements=len(forms.measurements),
-        asked=keep,
-        answered=len(answered),
-        alike=len(answered) - len(differing),
+        measurements=len(variants.measurements),
+        requested=target_share,
+        answered=len(answers),
+        n_matching=len(answers) - len(mismatches),
     )
-    return MeasuredCompression(
-        **vars(best.compression)
-        | {
-            "promise": fidelity,
-            "written": written,
-            "facts": best.facts,
-            "_folder": folder,
-            "tried": forms.measurements,
-            "differing": tuple(differing[: settings.examples]),
-            "truncated_svd": rival,
-        }
-    )
+    unmeasured = vars(best.compression)
+    measured = {
+        "fidelity": fidelity,
+        "written": written,
+        "annotations": best.annotations,
+        "_folder": folder,
+        "tried": variants.measurements,
+        "mismatches": tuple(mismatches[: settings.examples]),
+        "truncated_svd": rival,
+    }
+    return MeasuredCompression(**(unmeasured | measured))
 
 
 def _fitted(
-    forms: CompressedFormCache,
-    goal_in_norm: Callable[[], FormOfPlan | SmallestForm],
+    variants: VariantCache,
+    goal_in_norm: Callable[[], VariantOfPlan | SmallestVariant],
     passes: int,
     steps: NumberedSteps,
-) -> CompressedForm:
-    """Fit: the best form of all passes, each in the norm around the form of the one before, since errors add up."""
-    best: CompressedForm | None = None
-    for turn in range(1, passes + 1):
+) -> CompressedVariant:
+    """Return the best variant of all passes, each in the norm around the one before, since errors add up."""
+    best: CompressedVariant | None = None
+    for number in range(1, passes + 1):
         if best is not None:
             steps.begin("calibrating with the compressed adapter")
-            forms.statistics = forms.evaluator.statistics(forms.journal, best.path)
+            variants.statistics = variants.evaluator.statistics(variants.journal, best.path)
         steps.begin("searching" if best is None else "searching again")
         goal = goal_in_norm()
-        # How large exactly a form must be is asked in the last norm alone, and only what came of it
+        # The exact size of the variant is asked in the last norm alone, and only what came of it
         # is trained.
-        if turn < passes:
-            form = goal.first()
-        elif forms.steps:
+        if number < passes:
+            variant = goal.first()
+        elif variants.steps:
             steps.begin("training")
-            form = goal.trained()
+            variant = goal.trained()
         else:
-            form = goal.untrained()
-        if best is None or goal.is_better(form, best):
-            best = form
+            variant = goal.untrained()
+        if best is None or goal.is_better(variant, best):
+            best = variant
     assert best is not None
     return best
 
 
 def _truncated_svd(
-    forms: CompressedFormCache, search: Callable[..., SearchedAdapter], size: int, out: Path
+    variants: VariantCache, search_shapes: Callable[..., SearchedAdapter], size: int, out: Path
 ) -> Measurement | None:
-    """What truncated SVD in bits keeps in at most ``size`` bytes of the texts that chose nothing; None: none fits."""
-    # In bits that each layer chooses, as the forms have: structures are compared, not storages.
-    plan, evaluator = CompressionPlan(bytes=size, storage="auto"), forms.evaluator
-    evaluator.say("measuring truncated SVD in as many bytes")
+    """Return what quantized truncated SVD keeps in at most ``size`` bytes of the held-out texts; None if none fits."""
+    # In bits that each layer chooses, as the variants have: structures are compared, not storages.
+    plan = CompressionPlan(bytes=size, storage="auto")
+    evaluator = variants.evaluator
+    evaluator.announce("measuring truncated SVD in as many bytes")
     try:
-        made = search([plan], statistics=forms.statistics, search=Search(orders=())).compress(plan)
+        searched = search_shapes([plan], statistics=variants.statistics, search=Search(orders=()))
+        compression = searched.compress(plan)
     except BudgetError:
         return None
-    behaviour = evaluator.measure_held_out(made.save(out))
-    return Measurement(bytes_to_open(out / WEIGHTS), made.totals.parameters, behaviour.kept)
+    behaviour = evaluator.measure_held_out(compression.save(out))
+    return Measurement(bytes_to_open(out / WEIGHTS), compression.totals.parameters, behaviour.kept)

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Unpack
 
+from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.checkpoints import Journal, check_output_directory, content_key, open_checkpoint
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.statistics import read_statistics
@@ -24,22 +25,23 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints.progress import OnStep
     from lsrdecomp.fidelity.evaluate import Texts
     from lsrdecomp.fidelity.fidelity import Fidelity
-    from lsrdecomp.fidelity.forms import DistilledForm
+    from lsrdecomp.fidelity.variants import DistilledVariant
 
 
+@keep_old_attributes
 @dataclass(frozen=True, slots=True, repr=False)
 class Distilled:
-    """What `distil` wrote: its promise, and the form before and after.
+    """What `distil` wrote: what it keeps, and the variant before and after.
 
     Examples
     --------
     >>> from lsrdecomp.calibration import Behaviour
     >>> from lsrdecomp.fidelity import Fidelity
-    >>> from lsrdecomp.fidelity.forms import DistilledForm
-    >>> was, now = (Behaviour(96, 1_895, "token", kl, same, 1.36) for kl, same in ((0.24, 0.86), (0.022, 0.95)))
-    >>> facts = {"data": "e2e.jsonl", "base": "base", "bytes_before": 3_700_000, "bytes_after": 39_000}
-    >>> fidelity = Fidelity.of(now, **facts)
-    >>> Distilled(Path("small"), fidelity, DistilledForm(Path("was"), Path("small"), was, now, None))
+    >>> from lsrdecomp.fidelity.variants import DistilledVariant
+    >>> before = Behaviour(96, 1_895, "token", 0.24, 0.86, 1.36)
+    >>> after = Behaviour(96, 1_895, "token", 0.022, 0.95, 1.36)
+    >>> fidelity = Fidelity.of(after, data="e2e.jsonl", base="base", bytes_before=3_700_000, bytes_after=39_000)
+    >>> Distilled(Path("small"), fidelity, DistilledVariant(Path("was"), Path("small"), before, after, None))
     Distilled small, which kept 82.4 %
        Promise: keeps 98.4 % of what the adapter does
        divergence 0.022 of 1.36 nats per token; likeliest token the same for 95 %
@@ -48,24 +50,23 @@ class Distilled:
     """
 
     directory: Path
-    promise: Fidelity
-    form: DistilledForm
+    fidelity: Fidelity
+    variant: DistilledVariant
 
     def __repr__(self) -> str:
-        """Where it is, what it kept before, and its promise."""
-        share = self.form.before.kept
+        """Return where it is, what it kept before, and what it keeps."""
+        share = self.variant.before.kept
         before = "" if share is None else f", which kept {100 * share:.1f} %"
-        return "\n".join(
-            [
-                f"Distilled {self.directory}{before}",
-                *(f"   {line.strip()}" for line in repr(self.promise).split("\n")),
-            ]
-        )
+        lines = [f"   {line.strip()}" for line in repr(self.fidelity).split("\n")]
+        return "\n".join([f"Distilled {self.directory}{before}", *lines])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON file."""
-        facts = {"directory": str(self.directory), "promise": self.promise.to_json()}
-        return {**facts, "distillation": self.form.to_json()}
+        """Return plain values for a JSON file."""
+        return {
+            "directory": str(self.directory),
+            "promise": self.fidelity.to_json(),
+            "distillation": self.variant.to_json(),
+        }
 
 
 @takes(DistilSettings)
@@ -129,35 +130,35 @@ def distil(
         from accelerate import PartialState
 
         from lsrdecomp.fidelity.evaluate import Evaluator, data_name, read_data
-        from lsrdecomp.fidelity.forms import distil_form
-    # 1. Open: the adapter, its LoRA, and the base with the LoRA on it.
+        from lsrdecomp.fidelity.variants import distil_variant
     chosen = DistilSettings(**settings)
+    # 1. Open: the adapter, its LoRA, and the base with the LoRA on it.
     directory = Path(directory)
-    source, compressed = open_checkpoint(teacher), open_checkpoint(directory)
+    source = open_checkpoint(teacher)
+    compressed = open_checkpoint(directory)
     check_layers(compressed, source)
     replaces = force or out is None
     out = directory if out is None else Path(out)
     check_output_directory(out, (source.path,), replaces)
     texts = read_data(data)
-    statistics = None if chosen.calibrated is None else read_statistics(chosen.calibrated)
-    if statistics is not None:
+    statistics = None
+    if chosen.calibrated is not None:
+        statistics = read_statistics(chosen.calibrated)
         statistics.check_base(source.config.get("base_model_name_or_path"))
-    team = PartialState(cpu=chosen.device in (None, "cpu"))
-    if chosen.device == "cuda" and team.num_processes > 1:
-        chosen = chosen.replace(device=str(team.device))
+    processes = PartialState(cpu=chosen.device in (None, "cpu"))
+    if chosen.device == "cuda" and processes.num_processes > 1:
+        chosen = chosen.replace(device=str(processes.device))
     evaluator = Evaluator(base, source.path, texts, chosen, on_step=on_step)
-    with (
-        Journal.beside(out, reads_only=not team.is_main_process) as journal,
-        TemporaryDirectory() as folder,
-    ):
+    journal = Journal.beside(out, reads_only=not processes.is_main_process)
+    with journal, TemporaryDirectory() as folder:
         # 2. and 3. Fit and materialize: training, then the files with the new numbers.
-        evaluator.say("measuring")
-        form = distil_form(
+        evaluator.announce("measuring")
+        variant = distil_variant(
             evaluator,
             directory,
             source,
             Path(folder) / "made",
-            evaluator.lessons(chosen.steps, chosen.micro),
+            evaluator.distillation_data(chosen.steps, chosen.micro),
             steps=chosen.steps,
             before=evaluator.measure(directory),
             rate=chosen.rate,
@@ -167,14 +168,12 @@ def distil(
         )
         # 4. Report: what the better files keep, written with them.
         fidelity = evaluator.fidelity(
-            form.behaviour, form.path, source, data_name(data), distilled=form.steps
+            variant.behaviour, variant.path, source, data_name(data), distilled=variant.steps
         )
-        if team.is_main_process:
-            record = form.path / REPORT
-            report = {
-                **(read_json(record) if record.is_file() else {}),
-                "distillation": form.to_json(),
-            }
-            publish(form.path, out, report, fidelity, inputs=(source.path,), force=replaces)
-        team.wait_for_everyone()
-    return Distilled(out, fidelity, form)
+        if processes.is_main_process:
+            record = variant.path / REPORT
+            report = dict(read_json(record)) if record.is_file() else {}
+            report["distillation"] = variant.to_json()
+            publish(variant.path, out, report, fidelity, inputs=(source.path,), force=replaces)
+        processes.wait_for_everyone()
+    return Distilled(out, fidelity, variant)

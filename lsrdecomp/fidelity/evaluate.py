@@ -1,18 +1,18 @@
-"""Evaluator: a base with a LoRA on it, and texts: what written forms of the LoRA keep, and what its layers do."""
+"""A base with a LoRA on it, and texts: what compressed variants of the LoRA keep, and what its layers do."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.helpers import rescale_adapter_scale
 
+from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.calibration.base_model import (
     Text,
     open_base,
@@ -41,41 +41,64 @@ from lsrdecomp.checkpoints.statistics import METADATA, Statistics, read_statisti
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.measured_settings import EvaluatorSettings
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.fidelity.fidelity import Answered, Fidelity
+from lsrdecomp.fidelity.fidelity import AnswerPair, Fidelity
 from lsrdecomp.training.tasks import find_task
 
 if TYPE_CHECKING:
+    from lsrdecomp.calibration.base_model import Base
     from lsrdecomp.calibration.behaviour import Behaviour
 
 Item = Text | PromptExample
 Texts = Sequence[str | Item]
 
-NO_EFFECT = 1e-9
+MIN_EFFECT = 1e-9
 """Nats: a divergence below this is rounding."""
-HELD_OUT, HELD_OUT_PROMPTS = 128, 64
-"""Examples that a promise is measured on, and where each has many answers."""
-SAMPLES, SAMPLES_OF_TOKENS = 512, 64
-"""Examples that calibration reads at most, and where each asks for many tokens."""
-STRENGTH = 0.4
-"""Of the LoRA while the norm is measured: errors add up along the network, and a small form does in
-part what the LoRA does. At 5.5 kB on SmolLM2 .886 is kept in place of .816
-(benchmarks/results/one_command.json, one seed)."""
-ANSWERED = 32
-"""Held-out examples that are answered in words, where that is asked for."""
-TEACHER_SHARE = 0.2
-"""Batches of the lessons, of all steps: the source answers each once, and that costs a forward
-pass."""
-FEWEST_LESSONS = 8
-CHECK_BATCHES = 4
-"""Batches that say when to stop; they are held out of the lessons, and the promise is measured on
-others."""
-LEAST = 32
-"""Texts a promise needs: eight to measure on, the others to learn from."""
-LEAST_HELD_OUT = 8
-ENOUGH_TO_CHOOSE = 60
-"""Held-out texts from which on others choose: half of fewer would choose by luck."""
 
 
+@dataclass(frozen=True, slots=True)
+class TextSplit:
+    """How many texts are held out, and when others select among variants; all numbers are by hand."""
+
+    held_out: int = 128
+    """Texts held out at most, unless the settings say otherwise; never more than a quarter."""
+    held_out_prompts: int = 64
+    """The same for prompts with completions, each of which has many answers."""
+    min_texts: int = 32
+    """Different texts that are needed: eight to measure on, the others to learn from."""
+    min_held_out: int = 8
+    """Texts held out at least."""
+    min_to_select: int = 60
+    """Held-out texts from which on half as many others select: half of fewer would choose by luck."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormCalibration:
+    """How the norm is measured in which shapes are searched."""
+
+    max_samples: int = 512
+    """Texts that calibration reads at most."""
+    max_token_samples: int = 64
+    """The same where each text asks for many tokens: twice as many brought nothing
+    (``benchmarks/results/one_command.json``)."""
+    lora_scale: float = 0.4
+    """Strength of the LoRA meanwhile: errors add up along the network, and a small variant does in part what the
+    LoRA does. At 5.5 kB on SmolLM2 0.886 is kept in place of 0.816 (``benchmarks/results/one_command.json``, one
+    seed)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DistillationTexts:
+    """How many batches training sees and is checked on; all by hand."""
+
+    teacher_share: float = 0.2
+    """Batches of training, as a share of its steps: the LoRA answers each once, which costs a forward pass."""
+    min_batches: int = 8
+    """Batches of training at least."""
+    validation_batches: int = 4
+    """Batches that say when to stop: they are not trained on, nor is the final measurement made on them."""
+
+
+@keep_old_attributes
 class Evaluator:
     """A base with a LoRA on it, the LoRA's answers to held-out texts, and the texts that calibration may see.
 
@@ -89,11 +112,14 @@ class Evaluator:
         Split by seed; texts with the same first part fall on the same side.
     settings : EvaluatorSettings, optional
     chooses : bool
-        Whether one of many forms is chosen by what they keep. Where `ENOUGH_TO_CHOOSE` or more are
-        held out it is on half as many others, so that what is promised of it is measured on texts
-        that chose nothing.
+        Whether one of many variants is selected by what they keep. Where enough texts are held out
+        it is on half as many others, so that what is reported of it is measured on texts that
+        selected nothing.
     on_step : callable, optional
         Called with a `ProgressUpdate` before and during each part of the work.
+    text_split : TextSplit, optional
+    norm : NormCalibration, optional
+    distillation : DistillationTexts, optional
 
     Raises
     ------
@@ -104,8 +130,8 @@ class Evaluator:
 
     Notes
     -----
-    Costs two forward passes over the held-out texts and those that choose; each `measure` costs one
-    over these.
+    Costs two forward passes over the held-out and the selection texts; each `measure` costs one
+    over the latter.
     """
 
     def __init__(
@@ -117,117 +143,157 @@ class Evaluator:
         *,
         chooses: bool = False,
         on_step: OnStep | None = None,
+        text_split: TextSplit | None = None,
+        norm: NormCalibration | None = None,
+        distillation: DistillationTexts | None = None,
     ) -> None:
-        self.settings = settings = settings or EvaluatorSettings()
+        self.settings = settings or EvaluatorSettings()
         self.on_step = on_step
-        # 1. Three parts of the texts: what is promised is measured on the first, forms are chosen
-        #    by the second, norms and training see the third.
-        prompted = any(isinstance(text, PromptExample) for text in texts)
-        held_out = settings.held_out or (HELD_OUT_PROMPTS if prompted else HELD_OUT)
-        self.held_out, rest = split(texts, held_out, settings.seed)
-        choosing = (
-            len(self.held_out) // 2 if chooses and len(self.held_out) >= ENOUGH_TO_CHOOSE else 0
-        )
-        self.choosing, self.calibration = rest[:choosing], rest[choosing:]
+        self.text_split = text_split or TextSplit()
+        self.norm = norm or NormCalibration()
+        self.distillation = distillation or DistillationTexts()
+        # 1. Three parts of the texts: what is reported is measured on the first, variants are
+        #    selected by the second, norms and training see the third.
+        self._split_texts(texts, chooses)
         # 2. The base, once; adapters share its large weights.
-        self.say("opening the base")
+        self._open(base, lora)
+        self._refuse_long(texts)
+        # 3. The LoRA's answers, once; every variant is compared with them.
+        count = len(self.held_out) + len(self.selection_texts)
+        self.announce(f"the LoRA's own answers to {count} held-out examples")
+        self.reference = Reference(self.source, self.batches(self.held_out))
+        self.selection_reference = self.reference
+        if self.selection_texts:
+            self.selection_reference = Reference(self.source, self.batches(self.selection_texts))
+        if not self.reference.effect > MIN_EFFECT:
+            raise LsrError(
+                f"the adapter changes no answer on these texts (divergence {self.reference.effect:.2g} nats): there is "
+                "no effect to keep; give texts of the task it was trained for"
+            )
+
+    def _split_texts(self, texts: Sequence[Item], chooses: bool) -> None:
+        """Divide the texts into those held out, those that select, and those of calibration and training."""
+        rule = self.text_split
+        prompted = any(isinstance(text, PromptExample) for text in texts)
+        usual = rule.held_out_prompts if prompted else rule.held_out
+        held_out = self.settings.held_out or usual
+        self.held_out, remaining = split(texts, held_out, self.settings.seed, rule)
+        selecting = 0
+        if chooses and len(self.held_out) >= rule.min_to_select:
+            selecting = len(self.held_out) // 2
+        self.selection_texts = remaining[:selecting]
+        self.calibration_texts = remaining[selecting:]
+
+    def _open(self, base: str | Path, lora: str | Path) -> None:
+        """Open the base with the LoRA on it; `CheckpointError` if they do not fit."""
+        settings = self.settings
+        self.announce("opening the base")
         try:
             self.base = open_base(base, lora, dtype=settings.dtype, device=settings.device or "cpu")
             self.source = self.base.adapted(lora)
         except (OSError, ValueError, RuntimeError) as error:
             if isinstance(error, LsrError):
                 raise
-            words = " ".join(str(error).split())[:300]
+            reason = " ".join(str(error).split())[:300]
             raise CheckpointError(
-                f"does not open on the base {base}: {words}", path=lora
+                f"does not open on the base {base}: {reason}", path=lora
             ) from error
-        self.size = settings.batch or (8 if self.source.head in TOKEN_HEADS else 32)
-        if (
-            self.source.head is Head.causal_lm
-        ):  # what is too long is told of all texts, before the work
-            tokenize(
-                [text for text in texts if isinstance(text, PromptExample)],
-                self.source.tokenizer,
-                **self._cut,
-            )
-        # 3. The LoRA's answers, once; every form is compared with them.
-        self.say(f"the LoRA's own answers to {len(self.held_out) + choosing} held-out examples")
-        self.reference = Reference(self.source, self.batches(self.held_out))
-        self.chooser = (
-            Reference(self.source, self.batches(self.choosing)) if choosing else self.reference
-        )
-        if not self.reference.effect > NO_EFFECT:
-            raise LsrError(
-                f"the adapter changes no answer on these texts (divergence {self.reference.effect:.2g} nats): there is "
-                "no effect to keep; give texts of the task it was trained for"
-            )
+        self.batch_size = settings.batch or (8 if self.source.head in TOKEN_HEADS else 32)
 
-    def say(self, stage: str, done: int = 0, total: int = 0, unit: str = "") -> None:
-        """What is done now, and how much of it."""
+    def _refuse_long(self, texts: Sequence[Item]) -> None:
+        """Raise `DataError` for prompts that are too long: of all of them, before the work."""
+        if self.source.head is Head.causal_lm:
+            prompts = [text for text in texts if isinstance(text, PromptExample)]
+            tokenize(prompts, self.source.tokenizer, **self._length_limits)
+
+    def announce(self, stage: str, done: int = 0, total: int = 0, unit: str = "") -> None:
+        """Tell ``on_step`` what is done now, and how much of it."""
         if self.on_step is not None:
             self.on_step(ProgressUpdate(stage, done, total, unit))
 
     def batches(self, texts: Sequence[Item], size: int | None = None) -> Iterator[Batch]:
-        """Texts of like length together, as the model reads them; the same texts give the same batches."""
-        size = size or self.size
-        order = sorted(texts, key=_letters)
+        """Yield texts of like length together, as the model reads them; the same texts give the same batches."""
+        size = size or self.batch_size
+        seed = self.settings.seed
+        order = sorted(texts, key=_n_letters)
         for start in range(0, len(order), size):
-            some = order[start : start + size]
-            prompts = [item for item in some if isinstance(item, PromptExample)]
-            pairs = [item for item in some if not isinstance(item, PromptExample)]
-            settings: dict[str, Any] = {"size": size, "seed": self.settings.seed}
+            part = order[start : start + size]
+            prompts = [item for item in part if isinstance(item, PromptExample)]
+            pairs = [item for item in part if not isinstance(item, PromptExample)]
             if prompts:
-                yield from prompt_batches(self.source, prompts, **settings, **self._cut)
+                yield from prompt_batches(
+                    self.source, prompts, size=size, seed=seed, **self._length_limits
+                )
             if pairs:
+                max_length = self.settings.max_length
                 yield from text_batches(
-                    self.source, pairs, **settings, max_length=self.settings.max_length
+                    self.source, pairs, size=size, seed=seed, max_length=max_length
                 )
 
     @property
-    def _cut(self) -> dict[str, Any]:
+    def _length_limits(self) -> dict[str, Any]:
         return {"max_length": self.settings.max_length, "truncate": self.settings.truncate}
 
     def measure(self, written: Path) -> Behaviour:
-        """How a written form answers the texts that forms are compared by."""
-        return self.chooser.compare(self.base.adapted(written))
+        """Return how a written variant answers the texts that variants are selected by."""
+        return self.selection_reference.compare(self.base.adapted(written))
 
     def measure_held_out(self, written: Path) -> Behaviour:
-        """How it answers texts that chose nothing."""
-        self.say("measuring what it keeps on texts that chose nothing")
+        """Return how a written variant answers the held-out texts."""
+        self.announce("measuring what it keeps on held-out texts")
         return self.reference.compare(self.base.adapted(written))
 
-    def answered(self, written: Path) -> list[Answered]:
-        """What the LoRA and a written form answer to the first held-out texts: their classes, or greedy completions.
+    def compare_answers(self, written: Path, limit: int = 32) -> list[AnswerPair]:
+        """Return what the LoRA and a written variant answer to the first held-out texts, ``limit`` at most.
 
-        Empty where texts have no prompt, and for a regression.
+        Answers are classes, or greedy completions. Empty where texts have no prompt, and for a
+        regression.
         """
-        self.say("answering in words")
-        models, texts = (self.source, self.base.adapted(written)), self.held_out[:ANSWERED]
-        tokenizer, head = self.source.tokenizer, self.source.head
+        self.announce("answering in words")
+        models = (self.source, self.base.adapted(written))
+        texts = self.held_out[:limit]
+        if self.source.head is Head.classification:
+            questions, answers = self._classes(models, texts)
+        elif self.source.head is Head.causal_lm:
+            questions, answers = self._completions(models, texts)
+        else:
+            return []
+        return [AnswerPair(*row) for row in zip(questions, *answers, strict=True)]
+
+    def _classes(
+        self, models: Sequence[Base], texts: Sequence[Item]
+    ) -> tuple[list[str], list[list[str]]]:
+        """Return texts as the model reads them, and for each model the names of the classes that it answers."""
+        names: Any = self.source.model.config.id2label  # type: ignore[union-attr]
         questions: list[str] = []
-        answers: tuple[list[str], ...] = ([], [])
-        if head is Head.classification:
-            names: Any = self.source.model.config.id2label  # type: ignore[union-attr]
-            # As the model reads them: batches are of like length, so answers do not come in the
-            # order of the texts.
-            for batch in self.batches(texts):
-                questions += tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True)
-                for model, said in zip(models, answers, strict=True):
-                    with torch.no_grad():
-                        said += [
-                            str(names[int(k)]) for k in forward(model, batch).logits.argmax(-1)
-                        ]
-        elif head is Head.causal_lm:
-            prompted = [
-                prompt_text(text, tokenizer) for text in texts if isinstance(text, PromptExample)
-            ]
-            questions = [prompt for prompt in prompted if prompt]
-            # As many new tokens as the longest held-out completion has.
-            longest = int(self.reference.counts.max())
-            answers = tuple(
-                generate(each.model, tokenizer, questions, new_tokens=longest) for each in models
+        answers: list[list[str]] = [[] for _ in models]
+        # As the model reads them: batches are of like length, so answers do not come in the order
+        # of the texts.
+        for batch in self.batches(texts):
+            questions += self.source.tokenizer.batch_decode(
+                batch["input_ids"], skip_special_tokens=True
             )
-        return [Answered(*each) for each in zip(questions, *answers, strict=True)]
+            for model, classes in zip(models, answers, strict=True):
+                with torch.no_grad():
+                    likeliest = forward(model, batch).logits.argmax(-1)
+                classes += [str(names[int(index)]) for index in likeliest]
+        return questions, answers
+
+    def _completions(
+        self, models: Sequence[Base], texts: Sequence[Item]
+    ) -> tuple[list[str], list[list[str]]]:
+        """Return the prompts of the texts, and for each model its greedy completions of them."""
+        tokenizer = self.source.tokenizer
+        prompts = [
+            prompt_text(text, tokenizer) for text in texts if isinstance(text, PromptExample)
+        ]
+        prompts = [prompt for prompt in prompts if prompt]
+        # As many new tokens as the longest held-out completion has.
+        longest = int(self.reference.counts.max())
+        answers = [
+            generate(model.model, tokenizer, prompts, new_tokens=longest) for model in models
+        ]
+        return prompts, answers
 
     @property
     def key(self) -> str:
@@ -241,63 +307,78 @@ class Evaluator:
             self.source.adapter_sha256,
             self.source.name,
             self.source.modules,
-            self.size,
+            self.batch_size,
             settings,
+            self.norm,
+            self.distillation,
         ]
-        return content_key(about, self.held_out, self.choosing, self.calibration)
+        return content_key(about, self.held_out, self.selection_texts, self.calibration_texts)
 
     def statistics(self, journal: Journal, written: Path | None = None) -> Statistics:
-        """Statistics of the adapted layers, on texts that are not held out: the norm in which forms are searched.
+        """Return statistics of the adapted layers, on texts that are not held out: the norm in which shapes are searched.
 
-        With the LoRA at `STRENGTH`, or with a compressed form of it, as ``written``. Those that a
-        run before finished in the journal are read.
+        They are measured with the LoRA at the strength of `NormCalibration`, or with a compressed
+        variant of it, as ``written``. Those that a run before finished in the journal are read.
         """
-        # Of a language model few texts do: each has as many answers as tokens.
+        # Few texts of a language model do: each has as many answers as tokens.
         many_tokens = self.source.head in TOKEN_HEADS
-        texts = self.calibration[: SAMPLES_OF_TOKENS if many_tokens else SAMPLES]
+        limit = self.norm.max_token_samples if many_tokens else self.norm.max_samples
+        texts = self.calibration_texts[:limit]
         adapter = self.source.adapter_sha256 if written is None else sha256(written / WEIGHTS)
         out = journal.directory(f"statistics-{content_key(self.key, adapter, len(texts))}")
-        if not (out / METADATA).exists():
-            stage = "calibrating" if written is None else "calibrating with the compressed adapter"
-            self.say(stage)
-            # A form may have left layers out, which then act as they do in the base.
-            base = replace(
-                self.source if written is None else self.base.adapted(written),
-                modules=self.source.modules,
-            )
-            with rescale_adapter_scale(base.model, STRENGTH) if written is None else nullcontext():
-                return calibrate(
-                    base,
-                    self.batches(texts),
-                    out=out,
-                    seed=self.settings.seed,
-                    samples=len(texts),
-                    effect=False,
-                    on_step=lambda step: self.say(stage, step.done, step.total, step.unit),
-                )
-        return read_statistics(out)
+        if (out / METADATA).exists():
+            return read_statistics(out)
+        scaled: AbstractContextManager[None] = nullcontext()
+        if written is None:
+            stage = "calibrating"
+            base = self.source
+            scaled = rescale_adapter_scale(base.model, self.norm.lora_scale)
+        else:
+            stage = "calibrating with the compressed adapter"
+            # A variant may have left layers out, which then act as they do in the base.
+            base = replace(self.base.adapted(written), modules=self.source.modules)
+        self.announce(stage)
 
-    def lessons(self, steps: int, micro: int | None = None) -> DistillationData:
-        """Of the texts that are not held out: a few to check by, of the others what so many steps go through."""
-        check, rest = (
-            self.calibration[: CHECK_BATCHES * self.size],
-            self.calibration[CHECK_BATCHES * self.size :],
-        )
-        if len(rest) < self.size:  # so few that no batch would be left: every fourth checks
-            check = self.calibration[::4]
-            rest = [text for index, text in enumerate(self.calibration) if index % 4]
-        # As many as the teacher answers at little cost beside the steps, which go through them
-        # again and again.
-        count = max(FEWEST_LESSONS, round(TEACHER_SHARE * steps))
-        rest = sorted(rest[: count * self.size], key=_letters)  # texts of like length in a step
-        parts = [rest[start : start + self.size] for start in range(0, len(rest), self.size)]
-        batches = [list(self.batches(part, micro or self.size)) for part in parts]
-        return DistillationData(self.source, batches, Reference(self.source, self.batches(check)))
+        def announce_step(step: ProgressUpdate) -> None:
+            self.announce(stage, step.done, step.total, step.unit)
+
+        with scaled:
+            return calibrate(
+                base,
+                self.batches(texts),
+                out=out,
+                seed=self.settings.seed,
+                samples=len(texts),
+                effect=False,
+                on_step=announce_step,
+            )
+
+    def distillation_data(self, steps: int, micro: int | None = None) -> DistillationData:
+        """Return a few batches to validate by, and of the other texts what so many steps go through."""
+        limits = self.distillation
+        # 1. Texts to validate by; so few that no batch would be left for training: every fourth.
+        count = limits.validation_batches * self.batch_size
+        validation_texts = self.calibration_texts[:count]
+        texts = self.calibration_texts[count:]
+        if len(texts) < self.batch_size:
+            validation_texts = self.calibration_texts[::4]
+            texts = [text for index, text in enumerate(self.calibration_texts) if index % 4]
+        # 2. As many as the teacher answers at little cost beside the steps, which go through them
+        #    again and again; texts of like length in a step.
+        n_batches = max(limits.min_batches, round(limits.teacher_share * steps))
+        texts = sorted(texts[: n_batches * self.batch_size], key=_n_letters)
+        parts = [
+            texts[start : start + self.batch_size]
+            for start in range(0, len(texts), self.batch_size)
+        ]
+        micro_batches = [list(self.batches(part, micro or self.batch_size)) for part in parts]
+        validation = Reference(self.source, self.batches(validation_texts))
+        return DistillationData(self.source, micro_batches, validation)
 
     def fidelity(
-        self, behaviour: Behaviour, written: Path, source: Checkpoint, data: str, **facts: Any
+        self, behaviour: Behaviour, written: Path, source: Checkpoint, data: str, **annotations: Any
     ) -> Fidelity:
-        """The record of a measured form of ``source``, with further facts of it."""
+        """Return the record of a measured variant of ``source``, with further facts of it."""
         return Fidelity.of(
             behaviour,
             data=data,
@@ -305,17 +386,8 @@ class Evaluator:
             bytes_before=bytes_to_open(source.weights),
             bytes_after=bytes_to_open(written / WEIGHTS),
             head_bytes=source.extra_bytes,
-            **facts,
+            **annotations,
         )
-
-
-def share_kept(behaviour: Behaviour) -> float:
-    """The share kept, to compare by: −∞ where it is no number."""
-    return (
-        behaviour.kept
-        if behaviour.kept is not None and math.isfinite(behaviour.kept)
-        else -math.inf
-    )
 
 
 def read_data(data: str | Path | Texts) -> list[Item]:
@@ -363,12 +435,16 @@ def _as_item(text: object, index: int) -> Item:
 
 
 def data_name(data: str | Path | Texts) -> str:
-    """What the texts are called in a sentence."""
-    return Path(data).name if isinstance(data, str | Path) else f"{len(data):,} texts"
+    """Return what the texts are called in a sentence."""
+    if isinstance(data, str | Path):
+        return Path(data).name
+    return f"{len(data):,} texts"
 
 
-def split(texts: Sequence[Item], held_out: int, seed: int) -> tuple[list[Item], list[Item]]:
-    """Held-out texts, at most ``held_out`` and a quarter of all, and the others, both in an order drawn from ``seed``.
+def split(
+    texts: Sequence[Item], held_out: int, seed: int, rule: TextSplit | None = None
+) -> tuple[list[Item], list[Item]]:
+    """Return held-out texts, at most ``held_out`` and a quarter of all, and the others, both in an order drawn from ``seed``.
 
     Texts that begin alike (the references of one prompt) stay on one side.
 
@@ -377,37 +453,43 @@ def split(texts: Sequence[Item], held_out: int, seed: int) -> tuple[list[Item], 
     LsrError
         If the texts are too few.
     """
-    # A group moves as a whole: held-out texts whose prompt was trained on would flatter the form.
+    rule = rule or TextSplit()
+    # 1. A group moves as a whole: held-out texts whose prompt was trained on would flatter the
+    #    variant.
     groups: dict[str, list[Item]] = {}
     for text in texts:
         groups.setdefault(_beginning(text), []).append(text)
-    if len(groups) < LEAST:
+    if len(groups) < rule.min_texts:
         raise LsrError(
-            f"{len(groups)} different texts are too few: a promise needs {LEAST}, a few hundred are better"
+            f"{len(groups)} different texts are too few: {rule.min_texts} are needed, a few hundred are better"
         )
-    most = max(LEAST_HELD_OUT, min(held_out, len(texts) // 4))
+    # 2. Groups in an order by chance; each is held out if it still fits.
+    limit = max(rule.min_held_out, min(held_out, len(texts) // 4))
     keys = list(groups)
     random.Random(seed).shuffle(keys)
     measured: list[Item] = []
-    rest: list[Item] = []
+    remaining: list[Item] = []
     for key in keys:
-        (measured if len(measured) + len(groups[key]) <= most else rest).extend(groups[key])
-    return measured, rest
+        if len(measured) + len(groups[key]) <= limit:
+            measured += groups[key]
+        else:
+            remaining += groups[key]
+    return measured, remaining
 
 
-def _letters(item: Item) -> int:
-    """Letters of a text, for sorting."""
+def _n_letters(item: Item) -> int:
+    """Return the letters of a text, for sorting."""
     if isinstance(item, PromptExample):
-        return (
-            len(item.prompt)
-            + len(item.completion)
-            + sum(len(each["content"]) for each in item.messages)
-        )
-    return len(item[0]) + len(item[1] or "")
+        messages = sum(len(message["content"]) for message in item.messages)
+        return len(item.prompt) + len(item.completion) + messages
+    first, second = item
+    return len(first) + len(second or "")
 
 
 def _beginning(item: Item) -> str:
-    """What two texts that belong together have in common: the prompt, or the first text of a pair."""
+    """Return what two texts that belong together have in common: the prompt, or the first text of a pair."""
     if not isinstance(item, PromptExample):
         return item[0]
-    return item.messages[0]["content"] if item.messages else item.prompt or item.completion
+    if item.messages:
+        return item.messages[0]["content"]
+    return item.prompt or item.completion

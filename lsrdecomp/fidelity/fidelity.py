@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.calibration.behaviour import Behaviour
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A form that was measured while one was looked for: shares kept, untrained and after so many steps of training.
+    """A variant that was measured while one was looked for: shares kept, untrained and after so many steps of training.
 
     Examples
     --------
@@ -25,46 +27,49 @@ class Measurement:
     steps: int = 0
 
     def __str__(self) -> str:
-        """Size and shares."""
-        shares = [self.kept, *([self.distilled] if self.steps else [])]
-        return f"{size_text(self.bytes)} {' → '.join('–' if s is None else f'{100 * s:.1f}' for s in shares)} %"
+        """Return size and shares."""
+        shares = [self.kept]
+        if self.steps:
+            shares.append(self.distilled)
+        text = " → ".join("–" if share is None else f"{100 * share:.1f}" for share in shares)
+        return f"{size_text(self.bytes)} {text} %"
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """What the LoRA and a form of it answer to one text: a class, or a completion decoded greedily."""
+class AnswerPair:
+    """What the LoRA and a compressed variant of it answer to one text: a class, or a completion decoded greedily."""
 
     question: str
     lora: str
-    form: str
+    variant: str
+
+    @property
+    def matches(self) -> bool:
+        """Whether the two answers are the same."""
+        return self.lora == self.variant
 
 
-UNITS = ((1, "kB"), (2, "MB"), (3, "GB"))
-LITTLE = 0.5
-"""A form that keeps less than this share is not what anybody wants without having asked for its
-size."""
-
-
+@keep_old_attributes
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Fidelity(Behaviour):
-    """What a form keeps as written, the share 1 − KL(LoRA ‖ compressed) / KL(LoRA ‖ no adapter), and what was measured.
+    """What a variant keeps as written, the share 1 − KL(LoRA ‖ compressed) / KL(LoRA ‖ no adapter), and what was measured.
 
     Attributes
     ----------
     data, base : str
         Where the examples are from, and the base that read them.
     bytes_before, bytes_after, head_bytes : int
-        Of what opens the LoRA and the form, weight file and adapter_config.json, and of what both
-        carry along beside the layers.
+        Bytes that open the LoRA and the variant, weight file and adapter_config.json, and bytes
+        that both carry along beside the layers.
     distilled : int
         Steps of distillation.
     measurements : int
-        Forms that were measured until this one was chosen.
-    asked : float, optional
+        Variants that were measured until this one was chosen.
+    requested : float, optional
         The least share that was asked for.
-    answered, alike : int
-        Held-out examples that were answered in words, and those where the form says what the LoRA
-        does.
+    answered, n_matching : int
+        Held-out examples that were answered in words, and those where the variant says what the
+        LoRA does.
 
     Examples
     --------
@@ -79,6 +84,12 @@ class Fidelity(Behaviour):
     'keeps 95.3 ± 0.8 % of what the adapter does'
     """
 
+    poor_below: ClassVar[float] = 0.5
+    """A variant that keeps less than this share is warned of; by hand: nobody wants it without having asked for its
+    size."""
+    json_keys: ClassVar[dict[str, str]] = {"requested": "asked", "n_matching": "alike"}
+    """Fields that records of earlier releases have under another key."""
+
     data: str
     base: str
     bytes_before: int
@@ -86,69 +97,90 @@ class Fidelity(Behaviour):
     head_bytes: int = 0
     distilled: int = 0
     measurements: int = 1
-    asked: float | None = None
+    requested: float | None = None
     answered: int = 0
-    alike: int = 0
+    n_matching: int = 0
 
     @classmethod
-    def of(cls, behaviour: Behaviour, **facts: Any) -> Fidelity:
-        """A behaviour with what it was measured on."""
-        return cls(**asdict(behaviour), **facts)
+    def of(cls, behaviour: Behaviour, **annotations: Any) -> Fidelity:
+        """Return a behaviour with what it was measured on."""
+        return cls(**asdict(behaviour), **annotations)
 
     @property
     def kept(self) -> float:
         return 1.0 - self.kl / self.effect  # of a LoRA that has an effect
 
     @property
-    def little(self) -> bool:
-        """Whether less than half is kept."""
-        return self.kept < LITTLE
+    def is_poor(self) -> bool:
+        """Whether so little is kept that it is warned of."""
+        return self.kept < self.poor_below
 
     def sentence(self) -> str:
-        """The promise in words."""
-        kept, answers, *rest = self._clauses()
-        return " · ".join([f"{kept} ({answers})", *rest])
+        """Return what is kept in words."""
+        kept, answers, *others = self._clauses()
+        return " · ".join([f"{kept} ({answers})", *others])
 
     def __repr__(self) -> str:
-        """The sentence, a line for each of its clauses."""
+        """Return the sentence, a line for each of its clauses."""
         return "Promise: " + "\n   ".join(self._clauses())
 
     def _clauses(self) -> list[str]:
+        """Return the parts of the sentence: share, answers, files, training, texts."""
         error = "" if self.standard_error is None else f" ± {100 * self.standard_error:.1f}"
-        what = "token" if self.unit == "token" else "answer"
-        same = (
-            ""
-            if self.agreement is None
-            else f"; likeliest {what} the same for {100 * self.agreement:.0f} %"
-        )
-        if self.exact_match_rate is not None:
-            same += f", all along in {100 * self.exact_match_rate:.0f} % of the examples"
-        if self.answered:
-            same += f"; the same answer to {self.alike} of {self.answered} examples"
-        head = f" (each with a head of {size_text(self.head_bytes)})" if self.head_bytes else ""
-        trained = [f"distilled for {self.distilled} steps"] if self.distilled else []
-        return [
+        files = f"files {size_text(self.bytes_before)} → {size_text(self.bytes_after)}"
+        if self.head_bytes:
+            files += f" (each with a head of {size_text(self.head_bytes)})"
+        clauses = [
             f"keeps {100 * self.kept:.1f}{error} % of what the adapter does",
-            f"divergence {self.kl:.3g} of {self.effect:.3g} nats per {self.unit}{same}",
-            f"files {size_text(self.bytes_before)} → {size_text(self.bytes_after)}{head}",
-            *trained,
-            f"measured on {self.examples} held-out examples of {self.data}",
+            f"divergence {self.kl:.3g} of {self.effect:.3g} nats per {self.unit}{self._agreement_text()}",
+            files,
         ]
+        if self.distilled:
+            clauses.append(f"distilled for {self.distilled} steps")
+        clauses.append(f"measured on {self.examples} held-out examples of {self.data}")
+        return clauses
+
+    def _agreement_text(self) -> str:
+        """Return how often the answers are the same."""
+        text = ""
+        if self.agreement is not None:
+            what = "token" if self.unit == "token" else "answer"
+            text += f"; likeliest {what} the same for {100 * self.agreement:.0f} %"
+        if self.exact_match_rate is not None:
+            text += f", all along in {100 * self.exact_match_rate:.0f} % of the examples"
+        if self.answered:
+            text += f"; the same answer to {self.n_matching} of {self.answered} examples"
+        return text
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON file, the sentence among them."""
-        return {"kept": self.kept, **asdict(self), "sentence": self.sentence()}
+        """Return plain values for a JSON file, the sentence among them."""
+        values = {self.json_keys.get(name, name): value for name, value in asdict(self).items()}
+        return {"kept": self.kept, **values, "sentence": self.sentence()}
+
+
+def share_kept(behaviour: Behaviour) -> float:
+    """Return the share kept, to compare by: −∞ where it is no number."""
+    kept = behaviour.kept
+    if kept is None or not math.isfinite(kept):
+        return -math.inf
+    return kept
+
+
+UNITS = ((1, "kB"), (2, "MB"), (3, "GB"))
+"""Powers of 1000, and what so many bytes are called."""
 
 
 def size_text(size: int) -> str:
-    """Bytes in the unit a reader expects: 640 B, 12 kB, 3.7 MB.
+    """Return bytes in the unit a reader expects: 640 B, 12 kB, 3.7 MB.
 
     >>> size_text(640), size_text(12_147), size_text(3_700_000), size_text(0)
     ('640 B', '12 kB', '3.7 MB', '0 B')
     """
     if size < 1000:
         return f"{size} B"
-    unit, value = next(
-        (unit, size / 1000**k) for k, unit in UNITS if size < 1000 ** (k + 1) or unit == "GB"
+    power, unit = next(
+        (power, unit) for power, unit in UNITS if size < 1000 ** (power + 1) or unit == "GB"
     )
-    return f"{value:.1f} {unit}" if value < 9.95 else f"{value:.0f} {unit}"
+    value = size / 1000**power
+    digits = 1 if value < 9.95 else 0
+    return f"{value:.{digits}f} {unit}"

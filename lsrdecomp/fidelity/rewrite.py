@@ -37,7 +37,7 @@ def rewrite(
     out: Path,
     written: Path,
     source: Checkpoint,
-    forms: Mapping[str, SeparatedProduct],
+    products: Mapping[str, SeparatedProduct],
     *,
     statistics: StatisticsByLayer | None = None,
 ) -> Path:
@@ -51,10 +51,10 @@ def rewrite(
     out : Path
         Must not exist.
     written : Path
-        What `compress` wrote from ``source``; a layer that ``forms`` lacks keeps its numbers.
+        What `compress` wrote from ``source``; a layer that ``products`` lacks keeps its numbers.
     source : Checkpoint
         The LoRA, against which errors are measured.
-    forms : Mapping of layer name to SeparatedProduct
+    products : Mapping of layer name to SeparatedProduct
     statistics : Mapping, optional
         As for `compress`: the norm codes are solved in, and the error that the record tells beside
         Frobenius'.
@@ -66,8 +66,8 @@ def rewrite(
     # 2. The new numbers in each layer's own storage: codes solved for afresh, or floats rounded.
     new: dict[str, Stored] = stored_layers(old)
     for name in new:
-        if name in forms:
-            new[name] = stored_like(new[name], forms[name], layers[name].norms)
+        if name in products:
+            new[name] = stored_like(new[name], products[name], layers[name].norms)
     floats = [stored.storage for stored in new.values() if stored.storage in PRECISIONS]
     # 3. The files, with the record of the old ones and the errors of the new numbers.
     record = read_provenance(old)
@@ -100,7 +100,7 @@ def publish(
     out : path
         Must not exist, unless ``force``.
     report : Mapping
-        JSON values of the new record, beside the promise.
+        JSON values of the new record, beside what is kept.
     fidelity : Fidelity
     inputs : iterable of Path
         What ``out`` must not overwrite.
@@ -111,9 +111,8 @@ def publish(
         for file in written.iterdir():
             if file.is_file() and file.name != SUMS:
                 shutil.copyfile(file, part / file.name)
-        (part / REPORT).write_text(
-            report_text({**report, "promise": fidelity.to_json()}), encoding="utf-8"
-        )
+        record = {**report, "promise": fidelity.to_json()}
+        (part / REPORT).write_text(report_text(record), encoding="utf-8")
         card = part / CARD
         text = card.read_text(encoding="utf-8") if card.is_file() else ""
         card.write_text(
@@ -123,18 +122,21 @@ def publish(
 
 
 def recorded_layers(directory: Path) -> tuple[LayerReport, ...]:
-    """The reports of layers in a written directory's record, in its order."""
+    """Return the reports of layers in a written directory's record, in its order."""
     path = directory / REPORT
     rows = read_json(path).get("layers", [])
     try:
-        return tuple(
-            LayerReport(**{**row, "separation_ranks": tuple(row["separation_ranks"])})
-            for row in rows
-        )
+        return tuple(_layer_report(row) for row in rows)
     except (TypeError, KeyError) as error:
         raise CheckpointError(
             f"is of another release ({error}); write the adapter again", path=path
         ) from None
+
+
+def _layer_report(row: Mapping[str, Any]) -> LayerReport:
+    """Return a row of a record, whose lists are tuples."""
+    ranks = tuple(row["separation_ranks"])
+    return LayerReport(**{**row, "separation_ranks": ranks})
 
 
 def _record(
@@ -143,30 +145,24 @@ def _record(
     layers: Mapping[str, Layer],
     new: Mapping[str, Stored],
 ) -> dict[str, str]:
-    """The report of the directory with the errors of the new numbers; none where it had none."""
+    """Return the report of the directory with the errors of the new numbers; none where it had none."""
     # Record 1: what the directory said of itself; where it said it of every layer, so does the new
-    # one.
+    #           one.
     path = old.weights.parent / REPORT
     if not path.is_file():
         return {}
-    facts: dict[str, Any] = dict(read_json(path))
-    detailed = "layers" in facts
+    annotations: dict[str, Any] = dict(read_json(path))
+    detailed = "layers" in annotations
     before = {row.name: row for row in recorded_layers(old.weights.parent)}
     # Record 2: a row a layer, its error measured on the new numbers; shape and storage are the old
-    # ones.
+    #           ones.
     rows = []
     for source_layer, layer in zip(source.layers, layers.values(), strict=True):
-        stored, row = new.get(source_layer.name), before.get(source_layer.name)
-        if row is None and detailed:
-            text = f"has no line of layer {source_layer.name!r}; write the adapter again"
-            raise CheckpointError(text, path=path)
-        if row is None:
-            structure = "drop" if stored is None else stored.structure
-            rows.append(report_layer(source_layer, layer, stored, structure=structure))
-            continue
-        # a directory that records more than sums knows better
-        rows.append(
-            report_layer(
+        stored = new.get(source_layer.name)
+        row = before.get(source_layer.name)
+        if row is not None:
+            # A directory that records every layer knows more than its numbers tell.
+            row = report_layer(
                 source_layer,
                 layer,
                 stored,
@@ -174,12 +170,17 @@ def _record(
                 storage=row.storage,
                 met=row.met,
             )
-        )
+        elif detailed:
+            text = f"has no line of layer {source_layer.name!r}; write the adapter again"
+            raise CheckpointError(text, path=path)
+        else:
+            structure = "drop" if stored is None else stored.structure
+            row = report_layer(source_layer, layer, stored, structure=structure)
+        rows.append(row)
     # Record 3: the sums. What was known of the budget (the best truncated SVD, the effect) still
-    # holds; a promise does not: it is measured again.
-    sums = facts.get("totals", {})
+    #           holds; what was measured on a base does not: it is measured again.
+    sums = annotations.get("totals", {})
     summary = totals(rows, source.extra_parameters, sums.get("low_rank_error"), sums.get("effect"))
-    others = {
-        key: value for key, value in facts.items() if key not in ("totals", "layers", "promise")
-    }
-    return {REPORT: report_text(to_json(rows, summary, every_layer=detailed, **others))}
+    for key in ("totals", "layers", "promise"):
+        annotations.pop(key, None)
+    return {REPORT: report_text(to_json(rows, summary, every_layer=detailed, **annotations))}

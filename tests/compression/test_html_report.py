@@ -116,16 +116,16 @@ def test_the_divergence_names_what_the_network_answers_once_for():
     assert (
         "estimated KL, nats per token" in Page(html_report(compression(layers), unit="token")).texts
     )
-    promise = Fidelity.of(BEHAVIOUR, **FACTS)
-    measured = Page(html_report(compression(layers, promise=promise), unit="token")).texts
+    fidelity = Fidelity.of(BEHAVIOUR, **FACTS)
+    measured = Page(html_report(compression(layers, fidelity=fidelity), unit="token")).texts
     assert "90.0 %" in measured
     assert not any("estimated" in text for text in measured)
 
 
 def test_a_measured_result_shows_what_its_forms_kept_and_no_error_curve():
-    promise = Fidelity.of(BEHAVIOUR, **FACTS)
+    fidelity = Fidelity.of(BEHAVIOUR, **FACTS)
     tried = (Measurement(24_000, 6000, 0.97), Measurement(12_000, 3000, 0.7, 0.9, 60))
-    page = html_report(compression((LAYER,), promise=promise, tried=tried), [CURVE])
+    page = html_report(compression((LAYER,), fidelity=fidelity, tried=tried), [CURVE])
     assert "Share kept against bytes" in page
     assert "Error against parameters" not in page
     for hint in (

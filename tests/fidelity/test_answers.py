@@ -23,9 +23,9 @@ def test_prompts_are_completed_by_both_and_plain_texts_by_none(tmp_path):
         for i in range(48)
     ]
     evaluator = Evaluator(folder / "base", folder / "lora", texts, EvaluatorSettings(batch=8))
-    same = evaluator.answered(folder / "lora")
+    same = evaluator.compare_answers(folder / "lora")
     assert [each.question for each in same] == [text.prompt for text in evaluator.held_out]
-    assert all(each.lora == each.form for each in same)
+    assert all(each.matches for each in same)
     assert any(each.lora for each in same)
     evaluator.held_out = [("w1 w2", None)]
-    assert evaluator.answered(folder / "lora") == []
+    assert evaluator.compare_answers(folder / "lora") == []

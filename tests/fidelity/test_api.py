@@ -80,7 +80,7 @@ def test_a_promise_is_read_at_a_prompt(tmp_path):
     }
     told = Fidelity.of(behaviour, **facts)
     made = lsr.compress(DEMO, separation_rank=1)
-    of_result = {"promise": told, "written": tmp_path, "facts": {}, "_folder": None}
+    of_result = {"fidelity": told, "written": tmp_path, "annotations": {}, "_folder": None}
     result = MeasuredCompression(made.source, made.plan, made.layers, made.chosen, **of_result)
     assert told.sentence() in result._repr_html_()
     lines = repr(result).splitlines()

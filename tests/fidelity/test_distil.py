@@ -47,7 +47,7 @@ from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
 from lsrdecomp.fidelity import evaluate  # noqa: E402
 from lsrdecomp.fidelity.distil import distil  # noqa: E402
 from lsrdecomp.fidelity.evaluate import Evaluator, split  # noqa: E402
-from lsrdecomp.fidelity.forms import distil_form, products_of  # noqa: E402
+from lsrdecomp.fidelity.variants import distil_variant, products_of  # noqa: E402
 
 WORDS = random.Random(0)
 TEXTS = [(" ".join(f"w{WORDS.randrange(30)}" for _ in range(3 + i % 6)), None) for i in range(96)]
@@ -90,17 +90,17 @@ def test_a_distilled_adapter_keeps_more_and_says_how_much(
         weakened(folder, tmp_path_factory.mktemp("weak") / "lsr"),
         out=tmp_path / "distilled",
     )
-    assert done.form.after.kept > done.form.before.kept + 0.02
-    assert done.promise.kept == done.form.after.kept
+    assert done.variant.after.kept > done.variant.before.kept + 0.02
+    assert done.fidelity.kept == done.variant.after.kept
     again = Evaluator(
         folder / "base", folder / "lora", TEXTS, EvaluatorSettings(batch=8, max_length=16)
     ).measure(tmp_path / "distilled")
     assert again.kept == pytest.approx(
-        done.promise.kept, abs=1e-6
+        done.fidelity.kept, abs=1e-6
     )  # of the files, not of the training run
     record = json.loads((tmp_path / "distilled" / "compression.json").read_text())
-    assert record["promise"]["kept"] == done.promise.kept
-    assert done.promise.sentence() in (tmp_path / "distilled" / "README.md").read_text()
+    assert record["promise"]["kept"] == done.fidelity.kept
+    assert done.fidelity.sentence() in (tmp_path / "distilled" / "README.md").read_text()
     checked = verify(open_checkpoint(folder / "lora"), open_checkpoint(tmp_path / "distilled"))
     assert checked.passed
     assert [path.name for path in tmp_path.iterdir()] == ["distilled"]
@@ -122,7 +122,7 @@ def test_a_distilled_form_keeps_its_storage_and_its_size(
     before = open_checkpoint(tmp_path / "made")
     done = run(classifier, tmp_path / "made", steps=6)
     after = open_checkpoint(tmp_path / "made")
-    assert done.form.steps > 0
+    assert done.variant.steps > 0
     assert [layer.dtype for layer in after.layers] == [layer.dtype for layer in before.layers] != []
     assert after.adapter_parameters == before.adapter_parameters
     assert verify(lora, after).passed
@@ -133,9 +133,9 @@ def test_a_form_that_cannot_become_better_stays_as_it_is(classifier, tmp_path):
     compress(lora, CompressionPlan(separation_rank=8)).save(tmp_path / "whole")
     before = (tmp_path / "whole" / "adapter_model.safetensors").read_bytes()
     done = run(classifier, tmp_path / "whole", rate=0.5, steps=6)  # far too fast
-    assert done.form.after.kl >= done.form.before.kl
-    assert done.form.steps == 0
-    assert done.promise.kept == done.form.before.kept
+    assert done.variant.after.kl >= done.variant.before.kl
+    assert done.variant.steps == 0
+    assert done.fidelity.kept == done.variant.before.kept
     assert (tmp_path / "whole" / "adapter_model.safetensors").read_bytes() == before
 
 
@@ -175,9 +175,9 @@ def test_a_killed_run_goes_on_and_ends_where_it_would_have(classifier, tmp_path,
     seen = []
     done = run(classifier, tmp_path / "mine", on_step=seen.append)
     assert steps_told(seen)[0] == saved[0] + 1
-    checks = [dict(each.form.training.checks) for each in (done, whole)]
+    checks = [dict(each.variant.training.checks) for each in (done, whole)]
     assert checks[0] == pytest.approx(checks[1], abs=1e-5)
-    assert done.promise.kept == pytest.approx(whole.promise.kept, abs=1e-6)
+    assert done.fidelity.kept == pytest.approx(whole.fidelity.kept, abs=1e-6)
 
 
 def steps_told(seen):
@@ -209,7 +209,7 @@ def test_passes_are_what_was_asked_of_the_base(kind, tmp_path, monkeypatch, requ
             module, name, lambda *given, plain=plain: (asked.append(1), plain(*given))[1]
         )
     done = run(model, model / "lsr", out=tmp_path / "out", steps=60, rate=None)
-    training = done.form.training
+    training = done.variant.training
     of_teacher = training.passes - 2 * training.steps - 4 * len(training.checks)
     assert len(asked) == training.steps + of_teacher
     assert training.passes <= 1.2 * 2 * 60 + 8  # so small a run has eight batches at least
@@ -219,7 +219,7 @@ def test_of_a_classifier_what_its_last_layer_reads_is_learned_too(classifier):
     """Before the first step, the loss is the divergence and so much of the distance of the features."""
     settings = EvaluatorSettings(batch=8, max_length=16)
     evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, settings)
-    student, data = evaluator.base.adapted(classifier / "lsr"), evaluator.lessons(1)
+    student, data = evaluator.base.adapted(classifier / "lsr"), evaluator.distillation_data(1)
     (micro,) = data.teacher_batches(0)
     plain, weighted = (
         Trainer(student, data, 1, DistillationSchedule(feature_weight=weight), 0, None)
@@ -238,16 +238,16 @@ def test_training_ends_when_enough_is_kept_and_the_lora_runs_on_each_batch_once(
 ):
     settings = EvaluatorSettings(batch=8, max_length=16)
     evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, settings)
-    data, lora = evaluator.lessons(24), open_checkpoint(classifier / "lora")
+    data, lora = evaluator.distillation_data(24), open_checkpoint(classifier / "lora")
     before = evaluator.measure(classifier / "lsr")
 
     def train(name, **settings):
         settings |= {"steps": 24, "before": before, "rate": 0.03}
-        return distil_form(
+        return distil_variant(
             evaluator, classifier / "lsr", lora, tmp_path / name, data, **settings
         ).training
 
-    first, again, short = train("first"), train("again"), train("short", enough=-1.0)
+    first, again, short = train("first"), train("again"), train("short", target_share=-1.0)
     assert len(data.computed) > 1
     assert again.steps == first.steps
     assert again.passes == first.passes - (len(data.computed) - 1)
@@ -259,7 +259,7 @@ def test_a_training_that_ended_early_goes_on_where_more_is_enough(
 ):
     settings = EvaluatorSettings(batch=8, max_length=16)
     evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, settings)
-    data, shares, steps = evaluator.lessons(24), count(1), []
+    data, shares, steps = evaluator.distillation_data(24), count(1), []
     monkeypatch.setattr(Reference, "compare", lambda *_: SimpleNamespace(kept=next(shares) / 10.0))
     with Journal.beside(tmp_path / "out") as journal:
         for enough in (0.15, math.inf):
@@ -301,7 +301,7 @@ def test_micro_batches_are_the_same_step(classifier, tmp_path):
     one = run(classifier, classifier / "lsr", out=tmp_path / "one", steps=4)
     two = run(classifier, classifier / "lsr", out=tmp_path / "two", steps=4, micro=3)
     for (_, first), (_, second) in zip(
-        one.form.training.checks, two.form.training.checks, strict=True
+        one.variant.training.checks, two.variant.training.checks, strict=True
     ):
         assert first == pytest.approx(second, abs=1e-4)
 
@@ -323,8 +323,8 @@ def test_two_processes_share_the_steps_of_one(classifier, tmp_path):
     assert processes.together(2, processes.command, *words) == [0, 0]
     record = json.loads((tmp_path / "shared" / "compression.json").read_text())["distillation"]
     checks = [share for _, share in record["checks"]]
-    assert checks == pytest.approx([share for _, share in alone.form.training.checks], abs=1e-4)
-    assert record["after"]["kept"] == pytest.approx(alone.form.after.kept, abs=1e-4)
+    assert checks == pytest.approx([share for _, share in alone.variant.training.checks], abs=1e-4)
+    assert record["after"]["kept"] == pytest.approx(alone.variant.after.kept, abs=1e-4)
 
 
 def test_the_training_loss_is_the_divergence(classifier):
@@ -396,9 +396,9 @@ def test_only_completions_of_json_lines_are_answers(language_model, tmp_path):
     file.write_text("\n".join(json.dumps(row) for row in rows))
     weak = weakened(language_model, tmp_path / "weak")
     done = run(language_model, weak, data=file, out=tmp_path / "out", max_length=32)
-    assert done.promise.answers == 2 * done.promise.examples
-    assert done.promise.unit == "token"
-    assert done.form.after.kept > done.form.before.kept
+    assert done.fidelity.answers == 2 * done.fidelity.examples
+    assert done.fidelity.unit == "token"
+    assert done.variant.after.kept > done.variant.before.kept
 
 
 def test_all_lengths_are_told_once_before_anything_is_answered(language_model, monkeypatch):
@@ -426,7 +426,7 @@ def test_all_lengths_are_told_once_before_anything_is_answered(language_model, m
 
 
 def test_too_few_texts_are_refused_before_the_base_is_opened(classifier):
-    with pytest.raises(LsrError, match="10 different texts are too few: a promise needs 32"):
+    with pytest.raises(LsrError, match="10 different texts are too few: 32 are needed"):
         run(classifier, classifier / "lsr", data=TEXTS[:10], base="no-such-base")
 
 

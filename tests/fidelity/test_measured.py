@@ -24,12 +24,14 @@ from lsrdecomp.checkpoints import Journal  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.compression import verify  # noqa: E402
 from lsrdecomp.compression.measured_settings import EvaluatorSettings  # noqa: E402
+from lsrdecomp.compression.request import Request  # noqa: E402
 from lsrdecomp.fidelity import compress as compress_module  # noqa: E402
-from lsrdecomp.fidelity import evaluate, forms  # noqa: E402
+from lsrdecomp.fidelity import evaluate, variants  # noqa: E402
+from lsrdecomp.fidelity.compress import fulfil  # noqa: E402
 from lsrdecomp.fidelity.evaluate import Evaluator  # noqa: E402
-from lsrdecomp.fidelity.fidelity import Measurement  # noqa: E402
-from lsrdecomp.fidelity.forms import DistilledForm  # noqa: E402
-from lsrdecomp.fidelity.keep import MOST_DISTILLED, MOST_MEASURED  # noqa: E402
+from lsrdecomp.fidelity.fidelity import Fidelity, Measurement  # noqa: E402
+from lsrdecomp.fidelity.size_search import SizeSearch, TrainedSizeSearch  # noqa: E402
+from lsrdecomp.fidelity.variants import DistilledVariant  # noqa: E402
 
 WORDS = random.Random(0)
 TEXTS = [(" ".join(f"w{WORDS.randrange(30)}" for _ in range(3 + i % 6)), None) for i in range(48)]
@@ -70,16 +72,16 @@ def quarter(folder):
 
 def test_the_form_found_keeps_what_was_asked_as_written(folder, untrained, tmp_path):
     lora, result = lsr.open_checkpoint(folder / "lora"), untrained
-    assert result.promise.kept >= 0.9
-    assert result.promise.asked == 0.9
-    assert result.promise.measurements <= MOST_MEASURED
+    assert result.fidelity.kept >= 0.9
+    assert result.fidelity.requested == 0.9
+    assert result.fidelity.measurements <= SizeSearch().max_measured
     assert result.totals.parameters <= lora.adapter_parameters
     result.save(tmp_path / "out")
     again = Evaluator(folder / "base", folder / "lora", TEXTS, EVALUATED).measure(tmp_path / "out")
-    assert again.kept == pytest.approx(result.promise.kept, abs=1e-6)
-    assert again.standard_error == pytest.approx(result.promise.standard_error, rel=1e-4)
+    assert again.kept == pytest.approx(result.fidelity.kept, abs=1e-6)
+    assert again.standard_error == pytest.approx(result.fidelity.standard_error, rel=1e-4)
     record = json.loads((tmp_path / "out" / "compression.json").read_text())
-    assert record["promise"] == result.promise.to_json()
+    assert record["promise"] == result.fidelity.to_json()
     assert verify(lora, lsr.open_checkpoint(tmp_path / "out")).passed
 
 
@@ -91,9 +93,9 @@ def test_distillation_is_part_of_the_promise(folder, quarter, tmp_path):
     done.save(tmp_path / "out")
     recorded = json.loads((tmp_path / "out" / "compression.json").read_text())
     before, after = (recorded["distillation"][name]["kept"] for name in ("before", "after"))
-    assert before == pytest.approx(quarter.promise.kept, abs=1e-6)
-    assert done.promise.kept == max(before, after)
-    assert (done.promise.distilled > 0) == (after > before)
+    assert before == pytest.approx(quarter.fidelity.kept, abs=1e-6)
+    assert done.fidelity.kept == max(before, after)
+    assert (done.fidelity.distilled > 0) == (after > before)
     assert verify(lora, lsr.open_checkpoint(tmp_path / "out")).passed
     assert recorded["totals"]["relative_error"] == pytest.approx(done.totals.relative_error)
 
@@ -105,28 +107,28 @@ def test_the_better_of_untrained_and_trained_is_promised(
     pretend_to_distil(monkeypatch, left)
     settings = {"base": folder / "base", "data": TEXTS, **SETTINGS}
     done = lsr.compress(folder / "lora", ratio=4, distil=40, **settings)
-    lost = 1.0 - quarter.promise.kept
-    assert done.promise.kept == pytest.approx(1.0 - min(left, 1.0) * lost)
-    assert done.promise.distilled == (40 if left < 1.0 else 0)
+    lost = 1.0 - quarter.fidelity.kept
+    assert done.fidelity.kept == pytest.approx(1.0 - min(left, 1.0) * lost)
+    assert done.fidelity.distilled == (40 if left < 1.0 else 0)
     for record in (False, True):
         facts = json.loads(
             (done.save(tmp_path / str(record), record=record) / "compression.json").read_text()
         )
         assert ("layers" in facts) == record
     errors = [line for line in done.sentences() if "error" in line]
-    assert bool(errors) == (not done.promise.distilled)
+    assert bool(errors) == (not done.fidelity.distilled)
 
 
 def test_what_chooses_a_form_promises_nothing_of_it_where_texts_are_many(folder):
     many = [(f"{text} w{i % 30} w{i // 30}", None) for i, (text, _) in enumerate(TEXTS * 6)]
     evaluator = Evaluator(folder / "base", folder / "lora", many, EVALUATED, chooses=True)
-    parts = [evaluator.held_out, evaluator.choosing, evaluator.calibration]
+    parts = [evaluator.held_out, evaluator.selection_texts, evaluator.calibration_texts]
     assert [len(part) for part in parts] == [72, 36, 180]
     assert len({text for part in parts for text, _ in part}) == len(many)
     assert evaluator.measure(folder / "lora").examples == 36
     assert evaluator.measure_held_out(folder / "lora").examples == 72
     few = Evaluator(folder / "base", folder / "lora", TEXTS, EVALUATED, chooses=True)
-    assert (few.choosing, few.chooser) == ([], few.reference)
+    assert (few.selection_texts, few.selection_reference) == ([], few.reference)
 
 
 def test_a_measured_divergence_is_a_goal(folder):
@@ -134,7 +136,7 @@ def test_a_measured_divergence_is_a_goal(folder):
     effect = Evaluator(folder / "base", folder / "lora", TEXTS, EVALUATED).reference.effect
     plan = lsr.CompressionPlan(kl=0.3 * effect)
     result = lsr.compress(lora, plan, base=folder / "base", data=TEXTS, **SETTINGS)
-    assert result.promise.kl <= 0.3 * effect * (1 + 1e-9)
+    assert result.fidelity.kl <= 0.3 * effect * (1 + 1e-9)
     with pytest.raises(lsr.errors.BudgetError, match="no less than that without the adapter"):
         lsr.compress(
             lora, lsr.CompressionPlan(kl=2 * effect), base=folder / "base", data=TEXTS, **SETTINGS
@@ -149,9 +151,9 @@ def pretend_to_distil(monkeypatch, left):
         shutil.copytree(made, out)
         done.append(made)
         after = replace(before, kl=left * before.kl)
-        return DistilledForm(made, out, before, after, Distillation(steps, 0.03, 0.0, 0.0, 0.0))
+        return DistilledVariant(made, out, before, after, Distillation(steps, 0.03, 0.0, 0.0, 0.0))
 
-    monkeypatch.setattr("lsrdecomp.fidelity.forms.distil_form", distilled)
+    monkeypatch.setattr("lsrdecomp.fidelity.variants.distil_variant", distilled)
     return done
 
 
@@ -169,8 +171,8 @@ def test_few_sizes_are_trained_and_none_is_as_large_as_without(
     result = lsr.compress(folder / "lora", **settings, distil=40)
     assert 1 <= len(done) <= 3
     assert len(set(done)) == len(done)
-    assert result.promise.kept >= 0.9
-    assert result.promise.distilled == 40
+    assert result.fidelity.kept >= 0.9
+    assert result.fidelity.distilled == 40
     assert result.totals.parameters < untrained.totals.parameters
     trained = [one for one in result.tried if one.steps]
     assert len(trained) == len(done)
@@ -192,9 +194,9 @@ def test_where_no_training_brings_enough_the_form_is_an_untrained_one(folder, mo
     }
     done = pretend_to_distil(monkeypatch, 1.1)  # does harm
     result = lsr.compress(folder / "lora", **settings, distil=40)
-    assert 1 <= len(done) <= MOST_DISTILLED
-    assert result.promise.distilled == 0
-    assert result.promise.kept >= 0.9
+    assert 1 <= len(done) <= TrainedSizeSearch().max_trained
+    assert result.fidelity.distilled == 0
+    assert result.fidelity.kept >= 0.9
 
 
 class Killed(BaseException):
@@ -205,23 +207,27 @@ def kill(*given, **named):
     raise Killed
 
 
+def compress_searching(lora, *, training, on_step=None, **settings):
+    """`lsr.compress`, with the choices that steer the search for sizes."""
+    request = Request.parse(settings)
+    return fulfil(lsr.open_checkpoint(lora), request, on_step, training=training)
+
+
 def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monkeypatch):
     out, trainings, saved = tmp_path / "out", [], []
-    plain, end = forms.distil_form, Evaluator.fidelity
+    plain, end = variants.distil_variant, Evaluator.fidelity
     settings = {
         "base": folder / "base",
         "data": TEXTS,
         "keep": 0.9,
         "distil": 24,
         "storage": "float32",
+        "training": TrainedSizeSearch(early_stop_margin=100.0),  # no training ends early
         **SETTINGS,
     }
     monkeypatch.setattr(
-        "lsrdecomp.fidelity.keep.SURE", 100.0
-    )  # no training ends because it brought enough
-    monkeypatch.setattr(
-        forms,
-        "distil_form",
+        variants,
+        "distil_variant",
         lambda *given, **named: (trainings.append(1), plain(*given, **named))[1],
     )
     save = TrainingState.save
@@ -229,7 +235,7 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
         TrainingState, "save", lambda state, *given: (save(state, *given), saved.append(state.step))
     )
     told = []
-    whole = lsr.compress(folder / "lora", **settings, on_step=told.append)
+    whole = compress_searching(folder / "lora", **settings, on_step=told.append)
     assert {step.unit for step in told} >= {
         "examples",
         "layers × shapes",
@@ -244,11 +250,11 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
     assert numbers == sorted(numbers)
     assert numbers[-1][0] == numbers[-1][1]
     count = len(trainings)
-    assert 1 <= count <= MOST_DISTILLED
+    assert 1 <= count <= TrainedSizeSearch().max_trained
 
     saved.clear()
     with pytest.raises(Killed), Journal.beside(out) as journal:  # in the first training
-        lsr.compress(
+        compress_searching(
             folder / "lora",
             **settings,
             journal=journal,
@@ -257,7 +263,7 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
     steps, first_saved = [], saved[0]
     monkeypatch.setattr(Evaluator, "fidelity", kill)
     with pytest.raises(Killed), Journal.beside(out) as journal:  # when all of them are done
-        lsr.compress(folder / "lora", **settings, journal=journal, on_step=steps.append)
+        compress_searching(folder / "lora", **settings, journal=journal, on_step=steps.append)
     assert (
         next(step.done for step in steps if step.unit == "steps") == first_saved + 1
     )  # not from its beginning
@@ -265,11 +271,11 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
     monkeypatch.setattr(Evaluator, "measure", kill)  # nothing is measured again either
     monkeypatch.setattr(Evaluator, "fidelity", end)
     with Journal.beside(out) as journal:
-        result = lsr.compress(folder / "lora", **settings, journal=journal)
+        result = compress_searching(folder / "lora", **settings, journal=journal)
     assert not trainings
     assert len([one for one in result.tried if one.steps]) == count
     assert [one.parameters for one in result.tried] == [one.parameters for one in whole.tried]
-    assert result.promise.kept == pytest.approx(whole.promise.kept, abs=1e-6)
+    assert result.fidelity.kept == pytest.approx(whole.fidelity.kept, abs=1e-6)
     assert not list(tmp_path.iterdir())
 
 
@@ -326,7 +332,7 @@ def test_keep_on_the_command_line(folder, lines, tmp_path):
 def test_a_refusal_says_where_what_was_measured_waits(folder, lines, tmp_path):
     done = command(folder, lines, "--keep", 0.99999, "--storage", "int4", "--out", tmp_path / "out")
     assert isinstance(done.exception, lsr.errors.BudgetError)
-    assert "no form that was measured keeps 0.99999" in str(done.exception)
+    assert "no variant that was measured keeps 0.99999" in str(done.exception)
     assert "What was done waits in" in done.exception.__notes__[0]
     assert list((tmp_path / ".out.journal").glob("statistics-*/statistics.json"))
     assert list((tmp_path / ".out.journal").glob("*/adapter_model.safetensors"))
@@ -338,9 +344,7 @@ def test_a_refusal_says_where_what_was_measured_waits(folder, lines, tmp_path):
 def test_a_size_is_measured_after_writing_and_little_is_said_aloud(
     folder, lines, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(
-        "lsrdecomp.fidelity.fidelity.LITTLE", 1.1
-    )  # whatever so few parameters keep here
+    monkeypatch.setattr(Fidelity, "poor_below", 1.1)  # whatever so few parameters keep here
     done = command(folder, lines, "--params", 40, "--out", tmp_path / "out")
     assert done.exit_code == 1
     assert "keeps only" in done.stderr
@@ -397,7 +401,7 @@ def test_a_killed_calibration_goes_on(folder, tmp_path, monkeypatch):
         assert (
             lsr.compress(
                 lora, lsr.CompressionPlan(ratio=4), **settings, journal=journal
-            ).promise.kept
+            ).fidelity.kept
             > 0
         )
     assert not list(tmp_path.iterdir())
@@ -424,9 +428,9 @@ def test_a_second_pass_in_the_norm_around_the_first_is_taken_where_it_is_better(
     ] * 4  # all layers of the LoRA, left out or not
     assert active[0][0] == active[2][0] == lora.source_sha256 not in (active[1][0], active[3][0])
     assert len(of_ratio.tried) > 1 < len(of_share.tried)
-    assert of_ratio.promise.kept >= quarter.promise.kept - 1e-6
-    assert of_ratio.promise.kept == max(one.kept for one in of_ratio.tried)
-    assert of_share.promise.kept >= 0.7
+    assert of_ratio.fidelity.kept >= quarter.fidelity.kept - 1e-6
+    assert of_ratio.fidelity.kept == max(one.kept for one in of_ratio.tried)
+    assert of_share.fidelity.kept >= 0.7
     assert of_share.totals.parameters == min(
         one.parameters for one in of_share.tried if one.kept >= 0.7
     )
@@ -452,7 +456,7 @@ def test_the_norm_is_measured_with_the_lora_at_less_than_its_strength(
     assert whole == scales(evaluator.source.model) != []
     for strong, weak in zip(whole, less, strict=True):
         assert weak == {
-            name: pytest.approx(evaluate.STRENGTH * value) for name, value in strong.items()
+            name: pytest.approx(evaluator.norm.lora_scale * value) for name, value in strong.items()
         }
 
 

@@ -1,4 +1,4 @@
-"""The search for the smallest form: few measurements, never one that keeps too little, and words when there is none."""
+"""The search for the smallest variant: few measurements, never one that keeps too little, and words when there is none."""
 
 import math
 from dataclasses import replace
@@ -14,15 +14,16 @@ pytest.importorskip("peft")
 from lsrdecomp.calibration.behaviour import Behaviour  # noqa: E402
 from lsrdecomp.calibration.distil import Distillation  # noqa: E402
 from lsrdecomp.errors import BudgetError  # noqa: E402
-from lsrdecomp.fidelity import keep as keep_module  # noqa: E402
-from lsrdecomp.fidelity.forms import CompressedForm, DistilledForm  # noqa: E402
-from lsrdecomp.fidelity.keep import CLOSE, MOST_MEASURED, SizeSearch, SmallestForm  # noqa: E402
+from lsrdecomp.fidelity import goals  # noqa: E402
+from lsrdecomp.fidelity.goals import SmallestVariant  # noqa: E402
+from lsrdecomp.fidelity.size_search import MeasuredSizes, SizeSearch  # noqa: E402
+from lsrdecomp.fidelity.variants import CompressedVariant, DistilledVariant  # noqa: E402
 
 WHOLE = 1e6
 
 
 def curve(factor, power):
-    """Squared error of a size, and what a form of it keeps: not the factor that the search begins with."""
+    """Squared error of a size, and what a variant of it keeps: not the factor that the search begins with."""
 
     def expected(size):
         return (WHOLE / SMALL / size) ** 0.5 if size < WHOLE else 0.0
@@ -42,33 +43,33 @@ def test_the_form_found_keeps_enough_and_little_smaller_ones_do_not(factor, powe
     least = (WHOLE / SMALL) * ((1 - keep) / factor) ** (-2 / power)
     assume(least < WHOLE / 1.2)
     seen = {}
-    form = SizeSearch(WHOLE, expected, measure, seen).smallest(keep)
-    size = min(each for each, form in seen.items() if form.behaviour.kept >= keep)
-    assert len(seen) <= MOST_MEASURED
-    assert form is seen[size]
+    variant = MeasuredSizes(WHOLE, expected, measure, seen).smallest(keep)
+    size = min(each for each, variant in seen.items() if variant.behaviour.kept >= keep)
+    assert len(seen) <= SizeSearch().max_measured
+    assert variant is seen[size]
     assert size <= 1.4 * max(least, WHOLE / SMALL)
 
 
 def test_a_known_factor_needs_few_measurements():
     expected, measure = curve(1.0, 1.0)
     seen = {}
-    form = SizeSearch(WHOLE, expected, measure, seen).smallest(0.9)
+    variant = MeasuredSizes(WHOLE, expected, measure, seen).smallest(0.9)
     least = (WHOLE / SMALL) * 0.1**-2
     assert len(seen) <= 4
-    assert size_of(seen, form) <= CLOSE**2 * least
+    assert size_of(seen, variant) <= SizeSearch().bracket_ratio ** 2 * least
 
 
 def test_what_was_measured_before_is_where_the_search_goes_on():
     expected, measure = curve(0.9, 1.0)
     seen = {size: measure(size) for size in (1e4, 1e5)}  # too little, and enough
-    assert 1e4 < size_of(seen, SizeSearch(WHOLE, expected, measure, seen).smallest(0.9)) < 1e5
+    assert 1e4 < size_of(seen, MeasuredSizes(WHOLE, expected, measure, seen).smallest(0.9)) < 1e5
     assert all(1e4 <= size <= 1e5 for size in seen)
     assert len(seen) <= 4
 
 
 @pytest.mark.parametrize(("error", "count"), [(0.01, 1), (0.0001, 2)])
 def test_a_form_that_keeps_little_more_than_asked_is_taken(error, count):
-    """Little is a standard error: no smaller form could be told from one that keeps too little."""
+    """Little is a standard error: no smaller variant could be told from one that keeps too little."""
     expected, _ = curve(1.0, 1.0)
     shares = iter((0.905, 0.9))
 
@@ -76,14 +77,14 @@ def test_a_form_that_keeps_little_more_than_asked_is_taken(error, count):
         return losing(1.0 - next(shares), error)
 
     seen = {}
-    SizeSearch(WHOLE, expected, measure, seen).smallest(0.9)
+    MeasuredSizes(WHOLE, expected, measure, seen).smallest(0.9)
     assert len(seen) == count
 
 
 def test_what_a_size_loses_is_read_between_the_forms_that_were_measured():
     expected, measure = curve(0.5, 1.2)
     seen = {size: measure(size) for size in (2e5, 1e3, 2e4)}  # in any order
-    sizes = SizeSearch(WHOLE, expected, measure, seen)
+    sizes = MeasuredSizes(WHOLE, expected, measure, seen)
     for size in (1e3, 5e3, 2e4, 1e5):
         assert sizes.loss_at(size) == pytest.approx(1.0 - measure(size).behaviour.kept, rel=1e-6)
     beyond = sizes.loss_at(2e5) * expected(4e5) / expected(2e5)
@@ -95,31 +96,31 @@ def test_no_form_is_trained_that_loses_more_than_training_makes_good(factor, cou
     """One that loses about so much will do; of what the first lost the second is known."""
     expected, measure = curve(factor, 1.0)
     seen = {}
-    form = SizeSearch(WHOLE, expected, measure, seen).losing(0.2)
+    variant = MeasuredSizes(WHOLE, expected, measure, seen).variant_losing(0.2)
     assert len(seen) == count
-    assert 0.15 < 1.0 - form.behaviour.kept <= 0.21
+    assert 0.15 < 1.0 - variant.behaviour.kept <= 0.21
 
 
 def test_of_two_forms_near_what_training_makes_good_the_one_that_loses_less_is_trained():
-    sizes = SizeSearch(
+    sizes = MeasuredSizes(
         WHOLE, lambda size: 3115.0 / size, lambda _: losing(0.191), {3115.0: losing(0.2447)}
     )
-    assert sizes.losing(0.2177).behaviour.kept == pytest.approx(1.0 - 0.191)
+    assert sizes.variant_losing(0.2177).behaviour.kept == pytest.approx(1.0 - 0.191)
 
 
 def losing(share, error=0.01):
-    """A form that loses a share."""
-    return CompressedForm(None, None, Behaviour(100, 100, "example", share, 0.9, 1.0, error))
+    """A variant that loses a share."""
+    return CompressedVariant(None, None, Behaviour(100, 100, "example", share, 0.9, 1.0, error))
 
 
-def size_of(measured, form):
-    return next(size for size, other in measured.items() if other is form)
+def size_of(measured, variant):
+    return next(size for size, other in measured.items() if other is variant)
 
 
-class Forms:
-    """In place of a cache of forms: each keeps .75, and what is given here after so many steps of training."""
+class Variants:
+    """In place of a cache of variants: each keeps .75, and what is given here after so many steps of training."""
 
-    evaluator = SimpleNamespace(source=SimpleNamespace(head=None), say=lambda *_: None)
+    evaluator = SimpleNamespace(source=SimpleNamespace(head=None), announce=lambda *_: None)
     statistics = None
 
     def __init__(self, weights, kept_by_steps, kept_of_checks):
@@ -129,21 +130,23 @@ class Forms:
     def untrained(self, compression):
         return replace(losing(0.25), compression=compression, path=compression.path)
 
-    def distilled(self, form, words="", enough=math.inf):
-        steps = next((steps for steps, share in self.checks if share >= enough), self.checks[-1][0])
+    def distilled(self, variant, stage_prefix="", target_share=math.inf):
+        steps = next(
+            (steps for steps, share in self.checks if share >= target_share), self.checks[-1][0]
+        )
         checks = tuple(check for check in self.checks if check[0] <= steps)
-        self.trained.append((form.path.name, steps))
+        self.trained.append((variant.path.name, steps))
         after = losing(1.0 - self.kept[steps]).behaviour
         training = Distillation(steps, 0.1, 0.75, checks[-1][1], 1.0, checks)
-        return CompressedForm(
-            form.compression,
-            form.path,
+        return CompressedVariant(
+            variant.compression,
+            variant.path,
             after,
-            DistilledForm(form.path, form.path, form.behaviour, after, training),
+            DistilledVariant(variant.path, variant.path, variant.behaviour, after, training),
         )
 
 
-def searched(folder):
+def searched_sizes(folder):
     def compress(plan, fill):
         path = folder / f"{plan.parameters:.0f}"
         return SimpleNamespace(
@@ -167,17 +170,17 @@ def test_a_training_that_ended_too_early_goes_on_before_another_form_is_trained(
     kept, steps, tmp_path, monkeypatch
 ):
     (tmp_path / "lora").write_bytes(bytes(100))
-    monkeypatch.setattr(keep_module, "bytes_to_open", lambda _: 4 * WHOLE)
-    forms = Forms(tmp_path / "lora", kept, [(0, 0.75), (30, 0.956), (60, 0.957)])
-    smallest_form = SmallestForm(
-        forms, lambda _, statistics: searched(tmp_path), 0.95, {"storage": "float32"}
+    monkeypatch.setattr(goals, "bytes_to_open", lambda _: 4 * WHOLE)
+    variants = Variants(tmp_path / "lora", kept, [(0, 0.75), (30, 0.956), (60, 0.957)])
+    smallest = SmallestVariant(
+        variants, lambda _, statistics: searched_sizes(tmp_path), 0.95, {"storage": "float32"}
     )
-    monkeypatch.setattr(smallest_form, "untrained", lambda: "untrained")
-    best = smallest_form.trained()
-    assert [number for _, number in forms.trained] == steps
+    monkeypatch.setattr(smallest, "untrained", lambda: "untrained")
+    best = smallest.trained()
+    assert [number for _, number in variants.trained] == steps
     assert (best == "untrained") == (steps[-1] == 60 and len(steps) == 4)
 
 
 def test_what_cannot_be_kept_says_what_can():
     with pytest.raises(BudgetError, match=r"keeps 0.95 .* the best of \d keeps 0.800"):
-        SizeSearch(WHOLE, curve(1.0, 1.0)[0], lambda _: losing(0.2)).smallest(0.95)
+        MeasuredSizes(WHOLE, curve(1.0, 1.0)[0], lambda _: losing(0.2)).smallest(0.95)
