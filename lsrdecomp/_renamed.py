@@ -28,6 +28,7 @@ NAMES: dict[str, str] = {
 """Old to new, both with their room: ``"lsrdecomp.room.Old": "lsrdecomp.room.New"``."""
 
 ATTRIBUTES: dict[str, dict[str, str]] = {
+    "JournalEntry": {"facts": "values"},
     "Behaviour": {"throughout": "exact_match_rate"},
     "Compression": {"differing": "mismatches", "promise": "fidelity"},
     "Distilled": {"form": "variant", "promise": "fidelity"},

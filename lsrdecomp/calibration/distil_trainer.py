@@ -135,7 +135,7 @@ class TrainingState:
             "evaluations": self.evaluations,
             "adam_steps": float(moments["step"]),
         }
-        journal.put(key, arrays, facts=numbers)
+        journal.put(key, arrays, values=numbers)
 
     @classmethod
     def load(
@@ -145,7 +145,7 @@ class TrainingState:
         result = journal.get(key)
         if result is None:
             return None
-        numbers = result.facts
+        numbers = result.values
         tensors = {
             name: torch.tensor(stored.read(), device=device)
             for name, stored in result.arrays.items()

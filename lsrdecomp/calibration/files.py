@@ -55,7 +55,7 @@ def save_sums(journal: Journal, key: str, layers: Mapping[str, LayerSums], count
     for name, sums in layers.items():
         for part, tensor in sums.tensors.items():
             arrays[f"{name}.{part}"] = tensor.cpu().numpy()
-    journal.put(key, arrays, facts=asdict(counts))
+    journal.put(key, arrays, values=asdict(counts))
 
 
 def load_sums(journal: Journal, key: str, layers: Mapping[str, LayerSums]) -> Counts:
@@ -67,7 +67,7 @@ def load_sums(journal: Journal, key: str, layers: Mapping[str, LayerSums]) -> Co
         for part, tensor in sums.tensors.items():
             saved = result.arrays[f"{name}.{part}"].read()
             tensor.copy_(torch.from_numpy(np.asarray(saved)))
-    return Counts(**result.facts)
+    return Counts(**result.values)
 
 
 def leading_eigenpairs(

@@ -1,4 +1,6 @@
-"""What a long run has done so far, in one hidden directory beside its output: after a kill the same call goes on there.
+"""Results of an unfinished run, in a hidden directory beside its output.
+
+After a kill the same call goes on from there.
 
 Results lie under the digest of all that they depend on (`content_key`), so that none is ever taken
 for another's. One run at a time works in a directory; when its output is whole the directory goes.
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from lsrdecomp._renamed import keep_old_attributes, warn_of_old_name
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.tensors import StoredTensor, TensorWriter, read_header
@@ -33,16 +36,17 @@ RECORD = "journal.json"
 VERSION = 1
 
 
+@keep_old_attributes
 @dataclass(frozen=True, slots=True)
-class Result:
-    """Arrays by name, read when they are asked for, and JSON values."""
+class JournalEntry:
+    """One result: arrays by name, read when they are asked for, and JSON values."""
 
     arrays: Mapping[str, StoredTensor]
-    facts: Any
+    values: Any
 
 
 class Journal:
-    """Results of an unfinished run; a context that holds the lock and decides at its end what stays.
+    """Results of an unfinished run: a context that holds the lock and decides what stays.
 
     If the block ends well the directory goes. If it ends with an error, the results stay and a note
     on the error says where; a directory without results goes too.
@@ -54,94 +58,125 @@ class Journal:
     reads_only : bool
         Of the processes of one run all but the first: no lock, and nothing is written or removed.
 
+    Attributes
+    ----------
+    resumes : bool
+        Whether a run that was killed left results here.
+
     Examples
     --------
     >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, Journal.beside(Path(folder) / "small") as journal:
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> with Journal.beside(Path(folder.name) / "small") as journal:
     ...     key = content_key("norms", np.eye(2))
-    ...     journal.put(key, {"errors": np.ones(2)}, facts={"sweeps": 8})
-    ...     result, other = journal.get(key), journal.get(content_key("norms", np.eye(3)))
-    ...     print(result.arrays["errors"].read(), result.facts, other)
-    [1. 1.] {'sweeps': 8} None
+    ...     journal.put(key, {"errors": np.ones(2)}, values={"sweeps": 8})
+    ...     entry = journal.get(key)
+    ...     print(entry.arrays["errors"].read(), entry.values)
+    ...     print(journal.get(content_key("norms", np.eye(3))))
+    [1. 1.] {'sweeps': 8}
+    None
+    >>> folder.cleanup()
     """
 
     def __init__(self, path: str | Path, *, reads_only: bool = False) -> None:
-        self.path, self._reads_only = Path(path), reads_only
+        self.path = Path(path)
+        self.resumes = False
+        self._reads_only = reads_only
         self._lock: int | None = None
-        self.resumes = False  # whether a run that was killed left results here
 
     @classmethod
     def beside(cls, out: str | Path, *, reads_only: bool = False) -> Self:
-        """The journal of a run that writes ``out``."""
+        """Return the journal of a run that writes ``out``."""
         target = Path(out).absolute()
         return cls(target.with_name(f".{target.name}.journal"), reads_only=reads_only)
 
     def __enter__(self) -> Self:
-        """Lock the directory; `CheckpointError` if another run is at work there, or if it is no journal of ours."""
+        """Lock the directory.
+
+        Raises
+        ------
+        CheckpointError
+            If another run is at work there, or if it is no journal of ours.
+        """
         if self._reads_only:
             return self
-        record = self._locked()
+        record = self._lock_and_read_record()
         try:
-            self._enter(record)
+            self._take_over(record)
         except CheckpointError:
             self._leave(keep=bool(self._results))
             raise
         return self
 
-    def _locked(self) -> dict[str, Any]:
-        """Take the lock; the record that was there."""
-        record = self.path / RECORD
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_directory(self.path)
-            if self._lock is not None and not os.path.samestat(
-                os.fstat(self._lock), self.path.stat()
-            ):
-                raise FileNotFoundError  # the lock is on a directory that is gone
-            about = read_json(record) if record.is_file() else {}
-        except FileNotFoundError:  # the run that was here ended meanwhile
-            self._unlock()
-            return self._locked()
-        except CheckpointError:
-            self._unlock()
-            raise
-        except OSError as error:
-            text = f"cannot hold what a run has done ({error.strerror}); remove it or choose another output"
-            raise CheckpointError(text, path=self.path) from error
-        if self._lock is None and os.name == "posix":
-            text = f"process {about.get('process', 'of another run')} is writing this output"
-            raise CheckpointError(
-                f"{text}; wait until it ends, or choose another output", path=self.path
-            )
-        return about
-
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        _: TracebackType | None,
     ) -> None:
         """Remove the directory, or say on the error that it stays."""
         if self._reads_only:
             return
         keep = error is not None and bool(self._results)
         if error is not None and keep:
-            waits = f"What was done waits in {self.path}"
             error.add_note(
-                f"{waits}: the same command goes on from there; remove it to start again"
+                f"What was done waits in {self.path}: the same command goes on from there; "
+                "remove it to start again"
             )
         self._leave(keep)
 
-    def _enter(self, record: Mapping[str, Any]) -> None:
-        """Say whose the directory is; `CheckpointError` if it is not ours to use."""
-        about = {"version": VERSION, "lsrdecomp": version("lsrdecomp")}
+    def _lock_and_read_record(self) -> dict[str, Any]:
+        """Take the lock, and return the record that was there."""
+        record_path = self.path / RECORD
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_directory(self.path)
+            self._check_lock_is_on_path()
+            record = read_json(record_path) if record_path.is_file() else {}
+        except FileNotFoundError:  # the run that was here ended meanwhile
+            self._unlock()
+            return self._lock_and_read_record()
+        except CheckpointError:
+            self._unlock()
+            raise
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot hold what a run has done ({error.strerror}); remove it or choose another "
+                "output",
+                path=self.path,
+            ) from error
+        if self._lock is None and os.name == "posix":
+            process = record.get("process", "of another run")
+            raise CheckpointError(
+                f"process {process} is writing this output; wait until it ends, or choose another "
+                "output",
+                path=self.path,
+            )
+        return record
+
+    def _check_lock_is_on_path(self) -> None:
+        """Raise `FileNotFoundError` if the directory that was locked is gone by now."""
+        if self._lock is None:
+            return
+        if not os.path.samestat(os.fstat(self._lock), self.path.stat()):
+            raise FileNotFoundError
+
+    def _take_over(self, record: Mapping[str, Any]) -> None:
+        """Write whose the directory is; `CheckpointError` if it is not ours to use."""
+        ours = {"version": VERSION, "lsrdecomp": version("lsrdecomp")}
         if not record and self._results:
             raise CheckpointError(
                 "is no journal written here; remove it or choose another output", path=self.path
             )
-        if record and any(record.get(name) != value for name, value in about.items()):
-            text = f"was left by lsrdecomp {record.get('lsrdecomp')}; finish with that, or remove it to start again"
-            raise CheckpointError(text, path=self.path)
+        if record and any(record.get(name) != value for name, value in ours.items()):
+            raise CheckpointError(
+                f"was left by lsrdecomp {record.get('lsrdecomp')}; finish with that, or remove it "
+                "to start again",
+                path=self.path,
+            )
         self.resumes = bool(self._results)
         with new_file(self.path / RECORD, force=True) as part:
-            write_json(part, about | {"process": os.getpid()})
+            write_json(part, ours | {"process": os.getpid()})
 
     def _leave(self, keep: bool) -> None:
         if not keep:
@@ -155,27 +190,35 @@ class Journal:
 
     @property
     def _results(self) -> list[Path]:
-        """What is there beside the record; half a file that a kill left is nothing."""
-        entries = (entry for entry in self.path.iterdir() if entry.name != RECORD)
-        return [entry for entry in entries if not entry.name.endswith(".partial")]
+        """Everything beside the record; half a file that a kill left is nothing."""
+        return [
+            path
+            for path in self.path.iterdir()
+            if path.name != RECORD and path.suffix != ".partial"
+        ]
 
     def directory(self, key: str) -> Path:
-        """The place of a result that is a directory of files; whoever writes it makes it."""
+        """Return the place of a result that is a directory of files; who writes it makes it."""
         return self.path / key
 
-    def get(self, key: str) -> Result | None:
-        """What was put under a key; None if nothing was, or if the file is damaged."""
+    def get(self, key: str) -> JournalEntry | None:
+        """Return what was put under a key; None if nothing was, or if the file is damaged."""
         path = self.path / f"{key}.safetensors"
         if not path.is_file():
             return None
         try:
             header = read_header(path)
-            return Result(header.tensors, json.loads(header.metadata["facts"]))
+            return JournalEntry(header.tensors, json.loads(header.metadata["values"]))
         except (CheckpointError, KeyError, ValueError):
             return None
 
     def put(
-        self, key: str, arrays: Mapping[str, NDArray[Any]] | None = None, *, facts: Any = None
+        self,
+        key: str,
+        arrays: Mapping[str, NDArray[Any]] | None = None,
+        *,
+        values: Any = None,
+        facts: Any = None,
     ) -> None:
         """Keep a result, in place of one that is there; it is on disk when this returns.
 
@@ -184,7 +227,9 @@ class Journal:
         key : str
             From `content_key`.
         arrays : Mapping of name to array, optional
-        facts : JSON value, optional
+        values : JSON value, optional
+        facts
+            Old name of ``values``, until version 0.5.
 
         Raises
         ------
@@ -193,17 +238,20 @@ class Journal:
         """
         if self._reads_only:
             return
+        if facts is not None:
+            warn_of_old_name("Journal.put(facts=)", "Journal.put(values=)")
+            values = facts
         with (
             new_file(self.path / f"{key}.safetensors", force=True) as part,
             TensorWriter(self.path) as writer,
         ):
             for name, array in (arrays or {}).items():
                 writer.add(name, array)
-            writer.write(part, {"facts": json.dumps(facts)})
+            writer.write(part, {"values": json.dumps(values)})
 
 
 def content_key(*values: Any) -> str:
-    """A digest of all that a result depends on.
+    """Return a digest of all that a result depends on.
 
     Parameters
     ----------
@@ -217,8 +265,10 @@ def content_key(*values: Any) -> str:
 
     Examples
     --------
-    >>> content_key("a", [1, 2.0]) == content_key("a", (1, 2.0)), content_key("a") == content_key("b")
-    (True, False)
+    >>> content_key("a", [1, 2.0]) == content_key("a", (1, 2.0))
+    True
+    >>> content_key("a") == content_key("b")
+    False
     """
     digest = hashlib.blake2b(digest_size=20)
     _feed(digest, values)
@@ -226,8 +276,10 @@ def content_key(*values: Any) -> str:
 
 
 def _feed(digest: Any, value: Any) -> None:
+    """Add a value to a digest, with its type or its length."""
     if is_dataclass(value) and not isinstance(value, type):
-        value = [type(value).__name__, *(getattr(value, member.name) for member in fields(value))]
+        members = [getattr(value, member.name) for member in fields(value)]
+        value = [type(value).__name__, *members]
     if isinstance(value, Mapping):
         value = sorted(value.items())
     if isinstance(value, list | tuple):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import placed
-from lsrdecomp.checkpoints.journal import Result, content_key
+from lsrdecomp.checkpoints.journal import JournalEntry, content_key
 from lsrdecomp.checkpoints.progress import Counter
 from lsrdecomp.compression.layers import Layer, batches
 from lsrdecomp.compression.shapes import Ranks, Request, clipped
@@ -174,7 +174,7 @@ class TaskRunner:
                 answers = answers_of()
                 if journal is not None and key:
                     arrays, facts = _packed(answers)
-                    journal.put(key, arrays, facts=facts)
+                    journal.put(key, arrays, values=facts)
                 if counter is not None:
                     counter.add(task.size)
                 yield task, answers
@@ -250,9 +250,9 @@ def _packed(answers: Sequence[Answer]) -> tuple[dict[str, NDArray[np.float64]], 
     return arrays, [[astuple(answer.shape), answer.ranks] for answer in answers]
 
 
-def _unpacked(result: Result) -> list[Answer]:
+def _unpacked(result: JournalEntry) -> list[Answer]:
     answers = []
-    for i, (sizes, (s, t)) in enumerate(result.facts):
+    for i, (sizes, (s, t)) in enumerate(result.values):
         shape = ProductShape(*map(tuple, sizes))
         left, right = (
             [result.arrays[f"{i}.{name}.{j}"].read() for j in range(shape.order)] for name in SIDES

@@ -154,13 +154,13 @@ class VariantCache:
         # 2. Measured, unless this run or one before has.
         found = self.journal.get(key)
         if found is not None:
-            behaviour = Behaviour(**found.facts)
+            behaviour = Behaviour(**found.values)
         else:
             number = len(self._measurements) + 1
             ratio = compression.totals.ratio
             self.evaluator.announce(f"measuring version {number}, {ratio:.3g} times fewer numbers")
             behaviour = self.evaluator.measure(path)
-            self.journal.put(key, facts=asdict(behaviour))
+            self.journal.put(key, values=asdict(behaviour))
         # 3. In the list for the report; a variant that was there keeps what training brought it.
         size = bytes_to_open(path / WEIGHTS)
         measurement = Measurement(size, compression.totals.parameters, behaviour.kept)
@@ -186,9 +186,9 @@ class VariantCache:
             distilled = DistilledVariant(
                 variant.path,
                 self.journal.directory(key),
-                Behaviour(**found.facts["before"]),
-                Behaviour(**found.facts["after"]),
-                Distillation.from_json(found.facts["training"]),
+                Behaviour(**found.values["before"]),
+                Behaviour(**found.values["after"]),
+                Distillation.from_json(found.values["training"]),
             )
         else:
             distilled = self._distil(key, variant, stage_prefix, target_share)
@@ -236,7 +236,7 @@ class VariantCache:
             "after": asdict(distilled.after),
             "training": asdict(distilled.training),
         }
-        self.journal.put(key, facts=facts)
+        self.journal.put(key, values=facts)
         return distilled
 
 

@@ -29,7 +29,7 @@ def killed(out: Path) -> str:
 
     def run() -> None:
         with Journal.beside(out) as journal:
-            journal.put("a", ARRAYS, facts=[1, "two"])
+            journal.put("a", ARRAYS, values=[1, "two"])
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as stopped:
@@ -46,7 +46,7 @@ def test_results_wait_for_the_next_run_and_go_with_the_finished_output(tmp_path:
         result = journal.get("a")
         assert journal.get("b") is None
         assert result is not None
-        assert result.facts == [1, "two"]
+        assert result.values == [1, "two"]
         assert result.arrays.keys() == ARRAYS.keys()
         for name, array in ARRAYS.items():
             assert result.arrays[name].read().dtype == array.dtype
@@ -108,9 +108,9 @@ def test_a_second_run_is_refused_by_the_number_of_the_first_and_its_helpers_only
             match=f"process {os.getpid()} is writing this output; wait until it ends",
         ):
             Journal.beside(tmp_path / "out").__enter__()
-        reader.put("a", facts=1)
+        reader.put("a", values=1)
         reader.put("b")
-        assert journal.get("a").facts is None  # type: ignore[union-attr]
+        assert journal.get("a").values is None  # type: ignore[union-attr]
         assert journal.get("b") is None
 
 
@@ -165,7 +165,7 @@ def test_a_kill_before_the_record_was_whole_does_not_block_the_output(tmp_path: 
     path.mkdir()
     (path / ".journal.json.0123456789ab.partial").write_text("{")
     with Journal.beside(tmp_path / "out") as journal:
-        journal.put("key", facts=1)
+        journal.put("key", values=1)
     assert not list(tmp_path.iterdir())
 
 
@@ -174,8 +174,8 @@ def test_a_damaged_result_is_none(tmp_path: Path) -> None:
     (tmp_path / ".out.journal" / "a.safetensors").write_bytes(b"cut")
     with Journal.beside(tmp_path / "out") as journal:
         assert journal.get("a") is None
-        journal.put("a", facts=3)
-        assert journal.get("a").facts == 3  # type: ignore[union-attr]
+        journal.put("a", values=3)
+        assert journal.get("a").values == 3  # type: ignore[union-attr]
 
 
 @dataclass
