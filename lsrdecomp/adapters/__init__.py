@@ -1,4 +1,7 @@
-"""LSR adapters, and their Kronecker relatives, inside PEFT. Importing this package makes PEFT know them."""
+"""LSR adapters, and their Kronecker relatives, inside PEFT.
+
+Importing this package makes PEFT know them.
+"""
 
 try:
     import peft as _peft  # noqa: F401

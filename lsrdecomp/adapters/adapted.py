@@ -1,4 +1,4 @@
-"""A layer of the base model with additive adapters beside it: forward passes, mixed batches, DoRA, rescaling.
+"""A layer of the base model with adapters beside it: forward passes, mixed batches, DoRA, scales.
 
 What ΔW is made of is the subclass's duty; how it acts in the layer is the geometry's.
 """
@@ -31,6 +31,7 @@ class AdaptedLayer(nn.Module, Mergeable):
     """
 
     SCALE: tuple[str, ...] = ("scaling", "initial_scaling")
+    """Attributes that hold the scale of each adapter."""
 
     def __init__(self, base_layer: nn.Module, **quantization: Any) -> None:
         super().__init__()
@@ -47,56 +48,76 @@ class AdaptedLayer(nn.Module, Mergeable):
         self.initial_scaling: dict[str, float] = {}
 
     def update_layer(self, adapter: str, config: Any, name: str) -> None:
-        """Add an adapter to this layer, called ``name`` in the base model; the tuner moves and activates it."""
+        """Add an adapter to this layer; the tuner moves and activates it.
+
+        Parameters
+        ----------
+        adapter : str
+            Name of the adapter.
+        config : TargetConfig
+            Its settings.
+        name : str
+            Full name of this module in the base model.
+        """
         raise NotImplementedError
 
     def delta_matrix(self, adapter: str) -> Tensor:
-        """ΔW of one adapter as a matrix (out, in), scaling included."""
+        """Return ΔW of one adapter as a matrix (out, in), scaling included."""
         raise NotImplementedError
 
     def delta_output(self, adapter: str, x: Tensor) -> Tensor:
-        """What ΔW of one adapter adds to the layer's output."""
+        """Return what ΔW of one adapter adds to the layer's output for an input."""
         raise NotImplementedError
 
     def set_initial_scale(self, adapter: str, scale: float) -> None:
-        """The scale that an adapter's settings give it, which the methods below multiply or come back to."""
-        self.scaling[adapter] = self.initial_scaling[adapter] = scale
+        """Set the scale that an adapter's settings give it."""
+        self.initial_scaling[adapter] = scale
+        self.scaling[adapter] = scale
 
     def set_scale(self, adapter: str, scale: float) -> None:
-        """Scale ΔW by ``scale`` times what its settings say; nothing happens for an adapter this layer lacks."""
+        """Scale ΔW by ``scale`` times what its settings say, if this layer has the adapter."""
         if self.has_adapter(adapter):
             self.scaling[adapter] = scale * self.initial_scaling[adapter]
 
     def scale_layer(self, scale: float) -> None:
-        """Multiply the present scale of every active adapter, as diffusers does for a weight given with a call."""
+        """Multiply the present scale of every active adapter.
+
+        diffusers calls this for a weight that is given with a call.
+        """
         for adapter in filter(self.has_adapter, self.active_adapters):
             self.scaling[adapter] *= scale
 
     def unscale_layer(self, scale: float | None = None) -> None:
         """Divide the present scale of every active adapter, or set it to what its settings say."""
         for adapter in filter(self.has_adapter, self.active_adapters):
-            self.scaling[adapter] = (
-                self.initial_scaling[adapter] if scale is None else self.scaling[adapter] / scale
-            )
+            if scale is None:
+                self.scaling[adapter] = self.initial_scaling[adapter]
+            else:
+                self.scaling[adapter] /= scale
 
     def adapter_keys(self, adapter: str) -> list[str]:
-        """State dict keys of one adapter's parameters within this layer."""
-        parts = [f"{container}.{adapter}" for container in self.adapter_layer_names]
+        """Return the state dict keys of one adapter's parameters within this layer."""
+        prefixes = tuple(f"{container}.{adapter}." for container in self.adapter_layer_names)
         names = [name for name, _ in self.named_parameters()]
-        return [name for name in names if any(f"{name}.".startswith(f"{part}.") for part in parts)]
+        # The dot at the end, so that an adapter "a" has no keys of an adapter "ab".
+        return [name for name in names if f"{name}.".startswith(prefixes)]
 
     def get_delta_weight(self, adapter: str) -> Tensor:
-        """ΔW of one adapter in the shape of the layer's weight."""
+        """Return ΔW of one adapter in the shape of the layer's weight."""
         return self.geometry.to_weight(self.delta_matrix(adapter))
 
     def _geometry_of(self, layer: nn.Module) -> Geometry:
         return geometry_of(layer, quantized=self.quantization_backend is not None)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the layer's output with that of its active adapters.
+
+        With ``adapter_names``, each row of the batch goes through the adapter of that name.
+        """
         adapter_names = kwargs.pop("adapter_names", None)
         if adapter_names is not None:
             self._check_mixed_batch(x, adapter_names)
-        # 1. The base layer alone, if that is all: adapters off, or in its weight already.
+        # 1. Run the base layer, which is all where adapters are off or in its weight already.
         if self.disable_adapters and self.merged:
             self.unmerge()
         result: Tensor = self.base_layer(x, *args, **kwargs)
@@ -104,7 +125,8 @@ class AdaptedLayer(nn.Module, Mergeable):
             return result
         if self.quantization_backend is not None:
             result = self.quantization_backend.maybe_clone_base_result(result)
-        # 2. What each adapter adds: to the rows that name it, or of all active ones to every row.
+        # 2. Add the output of each adapter: to the rows that name it, or that of all active ones
+        #    to every row.
         if adapter_names is not None:
             return self._mixed_batch(x, result, adapter_names)
         base = result
@@ -114,25 +136,29 @@ class AdaptedLayer(nn.Module, Mergeable):
         return result.to(base.dtype)
 
     def _with_adapter(self, adapter: str, x: Tensor, result: Tensor, base: Tensor) -> Tensor:
-        """``result`` and what one adapter adds to it, where ``base`` is the unadapted output for ``x``."""
+        """Return ``result`` and what one adapter adds to it.
+
+        ``base`` is the output for ``x`` without adapters.
+        """
         delta = self.delta_output(adapter, x)
         if isinstance(self.geometry, EmbeddingGeometry):
-            scale = self._get_embed_scale()  # type: ignore[no-untyped-call]  # some multiply what they looked up
-            delta = delta if scale is None else delta * scale.to(delta.dtype)
+            # Some embeddings multiply the rows that they looked up.
+            embed_scale = self._get_embed_scale()  # type: ignore[no-untyped-call]
+            if embed_scale is not None:
+                delta = delta * embed_scale.to(delta.dtype)
         magnitude = self.magnitude(adapter)
         if magnitude is None:
             return result + delta
+        # DoRA: every row of W + ΔW gets its trained norm.
         bias = getattr(self.get_base_layer(), "bias", None)
-        plain = base if bias is None else base - self.geometry.along_output(bias)
+        without_bias = base if bias is None else base - self.geometry.along_output(bias)
         weight = self.geometry.to_matrix(self.get_base_weight())
-        scale = self.geometry.along_output(
-            magnitude / row_norms(weight, self.delta_matrix(adapter))
-        )
-        return (
-            result + (scale - 1) * plain + scale * delta
-        )  # DoRA: every row of W + ΔW gets its trained norm
+        norms = row_norms(weight, self.delta_matrix(adapter))
+        scale = self.geometry.along_output(magnitude / norms)
+        return result + (scale - 1) * without_bias + scale * delta
 
     def output_scale(self, adapter: str, weight: Tensor) -> Tensor | None:
+        """Return DoRA's factor of every output for the unmerged weight; None without DoRA."""
         magnitude = self.magnitude(adapter)
         if magnitude is None:
             return None
@@ -147,10 +173,12 @@ class AdaptedLayer(nn.Module, Mergeable):
             )
         if self.merged:
             raise ValueError(
-                "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
+                "Cannot pass `adapter_names` when there are merged adapters, please call "
+                "`unmerge_adapter` first."
             )
 
     def _mixed_batch(self, x: Tensor, result: Tensor, adapter_names: Sequence[str]) -> Tensor:
+        """Add each adapter's output to the rows that name it."""
         result = result.clone()
         for adapter in dict.fromkeys(adapter_names):
             if self.has_adapter(adapter):
@@ -160,15 +188,17 @@ class AdaptedLayer(nn.Module, Mergeable):
         return result
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
+        """Return whether PEFT can convert one adapter of this layer to LoRA."""
         # PEFT's conversion writes every ΔW as a linear layer's, and drops magnitudes.
         return isinstance(self.geometry, LinearGeometry) and self.magnitude(adapter_name) is None
 
     def extra_repr(self) -> str:
+        """Return how the base layer is quantized."""
         return str(quantization_extra_repr(self))
 
 
 def quantization_backend(layer: nn.Module, **quantization: Any) -> Any:
-    """PEFT's backend for a layer of the base model; None for one that is not quantized.
+    """Return PEFT's backend for a layer of the base model; None for one that is not quantized.
 
     PEFT asks transformers' quantizer how to quantize a merged weight again. A base that
     ``torchao.quantize_`` made has none: it can be adapted and trained on, and says so when it is
@@ -176,30 +206,33 @@ def quantization_backend(layer: nn.Module, **quantization: Any) -> Any:
     """
     if quantization.get("get_apply_tensor_subclass") is not None:
         return resolve_quantization_backend(layer, **quantization)
-    backend: Any = resolve_quantization_backend(
-        layer, **{**quantization, "get_apply_tensor_subclass": unknown_subclass}
-    )
+    quantization["get_apply_tensor_subclass"] = unknown_subclass
+    backend: Any = resolve_quantization_backend(layer, **quantization)
     if getattr(backend, "get_apply_tensor_subclass", None) is unknown_subclass:
         backend.supports_merge = False
     return backend
 
 
 def unknown_subclass() -> Any:
-    """Stands for a quantization that nothing recorded; `Mergeable` refuses before it would be called."""
+    """Stand for a quantization that nothing recorded; `Mergeable` refuses before this is called."""
     raise NotImplementedError("how the base was quantized is not known")
+
+
+def dropout(share: float) -> nn.Module:
+    """Return dropout of a share of the entries; the identity for none, which costs nothing."""
+    return nn.Dropout(share) if share > 0 else nn.Identity()
 
 
 @torch.no_grad()
 def row_norms(weight: Tensor, delta: Tensor) -> Tensor:
-    """Norms of the rows of ``W + ΔW``, both (out, in) matrices, constant for the gradient.
+    """Return the norms of the rows of ``W + ΔW``, both (out, in), constant for the gradient.
 
     DoRA (Liu et al., 2024, section 4.3) treats the norm as a constant: only the magnitude and the
     direction's numerator are trained.
     """
-    wide = torch.promote_types(
-        delta.dtype, torch.float32
-    )  # 16-bit norms would not even restore W for ΔW = 0
-    norms: Tensor = torch.linalg.vector_norm(weight.to(wide) + delta.to(wide), dim=1)
+    # Norms in 16 bits would not even restore W for ΔW = 0.
+    dtype = torch.promote_types(delta.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(weight.to(dtype) + delta.to(dtype), dim=1)
     return norms
 
 
@@ -228,26 +261,27 @@ def rescale(
     >>> with rescale(model, 0.5):                                   # doctest: +SKIP
     ...     half = model(**inputs).logits
     """
+    # 1. The adapters of each layer, none of them merged.
     layers = [module for module in model.modules() if isinstance(module, AdaptedLayer)]
-    chosen = [
-        (layer, [name for name in adapters or layer.active_adapters if layer.has_adapter(name)])
-        for layer in layers
-    ]
-    merged = sorted(
-        {name for layer, names in chosen for name in names if name in layer.merged_adapters}
-    )
+    rescaled: list[tuple[AdaptedLayer, list[str]]] = []
+    merged: set[str] = set()
+    for layer in layers:
+        names = [name for name in adapters or layer.active_adapters if layer.has_adapter(name)]
+        rescaled.append((layer, names))
+        merged.update(name for name in names if name in layer.merged_adapters)
     if merged:
         raise MergeError(
-            f"adapters {merged} are merged; call unmerge_adapter() before rescaling them"
+            f"adapters {sorted(merged)} are merged; call unmerge_adapter() before rescaling them"
         )
-    before = [dict(layer.scaling) for layer in layers]
-    for layer, names in chosen:
+    # 2. Their scales, and back.
+    scaling_before = [dict(layer.scaling) for layer in layers]
+    for layer, names in rescaled:
         for name in names:
             layer.scaling[name] *= factor
     try:
         yield
     finally:
-        for layer, scaling in zip(layers, before, strict=True):
-            layer.scaling.update(
-                {name: value for name, value in scaling.items() if layer.has_adapter(name)}
-            )
+        for layer, scaling in zip(layers, scaling_before, strict=True):
+            for name, value in scaling.items():
+                if layer.has_adapter(name):  # it may have been deleted meanwhile
+                    layer.scaling[name] = value

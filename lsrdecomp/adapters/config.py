@@ -1,4 +1,4 @@
-"""Settings of an LSR adapter as PEFT stores them in adapter_config.json, and which sizes they give to one layer."""
+"""Settings of an LSR adapter, as in adapter_config.json, and the sizes they give to one layer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from peft.config import PeftConfig
 from peft.utils.other import get_pattern_key
 from peft.utils.peft_types import PeftType
 
+from lsrdecomp._renamed import warn_of_old_name
 from lsrdecomp.adapters.register import add_member
 from lsrdecomp.checkpoints.config import spellings
 from lsrdecomp.checkpoints.packed_index import read_index
@@ -23,19 +24,20 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 INITIALIZATIONS = (True, False, "paper")
-T = TypeVar("T")
-HEADING = "## Loading this adapter"
-CARD = """\
+CARD_HEADING = "## Loading this adapter"
+CARD_SECTION = """\
 {heading}
 
-PEFT knows `peft_type: {kind}` once this line has run (`pip install "lsrdecomp[peft]"`):
+PEFT knows `peft_type: {peft_type_name}` once this line has run (`pip install "lsrdecomp[peft]"`):
 
 ```python
 import lsrdecomp.adapters
 ```
 
-Then `PeftModel.from_pretrained(base_model, "<this folder>")` works as usual; pass `is_trainable=True` to train on.
+Then `PeftModel.from_pretrained(base_model, "<this folder>")` works as usual; pass \
+`is_trainable=True` to train on.
 """
+T = TypeVar("T")
 
 
 @dataclass
@@ -55,7 +57,7 @@ class TargetConfig(PeftConfig):
         Name of the list of layers, if it is not a common one.
     modules_to_save : list of str, optional
         Modules that are trained in full and saved with the adapter.
-    bias : {"none", "all", "<kind>_only"}
+    bias : {"none", "all", "<type>_only"}
         Which biases of the base model are trained and saved.
     trainable_token_indices : list of int or dict, optional
         Single rows of the embedding that are trained in full.
@@ -78,17 +80,26 @@ class TargetConfig(PeftConfig):
     layer_replication: list[Any] | None = None
     ensure_weight_tying: bool = False
     load_with: str = "import lsrdecomp.adapters"
-    kind: ClassVar[str]  # PEFT's type
+    peft_type_name: ClassVar[str]
+    """What PEFT calls the type of adapter, such as ``"LSR"``."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Take the old name ``kind`` of `peft_type_name`, until version 0.5."""
+        super().__init_subclass__(**options)
+        if "kind" in cls.__dict__:
+            warn_of_old_name(f"{cls.__name__}.kind", f"{cls.__name__}.peft_type_name")
+            cls.peft_type_name = cls.__dict__["kind"]
 
     def __post_init__(self) -> None:
+        """Bring the fields into PEFT's form, and refuse those that contradict one another."""
         if self.ensure_weight_tying:
             self.modules_to_tie: list[str] | None = None
             self.target_modules_to_tie: list[str] | None = None
         super().__post_init__()  # type: ignore[no-untyped-call]
-        self.peft_type = add_member(PeftType, self.kind)
-        own = f"{self.kind.lower()}_only"
-        if self.bias not in ("none", "all", own):
-            raise ValueError(f"bias must be 'none', 'all' or {own!r}, got {self.bias!r}")
+        self.peft_type = add_member(PeftType, self.peft_type_name)
+        adapted_only = f"{self.peft_type_name.lower()}_only"
+        if self.bias not in ("none", "all", adapted_only):
+            raise ValueError(f"bias must be 'none', 'all' or {adapted_only!r}, got {self.bias!r}")
         if isinstance(self.target_modules, list):
             self.target_modules = set(self.target_modules)  # type: ignore[assignment]
         if isinstance(self.exclude_modules, list):
@@ -103,10 +114,10 @@ class TargetConfig(PeftConfig):
             )
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Write adapter_config.json and, where the weights lie beside it, our part of the model card."""
+        """Write adapter_config.json and, beside weights, our part of the model card."""
         super().save_pretrained(save_directory, **kwargs)
         if (Path(save_directory) / "adapter_model.safetensors").exists():
-            write_card(save_directory, self.kind)
+            write_card(save_directory, self.peft_type_name)
 
 
 @dataclass
@@ -123,7 +134,7 @@ class LsrConfig(TargetConfig):
     order : int, optional
         Number of Kronecker factors. Taken from ``inner_shape`` if absent, else 2.
     separation_rank : int or [int, int]
-        Number of terms, of both sides or as ``[out side, in side]``.
+        Number of terms, of both sides or as ``[output side, input side]``.
     lsr_alpha : float
         ΔW is scaled by ``lsr_alpha / r``.
     use_rslora : bool
@@ -185,21 +196,20 @@ class LsrConfig(TargetConfig):
     separation_rank_pattern: dict[str, Any] = field(default_factory=dict)
     shape_pattern: dict[str, Any] = field(default_factory=dict)
     layers: str | None = None
-    kind = "LSR"
+    peft_type_name = "LSR"
 
     def __post_init__(self) -> None:
+        """Bring the fields into PEFT's form, and refuse those that contradict one another."""
         if self.layers is not None:
             for name, value in read_index(self.layers).config_fields().items():
                 setattr(self, name, value)
             if self.target_parameters:
-                text = "its experts were compressed one by one, and PEFT opens them stacked"
                 raise ValueError(
-                    f"{text}: export them by `lsrdecomp export DIRECTORY --out LORA` and open that"
+                    "its experts were compressed one by one, and PEFT opens them stacked: "
+                    "export them by `lsrdecomp export DIRECTORY --out LORA` and open that"
                 )
         super().__post_init__()
-        if not any(
-            self.init_weights is choice or self.init_weights == choice for choice in INITIALIZATIONS
-        ):
+        if self.init_weights not in INITIALIZATIONS:
             raise ValueError(
                 f"init_weights must be True, False or 'paper', got {self.init_weights!r}"
             )
@@ -207,7 +217,7 @@ class LsrConfig(TargetConfig):
             raise ValueError(f"lsr_dropout must be at least 0 and below 1, got {self.lsr_dropout}")
         if isinstance(self.target_parameters, str):
             raise TypeError("`target_parameters` must be a list of strings or None.")
-        self._settle_inner_shape()
+        self._resolve_inner_shape()
         separation_ranks("separation_rank", self.separation_rank)
         for name, rank in self.rank_pattern.items():
             positive(f"rank_pattern[{name!r}]", rank)
@@ -217,13 +227,16 @@ class LsrConfig(TargetConfig):
             product_shape(f"shape_pattern[{name!r}]", split)
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        packed, self.layers = self.layers, None
+        """Write adapter_config.json without ``layers``, for PEFT saves factors one by one."""
+        layers = self.layers
+        self.layers = None
         try:
             super().save_pretrained(save_directory, **kwargs)
         finally:
-            self.layers = packed
+            self.layers = layers
 
-    def _settle_inner_shape(self) -> None:
+    def _resolve_inner_shape(self) -> None:
+        """Set those of r, order and inner_shape that the others leave open."""
         if self.order is None:
             self.order = len(self.inner_shape) if self.inner_shape is not None else 2
         positive("order", self.order)
@@ -233,7 +246,8 @@ class LsrConfig(TargetConfig):
         self.inner_shape = list(sizes("inner_shape", self.inner_shape))
         if len(self.inner_shape) != self.order:
             raise ShapeError(
-                f"inner_shape {self.inner_shape} has {len(self.inner_shape)} sizes, but order is {self.order}"
+                f"inner_shape {self.inner_shape} has {len(self.inner_shape)} sizes, "
+                f"but order is {self.order}"
             )
         product = math.prod(self.inner_shape)
         if self.r is None:
@@ -245,7 +259,10 @@ class LsrConfig(TargetConfig):
             )
 
     def inner_split(self, r: int) -> tuple[int, ...]:
-        """Kronecker split of an inner rank: ``inner_shape`` where it has this product, else the most even one."""
+        """Return the Kronecker split of an inner rank.
+
+        It is ``inner_shape`` where that has this product, else the most even one.
+        """
         if self.inner_shape is not None and math.prod(self.inner_shape) == r:
             return tuple(self.inner_shape)
         return balanced_split(r, self.order or 2)
@@ -256,7 +273,7 @@ class LayerLayout:
     """Sizes and scale of the adapter of one layer."""
 
     shape: ProductShape
-    separation_ranks: tuple[int, int]  # out side, in side
+    separation_ranks: tuple[int, int]  # output side, input side
     scaling: float
     r: int
 
@@ -264,9 +281,18 @@ class LayerLayout:
 def layer_layout(
     config: LsrConfig, name: str, matrix_shape: tuple[int, int], copies: int = 1
 ) -> LayerLayout:
-    """Resolve the settings for the module ``name``, whose ΔW is ``matrix_shape`` as a matrix (out, in).
+    """Return the sizes and the scale that settings give to one module.
 
-    With ``copies`` such matrices side by side, the inner rank of the shape is ``r`` times as many.
+    Parameters
+    ----------
+    config : LsrConfig
+        The settings.
+    name : str
+        Full name of the module.
+    matrix_shape : (int, int)
+        Shape of its ΔW as a matrix (out, in).
+    copies : int
+        Matrices of this shape that lie side by side; the inner rank is ``r`` times as many.
 
     Raises
     ------
@@ -274,27 +300,24 @@ def layer_layout(
         Naming the layer and the numbers, if a pattern's sizes do not tile the layer or contradict
         ``rank_pattern``.
     """
-    split = find(config.shape_pattern, name)
-    rank = find(config.rank_pattern, name)
+    split = find_by_pattern(config.shape_pattern, name)
+    rank = find_by_pattern(config.rank_pattern, name)
     if split is None:
         r = positive(f"{name}: r", config.r if rank is None else rank)
         shape = ProductShape.balanced(matrix_shape, config.inner_split(r * copies))
     else:
         shape = product_shape(f"{name}: shape_pattern", split)
         r = shape.inner_rank // copies
-        if r * copies != shape.inner_rank or rank not in (None, r):
-            inner = " x ".join(map(str, shape.inner))
-            several = f" for {copies} matrices" if copies > 1 else ""
-            but = f"rank_pattern says {rank}" if rank is not None else "that is no whole rank each"
-            raise ShapeError(
-                f"{name}: inner {inner} = {shape.inner_rank}{several} in shape_pattern, but {but}"
-            )
-        shape.left.check((matrix_shape[0], shape.inner_rank), f"{name}, out side")
-        shape.right.check((shape.inner_rank, matrix_shape[1]), f"{name}, in side")
-    alpha = find(config.alpha_pattern, name)
-    alpha = config.lsr_alpha if alpha is None else alpha
-    terms = find(config.separation_rank_pattern, name)
-    terms = config.separation_rank if terms is None else terms
+        _check_inner_rank(name, shape, rank, copies)
+        rows, columns = matrix_shape
+        shape.left.check((rows, shape.inner_rank), f"{name}, output side")
+        shape.right.check((shape.inner_rank, columns), f"{name}, input side")
+    alpha = find_by_pattern(config.alpha_pattern, name)
+    if alpha is None:
+        alpha = config.lsr_alpha
+    terms = find_by_pattern(config.separation_rank_pattern, name)
+    if terms is None:
+        terms = config.separation_rank
     return LayerLayout(
         shape=shape,
         separation_ranks=separation_ranks(f"{name}: separation_rank", terms),
@@ -303,12 +326,26 @@ def layer_layout(
     )
 
 
-def find(pattern: Mapping[str, T], name: str) -> T | None:
-    """The value for a module: of its exact name, else of the first pattern that matches as PEFT matches.
+def _check_inner_rank(name: str, shape: ProductShape, rank: int | None, copies: int) -> None:
+    """Raise `ShapeError` if a shape's inner rank is not that of ``rank_pattern`` for each copy."""
+    r, remainder = divmod(shape.inner_rank, copies)
+    if remainder == 0 and rank in (None, r):
+        return
+    inner = " x ".join(map(str, shape.inner))
+    matrices = f" for {copies} matrices" if copies > 1 else ""
+    problem = "that is no whole rank each" if rank is None else f"rank_pattern says {rank}"
+    raise ShapeError(
+        f"{name}: inner {inner} = {shape.inner_rank}{matrices} in shape_pattern, but {problem}"
+    )
 
-    An exact name, ``^`` and ``$`` around it and its dots escaped or not, is looked up and beats
-    every pattern, so that a map of all layers of a model costs each of them no search.
-    `lsrdecomp.checkpoints` reads by the same rule.
+
+def find_by_pattern(pattern: Mapping[str, T], name: str) -> T | None:
+    """Return the value of a pattern for a module, matched as PEFT matches.
+
+    It is that of the module's exact name, else of the first pattern that matches. An exact name,
+    ``^`` and ``$`` around it and its dots escaped or not, is looked up and beats every pattern, so
+    that a map of all layers of a model costs each of them no search. `lsrdecomp.checkpoints` reads
+    by the same rule.
     """
     for key in spellings(name):
         if key in pattern:
@@ -316,13 +353,12 @@ def find(pattern: Mapping[str, T], name: str) -> T | None:
     return pattern.get(get_pattern_key(list(pattern), name))
 
 
-def write_card(folder: str | Path, kind: str) -> None:
-    """Put our section into the README.md of a saved adapter of PEFT type ``kind``, in place of an earlier one."""
-    section = CARD.format(heading=HEADING, kind=kind)
+def write_card(folder: str | Path, peft_type_name: str) -> None:
+    """Put our section into the README.md of a saved adapter, in place of an earlier one."""
+    section = CARD_SECTION.format(heading=CARD_HEADING, peft_type_name=peft_type_name)
     path = Path(folder) / "README.md"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     # The earlier section ends where the next heading of its level begins.
-    text = re.sub(
-        rf"{re.escape(HEADING)}\n.*?(?=^#{{1,2}} |\Z)", "", text, flags=re.DOTALL | re.MULTILINE
-    )
+    earlier_section = rf"{re.escape(CARD_HEADING)}\n.*?(?=^#{{1,2}} |\Z)"
+    text = re.sub(earlier_section, "", text, flags=re.DOTALL | re.MULTILINE)
     path.write_text(f"{text.rstrip()}\n\n{section}" if text.strip() else section, encoding="utf-8")

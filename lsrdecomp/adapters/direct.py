@@ -1,4 +1,4 @@
-"""Direct LSR: ΔW = α Σ_k W1_k ⊗ W2_k ⊗ …, without a low-rank pair; the paper's naive form. One term is KronA."""
+"""Direct LSR: ΔW = α Σ_k W1_k ⊗ W2_k ⊗ …, without a low-rank pair; with one term it is KronA."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lsrdecomp.adapters.adapted import AdaptedLayer
-from lsrdecomp.adapters.config import TargetConfig, find
+from lsrdecomp.adapters.adapted import AdaptedLayer, dropout
+from lsrdecomp.adapters.config import TargetConfig, find_by_pattern
 from lsrdecomp.adapters.factors import KroneckerFactors, zero_factor
 from lsrdecomp.adapters.geometry import LinearGeometry
 from lsrdecomp.adapters.kernels import apply, kronecker_pays
@@ -65,7 +65,7 @@ class DirectConfig(TargetConfig):
     separation_rank_pattern: dict[str, int] = field(default_factory=dict)
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     shape_pattern: dict[str, Any] = field(default_factory=dict)
-    kind = "DLSR"
+    peft_type_name = "DLSR"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,46 +89,54 @@ class DirectLayer(AdaptedLayer):
         setattr(self, self.container, nn.ModuleDict())
         self.dropout = nn.ModuleDict()
 
-    def sums(self, adapter: str) -> KroneckerFactors:
+    def factors(self, adapter: str) -> KroneckerFactors:
+        """Return the factors of one adapter."""
         return getattr(self, self.container)[adapter]  # type: ignore[no-any-return]
 
     def update_layer(self, adapter: str, config: DirectConfig, name: str) -> None:
-        sizes = find(config.shape_pattern, name)
+        """Add an adapter to this layer, called ``name`` in the base model."""
+        sizes = find_by_pattern(config.shape_pattern, name)
         if sizes is None:
             shape = KroneckerShape.balanced(self.geometry.matrix_shape, config.order)
         else:
             shape = kronecker_shape(f"{name}: shape_pattern", sizes)
             shape.check(self.geometry.matrix_shape, name)
-        terms = find(config.separation_rank_pattern, name) or config.separation_rank
-        alpha = find(config.alpha_pattern, name)
+        terms = find_by_pattern(config.separation_rank_pattern, name) or config.separation_rank
+        alpha = find_by_pattern(config.alpha_pattern, name)
         self.set_initial_scale(adapter, config.alpha if alpha is None else alpha)
-        self.dropout[adapter] = nn.Dropout(config.dropout) if config.dropout > 0 else nn.Identity()
-        getattr(self, self.container)[adapter] = KroneckerFactors(
-            shape, positive(f"{name}: separation_rank", terms)
-        )
+        self.dropout[adapter] = dropout(config.dropout)
+        terms = positive(f"{name}: separation_rank", terms)
+        getattr(self, self.container)[adapter] = KroneckerFactors(shape, terms)
         self.initialize(adapter, config.init_weights)
 
     def initialize(self, adapter: str, init_weights: bool = True) -> None:
-        """Give an adapter's factors their starting values; see `DirectConfig`."""
-        sums = self.sums(adapter)
-        zero = zero_factor(sums.shape) if init_weights else None
-        summed = math.prod(size for index, size in enumerate(sums.shape.columns) if index != zero)
-        sums.initialize(1 / math.sqrt(min(summed, self.geometry.fan_in)), zero)
+        """Set an adapter's factors to their starting values; see `DirectConfig`."""
+        factors = self.factors(adapter)
+        zero = zero_factor(factors.shape) if init_weights else None
+        # One output of the random factors sums over their columns.
+        columns = [size for index, size in enumerate(factors.shape.columns) if index != zero]
+        fan_in = min(math.prod(columns), self.geometry.fan_in)
+        factors.initialize(1 / math.sqrt(fan_in), zero)
 
     def delta_matrix(self, adapter: str) -> Tensor:
-        return self.scaling[adapter] * self.sums(adapter).matrix()
+        """Return ΔW of one adapter as a matrix (out, in), scaling included."""
+        return self.scaling[adapter] * self.factors(adapter).matrix()
 
     def delta_output(self, adapter: str, x: Tensor) -> Tensor:
-        sums = self.sums(adapter)
-        if x.is_floating_point():
-            x = self.dropout[adapter](self._cast_input_dtype(x, sums.factors[0].dtype))
-        pays = kronecker_pays(sums.separation_rank, sums.shape.rows, sums.shape.columns)
-        if isinstance(self.geometry, LinearGeometry) and pays:
-            return self.scaling[adapter] * apply([factor.to(x.dtype) for factor in sums.factors], x)
-        matrix = self.delta_matrix(adapter)
-        return self.geometry.matrix_output(
-            x, matrix.to(x.dtype) if x.is_floating_point() else matrix
+        """Return what ΔW of one adapter adds to the layer's output, by the cheaper of two ways."""
+        factors = self.factors(adapter)
+        is_floating = x.is_floating_point()  # an embedding reads token numbers
+        if is_floating:
+            x = self.dropout[adapter](self._cast_input_dtype(x, factors.factors[0].dtype))
+        is_cheaper = kronecker_pays(
+            factors.separation_rank, factors.shape.rows, factors.shape.columns
         )
+        if is_cheaper and isinstance(self.geometry, LinearGeometry):
+            return self.scaling[adapter] * apply([f.to(x.dtype) for f in factors.factors], x)
+        matrix = self.delta_matrix(adapter)
+        if is_floating:
+            matrix = matrix.to(x.dtype)
+        return self.geometry.matrix_output(x, matrix)
 
 
 class DirectLinear(DirectLayer):
@@ -145,7 +153,7 @@ class DirectModel(KroneckerTuner):
 
 @dataclass
 class KronAConfig(DirectConfig):
-    """Settings of a KronA adapter: ΔW = alpha · A ⊗ B, that is direct LSR with one term and two factors.
+    """Settings of a KronA adapter: ΔW = alpha · A ⊗ B, direct LSR with one term and two factors.
 
     Parameters are those of `DirectConfig`; ``separation_rank`` is 1 and ``order`` 2.
 
@@ -165,14 +173,15 @@ class KronAConfig(DirectConfig):
     """
 
     separation_rank: int = 1
-    kind = "KRONA"
+    peft_type_name = "KRONA"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         terms = {self.separation_rank, *self.separation_rank_pattern.values()}
         if terms != {1} or self.order != 2:
             raise ShapeError(
-                f"KronA has one term and two factors, got {max(terms)} and {self.order}; DirectConfig has more"
+                f"KronA has one term and two factors, got {max(terms)} and {self.order}; "
+                "DirectConfig has more"
             )
 
 
@@ -196,7 +205,7 @@ class KronAModel(KroneckerTuner):
 
 
 def kronecker_shape(name: str, sizes: Any) -> KroneckerShape:
-    """A `KroneckerShape` from one value of ``shape_pattern``."""
+    """Return one value of ``shape_pattern`` as a `KroneckerShape`."""
     try:
         return KroneckerShape(tuple((rows, columns) for rows, columns in sizes))
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What can go wrong in an adapted model, as types PEFT users already catch."""
+"""Errors of an adapted model, as types that PEFT users already catch."""
 
 from __future__ import annotations
 

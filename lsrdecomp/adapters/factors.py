@@ -23,7 +23,7 @@ _formed: ContextVar[dict[KroneckerFactors, Tensor] | None] = ContextVar("formed"
 
 @contextmanager
 def formed_once() -> Iterator[None]:
-    """While open, a pair that is formed without a graph is formed once: for all tokens of an answer.
+    """Form each sum without a graph once while open: for all tokens of a completion.
 
     PEFT's ``generate`` is within one; a decoding loop of your own opens it around itself. Elsewhere
     parameters can be changed unseen, through ``.data`` or by another library's kernels: there a CPU
@@ -55,7 +55,7 @@ class FormedSum:
     matrix: Tensor
 
     def is_of(self, factors: list[Tensor]) -> bool:
-        """Return whether factors hold the numbers, and have the dtypes, that the sum was formed of."""
+        """Return whether the sum was formed of these numbers and dtypes."""
         return all(
             copy.dtype == factor.dtype and torch.equal(copy, factor)
             for copy, factor in zip(self.factors, factors, strict=True)
@@ -113,34 +113,36 @@ class KroneckerFactors(nn.Module):
 
     @torch.no_grad()
     def initialize(self, std: float, zero: int | None = None) -> None:
-        """Random factors whose expanded sum has entries of standard deviation ``std``.
+        """Draw random factors whose expanded sum has entries of standard deviation ``std``.
 
         Parameters
         ----------
         std : float
             Standard deviation of the entries, as if no factor were zero.
         zero : int, optional
-            Index of one factor to set to zero; the rest then keep their share.
+            Index of one factor to set to zero.
         """
-        random = [index for index in range(self.shape.order) if index != zero]
-        share = (std**2 / self.separation_rank) ** (0.5 / max(1, len(random)))
+        # A sum of s products of d independent factors has entries of variance s · σ^(2d).
+        n_random = self.shape.order if zero is None else self.shape.order - 1
+        factor_std = (std**2 / self.separation_rank) ** (0.5 / max(1, n_random))
         for index, factor in enumerate(self.factors):
             if index == zero:
                 nn.init.zeros_(factor)
             elif factor[0].numel() == 1:
                 # A 1 x 1 factor is a coefficient: random ones would rescale whole terms, by nearly
                 # nothing at times.
-                nn.init.constant_(factor, share)
+                nn.init.constant_(factor, factor_std)
             else:
-                nn.init.normal_(factor, std=share)
+                nn.init.normal_(factor, std=factor_std)
 
     def extra_repr(self) -> str:
+        """Return the shape and the number of terms."""
         return f"{self.shape}, separation_rank={self.separation_rank}"
 
 
 def zero_factor(shape: KroneckerShape) -> int:
-    """Index of the factor that the default start sets to zero: the largest, the last of equals.
+    """Return the index of the factor that the default start sets to zero.
 
-    The largest, so that plain low rank, ``m×r ⊗ 1×1``, starts as LoRA does.
+    The largest, the last of equals: so plain low rank, ``m×r ⊗ 1×1``, starts as LoRA does.
     """
     return max(range(shape.order), key=lambda index: (shape.sizes[index], index))

@@ -1,4 +1,4 @@
-"""Sums of Kronecker products held as stacked factors: form the matrix, or apply it without forming it."""
+"""Sums of Kronecker products as stacked factors: form the matrix, or apply it without."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from lsrdecomp.errors import ShapeError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-NOTHING = nullcontext()
+NO_CONTEXT = nullcontext()
+"""One for all passes: to make a context takes longer than to enter this one."""
 
 
 def is_traced() -> bool:
-    """Whether the compiler records operations or torch.func transforms them: both want plain ones that they know."""
+    """Return whether the compiler records operations, or torch.func transforms them.
+
+    Both want plain operations that they know.
+    """
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
-def without_autocast(kind: str) -> AbstractContextManager[object]:
-    """A context without autocast on a kind of device; nothing where it is off, since entering takes microseconds."""
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Return a context without autocast; an empty one where it is off, for entering takes time."""
     # Autocast knows no meta device, on which models are loaded with little memory.
-    return (
-        torch.autocast(kind, enabled=False)
-        if kind != "meta" and torch.is_autocast_enabled(kind)
-        else NOTHING
-    )
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return NO_CONTEXT
 
 
 def expand(factors: Sequence[Tensor]) -> Tensor:
@@ -56,23 +58,22 @@ def expand(factors: Sequence[Tensor]) -> Tensor:
         If a factor has not three dimensions, or the numbers of terms differ.
     """
     _check_terms(factors)
-    # 1. One row per entry of the outer factors' product, one column per entry of the inner
-    # factors'.
+    # 1. Multiply: one row per entry of the outer factors' product, one column per entry of the
+    #    inner factors'.
     flat = [factor.flatten(1) for factor in factors]
     half = max(1, len(flat) // 2)
-    outer, inner = reduce(_khatri_rao, flat[:half]), flat[half:]
+    outer = reduce(_khatri_rao, flat[:half])
+    inner = flat[half:]
     with without_autocast(outer.device.type):
         rearranged = outer.mT @ reduce(_khatri_rao, inner) if inner else outer.sum(0)
-    # 2. Its axes are m_1, n_1, m_2, n_2, …: the rows' are brought together, and the columns'.
+    # 2. Bring the axes m_1, n_1, m_2, n_2, … of rows together, and those of columns.
     sizes = [size for factor in factors for size in factor.shape[1:]]
-    rows, columns = range(0, len(sizes), 2), range(1, len(sizes), 2)
     m, n = math.prod(sizes[0::2]), math.prod(sizes[1::2])
+    row_axes, column_axes = range(0, len(sizes), 2), range(1, len(sizes), 2)
     axes = rearranged.reshape(sizes)
-    return (
-        axes.permute(*columns, *rows).reshape(n, m).mT
-        if m > n
-        else axes.permute(*rows, *columns).reshape(m, n)
-    )
+    if m > n:
+        return axes.permute(*column_axes, *row_axes).reshape(n, m).mT
+    return axes.permute(*row_axes, *column_axes).reshape(m, n)
 
 
 def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
@@ -97,15 +98,18 @@ def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
         If the sizes do not fit together.
     """
     terms = _check_terms(factors)
-    first, second = factors
-    (_, a, b), (_, c, d) = first.shape, second.shape
+    first, second = factors  # (terms, a, b) and (terms, c, d)
+    _, a, b = first.shape
+    _, c, d = second.shape
     if x.shape[-1] != b * d:
         raise ShapeError(f"{b} x {d} = {b * d} columns, but the input has {x.shape[-1]} entries")
     blocks = x.reshape(-1, b, d)
     n = len(blocks)
     # X of one token is b × d, and its result is Σ_k F1[k] X F2[k]ᵀ; nothing is moved between the
-    # products.
-    if b * c * (d + a) <= a * d * (b + c):
+    # two products.
+    second_first = b * c * (d + a)
+    first_first = a * d * (b + c)
+    if second_first <= first_first:
         # Z = X [F2]ᵀ for all terms, rows ordered (b, k); then Y = [F1] Z with columns ordered
         # alike.
         half = (blocks.reshape(n * b, d) @ second.reshape(terms * c, d).mT).view(n, b * terms, c)
@@ -119,7 +123,7 @@ def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
 
 
 def kronecker_pays(terms: int, rows: Sequence[int], columns: Sequence[int]) -> bool:
-    """Whether a sum of Kronecker products costs fewer operations applied, as `apply` does, than its formed matrix.
+    """Return whether `apply` takes fewer operations than the formed matrix of the same sum.
 
     Parameters
     ----------
@@ -130,16 +134,20 @@ def kronecker_pays(terms: int, rows: Sequence[int], columns: Sequence[int]) -> b
     """
     if len(rows) != 2:
         return False
-    (a, c), (b, d) = rows, columns
-    return terms * min(b * c * (d + a), a * d * (b + c)) < a * b * c * d
+    a, c = rows
+    b, d = columns
+    applied = terms * min(b * c * (d + a), a * d * (b + c))
+    formed = a * b * c * d
+    return applied < formed
 
 
 def _khatri_rao(left: Tensor, right: Tensor) -> Tensor:
-    return (left.unsqueeze(-1) * right.unsqueeze(-2)).flatten(-2)  # (s, p), (s, q) -> (s, p q)
+    """Return the row-wise Kronecker product: (s, p), (s, q) -> (s, p q)."""
+    return (left.unsqueeze(-1) * right.unsqueeze(-2)).flatten(-2)
 
 
 def _check_terms(factors: Sequence[Tensor]) -> int:
-    """The number of terms, which all factors share."""
+    """Return the number of terms, which all factors share."""
     if not factors:
         raise ShapeError("a Kronecker product has at least one factor")
     terms = factors[0].shape[0]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lsrdecomp.adapters.adapted import AdaptedLayer, row_norms
+from lsrdecomp.adapters.adapted import AdaptedLayer, dropout, row_norms
 from lsrdecomp.adapters.config import LayerLayout, LsrConfig, layer_layout
 from lsrdecomp.adapters.factors import KroneckerFactors, zero_factor
 from lsrdecomp.errors import ShapeError
@@ -18,9 +18,9 @@ from lsrdecomp.errors import ShapeError
 class LsrLayer(AdaptedLayer):
     """LSR adapters beside one layer of the base model.
 
-    ``lsr_A`` holds the in side Â (r × n), ``lsr_B`` the out side B̂ (m × r), as in LoRA. Both are
-    formed in a forward pass and then applied like LoRA, which is cheaper than applying their
-    Kronecker structure token by token.
+    ``lsr_A`` holds the input side Â (r × n) and ``lsr_B`` the output side B̂ (m × r), as in LoRA.
+    Both are formed in a forward pass and then applied like LoRA, which is cheaper than applying
+    their Kronecker structure token by token.
 
     Examples
     --------
@@ -38,8 +38,7 @@ class LsrLayer(AdaptedLayer):
     other_param_names: tuple[str, ...] = (*AdaptedLayer.SCALE, "lsr_dropout", "layout", "tied")
 
     copies = 1
-    """How many matrices of the layer's shape lie beside one another; more than one for stacked
-    experts."""
+    """Matrices of the layer's shape that lie side by side; more than one for stacked experts."""
 
     def __init__(self, base_layer: nn.Module, **quantization: Any) -> None:
         super().__init__(base_layer, **quantization)
@@ -48,9 +47,8 @@ class LsrLayer(AdaptedLayer):
         self.lsr_magnitude_vector = nn.ParameterDict()
         self.lsr_dropout = nn.ModuleDict()
         self.layout: dict[str, LayerLayout] = {}
-        self.tied: dict[
-            str, LsrLayer
-        ] = {}  # a plain dict: the other layer is not a part of this one
+        # A plain dict, since the other layer is not a part of this one.
+        self.tied: dict[str, LsrLayer] = {}
 
     def update_layer(self, adapter: str, config: LsrConfig, name: str) -> None:
         """Add an adapter to this layer, or give an existing one new factors.
@@ -64,23 +62,20 @@ class LsrLayer(AdaptedLayer):
         name : str
             Full name of this module in the base model, for patterns and for errors.
         """
-        self.layout[adapter] = layout = layer_layout(
-            config, name, self.geometry.matrix_shape, self.copies
-        )
+        layout = layer_layout(config, name, self.geometry.matrix_shape, self.copies)
+        self.layout[adapter] = layout
         self.set_initial_scale(adapter, layout.scaling)
-        self.lsr_dropout[adapter] = (
-            nn.Dropout(config.lsr_dropout) if config.lsr_dropout > 0 else nn.Identity()
-        )
-        out_terms, in_terms = layout.separation_ranks
-        self.lsr_A[adapter] = KroneckerFactors(layout.shape.right, in_terms)
-        self.lsr_B[adapter] = KroneckerFactors(layout.shape.left, out_terms)
+        self.lsr_dropout[adapter] = dropout(config.lsr_dropout)
+        output_terms, input_terms = layout.separation_ranks
+        self.lsr_A[adapter] = KroneckerFactors(layout.shape.right, input_terms)
+        self.lsr_B[adapter] = KroneckerFactors(layout.shape.left, output_terms)
         self.initialize(adapter, config.init_weights)
         if config.use_dora:
             self._move_adapter_to_device_of_base_layer(adapter)  # where the norms are computed
             self.lsr_magnitude_vector[adapter] = self._initial_magnitude(adapter)
 
     def tie(self, adapter: str, other: LsrLayer) -> None:
-        """Let an adapter of this layer be another layer's, transposed, because the two share one weight.
+        """Use another layer's adapter here, transposed, because the two layers share one weight.
 
         An embedding looks up rows of the weight that the output layer multiplies by, so the one's
         ΔW is the other's transposed and a transposed sum of Kronecker products is one with
@@ -88,7 +83,8 @@ class LsrLayer(AdaptedLayer):
         """
         if self.geometry.matrix_shape != other.geometry.matrix_shape[::-1]:
             raise ShapeError(
-                f"a layer of shape {self.geometry.matrix_shape} cannot be tied to {other.geometry.matrix_shape}"
+                f"a layer of shape {self.geometry.matrix_shape} cannot be tied to "
+                f"{other.geometry.matrix_shape}"
             )
         self.tied[adapter] = other
         self.layout[adapter] = other.layout[adapter]
@@ -96,11 +92,13 @@ class LsrLayer(AdaptedLayer):
         self.lsr_dropout[adapter] = copy.deepcopy(other.lsr_dropout[adapter])
 
     def merged_elsewhere(self, adapter: str) -> bool:
+        """Return whether another layer that shares this one's weight does the merging."""
         other = self.tied.get(adapter)
         return other is not None and other.weight.data_ptr() == self.weight.data_ptr()
 
     @torch.no_grad()
     def _initial_magnitude(self, adapter: str) -> nn.Parameter:
+        """Return DoRA's magnitudes, which start as the row norms of W + ΔW."""
         delta = self.delta_matrix(adapter)
         if delta.is_meta:
             return nn.Parameter(delta.new_empty(delta.shape[0]))
@@ -108,54 +106,66 @@ class LsrLayer(AdaptedLayer):
         return nn.Parameter(row_norms(weight.to(delta.device), delta).to(delta.dtype))
 
     def initialize(self, adapter: str, init_weights: bool | str = True) -> None:
-        """Give an adapter's factors their starting values; see `LsrConfig`.
+        """Set an adapter's factors to their starting values; see `LsrConfig`.
 
         The default start gives Â entries of variance 1/n, or 1 where an embedding looks one of them
         up, and zeroes one factor of B̂ alone: were there two zeros, no gradient would ever reach
         either.
         """
-        into, out = self.lsr_A[adapter], self.lsr_B[adapter]
+        input_side: Any = self.lsr_A[adapter]
+        output_side: Any = self.lsr_B[adapter]
+        layout = self.layout[adapter]
         if init_weights == "paper":
-            for factor in (*into.factors, *out.factors):  # type: ignore[misc]
+            for factor in (*input_side.factors, *output_side.factors):
                 nn.init.normal_(factor, std=0.01)
             return
-        into.initialize(1 / math.sqrt(self.geometry.fan_in))  # type: ignore[operator]
+        input_side.initialize(1 / math.sqrt(self.geometry.fan_in))
         if init_weights:
-            out.initialize(1.0, zero=zero_factor(self.layout[adapter].shape.left))  # type: ignore[operator]
+            output_side.initialize(1.0, zero=zero_factor(layout.shape.left))
         else:
-            out.initialize(1 / math.sqrt(self.layout[adapter].r))  # type: ignore[operator]
+            output_side.initialize(1 / math.sqrt(layout.r))
 
     def pair(self, adapter: str) -> tuple[Tensor, Tensor]:
-        """``(scaling · B̂, Â)`` of one adapter, formed: shapes (m, r) and (r, n)."""
+        """Return ``(scaling · B̂, Â)`` of one adapter, formed: shapes (m, r) and (r, n)."""
         right, left = self._sides(adapter)
         scaling = self.scaling[adapter]
-        return left if scaling == 1.0 else scaling * left, right
+        if scaling != 1.0:
+            left = scaling * left
+        return left, right
 
     def _sides(self, adapter: str) -> tuple[Tensor, Tensor]:
+        """Return Â and B̂ of one adapter, formed."""
         if adapter in self.tied:
             right, left = self.tied[adapter]._sides(adapter)
             return left.T, right.T
         return self.lsr_A[adapter].matrix(), self.lsr_B[adapter].matrix()  # type: ignore[operator]
 
     def magnitude(self, adapter: str) -> Tensor | None:
+        """Return DoRA's trained row norms of one adapter, or None without DoRA."""
         magnitude: Tensor | None = self.lsr_magnitude_vector.get(adapter)
         return magnitude
 
     def delta_matrix(self, adapter: str) -> Tensor:
+        """Return ΔW of one adapter as a matrix (out, in), scaling included."""
         left, right = self.pair(adapter)
         return left @ right
 
     def delta_output(self, adapter: str, x: Tensor) -> Tensor:
+        """Return what ΔW of one adapter adds to the layer's output, without forming ΔW."""
         left, right = self.pair(adapter)
-        if x.is_floating_point():
+        if x.is_floating_point():  # an embedding reads token numbers
             # Gradients of the factors would underflow in float16, for which PEFT too computes in
             # float32.
-            x = x if x.dtype == torch.bfloat16 else self._cast_input_dtype(x, right.dtype)
-            x = self.lsr_dropout[adapter](x) if self.training else x
-            left, right = left.to(x.dtype), right.to(x.dtype)
+            if x.dtype != torch.bfloat16:
+                x = self._cast_input_dtype(x, right.dtype)
+            if self.training:
+                x = self.lsr_dropout[adapter](x)
+            left = left.to(x.dtype)
+            right = right.to(x.dtype)
         return self.geometry.pair_output(x, left, right)
 
     def __repr__(self) -> str:
+        """Return the layer as PEFT shows its own, with the method's name before it."""
         return "lsr." + super().__repr__()
 
 

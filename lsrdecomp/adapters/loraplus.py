@@ -1,4 +1,4 @@
-"""LoRA+: the out side learns faster than the in side, by parameter groups for any optimizer."""
+"""LoRA+: the output side B̂ learns faster than the input side Â, by groups of parameters."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from lsrdecomp.adapters.errors import UnsupportedLayerError
 if TYPE_CHECKING:
     from torch import nn
 
+OUTPUT_SIDE = ".lsr_B."
+"""Part of the name of every factor of the output side."""
+
 
 def loraplus_groups(
     model: nn.Module, *, lr: float, loraplus_lr_ratio: float, weight_decay: float = 0.0
 ) -> list[dict[str, Any]]:
-    """Parameter groups that give LSR's out side ``loraplus_lr_ratio`` times the learning rate of everything else.
+    """Return groups of parameters in which LSR's output side has a larger learning rate.
 
     PEFT's ``create_loraplus_optimizer`` looks for ``lora_B`` in the names of parameters, and would
     train both sides of an LSR adapter at one rate without a word.
@@ -25,8 +28,9 @@ def loraplus_groups(
     lr, weight_decay : float
         As for the optimizer; vectors, such as DoRA's magnitudes and biases, are not decayed.
     loraplus_lr_ratio : float
-        At least 1; Hayou et al. take 16 for LoRA. An LSR side is a product of factors, of which
-        each moves it: begin with the square root of what suits LoRA.
+        Learning rate of the output side over that of everything else, at least 1; Hayou et al. take
+        16 for LoRA. An LSR side is a product of factors, of which each moves it: begin with the
+        square root of what suits LoRA.
 
     Returns
     -------
@@ -41,13 +45,15 @@ def loraplus_groups(
     >>> from torch import nn
     >>> config = LsrConfig(inner_shape=[2, 2], separation_rank=2, target_modules=["0"])
     >>> model = get_peft_model(nn.Sequential(nn.Linear(64, 64)), config)
-    >>> [(group["lr"], len(group["params"])) for group in loraplus_groups(model, lr=1e-3, loraplus_lr_ratio=4.0)]
-    [(0.001, 2), (0.004, 2)]
+    >>> for group in loraplus_groups(model, lr=1e-3, loraplus_lr_ratio=4.0):
+    ...     print(group["lr"], len(group["params"]))
+    0.001 2
+    0.004 2
 
     Raises
     ------
     UnsupportedLayerError
-        If nothing that is trained is the out side of an LSR adapter.
+        If nothing that is trained is the output side of an LSR adapter.
     ValueError
         For a ratio below 1.
 
@@ -57,23 +63,30 @@ def loraplus_groups(
     """
     if loraplus_lr_ratio < 1:
         raise ValueError(
-            f"loraplus_lr_ratio, the out side's rate over the in side's, is below 1: {loraplus_lr_ratio}"
+            "loraplus_lr_ratio, the output side's rate over the input side's, is below 1: "
+            f"{loraplus_lr_ratio}"
         )
-    trained = [
-        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
-    ]
-    if not any(".lsr_B." in name for name, _ in trained):
+    trained = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    if not any(OUTPUT_SIDE in name for name in trained):
         raise UnsupportedLayerError(
-            "LoRA+ speeds up the out side B of a pair, and no LSR adapter is trained here; direct sums have one side"
+            "LoRA+ speeds up the output side B of a pair, and no LSR adapter is trained here; "
+            "direct sums have one side"
         )
+    # At most four groups, by the side and by whether the parameter is a vector.
+    members: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in trained.items():
+        is_on_output_side = OUTPUT_SIDE in name
+        is_vector = parameter.ndim == 1
+        members.setdefault((is_on_output_side, is_vector), []).append(parameter)
     groups = []
-    for fast in (False, True):
-        for flat in (False, True):
-            members = [
-                p for name, p in trained if (".lsr_B." in name) == fast and (p.ndim == 1) == flat
-            ]
-            rate = lr * loraplus_lr_ratio if fast else lr
-            groups.append(
-                {"params": members, "lr": rate, "weight_decay": 0.0 if flat else weight_decay}
-            )
-    return [group for group in groups if group["params"]]
+    for is_on_output_side, is_vector in sorted(members):
+        groups.append(
+            {
+                "params": members[is_on_output_side, is_vector],
+                "lr": lr * loraplus_lr_ratio if is_on_output_side else lr,
+                "weight_decay": 0.0 if is_vector else weight_decay,
+            }
+        )
+    return groups

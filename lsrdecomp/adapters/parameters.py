@@ -1,4 +1,4 @@
-"""LSR for single parameters, such as the stacked experts of a mixture, that no module holds alone."""
+"""LSR for single parameters, such as stacked experts, that no module holds alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ParamWrapper(LsrLayer):
-    """An LSR adapter beside one parameter of a module; several parameters are wrapped one around the other.
+    """An LSR adapter beside one parameter of a module; wrappers of several are nested.
 
     PEFT recognises the class by this name. A parameter of three dimensions is a stack of expert
     matrices: B̂ and Â are one sum of Kronecker products each for all of them, cut into one piece
@@ -38,15 +38,17 @@ class ParamWrapper(LsrLayer):
         shape = self.get_param().shape
         if len(shape) not in (2, 3):
             raise UnsupportedLayerError(
-                f"lsr.ParamWrapper was initialized with {len(shape)} dimensional Parameter {self.parameter_name}, but "
-                "only 2d and 3d are supported."
+                f"lsr.ParamWrapper was initialized with {len(shape)} dimensional Parameter "
+                f"{self.parameter_name}, but only 2d and 3d are supported."
             )
-        self.transposed = len(shape) == 3 and bool(getattr(layer, "is_transposed", False))
-        self.copies = shape[0] if len(shape) == 3 else 1
-        out, into = shape[-2:][::-1] if self.transposed else shape[-2:]
-        return LinearGeometry((out, into))
+        is_stacked = len(shape) == 3
+        self.copies = shape[0] if is_stacked else 1
+        self.transposed = is_stacked and bool(getattr(layer, "is_transposed", False))
+        rows, columns = shape[-2:]
+        return LinearGeometry((columns, rows) if self.transposed else (rows, columns))
 
     def update_layer(self, adapter: str, config: LsrConfig, name: str) -> None:
+        """Add an adapter, without what works on a layer's input or output alone."""
         for option in ("lsr_dropout", "use_dora"):
             if getattr(config, option):
                 raise UnsupportedLayerError(
@@ -55,21 +57,26 @@ class ParamWrapper(LsrLayer):
         super().update_layer(adapter, config, name)
 
     def get_param(self) -> nn.Parameter:
+        """Return the adapted parameter."""
         return getattr(self.get_base_layer(), self.parameter_name)  # type: ignore[no-any-return]
 
     def get_base_weight(self) -> Tensor:
+        """Return the numbers of the adapted parameter."""
         return self.get_param().data
 
     def set_base_weight(self, weight_data: Tensor) -> None:
+        """Set the numbers of the adapted parameter."""
         self.get_param().data = weight_data
 
     def _get_base_layer_device_and_dtype(
         self, base_layer: nn.Module
     ) -> tuple[torch.device, torch.dtype]:
+        del base_layer  # which holds other parameters too
         parameter = self.get_param()
         return parameter.device, parameter.dtype
 
     def get_delta_weight(self, adapter: str) -> Tensor:
+        """Return ΔW of one adapter in the shape of the parameter."""
         left, right = self.pair(adapter)
         if self.copies == 1:
             return (left @ right).reshape(self.get_param().shape)
@@ -78,9 +85,12 @@ class ParamWrapper(LsrLayer):
         return torch.bmm(right.mT, left.mT) if self.transposed else torch.bmm(left, right)
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
+        """Return that PEFT cannot convert it: all experts share factors."""
+        del adapter_name
         return False
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the module's output with the parameter adapted."""
         if kwargs.pop("adapter_names", None) is not None:
             raise ValueError("lsr.ParamWrapper does not support mixed adapter batches.")
         if self.disable_adapters and self.merged:
@@ -92,6 +102,7 @@ class ParamWrapper(LsrLayer):
 
     @contextmanager
     def _adapted_parameter(self) -> Iterator[None]:
+        """Add ΔW of the active adapters to the parameter for a block, as PEFT does."""
         deltas = [
             self.get_delta_weight(adapter)
             for adapter in self.active_adapters
@@ -100,17 +111,17 @@ class ParamWrapper(LsrLayer):
         if not deltas:
             yield
             return
-        module, name = self.get_base_layer(), self.parameter_name
-        parameter, delta = (
-            self.get_param(),
-            torch.stack(deltas).sum(0) if len(deltas) > 1 else deltas[0],
-        )
-        trained = parameter.requires_grad
+        delta = torch.stack(deltas).sum(0) if len(deltas) > 1 else deltas[0]
+        parameter = self.get_param()
+        is_trained = parameter.requires_grad
         # To 8-bit floats, which have no addition, PEFT adds in the precision of ΔW.
-        narrow = parameter.dtype not in ALLOWED_COMPUTE_DTYPES
-        addition: Any = _LoraParameterProxy(delta if narrow else delta.to(parameter.dtype))  # type: ignore[no-untyped-call]
-        parametrize.register_parametrization(module, name, addition)
-        module.parametrizations[name].original.requires_grad_(trained)  # type: ignore[index, union-attr]
+        if parameter.dtype in ALLOWED_COMPUTE_DTYPES:
+            delta = delta.to(parameter.dtype)
+        module: Any = self.get_base_layer()
+        addition: Any = _LoraParameterProxy(delta)  # type: ignore[no-untyped-call]
+        parametrize.register_parametrization(module, self.parameter_name, addition)
+        original = module.parametrizations[self.parameter_name].original
+        original.requires_grad_(is_trained)
         try:
             with parametrize.cached():
                 yield
@@ -120,7 +131,7 @@ class ParamWrapper(LsrLayer):
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
-        """The bare module, after merging this wrapper and those inside it if asked to."""
+        """Return the bare module, after merging this wrapper and those inside it if asked to."""
         layer: nn.Module = self
         while isinstance(layer, ParamWrapper):
             if merge:
@@ -129,4 +140,5 @@ class ParamWrapper(LsrLayer):
         return layer
 
     def extra_repr(self) -> str:
+        """Return the name of the parameter."""
         return f"parameter_name='{self.parameter_name}'"

@@ -204,7 +204,7 @@ def test_a_shape_that_does_not_tile_the_layer_names_it():
     shape = {"out": [7, 110], "inner": [2, 2], "into": [24, 32]}
     model = nn.ModuleDict({"mlp": nn.ModuleDict({"down": nn.Linear(768, 768)})})
     with pytest.raises(
-        ShapeError, match=r"mlp.down, out side: 7 x 110 = 770 rows, but the matrix has 768"
+        ShapeError, match=r"mlp.down, output side: 7 x 110 = 770 rows, but the matrix has 768"
     ):
         get_peft_model(model, LsrConfig(target_modules=["down"], shape_pattern={"down": shape}))
 
@@ -271,10 +271,10 @@ def test_patterns_choose_by_the_end_of_the_name():
 )
 def test_an_exact_name_is_looked_up_and_beats_patterns(key, monkeypatch):
     patterns = {".*q": 3, key: 6, "q": 5}
-    assert config.find(patterns, "b.q") == 3
-    assert config.find({"^b.q$": 2}, "a.q") is None
+    assert config.find_by_pattern(patterns, "b.q") == 3
+    assert config.find_by_pattern({"^b.q$": 2}, "a.q") is None
     monkeypatch.setattr(config, "get_pattern_key", None)  # no search through patterns
-    assert config.find(patterns, "a.q") == 6
+    assert config.find_by_pattern(patterns, "a.q") == 6
 
 
 def test_rank_and_shape_patterns_may_not_disagree():

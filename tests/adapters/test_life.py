@@ -135,7 +135,7 @@ def test_a_missing_factor_is_named(tmp_path):
 def test_a_base_of_another_width_is_refused_by_name(tmp_path):
     write_lsr_directory(tmp_path, {QUERY: ((6, 5), (2, 2), (4, 6))})
     with pytest.raises(
-        ShapeError, match=f"{QUERY}, out side: 6 x 5 = 30 rows, but the matrix has 24"
+        ShapeError, match=f"{QUERY}, output side: 6 x 5 = 30 rows, but the matrix has 24"
     ):
         PeftModel.from_pretrained(tiny_bert(), tmp_path)
 

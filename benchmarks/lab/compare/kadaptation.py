@@ -52,7 +52,7 @@ class KAdaptationConfig(TargetConfig):
     r: int = 1
     alpha: float = 1.0
     init_weights: bool = True
-    kind = "KADAPTATION"
+    peft_type_name = "KADAPTATION"
 
     def __post_init__(self) -> None:
         super().__post_init__()
