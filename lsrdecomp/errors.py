@@ -44,7 +44,10 @@ class BudgetError(LsrError, ValueError):
 
 
 class MatrixError(LsrError, ValueError):
-    """A matrix lacks a property that is needed: it is singular, not definite, not Hermitian; the message says where."""
+    """A matrix lacks a property that is needed: it is singular, not definite or not Hermitian.
+
+    The message says where.
+    """
 
 
 class ConvergenceError(LsrError, RuntimeError):
@@ -56,7 +59,10 @@ class ConvergenceError(LsrError, RuntimeError):
 
 
 class CheckpointError(LsrError, ValueError):
-    """A file cannot be read or written as asked; the message names the file and, if known, the tensor."""
+    """A file cannot be read or written as asked.
+
+    The message names the file and, if known, the tensor.
+    """
 
     def __init__(
         self, message: str, *, path: str | Path | None = None, tensor: str | None = None
@@ -68,13 +74,22 @@ class CheckpointError(LsrError, ValueError):
 
 
 class UnsupportedError(CheckpointError, NotImplementedError):
-    """The file is sound, but holds something this library does not express and will not drop silently."""
+    """The file is sound, but holds what this library does not express and will not drop silently."""
 
 
 @contextmanager
 def needs(purpose: str, extra: str) -> Iterator[None]:
-    """Around imports of what an extra of this package brings: `LsrError` with the command if one is missing.
+    """Turn a failed import of an optional package into an `LsrError` with the command to install it.
 
+    Parameters
+    ----------
+    purpose : str
+        What the package is needed for, as the message begins.
+    extra : str
+        The extra of this package that brings it.
+
+    Examples
+    --------
     >>> with needs("a tune", "music"):
     ...     import no_such_library
     Traceback (most recent call last):
@@ -87,16 +102,15 @@ def needs(purpose: str, extra: str) -> Iterator[None]:
         raise LsrError(f"{purpose} needs {package}: pip install 'lsrdecomp[{extra}]'") from error
 
 
-def unknown(name: object, words: Iterable[str]) -> str:
-    """The end of a sentence about a word that is not known: the nearest one that is, or all of them.
+def unknown(name: object, known: Iterable[str]) -> str:
+    """Return the end of a sentence about a name that is not known: the nearest one, and all of them.
 
+    Examples
+    --------
     >>> unknown("serach", ("balanced", "search"))
     "'serach'; did you mean 'search'? known: balanced, search"
     """
-    words = list(words)
-    near = get_close_matches(str(name), words, 1)
-    return (
-        f"{name!r}"
-        + (f"; did you mean {near[0]!r}?" if near else ";")
-        + f" known: {', '.join(words)}"
-    )
+    names = list(known)
+    nearest = get_close_matches(str(name), names, 1)
+    question = f" did you mean {nearest[0]!r}?" if nearest else ""
+    return f"{name!r};{question} known: {', '.join(names)}"

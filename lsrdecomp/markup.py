@@ -8,34 +8,33 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-SHOWN_ROWS = 12
-"""Longer tables show their first and last rows."""
-
 
 def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; the first column is text on the left, the others are numbers on the right."""
-    head = "".join(_cell("th", name, i) for i, name in enumerate(columns))
-    body = "".join(
-        f"<tr>{''.join(_cell('td', text, i) for i, text in enumerate(row))}</tr>" for row in rows
-    )
-    return f"<table>{_title(caption)}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    """Return a table whose first column is text on the left and whose others are numbers."""
+    head = _row("th", columns)
+    body = "".join(_row("td", row) for row in rows)
+    return f"<table>{_title(caption)}<thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
 def facts(caption: str, pairs: Iterable[tuple[str, str]], note: str = "") -> str:
-    """A record as a table of names and values, with a sentence below."""
-    rows = "".join(
-        f"<tr>{_cell('th', name, 0)}{_cell('td', value, 0)}</tr>" for name, value in pairs
-    )
-    tail = f"<p>{escape(note)}</p>" if note else ""
-    return f"<table>{_title(caption)}<tbody>{rows}</tbody></table>{tail}"
+    """Return a record as a table of names and values, with a sentence below."""
+    rows = [f"<tr>{_cell('th', name, 0)}{_cell('td', value, 0)}</tr>" for name, value in pairs]
+    sentence = f"<p>{escape(note)}</p>" if note else ""
+    return f"<table>{_title(caption)}<tbody>{''.join(rows)}</tbody></table>{sentence}"
 
 
-def shortened(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """The rows, or the first and last of many with dots between."""
-    if len(rows) <= SHOWN_ROWS:
+def shortened(rows: Sequence[Sequence[str]], limit: int = 12) -> list[Sequence[str]]:
+    """Return up to ``limit`` rows: of more, the first and the last with dots between."""
+    if len(rows) <= limit:
         return list(rows)
-    half = SHOWN_ROWS // 2
-    return [*rows[:half], ["…"] * len(rows[0]), *rows[-half:]]
+    half = limit // 2
+    dots = ["…"] * len(rows[0])
+    return [*rows[:half], dots, *rows[-half:]]
+
+
+def _row(tag: str, texts: Sequence[str]) -> str:
+    cells = "".join(_cell(tag, text, column) for column, text in enumerate(texts))
+    return f"<tr>{cells}</tr>"
 
 
 def _title(caption: str) -> str:

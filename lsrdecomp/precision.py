@@ -24,11 +24,12 @@ class Precision:
 
     @property
     def bytes(self) -> float:
+        """Bytes of one number, a fraction for types of less than eight bits."""
         return self.bits / 8
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of a name, those of `ml_dtypes` (bfloat16, float8) included."""
+    """Return the NumPy dtype of a name, those of `ml_dtypes` (bfloat16, float8) included."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
@@ -52,13 +53,15 @@ PRECISIONS = {
 """Floating types by name. TF32 is what tensor cores multiply; it is never stored."""
 
 
-ALIASES = {
-    "complex128": "float64", "complex64": "float32", "half": "float16", "float": "float64", "single": "float32",
-    "double": "float64", "fp64": "float64", "fp32": "float32", "fp16": "float16", "f16": "float16", "f32": "float32",
-    "f64": "float64", "bf16": "bfloat16", "fp8": "float8_e4m3fn", "e4m3": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn",
-    "float8_e4m3": "float8_e4m3fn", "f8_e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "fp8_e5m2": "float8_e5m2",
-    "f8_e5m2": "float8_e5m2",
-}  # fmt: skip
+_OTHER_NAMES = {
+    "float64": "complex128 double float f64 fp64",
+    "float32": "complex64 single f32 fp32",
+    "float16": "half f16 fp16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "e4m3 f8_e4m3 float8_e4m3 fp8 fp8_e4m3",
+    "float8_e5m2": "e5m2 f8_e5m2 fp8_e5m2",
+}
+ALIASES = {alias: name for name, aliases in _OTHER_NAMES.items() for alias in aliases.split()}
 """What the types are called elsewhere (PyTorch, safetensors, papers)."""
 
 INTEGERS = {"int8": 127, "int4": 7}
@@ -67,15 +70,23 @@ entries become zero."""
 
 
 def type_name(dtype: Any) -> str:
-    """Our name of a type: ``"fp16"`` and ``numpy.float16`` are ``"float16"``; unknown ones stay as they are."""
-    name = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype).rsplit(
-        ".", 1
-    )[-1]
-    return ALIASES.get(name.lower(), name.lower() if name.lower() in PRECISIONS else name)
+    """Return our name of a type: ``"float16"`` for ``"fp16"`` and ``numpy.float16``.
+
+    The name of a type that is not known is returned as it is.
+    """
+    full_name = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype)
+    name = full_name.rsplit(".", 1)[-1]
+    lower = name.lower()
+    if lower in ALIASES:
+        return ALIASES[lower]
+    return lower if lower in PRECISIONS else name
 
 
 def precision(dtype: Any) -> Precision:
-    """The row of the table for a name (``"bfloat16"``), a NumPy or torch dtype; complex types by their parts."""
+    """Return the row of the table for a name (``"bfloat16"``) or for a NumPy or torch dtype.
+
+    Complex types have the row of their parts.
+    """
     name = type_name(dtype)
     try:
         return PRECISIONS[name]
@@ -86,7 +97,7 @@ def precision(dtype: Any) -> Precision:
 
 
 def unit_roundoff(dtype: Any) -> float:
-    """μ, the largest relative error of rounding a normal number to nearest.
+    """Return μ, the largest relative error of rounding a normal number to nearest.
 
     Parameters
     ----------
@@ -111,12 +122,15 @@ def unit_roundoff(dtype: Any) -> float:
 
 
 def tolerance(dtype: Any, size: int, condition: float = 1.0) -> float:
-    """Relative rounding error we grant an algorithm: a modest constant × size × condition × unit roundoff."""
+    """Return the relative rounding error that an algorithm of so many steps is granted.
+
+    It is 8 × size × condition × unit roundoff; the 8 is set by hand, as a modest constant.
+    """
     return 8.0 * max(size, 1) * condition * unit_roundoff(dtype)
 
 
 def round_to(array: Array, storage: str) -> Array:
-    """The nearest numbers of type ``storage``, held in the element type of ``array``.
+    """Round to the nearest numbers of type ``storage``, held in the element type of ``array``.
 
     Raises `PrecisionError` if a finite entry would overflow.
     """
@@ -130,19 +144,25 @@ def round_to(array: Array, storage: str) -> Array:
         return round_to(xp.real(array), storage) + 1j * round_to(xp.imag(array), storage)
     if unit_roundoff(array.dtype) >= target.unit_roundoff and dtype_name(array) == target.name:
         return array
-    largest = max(float(xp.max(array)), -float(xp.min(array))) if 0 not in array.shape else 0.0
-    if largest > target.largest:
-        wider = [
-            row.name for row in PRECISIONS.values() if row.largest > largest and row.name != "tf32"
-        ]
-        raise PrecisionError(
-            f"{storage}: the entry {largest:.3g} lies above the largest number {target.largest:.5g}; "
-            f"scale the matrix{', or store it as ' + ' or '.join(wider) if wider else ''}"
-        )
+    if 0 not in array.shape:
+        _require_range(max(float(xp.max(array)), -float(xp.min(array))), target)
     if hasattr(xp, storage):
         return xp.astype(xp.astype(array, getattr(xp, storage)), array.dtype)
     rounded = np.asarray(array).astype(numpy_dtype(storage))
     return xp.asarray(rounded.astype(np.float64), dtype=array.dtype)
+
+
+def _require_range(largest: float, storage: Precision) -> None:
+    """Raise `PrecisionError`, with the types that would do, unless a type holds the largest entry."""
+    if largest <= storage.largest:
+        return
+    wider = [row.name for row in PRECISIONS.values() if row.largest > largest]
+    stored = " or ".join(name for name in wider if name != "tf32")
+    way_out = f", or store it as {stored}" if stored else ""
+    raise PrecisionError(
+        f"{storage.name}: the entry {largest:.3g} lies above the largest number "
+        f"{storage.largest:.5g}; scale the matrix{way_out}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,31 +208,37 @@ class ErrorBudget:
             raise BudgetError(f"an allowed error must be finite and not negative, got {epsilon}")
         object.__setattr__(self, "compute", precision(self.compute).name)
         if self.storage is not None:
-            name, stored = type_name(self.storage), [*PRECISIONS, *INTEGERS]
-            stored.remove("tf32")
-            if name not in stored:
-                raise PrecisionError(f"storage: no format {unknown(name, stored)}")
+            name = type_name(self.storage)
+            formats = [*PRECISIONS, *INTEGERS]
+            formats.remove("tf32")
+            if name not in formats:
+                raise PrecisionError(f"storage: no format {unknown(name, formats)}")
             object.__setattr__(self, "storage", name)
 
     @property
     def unit_roundoff(self) -> float:
-        """μ of the coarser of the two precisions; of an integer format half a step, relative to the largest entry."""
+        """μ of the coarser of the two precisions.
+
+        That of an integer format is half a step, relative to the largest entry.
+        """
         if self.storage in INTEGERS:
             return max(unit_roundoff(self.compute), 0.5 / INTEGERS[self.storage])
         return max(unit_roundoff(self.compute), unit_roundoff(self.storage or "float64"))
 
     def allowed(self, norm: float) -> float:
-        """ε in absolute terms for a matrix of Frobenius norm ``norm``."""
+        """Return ε in absolute terms for a matrix of Frobenius norm ``norm``."""
         return self.atol if self.atol is not None else (self.rtol or 0.0) * norm
 
     def rounding(self, norm: float, condition: float = 1.0) -> float:
-        """γ·μ·‖M‖_F, the rule's estimate of the error that rounding adds."""
+        """Return γ·μ·‖M‖_F, the rule's estimate of the error that rounding adds."""
         return condition * self.unit_roundoff * norm
 
     def largest_condition(self, norm: float) -> float:
-        """The largest γ that keeps γ·μ·‖M‖_F ≤ ε."""
-        return math.inf if norm == 0.0 else self.allowed(norm) / (self.unit_roundoff * norm)
+        """Return the largest γ that keeps γ·μ·‖M‖_F ≤ ε."""
+        if norm == 0.0:
+            return math.inf
+        return self.allowed(norm) / (self.unit_roundoff * norm)
 
     def admits(self, norm: float, condition: float) -> bool:
-        """Whether γ·μ·‖M‖_F ≤ ε."""
+        """Return whether γ·μ·‖M‖_F ≤ ε."""
         return self.rounding(norm, condition) <= self.allowed(norm)

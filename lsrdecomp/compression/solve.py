@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lsrdecomp.arrays import placed
+from lsrdecomp.arrays import to_device
 from lsrdecomp.checkpoints.journal import JournalEntry, content_key
 from lsrdecomp.checkpoints.progress import Counter
 from lsrdecomp.compression.layers import Layer, batches
@@ -227,7 +227,7 @@ def solve(task: Task) -> list[Answer]:
                 begun, sweeps = problem.best_start(problem.starts(ranks, STARTS), 0)[0], COLD_SWEEPS
             solved[ranks] = descend(problem, begun, sweeps, effort.tolerance, effort.least)
         for ranks, state in solved.items():
-            errors, factors = placed((problem.errors(state), problem.factors(state)), None)
+            errors, factors = to_device((problem.errors(state), problem.factors(state)), None)
             answers.append(Answer(request.shape, ranks, errors, factors))
     return answers
 

@@ -288,7 +288,7 @@ class LowRank:
     @cached_property
     def norm(self) -> float:
         return finite_norm(
-            self.triangles[0] @ adjoint(self.triangles[1]), "low-rank matrix", made=True
+            self.triangles[0] @ adjoint(self.triangles[1]), "low-rank matrix", computed=True
         )
 
     def balanced(self, rank: int | None = None) -> LowRank:

@@ -13,6 +13,7 @@ import pytest
 from checkpoint_files import directory, pair
 
 from lsrdecomp import compress
+from lsrdecomp.arrays import QRBlocking
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.tensors import TensorWriter
 from lsrdecomp.compression import layers as layers_module
@@ -93,7 +94,8 @@ def test_the_peak_does_not_grow_with_the_number_of_layers(
 )
 def test_the_peak_is_a_small_multiple_of_the_largest_layer(tmp_path, monkeypatch, plan, layers):
     """Sizes in proportion to a layer of a 70B model: blocks of rows are short beside it, Krylov spaces narrow."""
-    monkeypatch.setattr("lsrdecomp.arrays.ROW_ENTRIES", 2**12)
+    short = QRBlocking(row_block_entries=2**12)
+    monkeypatch.setattr("lsrdecomp.arrays.QRBlocking", lambda: short)
     narrow = PairOptions(start=LeadingTripleOptions(max_qr_columns=64, max_svd_entries=2**12))
     monkeypatch.setattr("lsrdecomp.solvers.pair.problem.PairOptions", lambda: narrow)
     monkeypatch.setattr(compress_module, "SOLVER", replace(compress_module.SOLVER, options=narrow))

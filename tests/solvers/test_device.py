@@ -14,7 +14,7 @@ from console import lsr
 from test_pair import CUBE, SMALL, low_rank, norms
 
 from lsrdecomp import compress
-from lsrdecomp.arrays import check_device, placed
+from lsrdecomp.arrays import check_device, to_device
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.errors import LsrError
@@ -30,7 +30,7 @@ NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="here is a CUDA d
 
 
 def on_a_strict_device(value: Any, device: str | None) -> Any:
-    """As `placed`, to a device whose arrays refuse to meet those of any other."""
+    """As `to_device`, to a device whose arrays refuse to meet those of any other."""
     if isinstance(value, list | tuple):
         return type(value)(on_a_strict_device(item, device) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
@@ -56,7 +56,7 @@ def on_a_strict_device(value: Any, device: str | None) -> Any:
 def test_another_device_finds_the_same(device, shape, ranks, kind, rng, monkeypatch):
     if device == "strict":
         for module in (pair, stacking):
-            monkeypatch.setattr(module, "placed", on_a_strict_device)
+            monkeypatch.setattr(module, "to_device", on_a_strict_device)
         monkeypatch.setattr(stacking, "check_device", lambda name: None)
     targets = [low_rank(rng, shape, 4) for _ in range(2)]
     weights = None if kind == "frobenius" else [norms(rng, shape, kind) for _ in targets]
@@ -81,10 +81,10 @@ def test_arrays_are_placed_wherever_they_are_nested(rng):
         3,
         None,
     )
-    there = placed(value, "cpu")
+    there = to_device(value, "cpu")
     assert all(isinstance(array, torch.Tensor) for array in (there[0][0], there[1].output.basis))
     assert (there[1].input, *there[2:]) == (Identity(20), 3, None)
-    assert isinstance(placed(there, None)[1].output.basis, np.ndarray)
+    assert isinstance(to_device(there, None)[1].output.basis, np.ndarray)
 
 
 @NO_CUDA
@@ -113,8 +113,8 @@ def test_compress_solves_on_the_device(plan, adapter, monkeypatch):
     for module in (pair, stacking):
         monkeypatch.setattr(
             module,
-            "placed",
-            lambda value, device: solved_on.append(device) or placed(value, device),
+            "to_device",
+            lambda value, device: solved_on.append(device) or to_device(value, device),
         )
     search = None if plan.separation_rank else Search(orders=(2,), rounds=0)
     checkpoint = open_checkpoint(adapter)

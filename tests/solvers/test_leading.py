@@ -7,8 +7,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from lsrdecomp import arrays
-from lsrdecomp.arrays import to_numpy, triangular_factor
+from lsrdecomp.arrays import QRBlocking, to_numpy, triangular_factor
 from lsrdecomp.solvers.pair.initialization import leading_triples
 from lsrdecomp.solvers.pair.options import LeadingTripleOptions
 
@@ -68,6 +67,9 @@ def test_iteration_starts_near_the_best_where_the_spectrum_falls_slowly(
     assert np.all(found <= best * (1.0 + 2e-3))
 
 
+SHORT_BLOCKS = QRBlocking(row_block_entries=1)
+
+
 @pytest.mark.parametrize("rows", [3, 40, 100])
 @pytest.mark.parametrize("batch", [(), (2,)], ids=["a matrix", "two matrices"])
 def test_blocks_of_rows_give_the_triangle_of_the_whole(
@@ -75,26 +77,21 @@ def test_blocks_of_rows_give_the_triangle_of_the_whole(
     rows: int,
     xp: ModuleType,
     rng: np.random.Generator,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(arrays, "ROW_ENTRIES", 1)
     parts = [
         rng.standard_normal((*batch, rows, width)) * 1e-3 ** np.arange(width) for width in (3, 1)
     ]
     whole = np.concatenate(parts, axis=-1)
-    found = to_numpy(triangular_factor(*(xp.asarray(part) for part in parts)))
+    found = to_numpy(triangular_factor(*map(xp.asarray, parts), blocking=SHORT_BLOCKS))
     exact = np.linalg.qr(whole, mode="r")
     assert found.shape == exact.shape
     assert np.abs(found) == pytest.approx(np.abs(exact), rel=1e-10, abs=1e-15)
 
 
-def test_a_triangle_leaves_the_columns_as_they_are(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(arrays, "ROW_ENTRIES", 1)
-    column = rng.standard_normal(
-        (40, 1)
-    )  # blocks of it are contiguous in every order: LAPACK could work in place
+def test_a_triangle_leaves_the_columns_as_they_are(rng: np.random.Generator) -> None:
+    # Blocks of a column are contiguous in every order: LAPACK could work in place
+    column = rng.standard_normal((40, 1))
     before = column.copy()
-    assert abs(triangular_factor(column)[0, 0]) == pytest.approx(np.linalg.norm(before))
+    triangle = triangular_factor(column, blocking=SHORT_BLOCKS)
+    assert abs(triangle[0, 0]) == pytest.approx(np.linalg.norm(before))
     assert np.array_equal(column, before)

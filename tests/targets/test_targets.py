@@ -161,11 +161,11 @@ def test_complex_pairs(rng):
             PrecisionError,
             r"2 of 4 entries are not finite \(the first at \(0, 1\)",
         ),
-        (np.array([["a"]]), PrecisionError, "no arithmetic"),
+        (np.array([["a"]]), PrecisionError, "expected a numeric array, got dtype <U1"),
         (
             np.array([[object()]]),
             PrecisionError,
-            r"no arithmetic; pass numbers, as numpy.asarray\(matrix, float\)",
+            r"got dtype object; pass numbers, as numpy.asarray\(matrix, float\)",
         ),
         (np.ones(3), ShapeError, "expected two dimensions"),
         (np.ones((0, 3)), ShapeError, "no entries"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.arrays import Array, as_double, is_complex, namespace, placed
+from lsrdecomp.arrays import Array, as_double, is_complex, namespace, to_device
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -198,7 +198,7 @@ class JointALS:
         figures = descent.errors, start_errors, norms
         sides = problem.factors(descent.state)
         if self.device is not None:
-            sides, figures, history = placed((sides, figures, history), None)
+            sides, figures, history = to_device((sides, figures, history), None)
         return _solutions(sides, figures, history, progress, status)
 
     def _in_single(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lsrdecomp.arrays import placed, to_numpy
+from lsrdecomp.arrays import to_device, to_numpy
 from lsrdecomp.formats.number_formats import Codes, nearest_codes
 from lsrdecomp.solvers.batched_terms import safe_ratio
 from lsrdecomp.solvers.pair.initialization import as_factors
@@ -88,7 +88,7 @@ def quantize_sequentially(
     shape = product.product_shape
     batch = WeightedTargets.of([target], None if weights is None else [weights])
     start = start_pair([product], shape, product.separation_ranks, 1)
-    batch, start = placed((batch, start), None)  # codes are NumPy's
+    batch, start = to_device((batch, start), None)  # codes are NumPy's
     problem = PairProblem.of(batch, shape, schedule.cg_steps)
     coding = _Coding(problem, problem.state(start).pair, bits, schedule)
     # Codes 1: round and fix the largest free block, solve the others again, until all are codes.

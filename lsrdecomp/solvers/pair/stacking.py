@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from lsrdecomp.arrays import Array, as_double, check_device, namespace, placed, zero_padded
+from lsrdecomp.arrays import Array, as_double, check_device, namespace, to_device, zero_padded
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.solvers.batched_terms import Stacks
 from lsrdecomp.solvers.pair.initialization import as_stacks
@@ -56,7 +56,7 @@ class WeightedTargets:
         norms = stacked_norms(targets, weights)
         if device is not None:
             check_device(device)
-            pairs, triangles, norms = placed((pairs, triangles, norms), device)
+            pairs, triangles, norms = to_device((pairs, triangles, norms), device)
         return replace(cls.of_arrays(pairs, triangles, norms), device=device)
 
     @classmethod
@@ -82,7 +82,7 @@ class WeightedTargets:
 
     def placed(self, pair: Pair) -> Pair:
         """Move a pair to the device of the targets."""
-        return pair if self.device is None else placed(pair, self.device)
+        return pair if self.device is None else to_device(pair, self.device)
 
     def traces(
         self,
