@@ -14,7 +14,9 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.calibration.distil_trainer import DistillationSchedule, Trainer, TrainingState
+from lsrdecomp.calibration.distil_schedule import DistillationSchedule
+from lsrdecomp.calibration.distil_state import TrainingState
+from lsrdecomp.calibration.distil_trainer import Trainer
 from lsrdecomp.calibration.errors import CalibrationError
 from lsrdecomp.checkpoints import content_key
 
@@ -102,8 +104,8 @@ def distil_factors(
 
     Notes
     -----
-    AdamW without decay, the rate rising linearly for a twentieth of the steps and then falling
-    linearly to zero. Costs one forward and one backward pass a step, and one forward pass for each
+    AdamW without decay, the rate rising linearly for a share of the steps and then falling linearly
+    to zero. Costs one forward and one backward pass a step, and one forward pass for each
     batch of the teacher and for each evaluation. On several processes started by accelerate each
     takes its share of a step's micro-batches, and gradients are summed.
     """

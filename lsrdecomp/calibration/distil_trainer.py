@@ -1,4 +1,4 @@
-"""One distillation: its schedule, its state, and the steps that train a student's factors.
+"""The trainer of a distillation: steps on the factors of a student, and evaluations.
 
 What is trained are the numbers θ of the factors. Each factor moves in units of its own root mean
 square, θ = θ₀ + rms(θ₀) · u, so that one learning rate means the same relative change in every
@@ -8,7 +8,7 @@ layer, whatever its scale and however a layer shares its size out among its fact
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ from accelerate import PartialState
 from accelerate.utils import reduce
 from torch import Tensor, nn
 
+from lsrdecomp.calibration.distil_state import TrainingState, make_optimizer
 from lsrdecomp.calibration.errors import CalibrationError
 from lsrdecomp.calibration.features import forward_with_features
 from lsrdecomp.calibration.heads import Head
@@ -24,145 +25,8 @@ from lsrdecomp.checkpoints.progress import OnStep, ProgressUpdate
 
 if TYPE_CHECKING:
     from lsrdecomp.calibration.base_model import Base
+    from lsrdecomp.calibration.distil_schedule import DistillationSchedule
     from lsrdecomp.calibration.teacher import DistillationData, TeacherBatch
-    from lsrdecomp.checkpoints import Journal
-
-ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What torch's AdamW calls its running means."""
-
-
-@dataclass(frozen=True, slots=True)
-class DistillationSchedule:
-    """Learning rates, evaluations and the stopping rule of a distillation; all set by hand."""
-
-    trial_rates: tuple[float, ...] = (0.01, 0.03, 0.1)
-    """Learning rates that are tried, in relative change of a factor's numbers per step."""
-
-    trial_share: float = 0.05
-    """Steps of the trial of one rate, as a share of all steps. They count as steps."""
-
-    min_trial_steps: int = 3
-    """Steps of the trial of one rate at least."""
-
-    trial_warmup_steps: int = 3
-    """Steps in which the rate of a trial rises linearly."""
-
-    warmup_share: float = 0.05
-    """Steps in which the rate rises linearly, as a share of all steps; then it falls to zero."""
-
-    max_evaluations: int = 8
-    """Evaluations of the share kept on the validation texts, at regular intervals."""
-
-    min_evaluations: int = 2
-    """Evaluations that are made whatever they cost."""
-
-    evaluation_cost: float = 0.2
-    """Cost of all evaluations at most, in forward passes per step of training."""
-
-    patience: int = 3
-    """Evaluations without a new best share after which training ends."""
-
-    feature_weight: float = 4.0
-    """Weight of the squared distance to the features of the teacher's classifier, beside the
-    divergence; both count in units of the adapter's effect. Two logits an example are few to learn
-    thousands of numbers from: with it 0.81 were kept on SST-2's dev split in place of 0.76 (MiniLM,
-    1/48 of the parameters, 200 steps, one seed)."""
-
-    min_rms: float = 1e-8
-    """Root mean square that a factor counts with at least: one that is zero can move."""
-
-    adam_eps: float = 1e-12
-    """Epsilon of AdamW, small beside the gradients of relative changes."""
-
-    def n_evaluations(self, steps: int, cost: float) -> int:
-        """Return how many evaluations are made, if one costs as much as ``cost`` forward passes."""
-        affordable = int(self.evaluation_cost * steps / cost) - 1  # the first is before any step
-        return max(self.min_evaluations, min(self.max_evaluations, affordable))
-
-    def trial_steps(self, steps: int) -> int:
-        """Return the steps of the trial of one rate."""
-        return max(self.min_trial_steps, round(self.trial_share * steps))
-
-    def trial_factor(self, step: int) -> float:
-        """Return the factor of the learning rate in a step of a trial, counted from 0."""
-        return min(1.0, (step + 1) / self.trial_warmup_steps)
-
-    def learning_rate(self, peak: float, step: int, steps: int) -> float:
-        """Return the learning rate of one of so many steps, counted from 0."""
-        warmup_steps = max(1.0, self.warmup_share * steps)
-        rising = min(1.0, (step + 1) / warmup_steps)
-        falling = 1.0 - step / steps
-        return peak * rising * falling
-
-    def has_stalled(self, shares: list[float]) -> bool:
-        """Return whether the last evaluations brought no share above those before them."""
-        recent, earlier = shares[-self.patience :], shares[: -self.patience]
-        return len(shares) > self.patience and max(recent) <= max(earlier)
-
-
-@dataclass(slots=True)
-class TrainingState:
-    """Where a training is, and all that it goes on from after a kill."""
-
-    optimizer: torch.optim.AdamW  # of one vector, the relative changes u of all numbers
-    best: Tensor  # relative changes at the evaluation with the largest share
-    step: int = 0
-    rate: float = 0.0  # peak learning rate
-    passes: float = 0.0  # forward and backward passes of the base so far
-    evaluations: list[tuple[int, float]] = field(default_factory=list)  # step and share kept
-
-    @property
-    def changes(self) -> nn.Parameter:
-        """Relative changes u of all numbers, as one vector."""
-        parameter: nn.Parameter = self.optimizer.param_groups[0]["params"][0]
-        return parameter
-
-    @property
-    def shares(self) -> list[float]:
-        """Shares kept at the evaluations so far."""
-        return [share for _, share in self.evaluations]
-
-    def save(self, journal: Journal, key: str) -> None:
-        """Keep the state of an unfinished run in its journal."""
-        moments = self.optimizer.state[self.changes]
-        tensors = {"changes": self.changes.data, "best": self.best}
-        tensors |= {name: moments[name] for name in ADAM_MOMENTS}
-        arrays = {name: value.cpu().numpy() for name, value in tensors.items()}
-        numbers = {
-            "step": self.step,
-            "rate": self.rate,
-            "passes": self.passes,
-            "evaluations": self.evaluations,
-            "adam_steps": float(moments["step"]),
-        }
-        journal.put(key, arrays, values=numbers)
-
-    @classmethod
-    def load(
-        cls, journal: Journal, key: str, schedule: DistillationSchedule, device: torch.device
-    ) -> TrainingState | None:
-        """Return the state that a journal keeps under a key, if there is one."""
-        result = journal.get(key)
-        if result is None:
-            return None
-        numbers = result.values
-        tensors = {
-            name: torch.tensor(stored.read(), device=device)
-            for name, stored in result.arrays.items()
-        }
-        optimizer = make_optimizer(tensors["changes"], schedule)
-        state = cls(
-            optimizer,
-            tensors["best"],
-            step=numbers["step"],
-            rate=numbers["rate"],
-            passes=numbers["passes"],
-            evaluations=[(step, share) for step, share in numbers["evaluations"]],
-        )
-        moments = {name: tensors[name] for name in ADAM_MOMENTS}
-        moments["step"] = torch.tensor(numbers["adam_steps"])
-        optimizer.state[state.changes] = moments
-        return state
 
 
 class Trainer:
@@ -354,12 +218,6 @@ class Trainer:
             state.best = state.changes.detach().clone()
         state.evaluations.append((state.step, share))
         state.passes += self.evaluation_cost
-
-
-def make_optimizer(changes: Tensor, schedule: DistillationSchedule) -> torch.optim.AdamW:
-    """Return AdamW without weight decay on a copy of the relative changes."""
-    parameter = nn.Parameter(changes.clone())
-    return torch.optim.AdamW([parameter], eps=schedule.adam_eps, weight_decay=0.0)
 
 
 def kl_loss(teacher_logits: Tensor, logits: Tensor, head: Head) -> Tensor:

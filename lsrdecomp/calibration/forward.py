@@ -48,7 +48,7 @@ class BatchLogits:
 
 
 def forward(
-    base: Base, batch: Batch, *, full_logits: bool = False, n_probed: int = 8
+    base: Base, batch: Batch, *, full_logits: bool = False, n_probes: int = 8
 ) -> BatchLogits:
     """Run a model on one batch; gradients flow where its parameters want them.
 
@@ -64,30 +64,30 @@ def forward(
     full_logits : bool
         Hold logits in place of what the output layer reads. That is also done for models that do
         something to the logits after this layer, such as a scale or a cap.
-    n_probed : int
-        Predictions by which it is seen whether anything comes after the output layer.
+    n_probes : int
+        Predictions by which it is tested whether anything comes after the output layer; by hand.
     """
     device = next(base.model.parameters()).device
     inputs = {name: value.to(device) for name, value in batch.items()}
     layer = output_layer(base)
-    predicts = _predicting_positions(inputs, base.head)
+    positions = _predicting_positions(inputs, base.head)
     # 1. Where every position predicts, or no layer of its own makes the logits of tokens, they are
     #    what the model returns.
-    if layer is None or predicts is None:
-        return _forward_in_full(base, inputs, predicts)
-    counts = predicts.sum(1).cpu()
+    if layer is None or positions is None:
+        return _forward_in_full(base, inputs, positions)
+    counts = positions.sum(1).cpu()
     # 2. A pass in which the output layer makes the logits of a few rows only. If it makes the same
     #    bits from these rows on its own, nothing comes after it: the rows stand for all logits.
     if not full_logits:
-        with _projecting_only(layer, predicts, n_probed) as projected:
+        with _reading_only(layer, positions, n_probes) as inputs_read:
             returned = base.model(**model_inputs(inputs)).logits.float()
-        hidden = projected[0]
+        hidden = inputs_read[0]
         with torch.no_grad():
-            formed = layer(hidden[:n_probed]).float()
+            formed = layer(hidden[:n_probes]).float()
         if torch.equal(formed, returned):
             return BatchLogits(hidden, counts, layer)
     # 3. Otherwise the logits of all positions that predict, as the model returns them.
-    with _projecting_only(layer, predicts):
+    with _reading_only(layer, positions):
         logits = base.model(**model_inputs(inputs)).logits.float()
     return BatchLogits(logits, counts, None)
 
@@ -145,21 +145,21 @@ def _predicting_positions(inputs: Batch, head: Head) -> Tensor | None:
     return mask
 
 
-def _forward_in_full(base: Base, inputs: Batch, predicts: Tensor | None) -> BatchLogits:
+def _forward_in_full(base: Base, inputs: Batch, positions: Tensor | None) -> BatchLogits:
     """Return the logits that the model returns, without those of positions that do not predict."""
     all_logits = base.model(**model_inputs(inputs)).logits
     logits = prediction_logits(all_logits, base.head, loss_mask(inputs, base.head))
-    if predicts is None or base.head not in TOKEN_HEADS:
+    if positions is None or base.head not in TOKEN_HEADS:
         n_examples = len(next(iter(inputs.values())))
         counts = torch.full((n_examples,), len(logits) // n_examples)
     else:
-        counts = predicts.sum(1).cpu()
+        counts = positions.sum(1).cpu()
     return BatchLogits(logits, counts, None)
 
 
 @contextmanager
-def _projecting_only(
-    layer: nn.Module, predicts: Tensor, first: int | None = None
+def _reading_only(
+    layer: nn.Module, positions: Tensor, first: int | None = None
 ) -> Iterator[list[Tensor]]:
     """Let the output layer read the positions that predict alone, or the ``first`` of them.
 
@@ -168,7 +168,7 @@ def _projecting_only(
     inputs: list[Tensor] = []
 
     def hook(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        hidden = arguments[0][predicts]
+        hidden = arguments[0][positions]
         inputs.append(hidden)
         return (hidden[:first], *arguments[1:])
 

@@ -13,7 +13,7 @@ from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.distil import Distillation, distil_factors
-from lsrdecomp.calibration.distil_trainer import DistillationSchedule
+from lsrdecomp.calibration.distil_schedule import DistillationSchedule
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.writing import WEIGHTS

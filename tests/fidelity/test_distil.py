@@ -27,10 +27,10 @@ from lsrdecomp.adapters.layer import LsrLayer  # noqa: E402
 from lsrdecomp.calibration.base_model import load_pair  # noqa: E402
 from lsrdecomp.calibration.dataset import DataError, PromptExample  # noqa: E402
 from lsrdecomp.calibration.distil import distil_factors  # noqa: E402
+from lsrdecomp.calibration.distil_schedule import DistillationSchedule  # noqa: E402
+from lsrdecomp.calibration.distil_state import TrainingState  # noqa: E402
 from lsrdecomp.calibration.distil_trainer import (  # noqa: E402
-    DistillationSchedule,
     Trainer,
-    TrainingState,
     kl_loss,
     trainable_factors,
 )

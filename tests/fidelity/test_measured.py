@@ -19,7 +19,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 import lsrdecomp as lsr  # noqa: E402
 from lsrdecomp.calibration.distil import Distillation  # noqa: E402
-from lsrdecomp.calibration.distil_trainer import TrainingState  # noqa: E402
+from lsrdecomp.calibration.distil_state import TrainingState  # noqa: E402
 from lsrdecomp.checkpoints import Journal  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.compression import verify  # noqa: E402
