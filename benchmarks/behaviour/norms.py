@@ -40,7 +40,7 @@ from benchmarks.lab.structures.fit import lsr_candidates
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.heads import Head
-from lsrdecomp.checkpoints.statistics import DAMPING, read_statistics
+from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 from lsrdecomp.compression.candidates import Candidate, drop, low_rank_candidates, materialize
 from lsrdecomp.compression.layers import Layer, SpillCache
 from lsrdecomp.compression.shapes import shape_grid
@@ -256,7 +256,7 @@ def main() -> None:
     settings = {
         "budgets": BUDGETS,
         "samples": SAMPLES,
-        "damping": DAMPING,
+        "damping": Statistics({}, {}, Path()).damping,
         "judged": JUDGED,
         "machine": platform.machine(),
     }

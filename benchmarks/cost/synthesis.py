@@ -47,7 +47,7 @@ from scipy.optimize import brentq
 from benchmarks import RESULTS, provenance
 from benchmarks.cost.memory import peak
 from lsrdecomp.checkpoints import Checkpoint, Journal, open_checkpoint, write_lora
-from lsrdecomp.checkpoints.statistics import DAMPING, TENSORS, Statistics, damped, read_statistics
+from lsrdecomp.checkpoints.statistics import TENSORS, Statistics, damped_weight, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import search_adapter
 from lsrdecomp.compression.layers import Layer, open_layers
@@ -239,7 +239,8 @@ def synthetic_layer(
         half = rng.standard_normal((size, like["rank"]))
         # So combined that the weighted columns are orthonormal: then the update has the singular
         # values of step 2.
-        triangle = np.linalg.qr(damped(weight, DAMPING).root(half), mode="r")
+        damped = damped_weight(weight, Statistics({}, {}, Path()).damping)
+        triangle = np.linalg.qr(damped.root(half), mode="r")
         pair.append(solve_triangular(triangle.T, half.T, lower=True).T)
         sides.append((weight.basis, values))
     # 2. Singular values that fall by a factor, to the participation ratio of their squares.

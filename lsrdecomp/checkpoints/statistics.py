@@ -1,4 +1,4 @@
-"""Layer statistics: the two weights of the Fisher norm, read from the files that calibration wrote, without torch.
+"""Layer statistics: the two weights of the Fisher norm, as calibration wrote them; without torch.
 
 A directory of statistics holds ``statistics.json`` (`METADATA`), with the SHA-256 of the other file
 unless an older version wrote it, and ``statistics.safetensors`` (`TENSORS`). For each module and
@@ -35,35 +35,55 @@ METADATA = "statistics.json"
 TENSORS = "statistics.safetensors"
 FORMAT = "lsrdecomp-statistics"
 VERSION = 1
-SIDES = ("output", "input")
-DAMPING = 0.03
-"""Share of the mean eigenvalue added to all: directions that calibration never saw still cost a
-little."""
-ORTHONORMAL = 5e-3
-"""Most that VᵀV of stored eigenvectors may differ from I: rounded to half precision, they stay far
-below."""
 PARTS = ("eigenvectors", "eigenvalues", "rest")
 
 
 class Statistics(Mapping[str, NormWeights]):
-    """The Fisher norms of a base's layers by module name, damped for the solvers; each is read when it is asked for."""
+    """Fisher norms of a base's layers by module name, damped for the solvers.
+
+    Each is read when it is asked for.
+
+    Parameters
+    ----------
+    metadata : mapping
+        What ``statistics.json`` says.
+    tensors : mapping of str to StoredTensor
+    path : Path
+        The file that they lie in.
+    damping : float
+        Share of the mean eigenvalue that is added to all: directions that calibration never saw
+        still cost a little. Of .003, .03 and .3 none is better everywhere: docs/language-models.md.
+    orthonormal_tolerance : float
+        Largest entry of VᵀV − I that stored eigenvectors may have. By hand: what is rounded to half
+        precision stays far below.
+    """
 
     def __init__(
-        self, metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor], path: Path
+        self,
+        metadata: Mapping[str, Any],
+        tensors: Mapping[str, StoredTensor],
+        path: Path,
+        *,
+        damping: float = 0.03,
+        orthonormal_tolerance: float = 5e-3,
     ) -> None:
         self.metadata = metadata
         self.path = path
+        self.damping = damping
+        self.orthonormal_tolerance = orthonormal_tolerance
         self._tensors = tensors
-        self._sound: set[str] = (
-            set()
-        )  # weights found orthonormal: a search reads them again and again
+        # Weights that were found orthonormal: a search reads them again and again.
+        self._orthonormal: set[str] = set()
 
     def __getitem__(self, module: str) -> NormWeights:
-        return NormWeights(*(damped(self._weight(module, side), DAMPING) for side in SIDES))
+        return NormWeights(
+            damped_weight(self._weight(module, "output"), self.damping),
+            damped_weight(self._weight(module, "input"), self.damping),
+        )
 
     def measured(self, module: str) -> NormWeights:
-        """The weights of a layer as calibration measured them."""
-        return NormWeights(*(self._weight(module, side) for side in SIDES))
+        """Return the weights of a layer as calibration measured them."""
+        return NormWeights(self._weight(module, "output"), self._weight(module, "input"))
 
     def __contains__(self, module: object) -> bool:
         return module in self._modules
@@ -82,7 +102,7 @@ class Statistics(Mapping[str, NormWeights]):
         )
 
     def check_base(self, declared: str | None) -> None:
-        """Refuse an adapter for another base than the one these statistics are of, as far as both name theirs.
+        """Refuse an adapter for another base than that of these statistics, if both name theirs.
 
         Parameters
         ----------
@@ -97,81 +117,95 @@ class Statistics(Mapping[str, NormWeights]):
         """
         base = self.metadata.get("settings", {}).get("adapter_base")
         if base and declared and _last_part(base) != _last_part(declared):
-            text = f"of base {base}, and the adapter is for {declared}; calibrate on that base"
-            raise CheckpointError(text, path=self.path.parent)
+            raise CheckpointError(
+                f"of base {base}, and the adapter is for {declared}; calibrate on that base",
+                path=self.path.parent,
+            )
 
     def effect(self, adapter: str) -> float | None:
-        """KL(LoRA ‖ no adapter) in nats an answer, as calibration measured it on its examples.
+        """Return KL(LoRA ‖ no adapter) in nats an answer, as calibration measured it.
 
         Parameters
         ----------
         adapter : str
-            SHA-256 of the weight file of the LoRA; None is returned for another than the one that
-            was active.
+            SHA-256 of the weight file of the LoRA.
+
+        Returns
+        -------
+        float, or None
+            None for another adapter than the one that was active.
         """
         settings = self.metadata.get("settings", {})
         effect = settings.get("effect")
-        return float(effect) if effect and settings.get("adapter") == adapter else None
+        if not effect or settings.get("adapter") != adapter:
+            return None
+        return float(effect)
 
     def _weight(self, module: str, side: str) -> LowRankPlusIdentity:
         if module not in self._modules:
             raise KeyError(module)
-        name, parts = f"{module}.{side}", []
-        for part in PARTS:
-            stored = self._tensors.get(f"{name}.{part}")
-            if stored is None:
-                raise CheckpointError(
-                    "missing; calibrate again", path=self.path, tensor=f"{name}.{part}"
-                )
-            parts.append(stored.load().astype(np.float64))
-        vectors, values, rest = parts
-        if (
-            rest.shape != ()
-            or vectors.ndim != 2
-            or values.shape != vectors.shape[1:]
-            or values.size > len(vectors)
-        ):
-            shapes = ", ".join(
-                f"{part} {array.shape}" for part, array in zip(PARTS, parts, strict=True)
+        name = f"{module}.{side}"
+        vectors, values, rest = (self._load(f"{name}.{part}") for part in PARTS)
+        fits = (
+            rest.shape == ()
+            and vectors.ndim == 2
+            and values.shape == vectors.shape[1:]
+            and values.size <= len(vectors)
+        )
+        if not fits:
+            shapes = f"eigenvectors {vectors.shape}, eigenvalues {values.shape}, rest {rest.shape}"
+            raise CheckpointError(
+                f"{shapes}; expected (n, q), (q,) and () with q ≤ n; calibrate again",
+                path=self.path,
+                tensor=name,
             )
-            text = f"{shapes}; expected (n, q), (q,) and () with q ≤ n; calibrate again"
-            raise CheckpointError(text, path=self.path, tensor=name)
-        half = self._tensors[f"{name}.{PARTS[0]}"].dtype == "float16"
-        if half or name not in self._sound:
-            vectors = self._orthonormal(name, vectors, half)
-            self._sound.add(name)
+        is_half = self._tensors[f"{name}.eigenvectors"].dtype == "float16"
+        if is_half or name not in self._orthonormal:
+            vectors = self._orthonormalized(name, vectors, is_half)
+            self._orthonormal.add(name)
         try:
             return LowRankPlusIdentity(vectors, values, rest)
         except PrecisionError as error:
             raise CheckpointError(str(error), path=self.path, tensor=name) from None
 
-    def _orthonormal(
-        self, name: str, vectors: NDArray[np.float64], half: bool
+    def _load(self, key: str) -> NDArray[np.float64]:
+        stored = self._tensors.get(key)
+        if stored is None:
+            raise CheckpointError("missing; calibrate again", path=self.path, tensor=key)
+        return stored.load().astype(np.float64)
+
+    def _orthonormalized(
+        self, name: str, vectors: NDArray[np.float64], is_half: bool
     ) -> NDArray[np.float64]:
-        """Eigenvectors as they are if they are orthonormal; from half precision orthonormal again."""
-        stored = (
-            vectors if half else vectors.astype(np.float32)
-        )  # whose digits are more than enough for the check
-        gram = stored.T @ stored
-        off = float(np.abs(gram - np.eye(len(gram))).max(initial=0.0))
-        if not off < ORTHONORMAL:
-            text = f"eigenvectors are not orthonormal: VᵀV differs from I by {off:.2g}; damaged, calibrate again"
-            raise CheckpointError(text, path=self.path, tensor=f"{name}.{PARTS[0]}")
-        if not half:
+        """Check eigenvectors, and make those in half precision orthonormal again."""
+        # Single precision has more digits than the check needs.
+        checked = vectors if is_half else vectors.astype(np.float32)
+        gram = checked.T @ checked
+        deviation = float(np.abs(gram - np.eye(len(gram))).max(initial=0.0))
+        if not deviation < self.orthonormal_tolerance:
+            raise CheckpointError(
+                f"eigenvectors are not orthonormal: VᵀV differs from I by {deviation:.2g}; "
+                "damaged, calibrate again",
+                path=self.path,
+                tensor=f"{name}.eigenvectors",
+            )
+        if not is_half:
             return vectors
         from scipy.linalg import solve_triangular
 
         # To the digits of a double, and no further away than rounding had moved them.
+        triangle = np.linalg.cholesky(gram)
         solution: NDArray[np.float64] = solve_triangular(
-            np.linalg.cholesky(gram), vectors.T, lower=True, check_finite=False
+            triangle, vectors.T, lower=True, check_finite=False
         ).T
         return solution
 
 
-def damped(weight: LowRankPlusIdentity, fraction: float) -> LowRankPlusIdentity:
-    """With ``fraction`` of the mean eigenvalue added to every eigenvalue.
+def damped_weight(weight: LowRankPlusIdentity, fraction: float) -> LowRankPlusIdentity:
+    """Add ``fraction`` of the mean eigenvalue to every eigenvalue.
 
-    >>> damped(LowRankPlusIdentity(np.array([[1.0], [0.0]]), np.array([4.0]), 1.0), 0.4).apply(np.eye(2))
+    >>> weight = LowRankPlusIdentity(np.array([[1.0], [0.0]]), np.array([4.0]), 1.0)
+    >>> damped_weight(weight, 0.4).apply(np.eye(2))
     array([[5., 0.],
            [0., 2.]])
     """
@@ -180,6 +214,7 @@ def damped(weight: LowRankPlusIdentity, fraction: float) -> LowRankPlusIdentity:
 
 
 def _last_part(base: str) -> str:
+    """Return the last part of a name or path, in lower case."""
     return base.rstrip("/\\").replace("\\", "/").rpartition("/")[2].lower()
 
 
@@ -210,18 +245,19 @@ def read_statistics(directory: str | Path) -> Statistics:
     12
     """
     directory = Path(directory)
-    metadata = read_json(directory / METADATA)
+    metadata_path = directory / METADATA
+    metadata = read_json(metadata_path)
     if metadata.get("format") != FORMAT:
-        raise CheckpointError(
-            f"format {metadata.get('format')!r}, expected {FORMAT!r}", path=directory / METADATA
-        )
+        found = f"format {metadata.get('format')!r}, expected {FORMAT!r}"
+        raise CheckpointError(found, path=metadata_path)
     if metadata.get("version") != VERSION:
-        raise CheckpointError(
-            f"version {metadata.get('version')!r}, this release reads {VERSION}",
-            path=directory / METADATA,
-        )
+        found = f"version {metadata.get('version')!r}, this release reads {VERSION}"
+        raise CheckpointError(found, path=metadata_path)
     path = directory / TENSORS
     if "sha256" in metadata and regular_file_size(path) and metadata["sha256"] != sha256(path):
-        text = f"changed since it was written: its SHA-256 is not the one in {METADATA}; copy it again, or calibrate again"
-        raise CheckpointError(text, path=path)
+        raise CheckpointError(
+            f"changed since it was written: its SHA-256 is not the one in {METADATA}; copy it "
+            "again, or calibrate again",
+            path=path,
+        )
     return Statistics(metadata, read_header(path).tensors, path)

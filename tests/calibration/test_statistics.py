@@ -12,7 +12,7 @@ import pytest
 from oracles import formed
 from safetensors.numpy import load_file, save_file
 
-from lsrdecomp.checkpoints.statistics import DAMPING, Statistics, damped, read_statistics
+from lsrdecomp.checkpoints.statistics import Statistics, damped_weight, read_statistics
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.targets.weights import LowRankPlusIdentity
 
@@ -73,23 +73,22 @@ def test_a_weight_acts_as_its_matrix(size, rank):
     x = np.random.default_rng(1).standard_normal((size, 3))
     np.testing.assert_allclose(stored.root(stored.root(x)), matrix @ x, atol=1e-12)
     expected = matrix + 0.1 * np.trace(matrix) / size * np.eye(size)
-    np.testing.assert_allclose(formed(damped(stored, 0.1)), expected, atol=1e-12)
+    np.testing.assert_allclose(formed(damped_weight(stored, 0.1)), expected, atol=1e-12)
 
 
 def test_solver_weights_are_the_damped_ones(directory):
     statistics = read_statistics(directory)
     norm, layer = statistics[ATTENTION], statistics.measured(ATTENTION)
     norm.check((6, 5))
-    np.testing.assert_allclose(formed(norm.input), formed(damped(layer.input, DAMPING)), atol=1e-12)
-    np.testing.assert_allclose(
-        formed(norm.output), formed(damped(layer.output, DAMPING)), atol=1e-12
-    )
+    for side in ("input", "output"):
+        damped = damped_weight(getattr(layer, side), statistics.damping)
+        np.testing.assert_allclose(formed(getattr(norm, side)), formed(damped), atol=1e-12)
 
 
 def test_layers_keep_their_eigenpairs_apart():
     rng = np.random.default_rng(0)
     basis, _ = np.linalg.qr(rng.standard_normal((1025, 2)))
-    weight = damped(LowRankPlusIdentity(basis, np.array([3.0, 2.0]), 0.1), 0.1)
+    weight = damped_weight(LowRankPlusIdentity(basis, np.array([3.0, 2.0]), 0.1), 0.1)
     assert weight.basis.shape == (1025, 2)
     added = 0.1 * (5.0 + 1023 * 0.1) / 1025
     np.testing.assert_allclose(
@@ -171,13 +170,13 @@ def test_read_again_eigenvectors_are_not_checked_again(directory, monkeypatch, k
         name: value.astype(kind) if "vectors" in name else value for name, value in tensors.items()
     }
     save_file(stored, directory / "statistics.safetensors")
-    statistics, check, seen = read_statistics(directory), Statistics._orthonormal, []
+    statistics, check, seen = read_statistics(directory), Statistics._orthonormalized, []
 
     def counted(self, name, *rest):
         seen.append(name)
         return check(self, name, *rest)
 
-    monkeypatch.setattr(Statistics, "_orthonormal", counted)
+    monkeypatch.setattr(Statistics, "_orthonormalized", counted)
     first, second = (statistics[ATTENTION].input.basis for _ in range(2))
     assert np.array_equal(first, second)
     assert len(seen) == 2 * checks  # of both sides
