@@ -1,4 +1,7 @@
-"""The modules of a base and the sizes of their weights: from headers of files where there are any, so without torch."""
+"""The modules of a base and the sizes of their weights, from headers of files where there are any.
+
+Then neither torch nor transformers is needed.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,15 @@ from lsrdecomp.errors import CheckpointError, LsrError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-INDEX = ".safetensors.index.json"
-CLASSES = {
+INDEX_SUFFIX = ".safetensors.index.json"
+SINGLE_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
+COMPONENT_CLASSES = {
     "UNet2DConditionModel": "unet",
     "CLIPTextModel": "text_encoder",
     "CLIPTextModelWithProjection": "text_encoder_2",
 }
-LOADERS = {
+"""Components of image pipelines by the class in their config."""
+MODEL_CLASSES = {
     "CAUSAL_LM": "AutoModelForCausalLM",
     "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
     "SEQ_CLS": "AutoModelForSequenceClassification",
@@ -39,6 +44,8 @@ class BaseModules:
 
     Attributes
     ----------
+    path : Path
+        Where they were read.
     shapes : Mapping of str to tuple of int, or None
         Of the stored weight: out x in of a linear layer, in x out of transformers' ``Conv1D``. None
         where the stored numbers are packed. A diffusers pipeline's names begin with the component;
@@ -49,7 +56,8 @@ class BaseModules:
 
     Examples
     --------
-    >>> base = BaseModules(Path("pipeline"), {"unet.mid_block.attn1.to_q": (64, 64), "vae.decoder.conv_in": None})
+    >>> shapes = {"unet.mid_block.attn1.to_q": (64, 64), "vae.decoder.conv_in": None}
+    >>> base = BaseModules(Path("pipeline"), shapes)
     >>> base.from_gguf, "unet" in base.components
     (False, True)
     """
@@ -74,44 +82,52 @@ class BaseModules:
         return frozenset(name.rpartition(".")[2] for name in self.shapes)
 
     def find(self, name: str) -> str | None:
-        """The stored name of a module that transformers calls ``name``, or None."""
+        """Return the stored name of a module that transformers calls ``name``, or None."""
         if self.from_gguf:
             assert self.gguf is not None
             name = self.gguf.find(name) or ""
         return name if name in self.shapes else None
 
     def find_as_opened(self, name: str, task_type: str | None) -> str | None:
-        """As `find`, where transformers opens the base for a task: it adds or takes away the first word of its names.
+        """Return the stored name of a module, as transformers opens the base for a task.
 
-        A file of the bare model has ``encoder.…`` where a model with a head calls it
-        ``bert.encoder.…``, and the other way round; language models are asked for by their own
-        names.
+        It then adds or takes away the first word of names: a file of the bare model has
+        ``encoder.…`` where a model with a head calls it ``bert.encoder.…``, and the other way
+        round. Language models are asked for by their own names.
         """
-        same = self.find(name)
-        if same is not None or self.from_gguf:
-            return same
-        rest = name.partition(".")[2]
-        if self._bare:
-            return rest if rest in self.shapes else None
+        stored_name = self.find(name)
+        if stored_name is not None or self.from_gguf:
+            return stored_name
+        if self._is_bare:
+            without_first = name.partition(".")[2]
+            return without_first if without_first in self.shapes else None
         if task_type in ("CAUSAL_LM", "SEQ_2_SEQ_LM"):
             return None
-        firsts = {stored.partition(".")[0] for stored in self.shapes}
-        return next(
-            (f"{word}.{name}" for word in sorted(firsts) if f"{word}.{name}" in self.shapes), None
-        )
+        first_words = {stored.partition(".")[0] for stored in self.shapes}
+        for word in sorted(first_words):
+            if f"{word}.{name}" in self.shapes:
+                return f"{word}.{name}"
+        return None
 
     @cached_property
-    def _bare(self) -> bool:
-        """Whether no word stands above both numbered layers and embeddings, as one does in a model with a head."""
-        numbered = {
-            name for name in self.shapes if any(part.isdecimal() for part in name.split("."))
-        }
-        above = {name.partition(".")[0] for name in numbered}
-        return not above & {name.partition(".")[0] for name in self.shapes.keys() - numbered}
+    def _is_bare(self) -> bool:
+        """Whether the names are those of a model without a head.
+
+        In a model with one, a word stands above both numbered layers and embeddings.
+        """
+        above_layers: set[str] = set()
+        above_others: set[str] = set()
+        for name in self.shapes:
+            words = name.split(".")
+            if any(word.isdecimal() for word in words):
+                above_layers.add(words[0])
+            else:
+                above_others.add(words[0])
+        return not above_layers & above_others
 
 
 def read_modules(path: str | Path, *, task_type: str | None = None) -> BaseModules:
-    """The modules of a base.
+    """Read the modules of a base.
 
     Parameters
     ----------
@@ -137,7 +153,8 @@ def read_modules(path: str | Path, *, task_type: str | None = None) -> BaseModul
     Examples
     --------
     >>> from importlib.resources import files
-    >>> modules = read_modules(files("lsrdecomp.cli") / "demo_adapter" / "adapter_model.safetensors")   # any such file
+    >>> demo = files("lsrdecomp.cli") / "demo_adapter"
+    >>> modules = read_modules(demo / "adapter_model.safetensors")           # any such file
     >>> isinstance(modules, BaseModules), modules.from_gguf
     (True, False)
     """
@@ -146,89 +163,113 @@ def read_modules(path: str | Path, *, task_type: str | None = None) -> BaseModul
         gguf_base = read_base(path)
         return BaseModules(path, dict(gguf_base.shapes), gguf_base)
     if path.is_dir() and (path / "model_index.json").is_file():
-        return BaseModules(path, dict(_pipeline(path)))
+        return BaseModules(path, dict(_pipeline_modules(path)))
     shapes = dict(_modules(path, task_type))
-    folder = path if path.is_dir() else path.parent
-    config = path if path.name == "config.json" else folder / "config.json"
-    described = read_json(config) if config.is_file() else {}
-    component = CLASSES.get(
-        str(described.get("_class_name") or next(iter(described.get("architectures") or []), ""))
-    )
+    directory = path if path.is_dir() else path.parent
+    config = path if path.name == "config.json" else directory / "config.json"
+    component = _component(config)
     if component is not None:
         return BaseModules(path, {f"{component}.{name}": shape for name, shape in shapes.items()})
-    return BaseModules(path, shapes, _gguf(config))
+    return BaseModules(path, shapes, _gguf_names(config))
+
+
+def _component(config: Path) -> str | None:
+    """Return which component of an image pipeline a config is of, or None."""
+    if not config.is_file():
+        return None
+    fields = read_json(config)
+    class_name = fields.get("_class_name")
+    if not class_name:
+        class_name = next(iter(fields.get("architectures") or []), "")
+    return COMPONENT_CLASSES.get(str(class_name))
 
 
 def _modules(path: Path, task_type: str | None) -> Iterator[tuple[str, Shape | None]]:
+    """Yield the modules of one model, from its weight files or else from its config."""
     files = _weight_files(path)
-    if not files:
-        config = path / "config.json" if path.is_dir() else path
-        if config.name != "config.json" or not config.is_file():
-            text = "is no base: expected a model's directory, safetensors, an index, a GGUF file or a config.json"
-            raise CheckpointError(text if path.exists() else "no such file or directory", path=path)
-        yield from _built(config, task_type)
+    if files:
+        yield from _stored_modules(files)
         return
+    config = path / "config.json" if path.is_dir() else path
+    if config.name != "config.json" or not config.is_file():
+        reason = "no such file or directory"
+        if path.exists():
+            reason = (
+                "is no base: expected a model's directory, safetensors, an index, a GGUF file or a "
+                "config.json"
+            )
+        raise CheckpointError(reason, path=path)
+    yield from _built_modules(config, task_type)
+
+
+def _stored_modules(files: list[Path]) -> Iterator[tuple[str, Shape | None]]:
+    """Yield the modules in the headers of safetensors files."""
     tied = None
     for file in files:
         for name, tensor in read_header(file).tensors.items():
-            module, _, kind = name.rpartition(".")
-            if kind == "qweight":  # GPTQ and AWQ pack their numbers
+            module, _, parameter = name.rpartition(".")
+            if parameter == "qweight":  # GPTQ and AWQ pack their numbers
                 yield module, None
-            elif kind == "weight" and len(tensor.shape) > 1:
-                yield module, None if tensor.dtype in ("uint8", "int8") else tensor.shape
+            elif parameter == "weight" and len(tensor.shape) > 1:
+                is_packed = tensor.dtype in ("uint8", "int8")
+                yield module, None if is_packed else tensor.shape
                 if module.endswith("embed_tokens"):
                     tied = tensor.shape
     if tied is not None:
-        yield (
-            "lm_head",
-            tied,
-        )  # of a model that ties it to the embedding; if it is stored, its size is the same
+        # Of a model that ties it to the embedding; where it is stored, its size is the same.
+        yield "lm_head", tied
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a base; none where there is only a config."""
+    """Return the safetensors files of a base; none where there is only a config."""
     if path.is_dir():
-        indices = sorted(path.glob(f"*{INDEX}"))
-        whole = [
-            path / name for name in ("model.safetensors", "diffusion_pytorch_model.safetensors")
-        ]
-        whole = [file for file in whole if file.exists() or file.is_symlink()]
-        if not whole and not indices:
+        singles = [path / name for name in SINGLE_FILES]
+        singles = [file for file in singles if file.exists() or file.is_symlink()]
+        indices = sorted(path.glob(f"*{INDEX_SUFFIX}"))
+        if not singles and not indices:
             return sorted(path.glob("*.safetensors"))
-        path = whole[0] if whole else indices[0]
-    if path.name.endswith(INDEX):
-        parts = read_json(path).get("weight_map")
-        if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
-            raise CheckpointError("has no weight_map from tensor to file", path=path)
-        files = sorted(set(parts.values()))
-        odd = [file for file in files if Path(file).name != file]
-        if odd:
-            raise CheckpointError(
-                f"names a file outside its directory, {ascii(odd[0])[:80]}", path=path
-            )
-        return [path.parent / file for file in files]
+        path = (singles + indices)[0]
+    if path.name.endswith(INDEX_SUFFIX):
+        return _indexed_files(path)
     return [path] if path.suffix == ".safetensors" else []
 
 
-def _pipeline(path: Path) -> Iterator[tuple[str, Shape | None]]:
-    components = [part for part in COMPONENTS if (path / part).is_dir()]
+def _indexed_files(index: Path) -> list[Path]:
+    """Return the files that an index of safetensors names, which lie beside it."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) for file in weight_map.values()
+    ):
+        raise CheckpointError("has no weight_map from tensor to file", path=index)
+    files = sorted(set(weight_map.values()))
+    for file in files:
+        if Path(file).name != file:
+            raise CheckpointError(
+                f"names a file outside its directory, {ascii(file)[:80]}", path=index
+            )
+    return [index.parent / file for file in files]
+
+
+def _pipeline_modules(path: Path) -> Iterator[tuple[str, Shape | None]]:
+    """Yield the modules of all components of a diffusers pipeline."""
+    components = [name for name in COMPONENTS if (path / name).is_dir()]
     if not components:
         raise CheckpointError(f"is a pipeline without any of {', '.join(COMPONENTS)}", path=path)
-    for part in components:
-        for name, shape in _modules(path / part, None):
-            yield f"{part}.{name}", shape
+    for component in components:
+        for name, shape in _modules(path / component, None):
+            yield f"{component}.{name}", shape
 
 
-def _gguf(config: Path) -> GgufBase | None:
-    """What llama.cpp's names need, where the config is of an architecture that has them."""
+def _gguf_names(config: Path) -> GgufBase | None:
+    """Return what llama.cpp's names need, where the config is of an architecture that has them."""
     try:
         return read_base(config)
     except CheckpointError:
         return None
 
 
-def _built(config: Path, task_type: str | None) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Each module that has a weight of two and more axes.
+def _built_modules(config: Path, task_type: str | None) -> Iterator[tuple[str, Shape]]:
+    """Build the model that a config describes, without memory, and yield its modules.
 
     Raises
     ------
@@ -237,21 +278,22 @@ def _built(config: Path, task_type: str | None) -> Iterator[tuple[str, tuple[int
     CheckpointError
         If they cannot build a model from this config.
     """
-    raw = read_json(config)
+    fields = read_json(config)
     try:
         import torch
 
         with torch.device("meta"):
-            if "_class_name" in raw:
+            if "_class_name" in fields:
                 import diffusers
 
-                model = getattr(diffusers, str(raw["_class_name"])).from_config(raw)
+                model_class = getattr(diffusers, str(fields["_class_name"]))
+                model = model_class.from_config(fields)
             else:
-                model = _transformers(config, raw, task_type)
+                model = _transformers_model(config, fields, task_type)
     except ImportError as error:
-        text = f"{config}: of a config alone names come from the model it describes; without {error.name}"
         raise LsrError(
-            f"{text}: pip install 'lsrdecomp[peft]', or name a base with weights"
+            f"{config}: of a config alone names come from the model it describes; without "
+            f"{error.name}: pip install 'lsrdecomp[peft]', or name a base with weights"
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CheckpointError(
@@ -263,13 +305,14 @@ def _built(config: Path, task_type: str | None) -> Iterator[tuple[str, tuple[int
             yield name, tuple(weight.shape)
 
 
-def _transformers(config: Path, raw: dict[str, Any], task_type: str | None) -> Any:
+def _transformers_model(config: Path, fields: dict[str, Any], task_type: str | None) -> Any:
     import transformers
 
-    settings = transformers.AutoConfig.from_pretrained(
-        str(config.parent) if config.name == "config.json" else str(config)
-    )
-    own = next(iter(raw.get("architectures") or ()), None)
-    if task_type not in LOADERS and isinstance(own, str) and hasattr(transformers, own):
-        return getattr(transformers, own)(settings)
-    return getattr(transformers, LOADERS.get(str(task_type), "AutoModel")).from_config(settings)
+    place = config.parent if config.name == "config.json" else config
+    settings = transformers.AutoConfig.from_pretrained(str(place))
+    if task_type not in MODEL_CLASSES:
+        architecture = next(iter(fields.get("architectures") or ()), None)
+        if isinstance(architecture, str) and hasattr(transformers, architecture):
+            return getattr(transformers, architecture)(settings)
+    model_class = getattr(transformers, MODEL_CLASSES.get(str(task_type), "AutoModel"))
+    return model_class.from_config(settings)
