@@ -167,7 +167,10 @@ NUMERICAL = ("numpy", "scipy", "array_api_compat", "ml_dtypes")
         ("from lsrdecomp import *", HEAVY),
         ("from lsrdecomp.analysis import layer_grid", ("lsrdecomp.checkpoints", *HEAVY)),
         (
-            "from lsrdecomp.solvers import BlockGolubKahan; from lsrdecomp import ErrorBudget, decompose",
+            (
+                "from lsrdecomp.solvers import BlockGolubKahan; from lsrdecomp import "
+                "ErrorBudget, decompose"
+            ),
             (*HEAVY, "lsrdecomp.analysis.curves"),
         ),
     ],

@@ -22,7 +22,10 @@ COMPRESS, TRAINED, SCALE = (
 NO_RECORD = {
     LANGUAGE: (
         "mean and half the 95 % interval over seeds",
-        "Another LoRA of the same task, with a smaller gain (1.22 nats), kept .87, .93 and .98 at 1/96, 1/48 and 1/19",
+        (
+            "Another LoRA of the same task, with a smaller gain (1.22 nats), kept .87, .93 and "
+            ".98 at 1/96, 1/48 and 1/19"
+        ),
         "in one try a form at 1/48 that keeps 95 %",
     ),
     SMALL: ("--rates 0.1 0.3", "A ± after a difference"),
@@ -117,8 +120,9 @@ def in_readme():
     demo, distilled = one_command("demo keep .8"), by_seed("smollm2 keep .95 distil 60")
     yield (
         f"{len(demo['tried'])} forms were measured. It keeps {percent(demo['kept'], 1)} ± "
-        f"{percent(demo['standard_error'], 1)} % of what the adapter does (divergence {demo['kl']:.4f} of "
-        f"{demo['effect']:.3f} nats per example; likeliest answer the same for {percent(demo['agreement'])} %)"
+        f"{percent(demo['standard_error'], 1)} % of what the adapter does (divergence "
+        f"{demo['kl']:.4f} of {demo['effect']:.3f} nats per example; likeliest answer the same "
+        f"for {percent(demo['agreement'])} %)"
     )
     yield f"→ {opened(demo):.1f} kB (each with a head of {demo['head_bytes'] / 1000:.1f} kB)"
     (options,) = {tuple(row["options"]) for row in distilled}
@@ -130,9 +134,10 @@ def in_readme():
     yield f"from {lora:.1f} MB to [{min(sizes):.1f} to {max(sizes):.1f} kB of weights]"
     assert suite.mean("LSR", 19.2, "exact", task="arithmetic") == 0.0
     yield (
-        f"LSR forms that keep {percent(suite.mean('LSR', 19.2, task='arithmetic'))} % of the gain got no answer "
-        f"right; with `--distil 100` [{percent(suite.mean('LSR, distilled', 96, 'exact', task='arithmetic'))} %, the "
-        f"LoRA {percent(suite.loras('arithmetic', 'trained', 'exact')[0])} %]"
+        f"LSR forms that keep {percent(suite.mean('LSR', 19.2, task='arithmetic'))} % of the gain "
+        "got no answer right; with `--distil 100` "
+        f"[{percent(suite.mean('LSR, distilled', 96, 'exact', task='arithmetic'))} %, the LoRA "
+        f"{percent(suite.loras('arithmetic', 'trained', 'exact')[0])} %]"
     )
     small = {
         name: short(fmean(row["kept"] for row in rivals(name, 1000)))
@@ -188,32 +193,36 @@ def in_language_models():
     # Train, measure, compress, check
     kept, calibrate = one_command("smollm2 keep .9"), record("calibration")["jobs"]["calibrate"]
     yield (
-        f"In {opened(kept):.1f} kB it kept {percent(kept['kept'], 1)} ± {percent(kept['standard_error'], 1)} % of "
-        f"what the adapter does (divergence {kept['kl']:.3f} of {kept['effect']:.2f} nats per token; likeliest token "
-        f"the same for {percent(kept['agreement'])} %), after {kept['cpu_seconds'] / 60:.0f} minutes"
+        f"In {opened(kept):.1f} kB it kept {percent(kept['kept'], 1)} ± "
+        f"{percent(kept['standard_error'], 1)} % of what the adapter does (divergence "
+        f"{kept['kl']:.3f} of {kept['effect']:.2f} nats per token; likeliest token the same for "
+        f"{percent(kept['agreement'])} %), after {kept['cpu_seconds'] / 60:.0f} minutes"
     )
     yield f"kept {percent(seeds('LSR, second pass', 48.0, 'kl_share')[0])} % of what this LoRA does"
     yield (
-        f"{short(calibrate['peak_bytes'] / 1e9)} GB above the base, {calibrate['cpu_ratio']:.1f} times the processor "
-        f"time of a plain forward and backward pass, {calibrate['statistics_bytes'] / 1e6:.1f} MB of statistics"
+        f"{short(calibrate['peak_bytes'] / 1e9)} GB above the base, {calibrate['cpu_ratio']:.1f} "
+        "times the processor time of a plain forward and backward pass, "
+        f"{calibrate['statistics_bytes'] / 1e6:.1f} MB of statistics"
     )
     # E2E, r = 8
     yield (
-        f"falls from {loras('e2e', 'none', 'loss')[0]:.3f} to {joined(loras('e2e', 'trained', 'loss'), 3)} nats (96 "
-        f"examples, {loras('e2e', 'trained', 'tokens')[0]:,} tokens)"
+        f"falls from {loras('e2e', 'none', 'loss')[0]:.3f} to "
+        f"{joined(loras('e2e', 'trained', 'loss'), 3)} nats (96 examples, "
+        f"{loras('e2e', 'trained', 'tokens')[0]:,} tokens)"
     )
     yield f"In 12 kB LSR keeps {short(mean('LSR, bits', 12000))} where SVD keeps {short(mean('SVD, bits', 12000))}"
     int4, int8 = (mean(f"LoRA {kind}", 0, "number_bytes") / 1000 for kind in ("int4", "int8"))
     yield f"which itself keeps {mean('LoRA int4', 0):.2f} ({int4:.0f} kB of numbers, {int8:.0f} kB in int8)"
     yield (
-        f"where it is {fmean(loras('e2e', 'none', 'effect')):.2f} without the adapter, and on prompts of another "
-        f"task (SST-2), where it is {short(mean('LSR', 96, 'other_effect'))} without it"
+        f"where it is {fmean(loras('e2e', 'none', 'effect')):.2f} without the adapter, and on "
+        f"prompts of another task (SST-2), where it is {short(mean('LSR', 96, 'other_effect'))} "
+        "without it"
     )
     # Distilled
     yield f"{joined(seeds('LSR, distilled', 96, 'other_kl'))} nats for {joined(seeds('LSR', 96, 'other_kl'))}"
     yield (
-        f"at 1/48, {short(mean('SVD, K-FAC, distilled', 48), 3)}, it keeps less than LSR with half as many numbers, "
-        f"{short(mean('LSR, distilled', 96), 3)} at 1/96"
+        f"at 1/48, {short(mean('SVD, K-FAC, distilled', 48), 3)}, it keeps less than LSR with "
+        f"half as many numbers, {short(mean('LSR, distilled', 96), 3)} at 1/96"
     )
     small = "LSR, bits, distilled"
     yield f"a weight file of {mean(small, 3000, 'file_bytes'):,} bytes keeps {suite.spread(small, 3000)} of the gain"
@@ -226,11 +235,12 @@ def in_language_models():
     )
     yield (
         f"{mean(small, 6000, 'file_bytes') / 1000:.1f} kB keep as much of the answers "
-        f"({short(mean(small, 6000, 'kl_share'), 3)}) as {mean('LSR, distilled', 96, 'number_bytes') / 1000:.0f} kB "
-        "in float32"
+        f"({short(mean(small, 6000, 'kl_share'), 3)}) as "
+        f"{mean('LSR, distilled', 96, 'number_bytes') / 1000:.0f} kB in float32"
     )
     yield (
-        f"BLEU {mean('SVD, K-FAC', 96, 'bleu'):.0f} where the base has {loras('e2e', 'none', 'bleu')[0]:.0f}"
+        f"BLEU {mean('SVD, K-FAC', 96, 'bleu'):.0f} where the base has "
+        f"{loras('e2e', 'none', 'bleu')[0]:.0f}"
     )
     # SST-2
     sst2, exact = {"task": "sst2"}, {"task": "sst2", "figure": "exact"}
@@ -238,32 +248,35 @@ def in_language_models():
     yield f"the LoRAs themselves get {joined(loras('sst2', 'trained', 'exact'), 3)} right"
     assert mean("SVD, K-FAC", 96, **exact) == 0.0
     yield (
-        f"at 1/96 LSR answers {short(mean('LSR', 96, **exact))} of the reviews rightly, truncated SVD "
-        f"{short(mean('SVD', 96, **exact))} in the Frobenius norm and none in the Fisher norm. In 6 kB it is "
-        f"{short(mean('LSR, bits', 6000, **exact))} against {short(mean('SVD, bits', 6000, **exact))}; in 12 kB the "
-        f"two are level ({short(mean('LSR, bits', 12000, **exact))})"
+        f"at 1/96 LSR answers {short(mean('LSR', 96, **exact))} of the reviews rightly, truncated "
+        f"SVD {short(mean('SVD', 96, **exact))} in the Frobenius norm and none in the Fisher "
+        f"norm. In 6 kB it is {short(mean('LSR, bits', 6000, **exact))} against "
+        f"{short(mean('SVD, bits', 6000, **exact))}; in 12 kB the two are level "
+        f"({short(mean('LSR, bits', 12000, **exact))})"
     )
     assert short(mean("LSR, bits", 12000, **exact)) == short(mean("SVD, bits", 12000, **exact))
     yield (
         f"a weight file of {round(mean(small, 750, 'file_bytes', **sst2), -1)} bytes keeps "
-        f"{joined(seeds(small, 750, **sst2))} of the gain of {suite.record['loras'][0]['file_bytes'] / 1e6:.1f} MB; "
-        f"truncated SVD keeps {joined(seeds(large, 750, **sst2))} in {mean(large, 750, 'file_bytes', **sst2)} bytes, "
+        f"{joined(seeds(small, 750, **sst2))} of the gain of "
+        f"{suite.record['loras'][0]['file_bytes'] / 1e6:.1f} MB; truncated SVD keeps "
+        f"{joined(seeds(large, 750, **sst2))} in {mean(large, 750, 'file_bytes', **sst2)} bytes, "
         f"{joined(seeds(large, 1500, **sst2))} in {mean(large, 1500, 'file_bytes', **sst2):,}"
     )
     yield (
         f"The LoRAs get {joined(loras('sst2', 'trained', 'exact')[:2])} of the reviews right, LSR "
-        f"{joined(seeds(small, 750, **exact))} in 690 bytes of weights, {joined(seeds(small, 1500, **exact))} in "
-        "1,400"
+        f"{joined(seeds(small, 750, **exact))} in 690 bytes of weights, "
+        f"{joined(seeds(small, 1500, **exact))} in 1,400"
     )
     yield (
-        f"the LoRA itself is {mean('LSR', 96, 'other_effect', **sst2):.1f} nats from the base (it answers with one "
-        f"word), and compressed forms are between the two, {mean('LSR', 96, 'other_kl', **sst2):.1f} nats from the "
-        "LoRA at 1/96"
+        f"the LoRA itself is {mean('LSR', 96, 'other_effect', **sst2):.1f} nats from the base (it "
+        "answers with one word), and compressed forms are between the two, "
+        f"{mean('LSR', 96, 'other_kl', **sst2):.1f} nats from the LoRA at 1/96"
     )
     # CoLA
     yield (
-        f"loss falls from {loras('cola', 'none', 'loss')[0]:.1f} to {short(loras('cola', 'trained', 'loss')[0])} "
-        f"nats a token, and {percent(loras('cola', 'trained', 'exact')[0])} % of the answers are right"
+        f"loss falls from {loras('cola', 'none', 'loss')[0]:.1f} to "
+        f"{short(loras('cola', 'trained', 'loss')[0])} nats a token, and "
+        f"{percent(loras('cola', 'trained', 'exact')[0])} % of the answers are right"
     )
     both = {
         f"{mean(structure, 96, task='cola'):.2f}"
@@ -274,8 +287,9 @@ def in_language_models():
     # Arithmetic
     sums = {"task": "arithmetic", "figure": "exact"}
     yield (
-        f"from {loras('arithmetic', 'none', 'loss')[0]:.3f} to {short(loras('arithmetic', 'trained', 'loss')[0], 3)} "
-        f"nats and gets {percent(loras('arithmetic', 'trained', 'exact')[0])} % of the solutions right"
+        f"from {loras('arithmetic', 'none', 'loss')[0]:.3f} to "
+        f"{short(loras('arithmetic', 'trained', 'loss')[0], 3)} nats and gets "
+        f"{percent(loras('arithmetic', 'trained', 'exact')[0])} % of the solutions right"
     )
     untrained = [
         row
@@ -287,9 +301,11 @@ def in_language_models():
     yield f"gets a solution right (SVD in the Frobenius norm, {percent(mean('SVD', 19.2, **sums))} % at 1/19)"
     yield f"The LoRA in int4 ({int4:.0f} kB of numbers) gets {percent(mean('LoRA int4', 0, **sums))} % right"
     yield (
-        f"LSR at 1/96, distilled, gets {percent(mean('LSR, distilled', 96, **sums))} % of the solutions right, in a "
-        f"file of {mean('LSR, distilled', 96, 'file_bytes', task='arithmetic') / 1000:.0f} kB, where before it got "
-        f"none; truncated SVD of that size, distilled as well, {percent(mean('SVD, K-FAC, distilled', 96, **sums))} %"
+        f"LSR at 1/96, distilled, gets {percent(mean('LSR, distilled', 96, **sums))} % of the "
+        "solutions right, in a file of "
+        f"{mean('LSR, distilled', 96, 'file_bytes', task='arithmetic') / 1000:.0f} kB, where "
+        "before it got none; truncated SVD of that size, distilled as well, "
+        f"{percent(mean('SVD, K-FAC, distilled', 96, **sums))} %"
     )
     exact = record("exact_answers")["rows"]
     problems = [row for row in exact if row["task"] == "arithmetic"]
@@ -297,13 +313,15 @@ def in_language_models():
     yield f"gets {percent(lora)} % of {problems[0]['problems']} new problems right"
     compressed, distilled, own = forms[::2], forms[1:4:2], forms[4]
     yield (
-        f"1/48 of it gets {percent(compressed[0])} % right and 1/96 {percent(compressed[1])} %; after 100 steps "
-        f"{percent(distilled[0])} and {percent(distilled[1])} %, {short(distilled[0] / lora, 3)} and "
-        f"{short(distilled[1] / lora, 3)} of the LoRA's right answers"
+        f"1/48 of it gets {percent(compressed[0])} % right and 1/96 {percent(compressed[1])} %; "
+        f"after 100 steps {percent(distilled[0])} and {percent(distilled[1])} %, "
+        f"{short(distilled[0] / lora, 3)} and {short(distilled[1] / lora, 3)} of the LoRA's right "
+        "answers"
     )
     seconds = [row["cpu_seconds"] for row in problems[-2:]]
     yield (
-        f"in half of the steps 1/96 gets {percent(own)} % right, in {seconds[1] / seconds[0]:.1f} times the processor"
+        f"in half of the steps 1/96 gets {percent(own)} % right, in {seconds[1] / seconds[0]:.1f} "
+        "times the processor"
     )
     (extraction,) = (row for row in exact if (row["task"], row["form"]) == ("extraction", "LoRA"))
     assert extraction["exact"] == 0.0
@@ -318,12 +336,13 @@ def in_language_models():
     ((numbers, size),) = files
     yield (
         f"{numbers:,} parameters in a file of {size / 1e6:.1f} MB; loss falls from "
-        f"{loras('e2e', 'none', 'loss', **big)[0]:.3f} to {joined(loras('e2e', 'trained', 'loss', **big), 3)}"
+        f"{loras('e2e', 'none', 'loss', **big)[0]:.3f} to "
+        f"{joined(loras('e2e', 'trained', 'loss', **big), 3)}"
     )
     yield (
         f"Distilled, {mean(small, 9000, 'file_bytes', **big) / 1000:.1f} kB in few bits keep "
-        f"{suite.spread(small, 9000, **big)} of the gain of {size / 1e6:.1f} MB; without distillation "
-        f"{short(mean('LSR, bits', 9000, **big))}"
+        f"{suite.spread(small, 9000, **big)} of the gain of {size / 1e6:.1f} MB; without "
+        f"distillation {short(mean('LSR, bits', 9000, **big))}"
     )
     ends = {
         (name, ratio): " to ".join(
@@ -333,8 +352,9 @@ def in_language_models():
         for ratio in (384, 96)
     }
     yield (
-        f"at 1/384 distillation brings LSR from {ends['LSR', 384]}, and SVD from {ends['SVD, K-FAC', 384]}; at 1/96 "
-        f"it brings LSR from {ends['LSR', 96]}, and SVD from {ends['SVD, K-FAC', 96]}"
+        f"at 1/384 distillation brings LSR from {ends['LSR', 384]}, and SVD from "
+        f"{ends['SVD, K-FAC', 384]}; at 1/96 it brings LSR from {ends['LSR', 96]}, and SVD from "
+        f"{ends['SVD, K-FAC', 96]}"
     )
 
 
@@ -348,23 +368,26 @@ def of_gemma():
     gemma, smollm2 = (one_command(f"{name} keep .9") for name in ("gemma-3-270m", "smollm2"))
     assert gemma["options"] == smollm2["options"]
     yield (
-        f"`compress --keep {gemma['options'][1]}` with {gemma['texts']} of its prompts wrote {opened(gemma):.1f} kB, "
-        f"which keep {percent(gemma['kept'], 1)} ± {percent(gemma['standard_error'], 1)} % of what the LoRA does "
-        f"(divergence {gemma['kl']:.3f} of {gemma['effect']:.2f} nats per token; likeliest token the same for "
-        f"{percent(gemma['agreement'])} %), after {gemma['cpu_seconds'] / 60:.0f} minutes and with "
-        f"{gemma['peak_bytes'] / 1e9:.1f} GB of memory at most. Of SmolLM2's LoRA it took {opened(smollm2):.1f} kB"
+        f"`compress --keep {gemma['options'][1]}` with {gemma['texts']} of its prompts wrote "
+        f"{opened(gemma):.1f} kB, which keep {percent(gemma['kept'], 1)} ± "
+        f"{percent(gemma['standard_error'], 1)} % of what the LoRA does (divergence "
+        f"{gemma['kl']:.3f} of {gemma['effect']:.2f} nats per token; likeliest token the same for "
+        f"{percent(gemma['agreement'])} %), after {gemma['cpu_seconds'] / 60:.0f} minutes and "
+        f"with {gemma['peak_bytes'] / 1e9:.1f} GB of memory at most. Of SmolLM2's LoRA it took "
+        f"{opened(smollm2):.1f} kB"
     )
     sums = one_command("gemma-3-270m sums keep .9")
     yield (
-        f"Of a LoRA of sums it wrote {opened(sums):.1f} kB, which keep {percent(sums['kept'], 1)} ± "
-        f"{percent(sums['standard_error'], 1)} %, after {sums['cpu_seconds'] / 60:.0f} minutes"
+        f"Of a LoRA of sums it wrote {opened(sums):.1f} kB, which keep {percent(sums['kept'], 1)} "
+        f"± {percent(sums['standard_error'], 1)} %, after {sums['cpu_seconds'] / 60:.0f} minutes"
     )
     trained = one_command("gemma-3-270m keep .95 distil 60")
     assert trained["options"] == ["--keep", "0.95", "--distil", "60"]
     yield (
-        f"with `--distil 60` for 95 %, {opened(trained):.1f} kB keep {percent(trained['kept'], 1)} ± "
-        f"{percent(trained['standard_error'], 1)} %, after {trained['cpu_seconds'] / 60:.0f} minutes of which two "
-        f"trainings took {distilling(trained) / 60:.0f}, and with {trained['peak_bytes'] / 1e9:.1f} GB"
+        f"with `--distil 60` for 95 %, {opened(trained):.1f} kB keep "
+        f"{percent(trained['kept'], 1)} ± {percent(trained['standard_error'], 1)} %, after "
+        f"{trained['cpu_seconds'] / 60:.0f} minutes of which two trainings took "
+        f"{distilling(trained) / 60:.0f}, and with {trained['peak_bytes'] / 1e9:.1f} GB"
     )
 
 
@@ -381,8 +404,8 @@ def of_speech():
         return fmean(row[key] for row in rows)
 
     yield (
-        f"writes down {joined([lora['exact'] for lora in loras])} of 64 held-out sounds without a fault, the base none "
-        f"({joined([lora['effect'] for lora in loras])} nats a token apart)"
+        f"writes down {joined([lora['exact'] for lora in loras])} of 64 held-out sounds without a "
+        f"fault, the base none ({joined([lora['effect'] for lora in loras])} nats a token apart)"
     )
     budgets = sorted({row["budget"] for row in speech["rows"]})
     assert all(
@@ -394,12 +417,13 @@ def of_speech():
     yield f"{short(most)} of the sounds at most are written down right"
     right, less = (short(mean("exact", method, 3000)) for method in ("LSR", "SVD"))
     yield (
-        f"keeps {short(mean('kept', 'LSR', 3000), 3)} in {mean('bytes', 'LSR', 3000) / 1000:.1f} kB where truncated "
-        f"SVD in bits keeps {short(mean('kept', 'SVD', 3000), 3)}, and writes down {right} of the sounds rightly, "
-        f"{less} with SVD"
+        f"keeps {short(mean('kept', 'LSR', 3000), 3)} in {mean('bytes', 'LSR', 3000) / 1000:.1f} "
+        f"kB where truncated SVD in bits keeps {short(mean('kept', 'SVD', 3000), 3)}, and writes "
+        f"down {right} of the sounds rightly, {less} with SVD"
     )
     yield (
-        f"In 12 kB {short(mean('kept', 'LSR', 12_000), 3)} and {short(mean('kept', 'SVD', 12_000), 3)} are kept, and "
+        f"In 12 kB {short(mean('kept', 'LSR', 12_000), 3)} and "
+        f"{short(mean('kept', 'SVD', 12_000), 3)} are kept, and "
         f"{short(mean('exact', 'LSR', 12_000))} and {short(mean('exact', 'SVD', 12_000))} right"
     )
 
@@ -422,8 +446,9 @@ def on_gemma():
         )
 
     yield (
-        f"In 3 kB LSR keeps {shares('LSR', 3000)}, truncated SVD in bits {shares('SVD', 3000)}; before training "
-        f"{shares('LSR', 3000, key='before')}, and {shares('SVD', 3000, key='before')}"
+        f"In 3 kB LSR keeps {shares('LSR', 3000)}, truncated SVD in bits {shares('SVD', 3000)}; "
+        f"before training {shares('LSR', 3000, key='before')}, and "
+        f"{shares('SVD', 3000, key='before')}"
     )
     yield f"In 10 kB LSR keeps {shares('LSR', 10_000)}, truncated SVD {shares('SVD', 10_000)}"
     tried = [row["rate"] for row in rows if row["method"] == "Uni-LoRA"]
@@ -448,17 +473,19 @@ def in_small_adapters():
     )
     assert all(first == each for each in others)
     yield (
-        f"LSR keeps {kept('LSR', 30_000)}, LoRAQuant's split {kept('LoRAQuant', 30_000)}, truncated SVD in bits "
-        f"{kept('SVD', 30_000)}, Uni-LoRA {kept('Uni-LoRA', 30_000)}, Fisher cores "
-        f"{kept('Fisher core', 30_000)} in {rivals('Fisher core', 30_000)[0]['bytes'] / 1000:.1f} kB"
+        f"LSR keeps {kept('LSR', 30_000)}, LoRAQuant's split {kept('LoRAQuant', 30_000)}, "
+        f"truncated SVD in bits {kept('SVD', 30_000)}, Uni-LoRA {kept('Uni-LoRA', 30_000)}, "
+        f"Fisher cores {kept('Fisher core', 30_000)} in "
+        f"{rivals('Fisher core', 30_000)[0]['bytes'] / 1000:.1f} kB"
     )
     yield (
-        f"LSR keeps {kept('LSR', 10_000)}, LoRAQuant's split {kept('LoRAQuant', 10_000)}, truncated SVD in bits "
-        f"{kept('SVD', 10_000)}, Uni-LoRA {kept('Uni-LoRA', 10_000)}, Fisher cores {kept('Fisher core', 10_000)}"
+        f"LSR keeps {kept('LSR', 10_000)}, LoRAQuant's split {kept('LoRAQuant', 10_000)}, "
+        f"truncated SVD in bits {kept('SVD', 10_000)}, Uni-LoRA {kept('Uni-LoRA', 10_000)}, "
+        f"Fisher cores {kept('Fisher core', 10_000)}"
     )
     yield (
-        f"LSR is ahead of LoRAQuant's split by {lead('LoRAQuant', 10_000)} of the same held-out texts, of truncated "
-        f"SVD by {lead('SVD', 10_000)}"
+        f"LSR is ahead of LoRAQuant's split by {lead('LoRAQuant', 10_000)} of the same held-out "
+        f"texts, of truncated SVD by {lead('SVD', 10_000)}"
     )
     cores = kept("Fisher core", 3000)
     yield f"LSR keeps {kept('LSR', 3000)}, Fisher cores {cores}: apart by {lead('Fisher core', 3000)}"
@@ -469,15 +496,16 @@ def in_small_adapters():
     ]
     yield f"Seeds of LSR, cores or Uni-LoRA lie within {short(max(max(each) - min(each) for each in spread), 3)}"
     yield (
-        f"Cores keep {kept('Fisher core', 1000)}, Uni-LoRA {kept('Uni-LoRA', 1000)}, LSR {kept('LSR', 1000)}. What "
-        f"opens an LSR directory takes 419 of its {rivals('LSR', 1000)[0]['bytes']} bytes"
+        f"Cores keep {kept('Fisher core', 1000)}, Uni-LoRA {kept('Uni-LoRA', 1000)}, LSR "
+        f"{kept('LSR', 1000)}. What opens an LSR directory takes 419 of its "
+        f"{rivals('LSR', 1000)[0]['bytes']} bytes"
     )
     for task in ("extraction", "sums"):
         for budget in (10_000, 3000, 1000):
             yield f"{budget // 1000} kB: {ranking(budget, task)}"
     yield (
-        f"30 kB: LSR {kept('LSR', 30_000, 'extraction')}, truncated SVD {kept('SVD', 30_000, 'extraction')}; before "
-        f"training {before('LSR')} and {before('SVD')}"
+        f"30 kB: LSR {kept('LSR', 30_000, 'extraction')}, truncated SVD "
+        f"{kept('SVD', 30_000, 'extraction')}; before training {before('LSR')} and {before('SVD')}"
     )
     names = {
         "XS": "LoRA-XS",
@@ -549,9 +577,10 @@ def in_small_adapters():
         )
     )
     yield (
-        f"{small['accuracy']:.2f} % with {small['parameters']:,} parameters (UniLora), {large['accuracy']:.2f} % with "
-        f"{large['parameters']:,} (LoKr), and {converted['accuracy']:.2f} % where a LoRA of {source['accuracy']:.2f} % "
-        f"is converted to {converted['parameters']:,} by truncated SVD"
+        f"{small['accuracy']:.2f} % with {small['parameters']:,} parameters (UniLora), "
+        f"{large['accuracy']:.2f} % with {large['parameters']:,} (LoKr), and "
+        f"{converted['accuracy']:.2f} % where a LoRA of {source['accuracy']:.2f} % is converted "
+        f"to {converted['parameters']:,} by truncated SVD"
     )
     yield f"the same LoRA has {source['accuracy']:.2f} and {again['accuracy']:.2f} % in two of their files"
 
@@ -573,8 +602,9 @@ def in_compress_a_lora():
         near = [abs(draw["fresh"] - draw["promised"]) for draw in draws]
         apart = [hypot(draw["error"], draw["fresh_error"]) for draw in draws]
         yield (
-            f"by {task['choosing']} prompts and promised on {task['promising']} of {task['texts']}: "
-            f"{sum(a <= 2 * b for a, b in zip(near, apart, strict=True))} of {len(draws)}"
+            f"by {task['choosing']} prompts and promised on {task['promising']} of "
+            f"{task['texts']}: {sum(a <= 2 * b for a, b in zip(near, apart, strict=True))} of "
+            f"{len(draws)}"
         )
     every = [draw["apart"] for task in promises["prompted"].values() for draw in task["draws"]]
     low = sum(draw["promised"] < draw["fresh"] for draw in every)
@@ -590,16 +620,17 @@ def in_compress_a_lora():
     yield f"after {listed(f'{seconds / 60:.1f}' for seconds in column(rows, 'cpu_seconds'))} minutes"
     (large,) = by_seed("smollm2 r = 16 keep .94 distil 60")
     yield (
-        f"made one of {large['weight_bytes']:,} bytes, {1000 * opened(large):,.0f} with the config, that keeps "
-        f"{percent(large['kept'], 1)} ± {percent(large['standard_error'], 1)} %, after {large['cpu_seconds'] / 60:.1f} "
-        f"minutes"
+        f"made one of {large['weight_bytes']:,} bytes, {1000 * opened(large):,.0f} with the "
+        f"config, that keeps {percent(large['kept'], 1)} ± {percent(large['standard_error'], 1)} "
+        f"%, after {large['cpu_seconds'] / 60:.1f} minutes"
     )
     # A LoRA file smaller, as it came
     sdxl, wan = record("resize")["rows"]
     assert (sdxl["layers"], wan["layers"], sdxl["rank"], wan["rank"]) == (1500, 1500, 64, 64)
     yield (
-        f"1,500 layers of SDXL's sizes in {sdxl['cpu_seconds']:.0f} CPU seconds and {sdxl['peak_mb']:.0f} MB, as many "
-        f"of Wan's in {wan['cpu_seconds']:.0f} and {wan['peak_mb']:.0f} MB"
+        f"1,500 layers of SDXL's sizes in {sdxl['cpu_seconds']:.0f} CPU seconds and "
+        f"{sdxl['peak_mb']:.0f} MB, as many of Wan's in {wan['cpu_seconds']:.0f} and "
+        f"{wan['peak_mb']:.0f} MB"
     )
     # Mixtures of experts
     experts = record("experts")
@@ -610,18 +641,18 @@ def in_compress_a_lora():
 
     calibrated, plain_ones = kept("each, calibrated"), kept("each, LSR")
     yield (
-        f"statistics of every expert keep {calibrated[0]} % of what the LoRA does at half the parameters, "
-        f"{calibrated[1]} % at a quarter and {calibrated[2]} % at an eighth; without a base it is {plain_ones[0]}, "
-        f"{plain_ones[1]} and {plain_ones[2]} %"
+        f"statistics of every expert keep {calibrated[0]} % of what the LoRA does at half the "
+        f"parameters, {calibrated[1]} % at a quarter and {calibrated[2]} % at an eighth; without "
+        f"a base it is {plain_ones[0]}, {plain_ones[1]} and {plain_ones[2]} %"
     )
     ways = "shared terms", "each, LSR", "shared bases"
     half, quarter = (
         [short(rows[way, ratio]["relative_error"]) for way in ways] for ratio in (2, 4)
     )
     yield (
-        f"they are {half[0]} of ΔW away where each expert alone is {half[1]}, and keep {kept(ways[0])[0]} %; bases "
-        f"shared by all experts, with a core for each, {half[2]} and {kept(ways[2])[0]} %. At a quarter: "
-        f"{quarter[0]}, {quarter[1]} and {quarter[2]}"
+        f"they are {half[0]} of ΔW away where each expert alone is {half[1]}, and keep "
+        f"{kept(ways[0])[0]} %; bases shared by all experts, with a core for each, {half[2]} and "
+        f"{kept(ways[2])[0]} %. At a quarter: {quarter[0]}, {quarter[1]} and {quarter[2]}"
     )
     yield f"the cosine of two ΔW is {short(experts['overlap_of_experts'], 3)} in the mean"
     lsr, svd = (rows[way, 4]["bytes"] / 1000 for way in ("each, LSR", "each, truncated SVD"))
@@ -643,18 +674,20 @@ def in_fine_tuning():
 
     ours, scratch, small = "LSR from the LoRA", "LSR from scratch", "LoRA from scratch, as small"
     yield (
-        f"begins at {mean('e2e', ours, 'start')} and ends at {mean('e2e', ours)}; LSR from scratch ends at "
-        f"{mean('e2e', scratch)}, and a LoRA of rank one on the last five layers, since at this size none fits all, at "
-        f"{mean('e2e', small)}"
+        f"begins at {mean('e2e', ours, 'start')} and ends at {mean('e2e', ours)}; LSR from "
+        f"scratch ends at {mean('e2e', scratch)}, and a LoRA of rank one on the last five layers, "
+        f"since at this size none fits all, at {mean('e2e', small)}"
     )
     yield f"with twelve times the numbers, at {mean('e2e', 'LoRA from scratch, r = 2')}"
     yield (
-        f"On SST-2 the compressed LoRA begins at {mean('sst2', ours, 'start')} and ends at {mean('sst2', ours)}; LSR "
-        f"from scratch ends at {mean('sst2', scratch)}, the small LoRA at {mean('sst2', small)}"
+        f"On SST-2 the compressed LoRA begins at {mean('sst2', ours, 'start')} and ends at "
+        f"{mean('sst2', ours)}; LSR from scratch ends at {mean('sst2', scratch)}, the small LoRA "
+        f"at {mean('sst2', small)}"
     )
     yield (
-        f"in four bits, as `--storage int4` writes it: {coded('e2e', ours)} and {coded('sst2', ours)} from the LoRA, "
-        f"{coded('e2e', scratch)} and {coded('sst2', scratch)} from scratch"
+        f"in four bits, as `--storage int4` writes it: {coded('e2e', ours)} and "
+        f"{coded('sst2', ours)} from the LoRA, {coded('e2e', scratch)} and "
+        f"{coded('sst2', scratch)} from scratch"
     )
 
 
@@ -678,15 +711,16 @@ def in_scale():
         for name in ("ratios", "nothing")
     )
     yield (
-        f"The ratios explain {percent(fits['ratios']['explained'])} % of the variance. A layer of a model that the fit "
-        f"did not see is missed by a factor of {seen[0]:.1f} to {seen[-1]:.1f}; without the ratios, of {unseen[0]:.1f} "
-        f"to {unseen[-1]:.1f}"
+        f"The ratios explain {percent(fits['ratios']['explained'])} % of the variance. A layer of "
+        f"a model that the fit did not see is missed by a factor of {seen[0]:.1f} to "
+        f"{seen[-1]:.1f}; without the ratios, of {unseen[0]:.1f} to {unseen[-1]:.1f}"
     )
     size, (inputs, outputs) = fits["ratios and size"], fit["growth"].values()
     yield f"with its size to the power of {size['coefficients']['size']:.2f} ± {size['standard_errors']['size']:.2f}"
     yield (
-        f"the ratios grow with the width to the power of {inputs['exponent']:.1f} ± {inputs['standard_error']:.1f} "
-        f"(inputs) and {outputs['exponent']:.1f} ± {outputs['standard_error']:.1f} (outputs)"
+        f"the ratios grow with the width to the power of {inputs['exponent']:.1f} ± "
+        f"{inputs['standard_error']:.1f} (inputs) and {outputs['exponent']:.1f} ± "
+        f"{outputs['standard_error']:.1f} (outputs)"
     )
     norm = [(form["share"], form["answers"]) for lora in loras for form in lora["forms"]]
     yield f"the share by answers is up to {max(n - a for n, a in norm):.2f} below that of the norm"
@@ -701,8 +735,9 @@ def in_scale():
     for name in ("7B", "70B"):
         each, guess = said[name, 1.0], said[name, 1.0]["ratios and size"]
         yield (
-            f"{name}: {guess['numbers'] / 1000:,.0f} thousand numbers by the fit, within a factor of "
-            f"{guess['factor']:.1f} for one standard error, and {each['numbers'] / 1000:,.0f} thousand by synthesis"
+            f"{name}: {guess['numbers'] / 1000:,.0f} thousand numbers by the fit, within a factor "
+            f"of {guess['factor']:.1f} for one standard error, and {each['numbers'] / 1000:,.0f} "
+            "thousand by synthesis"
         )
     apart = [
         said[name, 1.0]["numbers"] / said[name, 1.0]["ratios and size"]["numbers"]
@@ -715,8 +750,8 @@ def in_scale():
         for r in (96.0, 48.0)
     )
     yield (
-        f"At 1/48 they keep {min(large):.2f} to {max(large):.2f} in the norm, at 1/96 from {min(small):.2f} to "
-        f"{max(small):.2f}"
+        f"At 1/48 they keep {min(large):.2f} to {max(large):.2f} in the norm, at 1/96 from "
+        f"{min(small):.2f} to {max(small):.2f}"
     )
     costs = [run["forms"][-1]["cpu_seconds"] / run["peer_cpu_seconds"] for run in made]
     yield f"{min(costs):.0f} to {max(costs):.0f} times the CPU time of truncated SVD of the same layers by NumPy"

@@ -57,7 +57,8 @@ def test_statistics_are_read_by_module_name(directory):
 def test_reading_needs_no_torch(directory):
     code = (
         "import sys; from lsrdecomp.checkpoints.statistics import read_statistics;"
-        f"print(read_statistics({str(directory)!r})[{ATTENTION!r}].input.size, 'torch' in sys.modules)"
+        f"print(read_statistics({str(directory)!r})[{ATTENTION!r}].input.size, 'torch' in "
+        "sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[0] == "5 False"

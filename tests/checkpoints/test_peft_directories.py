@@ -382,7 +382,8 @@ def test_default_rank_and_alpha_are_those_of_peft(tmp_path: Path) -> None:
 def test_the_text_of_a_checkpoint_fits_a_screen():
     text = repr(open_checkpoint(Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"))
     assert text.splitlines()[0] == (
-        "peft-lora adapter demo_adapter: 12 layers, 73,728 parameters, 770 numbers of 2 other tensors"
+        "peft-lora adapter demo_adapter: 12 layers, 73,728 parameters, 770 numbers of 2 other "
+        "tensors"
     )
     assert "    3 × attention.self.query, 384×384, rank 8" in text
     assert len(text.splitlines()) == 5

@@ -225,7 +225,8 @@ def test_a_really_full_file_system_leaves_nothing(tmp_path: Path) -> None:
         "import resource, signal, numpy as np, lsrdecomp.checkpoints as c\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
-        f"c.write_lora({str(tmp_path / 'out')!r}, layers=[('q', np.ones((400, 80)), np.ones((80, 600)))])\n"
+        f"c.write_lora({str(tmp_path / 'out')!r}, layers=[('q', np.ones((400, 80)), np.ones((80, "
+        "600)))])\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False

@@ -160,7 +160,10 @@ def test_fleet_reports_the_one_that_fails(tmp_path):
     for wrong, words in (
         (
             (),
-            "one goal for all adapters: --ratio N, --params N, --bytes N or --rtol E; such as --ratio 48",
+            (
+                "one goal for all adapters: --ratio N, --params N, --bytes N or --rtol E; such as "
+                "--ratio 48"
+            ),
         ),
         (("--plan", tmp_path / "plan.toml", "--ratio", 48), "leave out --plan, or --ratio"),
     ):
@@ -295,8 +298,8 @@ def test_a_ceiling_on_memory_is_one_line(tmp_path, verb):
     line = done.stdout if verb == "fleet" else done.stderr
     assert done.returncode == (1 if verb == "fleet" else 2)
     assert (
-        "its 6144 numbers take 49152 bytes, above the 48000 allowed; raise max_memory (--max-memory)"
-        in line
+        "its 6144 numbers take 49152 bytes, above the 48000 allowed; raise max_memory "
+        "(--max-memory)" in line
     )
     assert "Traceback" not in done.stderr
     assert verb == "fleet" or not (tmp_path / "o").exists()

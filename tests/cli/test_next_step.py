@@ -222,7 +222,10 @@ OTHERS = {
         ("lokr", "one Kronecker product already, which is not made smaller here: keep it"),
         (
             "loha",
-            "is LoHa, read as the LoRA of the same ΔW, so that it is not given back as it came: make LSR of it",
+            (
+                "is LoHa, read as the LoRA of the same ΔW, so that it is not given back as it "
+                "came: make LSR of it"
+            ),
         ),
         ("dora", "merge it into its base, or train it again as plain LoRA"),
     ],

@@ -340,7 +340,10 @@ def test_a_server_that_is_asked_tells_which_adapter_acts_and_at_which_scale(
             end="",
         )
         print(
-            f"{found.misfit:.3f} without the adapter; effect {found.effect:.3f}, noise {found.noise:.1e}",
+            (
+                f"{found.misfit:.3f} without the adapter; effect {found.effect:.3f}, noise "
+                f"{found.noise:.1e}"
+            ),
             end="",
         )
         assert (found.acts, found.set_scale, found.scaled_right) == (True, scale, True)

@@ -371,9 +371,10 @@ def test_llama_cpp_takes_all_or_nothing(base, tmp_path):
 def test_headers_are_compared_without_torch(base, tmp_path):
     folder = adapter(tmp_path / "a")
     code = (
-        "import sys; from pathlib import Path; from lsrdecomp.cli.served import by_rules\n"
-        f"for server in ('peft', 'vllm'): by_rules(Path({str(folder)!r}), server, {str(base)!r}, None)\n"
-        "print([name for name in ('torch', 'transformers', 'peft') if name in sys.modules])"
+        "import sys; from pathlib import Path; from lsrdecomp.cli.served import by_rules\nfor "
+        f"server in ('peft', 'vllm'): by_rules(Path({str(folder)!r}), server, {str(base)!r}, "
+        "None)\nprint([name for name in ('torch', 'transformers', 'peft') if name in "
+        "sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.count("8 of 8 layers would apply") == 2

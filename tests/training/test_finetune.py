@@ -501,7 +501,8 @@ def test_judging_by_definition():
 def test_the_verb_in_a_process_of_its_own(place, tmp_path, capfd):
     config = tmp_path / "run.toml"
     config.write_text(
-        f'model = "{place.model}"\ntask = "embedded"\ndata = "{place.data}"\nsteps = 9\ndevice = "cpu"\n'
+        f'model = "{place.model}"\ntask = "embedded"\ndata = "{place.data}"\nsteps = 9\ndevice = '
+        '"cpu"\n'
     )
     order = ("finetune", "--config", config, "--method", "lora", "--option", "r=2", "--steps", 2)
     verb = processes.start(processes.command, *order, "--out", tmp_path / "out")
