@@ -1,4 +1,4 @@
-"""Small models and hand-written LSR directories for the adapter tests; independent of `lsrdecomp.checkpoints`."""
+"""Small models and hand-written LSR directories, independent of `lsrdecomp.checkpoints`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ def write_lsr_directory(
     extra: Mapping[str, np.ndarray] | None = None,
     **settings: Any,
 ) -> dict[str, np.ndarray]:
-    """Write an LSR adapter by hand; return ΔW of each module before scaling, formed with `numpy.kron` in float64."""
+    """Write an LSR adapter by hand; return ΔW of each module before scaling.
+
+    It is formed with `numpy.kron` in float64.
+    """
     rng = np.random.default_rng(seed)
     tensors: dict[str, np.ndarray] = dict(extra or {})
     deltas = {}

@@ -37,7 +37,10 @@ def pair(
 
 
 def directory(path: Path, tensors: Mapping[str, np.ndarray] | None = None, **config: Any) -> Path:
-    """A PEFT LoRA directory; ``config`` overrides fields, ``tensors`` the two layers it holds otherwise."""
+    """Write a PEFT LoRA directory.
+
+    ``config`` overrides fields, ``tensors`` the two layers it holds otherwise.
+    """
     path.mkdir(parents=True, exist_ok=True)
     if tensors is None:
         tensors = {**pair("layers.0.q"), **pair("layers.1.v", seed=1)}

@@ -1,4 +1,4 @@
-"""Forks console commands from a process that has imported everything, and kills them when and where it is told.
+"""Forks console commands from a process that imported everything; kills them where told.
 
 Orders come as JSON lines on stdin: ``arguments``, and either ``seconds`` (kill after so long) or
 ``step`` (the process kills itself at its n-th look at the file system, as Python's audit events

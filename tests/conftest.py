@@ -9,9 +9,8 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before numpy: matrices are small, and `processes` forks
+# Before numpy is imported: matrices are small, and `processes` forks.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
@@ -32,14 +31,14 @@ settings.load_profile("default")
 # process has only one.
 typer.main.get_command = typer.testing._get_command = cache(typer.main.get_command)
 
-gc.disable()  # what modules hold is never garbage: it is looked for among the rest, once all are imported
+# What modules hold is never garbage: it is looked for among the rest, once all are imported.
+gc.disable()
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()
-    gc.set_threshold(
-        50_000, 20, 20
-    )  # by the usual 700 a tenth of the time went into looking for it
+    # By the usual 700 a tenth of the time went into looking for it.
+    gc.set_threshold(50_000, 20, 20)
     gc.enable()
 
 
@@ -62,7 +61,7 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Real adapters and task files that may not be committed; tests that need them skip where they are absent."""
+    """Return real adapters and task files that may not be committed, or skip the test."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "data"
     if not folder.is_dir():
         pytest.skip("the real adapters and task files are not beside this checkout")

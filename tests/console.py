@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 
 def lsr(*arguments, cwd="."):
-    """Run the console command from its entry on, in this process: its exit code and what it printed."""
+    """Run the console command in this process; return its exit code and what it printed."""
     from lsrdecomp.cli.main import run
 
     command = ["lsrdecomp", *map(str, arguments)]

@@ -1,4 +1,4 @@
-"""A small LoRA in the key layout of every format that is read, in float16, as its own tools name it."""
+"""A small LoRA in the key layout of every format that is read, as its own tools name it."""
 
 import json
 

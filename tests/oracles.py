@@ -23,7 +23,7 @@ def kron_sum(weights, factors):
 
 
 def block_rearrange(matrix, first, second):
-    """Rearrangement of two factors by its definition: row (i, j) is the (i, j) block, read row by row."""
+    """Rearrange for two factors by the definition: row (i, j) is the (i, j) block by rows."""
     (m, n), (p, q) = first, second
     return np.stack(
         [
@@ -71,7 +71,10 @@ def exact_error(matrix, approximation):
 
 
 def weighted_svd(pair, weights):
-    """(U, σ, Vᵀ) of a pair B A in the norm ‖G^½ · C^½‖: columns of G^½ U and C^½ V are orthonormal."""
+    """Return (U, σ, Vᵀ) of a pair B A in the norm ‖G^½ · C^½‖.
+
+    Columns of G^½ U and C^½ V are orthonormal.
+    """
     left, right = as_double(pair.left), as_double(pair.right)
     columns, sigma, rows = weighted_gauge(left, right, weights)
     return left @ columns, sigma, rows @ right

@@ -1,4 +1,4 @@
-"""Test problems with known answers: how to make each matrix, which shape, which solver, what error to expect."""
+"""Test problems with known answers: how to make each matrix, which shape, which error."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ def kernel(name: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Problem:
-    """One row: alternating least squares with ``rank`` terms must reach ``error`` within the factor ``slack``."""
+    """One row: ALS with ``rank`` terms must reach ``error`` within the factor ``slack``."""
 
     name: str
     matrix: Callable[[], np.ndarray]
@@ -47,7 +47,10 @@ def sum_operator(d: int, n: int = 2) -> np.ndarray:
 
 
 def sum_operator_optimum(d: int, rounding: float) -> tuple[float, float]:
-    """(√(truncation² + (rounding·γ)²), γ) at the best step t of the central difference in two terms, to all orders."""
+    """Return (√(truncation² + (rounding·γ)²), γ) of two terms at their best step t.
+
+    They are the central difference, to all orders.
+    """
     t = np.logspace(-6, 0, 20001)
     truncation = sum(math.comb(d, k) * t ** (2 * (k - 1)) for k in range(3, d + 1, 2)) / d
     condition = math.sqrt(2) * (1 + t**2) ** (d / 2) / (2 * t * math.sqrt(d))
@@ -69,7 +72,10 @@ def one_dimensional_laplacian(n: int) -> np.ndarray:
 
 
 def kronecker_sum(d: int, n: int = 4) -> SeparatedMatrix:
-    """L ⊗ I ⊗ I + I ⊗ L ⊗ I + …: d terms exactly, two to any accuracy [Beylkin and Mohlenkamp 2005]."""
+    """Return L ⊗ I ⊗ I + I ⊗ L ⊗ I + …: d terms exactly, two to any accuracy.
+
+    [Beylkin and Mohlenkamp 2005]
+    """
     laplacian, identity = one_dimensional_laplacian(n), np.eye(n)
     stacks = [
         np.stack([laplacian if term == factor else identity for term in range(d)])
@@ -79,7 +85,10 @@ def kronecker_sum(d: int, n: int = 4) -> SeparatedMatrix:
 
 
 def inverse_laplacian_tensor(n: int, d: int) -> np.ndarray:
-    """1/(λ_i + λ_j + …): orthogonally equivalent to the rearranged inverse, with n^d entries instead of n^(2d)."""
+    """Return 1/(λ_i + λ_j + …), of n^d entries instead of n^(2d).
+
+    It is orthogonally equivalent to the rearranged inverse.
+    """
     eigenvalues = 4.0 * np.sin(np.arange(1, n + 1) * np.pi / (2 * (n + 1))) ** 2
     return 1.0 / reduce(np.add.outer, [eigenvalues] * d)
 
@@ -91,7 +100,10 @@ def as_matrix(tensor: np.ndarray) -> tuple[np.ndarray, KroneckerShape]:
 
 
 def border_rank_two(d: int = 3) -> np.ndarray:
-    """a∘a∘b + a∘b∘a + b∘a∘a: rank d, and two terms come as near as one likes while γ grows without bound."""
+    """Return a∘a∘b + a∘b∘a + b∘a∘a, of rank d.
+
+    Two terms come as near as one likes while γ grows without bound.
+    """
     a, b = np.eye(2)
     return sum(reduce(np.multiply.outer, [b if i == k else a for i in range(d)]) for k in range(d))
 
@@ -105,7 +117,7 @@ def matrix_multiplication(n: int = 2) -> np.ndarray:
 
 
 def strassen() -> list[np.ndarray]:
-    """Seven terms of `matrix_multiplication` for n = 2 [Strassen 1969]: the rows of its three modes."""
+    """Return seven terms of `matrix_multiplication` for n = 2 [Strassen 1969], by modes."""
     a = [
         [1, 0, 0, 1],
         [0, 0, 1, 1],
@@ -151,7 +163,9 @@ DRAWN_KINDS = ("independent", "alike by a half", "alike by nine tenths", "one fa
 
 
 def drawn_sums(count: int, seed: int = 0) -> Iterator[DrawnSum]:
-    """Sums of 1 to 8 terms, three to five factors with sides of 1 to 4, real and complex, rtol from 1e-2 to 1e-13.
+    """Draw sums of 1 to 8 terms, three to five factors with sides of 1 to 4, and an rtol.
+
+    They are real and complex, rtol lies between 1e-2 and 1e-13.
 
     Each has fewer numbers than its matrix, so that it is one to look for.
     """
@@ -213,7 +227,10 @@ def newton_kernel(n: int, d: int = 2) -> np.ndarray:
 
 
 def blur(n: int, psf: np.ndarray) -> np.ndarray:
-    """n²×n² blur with zero boundary: its separation rank is the rank of the point spread function [Kamm, Nagy 1998]."""
+    """Return an n²×n² blur with zero boundary.
+
+    Its separation rank is the rank of the point spread function [Kamm, Nagy 1998].
+    """
     radius = psf.shape[0] // 2
     u, sigma, vh = np.linalg.svd(psf)
 
@@ -247,14 +264,17 @@ def exponential_kernel(n: int, length: float) -> np.ndarray:
 
 
 def variable_coefficient_inverse(n: int) -> np.ndarray:
-    """Inverse of −(a u′)′ on n interior points of [0, 1], a = 1 + 0.9 sin 6πx, zero at both ends."""
+    """Invert −(a u′)′ on n interior points of [0, 1], a = 1 + 0.9 sin 6πx, zero at the ends."""
     x = (np.arange(n + 1) + 0.5) / (n + 1)
     a = 1.0 + 0.9 * np.sin(6.0 * np.pi * x)
     return np.linalg.inv(np.diag(a[:-1] + a[1:]) - np.diag(a[1:-1], 1) - np.diag(a[1:-1], -1))
 
 
 def grid_inverse(n: int, d: int, contrast: float = 0.5) -> np.ndarray:
-    """Inverse of −∇·(a∇u) on a grid of n points a side in d dimensions, zero around it, a = 1 + contrast Π sin 2πxᵢ."""
+    """Invert −∇·(a∇u) on a grid of n points a side in d dimensions, zero around it.
+
+    a = 1 + contrast Π sin 2πxᵢ.
+    """
     place, size = np.indices((n,) * d).reshape(d, -1).T, n**d
     matrix, points = np.zeros((size, size)), np.arange(size)
     for axis in range(d):
@@ -309,7 +329,10 @@ EXPONENTIAL_SUMS = {
 
 
 def reciprocal_of_a_sum(interval: float, d: int = 3, n: int = 24) -> np.ndarray:
-    """1/(x_1 + … + x_d), the sum in [1, R]: k exponentials give k terms, so the minimax error bounds the best."""
+    """Return 1/(x_1 + … + x_d), the sum in [1, R].
+
+    k exponentials give k terms, so that the minimax error bounds the best.
+    """
     x = np.exp(np.linspace(0.0, np.log(interval), n)) / d
     return 1.0 / reduce(np.add.outer, [x] * d)
 

@@ -17,7 +17,10 @@ def start(function, *arguments, **environment):
 
 
 def together(count, function, *arguments):
-    """Call a function in ``count`` processes that torch and accelerate take for one group; returns their exit codes."""
+    """Call a function in ``count`` processes of one group; return their exit codes.
+
+    torch and accelerate take them for a group of their own.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     group = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -36,7 +39,7 @@ def command(*arguments):
 
 
 def _is_alone():
-    """Whether no thread runs, of JAX, or of torch for parts of a product or for a device: a fork would wait for it."""
+    """Return whether no thread of JAX or torch runs, for which a fork would wait."""
     if "jax" in sys.modules:
         return False
     torch = sys.modules.get("torch")

@@ -68,7 +68,7 @@ def test_a_budget_for_the_zero_matrix_stores_nothing():
 
 
 def test_a_budget_is_kept_and_costs_no_more_than_the_exact_terms_in_single_precision():
-    """Their entries are small integers, exact in few bits, which no solver can know; how near it comes is luck."""
+    """How near it comes is luck: the entries are small integers, exact in few bits."""
     order, rtol = 3, 1e-5
     exact = kronecker_sum(order)
     matrix = exact.to_matrix()

@@ -61,7 +61,7 @@ def test_too_few_terms_for_the_tolerance_is_said(rng):
 
 
 def test_appendix_b_is_wrong_about_rank_one_matrices(rng):
-    """A rank-one matrix can need as many terms as its rearrangement has rows (ERRATUM, docs/notation)."""
+    """A rank-one matrix can need as many terms as its rearrangement has rows (ERRATUM)."""
     u, v = rng.standard_normal(16), rng.standard_normal(16)
     shape = lsr.KroneckerShape(((4, 4), (4, 4)))
     curve = lsr.error_curve(np.outer(u, v), shape)

@@ -47,10 +47,16 @@ def test_contradictory_goals_are_refused(goal, error, words):
 @pytest.mark.parametrize(
     ("word", "name"),
     [
-        ("fp16", "float16"), ("half", "float16"), ("bf16", "bfloat16"), (np.float16, "float16"), ("FP32", "float32"),
-        (np.dtype("float32"), "float32"), ("float8_e4m3", "float8_e4m3fn"), ("float16", "float16"),
+        ("fp16", "float16"),
+        ("half", "float16"),
+        ("bf16", "bfloat16"),
+        (np.float16, "float16"),
+        ("FP32", "float32"),
+        (np.dtype("float32"), "float32"),
+        ("float8_e4m3", "float8_e4m3fn"),
+        ("float16", "float16"),
     ],
-)  # fmt: skip
+)
 def test_storage_as_people_write_it(square, word, name):
     assert lsr.decompose(square, FOUR, rank=2, storage=word).storage == name
 

@@ -1,4 +1,4 @@
-"""The site: every page is reached, every block of code on it runs, every example draws its picture."""
+"""The site: every page is reached, every block of code runs, every example draws its picture."""
 
 import ast
 import importlib
@@ -28,7 +28,7 @@ def names(pages):
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_python_on_a_page_is_doctested(page):
-    """`pytest` runs what has a prompt, see `doctest-glob` in pyproject.toml; a block without one would not run."""
+    """`pytest` runs what has a prompt, by `doctest-glob`; a block without one would not run."""
     for _, language, block in FENCE.findall(page.read_text(encoding="utf-8")):
         if language in ("python", "py", "pycon") and page.name not in NOT_OURS:
             assert block.lstrip().startswith(">>>"), f"not run by the tests:\n{block}"

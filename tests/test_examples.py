@@ -1,4 +1,4 @@
-"""Every public name shows what it is for, in an example that the doctests run; the notebooks run from top to end."""
+"""Every public name has an example that the doctests run; notebooks run from top to end."""
 
 import importlib
 import inspect
@@ -65,8 +65,11 @@ WITHOUT = {
         "check_served",
     },
 }
-"""Names still without an example; this may only shrink. Exceptions and protocols need none. Those of calibration,
-training and fidelity need a model, those of serving a server, one of fleet a cluster."""
+"""Names still without an example; this may only shrink.
+
+Exceptions and protocols need none. Those of calibration, training and fidelity need a model, those
+of serving a server, one of fleet a cluster.
+"""
 
 
 def offered(room):

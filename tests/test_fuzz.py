@@ -1,4 +1,4 @@
-"""A short run of the fuzz harnesses: what they start from is read, mutations are read or refused in one line."""
+"""A short run of the fuzz harnesses: mutations are read, or refused in one line."""
 
 from __future__ import annotations
 

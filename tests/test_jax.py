@@ -1,4 +1,4 @@
-"""JAX by the array API: the same answers as NumPy's, compiled products, and one clear error without float64.
+"""JAX by the array API: NumPy's answers, compiled products, one error without float64.
 
 JAX is loaded in one process apart: where it was loaded once, its threads forbid every later fork.
 """

@@ -259,7 +259,7 @@ def files_a_module_needs() -> dict[str, set[str]]:
 
 
 def test_no_two_files_want_each_other():
-    """Imports within a room have no cycle either; the faces (`__init__`) only gather and are left out."""
+    """Imports within a room have no cycle; the faces (`__init__`) only gather, and are left out."""
     needs = {
         name: wanted
         for name, wanted in files_a_module_needs().items()
@@ -343,7 +343,7 @@ def test_a_name_that_is_not_here_is_told_where_it_is_or_what_it_is_like(name, wo
 
 
 def test_an_import_of_a_name_that_is_elsewhere_fails_as_for_any_package():
-    """Python words it, without our hint: of a module it asks nothing but whether the name is there."""
+    """Python words the error itself: it only asks whether a name is there."""
     with pytest.raises(
         ImportError, match="cannot import name 'nearest_kronecker' from 'lsrdecomp'"
     ):

@@ -1,4 +1,4 @@
-"""Figures in the prose of pages are those of the records: each sentence is written here with the numbers of its JSON.
+"""Figures in the prose of pages are those of the records, sentence by sentence.
 
 Tables on pages need no such test: the site makes them from the records.
 """
@@ -115,7 +115,10 @@ def by_seed(name):
 
 def in_readme():
     gemma = one_command("gemma-3-270m keep .95 distil 60")["weight_bytes"] / 1000
-    yield f"one of Gemma-3-270M to [{gemma:.1f} kB](docs/language-models.md#another-base-gemma-3-270m)"
+    yield (
+        f"one of Gemma-3-270M to [{gemma:.1f} "
+        "kB](docs/language-models.md#another-base-gemma-3-270m)"
+    )
     suite = Suite()
     demo, distilled = one_command("demo keep .8"), by_seed("smollm2 keep .95 distil 60")
     yield (
@@ -147,7 +150,7 @@ def in_readme():
 
 
 def rivals(method, budget, task="E2E"):
-    """Rows of the record of small adapters, a seed each at the best of its rates; all judged on the same examples."""
+    """Yield rows of the record of small adapters, a seed each at its best rate."""
     rows = [
         row for row in record("rivals")["rows"] if (row["task"], row["method"]) == (task, method)
     ]
@@ -157,7 +160,7 @@ def rivals(method, budget, task="E2E"):
 
 
 def lead(method, budget, task="E2E"):
-    """How much more LSR keeps with the same seeds, and its standard error over the held-out examples, both read."""
+    """Return how much more LSR keeps with the same seeds, and its standard error."""
     theirs = rivals(method, budget, task)
     ours = [
         row for row in rivals("LSR", budget, task) if row["seed"] in {row["seed"] for row in theirs}
@@ -210,26 +213,41 @@ def in_language_models():
         f"{joined(loras('e2e', 'trained', 'loss'), 3)} nats (96 examples, "
         f"{loras('e2e', 'trained', 'tokens')[0]:,} tokens)"
     )
-    yield f"In 12 kB LSR keeps {short(mean('LSR, bits', 12000))} where SVD keeps {short(mean('SVD, bits', 12000))}"
+    yield (
+        f"In 12 kB LSR keeps {short(mean('LSR, bits', 12000))} where SVD keeps "
+        f"{short(mean('SVD, bits', 12000))}"
+    )
     int4, int8 = (mean(f"LoRA {kind}", 0, "number_bytes") / 1000 for kind in ("int4", "int8"))
-    yield f"which itself keeps {mean('LoRA int4', 0):.2f} ({int4:.0f} kB of numbers, {int8:.0f} kB in int8)"
+    yield (
+        f"which itself keeps {mean('LoRA int4', 0):.2f} ({int4:.0f} kB of numbers, {int8:.0f} kB "
+        "in int8)"
+    )
     yield (
         f"where it is {fmean(loras('e2e', 'none', 'effect')):.2f} without the adapter, and on "
         f"prompts of another task (SST-2), where it is {short(mean('LSR', 96, 'other_effect'))} "
         "without it"
     )
     # Distilled
-    yield f"{joined(seeds('LSR, distilled', 96, 'other_kl'))} nats for {joined(seeds('LSR', 96, 'other_kl'))}"
+    yield (
+        f"{joined(seeds('LSR, distilled', 96, 'other_kl'))} nats for "
+        f"{joined(seeds('LSR', 96, 'other_kl'))}"
+    )
     yield (
         f"at 1/48, {short(mean('SVD, K-FAC, distilled', 48), 3)}, it keeps less than LSR with "
         f"half as many numbers, {short(mean('LSR, distilled', 96), 3)} at 1/96"
     )
     small = "LSR, bits, distilled"
-    yield f"a weight file of {mean(small, 3000, 'file_bytes'):,} bytes keeps {suite.spread(small, 3000)} of the gain"
+    yield (
+        f"a weight file of {mean(small, 3000, 'file_bytes'):,} bytes keeps "
+        f"{suite.spread(small, 3000)} of the gain"
+    )
     answers = seeds(small, 3000, "kl_share")
     yield f"and {short(min(answers))} to {short(max(answers))} of the answers"
     large = "SVD, bits, distilled"
-    yield f"twice the bytes, {suite.spread(large, 6000)} in a weight file of {mean(large, 6000, 'file_bytes'):,}"
+    yield (
+        f"twice the bytes, {suite.spread(large, 6000)} in a weight file of "
+        f"{mean(large, 6000, 'file_bytes'):,}"
+    )
     assert round(mean(small, 6000, "kl_share"), 3) == round(
         mean("LSR, distilled", 96, "kl_share"), 3
     )
@@ -244,7 +262,10 @@ def in_language_models():
     )
     # SST-2
     sst2, exact = {"task": "sst2"}, {"task": "sst2", "figure": "exact"}
-    yield f"falls from {loras('sst2', 'none', 'loss')[0]:.3f} to {joined(loras('sst2', 'trained', 'loss'), 3)} nats"
+    yield (
+        f"falls from {loras('sst2', 'none', 'loss')[0]:.3f} to "
+        f"{joined(loras('sst2', 'trained', 'loss'), 3)} nats"
+    )
     yield f"the LoRAs themselves get {joined(loras('sst2', 'trained', 'exact'), 3)} right"
     assert mean("SVD, K-FAC", 96, **exact) == 0.0
     yield (
@@ -298,8 +319,14 @@ def in_language_models():
     ]
     right = {(row["structure"], row["budget"]) for row in untrained if row["exact"] > 0}
     assert right == {("SVD", 19.2), ("LoRA int4", 0)}
-    yield f"gets a solution right (SVD in the Frobenius norm, {percent(mean('SVD', 19.2, **sums))} % at 1/19)"
-    yield f"The LoRA in int4 ({int4:.0f} kB of numbers) gets {percent(mean('LoRA int4', 0, **sums))} % right"
+    yield (
+        f"gets a solution right (SVD in the Frobenius norm, {percent(mean('SVD', 19.2, **sums))} % "
+        "at 1/19)"
+    )
+    yield (
+        f"The LoRA in int4 ({int4:.0f} kB of numbers) gets {percent(mean('LoRA int4', 0, **sums))} "
+        "% right"
+    )
     yield (
         f"LSR at 1/96, distilled, gets {percent(mean('LSR, distilled', 96, **sums))} % of the "
         "solutions right, in a file of "
@@ -325,7 +352,10 @@ def in_language_models():
     )
     (extraction,) = (row for row in exact if (row["task"], row["form"]) == ("extraction", "LoRA"))
     assert extraction["exact"] == 0.0
-    yield f"a LoRA of extraction gets none of {extraction['problems']} answers right to the last token"
+    yield (
+        f"a LoRA of extraction gets none of {extraction['problems']} answers right to the last "
+        "token"
+    )
     # E2E, r = 16 on all linear layers
     big = {"lora": "r16-all"}
     files = {
@@ -429,7 +459,7 @@ def of_speech():
 
 
 def on_gemma():
-    """Sentences on the other base: shares of each LoRA, at the best of the rates that it was trained with."""
+    """Yield sentences on the other base: shares of each LoRA, at the best of its rates."""
     rows = record("rivals-gemma")["rows"]
 
     def shares(method, budget, task="E2E", key="kept"):
@@ -453,8 +483,14 @@ def on_gemma():
     yield f"In 10 kB LSR keeps {shares('LSR', 10_000)}, truncated SVD {shares('SVD', 10_000)}"
     tried = [row["rate"] for row in rows if row["method"] == "Uni-LoRA"]
     assert sorted(tried) == [0.03, 0.1, 0.3]
-    yield f"Fisher cores keep {shares('Fisher core', 3000)} in 3 kB, Uni-LoRA {shares('Uni-LoRA', 3000)}"
-    yield f"LSR keeps {shares('LSR', 3000, 'sums')} in 3 kB, truncated SVD {shares('SVD', 3000, 'sums')}"
+    yield (
+        f"Fisher cores keep {shares('Fisher core', 3000)} in 3 kB, Uni-LoRA "
+        f"{shares('Uni-LoRA', 3000)}"
+    )
+    yield (
+        f"LSR keeps {shares('LSR', 3000, 'sums')} in 3 kB, truncated SVD "
+        f"{shares('SVD', 3000, 'sums')}"
+    )
 
 
 def in_small_adapters():
@@ -488,13 +524,18 @@ def in_small_adapters():
         f"texts, of truncated SVD by {lead('SVD', 10_000)}"
     )
     cores = kept("Fisher core", 3000)
-    yield f"LSR keeps {kept('LSR', 3000)}, Fisher cores {cores}: apart by {lead('Fisher core', 3000)}"
+    yield (
+        f"LSR keeps {kept('LSR', 3000)}, Fisher cores {cores}: apart by {lead('Fisher core', 3000)}"
+    )
     yield f"Uni-LoRA ({kept('Uni-LoRA', 3000)}) is behind LSR by {lead('Uni-LoRA', 3000)}"
     yield f"truncated SVD in bits ({kept('SVD', 3000)}) by {lead('SVD', 3000)}"
     spread = [
         [row["kept"] for row in rivals(name, 3000)] for name in ("LSR", "Fisher core", "Uni-LoRA")
     ]
-    yield f"Seeds of LSR, cores or Uni-LoRA lie within {short(max(max(each) - min(each) for each in spread), 3)}"
+    yield (
+        "Seeds of LSR, cores or Uni-LoRA lie within "
+        f"{short(max(max(each) - min(each) for each in spread), 3)}"
+    )
     yield (
         f"Cores keep {kept('Fisher core', 1000)}, Uni-LoRA {kept('Uni-LoRA', 1000)}, LSR "
         f"{kept('LSR', 1000)}. What opens an LSR directory takes 419 of its "
@@ -582,7 +623,10 @@ def in_small_adapters():
         f"{converted['accuracy']:.2f} % where a LoRA of {source['accuracy']:.2f} % is converted "
         f"to {converted['parameters']:,} by truncated SVD"
     )
-    yield f"the same LoRA has {source['accuracy']:.2f} and {again['accuracy']:.2f} % in two of their files"
+    yield (
+        f"the same LoRA has {source['accuracy']:.2f} and {again['accuracy']:.2f} % in two of their "
+        "files"
+    )
 
 
 def listed(texts):
@@ -617,7 +661,9 @@ def in_compress_a_lora():
     )
     shares = zip(column(rows, "kept"), column(rows, "standard_error"), strict=True)
     yield f"keep {listed(f'{percent(kept, 1)} ± {percent(error, 1)}' for kept, error in shares)} %"
-    yield f"after {listed(f'{seconds / 60:.1f}' for seconds in column(rows, 'cpu_seconds'))} minutes"
+    yield (
+        f"after {listed(f'{seconds / 60:.1f}' for seconds in column(rows, 'cpu_seconds'))} minutes"
+    )
     (large,) = by_seed("smollm2 r = 16 keep .94 distil 60")
     yield (
         f"made one of {large['weight_bytes']:,} bytes, {1000 * opened(large):,.0f} with the "
@@ -716,7 +762,10 @@ def in_scale():
         f"{seen[-1]:.1f}; without the ratios, of {unseen[0]:.1f} to {unseen[-1]:.1f}"
     )
     size, (inputs, outputs) = fits["ratios and size"], fit["growth"].values()
-    yield f"with its size to the power of {size['coefficients']['size']:.2f} ± {size['standard_errors']['size']:.2f}"
+    yield (
+        f"with its size to the power of {size['coefficients']['size']:.2f} ± "
+        f"{size['standard_errors']['size']:.2f}"
+    )
     yield (
         f"the ratios grow with the width to the power of {inputs['exponent']:.1f} ± "
         f"{inputs['standard_error']:.1f} (inputs) and {outputs['exponent']:.1f} ± "
@@ -754,7 +803,10 @@ def in_scale():
         f"{min(small):.2f} to {max(small):.2f}"
     )
     costs = [run["forms"][-1]["cpu_seconds"] / run["peer_cpu_seconds"] for run in made]
-    yield f"{min(costs):.0f} to {max(costs):.0f} times the CPU time of truncated SVD of the same layers by NumPy"
+    yield (
+        f"{min(costs):.0f} to {max(costs):.0f} times the CPU time of truncated SVD of the same "
+        "layers by NumPy"
+    )
 
 
 PAGES = {README: in_readme, LANGUAGE: in_language_models, SMALL: in_small_adapters}

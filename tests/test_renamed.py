@@ -1,4 +1,4 @@
-"""Public names of 0.3 that changed: every old one works until 0.5, warns, and is in the changelog's table."""
+"""Public names of 0.3 that changed work until 0.5, warn, and are in the changelog's table."""
 
 import importlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Pages of the built site in headless Chromium, at the widths of a desk and of a telephone: no error on the console.
+"""Pages of the built site in headless Chromium, wide and narrow: no error on the console.
 
 Needs Chromium and a built site (`make docs`); CI has both.
 """

@@ -1,4 +1,4 @@
-"""The whole path once: a trained LoRA in, an LSR adapter out, opened, trained, merged and exported through PEFT."""
+"""The whole path once: a LoRA in, an LSR adapter out, opened, trained, merged, exported."""
 
 import importlib.util
 from pathlib import Path
@@ -48,7 +48,7 @@ def new_base(encoder):
 
 @pytest.fixture(scope="module", params=["terms", "budget", "bytes"])
 def written(request, tmp_path_factory):
-    """LSR products of one size; a budget under which structures differ and layers are dropped; integers, packed."""
+    """Compress to one size, under a budget that drops layers, and to integers, packed."""
     plan = {
         "terms": CompressionPlan(separation_rank=16, inner_shape=(2, 2)),
         "budget": CompressionPlan(ratio=20),
@@ -77,7 +77,7 @@ def open_with_peft(encoder, directory, **options):
 
 
 def base_plus_update(encoder, directory):
-    """The base with each ΔŴ added to its weight, and the saved head put in: no adapter code involved."""
+    """Return the base with each ΔŴ added and the saved head put in, without adapter code."""
     model, checkpoint = new_base(encoder), open_checkpoint(directory)
     modules = dict(model.named_modules())
     for layer in checkpoint.layers:

@@ -1,4 +1,4 @@
-"""Loops over small problems run with one BLAS thread, and the caller's number is back afterwards."""
+"""Loops over small problems run with one BLAS thread; the caller's number comes back."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The tutorial on a language model, from top to bottom: its Python and its commands, in one directory."""
+"""The tutorial on a language model, from top to bottom, in one directory."""
 
 import doctest
 import importlib.util

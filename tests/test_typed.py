@@ -1,4 +1,4 @@
-"""A program that uses the package passes mypy --strict: py.typed is honoured, and what is public has types."""
+"""A program that uses the package passes mypy --strict: what is public has types."""
 
 import subprocess
 import sys
@@ -26,7 +26,8 @@ error: float = result.relative_error
 needed: int = lsr.error_curve(np.eye(16)).rank_for(1e-6)
 reveal_type(result.relative_error)
 lsr.compress("my-lora/", ratio=10, storage="float16", device="cuda").save("small/")
-kept: float = lsr.compress("my-lora/", base="smollm2", data="texts.txt", keep=0.95, held_out=64).fidelity.kept
+small = lsr.compress("my-lora/", base="smollm2", data="texts.txt", keep=0.95, held_out=64)
+kept: float = small.fidelity.kept
 lsr.distil("small/", base="smollm2", data="texts.txt", teacher="my-lora/", steps=60, rate=1e-3)
 """
 WRONG = """
@@ -34,7 +35,7 @@ import numpy as np
 
 import lsrdecomp as lsr
 
-rank: str = lsr.decompose(np.eye(16), lsr.KroneckerShape(((4, 4), (4, 4))), rtol=1e-6).separation_rank
+rank: str = lsr.decompose(np.eye(16), rank=1).separation_rank
 lsr.compress("my-lora/", ration=10)
 lsr.compress("my-lora/", ratio="ten")
 lsr.distil("small/", base="smollm2", data="texts.txt", teacher="my-lora/", step=60)

@@ -1,4 +1,4 @@
-"""Bases of a few thousand numbers with a tokenizer, a LoRA on them and what is made of it, as directories."""
+"""Bases of a few thousand numbers with a tokenizer, a LoRA and what is made of it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_model(kind, labels=3, layers=2):
 
 
 def make(folder, kind, labels=3, layers=2):
-    """A base with its tokenizer, a LoRA on it, the LSR made of that, and its export, as directories."""
+    """Write a base with its tokenizer, a LoRA on it, the LSR made of that, and its export."""
     model, targets = make_model(kind, labels, layers)
     model.save_pretrained(folder / "base")
     words = Tokenizer(

@@ -1,4 +1,4 @@
-"""A language model of a few thousand numbers, with a tokenizer of words and a LoRA on q, k, v, o, as directories."""
+"""A language model of a few thousand numbers, its tokenizer, and a LoRA on q, k, v, o."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer of whole words, with marks for beginning and end, for tests that must not download one."""
+"""A tokenizer of whole words for tests that must not download one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bank of adapters: every one of them as alone, whichever slots they pass through, and in few bytes."""
+"""A bank of adapters: each as it is alone, whichever slots it passes through, and in few bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def logits(model: nn.Module, **more) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Five adapters: two shapes, other layers, and two compressed LoRAs, one as integers and one in 16 bits."""
+    """Write five adapters: two shapes, other layers, and two compressed LoRAs.
+
+    Of the two, one holds integers and one 16-bit numbers.
+    """
     root, wide = tmp_path_factory.mktemp("adapters"), ((6, 4), (2, 2), (6, 4))
     square = {Q.format(0): wide, Q.format(1): wide}
     write_lsr_directory(root / "a", square)

@@ -1,4 +1,4 @@
-"""Weighted combinations are PEFT's, of the LoRAs that adapters are: the refusal prints commands, which are typed here."""
+"""Weighted combinations are PEFT's: the refusal prints commands, which are typed here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our files in a real diffusers pipeline, tiny and random: what a user of Stable Diffusion does with a LoRA."""
+"""Our files in a real diffusers pipeline, tiny and random: what a user does with a LoRA."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, Path]:
-    """Two LoRAs as diffusers itself saves them, each written again by us, and one compressed without loss."""
+    """Save two LoRAs as diffusers does, write each again by us, and compress one without loss."""
     folder = tmp_path_factory.mktemp("diffusers")
     found = {}
     for number, rank in enumerate((4, 2)):

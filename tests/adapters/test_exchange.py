@@ -151,7 +151,10 @@ def test_a_card_keeps_what_others_wrote(tmp_path):
 
 
 def test_servers_with_one_global_scale_read_the_export():
-    """By the rules of vLLM and llama.cpp: A and B of each module, one rank, one scale ``lora_alpha / r``."""
+    """vLLM and llama.cpp take A and B of each module, one rank, and one scale.
+
+    The scale is ``lora_alpha / r``.
+    """
     config = LsrConfig(
         target_modules=["query", "dense"],
         r=4,

@@ -1,4 +1,4 @@
-"""One adapted layer of each kind: forward is base plus ΔW, gradients are right, merging is undone."""
+"""One adapted layer of each type: forward is base plus ΔW, gradients are right, merging undone."""
 
 from __future__ import annotations
 

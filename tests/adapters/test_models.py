@@ -156,7 +156,7 @@ def test_on_a_cpu_passes_of_a_peft_model_form_pairs_again_only_when_numbers_chan
 
 @torch.no_grad()
 def test_a_decoding_loop_within_formed_once_forms_each_pair_once(monkeypatch):
-    """As on a GPU, where no pass may wait for a comparison: there nothing but `formed_once` remembers."""
+    """On a GPU no pass may wait for a comparison, so that nothing but `formed_once` remembers."""
     monkeypatch.setattr(factors.FormedSum, "is_of", lambda *_: False)
     model = adapted().eval()
     calls = count_formed(monkeypatch)

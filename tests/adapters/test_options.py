@@ -1,4 +1,4 @@
-"""DoRA, tied weights, replicated layers, targeted parameters, low precision, compilation, checkpointing."""
+"""DoRA, tied weights, replicated layers, targeted parameters, low precision, compilation."""
 
 from __future__ import annotations
 
@@ -304,7 +304,10 @@ def test_compilation_gives_one_graph_and_no_recompiles():
 
 
 def test_mixed_batches_compile_once_around_the_hooks_that_name_adapters():
-    """Not in one graph, as for PEFT's LoRA: the names reach the layers through hooks set within the call."""
+    """The names reach the layers through hooks set within the call, as for PEFT's LoRA.
+
+    So the pass is not compiled into one graph.
+    """
     torch.manual_seed(0)
     torch._dynamo.reset()
     config = LsrConfig(target_modules=["0", "2"], r=4, separation_rank=2, init_weights=False)

@@ -1,4 +1,4 @@
-"""What PEFT and its clients ask of every tuner: all linear layers found again, conversion, scales, LoRA+, torchao."""
+"""What PEFT and its clients ask of every tuner: all linear layers, conversion, scales, LoRA+."""
 
 from __future__ import annotations
 
@@ -235,7 +235,10 @@ def test_a_base_that_torchao_itself_quantized():
 
 
 class Mamba(nn.Module):
-    """As far as PEFT looks at one: its type, and a layer whose weight fused kernels read by themselves."""
+    """A Mamba block as far as PEFT looks at one.
+
+    That is its type, and a layer whose weight fused kernels read by themselves.
+    """
 
     config = Mamba2Config()
 
@@ -257,7 +260,7 @@ def test_what_fused_kernels_of_mamba_read_past_a_layer_is_refused(kind):
 
 
 def test_mixed_models_and_hotswap_take_what_an_adapter_expands_to(tmp_path):
-    """PEFT lists the kinds that both take, and asks a method for nothing: until it does, LSR goes as its LoRA."""
+    """PEFT lists the types that both take: until it asks methods, LSR goes as its LoRA."""
     with pytest.raises(ValueError, match="not compatible with the `PeftMixedModel`"):
         get_peft_model(tiny_bert(), config("lsr", target_modules=["query"]), mixed=True)
     outputs = []

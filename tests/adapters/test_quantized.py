@@ -1,4 +1,4 @@
-"""LSR on quantized base models (QLSR, after QLoRA): train, save, reload, merge with the loss stated."""
+"""LSR on quantized bases (QLSR, after QLoRA): train, save, reload, merge with the loss stated."""
 
 from __future__ import annotations
 

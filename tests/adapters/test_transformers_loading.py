@@ -1,4 +1,4 @@
-"""transformers' own ways to open an adapter, without `PeftModel`: packed LSR directories as PEFT opens them."""
+"""transformers' own ways to open an adapter, without `PeftModel`, open packed LSR directories."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Pictures hold what the records say: lines, labels, axes; drawing asks for no display and changes no global state."""
+"""Pictures hold what the records say; drawing asks for no display and changes no global state."""
 
 import math
 from itertools import combinations
@@ -138,7 +138,7 @@ def test_a_grid_writes_its_values_and_leaves_gaps():
 
 
 def test_a_line_that_leaves_the_picture_leaves_the_margin_above_as_it_is():
-    """An exact last point lies far below the axes; a logarithmic margin grows with what lies below."""
+    """An exact last point lies far below; a logarithmic margin grows with what lies below."""
     dive = ErrorCurve(
         "exact at last", (0, 1, 2, 3), (0, 100, 200, 300), (1.0, 0.5, 0.2, 1e-14), 1.0
     )
@@ -146,7 +146,7 @@ def test_a_line_that_leaves_the_picture_leaves_the_margin_above_as_it_is():
 
 
 def test_colours_stay_apart_for_common_colour_blindness():
-    """Simulated protanopia and deuteranopia (Viénot et al. 1999), distances in the linear RGB that remains."""
+    """Distances in linear RGB under simulated protanopia and deuteranopia (Viénot et al. 1999)."""
     linear = np.array([[int(c[k : k + 2], 16) / 255 for k in (1, 3, 5)] for c in COLOURS]) ** 2.2
     protan = np.array([[0.11238, 0.88762, 0.0], [0.11238, 0.88762, 0.0], [0.00401, -0.00401, 1.0]])
     deutan = np.array([[0.29275, 0.70725, 0.0], [0.29275, 0.70725, 0.0], [-0.02234, 0.02234, 1.0]])
@@ -187,7 +187,7 @@ PICTURES = {
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_pictures_look_as_they_did_when_someone_looked(name, tmp_path):
-    """Against a small stored picture; fonts and anti-aliasing may differ a little between versions of matplotlib."""
+    """Fonts and anti-aliasing may differ a little between versions of matplotlib."""
     ax = PICTURES[name]()
     ax.get_figure().savefig(tmp_path / f"{name}.png", dpi=55)
     difference = compare_images(

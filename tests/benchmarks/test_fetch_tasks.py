@@ -1,4 +1,4 @@
-"""What is fetched from the hub is written so that the tasks read it as if it were the published files."""
+"""What is fetched from the hub is written so that the tasks read it as the published files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script for a GPU: its plan, and every stage of it on a CPU by the same code, small; in one JSON."""
+"""The script for a GPU: its plan, and every stage of it, small, on a CPU by the same code."""
 
 from __future__ import annotations
 
@@ -99,8 +99,15 @@ def test_every_stage_runs_small_and_is_not_done_again(tmp_path, capsys):
     record = script.main(given)
     stages = record["stages"]
     assert list(stages) == [
-        "layers", "lora", "distil", "train", "answers", "large lora", "large forms", "large answers 1",
-    ]  # fmt: skip
+        "layers",
+        "lora",
+        "distil",
+        "train",
+        "answers",
+        "large lora",
+        "large forms",
+        "large answers 1",
+    ]
     assert record == json.loads((tmp_path / "gpu.json").read_text())
     assert all(stage["seconds"] > 0 and stage["estimated"] > 0 for stage in stages.values())
     assert [row["tokens"] for row in stages["layers"]["rows"]] == [1, 8]
@@ -111,8 +118,12 @@ def test_every_stage_runs_small_and_is_not_done_again(tmp_path, capsys):
     assert stages["answers"]["LoRA"]["loss"] == stages["lora"]["loss"]
     rows = stages["large answers 1"]["rows"]
     assert [(row["structure"], row["ratio"]) for row in rows] == [
-        ("LoRA", 1.0), ("LSR", 2.0), ("SVD", 2.0), ("LSR", 8.0), ("SVD", 8.0),
-    ]  # fmt: skip
+        ("LoRA", 1.0),
+        ("LSR", 2.0),
+        ("SVD", 2.0),
+        ("LSR", 8.0),
+        ("SVD", 8.0),
+    ]
     assert {row["ratio"]: (row["peft_rank"], row["peft_points"]) for row in rows[1:]} == {
         2.0: ("rank 32", -1.44),
         8.0: ("rank 8", -9.55),

@@ -1,4 +1,4 @@
-"""Benchmarks and examples import names that are there, also where a function does so hours into a run."""
+"""Benchmarks and examples import names that are there, also where a function does so late."""
 
 import ast
 import importlib
@@ -14,7 +14,7 @@ FILES = sorted(
 
 
 def our_imports(path):
-    """Yield module and name of each ``from lsrdecomp… import name``, wherever in the file it stands."""
+    """Yield module and name of each ``from lsrdecomp… import name``, wherever it stands."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lsrdecomp":
             for alias in node.names:

@@ -1,4 +1,4 @@
-"""The suite of a language model, in small: every stage leaves its record, and nothing is done twice."""
+"""The suite of a language model, small: every stage leaves its record, nothing is done twice."""
 
 from __future__ import annotations
 

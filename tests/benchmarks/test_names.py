@@ -1,4 +1,4 @@
-"""The count of names without content sees every value a file binds, and no function, import or read."""
+"""The count of names without content sees every value a file binds, and nothing else."""
 
 import runpy
 from pathlib import Path

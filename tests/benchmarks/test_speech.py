@@ -1,4 +1,4 @@
-"""Whisper out of CTranslate2's file answers as it did before; dialled digits are the tones they name."""
+"""Whisper out of CTranslate2's file answers as before; dialled digits are the tones they name."""
 
 from __future__ import annotations
 

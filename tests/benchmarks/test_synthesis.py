@@ -49,7 +49,10 @@ def test_a_synthetic_layer_has_the_ratios_and_the_norm_of_its_model(tmp_path, fa
 
 
 def loras(noise, models=("a", "b", "c")):
-    """Three models, two LoRAs each: numbers = 40 · input^0.5 · (m + n)^0.3, with noise; at smaller shares 44."""
+    """Three models, two LoRAs each: numbers = 40 · input^0.5 · (m + n)^0.3, with noise.
+
+    At smaller shares 44 in place of 40.
+    """
     rng = np.random.default_rng(1)
     rows = []
     for i, model in enumerate(models):

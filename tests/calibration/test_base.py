@@ -1,4 +1,4 @@
-"""From a base and an adapter directory to statistics: what `lsrdecomp calibrate` strings together."""
+"""From a base and an adapter directory to statistics: what `lsrdecomp calibrate` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The functional check: divergence and agreement of two adapters' answers on one base, against formed weights."""
+"""The functional check: divergence and agreement of two adapters' answers on one base."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration in bounded memory: blocks computed again on the way back, and layers in groups, change no statistics."""
+"""Calibration in bounded memory: recomputed blocks and groups of layers change no statistics."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_blocks_computed_again_give_the_same_statistics(kind, tmp_path):
 
 
 def saved_bytes(model, names, again):
-    """Bytes of the tensors that a forward pass keeps for the way back, the calls of watched layers among them."""
+    """Count the bytes that a forward pass keeps for the way back, watched layers among them."""
     modules = {name: model.get_submodule(name) for name in names}
     found = {}
 

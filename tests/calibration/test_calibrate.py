@@ -1,4 +1,4 @@
-"""Calibration: the statistics are second moments, their norm predicts a KL divergence, and a run can be interrupted."""
+"""Calibration: second moments whose norm predicts a KL divergence; a run can be interrupted."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def plain(model, modules, head=Head.classification):
 
 
 def measured_kl(model, name, difference, batches):
-    """Mean KL divergence per example between the model's answers before and after ``difference`` is added."""
+    """Return the mean KL divergence of the model's answers once ``difference`` is added."""
     weight = dict(model.named_parameters())[f"{name}.weight"]
     total, examples = 0.0, 0
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""JSON lines of prompts, conversations and texts: what is read, what counts as an answer, what a bad line says."""
+"""JSON lines of prompts, conversations and texts: what is read, and what a bad line says."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ def test_what_the_assistant_says_counts_in_every_turn(tmp_path, tokenizer):
     (example,) = read_examples(file(tmp_path, {"messages": SPOKEN}))
     (row,) = tokenize([example], tokenizer)
     assert words(tokenizer, row) == ["three", "<end>", "five", "six", "<end>"]
-    given = "<turn> user one two <end> <turn> assistant three <end> <turn> user four <end> <turn> assistant"
+    given = (
+        "<turn> user one two <end> <turn> assistant three <end> <turn> user four <end> <turn> "
+        "assistant"
+    )
     assert prompt_text(example, tokenizer).split() == given.split()
     assert completion_text(example) == "five six"
     parted = {

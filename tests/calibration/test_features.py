@@ -1,4 +1,4 @@
-"""Features: the last layer makes the logits of them, for every kind of classifier, and gradients flow through them."""
+"""Features: the last layer makes the logits of them, for every type of classifier."""
 
 from __future__ import annotations
 

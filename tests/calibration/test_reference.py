@@ -1,4 +1,4 @@
-"""Answers kept for comparison: the same numbers as asking anew, few of them, and a standard error that is one."""
+"""Logits kept for comparison: the same numbers as anew, few of them, an honest standard error."""
 
 from __future__ import annotations
 

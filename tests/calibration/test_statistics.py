@@ -1,4 +1,4 @@
-"""Statistics on disk: NumPy reads them, the weights act as the matrices they stand for, damage is named."""
+"""Statistics on disk: NumPy reads them, weights act as their matrices, damage is named."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def weight(size, rank, seed=0):
 
 @pytest.fixture
 def directory(tmp_path):
-    """Statistics of one 6 × 5 layer: the in side in the full form, the out side with two eigenpairs."""
+    """Return statistics of a 6 × 5 layer: in side in full, out side with two eigenpairs."""
     tensors = {}
     for side, stored in (("input", weight(5, 5)), ("output", weight(6, 2))):
         tensors[f"{ATTENTION}.{side}.eigenvectors"] = stored.basis.astype(np.float32)

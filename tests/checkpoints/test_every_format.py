@@ -1,4 +1,4 @@
-"""The table of formats in the docs: each cell is tried on a small file made by the format's own key rules."""
+"""The table of formats in the docs: each cell is tried on a small file of that format."""
 
 from functools import cache
 from pathlib import Path
@@ -44,7 +44,7 @@ BASES = TemporaryDirectory(prefix="lsrdecomp-bases-")
 
 @cache
 def base(of_experts):
-    """A language model whose only block has the layer that the language formats here adapt, or two such experts."""
+    """A language model whose only block has the layer that formats adapt, or two such experts."""
     folder = Path(BASES.name) / str(of_experts)
     sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}

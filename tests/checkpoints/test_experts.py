@@ -1,4 +1,4 @@
-"""Mixtures of experts: PEFT's stacks (target_parameters) beside PEFT itself, experts by name, both written back."""
+"""Mixtures of experts: PEFT's stacks beside PEFT itself, experts by name, both written back."""
 
 from __future__ import annotations
 

@@ -45,10 +45,12 @@ EXPECTED = {  # what the line must speak of, by group
     "config text": r"JSON|Git-LFS|Exceeds the limit",
     "layers": r"lora_|rank|prefix|NaN|tensors",
     "pickle": r"adapter_model\.bin",
-    "place": r"missing|no such|not a regular|directory|leads|symbolic|JSON|weight file|truncated|adapter|cannot",
-    "lsr": r"lsr_|shape_pattern|rank_pattern|separation_rank|inner_shape|\br is|order|prefix|use_dora|alpha",
-    "formats": r"incomplete|rank|shape|read|JSON|PEFT|alpha|NaN|names|part|embeddings|size|beside|multiply|dora"
-    r"|LO[HK]|r is|target_modules",
+    "place": r"missing|no such|not a regular|directory|leads|symbolic|JSON|weight file|truncated"
+    r"|adapter|cannot",
+    "lsr": r"lsr_|shape_pattern|rank_pattern|separation_rank|inner_shape|\br is|order|prefix"
+    r"|use_dora|alpha",
+    "formats": r"incomplete|rank|shape|read|JSON|PEFT|alpha|NaN|names|part|embeddings|size|beside"
+    r"|multiply|dora|LO[HK]|r is|target_modules",
 }
 
 
@@ -208,7 +210,7 @@ def test_a_ceiling_on_memory_is_kept_before_anything_is_read(tmp_path: Path) -> 
 
 
 def test_the_ceiling_counts_what_a_small_file_expands_to(tmp_path: Path) -> None:
-    """Factors of a few numbers stand for a LoRA of many, and packed codes for factors in float64."""
+    """Factors of a few numbers stand for a LoRA of many, packed codes for factors in float64."""
     code = QuantizedMatrix(
         (np.ones((1, 64, 1), np.int8), np.ones((1, 64, 1), np.int8)), np.ones(1, np.float16), 0, 4
     )

@@ -141,7 +141,10 @@ def test_an_lsr_directory_is_written_from_any_format(
 
 @pytest.fixture
 def kohya(tmp_path: Path) -> Path:
-    """A synthetic kohya file: two ranks, a convolution, a 1x1 convolution, a LoCon core, and a layer without alpha."""
+    """Write a synthetic kohya file.
+
+    It has two ranks, a convolution, a 1x1 convolution, a LoCon core, and a layer without alpha.
+    """
     tensors = {
         "lora_unet_down_0_attn_to_q.lora_down.weight": normal(4, 6, dtype="float16"),
         "lora_unet_down_0_attn_to_q.lora_up.weight": normal(8, 4, dtype="float16"),

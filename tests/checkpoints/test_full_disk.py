@@ -1,4 +1,4 @@
-"""A full disk under `compress` and `fleet`: one line, the old state, nothing half written, and room brings the rest."""
+"""A full disk under `compress` and `fleet`: one line, the old state; room brings the rest."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
 
 
 def test_a_really_full_file_system(small_disk, tmp_path):
-    """Both verbs on a small disk: a line that says so, and after enlarging it the same bytes as on a large one."""
+    """A small disk gives a line that says so; after enlarging, the bytes of a large one."""
     pytest.importorskip("joblib")
     tensors = {k: v for i in range(12) for k, v in pair(f"l.{i}", 640, 640, 16, i).items()}
     source, one = directory(tmp_path / "one", tensors, r=16), ("--separation-rank", 16)

@@ -36,7 +36,7 @@ def tensors(path):
 
 
 def interleaved(rows: int, heads: int) -> list[int]:
-    """For each row of GGUF's matrix the row it was: the two halves of a head's rotary pairs take turns."""
+    """Return the old row of each row of GGUF's matrix: halves of rotary pairs take turns."""
     width = rows // heads
     return [
         h * width + j + half * (width // 2)

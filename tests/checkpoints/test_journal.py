@@ -1,4 +1,4 @@
-"""The journal of a run: found again under what it depends on, of one run at a time, gone with the finished output."""
+"""The journal of a run: found under what it depends on, of one run at a time, gone at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kill -9 at any moment of `compress` and `fleet`, as started from the command line: nothing lost, nothing half there.
+"""kill -9 at any moment of `compress` and `fleet`: nothing lost, nothing half there.
 
 Moments are drawn at random over the whole run, and besides every look at the file system can be the
 last one.
@@ -115,7 +115,10 @@ def make_fleet(folder: Path, count: int) -> Path:
 
 
 def outputs(out: Path) -> dict[str, bytes]:
-    """Every byte of every output; not the manifest, whose order is that of finishing, nor hidden leftovers."""
+    """Return every byte of every output.
+
+    Left out are hidden leftovers and the manifest, whose order is that of finishing.
+    """
     found = snapshot(out)
     return {
         name: content for name, content in found.items() if name != MANIFEST and "/." not in name
@@ -144,7 +147,7 @@ def test_a_fleet_loses_nothing_and_does_nothing_twice(
     chance = random.Random(5)
 
     def moment(left: int) -> dict[str, object]:
-        """When to kill a run with so many adapters to do: somewhere on its way, or just too late."""
+        """Draw when to kill a run of so many adapters: on its way, or just too late."""
         if chance.random() < workers:  # with workers, which may outlive their master for a moment
             seconds = chance.uniform(0.0 if left == count else 0.5, 1.1) * usual["seconds"]
             return {"seconds": seconds, "whole": chance.random() < 0.75}

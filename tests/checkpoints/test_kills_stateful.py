@@ -1,4 +1,4 @@
-"""Write, kill, resume in any order: a fleet and its manifest against a model that knows what each output must hold."""
+"""Write, kill, resume in any order: a fleet and its manifest against a model of both."""
 
 from __future__ import annotations
 

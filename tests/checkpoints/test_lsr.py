@@ -1,4 +1,4 @@
-"""LSR directories: written and read back with equal bits, the config saying exactly what the factors are."""
+"""LSR directories: read back with equal bits; the config says exactly what the factors are."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_factors_that_do_not_belong_together_are_not_written(
 
 
 def lsr_directory(path: Path) -> Path:
-    """As PEFT saves LSR itself, a tensor for each factor: two layers of one shape and one of another."""
+    """Write a directory as PEFT saves LSR: two layers of one shape and one of another."""
     rng = np.random.default_rng(0)
     shapes = {"a.1": ((8, 6), (2, 2)), "a.11": ((8, 6), (2, 2)), "b": ((9, 10), (3, 1))}
     tensors = {}

@@ -1,4 +1,4 @@
-"""Directories that version 0.1 wrote open as they did, here and in PEFT; what is written now is smaller and equal."""
+"""Directories that version 0.1 wrote open as they did, here and in PEFT."""
 
 import json
 import warnings
@@ -125,7 +125,7 @@ def test_peft_opens_old_and_new_directories(name, written_by, tmp_path):
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
 def test_beside_the_numbers_a_directory_takes_little(tmp_path, storage):
-    """At most 4 kB and 16 bytes a layer, whatever shapes the layers have and however many are left out."""
+    """At most 4 kB and 16 bytes a layer, whatever their shapes and however many are left out."""
     tensors, layers, dropped, rng = {}, [], [], np.random.default_rng(0)
     for i in range(120):
         name = f"model.layers.{i // 4}.self_attn.{'qkvo'[i % 4]}_proj"

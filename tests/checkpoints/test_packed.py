@@ -1,4 +1,4 @@
-"""Packed layers: every number and code comes back, PEFT sees the factors, damaged bytes are one clear error."""
+"""Packed layers: every number and code comes back, PEFT sees the factors, damage is one error."""
 
 import base64
 import json

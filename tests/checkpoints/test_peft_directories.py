@@ -1,4 +1,4 @@
-"""PEFT LoRA directories: every number as PEFT itself would use it, every variant we cannot express refused by name."""
+"""PEFT LoRA directories: numbers as PEFT uses them; variants without a record are refused."""
 
 from __future__ import annotations
 
@@ -84,8 +84,14 @@ def test_reading_safetensors_does_not_import_torch(tmp_path: Path) -> None:
     tensors = {name: torch.tensor(array).bfloat16() for name, array in pair("q").items()}
     directory(tmp_path / "a")
     save_file(tensors, tmp_path / "a" / "adapter_model.safetensors")
-    code = f"import sys, lsrdecomp.checkpoints as c; x, = c.open_checkpoint({str(tmp_path / 'a')!r}).layers; "
-    code += "b, a = x.load(); print(x.dtype, b.dtype, float(abs(b).sum() + abs(a).sum()), 'torch' in sys.modules)"
+    code = (
+        "import sys, lsrdecomp.checkpoints as c; x, = "
+        f"c.open_checkpoint({str(tmp_path / 'a')!r}).layers; "
+    )
+    code += (
+        "b, a = x.load(); print(x.dtype, b.dtype, float(abs(b).sum() + abs(a).sum()), 'torch' in "
+        "sys.modules)"
+    )
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
@@ -199,9 +205,14 @@ def test_every_kind_of_layer_reads_as_out_times_in_and_peft_reads_back_what_is_w
 
     names = ["c1d"] if fan_in_fan_out else ["emb", "lin", "conv"]
     config = LoraConfig(
-        r=3, lora_alpha=7, target_modules=names, init_lora_weights=False, fan_in_fan_out=fan_in_fan_out,
-        rank_pattern={} if fan_in_fan_out else {"lin": 2}, modules_to_save=["head"],
-    )  # fmt: skip
+        r=3,
+        lora_alpha=7,
+        target_modules=names,
+        init_lora_weights=False,
+        fan_in_fan_out=fan_in_fan_out,
+        rank_pattern={} if fan_in_fan_out else {"lin": 2},
+        modules_to_save=["head"],
+    )
     model = _tricky_model()
     peft = get_peft_model(model, config)
     peft.save_pretrained(tmp_path / "a", save_embedding_layers=False)
@@ -300,8 +311,15 @@ def test_layer_1_and_layer_11_keep_their_own_rank_when_written(tmp_path: Path) -
         **pair("layersa1.q"),
     }
     source = open_checkpoint(directory(tmp_path / "a", tensors, rank_pattern={"layers.11.q": 3}))
-    layers = [(name, np.ones((4, r)), np.ones((r, 6))) for name, r in (
-        ("layers.1.q", 1), ("layers.11.q", 3), ("x.layers.1.q", 4), ("layersa1.q", 5))]  # fmt: skip
+    layers = [
+        (name, np.ones((4, r)), np.ones((r, 6)))
+        for name, r in (
+            ("layers.1.q", 1),
+            ("layers.11.q", 3),
+            ("x.layers.1.q", 4),
+            ("layersa1.q", 5),
+        )
+    ]
     write_lora(tmp_path / "b", source=source, layers=layers)
     assert {layer.name: layer.rank for layer in open_checkpoint(tmp_path / "b").layers} == {
         name: up.shape[1] for name, up, _ in layers

@@ -16,7 +16,7 @@ OLD, NEW = ("attn1", "ff", "attn2"), ("attn1", "attn2", "ff")
 
 
 def block(where, width, parts):
-    """Linear layers of one transformer block that the trainer finds, in the order in which its parts were made."""
+    """List the linear layers of a transformer block that the trainer finds, in its order."""
     own = {
         "to_q": (width, width),
         "to_k": (width, width),
@@ -139,7 +139,7 @@ def test_export_needs_the_base_and_writes_the_same_numbers_under_its_names(tmp_p
 
 
 def test_the_trainers_own_loop_numbers_the_modules_of_a_real_pipeline_so(tmp_path):
-    """The loop of cloneofsimo/lora 0735440d1865, `_find_modules_v2`, in words of our own, over diffusers' modules."""
+    """Walk as `_find_modules_v2` of cloneofsimo/lora 0735440d1865 does, over diffusers' modules."""
     diffusers = pytest.importorskip("diffusers")
     import torch
     from transformers import CLIPTextConfig, CLIPTextModel
@@ -188,7 +188,10 @@ def test_the_trainers_own_loop_numbers_the_modules_of_a_real_pipeline_so(tmp_pat
 
 
 def test_published_files_are_named_on_stable_diffusions_sizes(shared, tmp_path):
-    """Stable Diffusion 1.5 by its config: four levels of 320 to 1280, two layers a level, text of 768."""
+    """Return the config of Stable Diffusion 1.5.
+
+    Four levels of 320 to 1280, two layers a level, text of 768.
+    """
     diffusers = pytest.importorskip("diffusers")
     import torch
 

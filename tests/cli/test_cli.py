@@ -1,4 +1,4 @@
-"""The command line as a person meets it: tables, exit codes, one clear line for every fault, nothing left behind."""
+"""The command line as a person meets it: tables, exit codes, one clear line for every fault."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Every verb that ends in a table, at 80, 100 and 130 columns: no line is longer and no figure is cut."""
+"""Every verb that ends in a table, at 80, 100 and 130 columns: no line too long, no figure cut."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ def figures(text):
 
 
 def check(narrow, whole, width, needed=()):
-    """``narrow`` fits, each figure in it stands so in the ``whole`` table, and what is needed is there."""
+    """Check that ``narrow`` fits, and that its figures stand so in the ``whole`` table."""
     assert max(map(len, narrow.splitlines())) <= width
     names = {word for word in figures(narrow) if "…" in word}  # names of layers lose their middle
     assert all(re.search(r"[a-z_]", word) for word in names), names
@@ -116,7 +116,7 @@ def test_a_table_of_figures_that_took_hours_fits(verb, width, capsys, monkeypatc
 
 
 def test_words_of_others_are_printed_as_they_are(capsys, monkeypatch):
-    """A prompt may hold what a markup language would take for its own, and so may the name of a layer."""
+    """A prompt, or a layer's name, may hold what a markup language takes for its own."""
     layer = Sheet((Column("layer", name=True), Column("error")), [("blocks[/0].attn", "0.5 [red]")])
     shown = printed(layer, 80, capsys, monkeypatch)
     tables.show(None, "  [INST] sort [3, 1] [/INST]")

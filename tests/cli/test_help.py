@@ -1,4 +1,4 @@
-"""Help that fits a terminal of 80 columns, examples that the command line accepts, errors in its own words."""
+"""Help that fits 80 columns, examples that the command line accepts, errors in its own words."""
 
 import shlex
 

@@ -1,4 +1,4 @@
-"""What a verb writes: refused before any work where it would cost the user a file or fail at the end."""
+"""What a verb writes: refused before any work where it would cost a file or fail at the end."""
 
 import errno
 import os
@@ -222,7 +222,7 @@ def test_on_a_full_disk_all_outputs_of_compress_appear_or_none(tmp_path, monkeyp
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_what_standard_output_cannot_encode_is_no_traceback(encoding):
-    """A pipe on Windows has an old code page, which lacks ⊗; the locale C without Python's UTF-8 mode lacks all."""
+    """Windows' old code page lacks ⊗; the locale C without Python's UTF-8 mode lacks all."""
     command = [sys.executable, "-m", "lsrdecomp", "inspect", DEMO]
     done = subprocess.run(
         command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}, check=False
@@ -232,7 +232,7 @@ def test_what_standard_output_cannot_encode_is_no_traceback(encoding):
 
 
 def test_the_home_directory_is_found_where_a_shell_expands_nothing(tmp_path, monkeypatch):
-    """Of ``--out=~/small`` bash makes no path; a directory called ~ is removed by nobody without fear."""
+    """Of ``--out=~/small`` bash makes no path; nobody removes a directory called ~ gladly."""
     home = tmp_path / "home"
     shutil.copytree(DEMO, home / "lora")
     monkeypatch.setenv("HOME", str(home))

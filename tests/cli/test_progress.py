@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, a line a minute elsewhere, nothing with --quiet; every long verb has it."""
+"""Progress: a bar on a terminal, a line a minute elsewhere, nothing with --quiet."""
 
 from __future__ import annotations
 
@@ -88,7 +88,10 @@ def test_a_terminal_shows_stage_counts_and_what_is_done_now(
 def test_the_line_fits_the_terminal_and_ends_before_results(
     monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
-    training = "training 1 of at most 2, 250 times fewer numbers: distilling, at most 60 steps of 8 examples"
+    training = (
+        "training 1 of at most 2, 250 times fewer numbers: distilling, at most 60 steps of 8 "
+        "examples"
+    )
     steps = [ProgressUpdate(f"step 6 of 6 · {training}", done, 60, "steps") for done in range(3)]
     shown = on_a_terminal(
         [ProgressUpdate("step 1 of 6 · opening the base", 0, 0), *steps],

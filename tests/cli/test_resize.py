@@ -1,4 +1,4 @@
-"""compress to a LoRA file as it came: one file, several sizes, a directory of files, and the curve of a dry run."""
+"""compress to a LoRA file as it came: one file, several sizes, directories, and a dry run."""
 
 import json
 

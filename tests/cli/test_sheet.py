@@ -1,4 +1,4 @@
-"""Tables fit the terminal: at 80, 100 and 130 columns no line is longer, no digit is lost, and what matters stays."""
+"""Tables fit the terminal: no line is longer, no digit is lost, and what matters stays."""
 
 import io
 import re
@@ -24,11 +24,25 @@ def printed(renderable, width):
 
 def report(name, **changes):
     facts = {
-        "name": name, "kind": "linear", "rows": 11008, "columns": 4096, "source_rank": 16, "structure": "LSR",
-        "shape": "(32×2 ⊗ 16×2 ⊗ 8×4)(2×16 ⊗ 2×16 ⊗ 4×16)", "separation_ranks": (12, 7), "parameters_before": 241664,
-        "parameters": 12345, "bytes": 49380, "norm": 2.0, "relative_error": 0.0123, "functional_norm": 3.0,
-        "functional_error": 0.00456, "condition": 1.25, "storage": "float32", "met": True,
-    }  # fmt: skip
+        "name": name,
+        "kind": "linear",
+        "rows": 11008,
+        "columns": 4096,
+        "source_rank": 16,
+        "structure": "LSR",
+        "shape": "(32×2 ⊗ 16×2 ⊗ 8×4)(2×16 ⊗ 2×16 ⊗ 4×16)",
+        "separation_ranks": (12, 7),
+        "parameters_before": 241664,
+        "parameters": 12345,
+        "bytes": 49380,
+        "norm": 2.0,
+        "relative_error": 0.0123,
+        "functional_norm": 3.0,
+        "functional_error": 0.00456,
+        "condition": 1.25,
+        "storage": "float32",
+        "met": True,
+    }
     return LayerReport(**{**facts, **changes})
 
 
@@ -95,7 +109,7 @@ def test_where_little_room_is_left_the_name_is_shortened_and_no_digit_lost():
 
 
 def test_layers_of_a_group_count_as_one():
-    """Relative errors combine through the norms, parameters add up, and a layer that misses its tolerance shows."""
+    """Relative errors combine through the norms; a layer that misses its tolerance shows."""
     layers = [
         *model(20, relative_error=0.3, norm=1.0),
         report("base.model.layers.20.mlp.down_proj", relative_error=0.4, norm=2.0, met=False),

@@ -32,7 +32,7 @@ def entry_point() -> tuple[str, str]:
 
 
 def stopped_at(module: str) -> subprocess.CompletedProcess[str]:
-    """``lsrdecomp inspect`` as the console script starts it, with Ctrl-C while ``module`` is imported."""
+    """Run ``lsrdecomp inspect`` with Ctrl-C while ``module`` is imported."""
     entry, function = entry_point()
     code = STARTED.format(module=module, adapter=str(DEMO), entry=entry, function=function)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

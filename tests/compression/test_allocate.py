@@ -1,4 +1,4 @@
-"""One budget over all layers: against every combination on small cases, and never worse than a known solution."""
+"""One budget over all layers: beside every combination on small cases, and known solutions."""
 
 from __future__ import annotations
 

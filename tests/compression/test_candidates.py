@@ -1,4 +1,4 @@
-"""What a layer can become, and all layers under one budget: errors as measured, never worse than truncated SVD."""
+"""What a layer can become, and all under one budget: never worse than truncated SVD."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_never_worse_than_the_best_truncated_svd_at_the_same_budget_and_norm(
 
 
 def _best_truncation(some: list[Layer], budget: int) -> float:
-    """Smallest total error of all ways to give each layer a rank; all layers cost the same per rank."""
+    """Return the smallest total error of all ways to give each layer a rank at equal costs."""
     tails = []
     for layer in some:
         errors = [c.squared_error for c in low_rank_candidates(layer)]

@@ -1,4 +1,4 @@
-"""Compression of one layer and of a checkpoint: tolerances hold as written, and plain SVD is never lost to."""
+"""Compression of layers and checkpoints: tolerances hold as written, SVD is never lost to."""
 
 import json
 import re
@@ -135,7 +135,7 @@ def test_too_few_bytes_say_what_would_do(block, searched):
 
 
 def test_statistics_change_what_is_kept(few):
-    """With one input direction that matters, and one layer whose output matters most, that is what is kept."""
+    """One input direction and one layer's output matter most, so they are what is kept."""
     rng = np.random.default_rng(0)
     weights = {}
     for i, layer in enumerate(few.layers):
@@ -397,7 +397,7 @@ def test_every_published_peft_adapter_compresses_and_verifies(shared, tmp_path):
 def test_a_divergence_is_a_share_of_the_effect_that_calibration_measured_with_this_adapter(
     few, tmp_path
 ):
-    """Second-order values are several times too low; the relative error times the whole effect is not."""
+    """Second-order values are several times too low; the relative error times the effect is not."""
     shipped = Path(str(files("lsrdecomp.cli") / "demo_statistics"))
     shutil.copytree(shipped, tmp_path / "of-this")
     shutil.copytree(shipped, tmp_path / "of-another")

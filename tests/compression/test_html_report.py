@@ -17,11 +17,24 @@ from lsrdecomp.compression.svg_curves import svg_curves
 from lsrdecomp.fidelity import Fidelity, Measurement
 
 LAYER = LayerReport(
-    name="model.layers.0.q", kind="linear", rows=384, columns=384, source_rank=8, structure="LSR",
-    shape="(24×4 ⊗ 16×2)(4×24 ⊗ 2×16)", separation_ranks=(4, 5), parameters_before=6144, parameters=1500, bytes=3000,
-    norm=2.0, relative_error=0.25, functional_norm=None, functional_error=None,
-    condition=1.0, storage="float16",
-)  # fmt: skip
+    name="model.layers.0.q",
+    kind="linear",
+    rows=384,
+    columns=384,
+    source_rank=8,
+    structure="LSR",
+    shape="(24×4 ⊗ 16×2)(4×24 ⊗ 2×16)",
+    separation_ranks=(4, 5),
+    parameters_before=6144,
+    parameters=1500,
+    bytes=3000,
+    norm=2.0,
+    relative_error=0.25,
+    functional_norm=None,
+    functional_error=None,
+    condition=1.0,
+    storage="float16",
+)
 PLAN = CompressionPlan(separation_rank=4, inner_shape=(4, 2), storage="float16")
 BEHAVIOUR = Behaviour(128, 3000, "token", 0.1, 0.9, 1.0, 0.01)
 FACTS = {"data": "a.jsonl", "base": "b", "bytes_before": 3_700_000, "bytes_after": 12_000}

@@ -1,4 +1,4 @@
-"""Memory of a compression: what is held grows with the largest layer, not with the number of layers."""
+"""Memory of a compression grows with the largest layer, not with the number of layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def adapters(tmp_path_factory) -> dict[int, Path]:
 
 
 def peak(adapter: Path, out: Path, plan: CompressionPlan) -> int:
-    """Bytes held at most by compressing and writing; garbage in cycles is not held, so it is collected often."""
+    """Return the most bytes held while compressing and writing, without garbage in cycles."""
     gc.collect()
     gc.freeze()  # what other tests left is not gone through each time
     thresholds = gc.get_threshold()
@@ -93,7 +93,7 @@ def test_the_peak_does_not_grow_with_the_number_of_layers(
     ids=["terms", "ratio"],
 )
 def test_the_peak_is_a_small_multiple_of_the_largest_layer(tmp_path, monkeypatch, plan, layers):
-    """Sizes in proportion to a layer of a 70B model: blocks of rows are short beside it, Krylov spaces narrow."""
+    """Sizes in proportion to a 70B model's layer: blocks of rows are short, spaces narrow."""
     short = QRBlocking(row_block_entries=2**12)
     monkeypatch.setattr("lsrdecomp.arrays.QRBlocking", lambda: short)
     narrow = PairOptions(start=LeadingTripleOptions(max_qr_columns=64, max_svd_entries=2**12))

@@ -1,4 +1,4 @@
-"""Every setting on every road, from Python and from the command line: it is read, or refused by name."""
+"""Every setting on every road, from Python and the command line: read, or refused by name."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def question(road: Road, setting: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def leads_elsewhere(road: Road, setting: str) -> bool:
-    """Whether a setting decides about the road by itself, so that it is never asked for on this one."""
+    """Return whether a setting decides about the road by itself, so that no road is asked."""
     if road is Road.SEARCHED:
         return setting in ("base", "separation_rank", "keep")
     if road is Road.GIVEN_TERMS:
@@ -262,7 +262,10 @@ def refused(*words: str) -> str:
 
 
 def test_options_about_a_base_are_refused_without_one() -> None:
-    words = "--ratio 8 --passes 2 --held-out 20 --examples 5 --dtype bfloat16 --batch 4 --max-length 99 --truncate"
+    words = (
+        "--ratio 8 --passes 2 --held-out 20 --examples 5 --dtype bfloat16 --batch 4 --max-length "
+        "99 --truncate"
+    )
     text = refused(*words.split(), "--dry-run")
     assert text.endswith("are read with --base")
     for name in ("--passes", "--held-out", "--examples", "--dtype", "--batch", "--max-length"):

@@ -1,4 +1,4 @@
-"""`compress` as it is started: killed in the middle of its search it goes on, and more workers write the same bytes."""
+"""`compress`, killed in its search, goes on; more workers write the same bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One search for many budgets: errors as measured, bounds kept, nothing solved twice after a kill, workers agree."""
+"""One search for many budgets: measured errors, kept bounds, nothing solved twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every structure a layer can be stored in keeps one contract: it counts its own numbers, wherever it is looked at.
+"""Every structure a layer can be stored in counts its own numbers, wherever it is looked at.
 
 The recipe "Adding a structure" of CONTRIBUTING.md is run here as it stands there.
 """
@@ -200,7 +200,7 @@ def extended(module: ModuleType, code: str) -> dict[str, Any]:
 
 @pytest.fixture
 def contributed(monkeypatch: pytest.MonkeyPatch) -> Callable[[np.random.Generator], Stored]:
-    """The structure in the text of CONTRIBUTING.md, in its place; what its row in the test makes."""
+    """Put the structure of CONTRIBUTING.md in its place; return what its row makes."""
     (new_file, encoding, candidate), row = recipe()
     module = ModuleType("lsrdecomp.formats.diagonal")
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -1,4 +1,4 @@
-"""verify and export: right results pass, whatever became of a layer; damage and numbers that are none do not."""
+"""verify and export: right results pass, whatever became of a layer; damage does not."""
 
 import json
 

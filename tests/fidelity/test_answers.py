@@ -1,4 +1,4 @@
-"""What a form answers in words: completions of the prompts that are held out, by greedy decoding."""
+"""What a form answers in words: completions of held-out prompts, by greedy decoding."""
 
 import random
 

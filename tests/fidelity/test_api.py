@@ -1,4 +1,4 @@
-"""`lsr.compress` as it is typed at a prompt: a path, one goal by name, and a result that can be read there."""
+"""`lsr.compress` as it is typed: a path, one goal by name, and a result that reads well."""
 
 import inspect
 from dataclasses import replace
@@ -123,7 +123,7 @@ def test_the_signature_shows_every_setting_and_goal():
 
 
 def test_what_is_said_of_a_setting_is_said_once():
-    """Arguments, their defaults and docstrings, and the command's options come from the fields of one table."""
+    """Arguments, defaults, docstrings and options come from the fields of one table."""
     for function, table in (
         (lsr.compress, MeasuredSettings),
         (lsr.compress, CompressionPlan),

@@ -1,4 +1,4 @@
-"""Distillation: a compressed adapter comes nearer to its LoRA's answers, costs what it says, and loses nothing."""
+"""Distillation: a compressed adapter comes nearer to its LoRA's logits and loses nothing."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def run(folder, directory, **settings):
 
 
 def weakened(folder, out):
-    """The LoRA as it is, but each number of its factors four fifths of what it was: what is to be learned is known."""
+    """Write the LoRA with each number of its factors at four fifths: the lesson is known."""
     compress(open_checkpoint(folder / "lora"), CompressionPlan(separation_rank=8)).save(out)
     file = out / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -216,7 +216,7 @@ def test_passes_are_what_was_asked_of_the_base(kind, tmp_path, monkeypatch, requ
 
 
 def test_of_a_classifier_what_its_last_layer_reads_is_learned_too(classifier):
-    """Before the first step, the loss is the divergence and so much of the distance of the features."""
+    """Before the first step the loss is the divergence and a share of the feature distance."""
     settings = EvaluatorSettings(batch=8, max_length=16)
     evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, settings)
     student, data = evaluator.base.adapted(classifier / "lsr"), evaluator.distillation_data(1)
@@ -307,7 +307,7 @@ def test_micro_batches_are_the_same_step(classifier, tmp_path):
 
 
 def test_two_processes_share_the_steps_of_one(classifier, tmp_path):
-    """As `accelerate launch` or torchrun start them; on processors, gradients are summed by gloo."""
+    """Started by `accelerate launch` or torchrun; on processors gloo sums the gradients."""
     alone = run(classifier, classifier / "lsr", out=tmp_path / "alone", steps=4, micro=4)
     (tmp_path / "texts.txt").write_text("\n".join(text for text, _ in TEXTS) + "\n")
     words = [

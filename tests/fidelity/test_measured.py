@@ -1,4 +1,4 @@
-"""compress with a base: the promise is what the written files keep, on the screen, in the record and on the card."""
+"""compress with a base: the estimate is what written files keep, on screen, record and card."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_measured_divergence_is_a_goal(folder):
 
 
 def pretend_to_distil(monkeypatch, left):
-    """In place of training: every form then loses so much of what it lost; the list tells what was trained."""
+    """Replace training: every form loses so much of its loss; the list tells what was trained."""
     done = []
 
     def distilled(evaluator, made, source, out, train, *, steps, before, **_):

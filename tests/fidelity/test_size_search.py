@@ -1,4 +1,4 @@
-"""The search for the smallest variant: few measurements, never one that keeps too little, and words when there is none."""
+"""The search for the smallest variant: few measurements, never one that keeps too little."""
 
 import math
 from dataclasses import replace
@@ -23,7 +23,10 @@ WHOLE = 1e6
 
 
 def curve(factor, power):
-    """Squared error of a size, and what a variant of it keeps: not the factor that the search begins with."""
+    """Return the squared error of a size, and what a variant of it keeps.
+
+    The factor is not the one that the search begins with.
+    """
 
     def expected(size):
         return (WHOLE / SMALL / size) ** 0.5 if size < WHOLE else 0.0
@@ -118,7 +121,7 @@ def size_of(measured, variant):
 
 
 class Variants:
-    """In place of a cache of variants: each keeps .75, and what is given here after so many steps of training."""
+    """A cache of variants that each keep .75, and what is given here after training."""
 
     evaluator = SimpleNamespace(source=SimpleNamespace(head=None), announce=lambda *_: None)
     statistics = None

@@ -1,4 +1,4 @@
-"""Fleets: every adapter once, the same bytes wherever it ran, nothing lost to a kill or to a bad neighbour."""
+"""Fleets: every adapter once, the same bytes wherever it ran, nothing lost to a kill."""
 
 import json
 import os
@@ -278,7 +278,7 @@ def test_a_device_that_is_not_there_stops_a_fleet_before_it_starts(fleet, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_ray_gives_every_job_its_share_of_a_gpu(fleet, tmp_path, gpus):
-    """Ray believes in a GPU that is not there; a job that has its share of it then fails on its own, in one line."""
+    """Ray believes in a GPU that is not there; the job with a share of it fails in one line."""
     ray = pytest.importorskip("ray")
     if pytest.importorskip("torch").cuda.is_available():
         pytest.skip("here is a CUDA device")
@@ -304,7 +304,7 @@ def test_ray_gives_every_job_its_share_of_a_gpu(fleet, tmp_path, gpus):
 
 
 class Cluster(ModuleType):
-    """What `ray_runner` asks of ray, in this process: a job runs when its answer is fetched, the last one first."""
+    """A stand-in for ray in this process: a job runs when its result is fetched, last first."""
 
     def __init__(self, gpus: float) -> None:
         super().__init__("ray")

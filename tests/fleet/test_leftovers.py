@@ -1,4 +1,4 @@
-"""A fleet that ends leaves nothing of its own behind, however old or young what a killed run left."""
+"""A fleet that ends leaves nothing behind, however old or young a killed run's leftovers."""
 
 from __future__ import annotations
 

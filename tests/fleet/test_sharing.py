@@ -1,4 +1,4 @@
-"""Adapters of one base and the same layers: one is searched, the others take its shapes, whatever comes in between."""
+"""Adapters of one base and the same layers: one is searched, the others take its shapes."""
 
 from __future__ import annotations
 

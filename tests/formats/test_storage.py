@@ -1,4 +1,4 @@
-"""Stored forms: no stored matrix exceeds the error it claims, and formats chosen term by term save bytes."""
+"""Stored forms: none exceeds the error it claims; formats chosen term by term save bytes."""
 
 import numpy as np
 import pytest
@@ -208,7 +208,7 @@ def test_the_zero_matrix_and_a_generous_budget_take_no_terms():
 
 
 def test_terms_that_cancel_are_certified_as_stored():
-    """Two nearly opposite terms, γ ≈ 100: rounding each as if they were orthogonal would miss the budget."""
+    """Two nearly opposite terms, γ ≈ 100: rounded one by one they would miss the budget."""
     rng = np.random.default_rng(3)
     a, b = rng.standard_normal((2, 6, 6))
     first, second = a / np.linalg.norm(a), (a / np.linalg.norm(a) + 1e-2 * b / np.linalg.norm(b))

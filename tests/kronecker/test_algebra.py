@@ -1,4 +1,4 @@
-"""Arithmetic on separated matrices agrees with the formed matrices; recompression, TensorLy and per-term shapes."""
+"""Arithmetic on separated matrices agrees with the formed matrices; so does recompression."""
 
 from itertools import pairwise
 
@@ -107,7 +107,10 @@ def test_recompression_to_a_rank_is_the_best_of_that_rank():
 
 
 def test_a_sum_operator_of_many_factors_is_recompressed_without_being_formed():
-    """Σ_i I⊗…⊗A⊗…⊗I with 12 factors: 2²⁴ entries are never formed; its square has 144 terms of rank 12·13/2 at most."""
+    """The 2²⁴ entries of Σ_i I⊗…⊗A⊗…⊗I with 12 factors are never formed.
+
+    Its square has 144 terms, of rank 12·13/2 at most.
+    """
     d, eye, a = 12, np.eye(4), np.diag([1.0, -1.0, 1.0, -1.0])
     factors = [np.stack([a if k == i else eye for k in range(d)]) for i in range(d)]
     operator = SeparatedMatrix.from_factors(factors)

@@ -1,4 +1,4 @@
-"""A separated matrix where a matrix is expected: NumPy, SciPy and torch protocols, arithmetic, entries, files."""
+"""A separated matrix where a matrix is expected: NumPy, SciPy, torch, arithmetic, files."""
 
 import inspect
 import json
@@ -24,7 +24,10 @@ CASES = settings(max_examples=20)
 
 @st.composite
 def cases(draw, square=False, most=3):
-    """(matrix, formed in double precision, tolerance, generator): real, complex and float32, one to four factors."""
+    """Yield (matrix, formed in double precision, tolerance, generator).
+
+    Real, complex and float32, one to four factors.
+    """
     shape = draw(kronecker_shapes(max_entries=1024, square=square))
     return case_of(draw, shape, most)
 
@@ -87,9 +90,17 @@ def test_products_with_arrays_and_their_adjoints(case):
 def test_forms_and_transposes(case):
     a, dense, tolerance, _ = case
     for ours, theirs in (
-        (a, dense), (a.T, dense.T), (a.mT, dense.T), (a.H, dense.conj().T), (a.mH, dense.conj().T),
-        (a.conj(), dense.conj()), (a.transpose(), dense.T), (a.adjoint(), dense.conj().T), (+a, dense), (-a, -dense),
-    ):  # fmt: skip
+        (a, dense),
+        (a.T, dense.T),
+        (a.mT, dense.T),
+        (a.H, dense.conj().T),
+        (a.mH, dense.conj().T),
+        (a.conj(), dense.conj()),
+        (a.transpose(), dense.T),
+        (a.adjoint(), dense.conj().T),
+        (+a, dense),
+        (-a, -dense),
+    ):
         near(np.asarray(ours), theirs, a, tolerance)
     assert (a.ndim, a.size, len(a), a.shape) == (2, dense.size, *dense.shape[:1], dense.shape)
 
@@ -106,13 +117,23 @@ def test_arithmetic_with_numbers_arrays_and_each_other(case, data):
     near(np.asarray(a - b), dense - other, a, tolerance, 10 + np.sum(b.weights))
     near(np.asarray(a * b), dense * other, a, tolerance, 10 + np.sum(b.weights))
     for ours, theirs in (
-        (a * 2.5, dense * 2.5), (2.5 * a, dense * 2.5), (np.float64(2.5) * a, dense * 2.5), (a / 4, dense / 4),
-        (a * 2j, dense * 2j), (a + 1.5, dense + 1.5), (1.5 - a, 1.5 - dense),
-        (a + array, dense + array), (array + a, dense + array), (a - array, dense - array), (array - a, array - dense),
-        (a * array, dense * array), (array * a, dense * array),
+        (a * 2.5, dense * 2.5),
+        (2.5 * a, dense * 2.5),
+        (np.float64(2.5) * a, dense * 2.5),
+        (a / 4, dense / 4),
+        (a * 2j, dense * 2j),
+        (a + 1.5, dense + 1.5),
+        (1.5 - a, 1.5 - dense),
+        (a + array, dense + array),
+        (array + a, dense + array),
+        (a - array, dense - array),
+        (array - a, array - dense),
+        (a * array, dense * array),
+        (array * a, dense * array),
         (a + scipy.sparse.csr_array(array), dense + array),
-        (np.add(a, array), dense + array), (np.maximum(abs(array), np.abs(a)), np.maximum(abs(array), abs(dense))),
-    ):  # fmt: skip
+        (np.add(a, array), dense + array),
+        (np.maximum(abs(array), np.abs(a)), np.maximum(abs(array), abs(dense))),
+    ):
         near(
             np.asarray(ours),
             theirs,
@@ -183,9 +204,20 @@ def test_entries_rows_and_columns(case, data):
     cut = data.draw(st.slices(m)), data.draw(st.slices(n))
     rows, columns = rng.integers(-m, m, 3), rng.integers(0, n, 3)
     for key in (
-        i, (i, j), (slice(None), j), (i, slice(None)), cut, (cut[0], j), rows, (rows, columns), (cut[0], columns),
-        (slice(None), slice(None, None, -1)), rng.random(m) < 0.5, (slice(None), [0]), [],
-    ):  # fmt: skip
+        i,
+        (i, j),
+        (slice(None), j),
+        (i, slice(None)),
+        cut,
+        (cut[0], j),
+        rows,
+        (rows, columns),
+        (cut[0], columns),
+        (slice(None), slice(None, None, -1)),
+        rng.random(m) < 0.5,
+        (slice(None), [0]),
+        [],
+    ):
         near(
             a[key],
             dense[np.array([], int) if isinstance(key, list) and not key else key],
@@ -257,12 +289,18 @@ def test_every_library_agrees_on_the_protocols(xp, rng):
     ):  # whose arrays raise where others leave the right operand its turn
         reflected += [(xp.asarray(y) @ a, y @ dense), (xp.asarray(dense) * a, dense**2)]
     for ours, theirs in (
-        *reflected, (a @ xp.asarray(x), dense @ x), (a[1], dense[1]), (a[:, 2], dense[:, 2]),
-        (a[2, 3], dense[2, 3]), (a.diagonal(), np.diagonal(dense)), (a.inner(a), np.vdot(dense, dense)),
+        *reflected,
+        (a @ xp.asarray(x), dense @ x),
+        (a[1], dense[1]),
+        (a[:, 2], dense[:, 2]),
+        (a[2, 3], dense[2, 3]),
+        (a.diagonal(), np.diagonal(dense)),
+        (a.inner(a), np.vdot(dense, dense)),
         (a.trace(), np.trace(dense)),
-        ((a @ a.T).to_matrix(), dense @ dense.T), ((a + a / 2.0).to_matrix(), 1.5 * dense),
+        ((a @ a.T).to_matrix(), dense @ dense.T),
+        ((a + a / 2.0).to_matrix(), 1.5 * dense),
         (a.rmatvec(xp.asarray(y[0])), y[0] @ dense),
-    ):  # fmt: skip
+    ):
         assert_allclose(to_numpy(ours), theirs, rtol=1e-12, atol=1e-12)
 
 

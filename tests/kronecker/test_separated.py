@@ -1,4 +1,4 @@
-"""SeparatedMatrix: normalised terms, norm and condition that survive cancellation, exact changes of form."""
+"""SeparatedMatrix: normalised terms, norm and condition that survive cancellation."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Closed forms of one term and of sums with common bases, against dense NumPy; every residual is honest."""
+"""Closed forms of one term and of sums with common bases, against dense NumPy."""
 
 import warnings
 
@@ -63,7 +63,7 @@ def near(actual, expected, kind, factor=1.0):
 
 
 # One term
-# ------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 @CASES
@@ -149,13 +149,17 @@ def test_every_library_agrees_on_one_term(xp, rng):
     a = lsr.SeparatedMatrix.from_factors([xp.asarray(f[None]) for f in made])
     dense, b = kron(made), rng.standard_normal(6)
     for ours, theirs in (
-        (ops.inv(a).to_matrix(), np.linalg.inv(dense)), (ops.pinv(a).to_matrix(), np.linalg.inv(dense)),
-        (ops.slogdet(a)[1], np.linalg.slogdet(dense)[1]), (ops.solve(a, xp.asarray(b)).x, np.linalg.solve(dense, b)),
-        (ops.cholesky(a).to_matrix(), np.linalg.cholesky(dense)), (ops.sqrtm(a).to_matrix(), scipy.linalg.sqrtm(dense)),
-        (xp.sort(ops.eigh(a).eigenvalues), np.linalg.eigvalsh(dense)), (xp.max(ops.svd(a).S), np.linalg.norm(dense, 2)),
+        (ops.inv(a).to_matrix(), np.linalg.inv(dense)),
+        (ops.pinv(a).to_matrix(), np.linalg.inv(dense)),
+        (ops.slogdet(a)[1], np.linalg.slogdet(dense)[1]),
+        (ops.solve(a, xp.asarray(b)).x, np.linalg.solve(dense, b)),
+        (ops.cholesky(a).to_matrix(), np.linalg.cholesky(dense)),
+        (ops.sqrtm(a).to_matrix(), scipy.linalg.sqrtm(dense)),
+        (xp.sort(ops.eigh(a).eigenvalues), np.linalg.eigvalsh(dense)),
+        (xp.max(ops.svd(a).S), np.linalg.norm(dense, 2)),
         (ops.eigenvalues(a + a), 2 * np.linalg.eigvalsh(dense)),
         (ops.solve(a + a * 2.0, xp.asarray(b)).x, np.linalg.solve(3 * dense, b)),
-    ):  # fmt: skip
+    ):
         assert_allclose(to_numpy(ours), theirs, rtol=1e-11, atol=1e-12)
 
 
@@ -181,7 +185,7 @@ def test_torch_gradients_go_through_one_term_and_are_refused_for_sums(rng):
 
 
 # Sums
-# ----------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -416,7 +420,7 @@ def test_exponentials_of_any_sum(seed):
 @pytest.mark.parametrize("kind", ["a Kronecker sum", "commuting factors", "others"])
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 def test_a_hamiltonian_is_followed_in_time(kind, precision):
-    """exp(−itH) of a real H and a real state is complex: nothing of it is lost, and its norm stays."""
+    """exp(−itH) of a real H and a real state is complex: nothing is lost, its norm stays."""
     x, z = np.array([[0.0, 1.0], [1.0, 0.0]]), np.diag([1.0, -1.0])
     first, second = {
         "a Kronecker sum": ([x, np.eye(2)], [np.eye(2), z]),

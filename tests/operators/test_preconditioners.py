@@ -1,4 +1,4 @@
-"""Nearest Kronecker products, of matrices and of samples; approximate inverses; structures; Gaussian processes."""
+"""Nearest Kronecker products, approximate inverses, structures, Gaussian processes."""
 
 import math
 
@@ -50,7 +50,7 @@ def test_no_product_is_nearer(shape, complex_values, seed):
     st.integers(0, 2**32 - 1),
 )
 def test_a_positive_matrix_has_a_positive_nearest_product(shape, rank, seed):
-    """Also where it is singular, and where the terms of a separated matrix are not positive one by one."""
+    """Also where it is singular, or terms are not positive one by one."""
     rng = np.random.default_rng(seed)
     dense = positive(rng, shape.matrix_shape[0], rank)
     for given_matrix in (
@@ -248,7 +248,7 @@ def test_inverses_of_arrays_and_sparse_matrices(rng):
 
 
 # Structures
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def second_difference(n):
@@ -263,8 +263,10 @@ def test_a_sparse_sum_on_a_tensor_grid_is_found_again():
     rng = np.random.default_rng(0)
     left, right = (scipy.sparse.diags_array(rng.uniform(1, 2, q)) for q in (n, m))
     parts = [
-        (second_difference(n), right), (left, second_difference(m)), (scipy.sparse.eye_array(n), second_difference(m)),
-    ]  # fmt: skip
+        (second_difference(n), right),
+        (left, second_difference(m)),
+        (scipy.sparse.eye_array(n), second_difference(m)),
+    ]
     sparse = sum(scipy.sparse.kron(a, b) for a, b in parts).tocsr()
     found = lsr.decompose(sparse, lsr.KroneckerShape(((n, n), (m, m))), rtol=1e-12)
     assert found.separation_rank <= 3
@@ -276,9 +278,13 @@ def test_a_sparse_sum_on_a_tensor_grid_is_found_again():
 
 @CASES
 @given(
-    st.sampled_from(("zero", "periodic", "reflective")), st.integers(0, 2**32 - 1), st.sampled_from((1, 3, 5)),
-    st.sampled_from((1, 3)), st.integers(5, 8), st.integers(5, 8),
-)  # fmt: skip
+    st.sampled_from(("zero", "periodic", "reflective")),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from((1, 3, 5)),
+    st.sampled_from((1, 3)),
+    st.integers(5, 8),
+    st.integers(5, 8),
+)
 def test_blurs_agree_with_scipy(boundary, seed, a, b, rows, columns):
     rng = np.random.default_rng(seed)
     kernel, image = rng.standard_normal((a, b)), rng.standard_normal((rows, columns))
@@ -326,7 +332,7 @@ def test_a_covariance_function_on_a_grid_is_a_stream():
 
 
 # Gaussian processes
-# --------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def squared_exponential(points, length):

@@ -1,4 +1,4 @@
-"""Tiny random models under the names PEFT's tests download, made locally so that the suite needs no network."""
+"""Tiny random models under the names that PEFT's tests download; no network is needed."""
 
 from __future__ import annotations
 

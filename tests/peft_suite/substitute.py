@@ -1,4 +1,4 @@
-"""A pytest plugin: PEFT's own parametrised lists, with the rows of LoRA rewritten for one of our adapter kinds."""
+"""A pytest plugin: PEFT's own parametrised lists, LoRA's rows rewritten for one of our types."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ QUANTIZED = {
 
 
 def rewritten(row: Any) -> Any | None:
-    """A row for our kind from a row for LoRA; None if the row is not LoRA's, or asks for what the kind does not have.
+    """Rewrite a row for LoRA for our type; None where it is not LoRA's or our type lacks something.
 
     That is torch.nn.MultiheadAttention, and settings of LoRA's variants (aLoRA, KaSA, VeLoRA, MiCA,
     …).
@@ -174,7 +174,10 @@ def stem(node: pytest.Item | pytest.Collector) -> str:
 
 
 def translated(init: Any) -> Any:
-    """The constructor of our config, which takes LoRA's names too; a test of what the kind has not is skipped."""
+    """Return the constructor of our config, which takes LoRA's names too.
+
+    A test of what the type has not is skipped.
+    """
 
     @functools.wraps(init)
     def construct(self: Any, *args: Any, **settings: Any) -> None:

@@ -1,4 +1,4 @@
-"""Exported adapters in llama.cpp itself: its server beside PEFT on the base that is dequantized from the same file.
+"""Exported adapters in llama.cpp itself, beside PEFT on the base dequantized from one file.
 
 llama.cpp rounds activations to eight bits where weights have four, so the two differ without any
 adapter; with one they may differ by little more. Prompts go in as token numbers; the server runs in
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.servers
 
 BLOCKS, WIDTH, KEYS = 30, 576, 192
 VOCABULARY = """
-the a this that every some old new small large river city market doctor teacher engine letter winter summer
-house garden red green quiet bright runs writes opens finds builds carries because although near under after
-before with without seven twelve paper music science history number
+the a this that every some old new small large river city market doctor teacher engine letter winter
+summer house garden red green quiet bright runs writes opens finds builds carries because although
+near under after before with without seven twelve paper music science history number
 """
 PROMPTS, LENGTH, GIVEN, STEPS = 64, 8, 20, 16
 CHANGE = 0.35
@@ -85,7 +85,10 @@ def lsr_adapter(
 def adapters(
     tmp_path_factory: pytest.TempPathFactory, gguf_file: Path
 ) -> dict[str, tuple[Path, Path]]:
-    """Name to LSR directory and GGUF file: a of rank 2, b of ranks 1 to 4 and without two of its layers."""
+    """Return LSR directory and GGUF file by name.
+
+    a has rank 2, b ranks 1 to 4 and two layers less.
+    """
     folder = tmp_path_factory.mktemp("served")
     dropped = ("model.layers.3.self_attn.q_proj", "model.layers.29.self_attn.o_proj")
     made = {
@@ -151,7 +154,7 @@ def ask(address: str) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def prompts() -> np.ndarray:
-    """Token numbers, (64, 8): sentences of drawn words, cut to one length so that nothing is padded."""
+    """Return token numbers, (64, 8): sentences cut to one length, so that nothing is padded."""
     from lsrdecomp.calibration.bases import SMOLLM2, open_tokenizer
 
     rng, tokenizer = np.random.default_rng(7), open_tokenizer(SMOLLM2)
@@ -163,7 +166,10 @@ def prompts() -> np.ndarray:
 def wanted(
     adapters: dict[str, tuple[Path, Path]], prompts: np.ndarray
 ) -> dict[str, tuple[Any, Any, Any]]:
-    """Of each case what PEFT says: next tokens (64, 20), their log-probabilities, and greedy texts (64, 16)."""
+    """Return what PEFT says of each case.
+
+    Next tokens (64, 20), their log-probabilities, and greedy texts (64, 16).
+    """
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -221,7 +227,10 @@ def wanted(
 def served(
     ask: Callable[..., Any], prompts: np.ndarray
 ) -> dict[str, list[tuple[dict[int, float], list[int]]]]:
-    """Of each case and prompt what llama.cpp says: log-probabilities of the 400 likeliest tokens, greedy text."""
+    """Return what llama.cpp says of each case and prompt.
+
+    Log-probabilities of the 400 likeliest tokens, and greedy text.
+    """
     numbers = {Path(one["path"]).stem: one["id"] for one in ask("/lora-adapters")}
     return {
         case: [
@@ -269,7 +278,7 @@ def difference(
 def agreement(
     wanted: np.ndarray, served: list[tuple[dict[int, float], list[int]]]
 ) -> tuple[float, float]:
-    """Share of greedy steps with the same token, after equal ones; share of texts equal to the end."""
+    """Return the shares of greedy steps with the same token, and of texts equal to the end."""
     steps, same, whole = 0, 0, 0
     for text, (_, tokens) in zip(wanted.tolist(), served, strict=True):
         equal = [ours == theirs for ours, theirs in zip(text, tokens, strict=False)]
@@ -286,10 +295,18 @@ def test_log_probabilities_differ_no_more_with_an_adapter_than_without(wanted, s
     found = {case: difference(wanted[case], served[case]) for case in CASES}
     tokens, plain, _ = wanted["none"]
     effect = {
-        case: float(np.mean([abs(seen[t] - p) for row, ps, (seen, _) in zip(tokens, plain, served[case], strict=True)
-                             for t, p in zip(row, ps, strict=True) if t in seen]))
+        case: float(
+            np.mean(
+                [
+                    abs(seen[t] - p)
+                    for row, ps, (seen, _) in zip(tokens, plain, served[case], strict=True)
+                    for t, p in zip(row, ps, strict=True)
+                    if t in seen
+                ]
+            )
+        )
         for case in CASES
-    }  # fmt: skip
+    }
     for case in CASES:
         print(
             f"\n{case}: from PEFT {found[case]:.4f} nats, adapter's own effect {effect[case]:.3f}",

@@ -1,4 +1,4 @@
-"""Our rules of vLLM and SGLang beside their own code: the parsers of their wheels, with the engines stubbed.
+"""Our rules of vLLM and SGLang beside the parsers of their wheels, with the engines stubbed.
 
 Wheels come without dependencies from the package index that pip knows; where they cannot be had,
 these tests skip.
@@ -147,7 +147,10 @@ def by_sglang():
     stacks = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
     def load(folder):
-        """Its own stacking, then what `LoRAMemoryPool.load_lora_weight_to_buffer` asserts of shapes."""
+        """Stack as SGLang does, and check what its memory pool asserts of shapes.
+
+        That is `LoRAMemoryPool.load_lora_weight_to_buffer`.
+        """
         settings = config(str(folder))
         loaded = adapter("a", settings, base, None, None)
         loaded.initialize_weights_from_tensors(load_file(folder / "adapter_model.safetensors"))

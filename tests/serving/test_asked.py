@@ -1,4 +1,4 @@
-"""A running server asked whether an adapter acts: fake ones of both kinds, and PEFT behind one for the scale."""
+"""A running server asked whether an adapter acts: fake ones, and PEFT behind one."""
 
 import json
 import math
@@ -86,7 +86,7 @@ class FakeLlama:
 
 
 class FakeOpenAi:
-    """Completions as vLLM gives them, or as a server that knows neither token numbers nor more than five."""
+    """A server that completes as vLLM does, or that knows no token numbers and at most five."""
 
     def __init__(self, models, plain=False, works=1.0):
         self.models, self.plain, self.works = models, plain, works

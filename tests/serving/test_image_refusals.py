@@ -1,4 +1,4 @@
-"""What loaders of diffusion models refuse and pass over, on a pipeline of headers alone: diffusers is not needed."""
+"""What loaders of diffusion models refuse and pass over, on a pipeline of headers alone."""
 
 import numpy as np
 import pytest

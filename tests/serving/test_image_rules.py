@@ -1,4 +1,4 @@
-"""Names of diffusion models' layers: beside diffusers itself, and as kohya-ss, LyCORIS and ComfyUI look them up.
+"""Names of diffusion models' layers as diffusers, kohya-ss, LyCORIS and ComfyUI look them up.
 
 The last three are not installed; their rules are written down here from their sources, each named
 with its commit.
@@ -80,7 +80,10 @@ def test_other_forms_and_other_bases_are_refused(files, base, tmp_path):
 
 
 def by_kohya(prefix, model, classes):
-    """Linear and Conv2d layers inside the classes it visits: prefix, class's path and layer's path, by underscores."""
+    """Yield Linear and Conv2d layers inside the classes it visits, named by underscores.
+
+    A name is prefix, class's path and layer's path.
+    """
     return {
         f"{prefix}.{path}.{inner}".replace(".", "_")
         for path, part in model.named_modules()
@@ -113,7 +116,7 @@ def by_comfyui(unet):
 
 
 def with_level(model):
-    """The text encoder as these readers know it, with its level text_model, which transformers 5 took away."""
+    """Return the text encoder with its level text_model, which transformers 5 took away."""
     import torch
 
     if hasattr(model, "text_model"):

@@ -1,4 +1,4 @@
-"""What servers of language models would apply, by their rules: beside PEFT itself, and as vLLM's loader reads."""
+"""What servers of language models would apply, by their rules, beside PEFT and vLLM's loader."""
 
 import json
 import subprocess
@@ -110,7 +110,7 @@ def test_layers_that_peft_gives_numbers_to_are_those_that_would_apply(base, tmp_
 
 
 def test_a_file_of_the_bare_model_serves_where_transformers_adds_the_first_word(base, tmp_path):
-    """As transformers opens it for the task, so PEFT finds the names; a bare model asked for as such has its own."""
+    """transformers opens it for the task, so PEFT finds the names; a bare model has its own."""
     whole = read_modules(base)
     bare = {
         key.removeprefix("model."): np.zeros(size, np.float32) for key, size in whole.shapes.items()
@@ -278,7 +278,7 @@ def test_vllm_stacks_all_experts_of_a_layer_at_one_rank(tmp_path):
 
 
 def test_of_stacked_experts_the_rules_say_nothing_and_who_can_be_asked(base, tmp_path):
-    """What vLLM makes of them depends on the model's class, and it serves the base without a word to its users."""
+    """What vLLM makes of them depends on the model's class; it may serve the base silently."""
     stack = pair("model.layers.0.mlp.experts", WIDTH, 12, 4)
     config = {"r": 2, "target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}
     folder = directory(tmp_path / "stacks", stack, **config)

@@ -1,4 +1,6 @@
-"""The contract as a table: every solver a row, every property a function of a row. CONTRIBUTING.md says how to join.
+"""The contract as a table: every solver a row, every property a function of a row.
+
+CONTRIBUTING.md says how to join.
 
 A row says what its solver is for; a property that does not hold for it stands in ``skips`` with the
 reason.
@@ -46,7 +48,7 @@ class Row:
 
 
 def matrix(order: int, kind: Any = float) -> np.ndarray:
-    """A matrix whose rearrangement has a falling spectrum; for three factors six terms that fall."""
+    """Return a matrix whose rearrangement has a falling spectrum, or six falling terms."""
     rng, shape = np.random.default_rng(order), SHAPES[order]
     if order == 2:
         u, v = (np.linalg.qr(rng.standard_normal((n, 90)))[0] for n in shape.sizes)
@@ -161,7 +163,7 @@ def callbacks_come_in_order_and_marked(row: Row, order: int) -> None:
 
 
 def check_sweeps(sweeps: Iterable[Sweep]) -> None:
-    """Numbered through, begun by a mark, and no objective above that of the record before unless a mark says why."""
+    """Check that sweeps are numbered, begin with a mark, and rise only where a mark says why."""
     sweeps = list(sweeps)
     assert sweeps
     assert [sweep.index for sweep in sweeps] == list(range(1, len(sweeps) + 1))
@@ -245,7 +247,7 @@ PROPERTIES: dict[str, Callable[[Row, int], None]] = {
 
 
 def works_in_every_library(row: Row, order: int, name: str, xp: ModuleType) -> None:
-    """The numbers that NumPy's arrays bring, in the library they came in; refused nowhere that the row names."""
+    """Check for NumPy's numbers in the library they came in, unless the row names a refusal."""
     if name not in row.libraries:
         pytest.skip(f"{row} does not claim {name}")
     given = matrix(order)
@@ -266,7 +268,8 @@ class PairRow:
     skips: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{type(self.solver).__name__}{'-single' if getattr(self.solver, 'single', False) else ''}"
+        name = type(self.solver).__name__
+        return f"{name}-single" if getattr(self.solver, "single", False) else name
 
 
 PAIR_SHAPE = ProductShape((6, 5), (2, 3), (4, 7))

@@ -1,4 +1,4 @@
-"""Alternating least squares with a penalty: array libraries, numbers of factors, goals, statuses, bad input."""
+"""Alternating least squares with a penalty: libraries, factors, goals, statuses, bad input."""
 
 import math
 from functools import cache, reduce
@@ -199,7 +199,10 @@ def test_statuses_say_how_it_ended():
 
 
 def test_noise_is_fitted_as_a_whole_from_several_starts():
-    """A core of 2s directions loses most of it: .9483 on average, and γ of 50 to 1,300, where peers reach .9474."""
+    """A core of 2s directions loses most of it.
+
+    Errors were .9483 on average with γ of 50 to 1,300, where peers reach .9474.
+    """
     results = [
         decompose(
             np.random.default_rng(seed).standard_normal((64, 64)), problems.square(4, 4, 4), rank=4
@@ -211,7 +214,7 @@ def test_noise_is_fitted_as_a_whole_from_several_starts():
 
 
 def test_a_condition_that_buys_nothing_is_said_in_print():
-    """γ = 181 for an error that γ = 1.3 reaches to a hundredth; where γ buys digits, nothing is said."""
+    """γ = 181 for an error that γ = 1.3 nearly reaches; where γ buys digits, nothing is said."""
     inverse, shape = problems.variable_coefficient_inverse(512), problems.square(8, 8, 8)
     plain = decompose(inverse, shape, rank=8, solver=ALS(initializations=1))
     assert plain.condition > 50.0
@@ -230,7 +233,7 @@ def test_a_condition_that_buys_nothing_is_said_in_print():
 
 
 def test_the_penalty_is_what_rounding_costs():
-    """α stands for the mean square rounding error of d factors: measured over random factors, within a quarter."""
+    """α stands for the mean square rounding error of d factors, within a quarter."""
     rng = np.random.default_rng(0)
     for storage in ("float16", "bfloat16"):
         squares = []
@@ -257,7 +260,7 @@ def test_zero_and_one_entry_matrices():
 )
 @settings(max_examples=15)
 def test_any_shape_is_fitted_without_surprise(pairs, rank, seed):
-    """1×n factors, one factor, rank-deficient targets: the error is never above that of the zero matrix."""
+    """1×n factors, one factor, rank-deficient targets: never worse than the zero matrix."""
     shape = KroneckerShape(tuple(pairs))
     target = Dense(exact(shape, 2, seed).to_matrix())
     approximation = ALS(initializations=1).solve(target, shape, rank=rank).approximation
@@ -318,7 +321,7 @@ def test_a_tight_tolerance_finds_the_d_terms_of_a_laplacian(d):
 
 
 def test_as_many_terms_as_fibres_are_exact_and_no_more_are_taken(xp, rng):
-    """The fit ended at the largest rank above the tolerance, though unit vectors times the fibres are exact."""
+    """The fit ended at the largest rank above the tolerance, though there is an exact one."""
     shape = KroneckerShape(((2, 2), (2, 2), (1, 2)))
     matrix = rng.standard_normal((4, 8)) + 1j * rng.standard_normal((4, 8))
     matrix[:, 1::2] = 0.0  # of eight fibres four

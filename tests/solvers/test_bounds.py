@@ -1,4 +1,4 @@
-"""What a record claims against extended precision, for every element type: no error and no bound is below the truth."""
+"""What a record claims, against extended precision, for every element type."""
 
 import math
 
@@ -20,7 +20,7 @@ by it."""
 
 
 def drawn(dtype, shape, scale, seed):
-    """A matrix of that type with a falling spectrum, and the same numbers in NumPy; half precisions through torch."""
+    """Return a matrix of that type with a falling spectrum, and the same numbers in NumPy."""
     rng, (p, q) = np.random.default_rng(seed), shape.sizes
     rearranged = rng.standard_normal((p, q)) * 10.0 ** (-3.0 * rng.random() * np.arange(q) / q)
     if dtype.startswith("complex"):

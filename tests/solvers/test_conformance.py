@@ -1,4 +1,4 @@
-"""Every solver against every property of the contract, and a solver written from CONTRIBUTING.md against the same."""
+"""Every solver against every property of the contract, one from CONTRIBUTING.md included."""
 
 import re
 from pathlib import Path
@@ -61,7 +61,10 @@ def test_every_solver_of_the_face_has_a_row():
 
 
 def test_callbacks_survive_a_hand_over():
-    """Golub–Kahan gives up on a flat spectrum, Gram on an error at rounding: nobody who listens is left behind."""
+    """Golub–Kahan and Gram may hand over to another solver: nobody who listens is left behind.
+
+    The first gives up on a flat spectrum, the second on an error at rounding.
+    """
     noise = np.random.default_rng(0).standard_normal(SHAPES[2].matrix_shape)
     seen: list[Sweep] = []
     solution = solvers.BlockGolubKahan(tolerance=1e-9).solve(

@@ -1,4 +1,4 @@
-"""Joint least squares on another device: the same answers, nothing left on the way, one line where there is none."""
+"""Joint least squares on another device: the same answers, nothing left on the way."""
 
 from __future__ import annotations
 

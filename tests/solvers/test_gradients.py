@@ -17,7 +17,7 @@ RANK = 3
 
 @pytest.fixture
 def problem(rng):
-    """A matrix with a falling spectrum, a direction to move it in, and weights that make a number of the answer."""
+    """Return a matrix of falling spectrum, a direction, and weights that make a number of it."""
     u, v = (np.linalg.qr(rng.standard_normal((n, 80)))[0] for n in (80, 96))
     matrix = inverse_rearrange((u * np.exp(-np.arange(80) / 4.0)) @ v.T, SHAPE)
     return matrix, rng.standard_normal((80, 96)), rng.standard_normal((80, 96))

@@ -79,7 +79,7 @@ def test_error_is_the_optimum_within_the_reported_gap(name, rank, kind):
 
 @pytest.fixture
 def begun_in_single(monkeypatch):
-    """Matrices of any size begin in single precision, where no random columns come before; how many did."""
+    """Let matrices of any size begin in single precision; return how many did."""
     begun, in_single = [], single.in_single
     monkeypatch.setattr(golub_kahan.Rearrangement, "from_random_columns", lambda *given: None)
     monkeypatch.setattr(single, "SMALLEST", 1)
@@ -147,7 +147,7 @@ def products(monkeypatch):
 @pytest.mark.parametrize("single_first", [False, True])
 @pytest.mark.parametrize("remainder", [0.0, 1e-16, 1e-13, 2.5e-8, 1e-4])
 def test_a_flat_remainder_is_not_iterated_for(remainder, single_first, products, request):
-    """A few exact terms and noise: once the terms stand apart, no space holds what the remainder consists of."""
+    """Once a few exact terms stand apart, no space holds what the noise consists of."""
     if single_first:
         request.getfixturevalue("begun_in_single")
     target = Dense(with_spectrum(np.where(K <= 12, 1.0 / K, remainder)))
@@ -472,7 +472,7 @@ def test_exact_terms_of_other_targets_in_single_precision_end_at_rounding_too(ki
 @pytest.mark.parametrize("base", [0.9, 0.3, 0.1])
 @pytest.mark.parametrize("remainder", [0.0, 1e-13, 1e-6])
 def test_a_gram_matrix_needs_no_full_svd_where_terms_stand_apart(base, remainder, monkeypatch, rng):
-    """Squares lose half the digits; the couplings of the terms to the residual say that nothing was lost."""
+    """Squares lose half the digits; couplings to the residual say that nothing was lost."""
     shape = KroneckerShape(((8, 8), (9, 8)))
     left, right = (np.linalg.qr(rng.standard_normal((side, 64)))[0] for side in shape.sizes)
     matrix = inverse_rearrange(
@@ -501,7 +501,7 @@ def test_a_large_matrix_of_few_terms_needs_no_krylov_space(monkeypatch, rng):
 
 
 def spectrum(name, side):
-    """Singular values, five of them terms: falling at once, beside a flat rest, repeated, hardly falling at all."""
+    """Return singular values, five of them terms: falling, beside a flat rest, repeated, flat."""
     k = np.arange(float(side))
     return {
         "fast": 0.3**k,

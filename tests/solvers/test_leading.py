@@ -1,4 +1,4 @@
-"""Leading singular triples, and R of a QR factorization by blocks of rows, against the whole matrix at once."""
+"""Leading singular triples, and R of a QR by blocks of rows, against the whole matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joint least squares for separated products: against brute force, monotone, never worse than its start."""
+"""Joint least squares for separated products: brute force, monotone, no worse than its start."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def norms(rng: np.random.Generator, shape: ProductShape, kind: str, xp: Any = np
 def brute_force(
     target: LowRank, shape: ProductShape, ranks: tuple[int, int], g: np.ndarray, c: np.ndarray
 ) -> float:
-    """Least error of local fits over all factors from a few random starts, with roots of the weights formed."""
+    """Return the least error of local fits over all factors from a few random starts.
+
+    Roots of the weights are formed.
+    """
     matrix = target.to_matrix()
     roots = [np.linalg.cholesky(w).T for w in (g, c)]
     sides = [(shape.left, ranks[0]), (shape.right, ranks[1])]
@@ -130,7 +133,7 @@ def test_monotone_measured_and_equal_on_every_library(
 
 
 def test_components_run_first_factor_fastest_inner_factor(rng: np.random.Generator) -> None:
-    """Another gauge of the same pair: the product stays, and component k stands where k = a1 + r1 a2 + r1 r2 a3."""
+    """Turn the gauge: the product stays, component k = a1 + r1 a2 + r1 r2 a3 keeps its place."""
     left, right = rng.standard_normal((1, 7, 12)), rng.standard_normal((1, 12, 5))
     inner = (3, 2, 2)
     turned = (
@@ -175,7 +178,7 @@ def test_formed_blocks_and_conjugate_gradients_end_at_the_same_minimum(
 def test_weighted_is_frobenius_of_the_transformed_problem_where_the_weights_are_kronecker(
     rng: np.random.Generator,
 ) -> None:
-    """Weights that split like the shape map separated products to separated products, so the optima agree."""
+    """Weights that split like the shape map products to products, so the optima agree."""
     target = low_rank(rng, SMALL, 5)
     parts = [
         [semidefinite(rng, q) + 0.05 * np.eye(q) for q in sizes]
@@ -215,8 +218,11 @@ def test_never_worse_than_the_start_on_any_layer_of_a_batch(
 
 
 def test_sides_that_cancel_neither_raise_the_error_nor_hide_it() -> None:
-    """A rank of one leaves three of four inner directions free, along which the out side grew to 1e5 times the target:
-    the third sweep then rose by 3e-3, all of it rounding of inner products."""
+    """A rank of one leaves three of four inner directions free.
+
+    Along these the out side grew to 1e5 times the target: the third sweep then rose by 3e-3, all of
+    it rounding of inner products.
+    """
     rng = np.random.default_rng(1)
     targets = [low_rank(rng, SMALL, 1) for _ in range(2)]
     weights = [norms(rng, SMALL, "low rank") for _ in targets]

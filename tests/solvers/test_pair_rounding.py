@@ -1,4 +1,4 @@
-"""Integer codes solved for in the norm: nearer than plain rounding, of the same size, exact where codes are."""
+"""Integer codes solved for in the norm: nearer than plain rounding, and of the same size."""
 
 from __future__ import annotations
 

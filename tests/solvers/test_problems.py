@@ -1,4 +1,4 @@
-"""The table of test problems: every row with a known answer, and the theory's answers for terms that cancel."""
+"""The table of test problems, and the theory's answers for terms that cancel."""
 
 import math
 from functools import cache

@@ -74,7 +74,7 @@ def test_matrices_that_need_more_care_are_solved_alone(rng):
 
 
 def test_a_flat_remainder_needs_no_full_svd(rng):
-    """Of noise beside a few terms no space holds much: the gap was unknown, and every matrix went through an SVD."""
+    """No space holds much of noise: its gap is unknown, so each matrix went through an SVD."""
     few = np.where(K <= 4, 1.0 / K, 0.0)
     batch = np.stack([with_spectrum(np.maximum(few, level), rng) for level in (1e-13, 1e-8, 1e-4)])
     solutions = BatchedKrylov().solve_batch(batch, SHAPE, rank=4)
@@ -90,10 +90,8 @@ def test_single_precision_stays_single_in_common_steps(rng):
     solutions = BatchedKrylov().solve_batch(batch, SHAPE, rank=6)
     check(batch, solutions, 6, 2e-4)
     kinds = [solution.approximation.dtype for solution in solutions]
-    alone = (
-        1,
-        4,
-    )  # exp(-k/4) falls fast; which six of twenty equal values are the leading ones is never settled
+    # exp(-k/4) falls fast; which six of twenty equal values are the leading ones is never settled.
+    alone = (1, 4)
     assert kinds == [np.float64 if i in alone else np.float32 for i in range(6)]
 
 
@@ -152,7 +150,7 @@ def test_small_matrices_go_through_one_svd(xp, rng):
 
 
 def test_what_a_common_space_leaves_open_takes_its_gram_matrix(monkeypatch, rng):
-    """Four terms, six asked for, the rest a flat remainder: no space is grown for each matrix alone."""
+    """Four terms, six asked for, a flat remainder: no space is grown for one matrix alone."""
     monkeypatch.setattr(subspace, "BlockGolubKahan", None)
     flat = [with_spectrum(np.where(K <= 4, 1.0, 1e-12), rng) for _ in range(3)]
     batch = np.stack([with_spectrum(np.exp(-K / 30.0), rng), *flat])

@@ -163,8 +163,13 @@ def test_cutting_rows_into_blocks_loses_none(start, length, height):
 def test_residuals_of_products_and_of_many_factors(rng):
     matrix = rng.standard_normal((24, 24))
     product = low_rank_product(matrix[:, :3], matrix[:3, :])
-    three = SeparatedMatrix.from_factors([rng.standard_normal((4, 2, 3)), rng.standard_normal((4, 3, 2)),
-                                          rng.standard_normal((4, 4, 4))])  # fmt: skip
+    three = SeparatedMatrix.from_factors(
+        [
+            rng.standard_normal((4, 2, 3)),
+            rng.standard_normal((4, 3, 2)),
+            rng.standard_normal((4, 4, 4)),
+        ]
+    )
     for approximation in (product, three):
         expected = np.linalg.norm(matrix - approximation.to_matrix())
         for target in (
@@ -248,8 +253,11 @@ def test_three_factors_of_what_is_no_array(kind):
     sparse = grid_operator(3, 4) * (1 + 2j if kind == "complex" else 1)
     dense = sparse.toarray()
     target = {
-        "sparse": sparse, "complex": sparse, "operator": aslinearoperator(sparse), "rows": RowStream.of(dense, rows=7)
-    }[kind]  # fmt: skip
+        "sparse": sparse,
+        "complex": sparse,
+        "operator": aslinearoperator(sparse),
+        "rows": RowStream.of(dense, rows=7),
+    }[kind]
     shape = KroneckerShape(((4, 4),) * 3)
     result = decompose(target, shape, rank=3)
     assert np.linalg.norm(dense - result.approximation.to_matrix()) <= 1e-12 * np.linalg.norm(dense)

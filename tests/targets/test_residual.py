@@ -1,4 +1,4 @@
-"""Distances of low-rank pairs: from inner products where these are exact, from formed entries elsewhere."""
+"""Distances of low-rank pairs: from inner products where exact, else from formed entries."""
 
 from __future__ import annotations
 

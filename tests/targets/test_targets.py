@@ -1,4 +1,4 @@
-"""Targets: dense and low-rank pairs give the same answers, and errors are measured to the last digits."""
+"""Targets: dense and low-rank pairs agree, and errors are measured to the last digits."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def test_residual_of_a_product_equals_the_formed_residual(pair, other):
 def test_the_distance_of_a_pair_from_kronecker_terms_has_twelve_digits_either_way(
     kind, near, rng, monkeypatch
 ):
-    """Far apart from inner products, never forming a row of the pair; near each other from residual entries."""
+    """Far apart from inner products, without forming a row; near each other from residuals."""
     shape = KroneckerShape(((5, 4), (6, 7)))
     left, right = (
         rng.standard_normal((30, 3)).astype(kind),

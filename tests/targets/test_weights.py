@@ -1,4 +1,4 @@
-"""Weights of a norm: each kind acts, takes roots and traces as the matrix it stands for, alone and in a batch."""
+"""Weights of a norm: each acts, takes roots and traces as its matrix, alone and in a batch."""
 
 from __future__ import annotations
 

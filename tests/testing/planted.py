@@ -1,4 +1,4 @@
-"""Right implementations of Kronecker products and their relatives, and faults that people make in them."""
+"""Right implementations of Kronecker products and their relatives, and faults people make."""
 
 from functools import reduce
 
@@ -69,7 +69,7 @@ def best_terms(matrix, shape, rank):
 
 
 # Ways to go wrong
-# -----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def single(x):

@@ -1,4 +1,4 @@
-"""lsrdecomp.testing finds planted bugs in a user's Kronecker code, names them, and lets sound code pass."""
+"""lsrdecomp.testing finds planted bugs in a user's code, names them, and lets sound code pass."""
 
 import math
 import re
@@ -103,7 +103,7 @@ def test_sound_code_of_a_user_passes():
 
 
 # Six planted bugs
-# ----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def test_swapped_factor_order_is_found():
@@ -464,7 +464,7 @@ def test_partial_traces_that_are_not_linear_or_not_cyclic_are_found(axis):
 
 
 # Strategies
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 @given(st.floats(0.8, 1e6), st.booleans(), st.data())

@@ -1,4 +1,4 @@
-"""`finetune` under accelerate's FSDP on CPUs, started by `accelerate launch`: SETTINGS.json OUT [KILL_AT].
+"""`finetune` under accelerate's FSDP on CPUs: SETTINGS.json OUT [KILL_AT].
 
 Accelerate shards on accelerators alone and turns to DDP on CPUs, though all it calls works there
 too. Here it is told that several CPUs are to be sharded over as several GPUs are. After step

@@ -1,4 +1,4 @@
-"""One of several processes that train a small adapted BERT together, its parameters sharded over them (FSDP2).
+"""One of several processes that train a small adapted BERT, sharded over them (FSDP2).
 
 `main` leaves, for every case of `CASES`, losses, gradients and figures of layers of each rank, and
 the adapter as rank 0 saved it. `train` is also what one process alone does.

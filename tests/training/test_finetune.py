@@ -1,4 +1,4 @@
-"""Fine-tuning on the embedded task: runs are recorded whole, go on after a kill, and never look at dev."""
+"""Fine-tuning on the embedded task: recorded whole, resumed after a kill, blind to dev."""
 
 from __future__ import annotations
 
@@ -54,9 +54,16 @@ def place(tmp_path_factory):
 def common(place):
     """Settings of a short run."""
     return FinetuneSettings(
-        str(place.model), "embedded", str(place.data), method="lsr", learning_rate=0.01, steps=24, device="cpu",
-        log_every=6, dev_examples=120,
-    )  # fmt: skip
+        str(place.model),
+        "embedded",
+        str(place.data),
+        method="lsr",
+        learning_rate=0.01,
+        steps=24,
+        device="cpu",
+        log_every=6,
+        dev_examples=120,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -424,7 +431,7 @@ def rows(directory, name, lines):
 
 
 def test_scores_and_choices_are_learnt_too(common, tmp_path):
-    """Small steps down the gradient of all examples, on which the loss is measured too: it falls, whatever the base."""
+    """Small steps down the gradient of all examples lower the loss, whatever the base."""
     pairs = [
         (f"{a} {a} {a}", f"{b} {b} {b}", 5 - abs(a - b) / 99)
         for a in range(0, 16, 2)
@@ -540,10 +547,23 @@ def test_two_processes_train_as_one_at_the_same_global_batch(common, tmp_path):
     }
     config.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()))
     launch = [
-        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
-        "--num_machines", "1", "--main_process_port", "0", "--mixed_precision", "no",
-        "--dynamo_backend", "no", "-m", "lsrdecomp.cli.main",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--main_process_port",
+        "0",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "-m",
+        "lsrdecomp.cli.main",
+    ]
     command = [*launch, "finetune", "--config", str(config), "--out", str(tmp_path / "two")]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Settings of a run: what is impossible is refused by name, without torch; a method's name becomes a PEFT config."""
+"""Settings of a run: what is impossible is refused by name, without torch."""
 
 import dataclasses
 import inspect
@@ -119,7 +119,10 @@ def test_nothing_logged_and_nothing_saved_are_counts_of_zero():
 
 
 def test_settings_and_records_are_read_without_torch():
-    code = "import lsrdecomp.training.record, sys; print('torch' in sys.modules, 'peft' in sys.modules)"
+    code = (
+        "import lsrdecomp.training.record, sys; print('torch' in sys.modules, 'peft' in "
+        "sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 

@@ -1,4 +1,4 @@
-"""Adapters whose parameters are sharded over processes (FSDP2): the losses, gradients and files of one process."""
+"""Adapters sharded over processes (FSDP2): the losses, gradients and files of one process."""
 
 from __future__ import annotations
 
@@ -53,9 +53,13 @@ def folder(tmp_path_factory):
 
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor], names: list[str]) -> float:
     """‖ours − theirs‖ / ‖theirs‖ of all these tensors together."""
-    apart, size = (torch.stack([each.norm() for each in found]).norm() for found in (
-        [ours[name] - theirs[name] for name in names], [theirs[name] for name in names]
-    ))  # fmt: skip
+    apart, size = (
+        torch.stack([each.norm() for each in found]).norm()
+        for found in (
+            [ours[name] - theirs[name] for name in names],
+            [theirs[name] for name in names],
+        )
+    )
     return float(apart / size)
 
 
@@ -114,10 +118,16 @@ def test_what_sharding_cannot_do_is_refused():
 def launched(*arguments: object) -> subprocess.CompletedProcess[str]:
     """`finetune` by accelerate, its model sharded over two processes."""
     options = {
-        "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": "true",
-        "fsdp_transformer_layer_cls_to_wrap": "BertLayer", "num_processes": 2, "num_machines": 1,
-        "main_process_port": 0, "mixed_precision": "no", "dynamo_backend": "no",
-    }  # fmt: skip
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": "true",
+        "fsdp_transformer_layer_cls_to_wrap": "BertLayer",
+        "num_processes": 2,
+        "num_machines": 1,
+        "main_process_port": 0,
+        "mixed_precision": "no",
+        "dynamo_backend": "no",
+    }
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp"]
     launch += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     script = Path(__file__).with_name("sharded_finetune.py")
@@ -132,9 +142,17 @@ def test_a_sharded_run_is_one_process_at_the_same_global_batch_and_goes_on_after
 ):
     place = embedded(tmp_path / "embedded", steps=80)
     settings = FinetuneSettings(
-        str(place.model), "embedded", str(place.data), method="lsr", learning_rate=0.01, steps=8, device="cpu",
-        log_every=2, dev_examples=120, save_every=4,
-    )  # fmt: skip
+        str(place.model),
+        "embedded",
+        str(place.data),
+        method="lsr",
+        learning_rate=0.01,
+        steps=8,
+        device="cpu",
+        log_every=2,
+        dev_examples=120,
+        save_every=4,
+    )
     (tmp_path / "settings.json").write_text(json.dumps(settings.to_json()))
     one = finetune(settings, tmp_path / "one")
     assert launched(tmp_path / "settings.json", tmp_path / "two", 6).returncode != 0

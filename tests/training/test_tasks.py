@@ -1,4 +1,4 @@
-"""Tasks: published files are read as they are, bad rows are named, metrics agree with their definitions."""
+"""Tasks: published files are read as they are, bad rows are named, metrics are right."""
 
 from __future__ import annotations
 
