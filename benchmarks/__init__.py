@@ -19,7 +19,10 @@ THREAD_VARIABLES = (
 
 
 def provenance(*packages: str) -> dict[str, Any]:
-    """Return what a record says of the code that ran: versions, also of ``packages``, commit, threads."""
+    """Return what a record says of the code that ran: versions, commit and threads.
+
+    ``packages`` are those whose versions are told beside ours.
+    """
     # Some commands set the number of threads before NumPy is imported
     from lsrdecomp.training.record import commit
 

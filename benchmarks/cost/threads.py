@@ -1,4 +1,4 @@
-"""What default BLAS threads cost: the commands and `decompose` as a user runs them, and with one thread.
+"""What default BLAS threads cost: commands and `decompose` as a user runs them, and with one.
 
     python -m benchmarks.cost.threads
     python -m benchmarks.cost.threads --quick --only decompose --out /tmp/threads.json
@@ -125,7 +125,10 @@ def commands(quick: bool) -> Iterator[tuple[str, Callable[[int], Row]]]:
 
 
 def write(path: Path, layers: int) -> None:
-    """Write a LoRA file of ComfyUI's keys in float16; layers of one size are multiples of each other."""
+    """Write a LoRA file of ComfyUI's keys in float16.
+
+    Layers of one size are multiples of each other.
+    """
     rng = np.random.default_rng(SEED)
     spectrum = 0.1 * 0.8 ** np.arange(RANK)
     pairs = {

@@ -72,7 +72,7 @@ def test_what_was_measured_before_is_where_the_search_goes_on():
 
 @pytest.mark.parametrize(("error", "count"), [(0.01, 1), (0.0001, 2)])
 def test_a_form_that_keeps_little_more_than_asked_is_taken(error, count):
-    """Little is a standard error: no smaller variant could be told from one that keeps too little."""
+    """Little is a standard error, within which a smaller variant could not be told apart."""
     expected, _ = curve(1.0, 1.0)
     shares = iter((0.905, 0.9))
 
