@@ -27,6 +27,15 @@ class Counts:
     answers: int = 0  # predictions: one an example, or one a token for language models
     effect: float = 0.0  # Σ KL(adapter ‖ no adapter) over predictions, nats
 
+    def __add__(self, other: Counts) -> Counts:
+        """Return the counts of both."""
+        return Counts(
+            self.batches + other.batches,
+            self.examples + other.examples,
+            self.answers + other.answers,
+            self.effect + other.effect,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpectra:

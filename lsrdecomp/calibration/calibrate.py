@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lsrdecomp.calibration.base_model import Base
+    from lsrdecomp.calibration.gradients import GradientRecorder
 
 
 def calibrate(
@@ -158,9 +160,10 @@ def calibrate(
     out = Path(out)
     covariance = CovarianceSettings(max_full, rank, seed=seed)
     layers = _layers_to_measure(base)
-    sizes = {name: layer_size(layer, name) for name, layer in layers.items()}
-    memory = {name: sums_memory(size, covariance) for name, size in sizes.items()}
-    groups = group_by_memory(memory, max_memory)
+    groups = group_by_memory(
+        {name: sums_memory(layer_size(layer, name), covariance) for name, layer in layers.items()},
+        max_memory,
+    )
     check_unfinished(out)
     has_effect = effect and hasattr(base.model, "get_base_model")
     settings = {
@@ -181,40 +184,25 @@ def calibrate(
 
     # 2. Make a pass over the batches for each group. A finished group waits in the journal, under a
     #    key with its layers.
-    device = next(base.model.parameters()).device
     arrays: dict[str, NDArray[Any]] = {}
     metadata: dict[str, Any] = {}
     totals: Counts | None = None
     with Journal.beside(out) as journal, measurement_mode(base.model):
+        run = _Run(base, selected, covariance, seed, checkpointing, save_every, journal)
         for number, names in enumerate(groups):
-            is_first, is_last = number == 0, number == len(groups) - 1
             key = content_key(settings if len(groups) == 1 else settings | {"group": list(names)})
-            group = {name: layers[name] for name in names}
-            sums = {name: LayerSums(sizes[name], covariance, device) for name in names}
-            save = partial(save_sums, journal, key, sums)
-            report = partial(_report, on_step, number, len(groups), samples)
-            recompute = recomputed(base.model, list(group.values()))
-            with recompute if checkpointing else nullcontext():
-                saved = load_sums(journal, key, sums)
-                counts, text_digest = _add_batches(
-                    base,
-                    group,
-                    sums,
-                    selected,
-                    counts=saved,
-                    seed=seed,
-                    effect=has_effect and is_first,
-                    save=save,
-                    save_every=save_every,
-                    report=report,
-                )
-            _fill_unused_experts(sums)
-            if not is_last:
-                save(counts)
+            sums, counts, text_digest = run.measure(
+                {name: layers[name] for name in names},
+                key,
+                # KL(adapter ‖ no adapter) is of the whole model: the first pass measures it.
+                effect=has_effect and number == 0,
+                report=partial(_report, on_step, number, len(groups), samples),
+            )
+            if number + 1 < len(groups):
+                save_sums(journal, key, sums, counts)
             group_arrays, group_metadata = leading_eigenpairs(sums, counts.answers)
             arrays |= group_arrays
             metadata |= group_metadata
-            # KL(adapter ‖ no adapter) is of the whole model: the first pass measures it.
             totals = totals or counts
 
         # 3. Write all groups as one.
@@ -223,6 +211,108 @@ def calibrate(
         settings |= {"texts": text_digest, "effect": mean_effect}
         write_statistics(out, settings, arrays, metadata, totals)
     return read_statistics(out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What the passes of a calibration share."""
+
+    base: Base
+    batches: Iterable[Batch]
+    covariance: CovarianceSettings
+    seed: int
+    checkpointing: bool
+    save_every: int
+    journal: Journal
+
+    def measure(
+        self,
+        layers: Mapping[str, nn.Module],
+        key: str,
+        *,
+        effect: bool,
+        report: Callable[[int], None],
+    ) -> tuple[dict[str, LayerSums], Counts, str]:
+        """Make a pass over all batches for a group of layers.
+
+        Parameters
+        ----------
+        layers : Mapping of name to module
+            The layers that are measured.
+        key : str
+            Under which the journal keeps their sums.
+        effect : bool
+            Measure KL(adapter ‖ no adapter) as well.
+        report : callable
+            Called with the number of examples after each batch.
+
+        Returns
+        -------
+        sums : dict of name to LayerSums
+        counts : Counts
+            What the sums hold.
+        text_digest : str
+            SHA-256 of all token numbers.
+
+        Raises
+        ------
+        CalibrationError
+            If there was nothing to predict, or no prediction depends on a layer.
+        """
+        device = next(self.base.model.parameters()).device
+        sums = {
+            name: LayerSums(layer_size(layer, name), self.covariance, device)
+            for name, layer in layers.items()
+        }
+        counts = load_sums(self.journal, key, sums)
+        digest = hashlib.sha256()
+        recompute = recomputed(self.base.model, list(layers.values()))
+        with (
+            recompute if self.checkpointing else nullcontext(),
+            watched(layers, lambda name, layer: sums[name].add(layer)) as recorder,
+        ):
+            for number, batch in enumerate(self.batches, start=1):
+                digest.update(_token_bytes(batch))  # of all texts, those of an earlier run included
+                if number <= counts.batches:
+                    continue
+                counts += self._add_batch(number, batch, recorder, layers, effect=effect)
+                if number % self.save_every == 0:
+                    save_sums(self.journal, key, sums, counts)
+                report(counts.examples)
+        if counts.answers == 0:
+            raise CalibrationError(
+                "no batches, or no predictions in them: there is nothing to calibrate on"
+            )
+        _fill_unused_experts(sums)
+        return sums, counts, digest.hexdigest()
+
+    def _add_batch(
+        self,
+        number: int,
+        batch: Batch,
+        recorder: GradientRecorder,
+        layers: Mapping[str, nn.Module],
+        *,
+        effect: bool,
+    ) -> Counts:
+        """Run the model forward and back on one batch; return what was added to the sums."""
+        # 1. Run without the adapter first: the calls that the hooks saw are then forgotten.
+        plain = None
+        if effect:
+            with torch.no_grad(), without_delta(self.base.model):
+                plain = forward(self.base, batch)
+        recorder.clear()
+        # 2. Run with it. Where a watched layer makes the logits they are formed in this pass, since
+        #    gradients must pass through it.
+        reads_output_layer = output_layer(self.base) in layers.values()
+        output = forward(self.base, batch, full_logits=reads_output_layer)
+        # 3. Sample classes, decided by seed and batch alone so that a resumed run draws the same,
+        #    and go back from them; on the way every layer adds to its sums.
+        generator = torch.Generator().manual_seed((self.seed << 32) + number)
+        gradient, effect_sum = _sampled_gradient(self.base, output, plain, generator)
+        n_examples = len(output.counts)
+        recorder.backward(output.hidden, n_examples, gradient)
+        return Counts(1, n_examples, len(output), effect_sum)
 
 
 def _layers_to_measure(base: Base) -> dict[str, nn.Module]:
@@ -257,92 +347,6 @@ def _report(on_step: OnStep | None, group: int, n_groups: int, samples: int, don
     if on_step is not None:
         n_done = samples * group + done
         on_step(ProgressUpdate("calibrating", n_done, samples * n_groups, "examples"))
-
-
-def _add_batches(
-    base: Base,
-    layers: Mapping[str, nn.Module],
-    sums: Mapping[str, LayerSums],
-    batches: Iterable[Batch],
-    *,
-    counts: Counts,
-    seed: int,
-    effect: bool,
-    save: Callable[[Counts], None],
-    save_every: int,
-    report: Callable[[int], None],
-) -> tuple[Counts, str]:
-    """Add the gradients of all batches to the sums of their layers.
-
-    Parameters
-    ----------
-    base : Base
-        The model.
-    layers, sums : mappings by name
-        The layers that are measured, and what is added to.
-    batches : iterable of mappings
-        All batches.
-    counts : Counts
-        What the sums hold already; so many batches are only read.
-    seed : int
-        Seed of the sampled classes.
-    effect : bool
-        Measure KL(adapter ‖ no adapter) as well.
-    save : callable
-        Called with the counts every ``save_every`` batches.
-    save_every : int
-    report : callable
-        Called with the number of examples after each batch.
-
-    Returns
-    -------
-    counts : Counts
-        What the sums hold now.
-    text_digest : str
-        SHA-256 of all token numbers.
-
-    Raises
-    ------
-    CalibrationError
-        If there was nothing to predict.
-    """
-    digest = hashlib.sha256()
-    reads_output_layer = output_layer(base) in layers.values()
-    with watched(layers, lambda name, layer: sums[name].add(layer)) as recorder:
-        for number, batch in enumerate(batches, start=1):
-            digest.update(_token_bytes(batch))  # of all texts, those of an earlier run included
-            if number <= counts.batches:
-                continue
-            # 1. Run without the adapter first: the calls that the hooks saw are then forgotten.
-            plain = None
-            if effect:
-                with torch.no_grad(), without_delta(base.model):
-                    plain = forward(base, batch)
-            recorder.clear()
-            # 2. Run with it. Where a watched layer makes the logits they are formed in this pass,
-            #    since gradients must pass through it.
-            output = forward(base, batch, full_logits=reads_output_layer)
-            # 3. Sample classes, decided by seed and batch alone so that a resumed run draws the
-            #    same, and go back from them; on the way every layer adds to its sums.
-            generator = torch.Generator().manual_seed((seed << 32) + number)
-            gradient, effect_sum = _sampled_gradient(base, output, plain, generator)
-            n_examples = len(output.counts)
-            recorder.backward(output.hidden, n_examples, gradient)
-            counts = Counts(
-                batches=number,
-                examples=counts.examples + n_examples,
-                answers=counts.answers + len(output),
-                effect=counts.effect + effect_sum,
-            )
-            del output, plain, gradient  # before the next batch takes the same memory
-            if number % save_every == 0:
-                save(counts)
-            report(counts.examples)
-    if counts.answers == 0:
-        raise CalibrationError(
-            "no batches, or no predictions in them: there is nothing to calibrate on"
-        )
-    return counts, digest.hexdigest()
 
 
 def _sampled_gradient(
