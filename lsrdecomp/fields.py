@@ -1,4 +1,4 @@
-"""Settings written once: what a field is, what it may be and what it is for stand in its annotation.
+"""Settings written once: an annotation says what a field is, may be and is for.
 
     batch: Annotated[int, whole(1), OPTION, "Examples per step, over all processes."] = 32
 
@@ -49,7 +49,7 @@ class Check(NamedTuple):
 
 
 class Also(NamedTuple):
-    """Another spelling of a field, such as an older one: read like the name itself, and never written."""
+    """Another spelling of a field, such as an older one: it is read, and never written."""
 
     name: str
 
@@ -261,7 +261,7 @@ class Settings:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def settings(cls: type[S]) -> type[S]:
-    """Class decorator: a frozen dataclass that knows its `Field` s, whose docstring says what they are."""
+    """Class decorator: make a frozen dataclass that knows its fields and lists them in its docstring."""
     made: type[S] = dataclasses.dataclass(frozen=True, slots=True)(cls)
     hints = get_type_hints(made, include_extras=True)
     entries = dataclasses.fields(made)  # type: ignore[arg-type]
@@ -292,7 +292,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def takes(*tables: type[Settings], refused_later: Collection[str] = ()) -> Callable[[F], F]:
-    """Decorator of a function whose ``**settings`` are the fields of tables: its signature and docstring show them.
+    """Decorate a function whose ``**settings`` are the fields of tables, to show them.
 
     In the docstring they stand for the entry ``**settings``. A name that is none of the arguments
     is refused with the nearest that is; without tables that is all that is done. Names in

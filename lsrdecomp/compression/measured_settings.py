@@ -1,4 +1,4 @@
-"""How a base is asked about a compressed adapter: each setting with its default, check and help, written once."""
+"""Settings of how a base is asked about a compressed adapter, each written once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lsrdecomp.fields import OPTION, SHARE, Settings, one_of, settings, whole
 
 @settings
 class EvaluatorSettings(Settings):
-    """How a base is asked, and on what a promise is measured.
+    """Settings of how a base is asked, and on what the final measurement is made.
 
     Examples
     --------
@@ -53,7 +53,7 @@ class EvaluatorSettings(Settings):
 
 @settings
 class MeasuredSettings(EvaluatorSettings):
-    """What `lsrdecomp.compress` takes with a base.
+    """Settings of `lsrdecomp.compress` with a base.
 
     Examples
     --------

@@ -1,9 +1,9 @@
-"""What is asked of a compression, as one value: the goal, the road that reaches it, and the settings of that road.
+"""A request of compression as one value: the goal, the road that reaches it, the settings it reads.
 
-`lsrdecomp.compress`, `truncate`, `search_adapter` and ``lsrdecomp compress`` all ask `Request.parse`, before anything
-is opened. A setting that the road does not read is refused by name, with the road that reads it. `READ_ON` is the one
-table of settings and roads; a place of requests, such as the command line, adds its own options and its spelling
-(`Door`).
+`lsrdecomp.compress`, `truncate`, `search_adapter` and ``lsrdecomp compress`` all ask
+`Request.parse`, before anything is opened. A setting that the road does not read is refused by
+name, with the road that reads it. `READ_ON` is the one table of settings and roads; a place of
+requests, such as the command line, adds its own options and its spelling (`Door`).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ PREFERRED = (Road.SEARCHED, Road.GIVEN_TERMS, Road.MEASURED)
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """A place where requests are made: how it spells settings, and which options it has beside those of the library."""
+    """A place where requests are made: its spelling of settings, and its own options."""
 
     name: Callable[[str], str]
     """A setting as the subject of a sentence, such as ``passes`` or ``--passes``."""
@@ -108,8 +108,9 @@ PYTHON = Door(
     name=str,
     argument="{}=".format,
     goals=(
-        "a relative error (rtol), a number of terms (separation_rank), or a size (parameters, ratio, bytes) or "
-        "divergence (kl) for all layers together, or with a base a share to keep (keep)"
+        "a relative error (rtol), a number of terms (separation_rank), or a size (parameters, "
+        "ratio, bytes) or divergence (kl) for all layers together, or with a base a share to keep "
+        "(keep)"
     ),
     leave_truncated="by lsrdecomp.compress",
 )
@@ -156,7 +157,8 @@ class Request:
         Parameters
         ----------
         given : Mapping of name to value
-            What the caller gave: names of `READ_ON` and of ``door.own``. None stands for nothing given.
+            What the caller gave: names of `READ_ON` and of ``door.own``. None stands for nothing
+            given.
         plan : CompressionPlan, optional
             The goal and what belongs to it, in place of its fields in ``given``.
         to_file : bool
@@ -185,9 +187,9 @@ class Request:
             road = Road.SEARCHED
         if goal == "keep" and road is Road.SEARCHED:
             raise BudgetError(
-                f"a share to keep is measured on a base: give {door.argument('base')} and {door.argument('data')} with "
-                f"{door.argument('keep')}; without one, as for image models, ask for a size, such as "
-                f"{_example(door, 'ratio', 4)}"
+                f"a share to keep is measured on a base: give {door.argument('base')} and "
+                f"{door.argument('data')} with {door.argument('keep')}; without one, as for image "
+                f"models, ask for a size, such as {_example(door, 'ratio', 4)}"
             )
         # 3. What this road does not read, and what it cannot do without.
         _refuse_unread(given, plan, goal, road, door)
@@ -211,7 +213,8 @@ class Request:
                 plan = plan.with_default_storage()
         else:
             fields = {name: given[name] for name in CompressionPlan.fields if name in given}
-            # A share to keep makes plans of sizes later; what belongs to all of them is checked now.
+            # A share to keep makes plans of sizes later; what belongs to all of them is checked
+            # now.
             if goal == "keep":
                 fields["ratio"] = 2.0
             plan = CompressionPlan(**fields)
@@ -233,7 +236,7 @@ class Request:
         )
 
     def for_adapter(self, storage: str) -> Request:
-        """Return the request with a storage: what was asked, else what suits the goal, else the adapter's own type."""
+        """Return the request with a storage: the one asked for, or what suits goal and adapter."""
         if self.storage is not None or self.road is Road.TRUNCATED:
             return self
         if self.road is Road.MEASURED and self.goal in ("keep", "bytes"):
@@ -251,7 +254,8 @@ def check_divergence(plan: CompressionPlan, has_statistics: bool) -> None:
     """Raise `BudgetError` for a plan of a divergence without statistics, which measure it."""
     if plan.kl is not None and not has_statistics:
         raise BudgetError(
-            "a divergence (kl) is measured in the Fisher norm: calibrate first and pass the statistics"
+            "a divergence (kl) is measured in the Fisher norm: calibrate first and pass the "
+            "statistics"
         )
 
 

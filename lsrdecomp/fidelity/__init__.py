@@ -1,4 +1,4 @@
-"""A compressed adapter measured against what its LoRA does: `Evaluator`, and `Fidelity`, what is kept; needs torch."""
+"""What a compressed adapter keeps of its LoRA's effect, measured on a base; needs torch."""
 
 from lsrdecomp._renamed import attach
 

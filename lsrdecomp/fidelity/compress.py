@@ -1,4 +1,4 @@
-"""Compress a LoRA to a size or an error, or, against its base, to the smallest variant that keeps a share.
+"""Compress a LoRA to a size or an error, or, against its base, to a share that is kept.
 
 `lsrdecomp.compress` is here. Torch is loaded only where a base is given: then the model is asked.
 
@@ -107,7 +107,7 @@ def compress(
     on_step: OnStep | None = None,
     **settings: Any,
 ) -> Compression | MeasuredCompression:
-    """Turn a LoRA into an LSR adapter: to a size or an error, or, with a base and texts, to what it keeps as measured.
+    """Turn a LoRA into an LSR adapter: to a size, an error, or a measured share that is kept.
 
     Parameters
     ----------
@@ -258,7 +258,7 @@ class MeasuredCompression(Compression):
     """Quantized truncated SVD of as many bytes, on the held-out texts."""
 
     def __repr__(self) -> str:
-        """Return the compression's goal, sizes and errors, then what it keeps, in ten lines or fewer."""
+        """Return goal, sizes and errors, then what is kept, in ten lines or fewer."""
         *compression, unsaved = super().__repr__().split("\n")
         kept = [f"   {line.strip()}" for line in repr(self.fidelity).split("\n")]
         return "\n".join([*compression, *kept, unsaved])
@@ -268,7 +268,7 @@ class MeasuredCompression(Compression):
         return f"{super()._repr_html_()}<p>It {escape(self.fidelity.sentence())}.</p>"
 
     def to_json(self, *, every_layer: bool = True) -> dict[str, Any]:
-        """Return the report of the compression, what it keeps, and the variants that were measured."""
+        """Return the report of the compression, with what was measured beside it."""
         report = super().to_json(every_layer=every_layer)
         report |= self.annotations
         report["tried"] = [asdict(measurement) for measurement in self.tried]
@@ -278,7 +278,7 @@ class MeasuredCompression(Compression):
         return report
 
     def save(self, out: str | Path, *, force: bool = False, record: bool = False) -> Path:
-        """Write it as `Compression.save` does; what it keeps stands in the record and on the card."""
+        """Write it as `Compression.save` does, with what it keeps in the record and on the card."""
         report = self.to_json(every_layer=record)
         inputs = (self.source.path,)
         return publish(self.written, out, report, self.fidelity, inputs=inputs, force=force)
@@ -373,7 +373,10 @@ def _fitted(
     passes: int,
     steps: NumberedSteps,
 ) -> CompressedVariant:
-    """Return the best variant of all passes, each in the norm around the one before, since errors add up."""
+    """Return the best variant of all passes, each in the norm around the one before.
+
+    Errors add up along the network, so the norm around a compressed variant is another.
+    """
     best: CompressedVariant | None = None
     for number in range(1, passes + 1):
         if best is not None:
@@ -399,7 +402,7 @@ def _fitted(
 def _truncated_svd(
     variants: VariantCache, search_shapes: Callable[..., SearchedAdapter], size: int, out: Path
 ) -> Measurement | None:
-    """Return what quantized truncated SVD keeps in at most ``size`` bytes of the held-out texts; None if none fits."""
+    """Return what quantized truncated SVD of at most ``size`` bytes keeps; None if none fits."""
     # In bits that each layer chooses, as the variants have: structures are compared, not storages.
     plan = CompressionPlan(bytes=size, storage="auto")
     evaluator = variants.evaluator

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @keep_old_attributes
 @dataclass(frozen=True, slots=True, repr=False)
 class Distilled:
-    """What `distil` wrote: what it keeps, and the variant before and after.
+    """A distilled adapter: where it is, what it keeps, and the variant before and after.
 
     Examples
     --------
@@ -40,8 +40,10 @@ class Distilled:
     >>> from lsrdecomp.fidelity.variants import DistilledVariant
     >>> before = Behaviour(96, 1_895, "token", 0.24, 0.86, 1.36)
     >>> after = Behaviour(96, 1_895, "token", 0.022, 0.95, 1.36)
-    >>> fidelity = Fidelity.of(after, data="e2e.jsonl", base="base", bytes_before=3_700_000, bytes_after=39_000)
-    >>> Distilled(Path("small"), fidelity, DistilledVariant(Path("was"), Path("small"), before, after, None))
+    >>> files = {"bytes_before": 3_700_000, "bytes_after": 39_000}
+    >>> fidelity = Fidelity.of(after, data="e2e.jsonl", base="base", **files)
+    >>> variant = DistilledVariant(Path("was"), Path("small"), before, after, None)
+    >>> Distilled(Path("small"), fidelity, variant)
     Distilled small, which kept 82.4 %
        Promise: keeps 98.4 % of what the adapter does
        divergence 0.022 of 1.36 nats per token; likeliest token the same for 95 %
@@ -81,7 +83,7 @@ def distil(
     on_step: OnStep | None = None,
     **settings: Unpack[DistilKeywords],
 ) -> Distilled:
-    """Train the numbers of a compressed adapter on the LoRA's own answers, and keep the better of old and new.
+    """Train a compressed adapter on the LoRA's own answers, and keep the better of old and new.
 
     Of a classifier it also learns what the LoRA's last layer reads; see
     `lsrdecomp.calibration.distil.distil_factors`.
@@ -101,7 +103,8 @@ def distil(
     force : bool
         Replace ``out`` if it exists.
     on_step : callable, optional
-        Called with a `ProgressUpdate` before each part of the work and after every step of training.
+        Called with a `ProgressUpdate` before each part of the work and after every step of
+        training.
     **settings
         The fields of `DistilSettings`.
 

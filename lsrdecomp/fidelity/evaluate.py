@@ -1,4 +1,4 @@
-"""A base with a LoRA on it, and texts: what compressed variants of the LoRA keep, and what its layers do."""
+"""A base with a LoRA on it, and texts: they say what compressed variants of the LoRA keep."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MIN_EFFECT = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class TextSplit:
-    """How many texts are held out, and when others select among variants; all numbers are by hand."""
+    """Numbers of texts that are held out and that select among variants; all by hand."""
 
     held_out: int = 128
     """Texts held out at most, unless the settings say otherwise; never more than a quarter."""
@@ -68,12 +68,12 @@ class TextSplit:
     min_held_out: int = 8
     """Texts held out at least."""
     min_to_select: int = 60
-    """Held-out texts from which on half as many others select: half of fewer would choose by luck."""
+    """Held-out texts from which on half as many others select: fewer would choose by luck."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormCalibration:
-    """How the norm is measured in which shapes are searched."""
+    """Settings of the norm in which shapes are searched."""
 
     max_samples: int = 512
     """Texts that calibration reads at most."""
@@ -81,26 +81,26 @@ class NormCalibration:
     """The same where each text asks for many tokens: twice as many brought nothing
     (``benchmarks/results/one_command.json``)."""
     lora_scale: float = 0.4
-    """Strength of the LoRA meanwhile: errors add up along the network, and a small variant does in part what the
-    LoRA does. At 5.5 kB on SmolLM2 0.886 is kept in place of 0.816 (``benchmarks/results/one_command.json``, one
-    seed)."""
+    """Strength of the LoRA meanwhile: errors add up along the network, and a small variant does in
+    part what the LoRA does. At 5.5 kB on SmolLM2 0.886 is kept in place of 0.816
+    (``benchmarks/results/one_command.json``, one seed)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DistillationTexts:
-    """How many batches training sees and is checked on; all by hand."""
+    """Numbers of batches that training sees and is checked on; all by hand."""
 
     teacher_share: float = 0.2
-    """Batches of training, as a share of its steps: the LoRA answers each once, which costs a forward pass."""
+    """Batches of training as a share of its steps: the LoRA answers each once, at a pass each."""
     min_batches: int = 8
     """Batches of training at least."""
     validation_batches: int = 4
-    """Batches that say when to stop: they are not trained on, nor is the final measurement made on them."""
+    """Batches that say when to stop; neither training nor the final measurement sees them."""
 
 
 @keep_old_attributes
 class Evaluator:
-    """A base with a LoRA on it, the LoRA's answers to held-out texts, and the texts that calibration may see.
+    """A base with a LoRA on it, and the LoRA's answers to held-out texts.
 
     Parameters
     ----------
@@ -167,12 +167,13 @@ class Evaluator:
             self.selection_reference = Reference(self.source, self.batches(self.selection_texts))
         if not self.reference.effect > MIN_EFFECT:
             raise LsrError(
-                f"the adapter changes no answer on these texts (divergence {self.reference.effect:.2g} nats): there is "
-                "no effect to keep; give texts of the task it was trained for"
+                "the adapter changes no answer on these texts (divergence "
+                f"{self.reference.effect:.2g} nats): there is no effect to keep; give texts of the "
+                "task it was trained for"
             )
 
     def _split_texts(self, texts: Sequence[Item], chooses: bool) -> None:
-        """Divide the texts into those held out, those that select, and those of calibration and training."""
+        """Divide the texts: held out, selection, and calibration with training."""
         rule = self.text_split
         prompted = any(isinstance(text, PromptExample) for text in texts)
         usual = rule.held_out_prompts if prompted else rule.held_out
@@ -212,7 +213,7 @@ class Evaluator:
             self.on_step(ProgressUpdate(stage, done, total, unit))
 
     def batches(self, texts: Sequence[Item], size: int | None = None) -> Iterator[Batch]:
-        """Yield texts of like length together, as the model reads them; the same texts give the same batches."""
+        """Yield texts of like length together, as the model reads them; equal texts, equal batches."""
         size = size or self.batch_size
         seed = self.settings.seed
         order = sorted(texts, key=_n_letters)
@@ -244,9 +245,9 @@ class Evaluator:
         return self.reference.compare(self.base.adapted(written))
 
     def compare_answers(self, written: Path, limit: int = 32) -> list[AnswerPair]:
-        """Return what the LoRA and a written variant answer to the first held-out texts, ``limit`` at most.
+        """Return what the LoRA and a written variant answer to the first held-out texts.
 
-        Answers are classes, or greedy completions. Empty where texts have no prompt, and for a
+        There are ``limit`` texts at most. Answers are classes, or greedy completions. Empty where texts have no prompt, and for a
         regression.
         """
         self.announce("answering in words")
@@ -263,7 +264,7 @@ class Evaluator:
     def _classes(
         self, models: Sequence[Base], texts: Sequence[Item]
     ) -> tuple[list[str], list[list[str]]]:
-        """Return texts as the model reads them, and for each model the names of the classes that it answers."""
+        """Return texts as the model reads them, and the classes that each model answers."""
         names: Any = self.source.model.config.id2label  # type: ignore[union-attr]
         questions: list[str] = []
         answers: list[list[str]] = [[] for _ in models]
@@ -297,7 +298,7 @@ class Evaluator:
 
     @property
     def key(self) -> str:
-        """A digest of what its answers depend on: adapter, base, settings (but not where it runs) and texts."""
+        """A digest of what its answers depend on: adapter, base, texts and settings but the device."""
         settings = {
             name: getattr(self.settings, name)
             for name in EvaluatorSettings.fields
@@ -315,9 +316,9 @@ class Evaluator:
         return content_key(about, self.held_out, self.selection_texts, self.calibration_texts)
 
     def statistics(self, journal: Journal, written: Path | None = None) -> Statistics:
-        """Return statistics of the adapted layers, on texts that are not held out: the norm in which shapes are searched.
+        """Return statistics of the adapted layers: the norm in which shapes are searched.
 
-        They are measured with the LoRA at the strength of `NormCalibration`, or with a compressed
+        The texts are not held out. They are measured with the LoRA at the strength of `NormCalibration`, or with a compressed
         variant of it, as ``written``. Those that a run before finished in the journal are read.
         """
         # Few texts of a language model do: each has as many answers as tokens.
@@ -354,7 +355,7 @@ class Evaluator:
             )
 
     def distillation_data(self, steps: int, micro: int | None = None) -> DistillationData:
-        """Return a few batches to validate by, and of the other texts what so many steps go through."""
+        """Return a few batches to validate by, and as many to train on as so many steps go through."""
         limits = self.distillation
         # 1. Texts to validate by; so few that no batch would be left for training: every fourth.
         count = limits.validation_batches * self.batch_size
@@ -400,7 +401,8 @@ def read_data(data: str | Path | Texts) -> list[Item]:
     Parameters
     ----------
     data : str, path or sequence
-        A file, a directory, or texts: strings, pairs ``(first, second or None)`` or `PromptExample`.
+        A file, a directory, or texts: strings, pairs ``(first, second or None)`` or
+        `PromptExample`.
 
     Raises
     ------
@@ -430,7 +432,8 @@ def _as_item(text: object, index: int) -> Item:
         if isinstance(first, str) and isinstance(second, str | None):
             return first, second
     raise DataError(
-        f"data[{index}] is {text!r:.60}; give strings, pairs (first, second) or PromptExample values"
+        f"data[{index}] is {text!r:.60}; give strings, pairs (first, second) or PromptExample "
+        "values"
     )
 
 
@@ -444,9 +447,9 @@ def data_name(data: str | Path | Texts) -> str:
 def split(
     texts: Sequence[Item], held_out: int, seed: int, rule: TextSplit | None = None
 ) -> tuple[list[Item], list[Item]]:
-    """Return held-out texts, at most ``held_out`` and a quarter of all, and the others, both in an order drawn from ``seed``.
+    """Return held-out texts, at most ``held_out`` and a quarter of all, and the others.
 
-    Texts that begin alike (the references of one prompt) stay on one side.
+    Both are in an order drawn from ``seed``. Texts that begin alike (the references of one prompt) stay on one side.
 
     Raises
     ------
@@ -461,7 +464,8 @@ def split(
         groups.setdefault(_beginning(text), []).append(text)
     if len(groups) < rule.min_texts:
         raise LsrError(
-            f"{len(groups)} different texts are too few: {rule.min_texts} are needed, a few hundred are better"
+            f"{len(groups)} different texts are too few: {rule.min_texts} are needed, a few hundred "
+            "are better"
         )
     # 2. Groups in an order by chance; each is held out if it still fits.
     limit = max(rule.min_held_out, min(held_out, len(texts) // 4))
@@ -487,7 +491,7 @@ def _n_letters(item: Item) -> int:
 
 
 def _beginning(item: Item) -> str:
-    """Return what two texts that belong together have in common: the prompt, or the first text of a pair."""
+    """Return what texts that belong together share: the prompt, or the first text of a pair."""
     if not isinstance(item, PromptExample):
         return item[0]
     if item.messages:

@@ -1,4 +1,4 @@
-"""What a compressed adapter keeps of what its source does, as measured on a base: the record and its sentence."""
+"""The record of what a compressed adapter keeps of its source's effect, and its sentence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lsrdecomp.calibration.behaviour import Behaviour
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A variant that was measured while one was looked for: shares kept, untrained and after so many steps of training.
+    """A variant that was measured on the way: its size, and shares kept untrained and trained.
 
     Examples
     --------
@@ -37,7 +37,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPair:
-    """What the LoRA and a compressed variant of it answer to one text: a class, or a completion decoded greedily."""
+    """Answers of the LoRA and of a compressed variant to one text: classes, or greedy completions."""
 
     question: str
     lora: str
@@ -52,7 +52,9 @@ class AnswerPair:
 @keep_old_attributes
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Fidelity(Behaviour):
-    """What a variant keeps as written, the share 1 − KL(LoRA ‖ compressed) / KL(LoRA ‖ no adapter), and what was measured.
+    """A behaviour as measured of a written variant, with what was measured.
+
+    The share kept is 1 − KL(LoRA ‖ compressed) / KL(LoRA ‖ no adapter).
 
     Attributes
     ----------
@@ -74,7 +76,8 @@ class Fidelity(Behaviour):
     Examples
     --------
     >>> behaviour = Behaviour(128, 3000, "token", 0.0842, 0.91, 1.79, 0.008)
-    >>> fidelity = Fidelity.of(behaviour, data="a.jsonl", base="b", bytes_before=3_700_000, bytes_after=12_000)
+    >>> files = {"bytes_before": 3_700_000, "bytes_after": 12_000}
+    >>> fidelity = Fidelity.of(behaviour, data="a.jsonl", base="b", **files)
     >>> fidelity
     Promise: keeps 95.3 ± 0.8 % of what the adapter does
        divergence 0.0842 of 1.79 nats per token; likeliest token the same for 91 %
@@ -85,8 +88,8 @@ class Fidelity(Behaviour):
     """
 
     poor_below: ClassVar[float] = 0.5
-    """A variant that keeps less than this share is warned of; by hand: nobody wants it without having asked for its
-    size."""
+    """A variant that keeps less than this share is warned of; by hand: nobody wants it without
+    having asked for its size."""
     json_keys: ClassVar[dict[str, str]] = {"requested": "asked", "n_matching": "alike"}
     """Fields that records of earlier releases have under another key."""
 
@@ -108,7 +111,8 @@ class Fidelity(Behaviour):
 
     @property
     def kept(self) -> float:
-        return 1.0 - self.kl / self.effect  # of a LoRA that has an effect
+        """The share kept, of a LoRA that has an effect."""
+        return 1.0 - self.kl / self.effect
 
     @property
     def is_poor(self) -> bool:
@@ -132,7 +136,8 @@ class Fidelity(Behaviour):
             files += f" (each with a head of {size_text(self.head_bytes)})"
         clauses = [
             f"keeps {100 * self.kept:.1f}{error} % of what the adapter does",
-            f"divergence {self.kl:.3g} of {self.effect:.3g} nats per {self.unit}{self._agreement_text()}",
+            f"divergence {self.kl:.3g} of {self.effect:.3g} nats per {self.unit}"
+            + self._agreement_text(),
             files,
         ]
         if self.distilled:

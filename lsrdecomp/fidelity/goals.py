@@ -1,4 +1,4 @@
-"""The two goals of a measured compression: the variant of a plan, and the smallest variant that keeps a share."""
+"""The two goals of a measured compression: a plan, and the smallest variant that keeps a share."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class SmallestVariant:
         return self.sizes.variant_losing(self.search.safety * self.allowed_loss, max_measured=1)
 
     def is_better(self, new: CompressedVariant, old: CompressedVariant) -> bool:
-        """Return whether one variant is smaller than another, or keeps enough where that does not."""
+        """Return whether one variant is smaller, or keeps enough where the other does not."""
         if not self._keeps_enough(old):
             return True
         return self._keeps_enough(new) and self._size(new) < self._size(old)
@@ -134,8 +134,9 @@ class SmallestVariant:
         def measure(size: float) -> CompressedVariant:
             variant = self._measure(size)
             number = len(self.sizes.measured) + 1
+            share = 1.0 - loss_of(variant)
             self.variants.evaluator.announce(
-                f"version {number} of at most {self.search.max_measured} keeps {1.0 - loss_of(variant):.3f}, "
+                f"version {number} of at most {self.search.max_measured} keeps {share:.3f}, "
                 f"{self.target_share:g} asked"
             )
             return variant
@@ -149,7 +150,7 @@ class SmallestVariant:
             return full_size
 
     def trained(self) -> CompressedVariant:
-        """Return the smallest variant that keeps enough after training; an untrained one if none does."""
+        """Return the smallest variant that keeps enough trained; an untrained one if none does."""
         training = self.training
         residual = self._residual_guess()
         trained: list[CompressedVariant] = []
@@ -165,7 +166,10 @@ class SmallestVariant:
             # 2. Trained until it keeps a little more than asked: what is reported is measured on
             #    other texts.
             ratio = variant.compression.totals.ratio
-            stage_prefix = f"training {number} of at most {training.max_trained}, {ratio:.3g} times fewer numbers: "
+            stage_prefix = (
+                f"training {number} of at most {training.max_trained}, "
+                f"{ratio:.3g} times fewer numbers: "
+            )
             stop_at = self.target_share + training.early_stop_margin * self.allowed_loss
             trained.append(self.variants.distilled(variant, stage_prefix, stop_at))
             # 3. To the last step where it ended before, and the selection texts say that it keeps
@@ -206,7 +210,7 @@ class SmallestVariant:
         return CompressionPlan(parameters=size, **self.plan_options)
 
     def _measure(self, size: float) -> CompressedVariant:
-        """Measure a size; where the file's header leaves no room for a layer, the next larger that has it."""
+        """Measure a size; where the file leaves no room for a layer, the next larger that has it."""
         while True:
             try:
                 # Any size near it will do, so the file need not be filled.

@@ -1,4 +1,4 @@
-"""A compressed directory written again: with other numbers in the same shapes and storages, or with what it keeps."""
+"""Compressed directories written again: with other numbers, or with what they keep."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def publish(
     inputs: Iterable[Path] = (),
     force: bool = False,
 ) -> Path:
-    """Copy the directory ``written`` to ``out``, whole or not at all, with what it keeps in its record and on its card.
+    """Copy a directory with what it keeps in its record and on its card, whole or not at all.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ def _record(
     layers: Mapping[str, Layer],
     new: Mapping[str, Stored],
 ) -> dict[str, str]:
-    """Return the report of the directory with the errors of the new numbers; none where it had none."""
+    """Return the directory's report with the errors of the new numbers; none where it had none."""
     # Record 1: what the directory said of itself; where it said it of every layer, so does the new
     #           one.
     path = old.weights.parent / REPORT

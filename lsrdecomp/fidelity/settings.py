@@ -1,4 +1,4 @@
-"""How a compressed adapter is trained: each setting with its default, check and help, written once."""
+"""Settings of how a compressed adapter is trained, each written once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lsrdecomp.fields import OPTION, POSITIVE, READ, Also, settings, whole
 
 @settings
 class DistilSettings(EvaluatorSettings):
-    """What `lsrdecomp.distil` takes beside base, texts and teacher.
+    """Settings of `lsrdecomp.distil` beside base, texts and teacher.
 
     Examples
     --------

@@ -1,6 +1,7 @@
-"""The search over sizes of compressed variants: few are measured of the many that one search of shapes offers.
+"""The search over sizes of compressed variants: few are measured of the many there are.
 
-`SizeSearch` and `TrainedSizeSearch` hold the choices that steer it, `MeasuredSizes` what is known of sizes so far.
+`SizeSearch` and `TrainedSizeSearch` hold the choices that steer it, `MeasuredSizes` what is known of
+sizes so far.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class SizeSearch:
     max_reduction: float = 4096.0
     """No variant is looked for that is more than this many times smaller than the LoRA."""
     prepared_reduction: float = 6.0
-    """The search of shapes prepares for variants this many times smaller; larger ones are searched when asked for."""
+    """The search of shapes prepares for variants this many times smaller; larger ones are searched
+    when asked for."""
     growth: float = 1.06
     """Factor to the next size that is tried where a file is too small for any layer."""
     log_tolerance: float = 2e-3
@@ -54,9 +56,9 @@ class SizeSearch:
 
 @dataclass(frozen=True, slots=True)
 class TrainedSizeSearch:
-    """Choice of the variants that are trained, since training one takes as long as all else together.
+    """Choice of the variants that are trained.
 
-    The defaults were chosen by hand unless a measurement is named.
+    Training one takes as long as all else together. The defaults were chosen by hand unless a measurement is named.
     """
 
     max_trained: int = 2
@@ -70,16 +72,18 @@ class TrainedSizeSearch:
     min_saving: float = 1.5
     """A second variant is trained only if it promises to be this many times smaller."""
     early_stop_margin: float = 0.1
-    """Share of the allowed loss by which training must do better before it ends early: it is checked on other texts."""
+    """Share of the allowed loss by which training must do better before it ends early: it is
+    checked on other texts."""
     residual_guess: float = 0.18
-    """Share of a loss that training is guessed to leave, till one is measured; 0.08 to 0.23 on SmolLM2."""
+    """Share of a loss that training is guessed to leave, till one is measured; 0.08 to 0.23 on
+    SmolLM2."""
     residual_guess_classifier: float = 0.5
     """The same for classifiers and regressions; 0.27 to 0.62 on MiniLM."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSizes:
-    """Sizes of variants, in parameters or bytes: what each is expected to lose, and what some were measured to lose.
+    """Sizes of variants, in parameters or bytes, with the losses that are expected and measured.
 
     Attributes
     ----------
@@ -109,9 +113,9 @@ class MeasuredSizes:
         return self.full_size / self.search.max_reduction
 
     def smallest(self, target_share: float) -> CompressedVariant:
-        """Return the smallest variant, of those measured, whose share is at least the target, between 0 and 1.
+        """Return the smallest variant, of those measured, whose share is at least the target.
 
-        Sizes that pass and sizes that fail close in on the answer from both sides.
+        The target lies between 0 and 1. Sizes that pass and sizes that fail close in on the answer from both sides.
 
         Raises
         ------
@@ -132,8 +136,9 @@ class MeasuredSizes:
         if not passing:
             best = 1.0 - min(map(loss_of, self.measured.values()))
             raise BudgetError(
-                f"no variant that was measured keeps {target_share:g} of what the adapter does: the best of "
-                f"{len(self.measured)} keeps {best:.3f}; ask for less, allow distillation, or store in a finer type"
+                f"no variant that was measured keeps {target_share:g} of what the adapter does: the "
+                f"best of {len(self.measured)} keeps {best:.3f}; ask for less, allow distillation, "
+                "or store in a finer type"
             )
         return self.measured[min(passing)]
 
@@ -167,9 +172,9 @@ class MeasuredSizes:
         return size
 
     def variant_losing(self, loss: float, *, max_measured: int | None = None) -> CompressedVariant:
-        """Return the measured variant that loses most, but hardly more than ``loss``; new ones are measured for it.
+        """Return the measured variant that loses most, but hardly more than ``loss``.
 
-        Measuring ends with a variant that loses about so much. Where all lose more it is the one
+        New variants are measured for it. Measuring ends with a variant that loses about so much. Where all lose more it is the one
         that loses least.
         """
         training = self.training

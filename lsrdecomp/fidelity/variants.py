@@ -1,9 +1,11 @@
-"""Compressed variants of an adapter, written, measured and distilled, each once: what a killed run has done is kept."""
+"""Compressed variants of an adapter: written, measured and distilled, each once.
+
+What a killed run has done is kept.
+"""
 
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -88,12 +90,12 @@ class CompressedVariant:
         return 0 if self.distilled is None else self.distilled.steps
 
     def stopped_early(self, target_share: float) -> bool:
-        """Return whether training ended because this share was kept on the texts that it was checked on."""
+        """Return whether training ended because this share was kept on its validation texts."""
         return self.distilled is not None and self.distilled.training.after >= target_share
 
     @property
     def annotations(self) -> dict[str, Any]:
-        """What the record says of it beside the compression."""
+        """Entries of the record beside those of the compression."""
         return {} if self.distilled is None else {"distillation": self.distilled.to_json()}
 
 
@@ -150,7 +152,7 @@ class VariantCache:
         if path.exists():
             shutil.rmtree(new)
         else:
-            os.replace(new, path)
+            new.replace(path)
         # 2. Measured, unless this run or one before has.
         found = self.journal.get(key)
         if found is not None:
@@ -169,7 +171,7 @@ class VariantCache:
 
     @cached_property
     def distillation_data(self) -> DistillationData:
-        """What every variant is trained on: the LoRA answers once."""
+        """Batches that every variant is trained on: the LoRA answers once."""
         return self.evaluator.distillation_data(self.steps)
 
     def distilled(
@@ -257,7 +259,7 @@ def distil_variant(
     statistics: StatisticsByLayer | None = None,
     stage_prefix: str = "",
 ) -> DistilledVariant:
-    """Distil the directory ``written`` on an open base and write what came of it to ``out``; see `lsrdecomp.distil`.
+    """Distil a written directory on an open base, and write it again; see `lsrdecomp.distil`.
 
     ``steps`` to ``key`` are as for `distil_factors`; ``before`` is what the variant keeps as it is;
     ``stage_prefix`` goes before the name of each part of the work.
@@ -289,7 +291,7 @@ def distil_variant(
 
 
 def products_of(student: Base) -> dict[str, SeparatedProduct]:
-    """Return the products in the LSR layers of an open model, by the names of the modules in the plain base."""
+    """Return the products in the LSR layers of an open model, by the names of modules in its base."""
     products = {}
     for name, module in student.model.get_base_model().named_modules():  # type: ignore[operator]
         if not isinstance(module, LsrLayer):
