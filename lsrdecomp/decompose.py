@@ -8,7 +8,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
 
 from lsrdecomp.errors import ArgumentError, BudgetError, ConvergenceError
-from lsrdecomp.fields import takes
+from lsrdecomp.fields import accepts_settings
 from lsrdecomp.formats.number_formats import storage_format
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-@takes()
+@accepts_settings()
 def decompose(
     matrix: Any,
     shape: KroneckerShape | Sequence[Sequence[int]] | str = "balanced",
@@ -306,7 +306,7 @@ def _goals(
     return rank, goal, None if storage is None else storage_format(storage).name
 
 
-@takes()
+@accepts_settings()
 @one_blas_thread
 def recompress(
     matrix: SeparatedMatrix,

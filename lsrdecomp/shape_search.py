@@ -10,7 +10,7 @@ import numpy as np
 
 from lsrdecomp.arrays import Array, adjoint, as_double, namespace, norm, tail_norms, to_numpy
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.fields import takes
+from lsrdecomp.fields import accepts_settings
 from lsrdecomp.kronecker.shape import KroneckerShape, divisors, kronecker_shapes
 from lsrdecomp.solvers.svd.bidiagonal import Adjoint, Bidiagonal
 from lsrdecomp.solvers.svd.certificate import Certificate
@@ -66,7 +66,7 @@ class ShapeSearch:
     unresolved: int  # shapes of which a space of `LARGEST_SPACE` columns found something, perhaps not the best
 
 
-@takes()
+@accepts_settings()
 def best_shape(
     matrix: Any,
     *,

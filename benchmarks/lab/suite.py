@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from lsrdecomp.fields import POSITIVE, Check, Settings, each, settings, whole
+from lsrdecomp.fields import POSITIVE, Check, Settings, list_of, settings, whole_number
 from lsrdecomp.training.settings import EMBEDDED, FinetuneSettings, SettingsError
 from lsrdecomp.training.tasks import TASKS
 
@@ -36,9 +36,9 @@ class MethodSpec:
 
 def _different(check: Check, wanted: str) -> Check:
     """A list of at least one part that passes ``check``, all different."""
-    listed = each(check, wanted, least=1)
+    listed = list_of(check, wanted, min_length=1)
     return Check(
-        lambda values: listed.test(values) and len(set(values)) == len(values), listed.wanted
+        lambda values: listed.test(values) and len(set(values)) == len(values), listed.requirement
     )
 
 
@@ -61,7 +61,7 @@ class Suite(Settings):
     ] = ""
     seeds: Annotated[
         tuple[int, ...],
-        _different(whole(0), "different whole numbers of 0 or more, at least one"),
+        _different(whole_number(0), "different whole numbers of 0 or more, at least one"),
         "Each method is reported over all of them.",
     ] = (0,)
     rates: Annotated[
@@ -183,7 +183,7 @@ def merged(tables: Sequence[Mapping[str, Any]], where: str) -> FinetuneSettings:
             {
                 name: value
                 for table in tables
-                for name, value in FinetuneSettings.named(table).items()
+                for name, value in FinetuneSettings.canonical(table).items()
             }
         )
     except SettingsError as error:
@@ -226,7 +226,7 @@ def read_suite(
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
         if overrides and isinstance(table.get("common", {}), dict):
-            table["common"] = {**FinetuneSettings.named(table.get("common", {})), **overrides}
+            table["common"] = {**FinetuneSettings.canonical(table.get("common", {})), **overrides}
         suite = Suite.from_mapping(table)
     except (OSError, ValueError) as error:
         raise SuiteError(f"{path}: {getattr(error, 'strerror', None) or error}") from error

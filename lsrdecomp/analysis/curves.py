@@ -9,7 +9,7 @@ from lsrdecomp import markup
 from lsrdecomp.arrays import as_double, namespace, tail_norms, to_numpy
 from lsrdecomp.decompose import decompose
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.fields import takes
+from lsrdecomp.fields import accepts_settings
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import precision, unit_roundoff
 from lsrdecomp.solvers.svd.dense import as_matrix
@@ -134,7 +134,7 @@ class ErrorCurve:
         )
 
 
-@takes()
+@accepts_settings()
 def error_curve(
     matrix: Any,
     shape: KroneckerShape | None = None,
@@ -181,7 +181,7 @@ def error_curve(
     return _from_tails(str(shape), tails, target.norm, shape.parameters(1))
 
 
-@takes()
+@accepts_settings()
 def error_curves(matrix: Any, shapes: Iterable[KroneckerShape]) -> tuple[ErrorCurve, ...]:
     """`error_curve` for many shapes of one matrix; the matrix is read and checked once.
 
@@ -211,7 +211,7 @@ def error_curves(matrix: Any, shapes: Iterable[KroneckerShape]) -> tuple[ErrorCu
     return tuple(error_curve(target, shape) for shape in shapes)
 
 
-@takes()
+@accepts_settings()
 def solver_curve(
     matrix: Any,
     shape: KroneckerShape,
@@ -266,7 +266,7 @@ def solver_curve(
     )
 
 
-@takes()
+@accepts_settings()
 def low_rank_curve(matrix: Any) -> ErrorCurve:
     """The reference: truncated SVD of the matrix itself, m + n parameters a rank.
 

@@ -56,17 +56,7 @@ def finetune(
     several devices: accelerate launch -m lsrdecomp.cli.main finetune ... Exit code 1 if the loss
     was lost.
     """
-    named = FinetuneSettings.named
-    if option:
-        options["options"] = dict(assignment(text, "--option") for text in option)
-    more = named(dict(assignment(text, "--set") for text in settings or ()))
-    lists = [name for name, field in FinetuneSettings.fields.items() if field.type is tuple]
-    more |= {
-        name: [more[name]] for name in lists if isinstance(more.get(name), str | int)
-    }  # one value is a list of one
-    run_settings = FinetuneSettings.from_mapping(
-        {**named({} if config is None else read_toml(config)), **options, **more}
-    )
+    run_settings = _run_settings(config, options, option or [], settings or [])
     if out.exists():
         raise CheckpointError("already exists; choose another output, or remove it", path=out)
     with tables.quiet(), follow(quiet=quiet) as show:
@@ -81,48 +71,65 @@ def finetune(
         raise typer.Exit(1)
 
 
+def _run_settings(
+    config: Path | None, options: dict[str, Any], of_method: list[str], others: list[str]
+) -> FinetuneSettings:
+    """Return the settings of a file, of options and of ``--set``; what comes later wins."""
+    in_file = FinetuneSettings.canonical({} if config is None else read_toml(config))
+    if of_method:
+        options["options"] = dict(assignment(text, "--option") for text in of_method)
+    set_values = FinetuneSettings.canonical(dict(assignment(text, "--set") for text in others))
+    for name, field in FinetuneSettings.fields.items():
+        if field.type is tuple and isinstance(set_values.get(name), str | int):
+            set_values[name] = [set_values[name]]  # one value is a list of one
+    return FinetuneSettings.from_mapping({**in_file, **options, **set_values})
+
+
 def _parts(record: FinetuneRecord, out: Path) -> Iterator[Sheet | str]:
-    """The scores as a table, what was said to the samples, and what the run took."""
-    cells: dict[Column, Callable[[str], str]] = {
-        Column(record.settings.task, justify="left"): str,
-        Column("majority"): lambda name: (
-            f"{record.baseline[name]:.4f}" if name in record.baseline else ""
-        ),
-    }
-    for head, scores in (
-        ("start", record.start),
-        ("dev", record.dev),
-        ("validation", record.validation),
-    ):
-        if scores is not None:
-            cells[Column(head)] = partial(_figure, scores)
-    judged = {"accuracy", "token_accuracy"} & set(record.dev.metrics) or record.dev.accuracy is None
-    yield Sheet.of(
-        cells, [*record.dev.metrics, *([] if judged else ["accuracy"]), "loss", "examples"]
-    )
+    """Yield the scores as a table, what was said to the samples, and what the run took."""
+    yield _score_table(record)
     for sample in record.samples:
         yield f"\n{sample.prompt.strip()}"
-        for who, text in (
-            ("base", sample.base),
-            ("adapted", sample.adapted),
-            ("file", sample.completion),
-        ):
-            yield f"  {who + ':':9} {text}"
+        completions = {"base": sample.base, "adapted": sample.adapted, "file": sample.completion}
+        for source, text in completions.items():
+            yield f"  {source + ':':9} {text}"
     yield (
-        f"\n{record.settings.method}: {record.adapter_parameters:,} parameters and {record.head_parameters:,} in the "
-        f"head; {record.adapter_bytes:,} bytes of {record.file_bytes:,}. {record.steps:,} steps in "
-        f"{record.wall_seconds:.1f} s."
+        f"\n{record.settings.method}: {record.adapter_parameters:,} parameters and "
+        f"{record.head_parameters:,} in the head; {record.adapter_bytes:,} bytes of "
+        f"{record.file_bytes:,}. {record.steps:,} steps in {record.wall_seconds:.1f} s."
     )
     if record.dev.loss is None:
         yield "The outputs are no longer finite: try a smaller --learning-rate."
     yield f"Wrote {out}."
 
 
+def _score_table(record: FinetuneRecord) -> Sheet:
+    """Return a row for each score, a column for each set of examples."""
+
+    def majority(name: str) -> str:
+        return f"{record.baseline[name]:.4f}" if name in record.baseline else ""
+
+    cells: dict[Column, Callable[[str], str]] = {
+        Column(record.settings.task, justify="left"): str,
+        Column("majority"): majority,
+    }
+    sets = {"start": record.start, "dev": record.dev, "validation": record.validation}
+    for head, scores in sets.items():
+        if scores is not None:
+            cells[Column(head)] = partial(_figure, scores)
+    rows = list(record.dev.metrics)
+    is_accuracy_among_metrics = {"accuracy", "token_accuracy"} & set(record.dev.metrics)
+    if not is_accuracy_among_metrics and record.dev.accuracy is not None:
+        rows.append("accuracy")
+    return Sheet.of(cells, [*rows, "loss", "examples"])
+
+
 def _figure(scores: Scores, name: str) -> str:
-    """A line of the table for some examples."""
+    """Return one score of a set of examples as text; empty if it was not measured."""
     if name == "examples":
         return f"{scores.examples:,}"
     if name == "loss" and scores.loss is None:
         return "lost"
-    value = {"accuracy": scores.accuracy, "loss": scores.loss, **scores.metrics}.get(name)
+    values = {"accuracy": scores.accuracy, "loss": scores.loss, **scores.metrics}
+    value = values.get(name)
     return "" if value is None else f"{value:.4f}"

@@ -14,7 +14,7 @@ import typer
 
 from lsrdecomp.cli.help import PANELS, HelpAll
 from lsrdecomp.cli.outputs import Input
-from lsrdecomp.fields import OPTION, READ, Field, Settings
+from lsrdecomp.fields import INPUT_PATH, ON_COMMAND_LINE, Field, Settings
 
 HELP_ALL = inspect.Parameter(
     "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=HelpAll
@@ -45,7 +45,9 @@ def options_of(
             each for each in settings.fields.values() if each.name not in signature.parameters
         ]
         chosen = [
-            each for each in fields if (OPTION in each.marks if only is None else each.name in only)
+            each
+            for each in fields
+            if (ON_COMMAND_LINE in each.flags if only is None else each.name in only)
         ]
         made = [_parameter(each, parsers.get(each.name), default=only is None) for each in chosen]
         if verb.__name__ in PANELS and HELP_ALL.name not in signature.parameters:
@@ -116,11 +118,11 @@ def _parameter(
     field: Field, parsed: tuple[Callable[[str], Any], str] | None, *, default: bool
 ) -> inspect.Parameter:
     flags = [f"--{name.replace('_', '-')}" for name in field.names]
-    usual = field.shown_default.strip('"') if default and field.type is not bool else ""
+    usual = field.default_text.strip('"') if default and field.type is not bool else ""
     text = f"{field.help}  [default: {usual}]" if usual else field.help
     parser, metavar = parsed or (None, None)
     option = typer.Option(*flags, help=text, show_default=False, parser=parser, metavar=metavar)
-    marks = (Input, option) if READ in field.marks else (option,)
+    marks = (Input, option) if INPUT_PATH in field.flags else (option,)
     kind = str if parser else list[str] if field.type is tuple else field.type
     return inspect.Parameter(
         field.name,
@@ -133,7 +135,7 @@ def _parameter(
 def _listed(fields: list[Field]) -> str:
     lines = ["\b", "Settings for --set NAME=VALUE, or for the file:"]
     for field in fields:
-        usual = f" [{field.shown_default}]" if field.shown_default else ""
+        usual = f" [{field.default_text}]" if field.default_text else ""
         lines += textwrap.wrap(
             f"{field.name:<23}{field.help}{usual}",
             78,

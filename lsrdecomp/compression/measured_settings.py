@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, TypedDict
 
 from lsrdecomp.compression.settings import PlanKeywords
-from lsrdecomp.fields import OPTION, SHARE, Settings, one_of, settings, whole
+from lsrdecomp.fields import ON_COMMAND_LINE, SHARE, Settings, one_of, settings, whole_number
 
 
 @settings
@@ -23,32 +23,35 @@ class EvaluatorSettings(Settings):
 
     held_out: Annotated[
         int | None,
-        OPTION,
-        whole(8),
+        ON_COMMAND_LINE,
+        whole_number(8),
         "Examples of the promise, at most a quarter; absent, 64 prompts or 128 texts.",
     ] = None
     batch: Annotated[
         int | None,
-        OPTION,
-        whole(1),
+        ON_COMMAND_LINE,
+        whole_number(1),
         "Examples at a time, and in a step; absent, 8 for language models, else 32.",
     ] = None
     max_length: Annotated[
         int | None,
-        OPTION,
-        whole(1),
+        ON_COMMAND_LINE,
+        whole_number(1),
         "Most tokens of an example: 1024 with prompts, 128 of a text, if absent.",
     ] = None
     truncate: Annotated[
-        bool, OPTION, "Cut longer prompts at their beginning, instead of refusing them."
+        bool, ON_COMMAND_LINE, "Cut longer prompts at their beginning, instead of refusing them."
     ] = False
     dtype: Annotated[
-        str, OPTION, one_of(("float32", "bfloat16")), "Precision of the base: float32 or bfloat16."
+        str,
+        ON_COMMAND_LINE,
+        one_of(("float32", "bfloat16")),
+        "Precision of the base: float32 or bfloat16.",
     ] = "float32"
     device: Annotated[
-        str | None, OPTION, "cuda, cuda:1, …; absent, the CPU, where NumPy solves."
+        str | None, ON_COMMAND_LINE, "cuda, cuda:1, …; absent, the CPU, where NumPy solves."
     ] = None
-    seed: Annotated[int, OPTION, "Of the split of the texts and their order."] = 0
+    seed: Annotated[int, ON_COMMAND_LINE, "Of the split of the texts and their order."] = 0
 
 
 @settings
@@ -63,23 +66,26 @@ class MeasuredSettings(EvaluatorSettings):
 
     keep: Annotated[
         float | None,
-        OPTION,
+        ON_COMMAND_LINE,
         SHARE,
         "With --base: the smallest form that keeps this share, such as 0.95.",
     ] = None
     distil: Annotated[
-        int, OPTION, whole(0), "With --base: train it on the LoRA's answers for so many steps."
+        int,
+        ON_COMMAND_LINE,
+        whole_number(0),
+        "With --base: train it on the LoRA's answers for so many steps.",
     ] = 0
     examples: Annotated[
         int,
-        OPTION,
-        whole(0),
+        ON_COMMAND_LINE,
+        whole_number(0),
         "With --base: show so many examples that the form answers differently; SVD beside it.",
     ] = 0
     passes: Annotated[
         int,
-        OPTION,
-        whole(1),
+        ON_COMMAND_LINE,
+        whole_number(1),
         "With --base: 2 searches again in the norm around the form that came of the first.",
     ] = 1
 

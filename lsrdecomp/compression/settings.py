@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from lsrdecomp.checkpoints.progress import ProgressUpdate as ProgressUpdate
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.fields import OPTION, POSITIVE, Also, Settings, each, settings, whole
+from lsrdecomp.fields import (
+    ON_COMMAND_LINE,
+    POSITIVE,
+    Alias,
+    Settings,
+    list_of,
+    settings,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +37,7 @@ STORAGES = {"auto": ("float16", "int8", "int4"), "int8": ("int8",), "int4": ("in
 DEFAULT_STORAGE = "float32"
 """Of a plan that names none."""
 
-SPLIT = each(whole(1), "two or more whole numbers, r1, r2, …", least=2)
+SPLIT = list_of(whole_number(1), "two or more whole numbers, r1, r2, …", min_length=2)
 
 
 @settings
@@ -48,42 +56,51 @@ class CompressionPlan(Settings):
     error = BudgetError
 
     rtol: Annotated[
-        float | None, OPTION, POSITIVE, "Largest relative error of every layer, as written."
+        float | None,
+        ON_COMMAND_LINE,
+        POSITIVE,
+        "Largest relative error of every layer, as written.",
     ] = None
     separation_rank: Annotated[
-        int | None, OPTION, whole(1), "So many terms a side in every layer."
+        int | None, ON_COMMAND_LINE, whole_number(1), "So many terms a side in every layer."
     ] = None
     parameters: Annotated[
         float | None,
-        OPTION,
+        ON_COMMAND_LINE,
         POSITIVE,
-        Also("params"),
+        Alias("params"),
         "So many parameters, in the factors of all layers.",
     ] = None
     ratio: Annotated[
-        float | None, OPTION, POSITIVE, "So many times fewer parameters, over all layers."
+        float | None, ON_COMMAND_LINE, POSITIVE, "So many times fewer parameters, over all layers."
     ] = None
     bytes: Annotated[
-        int | None, OPTION, POSITIVE, "At most so many bytes to open it: weight file and config."
+        int | None,
+        ON_COMMAND_LINE,
+        POSITIVE,
+        "At most so many bytes to open it: weight file and config.",
     ] = None
     kl: Annotated[
         float | None,
-        OPTION,
+        ON_COMMAND_LINE,
         POSITIVE,
         "Nats of divergence of answers: estimated by statistics, or on a base measured.",
     ] = None
     inner_shape: Annotated[
         tuple[int, ...] | None,
-        OPTION,
+        ON_COMMAND_LINE,
         SPLIT,
         "With separation_rank: split of the inner rank, such as 4x2.",
     ] = None
     max_rank: Annotated[
-        int | None, OPTION, whole(1), "No layer of a larger rank when it is served as a LoRA."
+        int | None,
+        ON_COMMAND_LINE,
+        whole_number(1),
+        "No layer of a larger rank when it is served as a LoRA.",
     ] = None
     storage: Annotated[
         str | None,
-        OPTION,
+        ON_COMMAND_LINE,
         "float32 if absent, float16, bfloat16; also int8, int4, auto (float16, int8 or int4 a layer).",
     ] = None
 

@@ -22,7 +22,7 @@ from lsrdecomp.compression.layers import Layer, open_layers
 from lsrdecomp.compression.request import READ_ON, Request
 from lsrdecomp.compression.settings import CompressionPlan, PlanKeywords
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.fields import takes
+from lsrdecomp.fields import accepts_settings
 from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Truncation:
             written.add()
 
 
-@takes(CompressionPlan, refused_later=READ_ON)
+@accepts_settings(CompressionPlan, refused_later=READ_ON)
 @one_blas_thread
 def truncate(
     checkpoint: Checkpoint,

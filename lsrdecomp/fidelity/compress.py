@@ -45,7 +45,7 @@ from lsrdecomp.compression.settings import (
 from lsrdecomp.errors import BudgetError, needs
 from lsrdecomp.fidelity.fidelity import AnswerPair, Fidelity, Measurement
 from lsrdecomp.fidelity.rewrite import publish
-from lsrdecomp.fields import takes
+from lsrdecomp.fields import accepts_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,7 +92,7 @@ def compress(
 ) -> MeasuredCompression: ...
 
 
-@takes(CompressionPlan, MeasuredSettings)
+@accepts_settings(CompressionPlan, MeasuredSettings)
 def compress(
     checkpoint: Checkpoint | AdapterSource,
     plan: CompressionPlan | None = None,

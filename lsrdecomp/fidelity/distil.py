@@ -19,7 +19,7 @@ from lsrdecomp.compression.verify import check_layers
 from lsrdecomp.errors import needs
 from lsrdecomp.fidelity.rewrite import publish
 from lsrdecomp.fidelity.settings import DistilKeywords, DistilSettings
-from lsrdecomp.fields import takes
+from lsrdecomp.fields import accepts_settings
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints.progress import OnStep
@@ -71,7 +71,7 @@ class Distilled:
         }
 
 
-@takes(DistilSettings)
+@accepts_settings(DistilSettings)
 def distil(
     directory: str | Path,
     *,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from lsrdecomp.compression.measured_settings import EvaluatorKeywords, EvaluatorSettings
-from lsrdecomp.fields import OPTION, POSITIVE, READ, Also, settings, whole
+from lsrdecomp.fields import INPUT_PATH, ON_COMMAND_LINE, POSITIVE, Alias, settings, whole_number
 
 
 @settings
@@ -19,20 +19,23 @@ class DistilSettings(EvaluatorSettings):
     """
 
     steps: Annotated[
-        int, OPTION, whole(1), "Training steps at most, trials of rates among them."
+        int, ON_COMMAND_LINE, whole_number(1), "Training steps at most, trials of rates among them."
     ] = 200
     rate: Annotated[
-        float | None, OPTION, POSITIVE, "Relative change a step; absent, tried out."
+        float | None, ON_COMMAND_LINE, POSITIVE, "Relative change a step; absent, tried out."
     ] = None
     calibrated: Annotated[
         str | None,
-        OPTION,
-        READ,
-        Also("statistics"),
+        ON_COMMAND_LINE,
+        INPUT_PATH,
+        Alias("statistics"),
         "Statistics, for codes solved in the Fisher norm.",
     ] = None
     micro: Annotated[
-        int | None, OPTION, whole(1), "Of the examples of a step, so many at a time."
+        int | None,
+        ON_COMMAND_LINE,
+        whole_number(1),
+        "Of the examples of a step, so many at a time.",
     ] = None
 
 

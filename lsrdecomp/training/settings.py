@@ -11,18 +11,18 @@ from typing import Annotated, Any
 from lsrdecomp.checkpoints.files import EXAMPLE_SUFFIXES
 from lsrdecomp.fields import (
     ABOVE_ONE,
-    OPTION,
+    INPUT_PATH,
+    ON_COMMAND_LINE,
     POSITIVE,
-    READ,
     SHARE,
-    SHARE_OR_NONE,
-    Also,
-    Mark,
+    SHARE_OR_ZERO,
+    Alias,
+    Flag,
     Settings,
-    each,
+    list_of,
     one_of,
     settings,
-    whole,
+    whole_number,
 )
 from lsrdecomp.fields import SettingsError as SettingsError
 from lsrdecomp.training.methods import METHODS, method_of
@@ -34,7 +34,7 @@ LANGUAGE_DEFAULTS = {"batch": 8, "max_length": 1024}
 STORAGES = ("float32", "float16", "bfloat16", "int8", "int4")
 PRECISIONS = ("auto", "float32", "bfloat16", "bfloat16-autocast")
 METRICS = ("loss", "exact", "bleu", "chrf")
-LANGUAGE = Mark("Language models: ")
+LANGUAGE = Flag("Language models: ")
 
 
 def _tasks() -> Sequence[str]:
@@ -59,147 +59,170 @@ class FinetuneSettings(Settings):
 
     model: Annotated[
         str,
-        OPTION,
-        READ,
-        Also("base"),
+        ON_COMMAND_LINE,
+        INPUT_PATH,
+        Alias("base"),
         "The base: a name, a directory, a GGUF file, smollm2, or embedded.",
     ]
     task: Annotated[
         str,
-        OPTION,
+        ON_COMMAND_LINE,
         one_of(_tasks),
         "A GLUE or SuperGLUE task, embedded, or jsonl: a language model, whose data end in .jsonl, .json or .csv.",
     ]
     data: Annotated[
         str | None,
-        OPTION,
-        READ,
+        ON_COMMAND_LINE,
+        INPUT_PATH,
         "File of examples for a language model, or directory of the tasks' files.",
     ] = None
     method: Annotated[
-        str, OPTION, one_of(METHODS), "lora, lsr, dora, krona, …; a wrong one shows all."
+        str, ON_COMMAND_LINE, one_of(METHODS), "lora, lsr, dora, krona, …; a wrong one shows all."
     ] = "lora"
     options: Annotated[
         Mapping[str, Any], "Of the method, under the names of its config, such as r."
     ] = field(default_factory=dict)
     init: Annotated[
         str | None,
-        OPTION,
-        READ,
+        ON_COMMAND_LINE,
+        INPUT_PATH,
         "Adapter directory to train on from; it brings its method, options, layers and head.",
     ] = None
     ratio: Annotated[
         float | None,
-        OPTION,
+        ON_COMMAND_LINE,
         ABOVE_ONE,
         "First compress the LoRA in init so many times, by the task's own statistics; method is lsr then.",
     ] = None
     storage: Annotated[
         str | None,
-        OPTION,
+        ON_COMMAND_LINE,
         one_of(STORAGES),
         "Of LSR's factors in the file: float32, float16, bfloat16, int8 or int4; if absent, as in init, else float32.",
     ] = None
     head: Annotated[
-        str | None, READ, "Adapter directory whose saved head is the start of this run's head."
+        str | None,
+        INPUT_PATH,
+        "Adapter directory whose saved head is the start of this run's head.",
     ] = None
     target_modules: Annotated[
         tuple[str, ...] | None, "Endings of module names; if absent, the usual ones."
     ] = None
     layers: Annotated[
         tuple[int, ...] | None,
-        each(whole(0), "a list of layer indices", least=1),
+        list_of(whole_number(0), "a list of layer indices", min_length=1),
         "Only these layer indices.",
     ] = None
     learning_rate: Annotated[
-        float, OPTION, POSITIVE, Also("rate"), "Largest learning rate of the schedule."
+        float, ON_COMMAND_LINE, POSITIVE, Alias("rate"), "Largest learning rate of the schedule."
     ] = 1e-3
     # Four, as in LoRA+, was behind for LSR from scratch:
     # benchmarks/experiments/ablation-minilm.toml.
     zero_init_lr_factor: Annotated[
         float,
         POSITIVE,
-        Also("zero_rate"),
+        Alias("zero_rate"),
         "Factor on the learning rate of what starts as all zeros, as in LoRA+.",
     ] = 1.0
     head_learning_rate: Annotated[
         float | None,
         POSITIVE,
-        Also("head_rate"),
+        Alias("head_rate"),
         "Learning rate of the head; if absent, that of the rest.",
     ] = None
     batch: Annotated[
-        int, OPTION, whole(1), "Examples per step, over all processes; 8 for a language model."
+        int,
+        ON_COMMAND_LINE,
+        whole_number(1),
+        "Examples per step, over all processes; 8 for a language model.",
     ] = 32
     accumulate: Annotated[
-        int, OPTION, whole(1), "Pieces in which each process reads its share of a batch."
+        int,
+        ON_COMMAND_LINE,
+        whole_number(1),
+        "Pieces in which each process reads its share of a batch.",
     ] = 1
     packing: Annotated[
-        bool, OPTION, LANGUAGE, "Fill rows of max_length with several examples each, by TRL."
+        bool,
+        ON_COMMAND_LINE,
+        LANGUAGE,
+        "Fill rows of max_length with several examples each, by TRL.",
     ] = False
     epochs: Annotated[
-        float | None, OPTION, POSITIVE, "Passes over the training set; 3 if absent."
+        float | None, ON_COMMAND_LINE, POSITIVE, "Passes over the training set; 3 if absent."
     ] = None
-    steps: Annotated[int | None, OPTION, whole(1), "Steps, instead of epochs."] = None
+    steps: Annotated[int | None, ON_COMMAND_LINE, whole_number(1), "Steps, instead of epochs."] = (
+        None
+    )
     optimizer: Annotated[
-        str, OPTION, "As transformers names it, such as adafactor or paged_adamw_8bit."
+        str, ON_COMMAND_LINE, "As transformers names it, such as adafactor or paged_adamw_8bit."
     ] = "adamw_torch"
     scheduler: Annotated[
-        str, OPTION, "Of the learning rate, as transformers names it, such as cosine."
+        str, ON_COMMAND_LINE, "Of the learning rate, as transformers names it, such as cosine."
     ] = "linear"
-    weight_decay: Annotated[float, OPTION, "Of what is no vector."] = 0.0
+    weight_decay: Annotated[float, ON_COMMAND_LINE, "Of what is no vector."] = 0.0
     warmup: Annotated[
-        float, OPTION, SHARE_OR_NONE, "Share of the steps over which the learning rate rises."
+        float,
+        ON_COMMAND_LINE,
+        SHARE_OR_ZERO,
+        "Share of the steps over which the learning rate rises.",
     ] = 0.06
     max_length: Annotated[
         int,
-        OPTION,
-        whole(2),
+        ON_COMMAND_LINE,
+        whole_number(2),
         "Tokens of an example, the rest is cut; for a language model 1024, and longer is refused.",
     ] = 128
     truncate: Annotated[
-        bool, OPTION, LANGUAGE, "Cut longer prompts at their beginning, instead of refusing them."
+        bool,
+        ON_COMMAND_LINE,
+        LANGUAGE,
+        "Cut longer prompts at their beginning, instead of refusing them.",
     ] = False
     seed: Annotated[
-        int, OPTION, "Of the start and the order of examples; it leaves the splits as they are."
+        int,
+        ON_COMMAND_LINE,
+        "Of the start and the order of examples; it leaves the splits as they are.",
     ] = 0
     precision: Annotated[
         str,
-        OPTION,
-        Also("dtype"),
+        ON_COMMAND_LINE,
+        Alias("dtype"),
         one_of(PRECISIONS),
         "bfloat16 loads the base in it and keeps what is trained in float32; auto does so on a GPU that has it.",
     ] = "auto"
-    device: Annotated[str, OPTION, one_of(("auto", "cpu", "cuda")), "auto, cpu or cuda."] = "auto"
+    device: Annotated[
+        str, ON_COMMAND_LINE, one_of(("auto", "cpu", "cuda")), "auto, cpu or cuda."
+    ] = "auto"
     device_map: Annotated[
-        str | None, OPTION, "How transformers spreads the base over devices, such as auto."
+        str | None, ON_COMMAND_LINE, "How transformers spreads the base over devices, such as auto."
     ] = None
     four_bit: Annotated[
-        bool, OPTION, "Hold the base in 4 bits (NF4, by bitsandbytes), for any method."
+        bool, ON_COMMAND_LINE, "Hold the base in 4 bits (NF4, by bitsandbytes), for any method."
     ] = False
     gradient_checkpointing: Annotated[
         bool | None,
-        OPTION,
+        ON_COMMAND_LINE,
         "Recompute activations in the backward pass; if absent, where memory asks for it.",
     ] = None
     patience: Annotated[
         int | None,
-        whole(1),
+        whole_number(1),
         "Stop after so many looks at a split without a smaller loss, and keep the best.",
     ] = None
     validation: Annotated[
         float, SHARE, "With patience, share of the training set split off; dev only measures."
     ] = 0.1
     evaluate_every: Annotated[
-        int | None, whole(1), "Steps between the looks; an epoch if absent."
+        int | None, whole_number(1), "Steps between the looks; an epoch if absent."
     ] = None
     train_head: Annotated[bool, "false: the head keeps the values it starts with."] = True
-    measure_start: Annotated[bool, "Also judge the answers on dev before the first step."] = False
+    measure_start: Annotated[bool, "Alias judge the answers on dev before the first step."] = False
     train_examples: Annotated[
-        int | None, whole(1), "At most so many to train on, always the same ones."
+        int | None, whole_number(1), "At most so many to train on, always the same ones."
     ] = None
     dev_examples: Annotated[
-        int | None, whole(1), "At most so many to judge by, always the same ones."
+        int | None, whole_number(1), "At most so many to judge by, always the same ones."
     ] = None
     log_every: Annotated[
         int,
@@ -207,10 +230,13 @@ class FinetuneSettings(Settings):
     ] = 50
     save_every: Annotated[int, "Steps between checkpoints to resume from; 0 for none."] = 0
     report_to: Annotated[
-        tuple[str, ...], OPTION, "What else transformers reports to, such as tensorboard."
+        tuple[str, ...], ON_COMMAND_LINE, "What else transformers reports to, such as tensorboard."
     ] = ()
     dev_data: Annotated[
-        str | None, LANGUAGE, READ, "File to judge by; if absent, a tenth of data, 200 at most."
+        str | None,
+        LANGUAGE,
+        INPUT_PATH,
+        "File to judge by; if absent, a tenth of data, 200 at most.",
     ] = None
     metric: Annotated[
         str, LANGUAGE, one_of(METRICS), "Measured beside the loss: exact, bleu or chrf."
@@ -219,7 +245,7 @@ class FinetuneSettings(Settings):
         str, LANGUAGE, one_of(("completion", "all")), "Tokens that are learned: completion or all."
     ] = "completion"
     samples: Annotated[int, LANGUAGE, "Held-out prompts whose answers go into the record."] = 4
-    new_tokens: Annotated[int, LANGUAGE, whole(1), "Most tokens of an answer."] = 64
+    new_tokens: Annotated[int, LANGUAGE, whole_number(1), "Most tokens of an answer."] = 64
     split_seed: Annotated[int, LANGUAGE, "Of the examples that are held out."] = 0
 
     @property
@@ -264,7 +290,7 @@ class FinetuneSettings(Settings):
         if self.is_language:
             self._check_language()
         else:
-            alone = [entry for entry in self.fields.values() if LANGUAGE in entry.marks]
+            alone = [entry for entry in self.fields.values() if LANGUAGE in entry.flags]
             changed = [entry.name for entry in alone if getattr(self, entry.name) != entry.default]
             if changed:
                 raise SettingsError(
@@ -291,7 +317,7 @@ class FinetuneSettings(Settings):
             )
 
     @classmethod
-    def usual(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    def implied(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """The task, where data are examples; the defaults of a language model; the method of the adapter in init."""
         task = JSONL if str(values.get("data", "")).endswith(EXAMPLE_SUFFIXES) else None
         language = LANGUAGE_DEFAULTS if values.get("task", task) == JSONL else {}

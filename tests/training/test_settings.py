@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lsrdecomp.cli.commands import ALL
 from lsrdecomp.cli.settings import options_of
-from lsrdecomp.fields import OPTION, settings, whole
+from lsrdecomp.fields import ON_COMMAND_LINE, settings, whole_number
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 
 EMBEDDED = {"model": "embedded", "task": "embedded"}
@@ -142,7 +142,7 @@ def test_older_names_are_read_and_never_written():
 class More(FinetuneSettings):
     """Settings with two more fields; each is one line, and there is no other edit."""
 
-    colour: Annotated[int, OPTION, whole(3), "Of the lamp."] = 5
+    colour: Annotated[int, ON_COMMAND_LINE, whole_number(3), "Of the lamp."] = 5
     hours_of_light: Annotated[float | None, "In which it shines."] = None
 
 

@@ -98,6 +98,8 @@ def compress_lora(
             **(structure.goal or {"parameters": total}), storage=structure.storage
         )
         wide = search if search is not None and structure.search.orders else structure.search
+        if plan.separation_rank is not None:  # terms that are given are not searched for
+            wide = None
         result = compress(checkpoint, plan, statistics=own, search=wide)
         result.save(out)
         sums = result.totals

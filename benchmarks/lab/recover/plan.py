@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from benchmarks.lab.suite import Suite, SuiteError, merged
 from lsrdecomp.compression.settings import Search
-from lsrdecomp.fields import POSITIVE, Check, Settings, each, one_of, settings, whole
+from lsrdecomp.fields import POSITIVE, Check, Settings, list_of, one_of, settings, whole_number
 from lsrdecomp.training.settings import FinetuneSettings
 from lsrdecomp.training.tasks import TASKS
 
@@ -59,11 +59,13 @@ STRUCTURES: Mapping[str, Structure] = MappingProxyType(
 layer."""
 
 
-def _counts(least: int = 0) -> Check:
-    return each(whole(1), "a list of whole numbers of 1 or more", least=least)
+def _counts(min_length: int = 0) -> Check:
+    return list_of(whole_number(1), "a list of whole numbers of 1 or more", min_length=min_length)
 
 
-KEYS = each(one_of(tuple(STRUCTURES)), f"a list of structures, which are {', '.join(STRUCTURES)}")
+KEYS = list_of(
+    one_of(tuple(STRUCTURES)), f"a list of structures, which are {', '.join(STRUCTURES)}"
+)
 
 
 @settings
@@ -81,9 +83,11 @@ class RecoverPlan(Settings):
 
     error = SuiteError
     budgets: Annotated[
-        tuple[int, ...], _counts(least=1), "Parameters per adapted matrix, on average over them."
+        tuple[int, ...],
+        _counts(min_length=1),
+        "Parameters per adapted matrix, on average over them.",
     ]
-    steps: Annotated[int, whole(1), "Of recovery, and of training from scratch."]
+    steps: Annotated[int, whole_number(1), "Of recovery, and of training from scratch."]
     lora: Annotated[
         Mapping[str, Any], "Settings of the LoRA that is compressed, over those of the suite."
     ] = field(default_factory=dict)
@@ -114,7 +118,7 @@ class RecoverPlan(Settings):
     ] = None
     distil: Annotated[
         int,
-        whole(0),
+        whole_number(0),
         "Steps of distillation of budgeted forms (not direct sums), without labels; 0: none.",
     ] = 0
     judged: Annotated[
@@ -122,7 +126,7 @@ class RecoverPlan(Settings):
         _counts(),
         "Further budgets, at which structures are judged as compressed, not trained on.",
     ] = ()
-    samples: Annotated[int, whole(1), "Training examples for calibration."] = 512
+    samples: Annotated[int, whole_number(1), "Training examples for calibration."] = 512
     least_gain: Annotated[
         float,
         POSITIVE,
