@@ -107,12 +107,13 @@ def recomputed(model: nn.Module, watched: Sequence[nn.Module]) -> Iterator[int]:
     # Instances get a forward of their own, which shadows their class's; one that they had already
     # (accelerate's hooks set one) is put back at the end.
     blocks = _outermost_blocks(model)
+    recorded = set(watched)
     instance_forwards: dict[nn.Module, Any] = {
         block: block.__dict__.get("forward") for block in blocks
     }
     try:
         for block in blocks:
-            is_watched = not set(watched).isdisjoint(block.modules())
+            is_watched = not recorded.isdisjoint(block.modules())
             block.forward = _recomputing(block.forward, is_watched)
         yield len(blocks)
     finally:

@@ -41,28 +41,26 @@ def test_features_are_what_the_logits_are_made_of(name, last):
         **SMALL, num_labels=3, dim=24, n_heads=2, n_layers=2, hidden_dim=32
     )
     base = opened(getattr(transformers, f"{name}ForSequenceClassification")(config))
-    answers, features = forward_with_features(base, QUESTION)
+    output, features = forward_with_features(base, QUESTION)
     layer = base.model.get_submodule(last)
     assert features.shape == (2, layer.in_features)
-    torch.testing.assert_close(layer(features), answers.logits)
+    torch.testing.assert_close(layer(features), output.logits)
 
 
 def test_of_a_decoder_the_token_that_answers_is_taken():
     config = transformers.LlamaConfig(**SMALL, num_labels=3, pad_token_id=0)
     base = opened(transformers.LlamaForSequenceClassification(config))
-    answers, features = forward_with_features(base, QUESTION)
+    output, features = forward_with_features(base, QUESTION)
     assert features.shape == (2, 24)
-    torch.testing.assert_close(base.model.score(features), answers.logits)
+    torch.testing.assert_close(base.model.score(features), output.logits)
 
 
 def test_a_model_whose_last_layer_is_not_known_has_no_features():
     class Bare(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.score, self.config = (
-                torch.nn.Linear(4, 3),
-                transformers.PretrainedConfig(num_labels=3),
-            )
+            self.score = torch.nn.Linear(4, 3)
+            self.config = transformers.PretrainedConfig(num_labels=3)
 
         def forward(self, input_ids, attention_mask):
             logits = 2.0 * self.score(attention_mask.float())
@@ -77,9 +75,9 @@ def test_a_teacher_batch_has_the_logits_and_features_of_the_teacher(kind, tmp_pa
     source, written = load_pair(folder / "base", folder / "lora", folder / "lsr")
     (batch,) = text_batches(source, TEXTS, size=len(TEXTS), max_length=16, seed=0)
     known = teacher_batch(source, batch)
-    answers, features = forward_with_features(source, batch)
-    torch.testing.assert_close(known.logits(), answers.logits, rtol=0, atol=0)
-    assert known.n_predictions == len(answers.logits)
+    output, features = forward_with_features(source, batch)
+    torch.testing.assert_close(known.logits(), output.logits, rtol=0, atol=0)
+    assert known.n_predictions == len(output.logits)
     assert not known.logits().requires_grad
     if kind == "CAUSAL_LM":
         assert (known.features, features, feature_distance(source, [known])) == (None, None, None)

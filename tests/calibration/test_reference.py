@@ -31,15 +31,15 @@ def pair(request, tmp_path_factory):
     return load_pair(folder / "base", folder / "lora", folder / "lsr")
 
 
-def rounds(base, size=6):
+def all_batches(base, size=6):
     return list(text_batches(base, TEXTS, size=size, max_length=16, seed=0))
 
 
 def test_many_forms_are_compared_with_one_set_of_answers(pair):
     source, written = pair
-    kept = Reference(source, rounds(source))
+    kept = Reference(source, all_batches(source))
     assert kept.compare(source).kl == pytest.approx(0.0, abs=1e-12)
-    assert kept.compare(written) == Reference(source, rounds(source)).compare(
+    assert kept.compare(written) == Reference(source, all_batches(source)).compare(
         written
     )  # those before change nothing
     assert kept.compare(written).effect == kept.effect
@@ -47,7 +47,7 @@ def test_many_forms_are_compared_with_one_set_of_answers(pair):
 
 def test_share_and_error_do_not_depend_on_the_size_of_batches(pair):
     source, written = pair
-    one, other = (Reference(source, rounds(source, size)).compare(written) for size in (20, 3))
+    one, other = (Reference(source, all_batches(source, size)).compare(written) for size in (20, 3))
     assert one.kept == pytest.approx(other.kept, abs=1e-4)
     assert one.standard_error == pytest.approx(other.standard_error, rel=1e-2)
 
@@ -64,7 +64,7 @@ def test_rows_of_trained_tokens_are_no_part_of_delta(tmp_path):
     for name, parameter in source.model.named_parameters():
         if "trainable_tokens_delta" in name:
             parameter.data.add_(1.0)
-    assert Reference(source, rounds(source)).effect == 0.0
+    assert Reference(source, all_batches(source)).effect == 0.0
     assert source.modules == ("transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn")
 
 
@@ -90,18 +90,18 @@ def test_the_standard_error_is_how_far_the_share_scatters():
 
 def test_divergences_of_examples_add_up(pair):
     source, written = pair
-    (batch,) = rounds(source, size=20)
+    (batch,) = all_batches(source, size=20)
     with torch.no_grad():
-        old, new = forward(source, batch), forward(written, batch)
-    each = divergences(old.logits, new.logits, source.head)
-    assert float(sum_by_example(each, old.counts).sum()) == pytest.approx(
+        expected, found = forward(source, batch), forward(written, batch)
+    each = divergences(expected.logits, found.logits, source.head)
+    assert float(sum_by_example(each, expected.counts).sum()) == pytest.approx(
         float(each.sum()), rel=1e-12
     )
-    assert len(old.counts) == 20
-    assert int(old.counts.sum()) == len(old.logits)
+    assert len(expected.counts) == 20
+    assert int(expected.counts.sum()) == len(expected.logits)
     if source.head is Head.causal_lm:  # the answers of one example are the rows that stand together
-        first = int(old.counts[0])
-        assert float(sum_by_example(each, old.counts)[0]) == pytest.approx(
+        first = int(expected.counts[0])
+        assert float(sum_by_example(each, expected.counts)[0]) == pytest.approx(
             float(each[:first].sum()), rel=1e-12
         )
 
@@ -110,11 +110,11 @@ def test_a_large_vocabulary_is_kept_as_what_the_output_layer_reads(pair):
     source, _ = pair
     if source.head is not Head.causal_lm:
         pytest.skip("one answer an example is small as it is")
-    (batch,) = rounds(source, size=20)
-    answers, recall = forward_repeatable(source, batch, max_kept_classes=8)
+    (batch,) = all_batches(source, size=20)
+    output, form_again = forward_repeatable(source, batch, max_kept_classes=8)
     calls = []
     handle = source.model.register_forward_hook(lambda *_: calls.append(1))
-    assert torch.equal(recall(), answers.logits)
+    assert torch.equal(form_again(), output.logits)
     handle.remove()
     assert not calls  # the model itself was not asked again
 
@@ -123,16 +123,16 @@ def test_where_more_follows_the_output_layer_the_model_is_asked_again(pair):
     source, _ = pair
     if source.head is not Head.causal_lm:
         pytest.skip("only where the output layer is special")
-    (batch,) = rounds(source, size=20)
+    (batch,) = all_batches(source, size=20)
 
     def capped(model, arguments, output):
         output.logits = torch.tanh(output.logits)
         return output
 
     handle = source.model.register_forward_hook(capped)
-    answers, recall = forward_repeatable(source, batch, max_kept_classes=8)
-    assert torch.equal(recall(), answers.logits)
-    assert float(recall().abs().max()) <= 1.0
+    output, form_again = forward_repeatable(source, batch, max_kept_classes=8)
+    assert torch.equal(form_again(), output.logits)
+    assert float(form_again().abs().max()) <= 1.0
     handle.remove()
 
 
@@ -141,7 +141,7 @@ def test_only_answers_reach_the_output_layer(pair):
     layer = output_layer(source)
     if layer is None:
         pytest.skip("a classifier has no such layer")
-    (batch,) = rounds(source, size=20)
+    (batch,) = all_batches(source, size=20)
     rows = []
     handle = layer.register_forward_hook(lambda module, given, made: rows.append(made.shape[0]))
     assert len(forward(source, batch).logits) == int(batch["attention_mask"].sum()) - 20
@@ -154,4 +154,4 @@ def test_no_effect_is_no_share(pair, monkeypatch):
     monkeypatch.setattr(
         sys.modules[Reference.__module__], "without_delta", lambda model: torch.no_grad()
     )
-    assert Reference(source, rounds(source)).compare(source).kept is None
+    assert Reference(source, all_batches(source)).compare(source).kept is None
