@@ -1,4 +1,4 @@
-"""Targets held in memory: a dense matrix, and the product of a low-rank pair, which is never formed."""
+"""Targets held in memory: a dense matrix, and a low-rank pair whose product is never formed."""
 
 from __future__ import annotations
 
@@ -36,17 +36,6 @@ if TYPE_CHECKING:
 
     from lsrdecomp.kronecker.shape import KroneckerShape
 
-CACHED = 2**18
-"""Entries of a dense matrix that are rearranged at a time where it is not held: 2 MiB in double
-precision."""
-
-BETWEEN = 2**20
-"""Entries between the two contractions of a pair's product, above which its columns go one after
-the other."""
-
-LARGE = 2**21
-"""Entries of a dense matrix above which inner products measure an error sooner than entries do."""
-
 
 @dataclass(frozen=True, slots=True)
 class RearrangedDense:
@@ -56,21 +45,25 @@ class RearrangedDense:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(m_1·n_1, m_2·n_2)."""
         return int(self.matrix.shape[0]), int(self.matrix.shape[1])
 
     @property
     def prototype(self) -> Array:
+        """The matrix itself."""
         return self.matrix
 
     def matmat(self, x: Array) -> Array:
+        """Return R(M) x."""
         return self.matrix @ x
 
     def rmatmat(self, y: Array) -> Array:
-        return adjoint(
-            adjoint(y) @ self.matrix
-        )  # twice as fast as adjoint(matrix) @ y: BLAS reads rows as they lie
+        """Return R(M)ᴴ y."""
+        # Twice as fast as adjoint(matrix) @ y: BLAS reads rows as they lie.
+        return adjoint(adjoint(y) @ self.matrix)
 
     def formed(self) -> Array:
+        """Return R(M), which is held."""
         return self.matrix
 
 
@@ -91,7 +84,7 @@ class Dense:
     >>> target = Dense(np.kron(np.eye(4), np.ones((3, 3))))
     >>> target.shape, target.norm
     ((12, 12), 6.0)
-    >>> target.rearranged(KroneckerShape(((4, 4), (3, 3)))).shape                 # of rank one, as one product is
+    >>> target.rearranged(KroneckerShape(((4, 4), (3, 3)))).shape  # of rank one, as one product is
     (16, 9)
     """
 
@@ -106,46 +99,73 @@ class Dense:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(rows, columns)."""
         return int(self.matrix.shape[0]), int(self.matrix.shape[1])
 
     @cached_property
     def norm(self) -> float:
+        """‖M‖_F in double precision."""
         return finite_norm(self.matrix)
 
     def tensor(self, shape: KroneckerShape) -> Array:
-        """R(M) for any number of factors, as an array (m_1·n_1, …, m_d·n_d)."""
+        """Return R(M) for any number of factors, as an array (m_1·n_1, …, m_d·n_d)."""
         return rearrange(self.matrix, shape)
 
     def rearranged(self, shape: KroneckerShape) -> RearrangedDense:
-        """R(M) for two factors, as an operator: `Target.rearranged`."""
+        """Return R(M) for two factors, as an operator: `Target.rearranged`."""
         require_two_factors(shape, self.shape)
         return RearrangedDense(self.tensor(shape))
 
-    def streamed(self, shape: KroneckerShape, kind: Any = None) -> RearrangedRows:
-        """R(M) for two factors, double precision unless another type is given; read by blocks of rows, not held."""
+    def streamed(
+        self, shape: KroneckerShape, dtype: Any = None, *, block_entries: int = 2**18
+    ) -> RearrangedRows:
+        """Return R(M) for two factors, read by blocks of rows and not held.
+
+        Parameters
+        ----------
+        shape : KroneckerShape
+        dtype : optional
+            Element type of the products; double precision if absent.
+        block_entries : int
+            Entries rearranged at a time; by hand, 2 MiB in double precision. Eight times as many
+            are taken where these are needed for one row of R(M).
+        """
         require_two_factors(shape, self.shape)
-        (rows, columns), p = self.shape, shape.rows[1]
-        xp, whole = namespace(self.matrix), max(1, CACHED // (columns * p)) * p
-        height = (
-            whole if whole * columns <= 8 * CACHED else max(1, CACHED // columns)
-        )  # whole rows of R(M) if possible
-        kind = as_double(self.matrix[:1, :1]).dtype if kind is None else kind
+        if dtype is None:
+            dtype = as_double(self.matrix[:1, :1]).dtype
+        xp = namespace(self.matrix)
+        rows, columns = self.shape
+        p = shape.rows[1]
+        height = max(1, block_entries // (columns * p)) * p  # whole rows of R(M)
+        if height * columns > 8 * block_entries:
+            height = max(1, block_entries // columns)
 
         def parts() -> Iterator[tuple[int, Array]]:
             for start in range(0, rows, height):
                 part = self.matrix[start : min(start + height, rows), :]
-                yield start, part if part.dtype == kind else xp.astype(part, kind)
+                yield start, part if part.dtype == dtype else xp.astype(part, dtype)
 
-        return RearrangedRows(parts, shape, xp.astype(self.matrix[:1, :1], kind))
+        return RearrangedRows(parts, shape, xp.astype(self.matrix[:1, :1], dtype))
 
-    def residual_norm(self, approximation: Any) -> float:
-        """‖M − M̂‖_F in double precision from entries; of large matrices by `separated_distance`, where exact."""
+    def residual_norm(
+        self, approximation: Any, *, min_entries: int = 2**21, block_entries: int = 2**18
+    ) -> float:
+        """Return ‖M − M̂‖_F in double precision.
+
+        Parameters
+        ----------
+        approximation : Approximation
+        min_entries : int
+            Entries of the matrix from which inner products (`separated_distance`) measure the
+            distance to two factors sooner than entries do; where they are not exact, and in
+            smaller matrices, the entries of the residual are formed.
+        block_entries : int
+            Entries that inner products read at a time, as in `streamed`.
+        """
         check_sizes(self.shape, approximation.shape)
-        if (
-            len(getattr(approximation, "factors", ())) == 2
-            and self.shape[0] * self.shape[1] >= LARGE
-        ):
-            operator = self.streamed(approximation.kronecker_shape)
+        has_two_factors = len(getattr(approximation, "factors", ())) == 2
+        if has_two_factors and math.prod(self.shape) >= min_entries:
+            operator = self.streamed(approximation.kronecker_shape, block_entries=block_entries)
             distance = separated_distance(operator, self.norm, self.norm, approximation)
             if distance is not None:
                 return distance
@@ -157,65 +177,78 @@ class RearrangedLowRank:
     """R(BA) = Σ_ρ mat(b_ρ) ⊗ mat(a_ρ), mat row by row, applied without being formed.
 
     ``left`` (m_1, m_2, r) holds the columns of B, ``right`` (n_1, n_2, r) the rows of A. The order
-    of the two contractions is the one that needs less work.
+    of the two contractions is the one that needs less work; ``max_between`` entries, 8 MiB in
+    double precision by hand, are held between them, and the columns of larger products go one
+    after the other.
     """
 
     left: Array
     right: Array
+    max_between: int = 2**20
 
     @property
     def shape(self) -> tuple[int, int]:
-        (m, p, _), (n, q, _) = self.left.shape, self.right.shape
+        """(m_1·n_1, m_2·n_2)."""
+        m, p, _ = self.left.shape
+        n, q, _ = self.right.shape
         return m * n, p * q
 
     @property
     def prototype(self) -> Array:
+        """One number of the type of the products."""
         return self.left[:1, :1, :1] + self.right[:1, :1, :1]
 
     def matmat(self, x: Array) -> Array:
-        return _apply_pair(self.left, self.right, x)
+        """Return R(BA) x."""
+        return _apply_pair(self.left, self.right, x, self.max_between)
 
     def rmatmat(self, y: Array) -> Array:
+        """Return R(BA)ᴴ y."""
         xp = namespace(self.left, self.right)
-        left, right = (xp.permute_dims(f, (1, 0, 2)) for f in (self.left, self.right))
-        return _apply_pair(conjugate(left), conjugate(right), y)
+        left = conjugate(xp.permute_dims(self.left, (1, 0, 2)))
+        right = conjugate(xp.permute_dims(self.right, (1, 0, 2)))
+        return _apply_pair(left, right, y, self.max_between)
 
     def formed(self) -> Array:
+        """Return R(BA), in double precision: a product in single precision would round entries."""
         xp = namespace(self.left, self.right)
-        (m, p, r), (n, q, _) = self.left.shape, self.right.shape
-        left, right = (
-            as_double(self.left),
-            as_double(self.right),
-        )  # a product in single precision would round entries
-        entries = xp.reshape(left, (m * p, r)) @ xp.matrix_transpose(xp.reshape(right, (n * q, r)))
-        return xp.reshape(
-            xp.permute_dims(xp.reshape(entries, (m, p, n, q)), (0, 2, 1, 3)), (m * n, p * q)
-        )
+        m, p, r = self.left.shape
+        n, q, _ = self.right.shape
+        left = xp.reshape(as_double(self.left), (m * p, r))
+        right = xp.reshape(as_double(self.right), (n * q, r))
+        entries = xp.reshape(left @ xp.matrix_transpose(right), (m, p, n, q))
+        return xp.reshape(xp.permute_dims(entries, (0, 2, 1, 3)), (m * n, p * q))
 
 
-def _apply_pair(left: Array, right: Array, x: Array) -> Array:
-    """Σ_ρ (L_ρ ⊗ R_ρ) x for L (m, p, r), R (n, q, r) and x (p·q, b), a few columns at a time if they are large."""
+def _apply_pair(left: Array, right: Array, x: Array, max_between: int) -> Array:
+    """Return Σ_ρ (L_ρ ⊗ R_ρ) x for L (m, p, r), R (n, q, r) and x (p·q, b).
+
+    A few columns at a time, so that at most ``max_between`` entries stand between the products.
+    """
     xp = namespace(left, right, x)
-    (m, p, r), (n, q, _), b = left.shape, right.shape, x.shape[1]
-    columns = xp.reshape(
-        xp.matrix_transpose(x), (b, p, q)
-    )  # each column a matrix: no array of size r is ever permuted
-    right_first = p * (q * n + n * m) <= q * (
-        p * m + m * n
-    )  # r·b·p·n·q + r·b·m·p·n against its mirror
+    m, p, r = left.shape
+    n, q, _ = right.shape
+    b = x.shape[1]
+    # Each column is a matrix: no array of size r is ever permuted.
+    columns = xp.reshape(xp.matrix_transpose(x), (b, p, q))
+    # Multiplications over r·b: by R first, or by L first.
+    right_first = p * (q * n + n * m) <= q * (p * m + m * n)
     if right_first:
         outer = xp.reshape(left, (m, p * r))
         inner = xp.reshape(xp.permute_dims(right, (1, 2, 0)), (q, r * n))
+        between = r * p * n
     else:
         outer = xp.reshape(xp.permute_dims(left, (0, 2, 1)), (m * r, p))
         inner = xp.matrix_transpose(xp.reshape(xp.permute_dims(right, (0, 2, 1)), (n, r * q)))
-    images, together = [], max(1, BETWEEN // (r * (p * n if right_first else m * q)))
-    for start in range(0, b, together):
-        some = columns[start : min(start + together, b), :, :]
+        between = r * m * q
+    batch = max(1, max_between // between)
+    images = []
+    for start in range(0, b, batch):
+        block = columns[start : min(start + batch, b), :, :]
         if right_first:
-            images.append(outer @ xp.reshape(some @ inner, (-1, p * r, n)))  # from (b, p, r·n)
+            images.append(outer @ xp.reshape(block @ inner, (-1, p * r, n)))  # from (b, p, r·n)
         else:
-            images.append(xp.reshape(outer @ some, (-1, m, r * q)) @ inner)  # from (b, m·r, q)
+            images.append(xp.reshape(outer @ block, (-1, m, r * q)) @ inner)  # from (b, m·r, q)
     image = images[0] if len(images) == 1 else xp.concat(images, axis=0)
     return xp.matrix_transpose(xp.reshape(image, (b, m * n)))
 
@@ -235,8 +268,9 @@ class LowRank:
     --------
     >>> import numpy as np
     >>> from lsrdecomp import LowRank, decompose
-    >>> B, A = np.kron(np.eye(4), np.ones((2, 1))), np.kron(np.eye(4), np.ones((1, 3)))
-    >>> update = LowRank(B, A)                                                      # 8 × 12, never formed
+    >>> B = np.kron(np.eye(4), np.ones((2, 1)))
+    >>> A = np.kron(np.eye(4), np.ones((1, 3)))
+    >>> update = LowRank(B, A)  # 8 × 12, never formed
     >>> update.shape, update.rank, decompose(update, "4x4, 2x3", rank=1).relative_error < 1e-12
     ((8, 12), 4, True)
     """
@@ -258,6 +292,7 @@ class LowRank:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(rows, columns) of the product."""
         return int(self.left.shape[0]), int(self.right.shape[1])
 
     @property
@@ -281,30 +316,35 @@ class LowRank:
     @cached_property
     def triangles(self) -> tuple[Array, Array]:
         """R of thin QR factorizations of B and of Aᴴ, in double precision."""
-        return triangular_factor(as_double(self.left)), triangular_factor(
-            adjoint(as_double(self.right))
-        )
+        left = triangular_factor(as_double(self.left))
+        right = triangular_factor(adjoint(as_double(self.right)))
+        return left, right
 
     @cached_property
     def norm(self) -> float:
-        return finite_norm(
-            self.triangles[0] @ adjoint(self.triangles[1]), "low-rank matrix", computed=True
-        )
+        """‖B A‖_F in double precision."""
+        left, right = self.triangles
+        return finite_norm(left @ adjoint(right), "low-rank matrix", computed=True)
 
     def balanced(self, rank: int | None = None) -> LowRank:
-        """The pair U√Σ, √Σ Vᴴ, truncated or padded to ``rank``: the gauge in which both sides carry the spectrum."""
+        """Return the pair U√Σ, √Σ Vᴴ, in which both sides carry the spectrum.
+
+        Truncated or padded to ``rank``.
+        """
         u, sigma, vh = self.svd
-        xp = namespace(u)
-        root, rank = xp.sqrt(sigma), int(sigma.shape[0]) if rank is None else rank
-        left, right = zero_padded(u * root, 1, rank), zero_padded(vh * root[:, None], 0, rank)
+        if rank is None:
+            rank = int(sigma.shape[0])
+        root = namespace(u).sqrt(sigma)
+        left = zero_padded(u * root, 1, rank)
+        right = zero_padded(vh * root[:, None], 0, rank)
         return LowRank(left[:, :rank], right[:rank, :])
 
     def to_matrix(self) -> Array:
-        """The product, formed; for small cases and tests."""
+        """Return the product, formed; for small cases and tests."""
         return self.left @ self.right
 
     def rearranged(self, shape: KroneckerShape) -> RearrangedLowRank:
-        """R(M) for two factors, as an operator: `Target.rearranged`."""
+        """Return R(M) for two factors, as an operator: `Target.rearranged`."""
         require_two_factors(shape, self.shape)
         xp = namespace(self.left, self.right)
         (m, n), (p, q) = shape.factors
@@ -313,24 +353,23 @@ class LowRank:
         return RearrangedLowRank(left, right)
 
     def residual_norm(self, approximation: Any) -> float:
-        """‖BA − M̂‖_F in double precision; for a product M̂ = B̂Â by `pair_distance`, else block by block.
+        """Return ‖BA − M̂‖_F in double precision.
 
-        The first costs O((m + n)(r + r̂)²) instead of O(m·n·(r + r̂)); its rounding error is of the
-        order of 2⁻⁵³(‖B‖‖A‖ + ‖B̂‖‖Â‖), as for the entries of a residual. For two Kronecker factors
-        inner products are taken, s products with the rearrangement, where they give twelve digits:
-        while the distance is above 1/`WIDEST` of the sizes of what is subtracted.
+        For a product M̂ = B̂Â by `pair_distance`, which costs O((m + n)(r + r̂)²) instead of
+        O(m·n·(r + r̂)); its rounding error is of the order of 2⁻⁵³(‖B‖‖A‖ + ‖B̂‖‖Â‖), as for the
+        entries of a residual. For two Kronecker factors from inner products, s products with the
+        rearrangement, where these give twelve digits (`separated_distance`). Else block by block.
         """
         check_sizes(self.shape, approximation.shape)
-        left, right = as_double(self.left), as_double(self.right)
+        left = as_double(self.left)
+        right = as_double(self.right)
         if hasattr(approximation, "to_lora"):
             other_left, other_right = (as_double(f) for f in approximation.to_lora())
             return pair_distance(left, adjoint(right), other_left, adjoint(other_right))
         if len(getattr(approximation, "factors", ())) == 2:
-            pair, size = (
-                LowRank(left, right).rearranged(approximation.kronecker_shape),
-                norm(left) * norm(right),
-            )
-            distance = separated_distance(pair, self.norm, size, approximation)
+            operator = LowRank(left, right).rearranged(approximation.kronecker_shape)
+            size = norm(left) * norm(right)
+            distance = separated_distance(operator, self.norm, size, approximation)
             if distance is not None:
                 return distance
         return residual_norm(self.shape, lambda rows: left[rows, :] @ right, approximation)

@@ -17,22 +17,25 @@ class Rearranged(Protocol):
     """R(M) as an operator: a matrix of shape (m_1·n_1, m_2·n_2) known by its products."""
 
     @property
-    def shape(self) -> tuple[int, int]: ...
+    def shape(self) -> tuple[int, int]:
+        """(m_1·n_1, m_2·n_2)."""
+        ...
+
     @property
     def prototype(self) -> Array:
         """Some array of the library, element type and device in which products are made."""
         ...
 
     def matmat(self, x: Array) -> Array:
-        """R(M) x for x of shape (m_2·n_2, b)."""
+        """Return R(M) x for x of shape (m_2·n_2, b)."""
         ...
 
     def rmatmat(self, y: Array) -> Array:
-        """R(M)ᴴ y for y of shape (m_1·n_1, b)."""
+        """Return R(M)ᴴ y for y of shape (m_1·n_1, b)."""
         ...
 
     def formed(self) -> Array:
-        """R(M) as an array."""
+        """Return R(M) as an array."""
         ...
 
 
@@ -40,36 +43,45 @@ class Target(Protocol):
     """A matrix to approximate."""
 
     @property
-    def shape(self) -> tuple[int, int]: ...
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns)."""
+        ...
+
     @property
     def norm(self) -> float:
         """‖M‖_F in double precision."""
         ...
 
     def rearranged(self, shape: KroneckerShape) -> Rearranged:
-        """R(M) for two factors, as an operator."""
+        """Return R(M) for two factors, as an operator."""
         ...
 
     def residual_norm(self, approximation: Approximation) -> float:
-        """‖M − M̂‖_F from residual entries in at least double precision."""
+        """Return ‖M − M̂‖_F from residual entries in at least double precision."""
         ...
 
 
-LARGEST_FORMED = 2**27
-"""Most entries that are formed of a matrix that is not held: 1 GiB in double precision."""
+def require_formable(entries: int, what: str, limit: int = 2**27) -> None:
+    """Raise `ShapeError` where three and more factors would need too many entries in memory.
 
-
-def require_formable(entries: int, what: str) -> None:
-    """Raise `ShapeError` where three and more factors would need more than `LARGEST_FORMED` entries in memory."""
-    if entries > LARGEST_FORMED:
+    Parameters
+    ----------
+    entries : int
+        Entries to be formed of a matrix that is not held.
+    what : str
+        What they are entries of, for the message.
+    limit : int
+        Most entries; by hand, 1 GiB in double precision.
+    """
+    if entries > limit:
         raise ShapeError(
-            f"three and more factors need {what} formed, {entries:,} entries, more than {LARGEST_FORMED:,}; "
+            f"three and more factors need {what} formed, {entries:,} entries, more than {limit:,}; "
             "take a shape of two factors, which needs products alone"
         )
 
 
-def require_two_factors(shape: KroneckerShape, size: tuple[int, int]) -> None:
+def require_two_factors(shape: KroneckerShape, matrix_shape: tuple[int, int]) -> None:
     """Raise `ShapeError` unless the shape has two factors and tiles a matrix (m, n)."""
     if shape.order != 2:
         raise ShapeError(f"a rearranged matrix has two factors; {shape} has {shape.order}")
-    shape.check(size)
+    shape.check(matrix_shape)

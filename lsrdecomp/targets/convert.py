@@ -1,4 +1,4 @@
-"""as_target: what a solver can work on, from what a caller has."""
+"""`as_target`: from what a caller has to what a solver works on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lsrdecomp.targets.sparse import Sparse
 
 
 def as_target(matrix: Any) -> Target:
-    """What a solver can work on, from what a caller has.
+    """Return the target that a solver works on, from what a caller has.
 
     A target stays as it is. A `SeparatedMatrix` becomes `Separated`, a scipy sparse matrix or array
     `Sparse`, a ``numpy.memmap`` a `RowStream`, anything that offers ``matmat`` or ``matvec`` (a
@@ -33,7 +33,8 @@ def as_target(matrix: Any) -> Target:
     --------
     >>> import numpy as np
     >>> import scipy.sparse
-    >>> [type(as_target(matrix)).__name__ for matrix in (np.eye(4), [[1.0, 2.0]], scipy.sparse.eye_array(4))]
+    >>> matrices = (np.eye(4), [[1.0, 2.0]], scipy.sparse.eye_array(4))
+    >>> [type(as_target(matrix)).__name__ for matrix in matrices]
     ['Dense', 'Dense', 'Sparse']
     """
     if hasattr(matrix, "residual_norm"):

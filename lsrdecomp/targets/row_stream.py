@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class RowStream:
-    """A matrix read a block of rows at a time, as often as needed: one larger than memory, on disk or computed.
+    """A matrix read a block of rows at a time: one larger than memory, on disk or computed.
 
-    Every product with R(M), the norm and the residual are one pass over the blocks. Solvers that
-    work in blocks of vectors (`BlockGolubKahan`) make few passes.
+    It is read as often as needed: every product with R(M), the norm and the residual are one pass
+    over the blocks. Solvers that work in blocks of vectors (`BlockGolubKahan`) make few passes.
 
     Parameters
     ----------
@@ -54,7 +54,9 @@ class RowStream:
     --------
     >>> import numpy as np
     >>> from lsrdecomp import decompose
-    >>> blocks = lambda: (np.kron(row[None, :], np.ones((3, 3))) for row in np.eye(4))  # three rows at a time
+    >>> def blocks():
+    ...     for row in np.eye(4):
+    ...         yield np.kron(row[None, :], np.ones((3, 3)))  # three rows at a time
     >>> result = decompose(RowStream(blocks, (12, 12)), "4x4, 3x3", rtol=1e-9)
     >>> result.separation_rank, round(result.relative_error, 9)
     (1, 0.0)
@@ -65,9 +67,10 @@ class RowStream:
 
     @classmethod
     def of(cls, matrix: Any, rows: int | None = None) -> RowStream:
-        """From anything with ``shape`` and row slices: ``numpy.memmap``, a dataset of h5py or zarr, an array.
+        """Read anything with ``shape`` and row slices.
 
-        ``rows`` is the height of a block; absent, 32 MiB of double precision.
+        Such as a ``numpy.memmap``, a dataset of h5py or zarr, an array. ``rows`` is the height of a
+        block; absent, 32 MiB of double precision.
         """
         if len(matrix.shape) != 2 or 0 in matrix.shape:
             raise ShapeError(
@@ -75,18 +78,19 @@ class RowStream:
             )
         m, n = (int(size) for size in matrix.shape)
         height = rows or block_height(n)
-        return cls(
-            lambda: (matrix[start : min(start + height, m), :] for start in range(0, m, height)),
-            (m, n),
-        )
+
+        def blocks() -> Iterator[Any]:
+            for start in range(0, m, height):
+                yield matrix[start : min(start + height, m), :]
+
+        return cls(blocks, (m, n))
 
     def parts(self) -> Iterator[tuple[int, Array]]:
-        """(first row, block), checked: the blocks must be as wide as the matrix and fill it."""
+        """Yield (first row, block), checked: blocks must be as wide as the matrix and fill it."""
         done = 0
         for block in self.blocks():
-            part = as_floating(
-                np.asarray(block) if isinstance(block, np.memmap) else block, f"rows {done}…"
-            )
+            array = np.asarray(block) if isinstance(block, np.memmap) else block
+            part = as_floating(array, f"rows {done}…")
             if part.ndim != 2 or part.shape[1] != self.shape[1]:
                 raise ShapeError(
                     f"row stream: the block at row {done} has shape {tuple(part.shape)}, "
@@ -105,29 +109,32 @@ class RowStream:
         return finite_norm(np.asarray([block_norm(start, part) for start, part in self.parts()]))
 
     def rearranged(self, shape: KroneckerShape) -> RearrangedRows:
-        """R(M) for two factors, as an operator: `Target.rearranged`."""
+        """Return R(M) for two factors, as an operator: `Target.rearranged`."""
         require_two_factors(shape, self.shape)
-        self.norm  # noqa: B018 - the pass that refuses entries that are not finite, kept for the solver
+        # The pass that refuses entries that are not finite; the solver needs the norm anyway.
+        self.norm  # noqa: B018
         _, first = next(iter(self.parts()))
         return RearrangedRows(self.parts, shape, first[:1, :1])
 
     def tensor(self, shape: KroneckerShape) -> Array:
-        """R(M) for any number of factors, formed. Raises `ShapeError` where that is too large for memory."""
+        """Return R(M) for any number of factors, formed.
+
+        Raises `ShapeError` where that is too large for memory.
+        """
         shape.check(self.shape)
         require_formable(self.shape[0] * self.shape[1], "a stream of rows")
         parts = [part for _, part in self.parts()]
         return rearrange(namespace(*parts).concat(parts, axis=0), shape)
 
     def residual_norm(self, approximation: Approximation) -> float:
-        """‖M − M̂‖_F, measured: `Target.residual_norm`."""
+        """Return ‖M − M̂‖_F, measured: `Target.residual_norm`."""
         check_sizes(self.shape, approximation.shape)
-        block = rows_of(approximation)
-        return math.hypot(
-            *(
-                norm(as_double(part) - block(slice(start, start + int(part.shape[0]))))
-                for start, part in self.parts()
-            )
-        )
+        approximate_rows = rows_of(approximation)
+        norms = []
+        for start, part in self.parts():
+            rows = slice(start, start + int(part.shape[0]))
+            norms.append(norm(as_double(part) - approximate_rows(rows)))
+        return math.hypot(*norms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +151,12 @@ class RearrangedRows:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(m_1·n_1, m_2·n_2)."""
         left, right = self.kronecker_shape.sizes
         return left, right
 
     def matmat(self, x: Array) -> Array:
+        """Return R(M) x, by one pass."""
         xp = namespace(x)
         y = xp.zeros((self.shape[0], x.shape[1]), dtype=x.dtype, device=device(self.prototype))
         for rows, columns, piece in self.pieces():
@@ -155,6 +164,7 @@ class RearrangedRows:
         return y
 
     def rmatmat(self, y: Array) -> Array:
+        """Return R(M)ᴴ y, by one pass."""
         xp = namespace(y)
         x = xp.zeros((self.shape[1], y.shape[1]), dtype=y.dtype, device=device(self.prototype))
         for rows, columns, piece in self.pieces():
@@ -162,6 +172,7 @@ class RearrangedRows:
         return x
 
     def formed(self) -> Array:
+        """Return R(M), by one pass."""
         xp = namespace(self.prototype)
         matrix = xp.zeros(self.shape, dtype=self.prototype.dtype, device=device(self.prototype))
         for rows, columns, piece in self.pieces():
@@ -169,24 +180,28 @@ class RearrangedRows:
         return matrix
 
     def pieces(self) -> Iterator[tuple[slice, slice, Array]]:
-        """Rows, columns and entries of R(M), one rectangle after the other."""
+        """Yield rows, columns and entries of R(M), one rectangle after the other."""
         (_, n), (p, q) = self.kronecker_shape.factors
         for start, part in self.parts():
             stop = start + int(part.shape[0])
             for i, i_end, k, k_end in whole_blocks(start, stop, p):
                 within = part[i * p + k - start : (i_end - 1) * p + k_end - start, :]
-                piece = rearrange(within, KroneckerShape(((i_end - i, n), (k_end - k, q))))
-                yield slice(i * n, i_end * n), slice(k * q, k_end * q), piece
+                shape = KroneckerShape(((i_end - i, n), (k_end - k, q)))
+                rows = slice(i * n, i_end * n)
+                columns = slice(k * q, k_end * q)
+                yield rows, columns, rearrange(within, shape)
 
 
 def block_norm(start: int, part: Array, name: str = "rows") -> float:
-    """‖block‖; raises `PrecisionError`, which names the lines, where it is not finite."""
+    """Return ‖block‖; raise `PrecisionError`, which names the lines, where it is not finite."""
     size = norm(part)
-    if not math.isfinite(size):
-        if bool(namespace(part).all(namespace(part).isfinite(part))):
-            return finite_norm(part)  # which says that the norm overflows
-        raise PrecisionError(
-            f"matrix: entries in {name} {start} to {start + int(part.shape[0]) - 1} are not finite; "
-            "remove or replace them before decomposing"
-        )
-    return size
+    if math.isfinite(size):
+        return size
+    xp = namespace(part)
+    if bool(xp.all(xp.isfinite(part))):
+        return finite_norm(part)  # raises, and says that the norm overflows
+    last = start + int(part.shape[0]) - 1
+    raise PrecisionError(
+        f"matrix: entries in {name} {start} to {last} are not finite; "
+        "remove or replace them before decomposing"
+    )

@@ -41,7 +41,7 @@ class Sparse:
     >>> line = scipy.sparse.diags_array([-1.0, 2.0, -1.0], offsets=(-1, 0, 1), shape=(30, 30))
     >>> identity = scipy.sparse.eye_array(30)
     >>> square = scipy.sparse.kron(line, identity) + scipy.sparse.kron(identity, line)
-    >>> decompose(Sparse(square), "30x30, 30x30", rtol=1e-9).separation_rank       # a Laplacian of 900 points
+    >>> decompose(Sparse(square), "30x30, 30x30", rtol=1e-9).separation_rank  # a Laplacian
     2
     """
 
@@ -62,29 +62,28 @@ class Sparse:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(rows, columns)."""
         return int(self.matrix.shape[0]), int(self.matrix.shape[1])
 
     @cached_property
     def norm(self) -> float:
+        """‖M‖_F in double precision."""
         return finite_norm(self.matrix.data)
 
     def rearranged(self, shape: KroneckerShape) -> RearrangedSparse:
-        """R(M) for two factors, as an operator: `Target.rearranged`."""
+        """Return R(M) for two factors, as an operator: `Target.rearranged`."""
         require_two_factors(shape, self.shape)
         from scipy.sparse import csr_array
 
         (_, n), (p, q) = shape.factors
         entries = self.matrix.tocoo()
-        (i, k), (j, column) = (
-            np.divmod(entries.row.astype(np.int64), p),
-            np.divmod(entries.col.astype(np.int64), q),
-        )
-        return RearrangedSparse(
-            csr_array((entries.data, (i * n + j, k * q + column)), shape=shape.sizes)
-        )
+        i, k = np.divmod(entries.row.astype(np.int64), p)
+        j, l = np.divmod(entries.col.astype(np.int64), q)  # noqa: E741 - M[i·p + k, j·q + l]
+        places = i * n + j, k * q + l
+        return RearrangedSparse(csr_array((entries.data, places), shape=shape.sizes))
 
     def core(self, shape: KroneckerShape) -> tuple[Array, tuple[Any, ...]]:
-        """R(M) for any number of factors, where it is not zero.
+        """Return R(M) for any number of factors, where it is not zero.
 
         A sum of Kronecker products of sparse factors fills only the product of their patterns:
         places (i, j) of a factor where M has no entry at all are left out, so that a
@@ -100,69 +99,83 @@ class Sparse:
         Raises
         ------
         ShapeError
-            If the core has more than `LARGEST_FORMED` entries.
+            If the core has too many entries (`require_formable`).
         """
         from scipy.sparse import csr_array
 
-        core, places = self._restricted(shape)
-        sizes = zip(places, shape.sizes, strict=True)
-        return core, tuple(
-            csr_array((np.ones(used.size), (used, np.arange(used.size))), shape=(size, used.size))
-            for used, size in sizes
-        )
+        core, places = self._core_and_places(shape)
+        bases = []
+        for covered, size in zip(places, shape.sizes, strict=True):
+            ones = np.ones(covered.size)
+            columns = np.arange(covered.size)
+            bases.append(csr_array((ones, (covered, columns)), shape=(size, covered.size)))
+        return core, tuple(bases)
 
-    def _restricted(self, shape: KroneckerShape) -> tuple[Array, tuple[NDArray[np.int64], ...]]:
-        """The core, and for each factor the places i·n + j that it covers."""
+    def _core_and_places(
+        self, shape: KroneckerShape
+    ) -> tuple[Array, tuple[NDArray[np.int64], ...]]:
+        """Return the core, and for each factor the places i·n + j that it covers."""
         shape.check(self.shape)
         entries = self.matrix.tocoo()
-        rows, columns = (
-            np.unravel_index(entries.row, shape.rows),
-            np.unravel_index(entries.col, shape.columns),
-        )
-        used_places = [
-            np.unique(i.astype(np.int64) * n + j, return_inverse=True)
-            for (_, n), i, j in zip(shape.factors, rows, columns, strict=True)
-        ]
-        sizes = tuple(max(1, used.size) for used, _ in used_places)
-        require_formable(
-            math.prod(sizes), f"the {' × '.join(map(str, sizes))} places of a sparse matrix"
-        )
+        rows = np.unravel_index(entries.row, shape.rows)
+        columns = np.unravel_index(entries.col, shape.columns)
+        places = []
+        indices = []
+        for (_, n), i, j in zip(shape.factors, rows, columns, strict=True):
+            covered, index = np.unique(i.astype(np.int64) * n + j, return_inverse=True)
+            places.append(covered if covered.size else np.zeros(1, np.int64))
+            indices.append(index)
+        sizes = tuple(covered.size for covered in places)
+        what = f"the {' × '.join(map(str, sizes))} places of a sparse matrix"
+        require_formable(math.prod(sizes), what)
         core = np.zeros(sizes, dtype=self.matrix.dtype)
-        core[tuple(index for _, index in used_places)] = entries.data
-        return core, tuple(used if used.size else np.zeros(1, np.int64) for used, _ in used_places)
+        core[tuple(indices)] = entries.data
+        return core, tuple(places)
 
     def residual_norm(self, approximation: Approximation) -> float:
-        """‖M − M̂‖_F; from the core alone where M̂ has three and more factors that vanish wherever the core does."""
+        """Return ‖M − M̂‖_F.
+
+        From the core alone where M̂ has three and more factors that vanish wherever the core does.
+        """
         check_sizes(self.shape, approximation.shape)
-        factors = getattr(approximation, "factors", ())
         if (
             isinstance(approximation, SeparatedMatrix)
-            and len(factors) > 2
-            and approximation.separation_rank
+            and approximation.order > 2
+            and approximation.separation_rank > 0
         ):
-            core, places = self._restricted(approximation.kronecker_shape)
-            flat = [np.reshape(as_double(f), (f.shape[0], -1)) for f in factors]
-            outside = [np.delete(f, used, axis=1) for f, used in zip(flat, places, strict=True)]
-            if not any(np.any(f) for f in outside):
-                columns = [f[:, used].T for f, used in zip(flat, places, strict=True)]
-                return _core_distance(
-                    core, columns, np.asarray(approximation.weights, dtype=np.float64)
-                )
-        return residual_norm(
-            self.shape, lambda rows: self.matrix[rows.start : rows.stop].toarray(), approximation
-        )
+            core, places = self._core_and_places(approximation.kronecker_shape)
+            columns = _covered_columns(approximation.factors, places)
+            if columns is not None:
+                weights = np.asarray(approximation.weights, dtype=np.float64)
+                return _core_distance(core, columns, weights)
+        return residual_norm(self.shape, self._dense_rows, approximation)
+
+    def _dense_rows(self, rows: slice) -> Array:
+        return self.matrix[rows.start : rows.stop].toarray()
+
+
+def _covered_columns(
+    factors: Sequence[Array], places: Sequence[NDArray[np.int64]]
+) -> list[Array] | None:
+    """Return the entries of each factor at its places, one column a term; None if others remain."""
+    columns = []
+    for factor, covered in zip(factors, places, strict=True):
+        entries = np.reshape(as_double(factor), (factor.shape[0], -1))
+        if np.any(np.delete(entries, covered, axis=1)):
+            return None
+        columns.append(entries[:, covered].T)
+    return columns
 
 
 def _core_distance(core: Array, columns: Sequence[Array], weights: Array) -> float:
-    """‖core − Σ_k λ_k c_k⁽¹⁾ ∘ … ∘ c_k⁽ᵈ⁾‖ from its entries, one index of the first axis after the other."""
+    """Return ‖core − Σ_k λ_k c_k⁽¹⁾ ∘ … ∘ c_k⁽ᵈ⁾‖ from entries, one slab of the core at a time."""
     first, *others = columns
-    rest = reduce(khatri_rao, others)
-    return math.hypot(
-        *(
-            np.linalg.norm(as_double(slab).reshape(-1) - rest @ (row * weights))
-            for slab, row in zip(core, first, strict=True)
-        )
-    )
+    products = reduce(khatri_rao, others)
+    norms = []
+    for slab, row in zip(core, first, strict=True):
+        residual = as_double(slab).reshape(-1) - products @ (row * weights)
+        norms.append(np.linalg.norm(residual))
+    return math.hypot(*norms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,17 +186,22 @@ class RearrangedSparse:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(m_1·n_1, m_2·n_2)."""
         return int(self.matrix.shape[0]), int(self.matrix.shape[1])
 
     @property
     def prototype(self) -> Array:
+        """One dense number of the type of the entries."""
         return np.zeros((1, 1), self.matrix.dtype)
 
     def matmat(self, x: Array) -> Array:
+        """Return R(M) x."""
         return self.matrix @ x
 
     def rmatmat(self, y: Array) -> Array:
+        """Return R(M)ᴴ y."""
         return self.matrix.conj().T @ y
 
     def formed(self) -> Array:
+        """Return R(M), dense."""
         return self.matrix.toarray()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def threads_for(target: Target) -> AbstractContextManager[object]:
-    """Return the context in which a target is decomposed, with one BLAS thread or with the caller's.
+    """Return the context to decompose a target in: one BLAS thread, or the caller's threads.
 
     Arrays go by their size (`one_blas_thread_for`). Low-rank pairs, sparse matrices and sums of
     Kronecker products take products of thin matrices only, which gain nothing from threads.

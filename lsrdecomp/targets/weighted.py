@@ -1,4 +1,4 @@
-"""Low-rank targets in a weighted norm ‖G^½ X C^½‖_F: norm, singular gauge, error of an approximation.
+"""Low-rank targets in a weighted norm ‖G^½ X C^½‖_F: norm, singular gauge, error.
 
 Also the norm in its leading coordinates: fewer eigenpairs where the others weigh nearly alike, for
 faster solves.
@@ -26,16 +26,12 @@ from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights, Weight
 if TYPE_CHECKING:
     from lsrdecomp.targets.base import Approximation, LowRank
 
-CONDITION = 1e4
-"""Of a Gram matrix with a unit diagonal, up to which its Cholesky factor serves as R of a QR
-factorization."""
-
-SMALLEST = 1e-140
-"""Lengths of columns whose squares keep their digits."""
+SMALLEST_LENGTH = 1e-140
+"""Shortest columns whose squares keep their digits in double precision."""
 
 
 def weighted_norm(target: LowRank, weights: NormWeights) -> float:
-    """‖G^½ B A C^½‖_F from two thin QR factorizations, in double precision.
+    """Return ‖G^½ B A C^½‖_F from two thin QR factorizations, in double precision.
 
     Parameters
     ----------
@@ -51,11 +47,12 @@ def weighted_norm(target: LowRank, weights: NormWeights) -> float:
     >>> import numpy as np
     >>> from lsrdecomp import LowRank
     >>> from lsrdecomp.targets import LowRankPlusIdentity, NormWeights
-    >>> first = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([9.0]), 1.0)        # the first output counts nine times
-    >>> plain = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([1.0]), 1.0)
-    >>> weights = NormWeights(output=first, input=plain)
+    >>> first_direction = np.eye(4)[:, :1]
+    >>> nine_fold = LowRankPlusIdentity(first_direction, np.array([9.0]), 1.0)  # diag(9, 1, 1, 1)
+    >>> identity = LowRankPlusIdentity(first_direction, np.array([1.0]), 1.0)
+    >>> weights = NormWeights(output=nine_fold, input=identity)
     >>> pair = LowRank(np.eye(4)[:, :2], np.diag([1.0, 2.0, 0.0, 0.0])[:2])
-    >>> round(pair.norm**2, 6), round(weighted_norm(pair, weights) ** 2, 6)        # 1 + 4, 9 · 1 + 4
+    >>> round(pair.norm**2, 6), round(weighted_norm(pair, weights) ** 2, 6)  # 1 + 4, 9 · 1 + 4
     (5.0, 13.0)
     """
     weights.check(target.shape)
@@ -65,7 +62,7 @@ def weighted_norm(target: LowRank, weights: NormWeights) -> float:
 def weighted_residual_norm(
     target: LowRank, approximation: Approximation, weights: NormWeights
 ) -> float:
-    """‖G^½ (BA − M̂) C^½‖_F from residual entries in double precision.
+    """Return ‖G^½ (BA − M̂) C^½‖_F from residual entries in double precision.
 
     Parameters
     ----------
@@ -91,17 +88,19 @@ def weighted_residual_norm(
     >>> import numpy as np
     >>> from lsrdecomp import LowRank
     >>> from lsrdecomp.targets import LowRankPlusIdentity, NormWeights
-    >>> first = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([9.0]), 1.0)        # the first output counts nine times
-    >>> plain = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([1.0]), 1.0)
-    >>> weights = NormWeights(output=first, input=plain)
+    >>> first_direction = np.eye(4)[:, :1]
+    >>> nine_fold = LowRankPlusIdentity(first_direction, np.array([9.0]), 1.0)  # diag(9, 1, 1, 1)
+    >>> identity = LowRankPlusIdentity(first_direction, np.array([1.0]), 1.0)
+    >>> weights = NormWeights(output=nine_fold, input=identity)
     >>> pair = LowRank(np.eye(4)[:, :2], np.diag([1.0, 2.0, 0.0, 0.0])[:2])
-    >>> half = LowRank(pair.left[:, :1], pair.right[:1])                            # without the second component
-    >>> round(weighted_residual_norm(pair, half, weights), 6)
+    >>> one_component = LowRank(pair.left[:, :1], pair.right[:1])
+    >>> round(weighted_residual_norm(pair, one_component, weights), 6)
     2.0
     """
     weights.check(target.shape)
     check_sizes(target.shape, approximation.shape)
-    left, right = as_double(target.left), as_double(target.right)
+    left = as_double(target.left)
+    right = as_double(target.right)
     if hasattr(approximation, "to_lora"):
         other_left, other_right = (as_double(f) for f in approximation.to_lora())
         return float(pair_residual_norms(left, right, other_left, other_right, weights))
@@ -111,17 +110,21 @@ def weighted_residual_norm(
 
 
 def weighted_gauge(left: Array, right: Array, weights: NormWeights) -> tuple[Array, Array, Array]:
-    """S, σ, T of shapes (…, r, k), (…, k), (…, k, r) with U = B S, Vᵀ = T A of the SVD U σ Vᵀ of a pair in the norm.
+    """Return (S, σ, T) with U = B S and Vᵀ = T A of the SVD U σ Vᵀ of a pair in the norm.
 
-    Columns of G^½ U and C^½ V are orthonormal, to twelve digits. In double precision NumPy's
-    triangles are Cholesky's factors of Gram matrices where these are well conditioned, in a fifth
-    of the time.
+    Shapes (…, r, k), (…, k) and (…, k, r). Columns of G^½ U and C^½ V are orthonormal, to twelve
+    digits. In double precision NumPy's triangles are Cholesky's factors of Gram matrices where
+    these are well conditioned, in a fifth of the time.
     """
-    return gauge_of(*map(_cholesky_or_qr, _weighted(left, right, weights)))
+    columns, rows = _weighted(left, right, weights)
+    return gauge_of(_cholesky_or_qr(columns), _cholesky_or_qr(rows))
 
 
-def _cholesky_or_qr(array: Array) -> Array:
-    """R with Rᵀ R = Aᵀ A: ‖R x‖ has twelve digits of ‖A x‖ for every x [1]_.
+def _cholesky_or_qr(array: Array, max_condition: float = 1e4) -> Array:
+    """Return R with Rᵀ R = Aᵀ A: ‖R x‖ has twelve digits of ‖A x‖ for every x [1]_.
+
+    Cholesky's factor of the Gram matrix where its condition, with columns scaled to length one, is
+    at most ``max_condition`` (which costs four of sixteen digits), else by QR.
 
     .. [1] Y. Yamamoto, Y. Nakatsukasa, Y. Yanagisawa and T. Fukaya, Roundoff error analysis of the
        CholeskyQR2 algorithm, Electron. Trans. Numer. Anal. 44 (2015).
@@ -132,43 +135,44 @@ def _cholesky_or_qr(array: Array) -> Array:
 
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         gram = array.T @ array
-        sizes = np.sqrt(np.diag(gram))
-    if not SMALLEST < sizes.min() <= sizes.max() < 1.0 / SMALLEST:
+        lengths = np.sqrt(np.diag(gram))
+    if not SMALLEST_LENGTH < lengths.min() <= lengths.max() < 1.0 / SMALLEST_LENGTH:
         return triangular_factor(array)
     # Columns of any length: Cholesky's errors are those of a unit diagonal.
-    scaled = gram / np.outer(sizes, sizes)
+    scaled = gram / np.outer(lengths, lengths)
     factor, failed = dpotrf(scaled)
-    if failed or dpocon(factor, np.abs(scaled).sum(axis=0).max())[0] < 1.0 / CONDITION:
+    if failed:
         return triangular_factor(array)
-    return factor * sizes
+    one_norm = np.abs(scaled).sum(axis=0).max()
+    reciprocal_condition, _ = dpocon(factor, one_norm)
+    if reciprocal_condition < 1.0 / max_condition:
+        return triangular_factor(array)
+    return factor * lengths
 
 
 def weighted_triangles(left: Array, right: Array, weights: NormWeights) -> tuple[Array, Array]:
-    """R of thin QR factorizations of G^½ B and C^½ Aᵀ for pairs (…, m, r), (…, r, n)."""
+    """Return R of thin QR factorizations of G^½ B and C^½ Aᵀ for pairs (…, m, r), (…, r, n)."""
     columns, rows = _weighted(left, right, weights)
     return triangular_factor(columns), triangular_factor(rows)
 
 
 def gauge_of(triangle: Array, other: Array) -> tuple[Array, Array, Array]:
-    """`weighted_gauge` from its `weighted_triangles`."""
+    """Return `weighted_gauge` from its `weighted_triangles`."""
     xp = namespace(triangle, other)
     u, sigma, vh = xp.linalg.svd(triangle @ xp.matrix_transpose(other), full_matrices=False)
-    floor = (
-        int(triangle.shape[-1])
-        * unit_roundoff(dtype_name(sigma))
-        * xp.max(sigma, axis=-1, keepdims=True)
-    )
-    positive = sigma > floor
-    inverse = xp.where(
-        positive, 1.0 / xp.where(positive, sigma, xp.ones_like(sigma)), xp.zeros_like(sigma)
-    )
+    size = int(triangle.shape[-1])
+    largest = xp.max(sigma, axis=-1, keepdims=True)
+    positive = sigma > size * unit_roundoff(dtype_name(sigma)) * largest
+    # Directions that are rounding alone get zero columns, no infinite ones.
+    divisor = xp.where(positive, sigma, xp.ones_like(sigma))
+    inverse = xp.where(positive, 1.0 / divisor, xp.zeros_like(sigma))
     columns = xp.matrix_transpose(other) @ (xp.matrix_transpose(vh) * inverse[..., None, :])
     rows = (inverse[..., :, None] * xp.matrix_transpose(u)) @ triangle
     return columns, xp.where(positive, sigma, xp.zeros_like(sigma)), rows
 
 
 def pair_norms(left: Array, right: Array, weights: NormWeights) -> Array:
-    """‖G^½ B A C^½‖_F of pairs (…, m, r), (…, r, n) in double precision, shape (…)."""
+    """Return ‖G^½ B A C^½‖_F of pairs (…, m, r), (…, r, n) in double precision, shape (…)."""
     columns, rows = _weighted(left, right, weights)
     return namespace(left).linalg.matrix_norm(pair_core([columns], [rows]))
 
@@ -176,47 +180,57 @@ def pair_norms(left: Array, right: Array, weights: NormWeights) -> Array:
 def pair_residual_norms(
     left: Array, right: Array, other_left: Array, other_right: Array, weights: NormWeights
 ) -> Array:
-    """‖G^½ (B A − B̂ Â) C^½‖_F of batches of pairs in double precision, shape (…)."""
+    """Return ‖G^½ (B A − B̂ Â) C^½‖_F of batches of pairs in double precision, shape (…)."""
     return pair_distances(
         *_weighted(left, right, weights), *_weighted(other_left, other_right, weights)
     )
 
 
 def _weighted(left: Array, right: Array, weights: NormWeights) -> tuple[Array, Array]:
-    """G^½ B and C^½ Aᵀ."""
-    return weights.output.root(left), weights.input.root(namespace(right).matrix_transpose(right))
+    """Return G^½ B and C^½ Aᵀ."""
+    columns = weights.output.root(left)
+    rows = weights.input.root(namespace(right).matrix_transpose(right))
+    return columns, rows
 
 
-SPREAD = 0.02
-"""What eigenvalues that are replaced by their mean may differ from it, in all, as a share of the
-trace. On a language model's layers norms and errors then agree with those of the whole weight to a
-thousandth."""
+def leading_norms(
+    norms: NormWeights, *, max_spread: float = 0.02, multiple: int = 16
+) -> NormWeights:
+    """Return both weights with only their leading eigenpairs, the others replaced by their mean.
 
-STEP = 16
-"""Eigenpairs come in multiples of this, so that layers of one size can share a batch without much
-padding."""
+    Parameters
+    ----------
+    norms : NormWeights
+    max_spread : float
+        How much the eigenvalues that are replaced may differ from their mean, in all, as a share of
+        the trace. By hand: on a language model's layers norms and errors then agree with those of
+        the full weight to a thousandth.
+    multiple : int
+        Eigenpairs come in multiples of this, by hand, so that layers of one size can share a batch
+        without much padding.
+    """
+    output = _leading_weight(norms.output, max_spread, multiple)
+    return NormWeights(output, _leading_weight(norms.input, max_spread, multiple))
 
 
-def leading_norms(norms: NormWeights) -> NormWeights:
-    """Both weights with as few eigenpairs as `SPREAD` allows."""
-    return NormWeights(_leading_weight(norms.output), _leading_weight(norms.input))
-
-
-def _leading_weight(weight: Weight) -> Weight:
-    """V diag(λ) Vᵀ + ρ(I − VVᵀ) with only the largest λ, the others replaced by their mean; the trace stays.
+def _leading_weight(weight: Weight, max_spread: float, multiple: int) -> Weight:
+    """Return V diag(λ) Vᵀ + ρ(I − VVᵀ) with only the largest λ; the trace stays.
 
     A weight without eigenpairs is returned as it is, one that needs most of them keeps all.
     """
     if not isinstance(weight, LowRankPlusIdentity) or weight.basis.ndim != 2:
         return weight
-    values, size = to_numpy(weight.values), weight.size
-    order, rest = np.argsort(-values, kind="stable"), float(weight.rest)
-    spectrum = np.concatenate([values[order], np.full(size - len(values), rest)])
-    spectrum = np.sort(spectrum)[::-1]
-    total = spectrum.sum()
-    for count in range(STEP, min(len(values), size - 1), STEP):
-        mean = spectrum[count:].mean()
-        if np.sum(np.abs(spectrum[count:] - mean)) <= 2.0 * SPREAD * total:
-            picked = order[:count]
-            return LowRankPlusIdentity(weight.basis[:, picked], weight.values[picked], mean)
+    values = to_numpy(weight.values)
+    descending = np.argsort(-values, kind="stable")
+    complement = np.full(weight.size - len(values), float(weight.rest))
+    spectrum = np.sort(np.concatenate([values[descending], complement]))[::-1]
+    trace = spectrum.sum()
+    for count in range(multiple, min(len(values), weight.size - 1), multiple):
+        replaced = spectrum[count:]
+        mean = replaced.mean()
+        # Deviations above the mean equal those below it: each half is what has moved.
+        spread = np.sum(np.abs(replaced - mean)) / 2.0
+        if spread <= max_spread * trace:
+            kept = descending[:count]
+            return LowRankPlusIdentity(weight.basis[:, kept], weight.values[kept], mean)
     return LowRankPlusIdentity(weight.basis, weight.values, weight.rest)

@@ -1,4 +1,4 @@
-"""Positive semidefinite weights of a norm, as operators: the identity, and leading eigenpairs beside one value.
+"""Positive semidefinite weights of a norm: the identity, and leading eigenpairs beside one value.
 
 The weighted norm of a layer's change is ‖G^½ X C^½‖_F with an output weight G and an input weight C
 (`NormWeights`). Every weight knows how it acts, how its root acts and its trace, and may carry
@@ -22,21 +22,26 @@ class Identity:
 
     @property
     def trace(self) -> float:
+        """n, the trace of the identity."""
         return float(self.size)
 
     def apply(self, x: Array) -> Array:
+        """Return x."""
         return x
 
     def root(self, x: Array) -> Array:
+        """Return x."""
         return x
 
-    def gram(self, x: Array, inside: Array | None = None) -> Array:
+    def gram(self, x: Array, projection: Array | None = None) -> Array:
+        """Return xᵀ x, (…, b, b), for x of shape (…, n, b)."""
+        del projection  # there is nothing that it could save
         return namespace(x).matrix_transpose(x) @ x
 
 
 @dataclass(frozen=True, eq=False)
 class LowRankPlusIdentity:
-    """V diag(λ) Vᵀ + rest·(I − V Vᵀ): leading eigenpairs, and one value for all other directions; or all eigenpairs.
+    """V diag(λ) Vᵀ + rest·(I − V Vᵀ): leading eigenpairs, and one value for all other directions.
 
     Parameters
     ----------
@@ -50,7 +55,7 @@ class LowRankPlusIdentity:
     Examples
     --------
     >>> import numpy as np
-    >>> weight = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([9.0]), 1.0)       # diag(9, 1, 1, 1)
+    >>> weight = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([9.0]), 1.0)  # diag(9, 1, 1, 1)
     >>> weight.apply(np.ones((4, 1)))[:, 0], weight.root(np.ones((4, 1)))[:, 0]
     (array([9., 1., 1., 1.]), array([3., 1., 1., 1.]))
     """
@@ -62,50 +67,58 @@ class LowRankPlusIdentity:
     def __post_init__(self) -> None:
         basis = _finite(as_double(self.basis), "basis of a weight")
         values = _not_negative(as_double(self.values), "values of a weight")
-        rest, xp = self.rest, namespace(basis)
+        rest = self.rest
         if not hasattr(rest, "shape"):
+            xp = namespace(basis)
             rest = xp.asarray(rest, dtype=xp.float64, device=device(basis))
         rest = _not_negative(as_double(rest), "rest of a weight")
         if tuple(values.shape) != (*basis.shape[:-2], basis.shape[-1]):
             raise ShapeError(
                 f"basis {tuple(basis.shape)} of a weight against values {tuple(values.shape)}"
             )
-        for name, value in (("basis", basis), ("values", values), ("rest", rest)):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "basis", basis)
+        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "rest", rest)
 
     @property
     def size(self) -> int:
+        """n, rows of the basis."""
         return int(self.basis.shape[-2])
 
     @property
     def trace(self) -> Array:
+        """Sum of all eigenvalues, shape (…)."""
         xp = namespace(self.basis)
-        lengths = xp.sum(self.basis * self.basis, axis=-2)
-        return self.size * self.rest + xp.sum(
-            lengths * (self.values - self.rest[..., None]), axis=-1
-        )
+        lengths = xp.sum(self.basis * self.basis, axis=-2)  # one, or zero where padded
+        excess = self.values - self.rest[..., None]
+        return self.size * self.rest + xp.sum(lengths * excess, axis=-1)
 
     def apply(self, x: Array) -> Array:
-        """W X for X of shape (…, n, b)."""
+        """Return W X for X of shape (…, n, b)."""
         return self._act(self.values, self.rest, x)
 
     def root(self, x: Array) -> Array:
-        """A square root times X: ‖root(X)‖² = tr(XᴴWX)."""
+        """Return a square root times X: ‖root(X)‖² = tr(XᴴWX)."""
         xp = namespace(self.basis)
         return self._act(xp.sqrt(self.values), xp.sqrt(self.rest), x)
 
-    def gram(self, x: Array, inside: Array | None = None) -> Array:
-        """xᵀ C x, (…, b, b), for x of shape (…, size, b): half the cost of `apply`, little if Vᵀx is known."""
-        xp, excess = namespace(self.basis), (self.values - self.rest[..., None])[..., :, None]
-        inside = xp.matrix_transpose(self.basis) @ x if inside is None else inside
-        inner = xp.matrix_transpose(inside) @ (excess * inside)
-        return inner + self.rest[..., None, None] * (xp.matrix_transpose(x) @ x)
+    def gram(self, x: Array, projection: Array | None = None) -> Array:
+        """Return xᵀ W x, (…, b, b), for x of shape (…, n, b).
+
+        Half the cost of `apply`, and little if the ``projection`` Vᵀx is known.
+        """
+        xp = namespace(self.basis)
+        if projection is None:
+            projection = xp.matrix_transpose(self.basis) @ x
+        excess = (self.values - self.rest[..., None])[..., :, None]
+        spectral = xp.matrix_transpose(projection) @ (excess * projection)
+        return spectral + self.rest[..., None, None] * (xp.matrix_transpose(x) @ x)
 
     def _act(self, values: Array, rest: Array, x: Array) -> Array:
-        inside = namespace(self.basis).matrix_transpose(self.basis) @ x
-        return rest[..., None, None] * x + self.basis @ (
-            (values - rest[..., None])[..., :, None] * inside
-        )
+        """Return V diag(values) Vᵀx + rest·(x − V Vᵀx)."""
+        projection = namespace(self.basis).matrix_transpose(self.basis) @ x
+        excess = (values - rest[..., None])[..., :, None]
+        return rest[..., None, None] * x + self.basis @ (excess * projection)
 
 
 Weight: TypeAlias = Identity | LowRankPlusIdentity
@@ -129,8 +142,9 @@ class NormWeights:
     >>> import numpy as np
     >>> from lsrdecomp import LowRank
     >>> from lsrdecomp.targets import weighted_norm
-    >>> first = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([9.0]), 1.0)        # the first output counts nine times
-    >>> weights = NormWeights(output=first, input=LowRankPlusIdentity(np.zeros((5, 1)), np.array([0.0]), 1.0))
+    >>> nine_fold = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([9.0]), 1.0)  # diag(9, 1, 1, 1)
+    >>> identity = LowRankPlusIdentity(np.zeros((5, 1)), np.array([0.0]), 1.0)
+    >>> weights = NormWeights(output=nine_fold, input=identity)
     >>> pair = LowRank(np.eye(4)[:, :1], np.ones((1, 5)))
     >>> round(weighted_norm(pair, weights) / pair.norm, 6)
     3.0
@@ -141,23 +155,26 @@ class NormWeights:
 
     @classmethod
     def frobenius(cls, matrix_shape: tuple[int, int]) -> NormWeights:
-        """Identity on both sides: the plain Frobenius norm."""
+        """Return identities on both sides: the plain Frobenius norm."""
         return cls(Identity(matrix_shape[0]), Identity(matrix_shape[1]))
 
     @property
     def is_frobenius(self) -> bool:
+        """Whether both weights are `Identity`."""
         return isinstance(self.output, Identity) and isinstance(self.input, Identity)
 
     def check(self, matrix_shape: tuple[int, int]) -> None:
         """Raise `ShapeError` unless the weights fit matrices of this shape."""
-        if (self.output.size, self.input.size) != tuple(matrix_shape):
+        m, n = matrix_shape
+        if (self.output.size, self.input.size) != (m, n):
             raise ShapeError(
-                f"weights of sizes {self.output.size} (output) and {self.input.size} (input) for a matrix of "
-                f"shape {matrix_shape[0]}×{matrix_shape[1]}"
+                f"weights of sizes {self.output.size} (output) and {self.input.size} (input) "
+                f"for a matrix of shape {m}×{n}"
             )
 
 
 def _finite(array: Array, name: str) -> Array:
+    """Return the array; raise `PrecisionError` unless all entries are finite."""
     xp = namespace(array)
     if not bool(xp.all(xp.isfinite(array))):
         raise PrecisionError(f"{name}: entries are not finite; calibrate again or remove the layer")
@@ -165,9 +182,11 @@ def _finite(array: Array, name: str) -> Array:
 
 
 def _not_negative(array: Array, name: str) -> Array:
+    """Return the array; raise `PrecisionError` where an entry is negative or not finite."""
     xp = namespace(array)
     if bool(xp.any(_finite(array, name) < 0)):
+        smallest = float(xp.min(array))
         raise PrecisionError(
-            f"{name}: an entry of {float(xp.min(array)):.3g}; a weight must be positive semidefinite"
+            f"{name}: an entry of {smallest:.3g}; a weight must be positive semidefinite"
         )
     return array

@@ -278,16 +278,22 @@ def test_a_sparse_operator_too_large_to_fill_is_decomposed_and_measured():
     )
 
 
-def test_a_sparse_matrix_whose_pattern_fills_the_core_is_refused_with_its_size(monkeypatch):
-    from lsrdecomp.targets import contract
-
-    monkeypatch.setattr(contract, "LARGEST_FORMED", 999)
+def test_a_sparse_matrix_whose_pattern_fills_the_core_is_refused_with_its_size():
+    place = np.arange(24**2)  # of each factor; one entry at each, 576³ places between them
+    i, j = np.unravel_index(place, (24, 24))
+    rows, columns = (
+        np.ravel_multi_index((i, i, i), (24,) * 3),
+        np.ravel_multi_index((j, j, j), (24,) * 3),
+    )
+    sparse = scipy.sparse.csr_array((np.ones(24**2), (rows, columns)), shape=(24**3, 24**3))
+    shape = KroneckerShape(((24, 24),) * 3)
     with pytest.raises(
-        ShapeError, match=r"10 × 10 × 10 places of a sparse matrix formed, 1,000 entries, more"
+        ShapeError,
+        match=r"576 × 576 × 576 places of a sparse matrix formed, 191,102,976 entries, more",
     ):
-        decompose(grid_operator(3, 4), KroneckerShape(((4, 4),) * 3), rank=3)
-    with pytest.raises(ShapeError, match="an operator formed, 4,096 entries"):
-        decompose(aslinearoperator(grid_operator(3, 4)), KroneckerShape(((4, 4),) * 3), rank=3)
+        decompose(sparse, shape, rank=3)
+    with pytest.raises(ShapeError, match="an operator formed, 191,102,976 entries"):
+        decompose(aslinearoperator(sparse), shape, rank=3)
 
 
 def test_a_sparse_zero_matrix_needs_no_terms_of_three_factors():

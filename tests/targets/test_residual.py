@@ -55,10 +55,6 @@ def test_distances_of_complex_pairs(rng: np.random.Generator) -> None:
 def test_large_dense_matrices_are_measured_by_inner_products_where_these_are_exact(
     near, kind, rng, monkeypatch
 ) -> None:
-    monkeypatch.setattr(base, "LARGE", 1)
-    monkeypatch.setattr(
-        base, "CACHED", 64
-    )  # several blocks of rows, some of them parts of a block of the shape
     formed = []
     monkeypatch.setattr(
         base, "residual_norm", lambda *given: formed.append(1) or residual_norm(*given)
@@ -72,5 +68,7 @@ def test_large_dense_matrices_are_measured_by_inner_products_where_these_are_exa
         approximation.norm / np.linalg.norm(noise)
     )
     exact = np.linalg.norm(matrix - approximation.to_matrix())
-    assert Dense(matrix).residual_norm(approximation) == pytest.approx(exact, rel=1e-11)
+    # Several blocks of rows, some of them parts of a block of the shape.
+    found = Dense(matrix).residual_norm(approximation, min_entries=1, block_entries=64)
+    assert found == pytest.approx(exact, rel=1e-11)
     assert bool(formed) is (near > 0)

@@ -25,7 +25,7 @@ from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Solution, Status
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.targets.base import Dense, Target
-from lsrdecomp.targets.residual import CACHED, row_blocks
+from lsrdecomp.targets.residual import cached_row_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -187,5 +187,5 @@ def signed(left: Array, right: Array) -> tuple[Array, Array]:
 def residual_blocks(rows: Array, left: Array, sigma: Array, vh: Array) -> Iterator[Array]:
     """R − U Σ Vᴴ, a block of rows at a time that stays in the cache."""
     weighted = left * namespace(left).astype(sigma, left.dtype)
-    for part in row_blocks(rows.shape[0], rows.shape[1], CACHED):
+    for part in cached_row_blocks(*rows.shape):
         yield rows[part, :] - weighted[part, :] @ vh
