@@ -1,4 +1,4 @@
-"""GGUF files for llama.cpp: each layer at its own rank under the base's own tensor names, the scale in B.
+"""GGUF files for llama.cpp: layers at their own ranks under the base's tensor names.
 
 llama.cpp multiplies by ``adapter.lora.alpha`` / rank of the tensor, or by the user's scale alone
 where alpha is 0. So alpha is 0 and the scale is in B, which is right for mixed ranks too. Names
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints.records import Checkpoint, KroneckerLayer, LoraLayer
 
 STORAGES = {"f32": "float32", "f16": "float16", "q8_0": "float16"}
-"""Types of the numbers; in q8_0 what has rows of a multiple of 32 is in blocks of eight bits, the
-rest in float16."""
+"""Types of the numbers. In q8_0 rows of whole blocks are in eight bits, the rest in float16."""
+Q8_BLOCK = 32  # numbers of a row that share a scale
 
 ARCHITECTURES = {
     "llama": "llama",
@@ -44,23 +44,34 @@ ARCHITECTURES = {
     "roberta": "bert",
 }
 """transformers' ``model_type`` and llama.cpp's name, where GGUF holds the matrices as they are, but
-for `PERMUTED`."""
-PERMUTED = {"llama": {"attn_q": "heads", "attn_k": "key_heads"}}
+for `PERMUTED_ROWS`."""
+PERMUTED_ROWS = {"llama": {"attn_q": "heads", "attn_k": "key_heads"}}
 """Matrices whose rows GGUF orders otherwise: the two halves of each head's rotary pairs are
 interleaved."""
 PREFIXES = ("", "bert.", "roberta.", "language_model.", "model.language_model.")
 """What may stand before a name that llama.cpp's own conversion takes away."""
+READ_HIDDEN_STATE = ("attn_q", "attn_k", "attn_v", "attn_qkv", "ffn_up", "ffn_gate")
+"""Matrices whose columns are the width of the hidden state."""
+SIZE_KEYS = {
+    "blocks": "block_count",
+    "heads": "attention.head_count",
+    "width": "embedding_length",
+}
+"""Fields of a `GgufBase` by their keys in a GGUF file, which begin with the architecture."""
 
 
 @dataclass(frozen=True)
 class GgufBase:
-    """What must be known of the base: its architecture, its heads, and where known the sizes of its matrices.
+    """A base as llama.cpp names it: its architecture, its heads and the sizes of its matrices.
 
     Attributes
     ----------
+    path : Path
+        Where it was read.
     architecture : str
         llama.cpp's name.
     blocks : int
+        How many blocks of layers it has.
     heads, key_heads : int
         Attention heads of the queries, and of keys and values.
     width : int
@@ -78,26 +89,31 @@ class GgufBase:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def find(self, name: str) -> str | None:
-        """The GGUF name of a module, without ``.weight``, or None for a module that has none there."""
-        options = [name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)]
-        options += [f"model.{option}" for option in options] + [
-            f"transformer.{option}" for option in options
+        """Return the GGUF name of a module, without ``.weight``, or None if it has none there."""
+        without_prefix = [
+            name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)
         ]
-        return next(
-            (tensor for tensor in map(self._names.get_name, options) if tensor is not None), None
-        )
+        for level in ("", "model.", "transformer."):
+            for option in without_prefix:
+                tensor = self._names.get_name(level + option)
+                if tensor is not None:
+                    return str(tensor)
+        return None
 
     def name_of(self, name: str) -> str:
-        """The GGUF name of a module of this base, `UnsupportedError` for one that has none."""
+        """Return the GGUF name of a module; `UnsupportedError` for one that this base has not."""
         tensor = self.find(name)
-        if tensor is None or (self.shapes and tensor not in self.shapes):
-            missing = "" if tensor is None else f" (it would be {tensor})"
-            text = f"has no tensor in a {self.architecture} model of {self.blocks} blocks{missing}"
-            raise UnsupportedError(f"{name}: {text}; is {self.path} its base?")
-        return tensor
+        if tensor is not None and (not self.shapes or tensor in self.shapes):
+            return tensor
+        would_be = "" if tensor is None else f" (it would be {tensor})"
+        raise UnsupportedError(
+            f"{name}: has no tensor in a {self.architecture} model of {self.blocks} blocks"
+            f"{would_be}; is {self.path} its base?"
+        )
 
     @cached_property
     def _names(self) -> Any:
+        """The map of names of the `gguf` package."""
         gguf = import_gguf()
         architecture = next(
             key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture
@@ -106,16 +122,16 @@ class GgufBase:
 
 
 def read_base(path: str | Path) -> GgufBase:
-    """The base at a path: a GGUF file, a model's directory with config.json, or such a config.
+    """Read what names and orders of rows depend on.
 
     Parameters
     ----------
     path : str or Path
+        A GGUF file, a model's directory with config.json, or such a config.
 
     Returns
     -------
     GgufBase
-        What names and orders of rows depend on.
 
     Raises
     ------
@@ -126,22 +142,66 @@ def read_base(path: str | Path) -> GgufBase:
     """
     path = Path(path)
     if path.suffix == ".gguf":
-        return _from_gguf(path)
-    config = path / "config.json" if path.is_dir() else path
-    raw = read_json(config)
-    raw = {**raw, **(raw["text_config"] if isinstance(raw.get("text_config"), dict) else {})}
-    kind = str(raw.get("model_type"))
-    if kind not in ARCHITECTURES:
-        raise _unknown(kind, config)
-    sizes = Config(raw, config)
+        return _base_from_gguf(path)
+    return _base_from_config(path / "config.json" if path.is_dir() else path)
 
-    def size(name: str, older: str) -> int:
-        return sizes.integer(older if name not in raw and older in raw else name)
+
+def _base_from_config(path: Path) -> GgufBase:
+    raw = read_json(path)
+    if isinstance(raw.get("text_config"), dict):  # of a model that reads images too
+        raw = {**raw, **raw["text_config"]}
+    model_type = str(raw.get("model_type"))
+    if model_type not in ARCHITECTURES:
+        raise _unknown_architecture(model_type, path)
+    config = Config(raw, path)
+
+    def size(name: str, name_in_gpt2: str) -> int:
+        is_gpt2 = name not in raw and name_in_gpt2 in raw
+        return config.integer(name_in_gpt2 if is_gpt2 else name)
 
     heads = size("num_attention_heads", "n_head")
-    keys = heads if raw.get("num_key_value_heads") is None else sizes.integer("num_key_value_heads")
-    blocks, width = size("num_hidden_layers", "n_layer"), size("hidden_size", "n_embd")
-    return GgufBase(config, ARCHITECTURES[kind], blocks, heads, keys, width)
+    key_heads = heads
+    if raw.get("num_key_value_heads") is not None:
+        key_heads = config.integer("num_key_value_heads")
+    blocks = size("num_hidden_layers", "n_layer")
+    width = size("hidden_size", "n_embd")
+    return GgufBase(path, ARCHITECTURES[model_type], blocks, heads, key_heads, width)
+
+
+def _base_from_gguf(path: Path) -> GgufBase:
+    gguf = import_gguf()
+    try:
+        reader = gguf.GGUFReader(path)
+        architecture = str(reader.fields["general.architecture"].contents())
+        sizes = {
+            name: int(reader.fields[f"{architecture}.{key}"].contents())
+            for name, key in SIZE_KEYS.items()
+        }
+        key_heads = sizes["heads"]
+        stored_key_heads = reader.fields.get(f"{architecture}.attention.head_count_kv")
+        if stored_key_heads is not None:
+            key_heads = int(stored_key_heads.contents())
+        shapes = {
+            tensor.name.removesuffix(".weight"): tuple(int(size) for size in tensor.shape[::-1])
+            for tensor in reader.tensors
+            if tensor.name.endswith(".weight")
+        }
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", path=path) from None
+    except (KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
+        raise CheckpointError(f"is no GGUF model: {str(error)[:200]}", path=path) from None
+    if architecture not in ARCHITECTURES.values():
+        raise _unknown_architecture(architecture, path)
+    return GgufBase(path, architecture, key_heads=key_heads, shapes=shapes, **sizes)
+
+
+def _unknown_architecture(name: str, path: Path) -> UnsupportedError:
+    known = ", ".join(sorted(ARCHITECTURES))
+    return UnsupportedError(
+        f"architecture {name[:60]!r}: its names and orders in GGUF are not known here; "
+        f"known: {known}",
+        path=path,
+    )
 
 
 def write_gguf(
@@ -164,8 +224,14 @@ def write_gguf(
         B (m, r) and A (r, n), taken one at a time; ranks may differ.
     base : GgufBase
         As `read_base` gives it.
+    source : Checkpoint, optional
+        Gives the sizes and types of layers, and the other tensors; never written into.
+    extras : Mapping, optional
+        Instead of the source's other tensors.
     storage : str
         "f16", "f32" or "q8_0".
+    force : bool
+        Whether a file that is there may be replaced.
 
     Returns
     -------
@@ -180,48 +246,48 @@ def write_gguf(
     CheckpointError
         If a layer is not of the size the base has, or ``out_file`` exists.
     """
-    gguf, out = import_gguf(), Path(out_file)
+    gguf = import_gguf()
+    out = Path(out_file)
     if out.suffix != ".gguf":
         raise CheckpointError("the name must end in .gguf", path=out)
     if storage not in STORAGES:
         raise CheckpointError(
             f"storage {storage!r} is not one of {', '.join(STORAGES)}, what GGUF files hold"
         )
-    extras = extras if extras is not None else (source.extras if source else {})
+    if extras is None:
+        extras = source.extras if source else {}
     if extras:
-        text = f"{len(extras)} tensors beside the adapter (the first {next(iter(extras))}) that llama.cpp does not load"
-        way_out = "leave them out by --without-heads (extras={}), or write lora, which keeps them"
-        raise UnsupportedError(f"{text}; {way_out}", path=out)
+        raise UnsupportedError(
+            f"{len(extras)} tensors beside the adapter (the first {next(iter(extras))}) that "
+            "llama.cpp does not load; leave them out by --without-heads (extras={}), or write "
+            "lora, which keeps them",
+            path=out,
+        )
     source_layers = {layer.name: layer for layer in source.layers} if source else {}
-    empty = True
+    is_empty = True
     with new_file(out, inputs=(source.path,) if source else (), force=force) as part:
         # The header says adapter and alpha 0: llama.cpp then takes B A as it is.
         writer = gguf.GGUFWriter(part, base.architecture)
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 0.0)
+        # Layers under the base's own names and in its order of rows, of the sizes that it has.
         for name, up, down in layers:
-            # Under the base's own name and in its order of rows, if it is of the size that the base
-            # has.
-            layer = source_layers.get(name)
-            check_pair(name, up, down, layer)
+            check_pair(name, up, down, source_layers.get(name))
             tensor = base.name_of(name)
-            _check(name, tensor, up, down, layer, base)
-            for end, array in (
-                ("lora_a", down),
-                ("lora_b", _ordered(tensor, np.asarray(up), base)),
-            ):
-                key = f"{tensor}.weight.{end}"
-                stored = np.ascontiguousarray(cast(array, STORAGES[storage], name))
-                if storage == "q8_0" and stored.shape[1] % 32 == 0:
-                    eight = gguf.GGMLQuantizationType.Q8_0
-                    writer.add_tensor(
-                        key, gguf.quants.quantize(stored.astype(np.float32), eight), raw_dtype=eight
-                    )
-                else:
-                    writer.add_tensor(key, stored)
-            empty = False
-        if empty:
+            _check_layer(name, tensor, up, down, source_layers.get(name), base)
+            ordered_up = _in_base_order(tensor, np.asarray(up), base)
+            _add_tensor(
+                writer, f"{tensor}.weight.lora_a", cast(down, STORAGES[storage], name), storage
+            )
+            _add_tensor(
+                writer,
+                f"{tensor}.weight.lora_b",
+                cast(ordered_up, STORAGES[storage], name),
+                storage,
+            )
+            is_empty = False
+        if is_empty:
             raise CheckpointError("no layers to write", path=out)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -230,7 +296,19 @@ def write_gguf(
     return out
 
 
-def _check(
+def _add_tensor(writer: Any, key: str, array: Array, storage: str) -> None:
+    """Add a matrix, in eight bits where that is asked for and its rows are whole blocks."""
+    array = np.ascontiguousarray(array)
+    if storage != "q8_0" or array.shape[1] % Q8_BLOCK:
+        writer.add_tensor(key, array)
+        return
+    gguf = import_gguf()
+    eight_bits = gguf.GGMLQuantizationType.Q8_0
+    blocks = gguf.quants.quantize(array.astype(np.float32), eight_bits)
+    writer.add_tensor(key, blocks, raw_dtype=eight_bits)
+
+
+def _check_layer(
     name: str,
     tensor: str,
     up: Array,
@@ -238,75 +316,39 @@ def _check(
     layer: LoraLayer | KroneckerLayer | None,
     base: GgufBase,
 ) -> None:
+    """Refuse a layer that llama.cpp does not load, or that is not of the size the base has."""
     if layer is not None and layer.layer_type not in ("linear", "conv1d"):
         raise UnsupportedError(
-            f"{name}: a layer of kind {layer.layer_type!r} is not loaded by llama.cpp; write lora instead"
+            f"{name}: a layer of kind {layer.layer_type!r} is not loaded by llama.cpp; write lora "
+            "instead"
         )
-    size = up.shape[0], down.shape[1]
-    wanted = base.shapes.get(tensor)
-    if wanted is None and tensor.rpartition(".")[2] in (
-        "attn_q",
-        "attn_k",
-        "attn_v",
-        "attn_qkv",
-        "ffn_up",
-        "ffn_gate",
-    ):
-        wanted = size[0], base.width
-    if wanted is not None and size != wanted:
-        text = f"{size[0]} x {size[1]}, but {wanted[0]} x {wanted[1]} in the base {base.path}"
-        raise CheckpointError(f"{name}: {text}; export for the base it was trained on")
-
-
-def _ordered(tensor: str, up: Array, base: GgufBase) -> Array:
-    """B with its rows as GGUF orders those of this matrix."""
-    heads = PERMUTED.get(base.architecture, {}).get(tensor.rpartition(".")[2])
-    if heads is None:
-        return up
-    count = int(getattr(base, heads))
-    if up.shape[0] % (2 * count):
+    rows, columns = up.shape[0], down.shape[1]
+    expected = base.shapes.get(tensor)
+    if expected is None and tensor.rpartition(".")[2] in READ_HIDDEN_STATE:
+        expected = rows, base.width
+    if expected is not None and (rows, columns) != expected:
         raise CheckpointError(
-            f"{tensor}: {up.shape[0]} rows are not {count} heads of pairs, as {base.path} says"
+            f"{name}: {rows} x {columns}, but {expected[0]} x {expected[1]} in the base "
+            f"{base.path}; export for the base it was trained on"
         )
-    return up.reshape(count, 2, -1, up.shape[1]).swapaxes(1, 2).reshape(up.shape)
 
 
-FACTS = {"blocks": "block_count", "heads": "attention.head_count", "width": "embedding_length"}
-
-
-def _from_gguf(path: Path) -> GgufBase:
-    gguf = import_gguf()
-    try:
-        reader = gguf.GGUFReader(path)
-        architecture = str(reader.fields["general.architecture"].contents())
-        facts = {
-            key: int(reader.fields[f"{architecture}.{name}"].contents())
-            for key, name in FACTS.items()
-        }
-        keys = reader.fields.get(f"{architecture}.attention.head_count_kv")
-        key_heads = facts["heads"] if keys is None else int(keys.contents())
-        shapes = {
-            tensor.name.removesuffix(".weight"): tuple(int(size) for size in tensor.shape[::-1])
-            for tensor in reader.tensors
-            if tensor.name.endswith(".weight")
-        }
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", path=path) from None
-    except (KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
-        raise CheckpointError(f"is no GGUF model: {str(error)[:200]}", path=path) from None
-    if architecture not in ARCHITECTURES.values():
-        raise _unknown(architecture, path)
-    return GgufBase(path, architecture, key_heads=key_heads, shapes=shapes, **facts)
-
-
-def _unknown(kind: str, path: Path) -> UnsupportedError:
-    architectures = ", ".join(sorted(ARCHITECTURES))
-    text = f"architecture {kind[:60]!r}: its names and orders in GGUF are not known here; known: {architectures}"
-    return UnsupportedError(text, path=path)
+def _in_base_order(tensor: str, up: Array, base: GgufBase) -> Array:
+    """Return B with its rows as GGUF orders those of this matrix."""
+    which_heads = PERMUTED_ROWS.get(base.architecture, {}).get(tensor.rpartition(".")[2])
+    if which_heads is None:
+        return up
+    heads = int(getattr(base, which_heads))
+    rows, rank = up.shape
+    if rows % (2 * heads):
+        raise CheckpointError(
+            f"{tensor}: {rows} rows are not {heads} heads of pairs, as {base.path} says"
+        )
+    return up.reshape(heads, 2, -1, rank).swapaxes(1, 2).reshape(up.shape)
 
 
 def import_gguf() -> Any:
-    """The package, or how to get it."""
+    """Import the package gguf, or say how to get it."""
     try:
         import gguf
     except ImportError as error:
