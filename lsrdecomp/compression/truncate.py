@@ -181,7 +181,7 @@ def truncate(
         ranks = tuple(min(rank, plan.max_rank) for rank in ranks)
     if not any(ranks):
         text = "nothing of the adapter fits into this budget; allow more"
-        if rule.least:
+        if rule.min_rank:
             every = sum(sum(layer.shape) for layer in layers)
             text += (
                 f": a file of {checkpoint.format} has every layer, {every:,} parameters at rank 1"
@@ -193,10 +193,10 @@ def truncate(
 def _ranks_for(sigma: Sequence[Array], rtol: float, rule: RankRule) -> tuple[int, ...]:
     """The least ranks within a relative error of each layer."""
     ranks = [
-        max(rule.least, next(i for i, lost in enumerate(tails) if lost <= rtol * tails[0]))
+        max(rule.min_rank, next(i for i, lost in enumerate(tails) if lost <= rtol * tails[0]))
         for tails in map(tail_norms, sigma)
     ]
-    for group in [range(len(ranks))] if rule.common else rule.groups:
+    for group in [range(len(ranks))] if rule.is_common else rule.groups:
         most = max(ranks[i] for i in group)
         for i in group:
             ranks[i] = most
@@ -213,7 +213,7 @@ def _ranks_within(
         for group in squares
     ]
     sizes = [sum(sum(layers[i].shape) for i in group) for group in rule.groups]
-    if rule.common:  # the rank with which most is kept
+    if rule.is_common:  # the rank with which most is kept
         fills = [
             _fill_with(rank, gains, sizes, most) for rank in range(1, max(map(len, gains)) + 1)
         ]
@@ -224,7 +224,7 @@ def _ranks_within(
             ),
         )
     else:
-        chosen = _fill(gains, sizes, most, rule.least)
+        chosen = _fill(gains, sizes, most, rule.min_rank)
     ranks = [0] * len(layers)
     for group, rank in zip(rule.groups, chosen, strict=True):
         for i in group:

@@ -1,4 +1,4 @@
-"""One safetensors file of low-rank pairs, written layer by layer, and what writing changes in ΔW."""
+"""A safetensors file of low-rank pairs, written layer by layer, and how that changes ΔW."""
 
 from __future__ import annotations
 
@@ -32,9 +32,13 @@ class PairWriter(TensorWriter):
 
     Attributes
     ----------
+    layers : dict of str to LoraLayer or KroneckerLayer
+        The source's.
     ranks : dict of str to int
         Of the layers that came.
 
+    Examples
+    --------
     >>> from pathlib import Path
     >>> with PairWriter(Path("."), None) as writer:
     ...     writer.add_pair("q", np.ones((4, 1)), np.ones((1, 9)), ("q.down", "q.up"), "float16")
@@ -47,7 +51,8 @@ class PairWriter(TensorWriter):
         self.source = source
         self.layers = {layer.name: layer for layer in source.layers} if source else {}
         self.ranks: dict[str, int] = {}
-        self._norm = self._error = 0.0
+        self._norm = 0.0
+        self._rounding = 0.0
 
     def add_pair(
         self,
@@ -61,10 +66,17 @@ class PairWriter(TensorWriter):
         scale: float = 1.0,
         transposed: bool = False,
     ) -> None:
-        """One layer ``ΔW = B @ A``, A and B under the two keys.
+        """Add one layer ``ΔW = B @ A``.
 
         Parameters
         ----------
+        name : str
+        up, down : Array
+            B (m, r) and A (r, n).
+        keys : (str, str)
+            Of A and of B in the file.
+        storage : str
+            Type of both.
         rank : int, optional
             Pad with zeros to it.
         scale : float
@@ -72,21 +84,23 @@ class PairWriter(TensorWriter):
         transposed : bool
             Store A as (n, r) and B as (r, m).
         """
+        down_key, up_key = keys
         layer = self.layers.get(name)
         check_pair(name, up, down, layer)
         if rank is not None:
             up, down = _padded(name, up, down, rank)
         self.ranks[name] = down.shape[0]
-        stored_up = cast(up if scale == 1.0 else up / scale, storage, keys[1])
-        stored_down = cast(down, storage, keys[0])
+        stored_up = cast(up if scale == 1.0 else up / scale, storage, up_key)
+        stored_down = cast(down, storage, down_key)
         self._measure(up, down, stored_up, stored_down, scale)
         if transposed:
             stored_up, stored_down = stored_up.T, stored_down.T
         elif layer is not None and layer.kernel:
-            stored_up = stored_up.reshape(*up.shape, *(1 for _ in layer.kernel))
+            ones = (1,) * len(layer.kernel)
+            stored_up = stored_up.reshape(*up.shape, *ones)
             stored_down = stored_down.reshape(down.shape[0], -1, *layer.kernel)
-        self.add(keys[0], stored_down)
-        self.add(keys[1], stored_up)
+        self.add(down_key, stored_down)
+        self.add(up_key, stored_up)
 
     def add_experts(
         self,
@@ -96,67 +110,92 @@ class PairWriter(TensorWriter):
         keys: tuple[str, str],
         storage: str,
     ) -> None:
-        """The experts of one parameter, by the names of their layers, as PEFT stores ``count`` of them."""
+        """Add the experts of one parameter, in one tensor each for A and B, as PEFT stores them.
+
+        Parameters
+        ----------
+        stack : str
+            The parameter.
+        pairs : mapping of str to (B, A)
+            By the names of the experts' layers.
+        count : int
+            How many experts there are; those that do not come are zero.
+        keys : (str, str)
+            Of A and of B in the file.
+        storage : str
+            Type of both.
+        """
+        down_key, up_key = keys
         stored = {}
         for name, (up, down) in pairs.items():
             check_pair(name, up, down, self.layers.get(name))
-            halves = cast(up, storage, keys[1]), cast(down, storage, keys[0])
-            self._measure(up, down, *halves, 1.0)
-            stored[int(name.rpartition(".")[2])] = halves
+            stored_up = cast(up, storage, up_key)
+            stored_down = cast(down, storage, down_key)
+            self._measure(up, down, stored_up, stored_down, 1.0)
+            expert = int(name.rpartition(".")[2])
+            stored[expert] = stored_up, stored_down
         self.ranks[stack] = max(down.shape[0] for _, down in stored.values())
-        up, down = stack_experts(stored, count)
-        self.add(keys[0], down)
-        self.add(keys[1], up)
+        ups, downs = stack_experts(stored, count)
+        self.add(down_key, downs)
+        self.add(up_key, ups)
 
     def _measure(
         self, up: Array, down: Array, stored_up: Array, stored_down: Array, scale: float
     ) -> None:
-        up, down = np.asarray(up, np.float64), np.asarray(down, np.float64)
-        nothing = up[:, :0], down.T[:, :0]
-        self._norm = math.hypot(self._norm, pair_distance(up, down.T, *nothing))
-        left, right = np.asarray(stored_up, np.float64) * scale, np.asarray(stored_down, np.float64)
-        if not (np.array_equal(left, up) and np.array_equal(right, down)):
+        """Add ‖ΔW‖_F of a layer, and by how much storing it moves ΔW, to those of all."""
+        up = np.asarray(up, np.float64)
+        down = np.asarray(down, np.float64)
+        empty = up[:, :0], down.T[:, :0]
+        self._norm = math.hypot(self._norm, pair_distance(up, down.T, *empty))
+        read_up = np.asarray(stored_up, np.float64) * scale
+        read_down = np.asarray(stored_down, np.float64)
+        if not (np.array_equal(read_up, up) and np.array_equal(read_down, down)):
             # B A − B̂ Â = (B − B̂) A − B̂ (Â − A), of which neither term is much larger than the
             # difference.
-            self._error = math.hypot(
-                self._error, pair_distance(up - left, down.T, left, (right - down).T)
-            )
+            moved = pair_distance(up - read_up, down.T, read_up, (read_down - down).T)
+            self._rounding = math.hypot(self._rounding, moved)
 
-    def record(self, provenance: Mapping[str, Any] | None, **facts: Any) -> dict[str, str]:
-        """The header's record, once all tensors are in: what `verify` holds the file to stands in it.
+    def record(self, provenance: Mapping[str, Any] | None, **fields: Any) -> dict[str, str]:
+        """Return the header's record, once all tensors are in.
 
-        That is the digest of all tensors, ‖ΔW‖_F of all layers together, and by how much they were
-        moved.
+        What `verify` holds the file to stands in it: the digest of all tensors, ‖ΔW‖_F of all
+        layers together, and by how much they were moved.
         """
         if not self.ranks:
             raise CheckpointError("no layers to write")
-        facts |= {"sha256": self.sha256(), "norm": self._norm, "rounding": self._error}
-        return header_metadata(self.source, provenance, **facts)
+        return header_metadata(
+            self.source,
+            provenance,
+            **fields,
+            sha256=self.sha256(),
+            norm=self._norm,
+            rounding=self._rounding,
+        )
 
 
 def check_pair(name: str, up: Array, down: Array, layer: Any) -> None:
-    """Raise `ShapeError` unless B and A multiply, to the size of the layer if that is known."""
-    if (
-        up.ndim != 2
-        or down.ndim != 2
-        or up.shape[1] != down.shape[0]
-        or 0 in (*up.shape, *down.shape)
-    ):
+    """Refuse B and A that do not multiply, or not to the size of the layer, if that is known."""
+    multiply = (
+        up.ndim == 2
+        and down.ndim == 2
+        and up.shape[1] == down.shape[0]
+        and 0 not in (*up.shape, *down.shape)
+    )
+    if not multiply:
         raise ShapeError(
             f"{name}: B of shape {up.shape} and A of shape {down.shape} do not multiply"
         )
-    if layer is not None and (layer.out_features, layer.in_features) != (
-        up.shape[0],
-        down.shape[1],
-    ):
+    if layer is None:
+        return
+    rows, columns = up.shape[0], down.shape[1]
+    if (layer.out_features, layer.in_features) != (rows, columns):
         size = f"{layer.out_features} x {layer.in_features}"
-        raise ShapeError(
-            f"{name}: B @ A is {up.shape[0]} x {down.shape[1]}, but the layer is {size}"
-        )
+        raise ShapeError(f"{name}: B @ A is {rows} x {columns}, but the layer is {size}")
 
 
 def _padded(name: str, up: Array, down: Array, rank: int) -> tuple[Array, Array]:
-    more = rank - down.shape[0]
-    if more < 0:
+    """Return B and A with zeros up to a rank."""
+    missing = rank - down.shape[0]
+    if missing < 0:
         raise ShapeError(f"{name}: rank {down.shape[0]}, but all layers are to have {rank}")
-    return np.pad(up, ((0, 0), (0, more))), np.pad(down, ((0, more), (0, 0)))
+    return np.pad(up, ((0, 0), (0, missing))), np.pad(down, ((0, missing), (0, 0)))

@@ -1,4 +1,4 @@
-"""Plain pairs written as other programs hold them: as a source came, or under kohya's or diffusers' names."""
+"""Plain pairs written as other programs hold them: as a source did, or as image programs do."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ from lsrdecomp.checkpoints.writing import new_directory, new_file, write_json
 from lsrdecomp.errors import CheckpointError, UnsupportedError, unknown
 
 NAMES = ("same", "kohya", "diffusers")
-MODEL_HASH, LEGACY_HASH = "sshs_model_hash", "sshs_legacy_hash"
-"""What sd-scripts writes of the tensors' bytes; the second is of a part of the file and left
-out."""
+KOHYA_KEYS = (".lora_down.weight", ".lora_up.weight")
+DIFFUSERS_KEYS = (".lora_A.weight", ".lora_B.weight")
+MODEL_HASH = "sshs_model_hash"
+"""The digest of the tensors' bytes that sd-scripts writes into a header."""
+LEGACY_HASH = "sshs_legacy_hash"
+"""Its digest of a part of the file, which is left out."""
 Pairs = Iterable[tuple[str, Array, Array]]
 
 
 def file_or_directory(like: Checkpoint) -> str:
-    """What an adapter is when `write_pairs` gives it back as it came: one file, or a directory with a config.
+    """Return what `write_pairs` makes when it writes an adapter in its original format.
 
     Parameters
     ----------
@@ -41,6 +44,7 @@ def file_or_directory(like: Checkpoint) -> str:
     Returns
     -------
     {"file", "directory"}
+        One file, or a directory with a config.
 
     Raises
     ------
@@ -55,38 +59,52 @@ def file_or_directory(like: Checkpoint) -> str:
         if not isinstance(layer, LoraLayer):
             raise UnsupportedError(LOKR_STAYS, path=like.path, tensor=layer.name)
         if ".hada_" in layer.up.name:
-            text = (
-                "is LoHa, read as the LoRA of the same ΔW, so that it is not given back as it came"
+            raise UnsupportedError(
+                "is LoHa, read as the LoRA of the same ΔW, so that it is not given back as it "
+                "came: make LSR of it (a directory as --out), or write it as plain LoRA (export "
+                "--to lora)",
+                path=like.path,
+                tensor=layer.name,
             )
-            way_out = "make LSR of it (a directory as --out), or write it as plain LoRA (export --to lora)"
-            raise UnsupportedError(f"{text}: {way_out}", path=like.path, tensor=layer.name)
     if like.layers[0].up.name.startswith(f"{UNNAMED}:"):
         raise UnsupportedError("is a pickled list without keys; write lora instead", path=like.path)
-    has_config = like.format == "mlx" and (like.weights.parent / CONFIG).is_file()
-    return "directory" if has_config or like.format == "peft-lora" else "file"
+    is_mlx_directory = like.format == "mlx" and (like.weights.parent / CONFIG).is_file()
+    return "directory" if is_mlx_directory or like.format == "peft-lora" else "file"
 
 
 @dataclass(frozen=True)
 class RankRule:
-    """What the readers of a format ask of the ranks of its layers."""
+    """Ranks that a format's readers ask of its layers.
+
+    Attributes
+    ----------
+    groups : tuple of tuple of int
+        Layers, by their index, that have one rank in common: experts of one stack; otherwise each
+        is alone.
+    min_rank : int
+        1 where every layer must be in the file, since its reader counts them (cloneofsimo), else 0.
+    is_common : bool
+        Whether all layers that are in the file have one rank, by which one alpha outside of it is
+        divided.
+    """
 
     groups: tuple[tuple[int, ...], ...]
-    """Layers, by their index, that have one rank in common: experts of one stack; otherwise each is
-    alone."""
-    least: int
-    """1 where every layer must be in the file, since its reader counts them (cloneofsimo)."""
-    common: bool
-    """Whether all layers that are in the file have one rank, by which one alpha outside of it is
-    divided."""
+    min_rank: int
+    is_common: bool
 
 
 def rank_rule(like: Checkpoint) -> RankRule:
-    """What must hold of ranks for `write_pairs` to write no zeros in place of what is left out."""
+    """Return the rule by which `write_pairs` need not write zeros in place of what is left out."""
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for index, layer in enumerate(like.layers):
-        groups[layer.up.name if isinstance(layer, LoraLayer) else layer.name].append(index)
-    common = like.format in ("loralib", "torchtune") and like.config.get("lora_alpha") is not None
-    return RankRule(tuple(map(tuple, groups.values())), int(like.format == "cloneofsimo"), common)
+        is_pair = isinstance(layer, LoraLayer)
+        groups[layer.up.name if is_pair else layer.name].append(index)
+    has_one_alpha = like.config.get("lora_alpha") is not None
+    return RankRule(
+        groups=tuple(map(tuple, groups.values())),
+        min_rank=1 if like.format == "cloneofsimo" else 0,
+        is_common=like.format in ("loralib", "torchtune") and has_one_alpha,
+    )
 
 
 def write_pairs(
@@ -100,7 +118,7 @@ def write_pairs(
     force: bool = False,
     provenance: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write pairs with ``ΔW = B @ A``, the scale in B, as ``source`` holds its own or as image programs name them.
+    """Write pairs with ``ΔW = B @ A``, the scale in B, in a source's format or for image programs.
 
     "same": keys, types, alphas and metadata are the source's; layers that do not come are left out.
     An alpha keeps its value, and the factor by which alpha / rank differs goes into B. Of PEFT's
@@ -126,6 +144,10 @@ def write_pairs(
         Type of A and B; absent, that of each layer in the source, or float32.
     extras : Mapping, optional
         Instead of the source's other tensors.
+    force : bool
+        Whether what is there may be replaced.
+    provenance : Mapping, optional
+        JSON values for the record in the header.
 
     Returns
     -------
@@ -147,9 +169,11 @@ def write_pairs(
     >>> up, down = np.ones((4, 1), np.float32), np.ones((1, 6), np.float32)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     layers = [("unet.mid_block.attn1.to_q", up, down)]
-    ...     style = open_checkpoint(write_pairs(f"{folder}/style.safetensors", layers=layers, names="kohya"))
+    ...     file = write_pairs(f"{folder}/style.safetensors", layers=layers, names="kohya")
+    ...     style = open_checkpoint(file)
+    ...     layers = [(style.layers[0].name, up / 2, down)]
     ...     half = open_checkpoint(
-    ...         write_pairs(f"{folder}/half.safetensors", source=style, layers=[(style.layers[0].name, up / 2, down)])
+    ...         write_pairs(f"{folder}/half.safetensors", source=style, layers=layers)
     ...     )
     ...     print(half.layers[0].name, half.layers[0].load()[0].max())
     lora_unet_mid_block_attn1_to_q 0.5
@@ -157,104 +181,116 @@ def write_pairs(
     out = Path(out)
     if names not in NAMES:
         raise CheckpointError(f"no names {unknown(names, NAMES)}")
-    extras = extras if extras is not None else (source.extras if source else {})
+    if extras is None:
+        extras = source.extras if source else {}
+    if names == "same":
+        if source is None:
+            raise CheckpointError("names 'same' are those of a source, and none was given")
+        if source.format == "peft-lora":
+            return write_lora(
+                out,
+                source=source,
+                layers=layers,
+                storage=storage or source.storage,
+                extras=extras,
+                force=force,
+                provenance=provenance,
+            )
     like = source if names == "same" else None
-    directory = like is not None and file_or_directory(like) == "directory"
-    if like is not None and like.format == "peft-lora":
-        storage = storage or like.storage
-        return write_lora(
-            out,
-            source=like,
-            layers=layers,
-            storage=storage,
-            extras=extras,
-            force=force,
-            provenance=provenance,
-        )
-    if like is None and names == "same":
-        raise CheckpointError("names 'same' are those of a source, and none was given")
-    if not directory and out.suffix != ".safetensors":
+    is_directory = like is not None and file_or_directory(like) == "directory"  # mlx-lm's
+    if not is_directory and out.suffix != ".safetensors":
         raise CheckpointError("the name must end in .safetensors", path=out)
-    inputs, new = (
-        (source.path, source.weights) if source else (),
-        new_directory if directory else new_file,
-    )
+    inputs = (source.path, source.weights) if source else ()
+    open_new = new_directory if is_directory else new_file
     with (
-        new(out, inputs=inputs, force=force) as part,
+        open_new(out, inputs=inputs, force=force) as part,
         PairWriter(out.absolute().parent, source) as writer,
     ):
+        # 1. The pairs, then the other tensors.
         if like is None:
-            _add_named(writer, names, layers, storage or "float32")
+            storage = storage or "float32"
+            _add_named(writer, names, layers, storage)
         else:
             _add_same(writer, like, layers, storage)
-        if (
-            extras and names == "diffusers"
-        ):  # said last: where a layer has no name either, leaving them out is no help
-            text = f"{len(extras)} tensors beside the adapter (the first {next(iter(extras))})"
-            way_out = (
-                "leave them out by --without-heads (extras={}), or write lora, which keeps them"
-            )
-            raise UnsupportedError(
-                f"{text}: diffusers loads no file that holds such; {way_out}", path=out
-            )
+        if extras and names == "diffusers":
+            # This is said last: where a layer has no name either, leaving them out is no help.
+            raise _extras_in_diffusers(extras, out)
         for key, tensor in extras.items():
             writer.add(key.removeprefix(PREFIX), tensor.read())
-        record = writer.record(provenance, **({} if like else {"storage": storage or "float32"}))
-        header = record if like is None else _metadata(like, writer) | record
-        writer.write(part / MLX_WEIGHTS if directory else part, header)
-        if like is not None and directory:
-            config = read_json(like.weights.parent / CONFIG)
-            config["lora_parameters"] = config["lora_parameters"] | {
-                "rank": max(writer.ranks.values())
-            }
-            write_json(part / CONFIG, config)
+        # 2. What the file says of them.
+        if like is None:
+            header = writer.record(provenance, storage=storage)
+        else:
+            header = _same_metadata(like, writer) | writer.record(provenance)
+        writer.write(part / MLX_WEIGHTS if is_directory else part, header)
+        if like is not None and is_directory:
+            write_json(part / CONFIG, _mlx_config(like, writer.ranks))
     return out
 
 
+def _extras_in_diffusers(extras: Mapping[str, StoredTensor], out: Path) -> UnsupportedError:
+    return UnsupportedError(
+        f"{len(extras)} tensors beside the adapter (the first {next(iter(extras))}): diffusers "
+        "loads no file that holds such; leave them out by --without-heads (extras={}), or write "
+        "lora, which keeps them",
+        path=out,
+    )
+
+
+def _mlx_config(like: Checkpoint, ranks: Mapping[str, int]) -> dict[str, Any]:
+    """Return the config of mlx-lm's directory, whose rank is the largest."""
+    config = read_json(like.weights.parent / CONFIG)
+    config["lora_parameters"] = config["lora_parameters"] | {"rank": max(ranks.values())}
+    return config
+
+
 def _add_named(writer: PairWriter, names: str, layers: Pairs, storage: str) -> None:
-    """The pairs of all layers as kohya's or diffusers' loaders expect them."""
-    sdxl = any(layer.startswith("text_encoder_2.") for layer in writer.layers)
+    """Add the pairs of all layers under kohya's or diffusers' names."""
+    is_sdxl = any(layer.startswith("text_encoder_2.") for layer in writer.layers)
     for name, up, down in layers:
         if names == "kohya":
-            module, ends = kohya_name(name, sdxl=sdxl), (".lora_down.weight", ".lora_up.weight")
+            module = kohya_name(name, sdxl=is_sdxl)
+            down_ending, up_ending = KOHYA_KEYS
             writer.add(f"{module}.alpha", np.array(down.shape[0], np.float32))
         else:
-            module, ends = diffusers_name(name), (".lora_A.weight", ".lora_B.weight")
-        writer.add_pair(name, up, down, (module + ends[0], module + ends[1]), storage)
+            module = diffusers_name(name)
+            down_ending, up_ending = DIFFUSERS_KEYS
+        writer.add_pair(name, up, down, (module + down_ending, module + up_ending), storage)
 
 
 def _add_same(writer: PairWriter, like: Checkpoint, layers: Pairs, storage: str | None) -> None:
-    """The pairs of all layers under the keys that ``like`` has for them."""
-    rule, rank, scale_of_all = rank_rule(like), None, 1.0
-    if rule.least:
+    """Add the pairs of all layers under the keys that ``like`` has for them."""
+    rule = rank_rule(like)
+    if rule.min_rank:
         layers = _with_missing(like, layers)
-    if rule.common:
+    common_rank = None
+    common_scale = 1.0
+    if rule.is_common:
         layers = list(layers)
-        rank = max(down.shape[0] for _, _, down in layers)
-        scale_of_all = like.config["lora_alpha"] / rank
+        common_rank = max(down.shape[0] for _, _, down in layers)
+        common_scale = like.config["lora_alpha"] / common_rank
     for name, up, down in layers:
         layer: LoraLayer = like.layer(name)
-        scale = scale_of_all
+        scale = common_scale
         if layer.alpha is not None:
             scale = scalar(layer.alpha) / down.shape[0]
             writer.add(layer.alpha.name, layer.alpha.read())
         elif like.format == "mlx":
             scale = layer.scale
-        keys, transposed = (layer.down.name, layer.up.name), like.format == "mlx"
         writer.add_pair(
             name,
             up,
             down,
-            keys,
+            (layer.down.name, layer.up.name),
             storage or layer.dtype,
-            rank=rank,
+            rank=common_rank,
             scale=scale,
-            transposed=transposed,
+            transposed=like.format == "mlx",
         )
 
 
 def _with_missing(like: Checkpoint, layers: Pairs) -> Iterator[tuple[str, Array, Array]]:
-    """All layers; zeros for those left out of a file whose reader counts its layers."""
+    """Yield all layers, with zeros for those left out of a file whose reader counts its layers."""
     names = set()
     for name, up, down in layers:
         names.add(name)
@@ -264,32 +300,35 @@ def _with_missing(like: Checkpoint, layers: Pairs) -> Iterator[tuple[str, Array,
             yield layer.name, np.zeros((layer.out_features, 1)), np.zeros((1, layer.in_features))
 
 
-def _metadata(like: Checkpoint, writer: PairWriter) -> dict[str, str]:
-    """That of ``like``, with what it says of ranks and hashes made true."""
-    facts = {key: value for key, value in like.metadata.items() if key != LEGACY_HASH}
-    if MODEL_HASH in facts:
-        facts[MODEL_HASH] = writer.sha256()
+def _same_metadata(like: Checkpoint, writer: PairWriter) -> dict[str, str]:
+    """Return the metadata of ``like``, with what it says of ranks and hashes made true."""
+    metadata = {key: value for key, value in like.metadata.items() if key != LEGACY_HASH}
+    if MODEL_HASH in metadata:
+        metadata[MODEL_HASH] = writer.sha256()
     for name, rank in writer.ranks.items():
-        if f"{name}:rank" in facts:
-            facts[f"{name}:rank"] = str(rank)
-    if METADATA in facts:
-        facts[METADATA] = _header_config(json.loads(facts[METADATA]), writer.ranks)
-    return facts
+        if f"{name}:rank" in metadata:
+            metadata[f"{name}:rank"] = str(rank)
+    if METADATA in metadata:
+        metadata[METADATA] = _header_config(json.loads(metadata[METADATA]), writer.ranks)
+    return metadata
 
 
 def _header_config(config: dict[str, Any], ranks: Mapping[str, int]) -> str:
-    """diffusers' config of the components, with alpha equal to the rank everywhere."""
+    """Update diffusers' config of the components, with alpha equal to the rank everywhere."""
     components: dict[str, dict[str, int]] = {}
     for name, rank in ranks.items():
         component, _, module = name.partition(".")
         components.setdefault(component, {})[module] = rank
-    for component, own in components.items():
+    for component, ranks_of_component in components.items():
         if not any(key.startswith(f"{component}.") for key in config):
             continue
-        common = most_common(own)
-        config[f"{component}.r"] = config[f"{component}.lora_alpha"] = common
-        config[f"{component}.rank_pattern"] = config[f"{component}.alpha_pattern"] = patterns(
-            own, common
-        )
-        config[f"{component}.use_rslora"] = False
+        common = most_common(ranks_of_component)
+        rank_patterns = patterns(ranks_of_component, common)
+        config |= {
+            f"{component}.r": common,
+            f"{component}.lora_alpha": common,
+            f"{component}.rank_pattern": rank_patterns,
+            f"{component}.alpha_pattern": rank_patterns,
+            f"{component}.use_rslora": False,
+        }
     return json.dumps(config, sort_keys=True)

@@ -1,4 +1,4 @@
-"""Writing a plain LoRA directory: exact for what is given, in PEFT's form or for servers with one global scale."""
+"""Plain LoRA directories written: for PEFT, or for servers with one global scale."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints.records import Checkpoint
     from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 
-SERVER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM allocates; more is refused
+SERVER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM allocates; it refuses larger ones."""
 PROFILES = ("peft", "server", "lorax")
-LINEAR = ("lora_A.weight", "lora_B.weight")
-EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
+LINEAR_KEYS = ("lora_A.weight", "lora_B.weight")
+EMBEDDING_KEYS = ("lora_embedding_A", "lora_embedding_B")
 
 
 def write_lora(
@@ -38,7 +39,9 @@ def write_lora(
     profile: str = "peft",
     provenance: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a PEFT LoRA directory with ``ΔW = B @ A``: lora_alpha = r everywhere, so the scale must be in B already.
+    """Write a PEFT LoRA directory with ``ΔW = B @ A``.
+
+    lora_alpha = r everywhere, so the scale must be in B already.
 
     Parameters
     ----------
@@ -47,8 +50,8 @@ def write_lora(
     layers : iterable of (name, B, A)
         B (m, r) and A (r, n), taken one at a time.
     source : Checkpoint, optional
-        Where config fields, other tensors and layer kinds (embedding, convolution) come from; never
-        written into.
+        Where config fields, other tensors and types of layers (embedding, convolution) come from;
+        never written into.
     config, extras : Mapping, optional
         Instead of the source's.
     storage : str
@@ -60,6 +63,10 @@ def write_lora(
         8, 16, 32, 64, 128, 256, 320, 512, no patterns, for servers that stack the layers of a type;
         all layers are gathered first, to see the largest. Servers hold no other tensors, so extras
         are refused by name under both.
+    force : bool
+        Whether an adapter directory that is there may be replaced.
+    provenance : Mapping, optional
+        JSON values for the record in the header.
 
     Returns
     -------
@@ -81,106 +88,144 @@ def write_lora(
     >>> import tempfile
     >>> import numpy as np
     >>> from lsrdecomp.checkpoints import open_checkpoint
+    >>> layers = [("model.q_proj", np.ones((4, 1)), np.ones((1, 6)))]
     >>> with tempfile.TemporaryDirectory() as directory:
-    ...     up, down = np.ones((4, 1), np.float32), np.ones((1, 6), np.float32)
-    ...     written = open_checkpoint(write_lora(Path(directory) / "lora", layers=[("model.q_proj", up, down)]))
+    ...     written = open_checkpoint(write_lora(f"{directory}/lora", layers=layers))
     >>> [(layer.name, layer.shape) for layer in written.layers]
     [('model.q_proj', (4, 6))]
     """
     out = Path(out_dir)
+    # 1. What a profile cannot hold is refused before anything is written.
     if profile not in PROFILES:
         raise CheckpointError(f"profile {profile!r} is not one of {', '.join(PROFILES)}")
-    # Write 1: what a profile cannot hold is refused before anything is written.
-    config = config if config is not None else (source.config if source else {})
-    extras = extras if extras is not None else (source.extras if source else {})
-    if profile != "peft" and extras:
-        text = f"{len(extras)} tensors beside the adapter ({next(iter(extras))}, …) that servers do not load"
-        raise UnsupportedError(
-            text + ": use profile 'peft', or pass extras={} to leave them out", path=out
-        )
+    if config is None:
+        config = source.config if source else {}
+    if extras is None:
+        extras = source.extras if source else {}
     stacks = Stacks(config, out)
-    if profile != "peft" and stacks.targets:
-        text = "experts are stored stacked (target_parameters), which servers read otherwise"
-        raise UnsupportedError(f"{text}: use profile 'peft'", path=out)
-    rank = None
+    if profile != "peft":
+        _check_for_servers(extras, stacks, out)
+    common_rank = None
     if profile == "lorax":
         layers = list(layers)
-        rank = _server_rank(max((down.shape[0] for _, _, down in layers), default=1), out)
+        largest = max((down.shape[0] for _, _, down in layers), default=1)
+        common_rank = _server_rank(largest, out)
     with (
         new_directory(out, inputs=(source.path,) if source else (), force=force) as part,
         PairWriter(part, source) as writer,
     ):
-        # Write 2: the pairs as they come; experts of one stacked parameter, which come together, in
-        # one tensor.
-        kinds = {name: layer.layer_type for name, layer in writer.layers.items()}
-        names: set[str] = set()
-        for stack, group in groupby(layers, lambda layer: stacks.parameter_of_layer(layer[0])):
-            if stack is not None:
-                pairs = {name: (up, down) for name, up, down in group}
-                names |= pairs.keys()
-                key = PREFIX + stacks.key_of_parameter(stack)
-                writer.add_experts(
-                    stack,
-                    pairs,
-                    _experts(stack, source),
-                    (f"{key}.{LINEAR[0]}", f"{key}.{LINEAR[1]}"),
-                    storage,
-                )
-                continue
-            for name, up, down in group:
-                names.add(name)
-                ends = EMBEDDING if kinds.get(name) == "embedding" else LINEAR
-                keys = f"{PREFIX}{name}.{ends[0]}", f"{PREFIX}{name}.{ends[1]}"
-                writer.add_pair(name, up, down, keys, storage, rank=rank)
-        ranks = writer.ranks
+        # 2. The pairs as they come, then the other tensors.
+        names = _add_layers(writer, layers, stacks, storage, common_rank)
         if profile == "server":
-            _server_rank(max(ranks.values()), out)
+            _server_rank(max(writer.ranks.values()), out)
         for key, tensor in extras.items():
             writer.add(key, tensor.read())
-        # Write 3: the config for what came. Alpha is the rank everywhere: the scale is in B.
+        # 3. The config for what came.
         header = writer.record(provenance, profile=profile, storage=storage)
         fields = carried_fields(config, names, set(extras), source, "lora_only")
         if profile != "peft":
-            fields["target_modules"] = module_suffixes(ranks)
+            fields["target_modules"] = module_suffixes(writer.ranks)
         elif stacks.targets and isinstance(fields["target_modules"], list):
             fields["target_modules"] = [
                 name for name in fields["target_modules"] if stacks.parameter_of_layer(name) is None
             ]
         if not extras:
             fields["modules_to_save"] = None
-        common = max(ranks.values()) if profile == "server" else most_common(ranks)
-        fields |= {
-            "peft_type": "LORA",
-            "r": common,
-            "lora_alpha": common,
-            "rank_pattern": patterns(ranks, common),
-            "alpha_pattern": patterns(ranks, common),
-            "fan_in_fan_out": any(kinds.get(name) == "conv1d" for name in ranks),
-            "use_rslora": False,
-            "use_dora": False,
-            "lora_dropout": 0.0,
-            "init_lora_weights": True,
-        }
+        fields |= _lora_fields(writer, profile)
         writer.write(part / WEIGHTS, header)
         write_json(part / CONFIG, fields)
     return out
 
 
-def _experts(stack: str, source: Checkpoint | None) -> int:
-    """How many experts a stack has: as many as the source has of it, what it dropped included."""
+def _check_for_servers(extras: Mapping[str, StoredTensor], stacks: Stacks, out: Path) -> None:
+    """Refuse what servers do not load, or load otherwise."""
+    if extras:
+        raise UnsupportedError(
+            f"{len(extras)} tensors beside the adapter ({next(iter(extras))}, …) that servers do "
+            "not load: use profile 'peft', or pass extras={} to leave them out",
+            path=out,
+        )
+    if stacks.targets:
+        raise UnsupportedError(
+            "experts are stored stacked (target_parameters), which servers read otherwise: use "
+            "profile 'peft'",
+            path=out,
+        )
+
+
+def _server_rank(rank: int, out: Path) -> int:
+    """Return the smallest rank of a server that holds a rank."""
+    for server_rank in SERVER_RANKS:
+        if rank <= server_rank:
+            return server_rank
+    raise UnsupportedError(
+        f"rank {rank} is above {SERVER_RANKS[-1]}, the most a server takes", path=out
+    )
+
+
+def _add_layers(
+    writer: PairWriter,
+    layers: Iterable[tuple[str, Array, Array]],
+    stacks: Stacks,
+    storage: str,
+    common_rank: int | None,
+) -> set[str]:
+    """Add the pairs of all layers under PEFT's keys; return the names of the layers.
+
+    Experts of one stacked parameter, which come together, go into one tensor.
+    """
+    names: set[str] = set()
+    for stack, group in groupby(layers, lambda layer: stacks.parameter_of_layer(layer[0])):
+        if stack is not None:
+            pairs = {name: (up, down) for name, up, down in group}
+            names |= pairs.keys()
+            key = PREFIX + stacks.key_of_parameter(stack)
+            experts = _count_experts(stack, writer.source)
+            writer.add_experts(stack, pairs, experts, _keys(key, LINEAR_KEYS), storage)
+            continue
+        for name, up, down in group:
+            names.add(name)
+            layer = writer.layers.get(name)
+            is_embedding = layer is not None and layer.layer_type == "embedding"
+            keys = _keys(PREFIX + name, EMBEDDING_KEYS if is_embedding else LINEAR_KEYS)
+            writer.add_pair(name, up, down, keys, storage, rank=common_rank)
+    return names
+
+
+def _keys(module: str, endings: tuple[str, str]) -> tuple[str, str]:
+    down, up = endings
+    return f"{module}.{down}", f"{module}.{up}"
+
+
+def _count_experts(stack: str, source: Checkpoint | None) -> int:
+    """Return how many experts a stack has: as many as the source has, and had."""
     if source is None:
         raise CheckpointError(
             "the number of experts is that of a source, and there is none", tensor=stack
         )
-    names = [*(layer.name for layer in source.layers), *read_provenance(source).get("dropped", ())]
-    numbers = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == stack]
-    return 1 + max(int(number) for number in numbers if number.isdecimal())
+    dropped = read_provenance(source).get("dropped", ())
+    numbers = []
+    for name in (*(layer.name for layer in source.layers), *dropped):
+        parameter, _, number = name.rpartition(".")
+        if parameter == stack and number.isdecimal():
+            numbers.append(int(number))
+    return 1 + max(numbers)
 
 
-def _server_rank(rank: int, out: Path) -> int:
-    for allowed in SERVER_RANKS:
-        if rank <= allowed:
-            return allowed
-    raise UnsupportedError(
-        f"rank {rank} is above {SERVER_RANKS[-1]}, the most a server takes", path=out
-    )
+def _lora_fields(writer: PairWriter, profile: str) -> dict[str, Any]:
+    """Return the fields of LoRA in a config; alpha is the rank, since the scale is in B."""
+    ranks = writer.ranks
+    common = max(ranks.values()) if profile == "server" else most_common(ranks)
+    layer_types = {layer.layer_type for name, layer in writer.layers.items() if name in ranks}
+    return {
+        "peft_type": "LORA",
+        "r": common,
+        "lora_alpha": common,
+        "rank_pattern": patterns(ranks, common),
+        "alpha_pattern": patterns(ranks, common),
+        "fan_in_fan_out": "conv1d" in layer_types,
+        "use_rslora": False,
+        "use_dora": False,
+        "lora_dropout": 0.0,
+        "init_lora_weights": True,
+    }
