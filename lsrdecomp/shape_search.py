@@ -12,7 +12,7 @@ from lsrdecomp.arrays import Array, adjoint, as_double, namespace, norm, tail_no
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import accepts_settings
 from lsrdecomp.kronecker.shape import KroneckerShape, divisors, kronecker_shapes
-from lsrdecomp.solvers.svd.bidiagonal import Adjoint, Bidiagonal
+from lsrdecomp.solvers.svd.bidiagonal import AdjointOperator, Bidiagonal
 from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.targets.base import Dense, Rearranged, Target
 from lsrdecomp.targets.convert import as_target
@@ -206,7 +206,7 @@ class _Search:
             tails = np.asarray(tail_norms(_spectrum(operator))) / total
             return self._choose(tails, most, goal)
         if operator.shape[0] < operator.shape[1]:
-            operator = Adjoint(operator)
+            operator = AdjointOperator(operator)
         space = Bidiagonal(operator, total, min(16, max(4, most)), self.seed)
         past: list[np.ndarray] = []
         answer = None
@@ -221,7 +221,7 @@ class _Search:
                 fewer = certificate.error(max(answer[0] - 1, 0)) / (1.0 + excess)
                 if self.parameters is None and (answer[0] == 1 or fewer > goal or excess < 1e-2):
                     return answer
-                settled = certificate.excess(answer[0])[0] < 1e-2 or certificate.exact(answer[1])
+                settled = certificate.excess(answer[0])[0] < 1e-2 or certificate.is_exact(answer[1])
                 if self.parameters is not None and answer[0] < space.size and settled:
                     return answer
             elif limit == most:

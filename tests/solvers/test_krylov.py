@@ -23,6 +23,7 @@ from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram
+from lsrdecomp.solvers.svd.options import SinglePrecisionOptions, SketchOptions
 from lsrdecomp.targets.base import Dense, RearrangedDense
 from lsrdecomp.targets.row_stream import RowStream
 from lsrdecomp.testing import kronecker_shapes, low_rank_pairs
@@ -77,12 +78,19 @@ def test_error_is_the_optimum_within_the_reported_gap(name, rank, kind):
     assert solution.approximation.condition == pytest.approx(1.0, rel=1e-12)
 
 
+ANY_SIZE = SinglePrecisionOptions(min_entries=1)
+NO_SKETCH = SketchOptions(min_rows_per_column=10**6)
+
+
+def from_single(**fields):
+    """A solver that begins matrices of any size in single precision, without random columns."""
+    return BlockGolubKahan(single=ANY_SIZE, sketch=NO_SKETCH, **fields)
+
+
 @pytest.fixture
 def begun_in_single(monkeypatch):
-    """Let matrices of any size begin in single precision; return how many did."""
+    """Return the solves that begin in single precision."""
     begun, in_single = [], single.in_single
-    monkeypatch.setattr(golub_kahan.Rearrangement, "from_random_columns", lambda *given: None)
-    monkeypatch.setattr(single, "SMALLEST", 1)
     monkeypatch.setattr(
         golub_kahan, "in_single", lambda *given: begun.append(given) or in_single(*given)
     )
@@ -101,7 +109,7 @@ def test_what_begins_in_single_precision_is_within_the_gap_too(
         shape = KroneckerShape(SHAPE.factors[::-1])
         matrix = inverse_rearrange(rearrange(matrix, SHAPE).T, shape)
     target = Dense(matrix)
-    solution = BlockGolubKahan(tolerance=tolerance).solve(target, shape, rank=rank)
+    solution = from_single(tolerance=tolerance).solve(target, shape, rank=rank)
     optimum, error = np.linalg.norm(sigma[rank:]), target.residual_norm(solution.approximation)
     rounding = 64 * unit_roundoff("float64") * target.norm
     assert len(begun_in_single) == 1
@@ -116,15 +124,12 @@ def test_what_begins_in_single_precision_is_within_the_gap_too(
     )
 
 
-def test_single_precision_is_for_large_float64_matrices_and_loose_tolerances(
-    begun_in_single, monkeypatch
-):
+def test_single_precision_is_for_large_float64_matrices_and_loose_tolerances(begun_in_single):
     matrix = with_spectrum(SPECTRA["1/k"])
-    BlockGolubKahan(tolerance=1e-9).solve(Dense(matrix), SHAPE, rank=7)
-    BlockGolubKahan().solve(Dense(matrix), SHAPE, atol=0.5)
-    BlockGolubKahan().solve(Dense(matrix * 1e20), SHAPE, rank=7)
-    BlockGolubKahan().solve(Dense(matrix.astype(np.float32)), SHAPE, rank=7)
-    monkeypatch.undo()
+    from_single(tolerance=1e-9).solve(Dense(matrix), SHAPE, rank=7)
+    from_single().solve(Dense(matrix), SHAPE, atol=0.5)
+    from_single().solve(Dense(matrix * 1e20), SHAPE, rank=7)
+    from_single().solve(Dense(matrix.astype(np.float32)), SHAPE, rank=7)
     BlockGolubKahan().solve(Dense(matrix), SHAPE, rank=7)
     assert not begun_in_single
 
@@ -146,12 +151,11 @@ def products(monkeypatch):
 
 @pytest.mark.parametrize("single_first", [False, True])
 @pytest.mark.parametrize("remainder", [0.0, 1e-16, 1e-13, 2.5e-8, 1e-4])
-def test_a_flat_remainder_is_not_iterated_for(remainder, single_first, products, request):
+def test_a_flat_remainder_is_not_iterated_for(remainder, single_first, products):
     """Once a few exact terms stand apart, no space holds what the noise consists of."""
-    if single_first:
-        request.getfixturevalue("begun_in_single")
+    solver = from_single() if single_first else BlockGolubKahan()
     target = Dense(with_spectrum(np.where(K <= 12, 1.0 / K, remainder)))
-    solution = BlockGolubKahan().solve(target, SHAPE, rank=12)
+    solution = solver.solve(target, SHAPE, rank=12)
     assert products.count("float64") <= (2 if single_first else 4)
     optimum, rounding = (
         remainder * math.sqrt(SIDE - 12),
@@ -165,12 +169,10 @@ def test_a_flat_remainder_is_not_iterated_for(remainder, single_first, products,
     )
 
 
-def test_a_spectrum_below_the_rounding_of_single_precision_costs_two_products_there(
-    begun_in_single, products
-):
+def test_a_spectrum_below_the_rounding_of_single_precision_costs_two_products_there(products):
     sigma = 0.3**K
     target = Dense(with_spectrum(sigma))
-    solution = BlockGolubKahan().solve(target, SHAPE, rank=12)
+    solution = from_single().solve(target, SHAPE, rank=12)
     assert products == ["float32"] * 2 + ["float64"] * 2
     assert target.residual_norm(solution.approximation) <= np.linalg.norm(sigma[12:]) * (1 + 1e-3)
 
@@ -489,11 +491,11 @@ def test_a_gram_matrix_needs_no_full_svd_where_terms_stand_apart(base, remainder
 
 
 def test_a_large_matrix_of_few_terms_needs_no_krylov_space(monkeypatch, rng):
-    monkeypatch.setattr(single, "SMALLEST", 1)
     monkeypatch.setattr(golub_kahan, "Bidiagonal", None)
+    solver = BlockGolubKahan(single=ANY_SIZE)
     for sigma in (0.3**K, np.where(K <= 4, 1.0, 1e-6)):
         target = Dense(with_spectrum(sigma, rng))
-        solution = BlockGolubKahan().solve(target, SHAPE, rank=4)
+        solution = solver.solve(target, SHAPE, rank=4)
         error = target.residual_norm(solution.approximation)
         assert error <= np.linalg.norm(sigma[4:]) * (1.0 + solution.optimality_gap + 1e-12)
         assert solution.gap_kind is ErrorKind.bounded

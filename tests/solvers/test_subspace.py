@@ -10,7 +10,6 @@ from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.rearrange import inverse_rearrange
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Event, Solution
-from lsrdecomp.solvers.svd import batched as subspace
 from lsrdecomp.solvers.svd.batched import BatchedKrylov
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.targets.base import Dense
@@ -19,9 +18,9 @@ SHAPE = KroneckerShape(((10, 9), (8, 14)))  # R(M) is 90 × 112
 K = np.arange(1, 91)
 
 
-@pytest.fixture(autouse=True)
-def spaces_are_grown(monkeypatch):
-    monkeypatch.setattr(subspace, "SMALL", 64)  # the SVD would be faster
+def krylov(**fields):
+    """A solver that grows spaces here, where the SVD would be faster."""
+    return BatchedKrylov(svd_limit=64, **fields)
 
 
 def with_spectrum(sigma, rng):
@@ -55,7 +54,7 @@ def test_each_is_as_good_as_alone(rank, kind, rng):
     batch = a_batch(rng)
     if kind == "complex":
         batch = batch * np.exp(1j * rng.random(batch.shape[1:]))
-    solutions = BatchedKrylov(tolerance=1e-4).solve_batch(batch, SHAPE, rank=rank)
+    solutions = krylov(tolerance=1e-4).solve_batch(batch, SHAPE, rank=rank)
     check(batch, solutions, rank, 1e-4)
     for solution in solutions:
         assert solution.approximation.condition == pytest.approx(1.0, rel=1e-10)
@@ -67,7 +66,7 @@ def test_matrices_that_need_more_care_are_solved_alone(rng):
     exact = with_spectrum(np.where(K <= 4, 1.0, 0.0), rng)
     tiny_error = with_spectrum(10.0**-K, rng)
     batch = np.stack([easy, np.zeros_like(easy), exact, 1e-200 * easy, 1e200 * easy, tiny_error])
-    solutions = BatchedKrylov().solve_batch(batch, SHAPE, rank=6)
+    solutions = krylov().solve_batch(batch, SHAPE, rank=6)
     check(batch, solutions, 6, 1e-3)
     assert solutions[0].gap_kind is ErrorKind.estimated
     assert solutions[1].approximation.separation_rank == 0
@@ -77,7 +76,7 @@ def test_a_flat_remainder_needs_no_full_svd(rng):
     """No space holds much of noise: its gap is unknown, so each matrix went through an SVD."""
     few = np.where(K <= 4, 1.0 / K, 0.0)
     batch = np.stack([with_spectrum(np.maximum(few, level), rng) for level in (1e-13, 1e-8, 1e-4)])
-    solutions = BatchedKrylov().solve_batch(batch, SHAPE, rank=4)
+    solutions = krylov().solve_batch(batch, SHAPE, rank=4)
     check(batch, solutions, 4, 1e-6)
     for solution in solutions:
         assert not any(sweep.event is Event.hand_over for sweep in solution.sweeps)
@@ -87,7 +86,7 @@ def test_a_flat_remainder_needs_no_full_svd(rng):
 
 def test_single_precision_stays_single_in_common_steps(rng):
     batch = a_batch(rng).astype(np.float32)
-    solutions = BatchedKrylov().solve_batch(batch, SHAPE, rank=6)
+    solutions = krylov().solve_batch(batch, SHAPE, rank=6)
     check(batch, solutions, 6, 2e-4)
     kinds = [solution.approximation.dtype for solution in solutions]
     # exp(-k/4) falls fast; which six of twenty equal values are the leading ones is never settled.
@@ -97,8 +96,8 @@ def test_single_precision_stays_single_in_common_steps(rng):
 
 def test_every_library_agrees(xp, rng):
     batch = a_batch(rng)
-    theirs = BatchedKrylov().solve_batch(batch, SHAPE, rank=3)
-    ours = BatchedKrylov().solve_batch(xp.asarray(batch), SHAPE, rank=3)
+    theirs = krylov().solve_batch(batch, SHAPE, rank=3)
+    ours = krylov().solve_batch(xp.asarray(batch), SHAPE, rank=3)
     for i in (
         0,
         1,
@@ -109,11 +108,10 @@ def test_every_library_agrees(xp, rng):
     check(batch, [Solution(in_numpy(o.approximation), o.status) for o in ours], 3, 1e-4)
 
 
-def test_chunks_do_not_change_the_answer(monkeypatch, rng):
+def test_chunks_do_not_change_the_answer(rng):
     batch = a_batch(rng)
-    together = BatchedKrylov().solve_batch(list(batch), SHAPE, rank=3)
-    monkeypatch.setattr(subspace, "CHUNK_ENTRIES", 1)
-    one_by_one = BatchedKrylov().solve_batch(batch, SHAPE, rank=3)
+    together = krylov().solve_batch(list(batch), SHAPE, rank=3)
+    one_by_one = krylov(chunk_entries=1).solve_batch(batch, SHAPE, rank=3)
     for a, b in zip(together, one_by_one, strict=True):
         assert a.approximation.norm == pytest.approx(b.approximation.norm, rel=1e-4)
     check(batch, one_by_one, 3, 1e-4)
@@ -122,9 +120,7 @@ def test_chunks_do_not_change_the_answer(monkeypatch, rng):
 def test_a_rank_near_the_size_of_the_rearrangement(rng):
     batch = rng.standard_normal((3, 6, 8))
     shape = KroneckerShape(((3, 2), (2, 4)))
-    for matrix, solution in zip(
-        batch, BatchedKrylov().solve_batch(batch, shape, rank=9), strict=True
-    ):
+    for matrix, solution in zip(batch, krylov().solve_batch(batch, shape, rank=9), strict=True):
         assert Dense(matrix).residual_norm(solution.approximation) <= 1e-13
 
 
@@ -135,7 +131,7 @@ def test_small_matrices_go_through_one_svd(xp, rng):
         "ab,cd->abcd", rng.standard_normal((3, 2)), rng.standard_normal((4, 5))
     ).transpose(0, 2, 1, 3)
     batch = np.concatenate([rng.standard_normal((2, 12, 10)), few.reshape(2, 12, 10)])
-    found = BatchedKrylov().solve_batch(xp.asarray(batch), shape, rank=3)
+    found = krylov().solve_batch(xp.asarray(batch), shape, rank=3)
     assert [one.approximation.separation_rank for one in found] == [3, 3, 0, 1]
     for matrix, one in zip(batch, found, strict=True):
         best = SVD().solve(Dense(matrix), shape, rank=3).approximation
@@ -146,15 +142,15 @@ def test_small_matrices_go_through_one_svd(xp, rng):
         assert one.relative_error == pytest.approx(error, rel=1e-6, abs=1e-15)
     batch[1, 2, 3] = np.nan
     with pytest.raises(PrecisionError, match="1 of 480 entries are not finite"):
-        BatchedKrylov().solve_batch(xp.asarray(batch), shape, rank=3)
+        krylov().solve_batch(xp.asarray(batch), shape, rank=3)
 
 
 def test_what_a_common_space_leaves_open_takes_its_gram_matrix(monkeypatch, rng):
     """Four terms, six asked for, a flat remainder: no space is grown for one matrix alone."""
-    monkeypatch.setattr(subspace, "BlockGolubKahan", None)
+    monkeypatch.setattr("lsrdecomp.solvers.svd.batched.BlockGolubKahan", None)
     flat = [with_spectrum(np.where(K <= 4, 1.0, 1e-12), rng) for _ in range(3)]
     batch = np.stack([with_spectrum(np.exp(-K / 30.0), rng), *flat])
-    solutions = BatchedKrylov().solve_batch(batch, SHAPE, rank=6)
+    solutions = krylov().solve_batch(batch, SHAPE, rank=6)
     check(batch, solutions, 6, 1e-3)
     assert [any(sweep.event is Event.hand_over for sweep in one.sweeps) for one in solutions] == [
         False,
@@ -164,17 +160,17 @@ def test_what_a_common_space_leaves_open_takes_its_gram_matrix(monkeypatch, rng)
 
 def test_bad_batches_are_refused(rng):
     with pytest.raises(ShapeError, match=r"matrices of one size, got \[\(2, 2\), \(2, 3\)\]"):
-        BatchedKrylov().solve_batch([np.ones((2, 2)), np.ones((2, 3))], SHAPE, rank=1)
+        krylov().solve_batch([np.ones((2, 2)), np.ones((2, 3))], SHAPE, rank=1)
     with pytest.raises(ShapeError, match=r"expected shape \(L, m, n\)"):
-        BatchedKrylov().solve_batch(np.ones((2, 2)), SHAPE, rank=1)
+        krylov().solve_batch(np.ones((2, 2)), SHAPE, rank=1)
     with pytest.raises(ShapeError, match="rows, but the matrix has 81"):
-        BatchedKrylov().solve_batch(np.ones((2, 81, 126)), SHAPE, rank=1)
+        krylov().solve_batch(np.ones((2, 81, 126)), SHAPE, rank=1)
     with pytest.raises(ShapeError, match="two factors"):
-        BatchedKrylov().solve_batch(np.ones((2, 8, 8)), KroneckerShape.balanced((8, 8), 3), rank=1)
+        krylov().solve_batch(np.ones((2, 8, 8)), KroneckerShape.balanced((8, 8), 3), rank=1)
     bad = a_batch(rng)
     bad[2, 3, 4] = np.nan
     with pytest.raises(PrecisionError, match="1 of 60480 entries"):
-        BatchedKrylov().solve_batch(bad, SHAPE, rank=1)
+        krylov().solve_batch(bad, SHAPE, rank=1)
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32])
@@ -183,7 +179,7 @@ def test_fast_spectra_need_no_common_steps_and_are_bounded(base, kind, rng):
     """What single precision cannot see is found in double, from random columns, and is measured."""
     batch = np.stack([with_spectrum(base ** (K - 1.0), rng) for _ in range(3)]).astype(kind)
     for rank in (6, 16):
-        solutions = BatchedKrylov().solve_batch(batch, SHAPE, rank=rank)
+        solutions = krylov().solve_batch(batch, SHAPE, rank=rank)
         for matrix, solution in zip(batch, solutions, strict=True):
             target = Dense(matrix)
             error = target.residual_norm(solution.approximation)

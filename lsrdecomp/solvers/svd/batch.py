@@ -25,7 +25,7 @@ from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Solution, Status
-from lsrdecomp.solvers.svd.dense import chosen_rank, signed
+from lsrdecomp.solvers.svd.dense import required_rank, signed
 
 if TYPE_CHECKING:
     from lsrdecomp.kronecker.shape import KroneckerShape
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def as_batch(matrices: Any) -> Array:
-    """Matrices of one size as an array (L, m, n); raises `ShapeError` where sizes differ."""
+    """Return matrices of one size as an array (L, m, n); raise `ShapeError` where sizes differ."""
     if isinstance(matrices, Sequence):
         arrays = [as_floating(matrix, f"matrix {i}") for i, matrix in enumerate(matrices)]
         sizes = {tuple(array.shape) for array in arrays}
@@ -47,65 +47,80 @@ def as_batch(matrices: Any) -> Array:
 
 
 def truncated_svds(
-    batch: Array, shape: KroneckerShape, most: int, atol: float | None, progress: SolveProgress
+    batch: Array,
+    shape: KroneckerShape,
+    max_terms: int,
+    atol: float | None,
+    progress: SolveProgress,
 ) -> list[Solution]:
-    """Truncated SVDs in the precision of the input, without the terms that are rounding."""
+    """Take truncated SVDs in the precision of the input, without the terms that are rounding."""
     require_finite(batch, "batch")
     operators = rearrange(batch, shape)
     u, sigma, vh = namespace(batch).linalg.svd(operators, full_matrices=False)
-    u, vh, values = u[:, :, :most], vh[:, :most, :], to_numpy(sigma).astype(np.float64)
-    ends = [(most, Status.rank_reached)] * len(values)
+    u = u[:, :, :max_terms]
+    vh = vh[:, :max_terms, :]
+    spectra = to_numpy(sigma).astype(np.float64)
+    # SVDs 1: the number of terms of each matrix, by the request.
+    ends = [(max_terms, Status.rank_reached)] * len(spectra)
     if atol is not None:
-        ends = [chosen_rank(tail_norms(spectrum), most, atol) for spectrum in values]
-    # Singular values below the rounding of the largest belong to no term of the matrix.
-    floors = max(operators.shape[1:]) * unit_roundoff(batch.dtype) * values[:, :1]
-    terms = np.minimum(np.sum(values[:, :most] > floors, axis=1), [enough for enough, _ in ends])
-    errors = relative_errors(operators, u, values, vh, terms)
-    progress.record(float(np.max(errors)), objective=float(np.max(errors)) ** 2)
-    sums, record = as_sums(u, sigma[:, :most], vh, shape), progress.sweeps[-1:]
-    return [
-        Solution(
-            x if k == most else x.truncate(int(k)),
-            status,
-            record,
-            0.0,
-            ErrorKind.bounded,
-            float(error),
-        )
-        for x, k, (_, status), error in zip(sums, terms, ends, errors, strict=True)
-    ]
+        ends = [required_rank(tail_norms(spectrum), max_terms, atol) for spectrum in spectra]
+    # SVDs 2: singular values below the rounding of the largest belong to no term of the matrix.
+    floors = max(operators.shape[1:]) * unit_roundoff(batch.dtype) * spectra[:, :1]
+    n_above_rounding = np.sum(spectra[:, :max_terms] > floors, axis=1)
+    n_terms = np.minimum(n_above_rounding, [rank for rank, _ in ends])
+    # SVDs 3: errors, measured.
+    errors = relative_errors(operators, u, spectra, vh, n_terms)
+    largest_error = float(np.max(errors))
+    progress.record(largest_error, objective=largest_error**2)
+    record = progress.sweeps[-1:]
+    solutions = []
+    sums = as_sums(u, sigma[:, :max_terms], vh, shape)
+    for terms, rank, (_, status), error in zip(sums, n_terms, ends, errors, strict=True):
+        kept = terms if rank == max_terms else terms.truncate(int(rank))
+        solution = Solution(kept, status, record, 0.0, ErrorKind.bounded, float(error))
+        solutions.append(solution)
+    return solutions
 
 
 def relative_errors(
-    operators: Array, u: Array, sigma: np.ndarray, vh: Array, terms: np.ndarray
+    operators: Array, u: Array, sigma: np.ndarray, vh: Array, n_terms: np.ndarray
 ) -> np.ndarray:
-    """‖R − U σ Vᴴ‖/‖R‖ of so many terms of each matrix, from entries in double precision, all for σ_1 = 1."""
+    """Return ‖R − U σ Vᴴ‖/‖R‖ of so many terms of each matrix, from entries in double precision."""
     # Divided by σ_1 first: squares of entries then neither overflow nor vanish.
     largest = np.where(sigma[:, :1] > 0.0, sigma[:, :1], 1.0)
     sigma = sigma / largest
-    weights = np.where(np.arange(vh.shape[1]) < terms[:, None], sigma[:, : vh.shape[1]], 0.0)
-    rest, u, vh = as_double(operators), as_double(u), as_double(vh)
-    xp = namespace(rest)
-    real = real_part(rest[:1, :1, :1])
-    rest = rest / like(largest, real)[:, :, None]
-    rest -= (u * like(weights, real)[:, None, :]) @ vh
-    errors: np.ndarray = to_numpy(xp.linalg.vector_norm(rest, axis=(1, 2))) / np.linalg.norm(
-        sigma, axis=1
-    ).clip(1.0)
+    max_terms = vh.shape[1]
+    is_kept = np.arange(max_terms) < n_terms[:, None]
+    weights = np.where(is_kept, sigma[:, :max_terms], 0.0)
+    residual = as_double(operators)
+    u = as_double(u)
+    vh = as_double(vh)
+    xp = namespace(residual)
+    real_prototype = real_part(residual[:1, :1, :1])
+    residual = residual / like(largest, real_prototype)[:, :, None]
+    residual -= (u * like(weights, real_prototype)[:, None, :]) @ vh
+    residual_norms = to_numpy(xp.linalg.vector_norm(residual, axis=(1, 2)))
+    errors: np.ndarray = residual_norms / np.linalg.norm(sigma, axis=1).clip(1.0)
     return errors
 
 
 def as_sums(u: Array, sigma: Array, vh: Array, shape: KroneckerShape) -> list[SeparatedMatrix]:
-    """Singular triples (L, p, s), (L, s), (L, s, q) as Kronecker terms, one sum a matrix."""
-    xp, rank, ((m, n), (p, q)) = namespace(u), int(sigma.shape[1]), shape.factors
+    """Return singular triples (L, p, s), (L, s), (L, s, q) as Kronecker terms, one sum a matrix."""
+    xp = namespace(u)
+    rank = int(sigma.shape[1])
+    (m, n), (p, q) = shape.factors
     left, right = signed(xp.matrix_transpose(u), vh)
-    left, right = xp.reshape(left, (-1, rank, m, n)), xp.reshape(right, (-1, rank, p, q))
-    every = range(int(sigma.shape[0]))
-    return [SeparatedMatrix(sigma[i, :], (left[i, :, :, :], right[i, :, :, :])) for i in every]
+    left = xp.reshape(left, (-1, rank, m, n))
+    right = xp.reshape(right, (-1, rank, p, q))
+    batch = range(int(sigma.shape[0]))
+    return [SeparatedMatrix(sigma[i, :], (left[i, :, :, :], right[i, :, :, :])) for i in batch]
 
 
 def rayleigh_ritz(operators: Array, q: Array) -> tuple[Array, Array, Array]:
-    """Singular triples of Q Qᴴ R of each matrix, Q (L, p, k) with orthonormal columns; O((p + q)·k²) beside Qᴴ R."""
+    """Return the singular triples of Q Qᴴ R of each matrix, Q (L, p, k) with orthonormal columns.
+
+    Cost O((p + q)·k²) beside Qᴴ R.
+    """
     xp = namespace(operators)
     images, triangle = xp.linalg.qr(adjoint(adjoint(q) @ operators))
     left, sigma, right = xp.linalg.svd(adjoint(triangle), full_matrices=False)
@@ -113,14 +128,26 @@ def rayleigh_ritz(operators: Array, q: Array) -> tuple[Array, Array, Array]:
 
 
 def extrapolated_excess(captured: list[np.ndarray]) -> np.ndarray:
-    """error/optimum − 1 if the gains go on as a geometric series, twice over; infinite before there are two."""
+    """Return error/optimum − 1 if the gains go on as a geometric series, twice over.
+
+    Infinite before there are two gains.
+
+    Parameters
+    ----------
+    captured : list of ndarray, shape (L,) each
+        The squared share of the norm that the space held after each step.
+    """
+    latest = captured[-1]
     if len(captured) < 3:
-        return np.full_like(captured[-1], math.inf)
+        return np.full_like(latest, math.inf)
     # A gain below rounding is taken for rounding: it may have been as large.
     rounding = 4.0 * unit_roundoff("float32")
-    before, last = (np.maximum(captured[-i] - captured[-i - 1], rounding) for i in (2, 1))
-    # Gains a, a q, a q², … with q = last / before leave last² / (before − last) to come; where they
-    # do not fall yet, a guess from the last one stands in for the series.
+    previous_gain = np.maximum(captured[-2] - captured[-3], rounding)
+    last_gain = np.maximum(latest - captured[-2], rounding)
+    squared_error = 1.0 - latest
+    # Gains a, a q, a q², … with q = last / previous leave last² / (previous − last) to come; where
+    # they do not fall yet, a guess from the last one stands in for the series.
     with np.errstate(divide="ignore", invalid="ignore"):
-        gain = np.where(last < before, 2.0 * last**2 / (before - last), 4.0 * last)
-        return np.where(gain < 1.0 - captured[-1], 0.5 * gain / (1.0 - captured[-1]), math.inf)
+        series = 2.0 * last_gain**2 / (previous_gain - last_gain)
+        gain = np.where(last_gain < previous_gain, series, 4.0 * last_gain)
+        return np.where(gain < squared_error, 0.5 * gain / squared_error, math.inf)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -43,26 +43,13 @@ from lsrdecomp.solvers.svd.batch import (
 from lsrdecomp.solvers.svd.dense import as_matrix
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram, Rearrangement
+from lsrdecomp.solvers.svd.options import SketchOptions
 from lsrdecomp.targets.base import Dense
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from lsrdecomp.kronecker.shape import KroneckerShape
-
-CHUNK_ENTRIES = 2**20
-"""Entries of the matrices that take their steps together."""
-
-CACHED = 2**16
-"""Entries of the matrices whose residuals are formed together: 512 KiB, which stay in a processor's
-cache."""
-
-SMALL = 160
-"""Terms that a matrix can have up to which its SVD is the faster way."""
-
-MODERATE = 512
-"""Terms that a matrix can have up to which its Gram matrix is the faster way where a common space
-was not enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +73,18 @@ class BatchedKrylov(MatrixSolver):
     seed : int
         Of the random start, which all matrices share.
     max_steps : int
-        Most blocks in a space, three at least: the excess is told from what they gain.
+        Maximum blocks in a space, three at least: the excess is told from what they gain.
+    svd_limit : int
+        Terms that a matrix can have up to which its SVD is taken, as the faster way: by timing of
+        64 matrices of 64 × 64.
+    gram_limit : int
+        Terms that a matrix can have up to which `Gram` takes over where common steps were not
+        enough. By hand.
+    chunk_entries, svd_chunk_entries : int
+        Entries of the matrices that take their steps together, and of those whose SVDs are measured
+        together: 512 KiB, which stay in a processor's cache.
+    sketch : SketchOptions
+        When random columns are drawn, and how many.
 
     Examples
     --------
@@ -104,13 +102,19 @@ class BatchedKrylov(MatrixSolver):
     columns: int = 16
     seed: int = 0
     max_steps: int = 10
+    svd_limit: int = 160
+    gram_limit: int = 512
+    chunk_entries: int = 2**20
+    svd_chunk_entries: int = 2**16
+    sketch: SketchOptions = field(default_factory=SketchOptions)
 
     def _solve(self, problem: MatrixProblem) -> Solution:
-        """One matrix as a batch of one, formed; the method is that of `solve_batch`."""
+        """Solve for one matrix, formed, as a batch of one; the method is that of `solve_batch`."""
         batch = as_batch(as_matrix(problem.target)[None, :, :])
-        return self._solved(
-            batch, problem.shape, problem.rank, problem.atol, problem.max_terms, problem.progress
-        )[0]
+        request = _Request(
+            problem.shape, problem.rank, problem.atol, problem.max_terms, problem.progress
+        )
+        return self._solved(batch, request)[0]
 
     def solve_batch(
         self,
@@ -121,7 +125,7 @@ class BatchedKrylov(MatrixSolver):
         atol: float | None = None,
         on_sweep: Callable[[Sweep], Any] | None = None,
     ) -> tuple[Solution, ...]:
-        """Leading singular triples of the rearrangement of each matrix.
+        """Find the leading singular triples of the rearrangement of each matrix.
 
         Unlike a batched ``numpy.linalg.svd`` it stops when each error is near its optimum.
 
@@ -151,168 +155,203 @@ class BatchedKrylov(MatrixSolver):
             For sizes that differ or do not tile, entries that are not finite, and a missing goal.
         """
         batch = as_batch(matrices)
-        most = validate_request(tuple(batch.shape[1:]), shape, rank, atol, order=self.order)
-        return tuple(self._solved(batch, shape, rank, atol, most, SolveProgress(on_sweep)))
+        size = tuple(batch.shape[1:])
+        max_terms = validate_request(size, shape, rank, atol, order=self.order)
+        request = _Request(shape, rank, atol, max_terms, SolveProgress(on_sweep))
+        return tuple(self._solved(batch, request))
 
-    def _solved(
-        self,
-        batch: Array,
-        shape: KroneckerShape,
-        rank: int | None,
-        atol: float | None,
-        most: int,
-        progress: SolveProgress,
-    ) -> list[Solution]:
-        block = -(-most // self.columns) * self.columns
+    def _solved(self, batch: Array, request: _Request) -> list[Solution]:
+        block = self._block_size(request.max_terms)
         # Batch 1: an SVD where a space would soon hold the whole matrix, or where torch
         # differentiates it.
-        whole = shape.max_separation_rank <= max(SMALL, 3 * block) or is_differentiated(batch)
+        svd_limit = max(self.svd_limit, 3 * block)
+        by_svd = request.shape.max_separation_rank <= svd_limit or is_differentiated(batch)
         # Batch 2: so many at a time that their arrays stay small; each part has its own common
         # steps.
-        height = max(1, (CACHED if whole else CHUNK_ENTRIES) // (batch.shape[1] * batch.shape[2]))
+        entries = self.svd_chunk_entries if by_svd else self.chunk_entries
+        height = max(1, entries // (batch.shape[1] * batch.shape[2]))
+        progress = request.progress
         solutions: list[Solution] = []
         for start in range(0, batch.shape[0], height):
             part = batch[start : min(start + height, batch.shape[0]), :, :]
             progress.mark(Event.start)
-            if whole:
-                solutions += truncated_svds(part, shape, most, atol, progress)
-            elif atol is not None:
-                solutions += [
-                    self._alone(part[i, :, :], shape, rank, atol, progress)
-                    for i in range(part.shape[0])
-                ]
+            if by_svd:
+                solutions += truncated_svds(
+                    part, request.shape, request.max_terms, request.atol, progress
+                )
+            elif request.atol is not None:
+                solutions += [self._alone(part[i, :, :], request) for i in range(part.shape[0])]
             else:
-                solutions += self._together(part, shape, most, block, progress)
+                solutions += self._together(part, request)
         return solutions
 
-    def _alone(
-        self,
-        matrix: Array,
-        shape: KroneckerShape,
-        rank: int | None,
-        atol: float | None,
-        progress: SolveProgress,
-        before: tuple[Sweep, ...] = (),
-    ) -> Solution:
-        """One matrix by `Gram` or `BlockGolubKahan`, its records behind the common ones ``before``."""
-        gram = atol is None and (not before or shape.max_separation_rank <= MODERATE)
-        solver: Solver = (
-            Gram(self.tolerance, self.seed)
-            if gram
-            else BlockGolubKahan(None, self.seed, self.tolerance)
-        )
-        earlier, event = len(progress.sweeps), Event.hand_over if before else Event.start
-        solution = progress.solve(solver, Dense(matrix), shape, rank=rank, atol=atol, event=event)
-        own = enumerate((*before, *progress.sweeps[earlier:]), 1)
-        return replace(solution, sweeps=tuple(replace(sweep, index=index) for index, sweep in own))
+    def _block_size(self, rank: int) -> int:
+        """Return the least multiple of ``columns`` that holds so many terms."""
+        return -(-rank // self.columns) * self.columns
 
-    def _together(
-        self, batch: Array, shape: KroneckerShape, rank: int, block: int, progress: SolveProgress
-    ) -> list[Solution]:
-        """Those whose size does not fall fast by common steps; the others, and what these leave open, each alone."""
-        xp = namespace(batch)
+    def _alone(
+        self, matrix: Array, request: _Request, common_sweeps: tuple[Sweep, ...] = ()
+    ) -> Solution:
+        """Solve for one matrix by `Gram` or `BlockGolubKahan`, its records behind the common ones."""
+        is_moderate = request.shape.max_separation_rank <= self.gram_limit
+        solver: Solver
+        if request.atol is None and (not common_sweeps or is_moderate):
+            solver = Gram(self.tolerance, self.seed, self.sketch)
+        else:
+            solver = BlockGolubKahan(seed=self.seed, tolerance=self.tolerance, sketch=self.sketch)
+        progress = request.progress
+        n_earlier = len(progress.sweeps)
+        solution = progress.solve(
+            solver,
+            Dense(matrix),
+            request.shape,
+            rank=request.rank,
+            atol=request.atol,
+            event=Event.hand_over if common_sweeps else Event.start,
+        )
+        sweeps = []
+        for index, sweep in enumerate((*common_sweeps, *progress.sweeps[n_earlier:]), 1):
+            sweeps.append(replace(sweep, index=index))
+        return replace(solution, sweeps=tuple(sweeps))
+
+    def _together(self, batch: Array, request: _Request) -> list[Solution]:
+        """Solve for a part of the batch by common steps, and for what they leave open alone."""
+        progress = request.progress
         # Together 1: norms, by which entries are refused that are not finite.
-        norms = np.asarray([norm(batch[i, :, :]) for i in range(int(batch.shape[0]))])
+        n_matrices = int(batch.shape[0])
+        norms = np.asarray([norm(batch[i, :, :]) for i in range(n_matrices)])
         if not np.all(np.isfinite(norms)):
             require_finite(batch, "batch")
-        usable = (norms > 1e-15) & (norms < 1e15)  # single precision holds them and their squares
-        operators, solutions = rearrange(batch, shape), dict[int, Solution]()
+        operators = rearrange(batch, request.shape)
         # Together 2: one product with random columns is enough where a spectrum falls fast.
-        for i in np.flatnonzero(usable).tolist():
-            matrix = Rearrangement.of(operators[i, :, :], float(norms[i]), shape)
-            solution = matrix.from_random_columns(rank, self.tolerance, self.seed)
+        fits_single = (norms > 1e-15) & (norms < 1e15)  # it holds them and their squares
+        usable = np.flatnonzero(fits_single).tolist()
+        solutions: dict[int, Solution] = {}
+        for i in usable:
+            solution = self._from_random_columns(operators[i, :, :], float(norms[i]), request)
             if solution is not None:
-                progress.record(solution.relative_error or 0.0)
-                solutions[i] = replace(solution, sweeps=progress.sweeps[-1:])
+                solutions[i] = solution
         # Together 3: the others take common steps.
-        slow = [i for i in np.flatnonzero(usable).tolist() if i not in solutions]
-        before = len(progress.sweeps)
+        slow = [i for i in usable if i not in solutions]
+        n_earlier = len(progress.sweeps)
         if slow:
-            if len(slow) < len(norms):
-                operators = xp.take(
-                    operators, xp.asarray(slow, dtype=xp.int64, device=device(batch)), axis=0
-                )
-            near = self._near(operators, norms[slow], rank, block, shape, progress)
-            solutions |= {slow[index]: solution for index, solution in near.items()}
+            if len(slow) < n_matrices:
+                xp = namespace(batch)
+                positions = xp.asarray(slow, dtype=xp.int64, device=device(batch))
+                operators = xp.take(operators, positions, axis=0)
+            for position, solution in self._near(operators, norms[slow], request).items():
+                solutions[slow[position]] = solution
         # Together 4: what these leave open, and what single precision cannot hold, alone.
-        common = progress.sweeps[before:]
-        for i in range(len(norms)):
+        common_sweeps = progress.sweeps[n_earlier:]
+        for i in range(n_matrices):
             if i not in solutions:
-                earlier = common if i in slow else ()
-                solutions[i] = self._alone(batch[i, :, :], shape, rank, None, progress, earlier)
-        return [solutions[i] for i in range(len(norms))]
+                earlier = common_sweeps if i in slow else ()
+                request_alone = replace(request, rank=request.max_terms, atol=None)
+                solutions[i] = self._alone(batch[i, :, :], request_alone, earlier)
+        return [solutions[i] for i in range(n_matrices)]
 
-    def _near(
-        self,
-        operators: Array,
-        norms: np.ndarray,
-        rank: int,
-        block: int,
-        shape: KroneckerShape,
-        progress: SolveProgress,
-    ) -> dict[int, Solution]:
-        """Those whose error common steps bring near the optimum."""
-        xp, before = namespace(operators), len(progress.sweeps)
-        begun = operators[:, :, :0], np.full(norms.shape, math.inf)
-        (basis, excess), _ = iterate(self._steps(operators, norms, rank, block), begun, progress)
+    def _from_random_columns(
+        self, operator: Array, size: float, request: _Request
+    ) -> Solution | None:
+        """Find the terms of one matrix in the range of random columns, where its spectrum falls fast."""
+        matrix = Rearrangement.of(operator, size, request.shape)
+        solution = matrix.from_random_columns(
+            request.max_terms, self.tolerance, self.seed, self.sketch
+        )
+        if solution is None:
+            return None
+        request.progress.record(solution.relative_error or 0.0)
+        return replace(solution, sweeps=request.progress.sweeps[-1:])
+
+    def _near(self, operators: Array, norms: np.ndarray, request: _Request) -> dict[int, Solution]:
+        """Return solutions, by position, for those whose error common steps bring near the optimum."""
+        xp = namespace(operators)
+        progress = request.progress
+        n_earlier = len(progress.sweeps)
+        initial = operators[:, :, :0], np.full(norms.shape, math.inf)
+        steps = self._steps(operators, norms, request.max_terms)
+        (basis, excess), _ = iterate(steps, initial, progress)
         # Rayleigh–Ritz in the precision of the input: the error of single precision is squared.
-        u, sigma, vh = rayleigh_ritz(operators, xp.linalg.qr(xp.astype(basis, operators.dtype))[0])
+        basis = xp.linalg.qr(xp.astype(basis, operators.dtype))[0]
+        u, sigma, vh = rayleigh_ritz(operators, basis)
         captured = np.sum(to_numpy(sigma).astype(np.float64) ** 2, axis=1) / norms**2
         # Below this the error is lost in the rounding of ‖R‖² − Σσ².
-        double = unit_roundoff(operators.dtype) == unit_roundoff("float64")
-        floor = 1e6 * unit_roundoff("float32") ** 2 if double else 1e3 * unit_roundoff("float32")
-        good, common = (
-            (excess <= self.tolerance) & (1.0 - captured > floor),
-            progress.sweeps[before:],
-        )
-        return {
-            i: Solution(
-                separated, Status.rank_reached, common, float(excess[i]), ErrorKind.estimated
-            )
-            for i, separated in enumerate(as_sums(u, sigma, vh, shape))
-            if good[i]
-        }
+        if unit_roundoff(operators.dtype) == unit_roundoff("float64"):
+            floor = 1e6 * unit_roundoff("float32") ** 2
+        else:
+            floor = 1e3 * unit_roundoff("float32")
+        is_near = (excess <= self.tolerance) & (1.0 - captured > floor)
+        common_sweeps = progress.sweeps[n_earlier:]
+        solutions = {}
+        for i, terms in enumerate(as_sums(u, sigma, vh, request.shape)):
+            if is_near[i]:
+                solutions[i] = Solution(
+                    terms,
+                    Status.rank_reached,
+                    common_sweeps,
+                    float(excess[i]),
+                    ErrorKind.estimated,
+                )
+        return solutions
 
     def _steps(
-        self, operators: Array, norms: np.ndarray, rank: int, block: int
+        self, operators: Array, norms: np.ndarray, rank: int
     ) -> Iterator[IterationStep[tuple[Array, np.ndarray]]]:
-        """Leading ``rank`` Ritz vectors (L, p, rank) of each R Rᴴ, and the excess of the errors."""
+        """Yield the leading ``rank`` Ritz vectors (L, p, rank) of each R Rᴴ, and the excess of the errors."""
         xp = namespace(operators)
+        block = self._block_size(rank)
         single = xp.astype(operators, xp.complex64 if is_complex(operators) else xp.float32)
-        columns = single.shape[2]
-        start: Any = np.random.default_rng(self.seed).standard_normal((columns, block))
+        _, rows, columns = single.shape
+        norms_like = like(norms, single)[:, None, None]
         # Noise of the size of rounding fills the directions that a matrix of low rank lacks.
-        noise = np.random.default_rng(self.seed + 1).standard_normal((single.shape[1], block))
-        noise = like(noise * unit_roundoff("float32") / single.shape[1] ** 0.5, single)[None, :, :]
-        size_of = like(norms, single)[:, None, None]
-        basis = xp.linalg.qr(single @ like(start, single)[None, :, :] + noise * size_of)[0]
+        noise = np.random.default_rng(self.seed + 1).standard_normal((rows, block))
+        noise = noise * unit_roundoff("float32") / rows**0.5
+        noise = like(noise, single)[None, :, :]
+        start = np.random.default_rng(self.seed).standard_normal((columns, block))
+        start = like(start, single)[None, :, :]
+        basis = xp.linalg.qr(single @ start + noise * norms_like)[0]
         images = adjoint(single) @ basis
         captured: list[np.ndarray] = []
         for step in range(max(3, self.max_steps)):
             # Krylov 1: R Rᴴ times the newest block, orthogonal to all before.
             if step:
-                rest = single @ images[:, :, -block:]
-                rest = rest - basis @ (adjoint(basis) @ rest) + noise * size_of**2
-                fresh = xp.linalg.qr(rest - basis @ (adjoint(basis) @ rest))[0]
-                basis = xp.concat((basis, fresh), axis=2)
-                images = xp.concat((images, adjoint(single) @ fresh), axis=2)
-            # Krylov 2: what the space captures of each matrix, and what further steps may add.
+                new = single @ images[:, :, -block:]
+                new = new - basis @ (adjoint(basis) @ new) + noise * norms_like**2
+                new = xp.linalg.qr(new - basis @ (adjoint(basis) @ new))[0]
+                basis = xp.concat((basis, new), axis=2)
+                images = xp.concat((images, adjoint(single) @ new), axis=2)
+            # Krylov 2: the energy of each matrix in the space, and what further steps may add.
             gram = adjoint(images) @ images
             if step < 2:  # never the last, so without vectors
-                values, leading = xp.linalg.eigvalsh(gram), basis[:, :, :rank]
+                values = xp.linalg.eigvalsh(gram)
+                leading = basis[:, :, :rank]
             else:
                 values, vectors = xp.linalg.eigh(gram)
                 leading = basis @ vectors[:, :, -rank:]
-            spectrum = to_numpy(values).astype(np.float64)[:, -rank:]
-            captured.append(np.minimum(np.sum(spectrum, axis=1) / norms**2, 1.0))
-            excess, left = extrapolated_excess(captured), float(np.max(1.0 - captured[-1]))
-            full = basis.shape[2] + block > min(single.shape[1:])
-            # Krylov 3: enough where every error is near its optimum, or the last step gained no
+            energies = np.sum(to_numpy(values).astype(np.float64)[:, -rank:], axis=1)
+            captured.append(np.minimum(energies / norms**2, 1.0))
+            excess = extrapolated_excess(captured)
+            # Krylov 3: the end, when every error is near its optimum, or the last step gained no
             # more than rounding.
-            near = excess <= self.tolerance
+            is_done = excess <= self.tolerance
             if step > 1:
-                near |= captured[-1] - captured[-2] <= 4.0 * unit_roundoff("float32")
-            settled = full or bool(np.all(near))
+                is_done |= captured[-1] - captured[-2] <= 4.0 * unit_roundoff("float32")
+            is_full = basis.shape[2] + block > min(rows, columns)
+            squared_error = float(np.max(1.0 - captured[-1]))
             yield IterationStep(
-                (leading, excess), math.sqrt(left), objective=left, converged=settled
+                state=(leading, excess),
+                relative_error=math.sqrt(squared_error),
+                objective=squared_error,
+                converged=is_full or bool(np.all(is_done)),
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The request of one solve of a batch, after the checks of the contract."""
+
+    shape: KroneckerShape
+    rank: int | None  # as it was requested
+    atol: float | None
+    max_terms: int
+    progress: SolveProgress

@@ -24,27 +24,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Adjoint:
-    """Rᴴ as an operator."""
+class AdjointOperator:
+    """Rᴴ of an operator R."""
 
     operator: Rearranged
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Rows and columns of Rᴴ."""
         rows, columns = self.operator.shape
         return columns, rows
 
     @property
     def prototype(self) -> Array:
+        """An array of the library and type of the products."""
         return self.operator.prototype
 
     def matmat(self, x: Array) -> Array:
+        """Return Rᴴ x."""
         return self.operator.rmatmat(x)
 
     def rmatmat(self, y: Array) -> Array:
+        """Return R y."""
         return self.operator.matmat(y)
 
     def formed(self) -> Array:
+        """Form Rᴴ."""
         return adjoint(self.operator.formed())
 
 
@@ -66,18 +71,21 @@ class Bidiagonal:
     def __init__(
         self, operator: Rearranged, norm: float, block: int, seed: int, start: Array | None = None
     ) -> None:
-        self.operator, self.norm, self.block = operator, norm, block
+        self.operator = operator
+        self.norm = norm
+        self.block = block
         self.rng = np.random.default_rng(seed)
-        fresh = self._random(operator.shape[1])
+        first = self._random(operator.shape[1])
         if start is not None:
-            fresh = fresh[:, : block - start.shape[1]] / start.shape[0] ** 0.5
-            fresh = namespace(fresh).concat((start, fresh), axis=1)
-        empty = fresh[:, :0]
-        self.following, _, _ = extend(empty, fresh, self._random)
-        self.left, self.right = like(np.zeros((operator.shape[0], 0)), fresh), empty
-        kind = np.complex128 if is_complex(fresh) else np.float64
-        self.small: np.ndarray = np.zeros((0, 0), kind)
-        self.coupling: np.ndarray = np.zeros((block, 0), kind)
+            random = first[:, : block - start.shape[1]] / start.shape[0] ** 0.5
+            first = namespace(first).concat((start, random), axis=1)
+        empty = first[:, :0]
+        self.following, _, _ = extend(empty, first, self._random)
+        self.left = like(np.zeros((operator.shape[0], 0)), first)
+        self.right = empty
+        dtype = np.complex128 if is_complex(first) else np.float64
+        self.small: np.ndarray = np.zeros((0, 0), dtype)
+        self.coupling: np.ndarray = np.zeros((block, 0), dtype)
 
     @property
     def size(self) -> int:
@@ -90,48 +98,48 @@ class Bidiagonal:
         return unit_roundoff(self.left.dtype)
 
     def step(self) -> None:
-        """One product with R, one with Rᴴ, each reorthogonalised against all earlier blocks."""
+        """Add a block by one product with R and one with Rᴴ, reorthogonalised against all earlier ones."""
         xp = namespace(self.following)
         # Bidiagonal 1: R W = U C + (new block of U) T, C and T the new columns of B.
-        new, along, triangle = extend(
-            self.left, self.operator.matmat(self.following) / self.norm, self._random
-        )
+        image = self.operator.matmat(self.following) / self.norm
+        new, along, triangle = extend(self.left, image, self._random)
         below = np.zeros((self.block, self.size), self.small.dtype)
         self.small = np.block([[self.small, along], [below, triangle]])
         self.left = xp.concat((self.left, new), axis=1)
         # Bidiagonal 2: W joins V; Rᴴ times the new block, orthogonal to V, is the next W with its
         # coupling N.
         self.right = xp.concat((self.right, self.following), axis=1)
-        self.following, _, last = extend(
-            self.right, self.operator.rmatmat(new) / self.norm, self._random
-        )
+        image = self.operator.rmatmat(new) / self.norm
+        self.following, _, last = extend(self.right, image, self._random)
         self.coupling = np.concatenate((below.astype(last.dtype), last), axis=1)
 
     def triples(self, rank: int) -> tuple[Array, Array, Array]:
-        """(U, σ, Vᴴ) of the projection U Uᴴ R = U [B Nᴴ] [V W]ᴴ, its first ``rank`` singular triples."""
+        """Return the first ``rank`` singular triples of the projection U Uᴴ R = U [B Nᴴ] [V W]ᴴ."""
+        k = self.size
         u, sigma, vh = np.linalg.svd(self.projected(), full_matrices=False)
-        k, weights = self.size, real_part(self.left[:1, :1])
+        left = self.left @ like(u[:, :rank], self.left)
         right = self.right @ like(vh[:rank, :k].conj().T, self.right)
         right = right + self.following @ like(vh[:rank, k:].conj().T, self.right)
-        return (
-            self.left @ like(u[:, :rank], self.left),
-            like(sigma[:rank] * self.norm, weights),
-            adjoint(right),
-        )
+        real_prototype = real_part(self.left[:1, :1])
+        return left, like(sigma[:rank] * self.norm, real_prototype), adjoint(right)
 
     def leading(self, columns: int) -> Array:
-        """At most so many leading right vectors of the space, or of its start, orthonormal in double precision."""
+        """Return at most so many leading right vectors of the space, or of its start.
+
+        They are orthonormal in double precision.
+        """
         if self.size == 0:
             return as_double(self.following)[:, :columns]
         _, _, vh = self.triples(min(columns, self.size))
-        return orthonormal(as_double(adjoint(vh)))[0]
+        basis, _ = orthonormal(as_double(adjoint(vh)))
+        return basis
 
     def projected(self) -> np.ndarray:
-        """[B Nᴴ], shape (k, k + b)."""
+        """Return [B Nᴴ], shape (k, k + b)."""
         return np.concatenate((self.small, self.coupling.conj().T), axis=1)
 
     def _random(self, rows: int) -> Array:
-        """Gaussian numbers (rows, b), the same in every library."""
+        """Draw Gaussian numbers (rows, b), the same in every library."""
         prototype = self.operator.prototype
         values: Any = self.rng.standard_normal((rows, self.block))
         if is_complex(prototype):
@@ -140,42 +148,46 @@ class Bidiagonal:
 
 
 def extend(basis: Array, block: Array, random: Any) -> tuple[Array, np.ndarray, np.ndarray]:
-    """Q, C, T with ``block`` = ``basis`` C + Q T and [basis Q] orthonormal.
+    """Return Q, C, T with ``block`` = ``basis`` C + Q T and [basis Q] orthonormal.
 
     Directions that ``block`` lacks are filled at random at the size of its rounding error: a Krylov
     space that has become invariant goes on with fresh directions, so repeated singular values are
     found.
     """
     along = to_numpy(adjoint(basis) @ block)
-    rest = block - basis @ like(along, basis)
-    q, triangle = orthonormal(rest)
+    remainder = block - basis @ like(along, basis)
+    q, triangle = orthonormal(remainder)
     floor = 4.0 * unit_roundoff(basis.dtype)
-    if _smallest(triangle) <= floor:
-        q, triangle = orthonormal(rest + random(block.shape[0]) * (floor / block.shape[0] ** 0.5))
+    if _smallest_diagonal(triangle) <= floor:
+        noise = random(block.shape[0]) * (floor / block.shape[0] ** 0.5)
+        q, triangle = orthonormal(remainder + noise)
     for _ in range(4):  # twice is enough, unless a direction was nearly all rounding
-        again = to_numpy(adjoint(basis) @ q)
-        q, turn = orthonormal(q - basis @ like(again, basis))
-        along, triangle = along + again @ triangle, turn @ triangle
-        if _smallest(turn) > 0.5:
+        correction = to_numpy(adjoint(basis) @ q)
+        q, rotation = orthonormal(q - basis @ like(correction, basis))
+        along = along + correction @ triangle
+        triangle = rotation @ triangle
+        if _smallest_diagonal(rotation) > 0.5:
             break
     return q, along, triangle
 
 
 def orthonormal(block: Array) -> tuple[Array, np.ndarray]:
-    """QR factors of a tall block: by Cholesky, a few matrix products, where that is safe, else by Householder."""
+    """Return QR factors of a tall block: by Cholesky, a few matrix products, where that is safe.
+
+    Elsewhere by Householder.
+    """
     xp = namespace(block)
-    gram = to_numpy(adjoint(block) @ block).astype(
-        np.complex128 if is_complex(block) else np.float64
-    )
+    dtype = np.complex128 if is_complex(block) else np.float64
+    gram = to_numpy(adjoint(block) @ block).astype(dtype)
     try:
         lower = np.linalg.cholesky(gram)
-        if _smallest(lower) > 0.05 * np.max(np.abs(np.diagonal(lower))):
+        if _smallest_diagonal(lower) > 0.05 * np.max(np.abs(np.diagonal(lower))):
             return block @ like(np.linalg.inv(lower).conj().T, block), lower.conj().T
     except np.linalg.LinAlgError:
         pass
     q, triangle = xp.linalg.qr(block)
-    return q, to_numpy(triangle).astype(gram.dtype)
+    return q, to_numpy(triangle).astype(dtype)
 
 
-def _smallest(triangle: np.ndarray) -> float:
+def _smallest_diagonal(triangle: np.ndarray) -> float:
     return float(np.min(np.abs(np.diagonal(triangle))))

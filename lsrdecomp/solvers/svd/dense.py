@@ -58,7 +58,7 @@ class SVD(MatrixSolver):
     order: ClassVar[int] = 2
 
     def _solve(self, problem: MatrixProblem) -> Solution:
-        """The first singular triples of R(M), formed; the contract is `Solver.solve`.
+        """Find the first singular triples of R(M), formed; the contract is `Solver.solve`.
 
         Unlike ``scipy.sparse.linalg.svds`` it computes all of them, in double precision whatever
         the target's, and so knows the error of every number of terms: with ``atol`` the least is
@@ -71,31 +71,32 @@ class SVD(MatrixSolver):
             record with the error from the spectrum; ``relative_error`` is measured where the target
             is held as an array.
         """
-        target, shape, progress, error = problem.target, problem.shape, problem.progress, None
+        target, shape, progress = problem.target, problem.shape, problem.progress
         # SVD 1: all singular triples of R(M) in double precision, and with them the error of every
         # number of terms.
         matrix = as_double(target.rearranged(shape).formed())
         u, sigma, vh = namespace(matrix).linalg.svd(matrix, full_matrices=False)
         tails = tail_norms(sigma)
-        enough, status = chosen_rank(tails, problem.max_terms, problem.atol)
+        rank, status = required_rank(tails, problem.max_terms, problem.atol)
         if is_differentiated(matrix):
-            u, sigma, vh = _without_rounding(matrix, sigma, vh, enough)
-        # SVD 2: those asked for, as Kronecker terms.
+            u, sigma, vh = _without_rounding(matrix, sigma, vh, rank)
+        # SVD 2: those requested, as Kronecker terms.
         if tails[0] > 0.0:
-            progress.record(tails[enough] / tails[0])
-        terms = as_separated(u, sigma, vh, shape, enough)
+            progress.record(tails[rank] / tails[0])
+        terms = as_separated(u, sigma, vh, shape, rank)
         # SVD 3: the error from entries, rounding included; R(M) is at hand, so that it costs one
         # product.
+        error = None
         if isinstance(target, Dense):
-            rest = residual_blocks(matrix, u[:, :enough], sigma[:enough], vh[:enough, :])
-            error = math.hypot(*map(norm, rest)) / (target.norm or 1.0)
+            blocks = residual_blocks(matrix, u[:, :rank], sigma[:rank], vh[:rank, :])
+            error = math.hypot(*map(norm, blocks)) / (target.norm or 1.0)
         return Solution(terms, status, progress.sweeps, 0.0, ErrorKind.bounded, error)
 
 
 def _without_rounding(
     matrix: Any, sigma: Array, vh: Array, rank: int
 ) -> tuple[Array, Array, Array]:
-    """The singular triples above rounding of a torch tensor, so that their derivatives are finite.
+    """Return the singular triples above rounding of a torch tensor, whose derivatives are finite.
 
     torch divides by the differences of all singular values, those of rounding too. A change of a
     matrix of t terms moves its range as it moves the image of its t right vectors, and what is left
@@ -107,9 +108,8 @@ def _without_rounding(
         If ``rank`` asks for all t terms or more: those that are rounding have no derivative.
     """
     values = to_numpy(sigma)
-    terms = int(
-        (values > 64.0 * len(values) * unit_roundoff("float64") * values.max(initial=0.0)).sum()
-    )
+    floor = 64.0 * len(values) * unit_roundoff("float64") * values.max(initial=0.0)
+    terms = int((values > floor).sum())
     if terms < len(values) and rank >= terms:
         fewer = f", or ask for rank={terms - 1} or less" if terms > 1 else ""
         raise LsrError(
@@ -125,13 +125,15 @@ def _without_rounding(
 
 
 def as_matrix(target: Target) -> Array:
-    """Any target, formed: the rearrangement of (m×1) ⊗ (1×n) is the matrix itself."""
+    """Form any target: the rearrangement of (m×1) ⊗ (1×n) is the matrix itself."""
     m, n = target.shape
     return target.rearranged(KroneckerShape(((m, 1), (1, n)))).formed()
 
 
 def least_error(last: Any, error: Any, coupled: Any) -> Any:
-    """A bound below the error of any s terms, for ‖R‖ = 1, from that of s terms at hand; 0 where there is none.
+    """Return a bound below the error of any s terms, for ‖R‖ = 1, from that of s terms at hand.
+
+    Zero where there is none.
 
     Let U Θ Vᴴ be these, with Rᴴ U = V Θ, θ the last of Θ, and C = (I − UUᴴ) R V. By Ky Fan other
     terms capture at most ‖C‖²θ²/(θ² − τ²) more, where τ < θ is the norm of what is left, at most
@@ -142,36 +144,46 @@ def least_error(last: Any, error: Any, coupled: Any) -> Any:
     last, error, coupled : floats or arrays of one shape
         θ, ‖R − U Θ Vᴴ‖ and ‖C‖, of many matrices at once.
     """
-    last, error = np.square(last), np.square(error)
-    apart = np.where(last > error, last - error, np.inf)
-    squared = error - (np.square(coupled) + ROUNDING**2) * last / apart
-    return np.sqrt(np.maximum(np.where(last > error, squared, 0.0), 0.0))
+    squared_last = np.square(last)
+    squared_error = np.square(error)
+    is_apart = squared_last > squared_error
+    gap = np.where(is_apart, squared_last - squared_error, np.inf)
+    max_gain = (np.square(coupled) + ROUNDING**2) * squared_last / gap
+    squared_bound = np.where(is_apart, squared_error - max_gain, 0.0)
+    return np.sqrt(np.maximum(squared_bound, 0.0))
 
 
-def chosen_rank(tails: list[float], rank: int | None, atol: float | None) -> tuple[int, Status]:
-    """Terms to keep, given the error after 0, 1, 2, … of them, and how that ends a solve."""
-    most = min(len(tails) - 1, rank if rank is not None else len(tails) - 1)
+def required_rank(tails: list[float], rank: int | None, atol: float | None) -> tuple[int, Status]:
+    """Return the terms to keep, given the error after 0, 1, 2, … of them, and the status."""
+    max_terms = len(tails) - 1
+    if rank is not None:
+        max_terms = min(max_terms, rank)
     if atol is None:
-        return most, Status.rank_reached
-    enough = next((s for s in range(most) if tails[s] <= atol), most)
-    return enough, Status.converged if tails[enough] <= atol else Status.rank_exhausted
+        return max_terms, Status.rank_reached
+    for terms in range(max_terms):
+        if tails[terms] <= atol:
+            return terms, Status.converged
+    is_met = tails[max_terms] <= atol
+    return max_terms, Status.converged if is_met else Status.rank_exhausted
 
 
 def as_separated(
     u: Array, sigma: Array, vh: Array, shape: KroneckerShape, rank: int
 ) -> SeparatedMatrix:
-    """The first ``rank`` singular triples of a rearrangement, those that are not zero, as Kronecker terms."""
+    """Return the first ``rank`` singular triples of a rearrangement as Kronecker terms.
+
+    Those that are zero are left out.
+    """
     (m, n), (p, q) = shape.factors
     rank = min(rank, int(np.count_nonzero(to_numpy(sigma[:rank]) > 0.0)))
     left, right = signed(namespace(u).matrix_transpose(u[:, :rank]), vh[:rank, :])
     xp = namespace(left)
-    return SeparatedMatrix(
-        sigma[:rank], (xp.reshape(left, (rank, m, n)), xp.reshape(right, (rank, p, q)))
-    )
+    factors = xp.reshape(left, (rank, m, n)), xp.reshape(right, (rank, p, q))
+    return SeparatedMatrix(sigma[:rank], factors)
 
 
 def signed(left: Array, right: Array) -> tuple[Array, Array]:
-    """Singular vectors (…, s, p) and (…, s, q), the largest entry of each left one made positive.
+    """Make the largest entry of each left singular vector (…, s, p) positive, the right ones with it.
 
     SVD libraries disagree on signs.
     """
@@ -185,7 +197,7 @@ def signed(left: Array, right: Array) -> tuple[Array, Array]:
 
 
 def residual_blocks(rows: Array, left: Array, sigma: Array, vh: Array) -> Iterator[Array]:
-    """R − U Σ Vᴴ, a block of rows at a time that stays in the cache."""
+    """Yield R − U Σ Vᴴ, a block of rows at a time that stays in the cache."""
     weighted = left * namespace(left).astype(sigma, left.dtype)
     for part in cached_row_blocks(*rows.shape):
         yield rows[part, :] - weighted[part, :] @ vh

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from lsrdecomp.arrays import Array, is_differentiated
@@ -10,16 +10,13 @@ from lsrdecomp.errors import BudgetError
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import Event, Solution
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
-from lsrdecomp.solvers.progress import SolveProgress, iterate
-from lsrdecomp.solvers.svd.bidiagonal import Adjoint, Bidiagonal
+from lsrdecomp.solvers.progress import iterate
+from lsrdecomp.solvers.svd.bidiagonal import AdjointOperator, Bidiagonal
 from lsrdecomp.solvers.svd.gram import Gram, Rearrangement
-from lsrdecomp.solvers.svd.growth import Growth
+from lsrdecomp.solvers.svd.growth import Growth, is_swapped
+from lsrdecomp.solvers.svd.options import SinglePrecisionOptions, SketchOptions, SpaceOptions
 from lsrdecomp.solvers.svd.single import SingleGrowth, Widened, fits_single, in_double, in_single
 from lsrdecomp.targets.base import Dense, Rearranged, RearrangedDense
-
-FINE = 1e-4
-"""Relative errors below which the rounding of single precision would cost terms: these are sought
-in double."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +56,10 @@ class BlockGolubKahan(MatrixSolver):
     tolerance : float
         Allowed excess of the error over the optimum, relative.
     max_steps : int
-        Most steps taken; then the status is `Status.sweep_limit` and the gap says how far the
-        result may be off.
+        Maximum steps; then the status is `Status.sweep_limit` and the gap says how far the result
+        may be off.
+    space, sketch, single : SpaceOptions, SketchOptions, SinglePrecisionOptions
+        What seldom needs a change: the size of the space, random columns, single precision.
 
     References
     ----------
@@ -83,9 +82,12 @@ class BlockGolubKahan(MatrixSolver):
     seed: int = 0
     tolerance: float = 1e-3
     max_steps: int = 128
+    space: SpaceOptions = field(default_factory=SpaceOptions)
+    sketch: SketchOptions = field(default_factory=SketchOptions)
+    single: SinglePrecisionOptions = field(default_factory=SinglePrecisionOptions)
 
     def _solve(self, problem: MatrixProblem) -> Solution:
-        """Leading singular triples of R(M); the contract is `Solver.solve`.
+        """Find the leading singular triples of R(M); the contract is `Solver.solve`.
 
         Unlike ``scipy.sparse.linalg.svds`` (ARPACK) it grows one space of blocks without restarts,
         reads R(M) once for a whole block, and stops by the error of the *approximation* instead of
@@ -103,86 +105,109 @@ class BlockGolubKahan(MatrixSolver):
             the terms that would be taken. `Solution.relative_error` is measured where the error
             lies at the rounding of ‖R‖² − Σσ².
         """
-        target, shape, rank, most = problem.target, problem.shape, problem.rank, problem.max_terms
         if self.max_steps < 1:
             raise BudgetError(
                 f"block Golub–Kahan needs at least one step, got max_steps={self.max_steps}"
             )
-        progress, norm, side = problem.progress, target.norm, min(shape.sizes)
-        if norm == 0.0 or (rank is not None and 4 * most >= side):
+        target = problem.target
+        side = min(problem.shape.sizes)
+        has_many_terms = self.space.columns_per_term * problem.max_terms >= side
+        if target.norm == 0.0 or (problem.rank is not None and has_many_terms):
             return problem.delegate_to(Gram())
-        # V, whose space fills first, lies on the smaller side: then nothing of R is left when it is
-        # full.
-        swapped = shape.sizes[0] < shape.sizes[1]
-        block = self._columns(rank, stored=isinstance(target, Dense))
-        settings = self.tolerance, target, shape, swapped, rank, most, problem.relative_goal
-        if fits_single(target, rank, problem.relative_goal, self.tolerance):
-            rows = in_double(target, shape)
-            if isinstance(rows, RearrangedDense):
-                matrix = Rearrangement.of(rows.matrix, norm, shape)
-                solution = matrix.from_random_columns(most, self.tolerance, self.seed)
-                if solution is not None:
-                    progress.record(solution.relative_error or 0.0)
-                    return replace(solution, sweeps=progress.sweeps)
-            space = self._space(in_single(target, shape, rows), swapped, norm, block)
-            single = SingleGrowth(space, *settings, rows=rows)
-            solution = self._grown(single, progress)
-            if solution is not None or not single.blind:
-                return problem.delegate_to(Gram()) if solution is None else solution
-        else:
-            operator = target.rearranged(shape)
-            if is_differentiated(
-                operator.prototype
-            ):  # a space that grows on the host passes no gradients
-                return problem.delegate_to(Gram())
-            narrow = unit_roundoff(operator.prototype.dtype) > 1e-12
-            widened = target if narrow and isinstance(target, Widened) else None
-            if (
-                widened is not None
-                and problem.relative_goal is not None
-                and problem.relative_goal < FINE
-            ):
-                operator = in_double(widened, shape)
-            space = self._space(operator, swapped, norm, block)
-            solution = self._grown(Growth(space, *settings), progress)
-            if solution is None:
-                return problem.delegate_to(Gram())
-            # What single precision rounds of the terms themselves may be seen in their error.
-            error, rounding = solution.relative_error, 64.0 * space.roundoff
-            coarse = error is not None and rounding**2 > 2.0 * self.tolerance * error**2
-            if not coarse or widened is None or problem.relative_goal is not None:
-                return solution
-            rows = in_double(widened, shape)
-        # Single precision sees no further: a space in double, from the vectors that it has come to.
-        block = self.block or max(block, min(2 * most, side // 6))
-        progress.mark(Event.start)
-        space = self._space(rows, swapped, norm, block, space.leading(block))
-        solution = self._grown(Growth(space, *settings), progress)
+        goal = problem.relative_goal
+        if fits_single(target, problem.rank, goal, self.tolerance, self.single):
+            return self._from_single(problem, target)
+        return self._in_type_of_target(problem)
+
+    def _from_single(self, problem: MatrixProblem, target: Dense) -> Solution:
+        """Solve for a large float64 matrix: random columns, else a space in single precision."""
+        progress = problem.progress
+        rows = in_double(target, problem.shape, self.single)
+        if isinstance(rows, RearrangedDense):
+            matrix = Rearrangement.of(rows.matrix, target.norm, problem.shape)
+            solution = matrix.from_random_columns(
+                problem.max_terms, self.tolerance, self.seed, self.sketch
+            )
+            if solution is not None:
+                progress.record(solution.relative_error or 0.0)
+                return replace(solution, sweeps=progress.sweeps)
+        operator = in_single(target, problem.shape, rows)
+        space = self._space(problem, operator, self._block_size(problem))
+        growth = SingleGrowth(space, problem, self.tolerance, self.space, rows=rows)
+        grown = self._grown(growth)
+        if grown is None and growth.is_blind:
+            return self._again_in_double(problem, rows, space)
+        return problem.delegate_to(Gram()) if grown is None else grown
+
+    def _in_type_of_target(self, problem: MatrixProblem) -> Solution:
+        """Grow a space in the precision of the target, or in double where the goal is fine."""
+        target = problem.target
+        goal = problem.relative_goal
+        operator = target.rearranged(problem.shape)
+        if is_differentiated(operator.prototype):
+            # A space that grows on the host passes no gradients.
+            return problem.delegate_to(Gram())
+        is_narrow = unit_roundoff(operator.prototype.dtype) > 1e-12
+        widened = target if is_narrow and isinstance(target, Widened) else None
+        if widened is not None and goal is not None and goal < self.space.fine_goal:
+            operator = in_double(widened, problem.shape, self.single)
+        space = self._space(problem, operator, self._block_size(problem))
+        solution = self._grown(Growth(space, problem, self.tolerance, self.space))
+        if solution is None:
+            return problem.delegate_to(Gram())
+        if widened is None or goal is not None:
+            return solution
+        # What single precision rounds of the terms themselves may be seen in their error.
+        error = solution.relative_error
+        rounding = 64.0 * space.roundoff
+        if error is None or rounding**2 <= 2.0 * self.tolerance * error**2:
+            return solution
+        rows = in_double(widened, problem.shape, self.single)
+        return self._again_in_double(problem, rows, space)
+
+    def _again_in_double(
+        self, problem: MatrixProblem, rows: Rearranged, single: Bidiagonal
+    ) -> Solution:
+        """Grow a space in double precision from the vectors that the one in single has reached."""
+        side = min(problem.shape.sizes)
+        block = self.block
+        if not block:
+            block = max(self._block_size(problem), min(2 * problem.max_terms, side // 6))
+        problem.progress.mark(Event.start)
+        space = self._space(problem, rows, block, single.leading(block))
+        solution = self._grown(Growth(space, problem, self.tolerance, self.space))
         return problem.delegate_to(Gram()) if solution is None else solution
 
-    def _columns(self, rank: int | None, *, stored: bool) -> int:
-        widest = 16 if stored else 8
-        return self.block or (widest if rank is None else min(widest, max(8, rank)))
+    def _block_size(self, problem: MatrixProblem) -> int:
+        """Return the columns of a block: as many as terms are requested, within the limits."""
+        if self.block:
+            return self.block
+        options = self.space
+        is_stored = isinstance(problem.target, Dense)
+        widest = options.max_block_stored if is_stored else options.max_block_unformed
+        if problem.rank is None:
+            return widest
+        return min(widest, max(options.min_block, problem.rank))
 
     def _space(
         self,
+        problem: MatrixProblem,
         operator: Rearranged,
-        swapped: bool,
-        norm: float,
         block: int,
         start: Array | None = None,
     ) -> Bidiagonal:
         columns = min(block, min(operator.shape))
-        return Bidiagonal(
-            Adjoint(operator) if swapped else operator, norm, columns, self.seed, start
-        )
+        if is_swapped(problem.shape):
+            operator = AdjointOperator(operator)
+        return Bidiagonal(operator, problem.target.norm, columns, self.seed, start)
 
-    def _grown(self, growth: Growth, progress: SolveProgress) -> Solution | None:
-        """What a space has come to; None where it would grow too large, or sees no further."""
+    def _grown(self, growth: Growth) -> Solution | None:
+        """Grow a space to a solution; None where it would grow too large, or sees no further."""
+        progress = growth.problem.progress
         projection, ended = iterate(growth.steps(), None, progress, max_steps=self.max_steps)
         if projection is None and ended:
             return None
         if projection is None:
-            projection = growth.look()
+            projection = growth.current_projection()
             progress.record(projection.error, objective=growth.objective)
         return replace(growth.solution(projection, ended), sweeps=progress.sweeps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -26,20 +26,14 @@ from lsrdecomp.solvers.svd.dense import (
     ROUNDING,
     SVD,
     as_separated,
-    chosen_rank,
     least_error,
+    required_rank,
     residual_blocks,
 )
+from lsrdecomp.solvers.svd.options import SketchOptions
 
 if TYPE_CHECKING:
     from lsrdecomp.kronecker.shape import KroneckerShape
-
-OVERSAMPLED = 8
-"""Random columns beside as many as there are terms."""
-
-QUICK = 1e-5
-"""The least tolerance for which they are drawn: finer ones ask for the digits of LAPACK, the same
-in every library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +42,7 @@ class Gram(MatrixSolver):
 
     A few terms, to a ``tolerance`` of 1e-5 or more, are sought in the range of R times random
     columns [1]_ where its size falls fast from column to column: a few products with blocks. All
-    others, and what that leaves open, cost O(p·q·min(p, q)) in matrix products and O(min(p, q)³) in
+    others, and those that it leaves open, cost O(p·q·min(p, q)) in matrix products and O(min(p, q)³) in
     the eigenproblem, of which LAPACK computes the leading vectors alone where few terms are asked
     for: several times less than the SVD.
 
@@ -63,6 +57,8 @@ class Gram(MatrixSolver):
         Allowed excess of the error over the optimum, relative.
     seed : int
         Of the random columns, drawn by NumPy whatever the library of the target.
+    sketch : SketchOptions
+        When random columns are drawn, and how many.
 
     References
     ----------
@@ -81,9 +77,10 @@ class Gram(MatrixSolver):
     order: ClassVar[int] = 2
     tolerance: float = 1e-6
     seed: int = 0
+    sketch: SketchOptions = field(default_factory=SketchOptions)
 
     def _solve(self, problem: MatrixProblem) -> Solution:
-        """The first singular triples of R(M) by its Gram matrix; the contract is `Solver.solve`.
+        """Find the first singular triples of R(M) by its Gram matrix; the contract is `Solver.solve`.
 
         Unlike an SVD by ``eigh`` of R Rᴴ alone it knows when squaring has cost the digits that were
         asked for, and hands over to `SVD` then.
@@ -94,73 +91,82 @@ class Gram(MatrixSolver):
             In double precision. ``optimality_gap`` is a bound, zero after `SVD`; ``relative_error``
             is measured; ``sweeps`` is one record.
         """
-        target, shape, progress, goal = (
-            problem.target,
-            problem.shape,
-            problem.progress,
-            problem.relative_goal,
-        )
-        finest, s, status = (
-            math.inf if goal is None else goal,
-            problem.max_terms,
-            Status.rank_reached,
-        )
-        if target.norm == 0.0 or loss(1) > 2.0 * self.tolerance * finest**2:
+        target, shape, progress = problem.target, problem.shape, problem.progress
+        goal = problem.relative_goal
+        rank = problem.max_terms
+        status = Status.rank_reached
+        if target.norm == 0.0 or self._loses_too_much(1, goal):
             return problem.delegate_to(SVD())
-        matrix, solution = (
-            Rearrangement.of(target.rearranged(shape).formed(), target.norm, shape),
-            None,
-        )
-        few = 8 * (s + OVERSAMPLED) <= matrix.rows.shape[0]  # else LAPACK is as fast
-        if goal is None and self.tolerance >= QUICK and few:
-            solution = matrix.from_random_columns(s, self.tolerance, self.seed)
+        formed = target.rearranged(shape).formed()
+        matrix = Rearrangement.of(formed, target.norm, shape)
+        side = int(matrix.rows.shape[0])
+        solution = None
+        # Gram 1: a few terms from random columns, where LAPACK is not as fast.
+        n_columns = rank + self.sketch.oversampling
+        is_small = self.sketch.gram_rows_per_column * n_columns <= side
+        if goal is None and self.tolerance >= self.sketch.min_tolerance and is_small:
+            solution = matrix.from_random_columns(rank, self.tolerance, self.seed, self.sketch)
+        # Gram 2: else from the eigenvectors; with a tolerance from all, to count the terms.
         if solution is None:
-            values, vectors = eigenpairs(matrix.rows, s if goal is None else matrix.rows.shape[0])
-            if goal is not None:  # all eigenvalues, to count the terms
+            values, vectors = eigenpairs(matrix.rows, rank if goal is None else side)
+            if goal is not None:
                 lengths = np.sqrt(np.maximum(to_numpy(values), 0.0)) / matrix.norm
-                s, status = chosen_rank(tail_norms(lengths), s, goal)
-            if loss(s) <= 2.0 * self.tolerance * finest**2:
-                solution = matrix.solution(vectors[:, :s], s, self.tolerance, certain=True)
+                rank, status = required_rank(tail_norms(lengths), rank, goal)
+            if not self._loses_too_much(rank, goal):
+                basis = vectors[:, :rank]
+                solution = matrix.solution(basis, rank, self.tolerance, certain=True)
+        # Gram 3: the SVD where squaring has cost too much.
         if solution is None or solution.relative_error is None:
             return problem.delegate_to(SVD())
         progress.record(solution.relative_error)
         return replace(solution, status=status, sweeps=progress.sweeps)
 
+    def _loses_too_much(self, rank: int, goal: float | None) -> bool:
+        """Return whether squaring costs so many digits that the SVD is needed at this goal."""
+        error = math.inf if goal is None else goal
+        return squaring_loss(rank) > 2.0 * self.tolerance * error**2
+
 
 @dataclass(frozen=True, slots=True)
 class Rearrangement:
-    """R(M) in double precision with its shorter side first, and what can be said of terms in the span of a basis."""
+    """R(M) in double precision with its shorter side first, and the terms in the span of a basis."""
 
     rows: Array  # R(M), or its adjoint where that has fewer rows
-    turned: bool
+    is_adjoint: bool
     norm: float  # of these rows: ‖M‖, or 1 where its square would overflow or vanish
     scale: float  # ‖M‖ over that
     shape: KroneckerShape
 
     @classmethod
     def of(cls, matrix: Array, size: float, shape: KroneckerShape) -> Rearrangement:
-        rows, scale = as_double(matrix), 1.0
+        """Take R(M) of norm ``size``, turned and scaled where necessary."""
+        rows = as_double(matrix)
+        scale = 1.0
         if not 1e-100 < size < 1e100:
-            rows, size, scale = rows / size, 1.0, size
-        turned = rows.shape[0] > rows.shape[1]
-        return cls(adjoint(rows) if turned else rows, turned, size, scale, shape)
+            rows = rows / size
+            scale = size
+            size = 1.0
+        is_adjoint = rows.shape[0] > rows.shape[1]
+        return cls(adjoint(rows) if is_adjoint else rows, is_adjoint, size, scale, shape)
 
-    def from_random_columns(self, rank: int, tolerance: float, seed: int) -> Solution | None:
-        """A few terms from the range of R times random columns, where what these leave of R falls fast; else None."""
-        rows, columns = self.rows, rank + OVERSAMPLED
-        if 3 * columns > rows.shape[0] or is_differentiated(rows):
+    def from_random_columns(
+        self, rank: int, tolerance: float, seed: int, options: SketchOptions
+    ) -> Solution | None:
+        """Find a few terms in the range of R times random columns.
+
+        None where the size of R outside that range does not fall fast from column to column.
+        """
+        rows = self.rows
+        n_columns = rank + options.oversampling
+        if options.min_rows_per_column * n_columns > rows.shape[0] or is_differentiated(rows):
             return None
-        xp, random = (
-            namespace(rows),
-            np.random.default_rng(seed).standard_normal((rows.shape[1], columns)),
-        )
+        xp = namespace(rows)
+        random = np.random.default_rng(seed).standard_normal((rows.shape[1], n_columns))
         basis, triangle = xp.linalg.qr(rows @ like(random, rows))
-        left = np.abs(np.diagonal(to_numpy(triangle)))  # about ‖R‖ at first
-        if left[-1] > 0.25 * left[rank - 1]:
+        sizes = np.abs(np.diagonal(to_numpy(triangle)))  # about ‖R‖ at first
+        if sizes[-1] > options.max_tail_ratio * sizes[rank - 1]:
             return None
-        if (
-            left[-1] > 0.05 * left[-6]
-        ):  # a flat remainder, or rounding, which one more product takes out
+        if sizes[-1] > options.flat_ratio * sizes[-1 - options.flat_columns]:
             _, _, vh = xp.linalg.svd(adjoint(basis) @ rows, full_matrices=False)
             basis, _ = xp.linalg.qr(rows @ adjoint(vh))
         return self.solution(basis, rank, tolerance, certain=False)
@@ -168,64 +174,86 @@ class Rearrangement:
     def solution(
         self, basis: Array, rank: int, tolerance: float, *, certain: bool
     ) -> Solution | None:
-        """The leading terms in the span of a basis, or of a better one; None unless a bound says that they are near.
+        """Return the leading terms in the span of a basis, or of a better one.
 
-        ``certain`` says that nothing larger than these can have been missed: then they need not
-        stand apart.
+        None unless a bound says that they are near the optimum. ``certain`` says that no larger
+        terms can have been missed: then these need not stand apart from the rest.
         """
-        rows, xp, followed = self.rows, namespace(self.rows), is_differentiated(self.rows)
+        rows = self.rows
+        xp = namespace(rows)
+        is_followed = is_differentiated(rows)
         for _ in range(2):
-            # Gram 1: Rayleigh–Ritz with R itself gives singular values to full accuracy; the error
-            # is measured.
+            # Terms 1: Rayleigh–Ritz with R itself gives singular values to full accuracy; the error
+            # is measured, and how each term couples to the residual.
             u, sigma, vh = xp.linalg.svd(adjoint(basis) @ rows, full_matrices=False)
-            left, weights, right = basis @ u[:, :rank], sigma[:rank], vh[:rank, :]
-            errors, squares = [], np.zeros(rank)
-            for rest in residual_blocks(rows, left, weights, right):
-                errors.append(norm(rest))
-                squares += np.sum(np.abs(to_numpy(rest @ adjoint(right))) ** 2, axis=0)
-            error, coupled = math.hypot(*errors) / self.norm, np.sqrt(squares) / self.norm
-            # Gram 2: the optimum is known by the couplings, or by what they and squaring may have
+            left = basis @ u[:, :rank]
+            weights = sigma[:rank]
+            right = vh[:rank, :]
+            error, couplings = self._measured(left, weights, right)
+            # Terms 2: the optimum is known by the couplings, or by what they and squaring may have
             # lost.
             theta = to_numpy(weights) / self.norm
             last = float(theta[-1]) if rank else 2.0  # without terms nothing couples
-            least = float(least_error(last, error, float(np.linalg.norm(coupled))))
-            gain = loss(rank) + float(coupled @ theta)
+            bound = float(least_error(last, error, float(np.linalg.norm(couplings))))
+            max_gain = squaring_loss(rank) + float(couplings @ theta)
             # Gradients of directions that are rounding have no meaning: `SVD` refuses them by name.
-            apart = not followed and error <= least * (1.0 + tolerance) + ROUNDING
-            if apart or (certain and gain <= 2.0 * (1e-6 if followed else tolerance) * error**2):
-                gap = error / least - 1.0 if least else math.inf
-                gap = min(gap, 0.5 * gain / error**2) if certain and error else gap
-                known, kind = (
-                    (gap, ErrorKind.bounded) if gap <= tolerance else (None, ErrorKind.estimated)
-                )
-                weights = weights * self.scale
-                triple = (
-                    (adjoint(right), weights, adjoint(left))
-                    if self.turned
-                    else (left, weights, right)
-                )
-                terms = as_separated(*triple, self.shape, rank)
-                return Solution(terms, Status.rank_reached, (), known, kind, error)
-            # Gram 3: squares that sink in rounding mix directions, which one more product with R
+            is_near = not is_followed and error <= bound * (1.0 + tolerance) + ROUNDING
+            allowed = 1e-6 if is_followed else tolerance
+            is_certain = certain and max_gain <= 2.0 * allowed * error**2
+            if is_near or is_certain:
+                gap = error / bound - 1.0 if bound else math.inf
+                if certain and error:
+                    gap = min(gap, 0.5 * max_gain / error**2)
+                triples = left, weights * self.scale, right
+                return self._solution(triples, rank, error, gap, tolerance)
+            # Terms 3: squares that sink in rounding mix directions, which one more product with R
             # and Rᴴ sorts.
             basis, _ = xp.linalg.qr(rows @ adjoint(vh))
         return None
 
+    def _measured(self, left: Array, weights: Array, right: Array) -> tuple[float, np.ndarray]:
+        """Measure the error of some terms, and the norm of the residual along each right vector."""
+        block_norms = []
+        squares = np.zeros(int(weights.shape[0]))
+        for residual in residual_blocks(self.rows, left, weights, right):
+            block_norms.append(norm(residual))
+            squares += np.sum(np.abs(to_numpy(residual @ adjoint(right))) ** 2, axis=0)
+        return math.hypot(*block_norms) / self.norm, np.sqrt(squares) / self.norm
 
-def loss(rank: int) -> float:
-    """Captured energy that rounding may misplace, for ‖R‖ = 1."""
+    def _solution(
+        self,
+        triples: tuple[Array, Array, Array],
+        rank: int,
+        error: float,
+        gap: float,
+        tolerance: float,
+    ) -> Solution:
+        left, weights, right = triples
+        if self.is_adjoint:
+            terms = as_separated(adjoint(right), weights, adjoint(left), self.shape, rank)
+        else:
+            terms = as_separated(left, weights, right, self.shape, rank)
+        if gap <= tolerance:
+            return Solution(terms, Status.rank_reached, (), gap, ErrorKind.bounded, error)
+        return Solution(terms, Status.rank_reached, relative_error=error)
+
+
+def squaring_loss(rank: int) -> float:
+    """Return the captured energy that rounding may misplace, for ‖R‖ = 1."""
     return 0.125 * ROUNDING * max(rank, 1)
 
 
 def eigenpairs(rows: Array, count: int) -> tuple[Array, Array]:
-    """The ``count`` largest eigenvalues of R Rᴴ, largest first, with vectors; at least so many of them."""
-    xp, side = namespace(rows), int(rows.shape[0])
+    """Return the ``count`` largest eigenvalues of R Rᴴ or more, largest first, with vectors."""
+    xp = namespace(rows)
+    side = int(rows.shape[0])
     matrix = rows @ adjoint(rows)
-    values, vectors = None, matrix[:, :0]
+    values = None
+    vectors = matrix[:, :0]
     if isinstance(matrix, np.ndarray) and 2 * count <= side:  # LAPACK leaves the others out
         values, vectors = scipy.linalg.eigh(
             matrix, subset_by_index=(side - count, side - 1), check_finite=False
         )
-    if vectors.shape[1] < count:  # of values that are all alike it has been seen to leave out more
+    if vectors.shape[1] < count:  # of equal values it has been seen to leave out more
         values, vectors = xp.linalg.eigh(matrix)
     return xp.flip(values), xp.flip(vectors, axis=1)

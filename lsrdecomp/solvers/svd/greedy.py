@@ -50,36 +50,36 @@ class MixedSum:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
         return self.parts[0].shape
 
     @property
     def parameters(self) -> int:
+        """Number of entries of all factors and weights."""
         return sum(part.parameters for part in self.parts)
 
     @property
     def separation_rank(self) -> int:
-        """Terms of all shapes together."""
+        """Number of terms of all shapes together."""
         return sum(part.separation_rank for part in self.parts)
 
     def to_matrix(self) -> Array:
-        """The sum, formed; shape (m, n)."""
+        """Form the sum; shape (m, n)."""
         return reduce(add, (part.to_matrix() for part in self.parts))
 
     def __matmul__(self, x: Array) -> Array:
         return reduce(add, (part @ x for part in self.parts))
 
     def __repr__(self) -> str:
-        terms = " + ".join(
-            f"{part.separation_rank} × [{part.kronecker_shape}]" for part in self.parts
-        )
-        return (
-            f"MixedSum({self.shape[0]}×{self.shape[1]} as {terms}, {self.parameters:,} parameters)"
-        )
+        rows, columns = self.shape
+        terms = [f"{part.separation_rank} × [{part.kronecker_shape}]" for part in self.parts]
+        total = " + ".join(terms)
+        return f"MixedSum({rows}×{columns} as {total}, {self.parameters:,} parameters)"
 
 
 @dataclass(frozen=True, slots=True)
 class MixedSolution(Solution):
-    """What `Greedy` found: a `Solution` but for the kind of its approximation.
+    """The answer of `Greedy`: a `Solution` but for the kind of its approximation.
 
     Examples
     --------
@@ -110,9 +110,9 @@ class Greedy:
         Candidates beside the shape that `solve` is given, of two factors each; include ``(m×1) ⊗
         (1×n)`` for plain low rank.
     parameters : int, optional
-        Most parameters; with it neither ``rank`` nor ``atol`` need be given.
+        Maximum parameters; with it neither ``rank`` nor ``atol`` need be given.
     cycles : int
-        Most backfitting cycles after each new term.
+        Maximum backfitting cycles after each new term.
     rtol : float
         Backfitting stops when a cycle lowers the error by less than this fraction.
     solver : Solver
@@ -156,9 +156,9 @@ class Greedy:
         atol: float | None = None,
         on_sweep: Callable[[Sweep], Any] | None = None,
     ) -> MixedSolution:
-        """Terms of several shapes; arguments and errors as for `Solver.solve`, ``rank`` counting all shapes together.
+        """Find terms of several shapes; arguments and errors are those of `Solver.solve`.
 
-        The record differs from a `Solution` in its approximation alone, a `MixedSum`: it has no one
+        ``rank`` counts the terms of all shapes together. The record differs from a `Solution` in its approximation alone, a `MixedSum`: it has no one
         Kronecker shape, so `decompose` does not take this solver.
 
         Returns
@@ -169,20 +169,18 @@ class Greedy:
             and term, and one a block and cycle.
         """
         candidates = tuple(dict.fromkeys((shape, *self.shapes)))
+        limit = self.parameters if rank is None else rank
         for candidate in candidates:
-            validate_request(
-                target.shape, candidate, self.parameters if rank is None else rank, atol, order=2
-            )
-        most = math.inf if rank is None else rank
-        wide, size = as_double(as_matrix(target)), target.norm
+            validate_request(target.shape, candidate, limit, atol, order=2)
+        max_terms = math.inf if rank is None else rank
+        matrix = as_double(as_matrix(target))
+        size = target.norm
         goal = 0.0 if atol is None or size == 0.0 else atol / size
         progress = SolveProgress(on_sweep)
         blocks: dict[KroneckerShape, SeparatedMatrix] = {}
-        residual, error = wide, 1.0 if size > 0.0 else 0.0
-        while (
-            error > goal + _floor(wide)
-            and sum(block.separation_rank for block in blocks.values()) < most
-        ):
+        residual = matrix
+        error = 1.0 if size > 0.0 else 0.0
+        while error > goal + _floor(matrix) and _n_terms(blocks) < max_terms:
             # Greedy 1: the shape whose next term gains most per parameter.
             chosen = self._choose(residual, blocks, candidates)
             if chosen is None:
@@ -196,12 +194,14 @@ class Greedy:
             error = norm(residual) / size
         parts = tuple(block for block in blocks.values() if block.separation_rank)
         if not parts:
-            parts = (self.solver.solve(Dense(wide), shape, rank=1).approximation.truncate(0),)
+            zero = self.solver.solve(Dense(matrix), shape, rank=1).approximation.truncate(0)
+            parts = (zero,)
         approximation = MixedSum(parts)
         error = target.residual_norm(approximation) / (size or 1.0)
         status = Status.rank_reached
         if atol is not None:
-            status = Status.converged if error <= goal + _floor(wide) else Status.rank_exhausted
+            is_met = error <= goal + _floor(matrix)
+            status = Status.converged if is_met else Status.rank_exhausted
         return MixedSolution(approximation, status, progress.sweeps, relative_error=error)
 
     def _cycles(
@@ -212,14 +212,14 @@ class Greedy:
         first: KroneckerShape,
         size: float,
     ) -> Iterator[IterationStep[Array]]:
-        """Backfitting cycles after a new term; updates ``blocks``."""
-        before = math.inf
+        """Backfit in cycles after a new term; updates ``blocks``."""
+        previous_error = math.inf
         while True:
             residual = self._cycle(residual, blocks, ranks, first)
             error = norm(residual) / size
-            settled = len(ranks) == 1 or error >= (1.0 - self.rtol) * before
-            yield IterationStep(residual, error, objective=error**2, converged=settled)
-            before = error
+            converged = len(ranks) == 1 or error >= (1.0 - self.rtol) * previous_error
+            yield IterationStep(residual, error, objective=error**2, converged=converged)
+            previous_error = error
 
     def _choose(
         self,
@@ -227,22 +227,34 @@ class Greedy:
         blocks: dict[KroneckerShape, SeparatedMatrix],
         candidates: Sequence[KroneckerShape],
     ) -> KroneckerShape | None:
-        """The shape whose next term lowers the square error most per parameter, among those that still fit."""
-        used = sum(block.parameters for block in blocks.values())
-        best: tuple[float, KroneckerShape] | None = None
+        """Choose the shape whose next term lowers the square error most per parameter.
+
+        None where no shape has room for a term that gains anything.
+        """
+        best: KroneckerShape | None = None
+        best_gain = 0.0
         for shape in candidates:
-            full = shape in blocks and blocks[shape].separation_rank >= shape.max_separation_rank
-            if full or (
-                self.parameters is not None and used + shape.parameters(1) > self.parameters
-            ):
+            if not self._has_room(shape, blocks):
                 continue
             leading = self.solver.solve(Dense(residual), shape, rank=1).approximation
-            gain = (float(leading.weights[0]) if leading.separation_rank else 0.0) / math.sqrt(
-                shape.parameters(1)
-            )
-            if gain > 0.0 and (best is None or gain > best[0]):
-                best = gain, shape
-        return None if best is None else best[1]
+            if leading.separation_rank == 0:
+                continue
+            gain = float(leading.weights[0]) / math.sqrt(shape.parameters(1))
+            if gain > best_gain:
+                best = shape
+                best_gain = gain
+        return best
+
+    def _has_room(
+        self, shape: KroneckerShape, blocks: dict[KroneckerShape, SeparatedMatrix]
+    ) -> bool:
+        """Return whether a shape can have another term, within the parameters that are allowed."""
+        if shape in blocks and blocks[shape].separation_rank >= shape.max_separation_rank:
+            return False
+        if self.parameters is None:
+            return True
+        used = sum(block.parameters for block in blocks.values())
+        return used + shape.parameters(1) <= self.parameters
 
     def _cycle(
         self,
@@ -253,12 +265,19 @@ class Greedy:
     ) -> Array:
         """Refit every block once to what the others leave, the newest first; updates ``blocks``."""
         for shape in sorted(ranks, key=lambda shape: shape != first):
-            left = residual + blocks[shape].to_matrix() if shape in blocks else residual
-            blocks[shape] = self.solver.solve(Dense(left), shape, rank=ranks[shape]).approximation
-            residual = left - blocks[shape].to_matrix()
+            remainder = residual
+            if shape in blocks:
+                remainder = residual + blocks[shape].to_matrix()
+            solution = self.solver.solve(Dense(remainder), shape, rank=ranks[shape])
+            blocks[shape] = solution.approximation
+            residual = remainder - blocks[shape].to_matrix()
         return residual
 
 
+def _n_terms(blocks: dict[KroneckerShape, SeparatedMatrix]) -> int:
+    return sum(block.separation_rank for block in blocks.values())
+
+
 def _floor(matrix: Array) -> float:
-    """Relative error that rounding in double precision leaves."""
+    """Return the relative error that rounding in double precision leaves."""
     return 8.0 * float(namespace(matrix).finfo(matrix.dtype).eps) * math.sqrt(max(matrix.shape))

@@ -1,9 +1,9 @@
-"""A Krylov space while it grows: when its certificate is looked at, and what a look finds."""
+"""A Krylov space while it grows: when its certificate is computed, and what follows from it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lsrdecomp.arrays import Array, adjoint
@@ -11,6 +11,7 @@ from lsrdecomp.solvers.base import ErrorKind, Solution, Status
 from lsrdecomp.solvers.progress import IterationStep
 from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.solvers.svd.dense import as_separated
+from lsrdecomp.solvers.svd.options import SpaceOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,135 +20,179 @@ if TYPE_CHECKING:
 
     from lsrdecomp.kronecker.separated import SeparatedMatrix
     from lsrdecomp.kronecker.shape import KroneckerShape
+    from lsrdecomp.solvers.matrix import MatrixProblem
     from lsrdecomp.solvers.svd.bidiagonal import Bidiagonal
     from lsrdecomp.targets.base import Target
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """What one look at a space has found."""
+    """The terms that a space holds at one check, with their error and its excess over the optimum."""
 
     approximation: SeparatedMatrix
     error: float  # relative
-    measured: bool
+    is_measured: bool
     excess: float
     kind: ErrorKind
 
 
 @dataclass(slots=True)
 class Growth:
-    """One space while it grows: when to look at it, and what a look tells."""
+    """One space while it grows, and the request that it is to meet."""
 
     space: Bidiagonal
+    problem: MatrixProblem
     tolerance: float  # allowed excess of the error over the optimum, relative
-    target: Target
-    shape: KroneckerShape
-    swapped: bool  # whether the space is of R(M)ᴴ
-    rank: int | None
-    most: int
-    goal: float | None
-    captured: list[np.ndarray] = field(default_factory=list)
-    last: Certificate | None = None
+    options: SpaceOptions = field(default_factory=SpaceOptions)
+    captured: list[np.ndarray] = field(default_factory=list)  # of each certificate so far
+    last_certificate: Certificate | None = None
+
+    @property
+    def target(self) -> Target:
+        """The matrix."""
+        return self.problem.target
+
+    @property
+    def max_terms(self) -> int:
+        """Terms that may be used."""
+        return self.problem.max_terms
+
+    @property
+    def goal(self) -> float | None:
+        """Allowed relative error."""
+        return self.problem.relative_goal
 
     def steps(self) -> Iterator[IterationStep[Projection | None]]:
-        """Steps of the space; ends without a state where it would grow to a third of the smaller side."""
+        """Grow the space; end without a state where it would fill too much of the smaller side."""
+        options = self.options
         side = min(self.space.operator.shape)
-        due = 1 if self.rank is None else self.most
-        while 3 * (self.space.size + self.space.block) <= side:
+        next_check = 1 if self.problem.rank is None else self.max_terms
+        while options.columns_per_vector * (self.space.size + self.space.block) <= side:
             # BGK 1: one block more, U and V orthogonal to all before.
             self.space.step()
-            if self.space.size < due:
+            if self.space.size < next_check:
                 yield IterationStep(None, None)
                 continue
             # BGK 2: the certificate says what the space holds, and what it may lack of the optimum.
-            due = self.space.size + self.space.size // 8
-            certificate = self._certificate()
-            s = self._terms(certificate)
-            if self._hopeless(certificate, s, side):
+            next_check = self.space.size + self.space.size // options.check_interval
+            certificate = self._new_certificate()
+            rank = self._terms(certificate)
+            if self._is_hopeless(certificate, rank, side):
                 return
             # BGK 3: where the certificate sees no further, the residual is formed and measured.
             projection = None
-            if self._settled(certificate, s):
-                projection = self._projection(certificate, s)
-                if not self._enough(certificate, s, projection):
-                    projection, due = None, self.space.size + self.space.size // 4
-            error = certificate.error(s) if projection is None else projection.error
+            error = certificate.error(rank)
+            if self._has_converged(certificate, rank):
+                projection = self._projection(certificate, rank)
+                if self._is_accepted(certificate, rank, projection):
+                    error = projection.error
+                else:
+                    projection = None
+                    interval = options.measured_check_interval
+                    next_check = self.space.size + self.space.size // interval
             yield IterationStep(
-                projection, error, objective=self.objective, converged=projection is not None
+                state=projection,
+                relative_error=error,
+                objective=self.objective,
+                converged=projection is not None,
             )
 
-    def solution(self, projection: Projection, settled: bool) -> Solution:
-        """What a projection is, of a space that has settled or was stopped."""
+    def solution(self, projection: Projection, converged: bool) -> Solution:
+        """Return a projection as a solution, of a space that has converged or was stopped."""
         status = Status.sweep_limit
         if self.goal is not None and projection.error <= self.goal:
             status = Status.converged
-        elif settled:
+        elif converged:
             status = Status.rank_reached if self.goal is None else Status.rank_exhausted
-        finite = projection.excess < math.inf
-        gap, kind = (projection.excess, projection.kind) if finite else (None, ErrorKind.estimated)
-        relative_error = projection.error if projection.measured else None
-        return Solution(projection.approximation, status, (), gap, kind, relative_error)
+        relative_error = projection.error if projection.is_measured else None
+        solution = Solution(projection.approximation, status, relative_error=relative_error)
+        if projection.excess < math.inf:
+            return replace(solution, optimality_gap=projection.excess, gap_kind=projection.kind)
+        return solution
 
-    def look(self) -> Projection:
-        """What the space has come to, settled or not."""
-        seen = self.last is not None and self.last.size == self.space.size
-        certificate = self.last if seen and self.last is not None else self._certificate()
+    def current_projection(self) -> Projection:
+        """Return the terms that the space holds, converged or not."""
+        certificate = self.last_certificate
+        if certificate is None or certificate.size != self.space.size:
+            certificate = self._new_certificate()
         return self._projection(certificate, self._terms(certificate))
 
-    def _hopeless(self, certificate: Certificate, rank: int, side: int) -> bool:
-        """Whether the space would grow to half the side before it met the goal."""
-        if self.goal is None or not rank == self.space.size < self.most:
+    def _is_hopeless(self, certificate: Certificate, rank: int, side: int) -> bool:
+        """Return whether the space would grow too large before it met the goal."""
+        if self.goal is None or not rank == self.space.size < self.max_terms:
             return False
-        return certificate.columns_needed(self.goal) > side / 2
+        max_columns = side / self.options.predicted_columns_per_vector
+        return certificate.columns_needed(self.goal) > max_columns
 
-    def _certificate(self) -> Certificate:
-        self.last = certificate = Certificate.of(self.space, self.captured)
+    def _new_certificate(self) -> Certificate:
+        certificate = Certificate.of(self.space, self.captured)
+        self.last_certificate = certificate
         self.captured.append(certificate.captured)
         return certificate
 
     def _terms(self, certificate: Certificate) -> int:
-        s = min(self.most, self.space.size)
-        return s if self.goal is None else certificate.smallest_rank(self.goal, s)
+        max_terms = min(self.max_terms, self.space.size)
+        if self.goal is None:
+            return max_terms
+        return certificate.smallest_rank(self.goal, max_terms)
 
     @property
     def objective(self) -> float:
-        """The squared error for the most terms, at the last look."""
-        return (
-            float(self.last.squared_errors[min(self.most, self.space.size)]) if self.last else 1.0
-        )
+        """The squared error for the most terms, at the last check."""
+        if self.last_certificate is None:
+            return 1.0
+        max_terms = min(self.max_terms, self.space.size)
+        return float(self.last_certificate.squared_errors[max_terms])
 
-    def _settled(self, certificate: Certificate, rank: int) -> bool:
-        """Whether more steps would change neither the number of terms nor, beyond the tolerance, the error."""
-        goal, tolerance = self.goal, self.tolerance
+    def _has_converged(self, certificate: Certificate, rank: int) -> bool:
+        """Return whether more steps would change neither the number of terms nor their error.
+
+        The error not beyond the tolerance.
+        """
+        goal = self.goal
+        tolerance = self.tolerance
         if goal is not None and certificate.error(rank) <= goal:
-            excess, _ = certificate.excess(max(rank - 1, 0), tolerance)
-            return (
-                rank == 0
-                or excess <= tolerance
-                or certificate.error(rank - 1) > goal * (1.0 + excess)
-            )
+            if rank == 0:
+                return True
+            excess, _ = certificate.excess(rank - 1, tolerance)
+            fewer_would_fail = certificate.error(rank - 1) > goal * (1.0 + excess)
+            return excess <= tolerance or fewer_would_fail
+        if goal is not None and rank != self.max_terms:
+            return False
         excess, _ = certificate.excess(rank, tolerance)
-        exhausted = rank < certificate.size and certificate.exact(certificate.error(rank))
-        return (goal is None or rank == self.most) and (excess <= tolerance or exhausted)
+        is_exhausted = rank < certificate.size and certificate.is_exact(certificate.error(rank))
+        return excess <= tolerance or is_exhausted
 
     def _projection(self, certificate: Certificate, rank: int) -> Projection:
         approximation = self._separated(*self.space.triples(rank), rank)
-        error, (excess, kind) = certificate.error(rank), certificate.excess(rank, self.tolerance)
-        measured = not certificate.resolves(rank, self.goal)
-        if measured:
+        if not certificate.resolves(rank, self.goal):
             error = self.target.residual_norm(approximation) / self.target.norm
-            excess, kind = certificate.measured_excess(rank, error), ErrorKind.bounded
-        return Projection(approximation, error, measured, excess, kind)
+            excess = certificate.measured_excess(rank, error)
+            return Projection(approximation, error, True, excess, ErrorKind.bounded)
+        error = certificate.error(rank)
+        excess, kind = certificate.excess(rank, self.tolerance)
+        return Projection(approximation, error, False, excess, kind)
 
     def _separated(self, u: Array, sigma: Array, vh: Array, rank: int) -> SeparatedMatrix:
-        triples = (adjoint(vh), sigma, adjoint(u)) if self.swapped else (u, sigma, vh)
-        return as_separated(*triples, self.shape, rank)
+        shape = self.problem.shape
+        if is_swapped(shape):
+            return as_separated(adjoint(vh), sigma, adjoint(u), shape, rank)
+        return as_separated(u, sigma, vh, shape, rank)
 
-    def _enough(self, certificate: Certificate, rank: int, projection: Projection) -> bool:
+    def _is_accepted(self, certificate: Certificate, rank: int, projection: Projection) -> bool:
+        """Return whether a projection meets the request, where its error had to be measured."""
         if certificate.resolves(rank, self.goal):
             return True
-        if self.goal is not None and (projection.error <= self.goal or rank < self.most):
-            return projection.error <= self.goal
-        return projection.excess <= self.tolerance or certificate.within_rounding(
-            rank, projection.error
-        )
+        error = projection.error
+        if self.goal is not None and (error <= self.goal or rank < self.max_terms):
+            return error <= self.goal
+        is_near = projection.excess <= self.tolerance
+        return is_near or certificate.is_within_rounding(rank, error)
+
+
+def is_swapped(shape: KroneckerShape) -> bool:
+    """Return whether a space is of R(M)ᴴ.
+
+    V, whose space fills first, lies on the smaller side: then nothing of R is left when it is full.
+    """
+    return shape.sizes[0] < shape.sizes[1]

@@ -1,0 +1,71 @@
+"""Options of the two-factor solvers that seldom need a change: their meaning, their unit, and the source of their value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SketchOptions:
+    """A few terms from the range of R(M) times random columns, where its size falls fast.
+
+    All values were set by hand; ``benchmarks/solvers/two_factors.py`` times the result.
+    """
+
+    # Random columns beyond the terms
+    oversampling: int = 8
+    # The smallest tolerance for which they are drawn: finer ones request the digits of LAPACK,
+    # the same in every library
+    min_tolerance: float = 1e-5
+    # Rows of R(M) a column, at least
+    min_rows_per_column: int = 3
+    # The same for `Gram`, which can have the leading eigenvectors from LAPACK alone instead
+    gram_rows_per_column: int = 8
+    # The size after the last column over that after the last term: above this the spectrum does
+    # not fall fast enough
+    max_tail_ratio: float = 0.25
+    # The size after the last column over that so many columns before: above this the remainder is
+    # flat, or rounding, which one more product takes out
+    flat_ratio: float = 0.05
+    flat_columns: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SinglePrecisionOptions:
+    """The solves that begin in single precision, at half the price, and are finished in double."""
+
+    # Entries of a matrix from which on products are what a solve takes; smaller ones agree from
+    # machine to machine. By hand.
+    min_entries: int = 2**20
+    # The smallest excess over the optimum that a certificate in single precision can show
+    min_tolerance: float = 1e-7
+    # Entries of a matrix up to which its rearrangement in double precision is held beside that in
+    # single: 32 MiB. By hand.
+    max_held_entries: int = 2**22
+    # Norms up to which, and down to whose inverse, single precision holds entries and their squares
+    max_norm: float = 1e15
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceOptions:
+    """The size of a Krylov space, and the steps after which its certificate is computed. By hand."""
+
+    # Columns of the smaller side of R(M) for each column of the space, at least: a larger space
+    # would cost more than the Gram matrix
+    columns_per_vector: int = 3
+    # The same for the columns that a tolerance is predicted to need
+    predicted_columns_per_vector: int = 2
+    # The same for the terms of a request by their number
+    columns_per_term: int = 4
+    # A certificate is computed again when the space has grown by one in so many columns
+    check_interval: int = 8
+    # The same after a residual was measured that did not suffice
+    measured_check_interval: int = 4
+    # Columns of a block at least; at most where R(M) is stored, so that one reading of it serves
+    # the whole block, and where it is not, so that products are paid for by the column
+    min_block: int = 8
+    max_block_stored: int = 16
+    max_block_unformed: int = 8
+    # Relative errors below which the rounding of single precision would cost terms: these are
+    # sought in double precision
+    fine_goal: float = 1e-4
