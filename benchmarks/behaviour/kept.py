@@ -44,10 +44,10 @@ from benchmarks.lab.recover.jobs import Job
 from benchmarks.lab.recover.plan import recover_plan
 from benchmarks.lab.runs import Failure, do_runs, outcome
 from benchmarks.lab.suite import read_suite
-from lsrdecomp.calibration.base_model import Base, Text, load_base, task_texts
+from lsrdecomp.calibration.base_model import Base, load_base
 from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.dataset import read_examples
+from lsrdecomp.calibration.dataset import Text, read_examples, task_texts
 from lsrdecomp.calibration.divergence import Reference, ratio_standard_error, without_delta
 from lsrdecomp.checkpoints import Journal, open_checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open

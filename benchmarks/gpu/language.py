@@ -32,7 +32,8 @@ from benchmarks.language.forms import FORM, form_directory, make_forms
 from benchmarks.language.judge import Judge, opened, said
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.dataset import completion_text, read_examples, token_batches, tokenize
+from lsrdecomp.calibration.dataset import read_examples
+from lsrdecomp.calibration.tokens import completion_text, token_batches, tokenize
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import METADATA
 from lsrdecomp.training.finetune import finetune

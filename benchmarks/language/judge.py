@@ -14,15 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lsrdecomp.calibration.base_model import Base, load_base
-from lsrdecomp.calibration.dataset import (
-    PromptExample,
-    prompt_text,
-    read_examples,
-    token_batches,
-    tokenize,
-)
+from lsrdecomp.calibration.dataset import PromptExample, read_examples
 from lsrdecomp.calibration.divergence import divergences, without_delta
 from lsrdecomp.calibration.forward import forward, forward_repeatable
+from lsrdecomp.calibration.tokens import prompt_text, token_batches, tokenize
 from lsrdecomp.training.language import generate, overlap
 
 BATCH = 16

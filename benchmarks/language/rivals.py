@@ -65,7 +65,8 @@ from torch import Tensor, nn
 
 from benchmarks import RESULTS
 from lsrdecomp import compress
-from lsrdecomp.calibration.base_model import Base, load_base, prompt_batches
+from lsrdecomp.calibration.base_model import Base, load_base
+from lsrdecomp.calibration.batches import prompt_batches
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import PromptExample, read_examples
 from lsrdecomp.calibration.distil_trainer import kl_loss

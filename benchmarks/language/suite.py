@@ -40,7 +40,8 @@ from benchmarks.language.judge import Judge, autocast, opened, overlaps, said
 from benchmarks.language.tasks import write_tasks
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.dataset import read_examples, token_batches, tokenize
+from lsrdecomp.calibration.dataset import read_examples
+from lsrdecomp.calibration.tokens import token_batches, tokenize
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.fidelity.distil import distil
 from lsrdecomp.training.finetune import finetune

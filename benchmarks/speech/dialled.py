@@ -35,11 +35,11 @@ from benchmarks.speech.whisper import open_whisper
 from lsrdecomp import compress
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.dataset import LOSS_MASK, model_inputs
 from lsrdecomp.calibration.distil import distil_factors
 from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.heads import Batch, Head
 from lsrdecomp.calibration.teacher import DistillationData
+from lsrdecomp.calibration.tokens import LOSS_MASK, model_inputs
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics

@@ -39,7 +39,7 @@ class Reference:
     source : Base
         The base with the adapter that others are compared with.
     batches : iterable of mappings
-        What models are called with, as `calibration.base_model.text_batches` makes them. Padding is
+        What models are called with, as `calibration.batches.text_batches` makes them. Padding is
         left out.
 
     Raises

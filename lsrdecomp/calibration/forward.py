@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lsrdecomp.calibration.dataset import model_inputs
 from lsrdecomp.calibration.heads import TOKEN_HEADS, Batch, Head, loss_mask, prediction_logits
+from lsrdecomp.calibration.tokens import model_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,7 +11,7 @@ from enum import Enum
 
 from torch import Tensor
 
-from lsrdecomp.calibration.dataset import LOSS_MASK
+from lsrdecomp.calibration.tokens import LOSS_MASK
 from lsrdecomp.errors import ShapeError
 
 Batch = Mapping[str, Tensor]

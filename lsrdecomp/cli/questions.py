@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -66,22 +66,26 @@ class Questions:
         self, base: Base, *, size: int, seed: int
     ) -> tuple[Iterator[dict[str, Tensor]], int]:
         """What the model is called with, in an order that ``seed`` decides, and the number of examples."""
-        from lsrdecomp.calibration import base_model as bases
-        from lsrdecomp.calibration.dataset import read_examples
+        from lsrdecomp.calibration.batches import prompt_batches, text_batches
+        from lsrdecomp.calibration.dataset import read_examples, read_text_pairs, task_texts
         from lsrdecomp.training.tasks import find_task
 
         if self.data is not None:
             examples = read_examples(self.data)
-            settings: dict[str, Any] = {"answers": self.answers, "truncate": self.truncate}
-            settings |= {"max_length": self.max_length}
-            return bases.prompt_batches(base, examples, size=size, seed=seed, **settings), len(
-                examples
+            batches = prompt_batches(
+                base,
+                examples,
+                size=size,
+                seed=seed,
+                max_length=self.max_length,
+                answers=self.answers,
+                truncate=self.truncate,
             )
+            return batches, len(examples)
         if self.text is not None:
-            texts = bases.read_text_pairs(self.text)
+            texts = read_text_pairs(self.text)
         else:
             assert self.task is not None
-            texts = bases.task_texts(find_task(self.task).read(self.task, self.split))
-        return bases.text_batches(
-            base, texts, size=size, max_length=self.max_length, seed=seed
-        ), len(texts)
+            texts = task_texts(find_task(self.task).read(self.task, self.split))
+        batches = text_batches(base, texts, size=size, max_length=self.max_length, seed=seed)
+        return batches, len(texts)

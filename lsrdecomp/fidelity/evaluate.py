@@ -13,27 +13,23 @@ import torch
 from peft.helpers import rescale_adapter_scale
 
 from lsrdecomp._renamed import keep_old_attributes
-from lsrdecomp.calibration.base_model import (
-    Text,
-    open_base,
-    prompt_batches,
-    read_text_pairs,
-    task_texts,
-    text_batches,
-)
+from lsrdecomp.calibration.base_model import open_base
+from lsrdecomp.calibration.batches import prompt_batches, text_batches
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import (
     DataError,
     PromptExample,
-    prompt_text,
+    Text,
     read_examples,
-    tokenize,
+    read_text_pairs,
+    task_texts,
 )
 from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.forward import forward
 from lsrdecomp.calibration.generation import generate
 from lsrdecomp.calibration.heads import TOKEN_HEADS, Batch, Head
 from lsrdecomp.calibration.teacher import DistillationData
+from lsrdecomp.calibration.tokens import prompt_text, tokenize
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
 from lsrdecomp.checkpoints.files import EXAMPLE_SUFFIXES, bytes_to_open, sha256
 from lsrdecomp.checkpoints.progress import OnStep, ProgressUpdate

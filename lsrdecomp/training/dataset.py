@@ -11,9 +11,9 @@ import torch
 from scipy.special import log_softmax
 from torch import Tensor
 
-from lsrdecomp.calibration.base_model import Base, task_texts, text_batches
 from lsrdecomp.calibration.bases import find_base
-from lsrdecomp.calibration.dataset import Example, subsample
+from lsrdecomp.calibration.batches import text_batches
+from lsrdecomp.calibration.dataset import Example, subsample, task_texts
 from lsrdecomp.training.embedded import embedded
 from lsrdecomp.training.language import LanguageDataset, read_language
 from lsrdecomp.training.record import Sample, Scores
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from transformers import Trainer
+
+    from lsrdecomp.calibration.base_model import Base
 
 SPLIT_SEED = 20260101  # one split for all runs, so that seeds vary the training alone
 

@@ -21,21 +21,18 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.bases import find_base, open_tokenizer
-from lsrdecomp.calibration.dataset import (
-    LOSS_MASK,
-    PromptExample,
-    TokenizedExample,
-    completion_text,
-    hold_out,
-    prompt_text,
-    read_examples,
-    subsample,
-    token_batches,
-    tokenize,
-)
+from lsrdecomp.calibration.dataset import PromptExample, hold_out, read_examples, subsample
 from lsrdecomp.calibration.forward import forward
 from lsrdecomp.calibration.generation import evaluation_mode, generate
 from lsrdecomp.calibration.heads import IGNORED_LABEL, Head
+from lsrdecomp.calibration.tokens import (
+    LOSS_MASK,
+    TokenizedExample,
+    completion_text,
+    prompt_text,
+    token_batches,
+    tokenize,
+)
 from lsrdecomp.errors import needs
 from lsrdecomp.training.record import Sample, Scores
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError

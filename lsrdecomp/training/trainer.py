@@ -15,7 +15,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from lsrdecomp.calibration.dataset import length_sorted_batches
+from lsrdecomp.calibration.tokens import length_sorted_batches
 from lsrdecomp.training.model import trained
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 

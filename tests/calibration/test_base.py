@@ -14,13 +14,10 @@ pytest.importorskip("peft")
 pytest.importorskip("sklearn")
 
 import lsrdecomp.cli  # noqa: E402
-from lsrdecomp.calibration.base_model import (  # noqa: E402
-    adapted_modules,
-    load_base,
-    read_text_pairs,
-    text_batches,
-)
+from lsrdecomp.calibration.base_model import adapted_modules, load_base  # noqa: E402
+from lsrdecomp.calibration.batches import text_batches  # noqa: E402
 from lsrdecomp.calibration.calibrate import calibrate  # noqa: E402
+from lsrdecomp.calibration.dataset import read_text_pairs  # noqa: E402
 from lsrdecomp.calibration.errors import CalibrationError  # noqa: E402
 from lsrdecomp.calibration.heads import Head  # noqa: E402
 from lsrdecomp.errors import CheckpointError  # noqa: E402

@@ -13,7 +13,8 @@ transformers = pytest.importorskip("transformers")
 from tiny_bases import TEXTS, make  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from lsrdecomp.calibration.base_model import load_base, load_pair, text_batches  # noqa: E402
+from lsrdecomp.calibration.base_model import load_base, load_pair  # noqa: E402
+from lsrdecomp.calibration.batches import text_batches  # noqa: E402
 from lsrdecomp.calibration.divergence import Reference, divergences, without_delta  # noqa: E402
 from lsrdecomp.calibration.errors import CalibrationError  # noqa: E402
 from lsrdecomp.calibration.heads import Head  # noqa: E402

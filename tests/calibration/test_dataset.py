@@ -12,18 +12,15 @@ pytest.importorskip("transformers")
 
 from tiny_tokenizer import word_tokenizer  # noqa: E402
 
-from lsrdecomp.calibration.dataset import (  # noqa: E402
-    DataError,
-    PromptExample,
+from lsrdecomp.calibration.dataset import DataError, PromptExample, hold_out, read_examples  # noqa: E402
+from lsrdecomp.calibration.heads import Head, loss_mask  # noqa: E402
+from lsrdecomp.calibration.tokens import (  # noqa: E402
     completion_text,
-    hold_out,
     model_inputs,
     prompt_text,
-    read_examples,
     token_batches,
     tokenize,
 )
-from lsrdecomp.calibration.heads import Head, loss_mask  # noqa: E402
 from lsrdecomp.fidelity.evaluate import read_data  # noqa: E402
 
 TEMPLATE = (

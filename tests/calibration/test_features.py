@@ -10,7 +10,8 @@ transformers = pytest.importorskip("transformers")
 
 from tiny_bases import TEXTS, make  # noqa: E402
 
-from lsrdecomp.calibration.base_model import Base, load_pair, text_batches  # noqa: E402
+from lsrdecomp.calibration.base_model import Base, load_pair  # noqa: E402
+from lsrdecomp.calibration.batches import text_batches  # noqa: E402
 from lsrdecomp.calibration.divergence import without_delta  # noqa: E402
 from lsrdecomp.calibration.features import forward_with_features  # noqa: E402
 from lsrdecomp.calibration.heads import Head  # noqa: E402

@@ -14,7 +14,8 @@ pytest.importorskip("transformers")
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from tiny_bases import TEXTS, make, make_model  # noqa: E402
 
-from lsrdecomp.calibration.base_model import load_base, load_pair, text_batches  # noqa: E402
+from lsrdecomp.calibration.base_model import load_base, load_pair  # noqa: E402
+from lsrdecomp.calibration.batches import text_batches  # noqa: E402
 from lsrdecomp.calibration.divergence import (  # noqa: E402
     Reference,
     divergences,

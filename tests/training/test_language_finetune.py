@@ -21,7 +21,8 @@ from tiny_tokenizer import word_tokenizer  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from lsrdecomp.calibration.dataset import DataError, PromptExample, TokenizedExample, read_examples  # noqa: E402
+from lsrdecomp.calibration.dataset import DataError, PromptExample, read_examples  # noqa: E402
+from lsrdecomp.calibration.tokens import TokenizedExample  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.cli.options import assignment  # noqa: E402
 from lsrdecomp.training.finetune import evaluate, finetune  # noqa: E402

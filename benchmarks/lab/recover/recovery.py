@@ -26,8 +26,9 @@ from benchmarks.lab.recover.plan import (
 )
 from benchmarks.lab.runs import Failure, Outcome, Run, do_runs, outcome
 from benchmarks.lab.suite import Suite
-from lsrdecomp.calibration.base_model import load_base, task_texts
+from lsrdecomp.calibration.base_model import load_base
 from lsrdecomp.calibration.calibrate import calibrate
+from lsrdecomp.calibration.dataset import task_texts
 from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.compression.settings import Search
