@@ -25,7 +25,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def pair(
+def lora_pair(
     name: str, m: int = 4, n: int = 6, r: int = 2, seed: int = 0, dtype: str = "float32"
 ) -> dict[str, np.ndarray]:
     """The two tensors of one PEFT LoRA layer."""
@@ -36,14 +36,16 @@ def pair(
     }
 
 
-def directory(path: Path, tensors: Mapping[str, np.ndarray] | None = None, **config: Any) -> Path:
+def write_lora_directory(
+    path: Path, tensors: Mapping[str, np.ndarray] | None = None, **config: Any
+) -> Path:
     """Write a PEFT LoRA directory.
 
     ``config`` overrides fields, ``tensors`` the two layers it holds otherwise.
     """
     path.mkdir(parents=True, exist_ok=True)
     if tensors is None:
-        tensors = {**pair("layers.0.q"), **pair("layers.1.v", seed=1)}
+        tensors = {**lora_pair("layers.0.q"), **lora_pair("layers.1.v", seed=1)}
     save_file(dict(tensors), path / "adapter_model.safetensors", metadata={"format": "pt"})
     (path / "adapter_config.json").write_text(json.dumps(CONFIG | config))
     return path
@@ -61,7 +63,7 @@ def raw_safetensors(header: Any, data: bytes = b"", length: int | None = None) -
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
 
-def snapshot(path: Path) -> dict[str, bytes]:
+def file_contents(path: Path) -> dict[str, bytes]:
     """Every file below a directory with its content."""
     return {
         str(file.relative_to(path)): file.read_bytes()

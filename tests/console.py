@@ -8,7 +8,7 @@ from subprocess import CompletedProcess
 from unittest.mock import patch
 
 
-def lsr(*arguments, cwd="."):
+def run_command(*arguments, cwd="."):
     """Run the console command in this process; return its exit code and what it printed."""
     from lsrdecomp.cli.main import run
 
@@ -30,7 +30,7 @@ def lsr(*arguments, cwd="."):
     )
 
 
-def process(*arguments, cwd=None):
+def run_in_process(*arguments, cwd=None):
     """Run the console command in a process of its own."""
     command = [sys.executable, "-m", "lsrdecomp.cli.main", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoint_files import CONFIG, PREFIX, directory, pair, raw_safetensors
+from checkpoint_files import CONFIG, PREFIX, lora_pair, raw_safetensors, write_lora_directory
 from safetensors.numpy import save, save_file
 
 Fault = Callable[[Path], Path]
@@ -41,7 +41,7 @@ def weights(content: bytes) -> Fault:
     """A sound config beside these bytes for weights."""
 
     def build(path: Path) -> Path:
-        (directory(path) / WEIGHTS).write_bytes(content)
+        (write_lora_directory(path) / WEIGHTS).write_bytes(content)
         return path
 
     return build
@@ -51,7 +51,7 @@ def settings(content: bytes) -> Fault:
     """Sound weights beside these bytes for a config."""
 
     def build(path: Path) -> Path:
-        (directory(path) / SETTINGS).write_bytes(content)
+        (write_lora_directory(path) / SETTINGS).write_bytes(content)
         return path
 
     return build
@@ -59,12 +59,12 @@ def settings(content: bytes) -> Fault:
 
 def tensors(given: Mapping[str, np.ndarray], **config: Any) -> Fault:
     """These tensors under a sound config."""
-    return lambda path: directory(path, given, **config)
+    return lambda path: write_lora_directory(path, given, **config)
 
 
 def configured(tensors: Mapping[str, np.ndarray] | None = None, **config: Any) -> Fault:
     """Sound weights, one field of the config changed."""
-    return lambda path: directory(path, tensors, **config)
+    return lambda path: write_lora_directory(path, tensors, **config)
 
 
 def single(given: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> Fault:
@@ -78,7 +78,7 @@ def single(given: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None =
     return build
 
 
-VALID = save({**pair("q"), **pair("v", seed=1)}, {"format": "pt"})
+VALID = save({**lora_pair("q"), **lora_pair("v", seed=1)}, {"format": "pt"})
 HEAD = f"{PREFIX}head.weight"
 
 
@@ -246,7 +246,7 @@ def _name() -> Iterator[tuple[str, Fault]]:
         "\ud7ff\u0085",
     ]
     for name in names:
-        yield ascii(name)[:40], weights(save({name: np.ones(2, np.float32), **pair("q")}))
+        yield ascii(name)[:40], weights(save({name: np.ones(2, np.float32), **lora_pair("q")}))
     lone = raw_safetensors(b'{"\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"x")
     yield "lone surrogate", weights(lone)
 
@@ -363,7 +363,7 @@ def _halves(a: tuple[int, ...], b: tuple[int, ...]) -> dict[str, np.ndarray]:
 
 @collect("layers")
 def _layers() -> Iterator[tuple[str, Fault]]:
-    good = pair("q")
+    good = lora_pair("q")
     yield "no tensors", tensors({})
     yield "only a head", tensors({f"{PREFIX}head.weight": np.ones((2, 2))})
     yield "A alone", tensors({A: good[A]})
@@ -445,7 +445,7 @@ def pickled(make: Callable[[Any], Any], **options: Any) -> Fault:
     def build(path: Path) -> Path:
         import torch
 
-        (directory(path) / WEIGHTS).unlink()
+        (write_lora_directory(path) / WEIGHTS).unlink()
         torch.save(make(torch), path / "adapter_model.bin", **options)
         return path
 
@@ -456,7 +456,7 @@ def binary(content: bytes) -> Fault:
     """These bytes as adapter_model.bin."""
 
     def build(path: Path) -> Path:
-        (directory(path) / WEIGHTS).unlink()
+        (write_lora_directory(path) / WEIGHTS).unlink()
         (path / "adapter_model.bin").write_bytes(content)
         return path
 
@@ -472,9 +472,9 @@ class Evil:
 
 def _cut_zip(share: float) -> Fault:
     def build(path: Path) -> Path:
-        pickled(lambda torch: {name: torch.tensor(array) for name, array in pair("q").items()})(
-            path
-        )
+        pickled(
+            lambda torch: {name: torch.tensor(array) for name, array in lora_pair("q").items()}
+        )(path)
         file = path / "adapter_model.bin"
         content = file.read_bytes()
         file.write_bytes(content[: int(share * len(content))])
@@ -485,7 +485,7 @@ def _cut_zip(share: float) -> Fault:
 
 def _zipped(compression: int, records: Mapping[str, bytes]) -> Fault:
     def build(path: Path) -> Path:
-        (directory(path) / WEIGHTS).unlink()
+        (write_lora_directory(path) / WEIGHTS).unlink()
         with zipfile.ZipFile(path / "adapter_model.bin", "w", compression) as archive:
             for name, content in records.items():
                 archive.writestr(name, content)
@@ -573,7 +573,7 @@ def _place() -> Iterator[tuple[str, Fault]]:
 
     def instead(fill: Callable[[Path], Any], file: str = WEIGHTS) -> Fault:
         def build(path: Path) -> Path:
-            (directory(path) / file).unlink()
+            (write_lora_directory(path) / file).unlink()
             fill(path / file)
             return path
 
@@ -588,7 +588,7 @@ def _place() -> Iterator[tuple[str, Fault]]:
         "two weight files",
         made(lambda path: [(path / f"{i}.safetensors").write_bytes(VALID) for i in "ab"]),
     )
-    yield "two adapters inside", made(lambda path: [directory(path / i) for i in "ab"])
+    yield "two adapters inside", made(lambda path: [write_lora_directory(path / i) for i in "ab"])
     yield (
         "an unknown weight file",
         made(lambda path: save_file({"a": np.ones(2)}, path / "x.safetensors")),
@@ -634,7 +634,7 @@ def lsr(change: Callable[[dict[str, np.ndarray], dict[str, Any]], Any]) -> Fault
             "lsr_alpha": 2,
         }
         change(held, config)
-        return directory(path, held, **config)
+        return write_lora_directory(path, held, **config)
 
     return build
 
@@ -767,7 +767,7 @@ def _formats() -> Iterator[tuple[str, Fault]]:
         '{"unet.peft_type": "IA3"}',
     ):
         yield f"diffusers: header {text}", single(both, {"lora_adapter_metadata": text})
-    yield "peft file without config", single(pair("q"))
+    yield "peft file without config", single(lora_pair("q"))
     yield "cloneofsimo: half", single({"unet:0:up": f[4, 2]})
     yield (
         "cloneofsimo: ranks",
@@ -786,7 +786,7 @@ def _formats() -> Iterator[tuple[str, Fault]]:
         single({down: f[2, 6], up: f[4, 2], "lora_unet_q.lora_gate.weight": f[(2,)]}),
     )
     for kind in ("LOHA", "LOKR"):
-        yield f"peft {kind}: parts of LoRA", tensors(pair("q"), peft_type=kind)
+        yield f"peft {kind}: parts of LoRA", tensors(lora_pair("q"), peft_type=kind)
         yield f"peft {kind}: nothing", tensors({HEAD: f[(2,)]}, peft_type=kind)
     part = {f"{PREFIX}q.lokr_w1": f[2, 2], f"{PREFIX}q.lokr_w2": f[2, 6]}
     for field, value in (
@@ -832,13 +832,13 @@ def _formats() -> Iterator[tuple[str, Fault]]:
 
 
 SOUND: dict[str, Fault] = {
-    "peft": lambda path: directory(path),
+    "peft": lambda path: write_lora_directory(path),
     "bytes": weights(VALID),
     "header": weights(entry()),
-    "name": weights(save({HEAD: np.ones(2, np.float32), **pair("q")})),
+    "name": weights(save({HEAD: np.ones(2, np.float32), **lora_pair("q")})),
     "layers": tensors(_halves((2, 6), (4, 2))),
     "pickle": pickled(
-        lambda torch: {name: torch.tensor(array) for name, array in pair("q").items()}
+        lambda torch: {name: torch.tensor(array) for name, array in lora_pair("q").items()}
     ),
     "lsr": lsr(lambda held, config: None),
     "kohya": single(

@@ -13,7 +13,7 @@ HADA = {
 }
 
 
-def halves(name, down, up):
+def pair_shapes(name, down, up):
     """Keys of a pair of rank 8 with their shapes."""
     return {f"{name}{down}": (8, 64), f"{name}{up}": (64, 8)}
 
@@ -21,24 +21,28 @@ def halves(name, down, up):
 ALPHA = (".lora_down.weight", ".lora_up.weight")
 NEW = (".lora_A.weight", ".lora_B.weight")
 KEYS = {
-    "kohya": halves("lora_unet_down_blocks_0_attentions_0_attn1_to_q", *ALPHA),
-    "kohya flux": halves("lora_unet_double_blocks_0_img_attn_qkv", *ALPHA),
-    "musubi wan": halves("lora_unet_blocks_0_self_attn_q", *ALPHA),
-    "qwen lightning": halves(BLOCK, *ALPHA),
-    "comfy wan": halves(COMFY, *NEW),
-    "comfy wan, kohya's halves": halves(COMFY, *ALPHA),
-    "diffusers": halves("unet.down_blocks.0.attn1.to_q", ".lora.down.weight", ".lora.up.weight"),
-    "diffusers flux": halves(f"transformer.{BLOCK}", *NEW),
-    "cloneofsimo": halves("unet:0", ":down", ":up"),
-    "loralib": halves("roberta.encoder.layer.0.attention.self.query", ".lora_A", ".lora_B"),
-    "torchtune": halves("layers.0.attn.q_proj", ".lora_a.weight", ".lora_b.weight"),
+    "kohya": pair_shapes("lora_unet_down_blocks_0_attentions_0_attn1_to_q", *ALPHA),
+    "kohya flux": pair_shapes("lora_unet_double_blocks_0_img_attn_qkv", *ALPHA),
+    "musubi wan": pair_shapes("lora_unet_blocks_0_self_attn_q", *ALPHA),
+    "qwen lightning": pair_shapes(BLOCK, *ALPHA),
+    "comfy wan": pair_shapes(COMFY, *NEW),
+    "comfy wan, kohya's halves": pair_shapes(COMFY, *ALPHA),
+    "diffusers": pair_shapes(
+        "unet.down_blocks.0.attn1.to_q", ".lora.down.weight", ".lora.up.weight"
+    ),
+    "diffusers flux": pair_shapes(f"transformer.{BLOCK}", *NEW),
+    "cloneofsimo": pair_shapes("unet:0", ":down", ":up"),
+    "loralib": pair_shapes("roberta.encoder.layer.0.attention.self.query", ".lora_A", ".lora_B"),
+    "torchtune": pair_shapes("layers.0.attn.q_proj", ".lora_a.weight", ".lora_b.weight"),
     "mlx": {
         f"model.layers.0.self_attn.q_proj.lora_{half}": shape
         for half, shape in (("a", (64, 8)), ("b", (8, 64)))
     },
-    "peft-lora": halves(f"{PREFIX}model.layers.0.self_attn.q_proj", *NEW),
-    "peft-lora, experts by name": halves(f"{PREFIX}model.layers.0.mlp.experts.1.gate_proj", *NEW),
-    "peft-lora, stacked experts": halves(f"{PREFIX}model.layers.0.mlp.experts", *NEW),
+    "peft-lora": pair_shapes(f"{PREFIX}model.layers.0.self_attn.q_proj", *NEW),
+    "peft-lora, experts by name": pair_shapes(
+        f"{PREFIX}model.layers.0.mlp.experts.1.gate_proj", *NEW
+    ),
+    "peft-lora, stacked experts": pair_shapes(f"{PREFIX}model.layers.0.mlp.experts", *NEW),
     "lycoris": {f"lora_unet_mid_block_attn1_to_q.{part}": shape for part, shape in HADA.items()},
 }
 CONFIGS = {
@@ -60,7 +64,7 @@ CONFIGS["peft-lora, stacked experts"] = CONFIGS["peft-lora"] | EXPERTS
 OUTSIDE = ("loralib", "torchtune")
 
 
-def write(folder, form):
+def write_format(folder, form):
     """A file in float16 as the format's own tools name it; returns what is given to the verbs."""
     rng = np.random.default_rng(0)
     tensors = {

@@ -34,7 +34,7 @@ def block_rearrange(matrix, first, second):
     )
 
 
-def formed(weight):
+def matrix_of(weight):
     """The matrix of a weight of a norm."""
     return weight.apply(np.eye(weight.size))
 
@@ -45,7 +45,7 @@ def weight_of(matrix, xp=np):
     return LowRankPlusIdentity(xp.asarray(vectors), xp.asarray(np.maximum(values, 0.0)), 0.0)
 
 
-def close(actual, expected, size=1, condition=1.0, dtype="float64"):
+def assert_close(actual, expected, size=1, condition=1.0, dtype="float64"):
     """Equal in Frobenius norm up to size × condition × unit roundoff of the expected norm."""
     actual, expected = to_numpy(actual), to_numpy(expected)
     scale = np.max(np.abs(expected), initial=0.0) or 1.0

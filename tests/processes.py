@@ -5,10 +5,10 @@ import os
 import socket
 import sys
 
-from console import lsr
+from console import run_command
 
 
-def start(function, *arguments, **environment):
+def start_process(function, *arguments, **environment):
     """Begin ``function(*arguments)`` in another process."""
     context = multiprocessing.get_context("fork" if _is_alone() else "spawn")
     process = context.Process(target=_run, args=(function, arguments, environment))
@@ -16,7 +16,7 @@ def start(function, *arguments, **environment):
     return process
 
 
-def together(count, function, *arguments):
+def run_together(count, function, *arguments):
     """Call a function in ``count`` processes of one group; return their exit codes.
 
     torch and accelerate take them for a group of their own.
@@ -24,15 +24,17 @@ def together(count, function, *arguments):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     group = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = [start(function, *arguments, RANK=i, LOCAL_RANK=i, **group) for i in range(count)]
+    processes = [
+        start_process(function, *arguments, RANK=i, LOCAL_RANK=i, **group) for i in range(count)
+    ]
     for process in processes:
         process.join()
     return [process.exitcode for process in processes]
 
 
-def command(*arguments):
+def run_command_here(*arguments):
     """Run the console command as this process."""
-    done = lsr(*arguments)
+    done = run_command(*arguments)
     print(done.stdout)
     print(done.stderr, file=sys.stderr)
     raise SystemExit(done.returncode)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import close
+from oracles import assert_close
 from scipy.sparse import linalg as sparse_linalg
 
 import lsrdecomp as lsr
@@ -73,7 +73,7 @@ def test_every_library_finds_the_same(xp, rng):
     shape = lsr.KroneckerShape(((3, 4), (4, 5)))
     ours = lsr.decompose(xp.asarray(matrix), shape, rank=4)
     theirs = lsr.decompose(matrix, shape, rank=4)
-    close(ours.approximation.to_matrix(), theirs.approximation.to_matrix(), size=64)
+    assert_close(ours.approximation.to_matrix(), theirs.approximation.to_matrix(), size=64)
     assert type(ours.approximation.weights) is type(xp.asarray([1.0]))
     assert ours.relative_error == pytest.approx(theirs.relative_error, rel=1e-12)
 
@@ -82,7 +82,7 @@ def test_every_library_finds_the_same(xp, rng):
 def test_primes_and_single_rows_work(shape, rng):
     matrix = rng.standard_normal(shape)
     result = lsr.decompose(matrix, rtol=1e-13)
-    close(result.approximation.to_matrix(), matrix, size=64)
+    assert_close(result.approximation.to_matrix(), matrix, size=64)
 
 
 def test_zero_matrix_needs_no_terms():

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import scipy.linalg
-from console import lsr
+from console import run_command
 
 import lsrdecomp
 from lsrdecomp import checkpoints, compression, operators, threads
@@ -62,7 +62,7 @@ def test_inspect_has_one_thread(monkeypatch):
     monkeypatch.setattr(
         commands, "_norm_and_rank", lambda *layer: (seen.append(counts()), inner(*layer))[1]
     )
-    assert lsr("inspect", DEMO, "--quiet").returncode == 0
+    assert run_command("inspect", DEMO, "--quiet").returncode == 0
     assert seen == [{1}] * 12
 
 

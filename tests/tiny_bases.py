@@ -36,7 +36,7 @@ def make_model(kind, labels=3, layers=2):
     return transformers.GPT2LMHeadModel(config), ["c_attn"]
 
 
-def make(folder, kind, labels=3, layers=2):
+def write_directories(folder, kind, labels=3, layers=2):
     """Write a base with its tokenizer, a LoRA on it, the LSR made of that, and its export."""
     model, targets = make_model(kind, labels, layers)
     model.save_pretrained(folder / "base")

@@ -93,7 +93,7 @@ def test_a_member_is_added_to_any_string_enum():
 
 def test_a_fresh_process_needs_the_import_and_nothing_else_teaches_peft(tmp_path):
     write_lsr_directory(tmp_path, {"lin": ((2, 2), (1, 2), (2, 2))})
-    process = processes.start(without_the_import, str(tmp_path))
+    process = processes.start_process(without_the_import, str(tmp_path))
     process.join()
     assert process.exitcode == 0
 

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-from tiny_bases import TEXTS, make  # noqa: E402
+from tiny_bases import TEXTS, write_directories  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from lsrdecomp.calibration.base_model import load_base, load_pair  # noqa: E402
@@ -26,12 +26,12 @@ from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("classifier"), "SEQ_CLS")
+    return write_directories(tmp_path_factory.mktemp("classifier"), "SEQ_CLS")
 
 
 @pytest.fixture(scope="module")
 def language_model(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("language"), "CAUSAL_LM")
+    return write_directories(tmp_path_factory.mktemp("language"), "CAUSAL_LM")
 
 
 def behaviour(folder, written, size=6):
@@ -105,7 +105,7 @@ def test_the_effect_is_the_divergence_from_the_base_with_the_adapters_head(class
 
 
 def test_a_regression_differs_by_half_the_squared_difference(tmp_path):
-    folder = make(tmp_path, "SEQ_CLS", labels=1)
+    folder = write_directories(tmp_path, "SEQ_CLS", labels=1)
     found = behaviour(folder, "lsr")
     old, new = (torch.cat(logits(folder, name)) for name in ("lora", "lsr"))
     assert found.kl == pytest.approx(float((old - new).square().mean()) / 2, rel=1e-4)

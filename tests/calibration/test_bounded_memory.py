@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from oracles import formed  # noqa: E402
+from oracles import matrix_of  # noqa: E402
 from tiny_language_model import tiny_model  # noqa: E402
 
 from lsrdecomp.calibration.accumulators import sums_memory  # noqa: E402
@@ -86,7 +86,7 @@ def assert_same(first, second):
         for side in ("input", "output"):
             a, b = (getattr(each.measured(name), side) for each in (one, other))
             np.testing.assert_allclose(
-                formed(a), formed(b), atol=2e-3 * float(np.abs(a.values).max())
+                matrix_of(a), matrix_of(b), atol=2e-3 * float(np.abs(a.values).max())
             )
     tables = [json.loads((place / "statistics.json").read_text()) for place in (first, second)]
     for table in tables:

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from oracles import formed  # noqa: E402
+from oracles import matrix_of  # noqa: E402
 
 from lsrdecomp.calibration.accumulators import LayerSums  # noqa: E402
 from lsrdecomp.calibration.base_model import Base  # noqa: E402
@@ -74,7 +74,7 @@ def measured_kl(model, name, difference, batches):
 
 def predicted_kl(statistics, difference):
     """½ ‖G^½ D C^½‖_F², from formed matrices."""
-    C, G = formed(statistics.input), formed(statistics.output)
+    C, G = matrix_of(statistics.input), matrix_of(statistics.output)
     return 0.5 * float(np.trace(G @ difference @ C @ difference.T))
 
 
@@ -167,7 +167,7 @@ def test_what_lies_in_padding_does_not_count(classifier, tmp_path):
         read_statistics(tmp_path / name).measured(QUERY) for name in ("clean", "noisy")
     )
     np.testing.assert_allclose(
-        formed(first.input), formed(second.input), atol=1e-5 * first.input.trace
+        matrix_of(first.input), matrix_of(second.input), atol=1e-5 * first.input.trace
     )
 
 

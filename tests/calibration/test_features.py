@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-from tiny_bases import TEXTS, make  # noqa: E402
+from tiny_bases import TEXTS, write_directories  # noqa: E402
 
 from lsrdecomp.calibration.base_model import Base, load_pair  # noqa: E402
 from lsrdecomp.calibration.batches import text_batches  # noqa: E402
@@ -72,7 +72,7 @@ def test_a_model_whose_last_layer_is_not_known_has_no_features():
 
 @pytest.mark.parametrize("kind", ["SEQ_CLS", "CAUSAL_LM"])
 def test_a_teacher_batch_has_the_logits_and_features_of_the_teacher(kind, tmp_path):
-    folder = make(tmp_path, kind)
+    folder = write_directories(tmp_path, kind)
     source, written = load_pair(folder / "base", folder / "lora", folder / "lsr")
     (batch,) = text_batches(source, TEXTS, size=len(TEXTS), max_length=16, seed=0)
     known = teacher_batch(source, batch)

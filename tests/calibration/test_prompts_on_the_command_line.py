@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 pytest.importorskip("sklearn")
 
-from oracles import formed  # noqa: E402
+from oracles import matrix_of  # noqa: E402
 from tiny_language_model import make_base, make_lora, write_rows  # noqa: E402
 from tiny_tokenizer import WORDS  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
@@ -113,7 +113,7 @@ def test_the_base_may_be_held_in_bfloat16(place, tmp_path):
     calibrated(place, tmp_path / "whole", *data)
     one, other = read_statistics(tmp_path / "half"), read_statistics(tmp_path / "whole")
     for name in one:
-        half, whole = formed(one.measured(name).input), formed(other.measured(name).input)
+        half, whole = matrix_of(one.measured(name).input), matrix_of(other.measured(name).input)
         assert 0.0 < ((half - whole) ** 2).sum() < 0.1 * (whole**2).sum()
 
 

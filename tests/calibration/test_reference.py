@@ -12,7 +12,7 @@ pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
 from peft import LoraConfig, get_peft_model  # noqa: E402
-from tiny_bases import TEXTS, make, make_model  # noqa: E402
+from tiny_bases import TEXTS, make_model, write_directories  # noqa: E402
 
 from lsrdecomp.calibration.base_model import load_base, load_pair  # noqa: E402
 from lsrdecomp.calibration.batches import text_batches  # noqa: E402
@@ -28,7 +28,7 @@ from lsrdecomp.calibration.heads import Head  # noqa: E402
 
 @pytest.fixture(scope="module", params=["SEQ_CLS", "CAUSAL_LM"])
 def pair(request, tmp_path_factory):
-    folder = make(tmp_path_factory.mktemp(request.param.lower()), request.param)
+    folder = write_directories(tmp_path_factory.mktemp(request.param.lower()), request.param)
     return load_pair(folder / "base", folder / "lora", folder / "lsr")
 
 
@@ -54,7 +54,7 @@ def test_share_and_error_do_not_depend_on_the_size_of_batches(pair):
 
 
 def test_rows_of_trained_tokens_are_no_part_of_delta(tmp_path):
-    make(tmp_path, "CAUSAL_LM")
+    write_directories(tmp_path, "CAUSAL_LM")
     config = LoraConfig(
         target_modules=["c_attn"], task_type="CAUSAL_LM", trainable_token_indices=[3, 7]
     )

@@ -9,7 +9,7 @@ from importlib import resources
 
 import numpy as np
 import pytest
-from oracles import formed
+from oracles import matrix_of
 from safetensors.numpy import load_file, save_file
 
 from lsrdecomp.checkpoints.statistics import Statistics, damped_weight, read_statistics
@@ -47,8 +47,8 @@ def test_statistics_are_read_by_module_name(directory):
     assert list(statistics) == [ATTENTION]
     layer = statistics.measured(ATTENTION)
     layer.check((6, 5))
-    np.testing.assert_allclose(formed(layer.input), formed(weight(5, 5)), atol=1e-5)
-    np.testing.assert_allclose(formed(layer.output), formed(weight(6, 2)), atol=1e-5)
+    np.testing.assert_allclose(matrix_of(layer.input), matrix_of(weight(5, 5)), atol=1e-5)
+    np.testing.assert_allclose(matrix_of(layer.output), matrix_of(weight(6, 2)), atol=1e-5)
     for read in (statistics.measured, statistics.__getitem__):
         with pytest.raises(KeyError):
             read("layer.1.query")
@@ -67,14 +67,14 @@ def test_reading_needs_no_torch(directory):
 @pytest.mark.parametrize(("size", "rank"), [(7, 3), (7, 7), (4, 1)])
 def test_a_weight_acts_as_its_matrix(size, rank):
     stored = weight(size, rank)
-    matrix = formed(stored)
+    matrix = matrix_of(stored)
     expected = stored.basis @ np.diag(stored.values) @ stored.basis.T
     expected += stored.rest * (np.eye(size) - stored.basis @ stored.basis.T)
     np.testing.assert_allclose(matrix, expected, atol=1e-12)
     x = np.random.default_rng(1).standard_normal((size, 3))
     np.testing.assert_allclose(stored.root(stored.root(x)), matrix @ x, atol=1e-12)
     expected = matrix + 0.1 * np.trace(matrix) / size * np.eye(size)
-    np.testing.assert_allclose(formed(damped_weight(stored, 0.1)), expected, atol=1e-12)
+    np.testing.assert_allclose(matrix_of(damped_weight(stored, 0.1)), expected, atol=1e-12)
 
 
 def test_solver_weights_are_the_damped_ones(directory):
@@ -83,7 +83,7 @@ def test_solver_weights_are_the_damped_ones(directory):
     norm.check((6, 5))
     for side in ("input", "output"):
         damped = damped_weight(getattr(layer, side), statistics.damping)
-        np.testing.assert_allclose(formed(getattr(norm, side)), formed(damped), atol=1e-12)
+        np.testing.assert_allclose(matrix_of(getattr(norm, side)), matrix_of(damped), atol=1e-12)
 
 
 def test_layers_keep_their_eigenpairs_apart():
@@ -161,7 +161,7 @@ def test_half_precision_eigenvectors_are_orthonormal_again(directory):
     save_file(halves, directory / "statistics.safetensors")
     side = read_statistics(directory).measured(ATTENTION).input
     np.testing.assert_allclose(side.basis.T @ side.basis, np.eye(5), atol=1e-12)
-    np.testing.assert_allclose(formed(side), formed(weight(5, 5)), atol=2e-2)
+    np.testing.assert_allclose(matrix_of(side), matrix_of(weight(5, 5)), atol=2e-2)
 
 
 @pytest.mark.parametrize(("kind", "checks"), [(np.float32, 1), (np.float16, 2)])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_files import PREFIX, directory, pair
+from checkpoint_files import PREFIX, lora_pair, write_lora_directory
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.kronecker.shape import ProductShape
@@ -48,11 +48,11 @@ def test_peft_opens_what_is_written_with_the_same_updates(tmp_path: Path) -> Non
     tensors = {
         k: v
         for name, (shape, _, _) in SHAPES.items()
-        for k, v in pair(name, *shape.matrix_shape).items()
+        for k, v in lora_pair(name, *shape.matrix_shape).items()
     }
     tensors |= {name: array.astype(np.float32) for name, array in score.items()}
     source = open_checkpoint(
-        directory(
+        write_lora_directory(
             tmp_path / "a",
             tensors,
             modules_to_save=["score"],

@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from format_files import KEYS, OUTSIDE, write
+from format_files import KEYS, OUTSIDE, write_format
 
 import lsrdecomp as lsr
 from lsrdecomp.compression import CompressionPlan, export_lora, truncate, verify
@@ -68,7 +68,7 @@ def row(form):
     with TemporaryDirectory() as place:
         folder = Path(place)
         alpha = 4.0 if form in OUTSIDE else None
-        written = folder / write(folder, form)
+        written = folder / write_format(folder, form)
         source = lsr.open_checkpoint(written, alpha=alpha)
         small = lsr.open_checkpoint(lsr.compress(source, ratio=1.5).save(folder / "small"))
 

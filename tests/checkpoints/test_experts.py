@@ -176,7 +176,7 @@ def test_what_is_no_stack_is_said(fused, tmp_path):
 
 
 def test_experts_by_name_are_layers_like_others(tmp_path):
-    from checkpoint_files import directory, pair
+    from checkpoint_files import lora_pair, write_lora_directory
 
     names = [
         f"model.layers.0.mlp.experts.{i}.{word}"
@@ -186,10 +186,10 @@ def test_experts_by_name_are_layers_like_others(tmp_path):
     tensors = {
         key: value
         for i, name in enumerate(names)
-        for key, value in pair(name, 12, 16, 2, i).items()
+        for key, value in lora_pair(name, 12, 16, 2, i).items()
     }
     source = open_checkpoint(
-        directory(tmp_path / "a", tensors, target_modules=["gate_proj", "up_proj"], r=2)
+        write_lora_directory(tmp_path / "a", tensors, target_modules=["gate_proj", "up_proj"], r=2)
     )
     assert sorted(layer.name for layer in source.layers) == sorted(names)
     cut = open_checkpoint(truncate(source, CompressionPlan(ratio=1.5)).save(tmp_path / "cut"))
@@ -198,7 +198,7 @@ def test_experts_by_name_are_layers_like_others(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
 def test_experts_by_name_are_exported_as_transformers_5_stacks_them(tmp_path):
-    from checkpoint_files import directory, pair
+    from checkpoint_files import lora_pair, write_lora_directory
 
     words = {"gate_proj": (12, 16), "up_proj": (12, 16), "down_proj": (16, 12)}
     names = [
@@ -209,8 +209,8 @@ def test_experts_by_name_are_exported_as_transformers_5_stacks_them(tmp_path):
     ]
     tensors = {}
     for i, name in enumerate(names):
-        tensors |= pair(name, *words[name.rpartition(".")[2]], 4, i)
-    folder = directory(
+        tensors |= lora_pair(name, *words[name.rpartition(".")[2]], 4, i)
+    folder = write_lora_directory(
         tmp_path / "a", tensors, target_modules=sorted(words), r=4, task_type="CAUSAL_LM"
     )
     small = open_checkpoint(lsr.compress(folder, ratio=3).save(tmp_path / "small"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_files import PREFIX, directory, pair
+from checkpoint_files import PREFIX, lora_pair, write_lora_directory
 from faults import FAULTS, SOUND, VALID
 from hypothesis import given
 from hypothesis import strategies as st
@@ -167,7 +167,7 @@ def test_some_faults_are_caught_before_they_cost_anything(
 
 
 def test_a_link_as_in_the_hugging_face_cache_is_followed(tmp_path: Path) -> None:
-    folder = directory(tmp_path / "snapshots" / "main")
+    folder = write_lora_directory(tmp_path / "snapshots" / "main")
     (tmp_path / "blobs").mkdir()
     for file in list(folder.iterdir()):
         file.rename(tmp_path / "blobs" / file.name)
@@ -176,7 +176,7 @@ def test_a_link_as_in_the_hugging_face_cache_is_followed(tmp_path: Path) -> None
 
 
 def test_a_file_that_changes_after_opening_is_an_error(tmp_path: Path) -> None:
-    folder = directory(tmp_path / "a", pair("q"))
+    folder = write_lora_directory(tmp_path / "a", lora_pair("q"))
     checkpoint = open_checkpoint(folder)
     (folder / "adapter_model.safetensors").write_bytes(VALID[:150])
     with pytest.raises(CheckpointError, match="changed while it was read"):
@@ -188,9 +188,9 @@ def test_a_file_that_changes_after_opening_is_an_error(tmp_path: Path) -> None:
 
 def test_layers_are_read_one_at_a_time(tmp_path: Path) -> None:
     tensors = {
-        k: v for i in range(40) for k, v in pair(f"layers.{i}.q", 512, 512, 8, seed=i).items()
+        k: v for i in range(40) for k, v in lora_pair(f"layers.{i}.q", 512, 512, 8, seed=i).items()
     }
-    folder = directory(tmp_path / "a", tensors, r=8)
+    folder = write_lora_directory(tmp_path / "a", tensors, r=8)
     one = 2 * 512 * 8 * 4
     tracemalloc.start()
     for layer in open_checkpoint(folder).layers:
@@ -201,7 +201,9 @@ def test_layers_are_read_one_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_ceiling_on_memory_is_kept_before_anything_is_read(tmp_path: Path) -> None:
-    folder = directory(tmp_path / "a", {**pair("small"), **pair("large", 64, 64, 2)})
+    folder = write_lora_directory(
+        tmp_path / "a", {**lora_pair("small"), **lora_pair("large", 64, 64, 2)}
+    )
     assert len(open_checkpoint(folder, max_memory=2 * (64 + 64) * 8).layers) == 2
     with pytest.raises(
         CheckpointError, match=r"large: .*256 numbers .* 2048 bytes, above the 2047 allowed"
@@ -217,7 +219,9 @@ def test_the_ceiling_counts_what_a_small_file_expands_to(tmp_path: Path) -> None
     across = QuantizedMatrix(
         (np.ones((1, 1, 8), np.int8), np.ones((1, 1, 8), np.int8)), np.ones(1, np.float16), 0, 4
     )
-    source = open_checkpoint(directory(tmp_path / "a", pair("q", 4096, 64, 1), r=1, lora_alpha=1))
+    source = open_checkpoint(
+        write_lora_directory(tmp_path / "a", lora_pair("q", 4096, 64, 1), r=1, lora_alpha=1)
+    )
     out = write_lsr(tmp_path / "b", source=source, layers=[("q", QuantizedProduct(code, across))])
     assert (out / "adapter_model.safetensors").stat().st_size < 2000
     assert open_checkpoint(out, max_memory=8 * (4096 + 64)).layers[0].parameters == 2 * (64 + 8)
@@ -234,6 +238,6 @@ def test_the_ceiling_counts_what_a_small_file_expands_to(tmp_path: Path) -> None
 def test_extras_are_handed_over_untouched_whatever_they_hold(tmp_path: Path) -> None:
     extra = np.array([np.nan, 1.0, -np.inf], np.float16)
     checkpoint = open_checkpoint(
-        directory(tmp_path / "a", {**pair("q"), f"{PREFIX}head.bias": extra})
+        write_lora_directory(tmp_path / "a", {**lora_pair("q"), f"{PREFIX}head.bias": extra})
     )
     assert checkpoint.extras[f"{PREFIX}head.bias"].read().tobytes() == extra.tobytes()

@@ -14,7 +14,13 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from checkpoint_files import PREFIX, directory, pair, raw_safetensors, scaled_factors
+from checkpoint_files import (
+    PREFIX,
+    lora_pair,
+    raw_safetensors,
+    scaled_factors,
+    write_lora_directory,
+)
 from safetensors.numpy import load_file, save_file
 
 from lsrdecomp._ordering import natural_key
@@ -421,7 +427,7 @@ def test_single_files_are_not_overwritten_unless_forced_nor_written_onto_their_s
 
 
 def test_a_peft_file_without_its_config_is_told_so(tmp_path: Path) -> None:
-    (directory(tmp_path / "a", pair("q")) / "adapter_config.json").unlink()
+    (write_lora_directory(tmp_path / "a", lora_pair("q")) / "adapter_config.json").unlink()
     with pytest.raises(CheckpointError, match="a PEFT file without its adapter_config.json"):
         open_checkpoint(tmp_path / "a")
 
@@ -640,7 +646,7 @@ def test_loralib_and_cloneofsimo_faults(tmp_path: Path) -> None:
 
 
 def test_alpha_is_asked_for_only_where_the_file_has_none(tmp_path: Path, kohya: Path) -> None:
-    for path in (directory(tmp_path / "a"), kohya):
+    for path in (write_lora_directory(tmp_path / "a"), kohya):
         with pytest.raises(CheckpointError, match="leave alpha= out"):
             open_checkpoint(path, alpha=8)
 
@@ -897,7 +903,7 @@ def test_a_directory_whose_weights_have_another_name_is_told_how_to_read_them_al
 
 
 def test_metadata_of_null_is_none_as_the_library_reads_it(tmp_path: Path) -> None:
-    folder = directory(tmp_path / "a")
+    folder = write_lora_directory(tmp_path / "a")
     raw = (folder / "adapter_model.safetensors").read_bytes()
     size = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + size]) | {"__metadata__": None}
@@ -906,8 +912,13 @@ def test_metadata_of_null_is_none_as_the_library_reads_it(tmp_path: Path) -> Non
 
 
 def test_keys_that_name_the_adapter_are_said_to_come_from_a_state_dict(tmp_path: Path) -> None:
-    tensors = {key.replace(".weight", ".default.weight"): array for key, array in pair("q").items()}
-    for place in (directory(tmp_path / "a", tensors), tmp_path / "a" / "adapter_model.safetensors"):
+    tensors = {
+        key.replace(".weight", ".default.weight"): array for key, array in lora_pair("q").items()
+    }
+    for place in (
+        write_lora_directory(tmp_path / "a", tensors),
+        tmp_path / "a" / "adapter_model.safetensors",
+    ):
         with pytest.raises(
             CheckpointError,
             match=r"names the adapter 'default' in its keys: saved by state_dict\(\)",
@@ -917,7 +928,7 @@ def test_keys_that_name_the_adapter_are_said_to_come_from_a_state_dict(tmp_path:
 
 @pytest.mark.parametrize("config", [True, False])
 def test_shards_are_said_to_be_parts_of_one_file(tmp_path: Path, config: bool) -> None:
-    folder = directory(tmp_path / "a")
+    folder = write_lora_directory(tmp_path / "a")
     for part in (1, 2):
         save_file(
             {f"w{part}": normal(2)}, folder / f"adapter_model-0000{part}-of-00002.safetensors"
@@ -950,7 +961,7 @@ def test_torchtunes_own_keys_beside_a_config_of_peft_are_called_so(tmp_path: Pat
         "layers.0.attn.q_proj.lora_a.weight": normal(2, 6),
         "layers.0.attn.q_proj.lora_b.weight": normal(4, 2),
     }
-    folder = directory(tmp_path / "a", keys, r=2)
+    folder = write_lora_directory(tmp_path / "a", keys, r=2)
     with pytest.raises(
         CheckpointError, match=r"torchtune's own keys: move adapter_model\.safetensors away"
     ):

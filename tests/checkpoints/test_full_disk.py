@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_files import directory, pair, snapshot
-from console import lsr
+from checkpoint_files import file_contents, lora_pair, write_lora_directory
+from console import run_command
 from test_kills import make_fleet, outputs
 
 from lsrdecomp.checkpoints import write_lora
@@ -128,25 +128,25 @@ def small_disk(tmp_path) -> Iterator[Path]:
 def test_a_really_full_file_system(small_disk, tmp_path):
     """A small disk gives a line that says so; after enlarging, the bytes of a large one."""
     pytest.importorskip("joblib")
-    tensors = {k: v for i in range(12) for k, v in pair(f"l.{i}", 640, 640, 16, i).items()}
-    source, one = directory(tmp_path / "one", tensors, r=16), ("--separation-rank", 16)
+    tensors = {k: v for i in range(12) for k, v in lora_pair(f"l.{i}", 640, 640, 16, i).items()}
+    source, one = write_lora_directory(tmp_path / "one", tensors, r=16), ("--separation-rank", 16)
     write_lora(small_disk / "out", layers=[("q", np.ones((4, 2)), np.ones((2, 6)))])
-    before = snapshot(small_disk)
-    done = lsr("compress", source, "--out", small_disk / "out", *one, "--force")
+    before = file_contents(small_disk)
+    done = run_command("compress", source, "--out", small_disk / "out", *one, "--force")
     assert done.returncode == 2
     assert done.stderr.strip().endswith(
         "could not be written: No space left on device; nothing was left behind"
     )
     assert len(done.stderr.splitlines()) == 1
-    assert snapshot(small_disk) == before
+    assert file_contents(small_disk) == before
     shutil.rmtree(small_disk / "out")
 
     folder, plan = make_fleet(tmp_path / "in", 20), tmp_path / "plan.toml"
     plan.write_text('[compress]\nseparation_rank = 2\nstorage = "float16"\n')
-    done = lsr("fleet", folder, small_disk / "fleet", "--plan", plan, "--workers", 1)
+    done = run_command("fleet", folder, small_disk / "fleet", "--plan", plan, "--workers", 1)
     held = [
         Path(name).parent.as_posix()
-        for name in snapshot(small_disk / "fleet")
+        for name in file_contents(small_disk / "fleet")
         if name.endswith("SHA256SUMS")
     ]
     assert 0 < len(held) < 20
@@ -156,7 +156,9 @@ def test_a_really_full_file_system(small_disk, tmp_path):
     assert find_adapters(small_disk / "fleet") == sorted(held)
     assert all(changed_files(small_disk / "fleet" / name) == () for name in held)
     subprocess.run(["mount", "-o", "remount,size=16m", small_disk], check=True)
-    done = lsr("fleet", folder, small_disk / "fleet", "--plan", plan, "--workers", 1, "--json", "-")
+    done = run_command(
+        "fleet", folder, small_disk / "fleet", "--plan", plan, "--workers", 1, "--json", "-"
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["done"] == 20
     run_fleet(folder, tmp_path / "calm", PLAN, runner=in_process)

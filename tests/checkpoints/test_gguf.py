@@ -5,8 +5,8 @@ import os
 
 import numpy as np
 import pytest
-from checkpoint_files import directory, pair
-from console import lsr
+from checkpoint_files import lora_pair, write_lora_directory
+from console import run_command
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.writers.gguf import read_base, write_gguf
@@ -49,9 +49,9 @@ def interleaved(rows: int, heads: int) -> list[int]:
 def test_each_layer_keeps_its_rank_under_llama_names_with_rows_in_order(base, tmp_path):
     q, v = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
     k = "model.layers.1.self_attn.k_proj"
-    made = {**pair(q, 32, 32, 4), **pair(v, 16, 32, 2, 1), **pair(k, 16, 32, 2, 2)}
+    made = {**lora_pair(q, 32, 32, 4), **lora_pair(v, 16, 32, 2, 1), **lora_pair(k, 16, 32, 2, 2)}
     given = open_checkpoint(
-        directory(tmp_path / "a", made, r=2, lora_alpha=6, rank_pattern={"q_proj": 4})
+        write_lora_directory(tmp_path / "a", made, r=2, lora_alpha=6, rank_pattern={"q_proj": 4})
     )
     out = export_lora(given, tmp_path / "a.gguf", to="gguf", storage="f32", base=base)
     reader, found = gguf.GGUFReader(out), tensors(out)
@@ -75,7 +75,9 @@ def test_each_layer_keeps_its_rank_under_llama_names_with_rows_in_order(base, tm
 
 def test_an_lsr_adapter_with_a_dropped_layer_becomes_gguf_of_its_small_rank(base, tmp_path):
     q, v = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
-    given = open_checkpoint(directory(tmp_path / "a", {**pair(q, 32, 32), **pair(v, 16, 32)}))
+    given = open_checkpoint(
+        write_lora_directory(tmp_path / "a", {**lora_pair(q, 32, 32), **lora_pair(v, 16, 32)})
+    )
     rng = np.random.default_rng(0)
     layer = (
         v,
@@ -149,7 +151,9 @@ def test_what_llama_cpp_would_not_apply_is_refused_by_name(base, tmp_path):
     refused("storage 'int4' is not one of f32, f16, q8_0", CheckpointError, storage="int4")
     head = {f"base_model.model.{key}": np.ones(2, np.float32) for key in ("score.weight",)}
     tiny = open_checkpoint(
-        directory(tmp_path / "a", {**pair("model.layers.0.self_attn.q_proj", 32, 32), **head})
+        write_lora_directory(
+            tmp_path / "a", {**lora_pair("model.layers.0.self_attn.q_proj", 32, 32), **head}
+        )
     )
     refused("1 tensors beside the adapter .the first .*score", source=tiny)
     (tmp_path / "base" / "config.json").write_text(json.dumps(LLAMA | {"model_type": "mamba"}))
@@ -164,13 +168,17 @@ def test_what_llama_cpp_would_not_apply_is_refused_by_name(base, tmp_path):
 
 def test_heads_are_left_out_only_where_that_is_asked_for_and_are_named(base, tmp_path):
     head = {"base_model.model.score.weight": np.ones((2, 32), np.float32)}
-    made = {**pair("model.layers.0.self_attn.v_proj", 16, 32), **head}
-    given = directory(tmp_path / "a", made, target_modules=["v_proj"], modules_to_save=["score"])
-    refused = lsr("export", given, "--to", "gguf", "--base", base, "--out", tmp_path / "o.gguf")
+    made = {**lora_pair("model.layers.0.self_attn.v_proj", 16, 32), **head}
+    given = write_lora_directory(
+        tmp_path / "a", made, target_modules=["v_proj"], modules_to_save=["score"]
+    )
+    refused = run_command(
+        "export", given, "--to", "gguf", "--base", base, "--out", tmp_path / "o.gguf"
+    )
     assert refused.returncode == 2
     assert "leave them out by --without-heads" in refused.stderr
     assert not (tmp_path / "o.gguf").exists()
-    done = lsr(
+    done = run_command(
         "export",
         given,
         "--to",
@@ -185,9 +193,9 @@ def test_heads_are_left_out_only_where_that_is_asked_for_and_are_named(base, tmp
     assert set(tensors(tmp_path / "o.gguf")) == {
         f"blk.0.attn_v.weight.{end}" for end in ("lora_a", "lora_b")
     }
-    served = lsr("export", given, "--profile", "server", "--out", tmp_path / "served")
+    served = run_command("export", given, "--profile", "server", "--out", tmp_path / "served")
     assert "Left out, as profile server does: base_model.model.score.weight." in served.stdout
-    whole = lsr("export", given, "--out", tmp_path / "whole")
+    whole = run_command("export", given, "--out", tmp_path / "whole")
     assert "Left out" not in whole.stdout
     out = export_lora(open_checkpoint(given), tmp_path / "lora", without_heads=True)
     assert open_checkpoint(out).extras == {}

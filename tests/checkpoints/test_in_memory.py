@@ -4,8 +4,8 @@ import gc
 
 import numpy as np
 import pytest
-from checkpoint_files import PREFIX, directory, pair
-from format_files import OUTSIDE, write
+from checkpoint_files import PREFIX, lora_pair, write_lora_directory
+from format_files import OUTSIDE, write_format
 from safetensors.numpy import load_file
 
 import lsrdecomp as lsr
@@ -28,11 +28,11 @@ def assert_same_layers(first, second):
 
 def test_a_state_dict_of_peft_is_its_directory(tmp_path):
     tensors = {
-        **pair("layers.0.q", r=3),
-        **pair("layers.1.v"),
+        **lora_pair("layers.0.q", r=3),
+        **lora_pair("layers.1.v"),
         f"{PREFIX}head.weight": np.ones((2, 4), np.float32),
     }
-    folder = directory(
+    folder = write_lora_directory(
         tmp_path / "lora", tensors, r=3, rank_pattern={"layers.1.v": 2}, modules_to_save=["head"]
     )
     given, held = open_checkpoint(folder), open_checkpoint(tensors, alpha=4)
@@ -42,7 +42,7 @@ def test_a_state_dict_of_peft_is_its_directory(tmp_path):
 
 @pytest.mark.parametrize("form", ["kohya", "diffusers", "comfy wan", "loralib", "cloneofsimo"])
 def test_a_state_dict_of_another_format_is_its_file(form, tmp_path):
-    file, alpha = tmp_path / write(tmp_path, form), 4.0 if form in OUTSIDE else None
+    file, alpha = tmp_path / write_format(tmp_path, form), 4.0 if form in OUTSIDE else None
     assert_same_layers(
         open_checkpoint(file, alpha=alpha), open_checkpoint(load_file(file), alpha=alpha)
     )
@@ -67,7 +67,7 @@ def test_a_model_is_what_it_would_save(tmp_path):
 
 
 def test_what_was_saved_lives_as_long_as_a_layer_of_it():
-    checkpoint = open_checkpoint(pair("q"), alpha=2)
+    checkpoint = open_checkpoint(lora_pair("q"), alpha=2)
     folder, layers = checkpoint.weights.parent, checkpoint.layers
     del checkpoint
     gc.collect()
@@ -81,7 +81,7 @@ def test_what_is_missing_is_said():
     with pytest.raises(
         CheckpointError, match="of rank 2: its alpha is not in it; give open_checkpoint alpha="
     ):
-        lsr.compress(pair("q"), ratio=2)
+        lsr.compress(lora_pair("q"), ratio=2)
     with pytest.raises(CheckpointError, match="got an object of type ndarray"):
         open_checkpoint(np.ones((2, 2)))
     for wrong in ({f"{PREFIX}q.lora_A.weight": "text"}, {f"{PREFIX}q.lora_A.weight": None}, {}):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_files import directory, pair, snapshot
+from checkpoint_files import file_contents, lora_pair, write_lora_directory
 from cli_server import Server, server
 
 from lsrdecomp.checkpoints import write_lora
@@ -51,9 +51,9 @@ def as_argument(terms: int) -> tuple[object, ...]:
 def test_compress_leaves_the_old_output_or_the_new_one(
     run: Server, tmp_path: Path, times: int, steps: int
 ) -> None:
-    source = directory(
+    source = write_lora_directory(
         tmp_path / "in",
-        {k: v for i in range(4) for k, v in pair(f"l.{i}", 96, 64, 4, i).items()},
+        {k: v for i in range(4) for k, v in lora_pair(f"l.{i}", 96, 64, 4, i).items()},
         r=4,
     )
     states = {}
@@ -62,7 +62,7 @@ def test_compress_leaves_the_old_output_or_the_new_one(
             "compress", source, "--out", tmp_path / f"ref{terms}", *as_argument(terms), step=0
         )
         assert done["code"] == 0, done["stderr"]
-        states[terms] = snapshot(tmp_path / f"ref{terms}")
+        states[terms] = file_contents(tmp_path / f"ref{terms}")
     assert states[1] != states[2]
     place = tmp_path / "place"
     place.mkdir()
@@ -86,7 +86,7 @@ def test_compress_leaves_the_old_output_or_the_new_one(
         end = run("compress", source, "--out", out, *as_argument(wanted), **moment)
         killed += end["code"] == -9
         assert end["code"] in (0, -9), end["stderr"]
-        held = snapshot(out) if out.exists() else None
+        held = file_contents(out) if out.exists() else None
         assert held in (present, states[wanted])
         assert end["code"] == -9 or held == states[wanted]
         names = {entry.name for entry in place.iterdir() if not entry.name.endswith(".partial")}
@@ -95,7 +95,7 @@ def test_compress_leaves_the_old_output_or_the_new_one(
     assert killed >= (200 if times > 100 else 4)
     forget_age(place)
     assert run("compress", source, "--out", out, *as_argument(1))["code"] == 0
-    assert snapshot(out) == states[1]
+    assert file_contents(out) == states[1]
     assert [entry.name for entry in place.iterdir()] == ["out"]
 
 
@@ -119,7 +119,7 @@ def outputs(out: Path) -> dict[str, bytes]:
 
     Left out are hidden leftovers and the manifest, whose order is that of finishing.
     """
-    found = snapshot(out)
+    found = file_contents(out)
     return {
         name: content for name, content in found.items() if name != MANIFEST and "/." not in name
     }

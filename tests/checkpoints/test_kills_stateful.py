@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from checkpoint_files import snapshot
+from checkpoint_files import file_contents
 from cli_server import Server, server
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -60,7 +60,7 @@ class Fleet(RuleBasedStateMachine):
         write_lora(self.folder / name, layers=layers, config={"base_model_name_or_path": "base"})
         reference = self.place / "reference" / name
         compress(open_checkpoint(self.folder / name), PLAN).save(reference)
-        self.wanted[name] = snapshot(reference)
+        self.wanted[name] = file_contents(reference)
 
     def command(self, **order: int) -> int:
         end = self.run("fleet", self.folder, self.out, "--plan", self.plan, here=True, **order)
@@ -108,7 +108,7 @@ class Fleet(RuleBasedStateMachine):
                 for entry in self.out.iterdir()
                 if not entry.name.startswith(".") and entry.is_dir()
             ]
-            assert all(snapshot(entry) == self.wanted[entry.name] for entry in shown)
+            assert all(file_contents(entry) == self.wanted[entry.name] for entry in shown)
         assert all(line["state"] == "done" for line in self.outcomes())
 
 

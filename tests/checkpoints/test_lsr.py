@@ -9,7 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_files import PREFIX, directory, pair, scaled_factors
+from checkpoint_files import PREFIX, lora_pair, scaled_factors, write_lora_directory
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -70,8 +70,8 @@ def test_what_is_written_is_read_with_equal_bits(case) -> None:
     }
     sizes = {name: shape.matrix_shape for name, (shape, _, _) in layers.items()}
     with tempfile.TemporaryDirectory() as folder:
-        tensors = {k: v for name, (m, n) in sizes.items() for k, v in pair(name, m, n).items()}
-        source = open_checkpoint(directory(Path(folder) / "a", tensors))
+        tensors = {k: v for name, (m, n) in sizes.items() for k, v in lora_pair(name, m, n).items()}
+        source = open_checkpoint(write_lora_directory(Path(folder) / "a", tensors))
         stream = ((name, left, right) for name, (left, right) in made.items())
         write_lsr(Path(folder) / "b", source=source, layers=stream, storage=dtype)
         back = open_checkpoint(Path(folder) / "b")
@@ -100,8 +100,8 @@ def test_the_source_modules_are_kept_when_the_same_layers_are_written(tmp_path: 
         "exclude_modules": ["head"],
         "modules_to_save": ["score"],
     }
-    tensors = {**pair("q"), f"{PREFIX}score.weight": np.ones((2, 3), np.float16)}
-    source = open_checkpoint(directory(tmp_path / "a", tensors, **config))
+    tensors = {**lora_pair("q"), f"{PREFIX}score.weight": np.ones((2, 3), np.float16)}
+    source = open_checkpoint(write_lora_directory(tmp_path / "a", tensors, **config))
     layer = (
         "q",
         *factors(
@@ -136,7 +136,9 @@ def test_biases_are_carried_under_their_lsr_name(tmp_path: Path, bias: str, writ
         ),
     )
     for name, extra in (("with", {f"{PREFIX}q.bias": np.ones(4, np.float32)}), ("without", {})):
-        source = open_checkpoint(directory(tmp_path / name, {**pair("q"), **extra}, bias=bias))
+        source = open_checkpoint(
+            write_lora_directory(tmp_path / name, {**lora_pair("q"), **extra}, bias=bias)
+        )
         back = open_checkpoint(
             write_lsr(tmp_path / f"{name} written", source=source, layers=[layer])
         )
@@ -155,7 +157,7 @@ def test_biases_are_carried_under_their_lsr_name(tmp_path: Path, bias: str, writ
 def test_a_number_too_large_for_the_storage_is_said(
     tmp_path: Path, number: float, storage: str, words: str
 ) -> None:
-    source = open_checkpoint(directory(tmp_path / "a", pair("q")))
+    source = open_checkpoint(write_lora_directory(tmp_path / "a", lora_pair("q")))
     left, right = factors(
         ProductShape.low_rank((4, 6), 2), 1, 1, np.dtype(np.float64), np.random.default_rng(0)
     )
@@ -177,7 +179,7 @@ def test_a_number_too_large_for_the_storage_is_said(
 def test_factors_that_do_not_belong_together_are_not_written(
     tmp_path: Path, change, word: str
 ) -> None:
-    source = open_checkpoint(directory(tmp_path / "a", pair("q")))
+    source = open_checkpoint(write_lora_directory(tmp_path / "a", lora_pair("q")))
     given = factors(
         ProductShape((2, 2), (2, 1), (3, 2)), 2, 3, np.dtype(np.float32), np.random.default_rng(0)
     )
@@ -342,7 +344,9 @@ def test_reading_and_writing_again_gives_the_same_weights_file(tmp_path: Path) -
 
 
 def test_layers_as_they_are_stored_stand_beside_factors(tmp_path: Path) -> None:
-    source = open_checkpoint(directory(tmp_path / "a", {**pair("q"), **pair("v", seed=1)}))
+    source = open_checkpoint(
+        write_lora_directory(tmp_path / "a", {**lora_pair("q"), **lora_pair("v", seed=1)})
+    )
     rng = np.random.default_rng(0)
     sides = factors(ProductShape((2, 2), (2, 1), (3, 2)), 2, 3, np.dtype(np.float64), rng)
     layers = [("q", *sides), ("v", FloatProduct(*sides, "float16"))]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_files import directory, pair
+from checkpoint_files import lora_pair, write_lora_directory
 
 from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
@@ -32,11 +32,11 @@ def source(folder: Path, name: str):
     }[name]
     tensors = {}
     for i, scale in enumerate(scales):
-        made = pair(f"layers.{i}.q", *shape, r, i)
+        made = lora_pair(f"layers.{i}.q", *shape, r, i)
         tensors |= {key: (array * scale).astype("float32") for key, array in made.items()}
     tensors["base_model.model.score.weight"] = np.arange(6, dtype="float32").reshape(2, 3)
     config = {"modules_to_save": ["score"], "target_modules": ["q"]}
-    return open_checkpoint(directory(folder / name, tensors, r=r, **config))
+    return open_checkpoint(write_lora_directory(folder / name, tensors, r=r, **config))
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -129,7 +129,7 @@ def test_beside_the_numbers_a_directory_takes_little(tmp_path, storage):
     tensors, layers, dropped, rng = {}, [], [], np.random.default_rng(0)
     for i in range(120):
         name = f"model.layers.{i // 4}.self_attn.{'qkvo'[i % 4]}_proj"
-        tensors |= pair(name, (64, 16, 16, 64)[i % 4], 64, 4, i)
+        tensors |= lora_pair(name, (64, 16, 16, 64)[i % 4], 64, 4, i)
         out = [(8, 8), (64, 1), (4, 4, 4)] if i % 4 in (0, 3) else [(4, 4), (16, 1), (2, 2, 4)]
         into = [(8, 8), (1, 64), (4, 4, 4)]
         kind = int(rng.integers(3))
@@ -146,7 +146,9 @@ def test_beside_the_numbers_a_directory_takes_little(tmp_path, storage):
         else:
             layers.append((name, left, right))
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    given = open_checkpoint(directory(tmp_path / "a", tensors, r=4, target_modules=targets))
+    given = open_checkpoint(
+        write_lora_directory(tmp_path / "a", tensors, r=4, target_modules=targets)
+    )
     record = {"plan": CompressionPlan(ratio=6).to_json()}
     options = {"dropped": dropped, "provenance": record, "storage": storage}
     out = write_lsr(tmp_path / "o", source=given, layers=layers, **options)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from checkpoint_files import directory, pair
+from checkpoint_files import lora_pair, write_lora_directory
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import weighted_svd
@@ -174,10 +174,12 @@ def test_little_is_needed_to_open_a_directory_beside_its_numbers(layers, tmp_pat
     names = [f"model.layers.{i}.self_attn.{x}_proj" for i in range(12) for x in "qkvo"]
     tensors = {}
     for i, name in enumerate(names):
-        tensors |= pair(name, 12, 20, 4, i)
+        tensors |= lora_pair(name, 12, 20, 4, i)
     targets = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "task_type": "CAUSAL_LM"}
     source = open_checkpoint(
-        directory(tmp_path / "lora", tensors, r=4, base_model_name_or_path="smollm2", **targets)
+        write_lora_directory(
+            tmp_path / "lora", tensors, r=4, base_model_name_or_path="smollm2", **targets
+        )
     )
     rng, coded = np.random.default_rng(0), {}
     for i, name in enumerate(names[::2]):

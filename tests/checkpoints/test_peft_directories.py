@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_files import CONFIG, PREFIX, directory, pair
+from checkpoint_files import CONFIG, PREFIX, lora_pair, write_lora_directory
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,8 +81,8 @@ def test_reading_safetensors_does_not_import_torch(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    tensors = {name: torch.tensor(array).bfloat16() for name, array in pair("q").items()}
-    directory(tmp_path / "a")
+    tensors = {name: torch.tensor(array).bfloat16() for name, array in lora_pair("q").items()}
+    write_lora_directory(tmp_path / "a")
     save_file(tensors, tmp_path / "a" / "adapter_model.safetensors")
     code = (
         "import sys, lsrdecomp.checkpoints as c; x, = "
@@ -108,9 +108,12 @@ def test_pickled_weights_give_the_numbers_of_safetensors(
 ) -> None:
     import torch
 
-    tensors = {**pair("layers.0.q", seed=3), f"{PREFIX}head.weight": np.ones((2, 2), np.float32)}
+    tensors = {
+        **lora_pair("layers.0.q", seed=3),
+        f"{PREFIX}head.weight": np.ones((2, 2), np.float32),
+    }
     typed = {name: torch.tensor(array).to(getattr(torch, dtype)) for name, array in tensors.items()}
-    folder = directory(tmp_path / "a", tensors)
+    folder = write_lora_directory(tmp_path / "a", tensors)
     (folder / "adapter_model.safetensors").unlink()
     torch.save(typed, folder / "adapter_model.bin", _use_new_zipfile_serialization=not legacy)
     checkpoint = open_checkpoint(folder)
@@ -128,7 +131,7 @@ def test_pickled_weights_give_the_numbers_of_safetensors(
 def test_a_pickle_that_holds_code_is_refused(tmp_path: Path) -> None:
     import pickle
 
-    folder = directory(tmp_path / "a")
+    folder = write_lora_directory(tmp_path / "a")
     (folder / "adapter_model.safetensors").unlink()
     (folder / "adapter_model.bin").write_bytes(pickle.dumps({"x": print}))
     with pytest.raises(CheckpointError, match="adapter_model.bin: refused: .*more than tensors"):
@@ -138,7 +141,7 @@ def test_a_pickle_that_holds_code_is_refused(tmp_path: Path) -> None:
 def test_a_pickle_without_torch_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = directory(tmp_path / "a")
+    folder = write_lora_directory(tmp_path / "a")
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(CheckpointError, match=r"pip install 'lsrdecomp\[torch\]'"):
@@ -246,10 +249,12 @@ def test_a_server_gets_each_layer_at_its_rank_and_one_scale_right_for_all(tmp_pa
     tensors = {
         key: value
         for name, (m, n, r) in sizes.items()
-        for key, value in pair(name, m, n, r).items()
+        for key, value in lora_pair(name, m, n, r).items()
     }
     source = open_checkpoint(
-        directory(tmp_path / "a", tensors, rank_pattern={"large": 5}, target_modules=[*sizes])
+        write_lora_directory(
+            tmp_path / "a", tensors, rank_pattern={"large": 5}, target_modules=[*sizes]
+        )
     )
     layers = [
         (layer.name, layer.scale * layer.load()[0], layer.load()[1]) for layer in source.layers
@@ -271,8 +276,10 @@ def test_a_server_gets_each_layer_at_its_rank_and_one_scale_right_for_all(tmp_pa
 
 
 def test_lorax_gets_one_padded_rank_and_no_patterns(tmp_path: Path) -> None:
-    tensors = {**pair("layers.1.q", r=2), **pair("layers.11.v", m=7, n=9, r=5, seed=1)}
-    source = open_checkpoint(directory(tmp_path / "a", tensors, rank_pattern={"layers.11.v": 5}))
+    tensors = {**lora_pair("layers.1.q", r=2), **lora_pair("layers.11.v", m=7, n=9, r=5, seed=1)}
+    source = open_checkpoint(
+        write_lora_directory(tmp_path / "a", tensors, rank_pattern={"layers.11.v": 5})
+    )
     layers = [
         (layer.name, layer.scale * layer.load()[0], layer.load()[1]) for layer in source.layers
     ]
@@ -292,8 +299,8 @@ def test_lorax_gets_one_padded_rank_and_no_patterns(tmp_path: Path) -> None:
 
 
 def test_a_server_takes_no_heads_and_no_rank_above_512(tmp_path: Path) -> None:
-    tensors = {**pair("q"), f"{PREFIX}score.weight": np.ones((2, 2), np.float32)}
-    source = open_checkpoint(directory(tmp_path / "a", tensors))
+    tensors = {**lora_pair("q"), f"{PREFIX}score.weight": np.ones((2, 2), np.float32)}
+    source = open_checkpoint(write_lora_directory(tmp_path / "a", tensors))
     layers = [("q", *source.layers[0].load())]
     with pytest.raises(UnsupportedError, match=r"score\.weight"):
         write_lora(tmp_path / "b", source=source, layers=layers, profile="server")
@@ -305,12 +312,14 @@ def test_a_server_takes_no_heads_and_no_rank_above_512(tmp_path: Path) -> None:
 
 def test_layer_1_and_layer_11_keep_their_own_rank_when_written(tmp_path: Path) -> None:
     tensors = {
-        **pair("layers.1.q"),
-        **pair("layers.11.q", r=3),
-        **pair("x.layers.1.q", r=2),
-        **pair("layersa1.q"),
+        **lora_pair("layers.1.q"),
+        **lora_pair("layers.11.q", r=3),
+        **lora_pair("x.layers.1.q", r=2),
+        **lora_pair("layersa1.q"),
     }
-    source = open_checkpoint(directory(tmp_path / "a", tensors, rank_pattern={"layers.11.q": 3}))
+    source = open_checkpoint(
+        write_lora_directory(tmp_path / "a", tensors, rank_pattern={"layers.11.q": 3})
+    )
     layers = [
         (name, np.ones((4, r)), np.ones((r, 6)))
         for name, r in (
@@ -360,29 +369,29 @@ def test_what_changes_more_than_the_low_rank_update_is_refused_by_name(
     tmp_path: Path, config: dict, word: str
 ) -> None:
     with pytest.raises(UnsupportedError, match=word):
-        open_checkpoint(directory(tmp_path / "a", **config))
+        open_checkpoint(write_lora_directory(tmp_path / "a", **config))
 
 
 @pytest.mark.parametrize(
     "key", ["lora_magnitude_vector", "lora_B.bias", "lora_E", "lora_A.default.weight"]
 )
 def test_tensors_of_other_lora_variants_are_refused_by_name(tmp_path: Path, key: str) -> None:
-    tensors = {**pair("layers.0.q"), f"{PREFIX}layers.0.q.{key}": np.ones(4, np.float32)}
+    tensors = {**lora_pair("layers.0.q"), f"{PREFIX}layers.0.q.{key}": np.ones(4, np.float32)}
     with pytest.raises(UnsupportedError, match=key.replace(".", r"\.")):
-        open_checkpoint(directory(tmp_path / "a", tensors))
+        open_checkpoint(write_lora_directory(tmp_path / "a", tensors))
 
 
 def test_an_unknown_training_field_is_noted(tmp_path: Path) -> None:
-    notes = open_checkpoint(directory(tmp_path / "a", shiny_new_schedule=3)).notes
+    notes = open_checkpoint(write_lora_directory(tmp_path / "a", shiny_new_schedule=3)).notes
     assert len(notes) == 1
     assert "shiny_new_schedule" in notes[0]
 
 
 def test_a_zero_layer_is_a_layer_and_nan_is_named_when_read(tmp_path: Path) -> None:
-    tensors = pair("layers.0.q")
-    zero = {name: np.zeros_like(array) for name, array in pair("layers.1.v").items()}
+    tensors = lora_pair("layers.0.q")
+    zero = {name: np.zeros_like(array) for name, array in lora_pair("layers.1.v").items()}
     tensors[f"{PREFIX}layers.0.q.lora_A.weight"][1, 2] = np.nan
-    checkpoint = open_checkpoint(directory(tmp_path / "a", {**tensors, **zero}))
+    checkpoint = open_checkpoint(write_lora_directory(tmp_path / "a", {**tensors, **zero}))
     assert not any(array.any() for array in checkpoint.layer("layers.1.v").load())
     with pytest.raises(
         CheckpointError, match=r"layers\.0\.q\.lora_A\.weight: 1 of 12 numbers are NaN"
@@ -391,7 +400,7 @@ def test_a_zero_layer_is_a_layer_and_nan_is_named_when_read(tmp_path: Path) -> N
 
 
 def test_default_rank_and_alpha_are_those_of_peft(tmp_path: Path) -> None:
-    folder = directory(tmp_path / "a", pair("q", r=8))
+    folder = write_lora_directory(tmp_path / "a", lora_pair("q", r=8))
     config = {key: value for key, value in CONFIG.items() if key not in ("r", "lora_alpha")}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     assert open_checkpoint(folder).layers[0].scale == 1.0
@@ -408,7 +417,7 @@ def test_the_text_of_a_checkpoint_fits_a_screen():
 
 
 def test_a_directory_of_adapters_names_them(tmp_path: Path) -> None:
-    directory(tmp_path / "epoch_0")
+    write_lora_directory(tmp_path / "epoch_0")
     with pytest.raises(CheckpointError, match="its adapters lie in 'epoch_0': say which by name="):
         open_checkpoint(tmp_path)
     assert open_checkpoint(tmp_path, name="epoch_0").layers

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import processes
 import pytest
-from checkpoint_files import directory, pair, snapshot
+from checkpoint_files import file_contents, lora_pair, write_lora_directory
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
@@ -80,13 +80,13 @@ def test_an_existing_output_stays_unless_forced_and_is_then_replaced_whole(tmp_p
     out = tmp_path / "out"
     write_lora(out, layers=LAYERS)
     (out / "notes.txt").write_text("mine")
-    before = snapshot(tmp_path)
+    before = file_contents(tmp_path)
     with pytest.raises(CheckpointError, match="already exists"):
         write_lora(out, layers=LAYERS, storage="float16")
-    assert snapshot(tmp_path) == before
+    assert file_contents(tmp_path) == before
     write_lora(out, layers=LAYERS, storage="float16", force=True)
     assert open_checkpoint(out).layers[0].dtype == "float16"
-    assert sorted(snapshot(tmp_path)) == [f"out/{name}" for name in FILES]
+    assert sorted(file_contents(tmp_path)) == [f"out/{name}" for name in FILES]
 
 
 def test_force_replaces_also_where_directories_cannot_be_swapped(
@@ -132,21 +132,21 @@ def test_force_never_removes_what_is_not_an_adapter(tmp_path: Path) -> None:
     (tmp_path / "deep" / "adapter_config.json").write_text("{}")
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "home")
-    before = snapshot(tmp_path)
+    before = file_contents(tmp_path)
     for name in ("home", "deep", "file", "link"):
         with pytest.raises(CheckpointError, match="remove it yourself|symbolic link"):
             write_lora(tmp_path / name, layers=LAYERS, force=True)
-    assert snapshot(tmp_path) == before
+    assert file_contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("out", ["a", "a/inside", "a/x/y", ".", "a/../a", "link", "link/inside"])
 def test_the_input_is_never_written_into(tmp_path: Path, out: str) -> None:
-    source = open_checkpoint(directory(tmp_path / "a", pair("q")))
+    source = open_checkpoint(write_lora_directory(tmp_path / "a", lora_pair("q")))
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    before = snapshot(tmp_path)
+    before = file_contents(tmp_path)
     with pytest.raises(CheckpointError, match="input|symbolic link"):
         write_lora(tmp_path / out, source=source, layers=LAYERS, force=True)
-    assert snapshot(tmp_path) == before
+    assert file_contents(tmp_path) == before
 
 
 def failing_layers(error: BaseException) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -160,10 +160,10 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, error: BaseException)
         write_lora(tmp_path / "new" / "deep" / "out", layers=failing_layers(error))
     assert list(tmp_path.iterdir()) == []
     write_lora(tmp_path / "out", layers=LAYERS)
-    before = snapshot(tmp_path)
+    before = file_contents(tmp_path)
     with pytest.raises(type(error)):
         write_lora(tmp_path / "out", layers=failing_layers(error), force=True)
-    assert snapshot(tmp_path) == before
+    assert file_contents(tmp_path) == before
 
 
 class FullDisk:
@@ -200,7 +200,7 @@ def test_a_full_disk_at_any_step_leaves_the_old_state(tmp_path: Path, force: boo
         place.mkdir()
         if force:
             write_lora(place / "out", layers=LAYERS)
-        before = snapshot(place)
+        before = file_contents(place)
         with pytest.MonkeyPatch.context() as monkeypatch:
             disk = FullDisk(monkeypatch, steps)
             try:
@@ -210,7 +210,7 @@ def test_a_full_disk_at_any_step_leaves_the_old_state(tmp_path: Path, force: boo
                 failed = True
             else:
                 failed = False
-        after = snapshot(place)
+        after = file_contents(place)
         assert len(list(place.iterdir())) == (1 if after else 0)
         if failed:
             # The last fsync comes after the rename: there the new state already stands.
@@ -251,7 +251,7 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_state(tmp_path: Path, ki
     out, started = tmp_path / "place" / "out", tmp_path / "started"
     chance = random.Random(7)
     for _ in range(kills):
-        child = processes.start(write_for_ever, out, started)
+        child = processes.start_process(write_for_ever, out, started)
         while not started.exists() and child.is_alive():
             time.sleep(0.005)
         time.sleep(chance.uniform(0.0, 0.05))
@@ -286,7 +286,7 @@ def test_a_directory_somebody_still_fills_is_not_taken_for_a_leftover(tmp_path: 
         assert first.exists()
         (first / "adapter_config.json").write_text("{}")
         writing.shutil.rmtree(tmp_path / "out")
-    assert sorted(snapshot(tmp_path)) == ["out/SHA256SUMS", "out/adapter_config.json"]
+    assert sorted(file_contents(tmp_path)) == ["out/SHA256SUMS", "out/adapter_config.json"]
 
 
 def test_permissions_follow_the_umask(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
-from console import lsr, process
+from console import run_command, run_in_process
 
 import lsrdecomp
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
@@ -27,7 +27,7 @@ def small(tmp_path_factory):
 
 
 def test_compress_verify_export_and_verify_again(small, tmp_path):
-    done = process(
+    done = run_in_process(
         "compress",
         small,
         "--out",
@@ -43,13 +43,16 @@ def test_compress_verify_export_and_verify_again(small, tmp_path):
     assert report["totals"]["worst_error"] <= 0.5
     assert f"{report['totals']['parameters']:,} parameters instead of 96" in done.stdout
     assert open_checkpoint(tmp_path / "lsr").adapter_parameters == report["totals"]["parameters"]
-    plain = lsr("verify", small, tmp_path / "lsr")
+    plain = run_command("verify", small, tmp_path / "lsr")
     assert plain.returncode == 0
     assert "recorded" not in plain.stdout  # a column of dashes
     assert (
-        lsr("export", tmp_path / "lsr", "--to", "lora", "--out", tmp_path / "lora").returncode == 0
+        run_command(
+            "export", tmp_path / "lsr", "--to", "lora", "--out", tmp_path / "lora"
+        ).returncode
+        == 0
     )
-    checked = lsr("verify", small, tmp_path / "lora", "--json", "-")
+    checked = run_command("verify", small, tmp_path / "lora", "--json", "-")
     assert checked.returncode == 0
     assert json.loads(checked.stdout)["relative_error"] == pytest.approx(
         report["totals"]["relative_error"], rel=1e-5
@@ -57,7 +60,7 @@ def test_compress_verify_export_and_verify_again(small, tmp_path):
 
 
 def test_fixed_shape_and_terms(tmp_path):
-    done = lsr(
+    done = run_command(
         "compress",
         DEMO,
         "--out",
@@ -75,7 +78,7 @@ def test_fixed_shape_and_terms(tmp_path):
 
 
 def test_a_missed_tolerance_is_exit_code_one_and_writes_nothing(small, tmp_path):
-    done = lsr(
+    done = run_command(
         "compress", small, "--out", tmp_path / "o", "--rtol", "1e-5", "--storage", "bfloat16"
     )
     assert done.returncode == 1
@@ -85,11 +88,11 @@ def test_a_missed_tolerance_is_exit_code_one_and_writes_nothing(small, tmp_path)
 
 def test_an_existing_output_is_kept_unless_forced(small, tmp_path):
     arguments = ("compress", small, "--out", tmp_path / "o", "--separation-rank")
-    assert lsr(*arguments, 1).returncode == 0
-    done = lsr(*arguments, 2)
+    assert run_command(*arguments, 1).returncode == 0
+    done = run_command(*arguments, 2)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert open_checkpoint(tmp_path / "o").layers[0].left_rank == 1
-    assert lsr(*arguments, 2, "--force").returncode == 0
+    assert run_command(*arguments, 2, "--force").returncode == 0
     assert open_checkpoint(tmp_path / "o").layers[0].left_rank == 2
 
 
@@ -97,29 +100,31 @@ def test_force_never_replaces_what_is_not_an_adapter(tmp_path):
     (tmp_path / "o").mkdir()
     (tmp_path / "o" / "precious.txt").write_text("mine")
     assert (
-        lsr("compress", DEMO, "--out", tmp_path / "o", "--separation-rank", 1, "--force").returncode
+        run_command(
+            "compress", DEMO, "--out", tmp_path / "o", "--separation-rank", 1, "--force"
+        ).returncode
         == 2
     )
     assert (tmp_path / "o" / "precious.txt").read_text() == "mine"
 
 
 def test_a_verification_that_fails_is_exit_code_one(tmp_path):
-    lsr("compress", DEMO, "--out", tmp_path / "o", "--separation-rank", 2)
+    run_command("compress", DEMO, "--out", tmp_path / "o", "--separation-rank", 2)
     weights = tmp_path / "o" / "adapter_model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-2000] ^= 0x40
     weights.write_bytes(content)
-    done = lsr("verify", DEMO, tmp_path / "o")
+    done = run_command("verify", DEMO, tmp_path / "o")
     assert done.returncode == 1
     assert "adapter_model.safetensors changed since it was written" in done.stderr
 
 
 def test_inspect_and_curve(small, tmp_path):
-    done = lsr("inspect", DEMO, "--json", tmp_path / "i.json")
+    done = run_command("inspect", DEMO, "--json", tmp_path / "i.json")
     assert "peft-lora, 12 layers, 73,728 parameters" in done.stdout
     assert json.loads((tmp_path / "i.json").read_text())["layers"][0]["rank"] == 8
     out = tmp_path / "curve.svg"
-    done = lsr("curve", small, "--out", out, "--json", tmp_path / "c.json")
+    done = run_command("curve", small, "--out", out, "--json", tmp_path / "c.json")
     assert done.returncode == 0
     assert out.read_bytes().startswith(b"<?xml")
     labels = [curve["label"] for curve in json.loads((tmp_path / "c.json").read_text())["curves"]]
@@ -128,7 +133,7 @@ def test_inspect_and_curve(small, tmp_path):
 
 def test_demo_runs_and_measures_what_it_wrote(tmp_path):
     (tmp_path / "demo-output").mkdir()
-    done = lsr("demo", cwd=tmp_path)
+    done = run_command("demo", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "demo-output" / "kept.png").stat().st_size > 10_000
     assert "Measured again from the files, both are what was recorded." in done.stdout
@@ -149,12 +154,16 @@ def test_fleet_reports_the_one_that_fails(tmp_path):
     for name in ("good", "bad"):
         shutil.copytree(DEMO, tmp_path / "in" / name)
     (tmp_path / "in" / "bad" / "adapter_model.safetensors").write_bytes(b"short")
-    done = lsr("fleet", tmp_path / "in", tmp_path / "out", "--separation-rank", 2, "--workers", 1)
+    done = run_command(
+        "fleet", tmp_path / "in", tmp_path / "out", "--separation-rank", 2, "--workers", 1
+    )
     assert done.returncode == 1
     assert "1 of 2 adapters done, 0 missed their tolerance, 1 failed" in done.stdout
     assert (tmp_path / "out" / "good" / "adapter_config.json").is_file()
     (tmp_path / "plan.toml").write_text("[compress]\nseparation_rnk = 2\n")
-    done = lsr("fleet", tmp_path / "in", tmp_path / "out2", "--plan", tmp_path / "plan.toml")
+    done = run_command(
+        "fleet", tmp_path / "in", tmp_path / "out2", "--plan", tmp_path / "plan.toml"
+    )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "no setting is called 'separation_rnk'; did you mean 'separation_rank'?" in done.stderr
     for wrong, words in (
@@ -167,7 +176,7 @@ def test_fleet_reports_the_one_that_fails(tmp_path):
         ),
         (("--plan", tmp_path / "plan.toml", "--ratio", 48), "leave out --plan, or --ratio"),
     ):
-        done = lsr("fleet", tmp_path / "in", tmp_path / "out2", *wrong)
+        done = run_command("fleet", tmp_path / "in", tmp_path / "out2", *wrong)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
         assert words in done.stderr
     assert not (tmp_path / "out2").exists()
@@ -217,7 +226,7 @@ def test_fleet_reports_the_one_that_fails(tmp_path):
     ],
 )
 def test_faults_are_one_clear_message_and_exit_code_two(arguments, words, tmp_path):
-    done = lsr(*arguments, cwd=tmp_path)
+    done = run_command(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
@@ -230,7 +239,7 @@ SOUND = {"barely-trained-roberta-r4", "tiny-gpt2-rank-gt-dim"}
 def test_odd_directories_work_or_are_refused_with_nothing_left(shared, tmp_path):
     for folder in sorted((shared / "odd").iterdir()):
         out = tmp_path / folder.name
-        done = lsr("compress", folder, "--out", out, "--separation-rank", 1)
+        done = run_command("compress", folder, "--out", out, "--separation-rank", 1)
         if folder.name in SOUND:
             assert done.returncode == 0, done.stderr
             continue
@@ -262,16 +271,16 @@ def test_calibrate_then_compress_by_what_the_layers_do(tmp_path):
         "--samples",
         24,
     )
-    done = lsr(*arguments, "--max-full", 64, "--rank", 8)
+    done = run_command(*arguments, "--max-full", 64, "--rank", 8)
     assert done.returncode == 0, done.stderr
     assert "statistics of 12 layers from 24 examples" in done.stdout
     goal = ("--separation-rank", 4, "--calibrated", statistics)
-    done = lsr("compress", DEMO, *goal, "--out", tmp_path / "o", "--json", "-")
+    done = run_command("compress", DEMO, *goal, "--out", tmp_path / "o", "--json", "-")
     totals = json.loads(done.stdout)["totals"]
     assert 0.0 < totals["functional_error"] < totals["relative_error"]
-    assert lsr("verify", DEMO, tmp_path / "o").returncode == 0
-    assert lsr(*arguments).returncode == 2  # finished statistics are kept
-    done = lsr("calibrate", encoder, "--adapter", DEMO, "--out", tmp_path / "p")
+    assert run_command("verify", DEMO, tmp_path / "o").returncode == 0
+    assert run_command(*arguments).returncode == 2  # finished statistics are kept
+    done = run_command("calibrate", encoder, "--adapter", DEMO, "--out", tmp_path / "p")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
@@ -294,7 +303,7 @@ def test_a_ceiling_on_memory_is_one_line(tmp_path, verb):
             "-",
         ),
     }.get(verb, (DEMO,))
-    done = lsr(verb, *arguments, "--max-memory", "48KB")
+    done = run_command(verb, *arguments, "--max-memory", "48KB")
     line = done.stdout if verb == "fleet" else done.stderr
     assert done.returncode == (1 if verb == "fleet" else 2)
     assert (
@@ -310,7 +319,7 @@ def test_a_lack_of_memory_is_one_line(monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr("lsrdecomp.cli.app.app", full)
-    done = lsr("inspect", DEMO)
+    done = run_command("inspect", DEMO)
     assert (done.returncode, done.stderr) == (
         2,
         "lsrdecomp: not enough memory for a layer of this size\n",
@@ -336,10 +345,10 @@ def test_a_file_that_became_larger_than_its_source_is_warned_of(tmp_path):
     ]
     config = {"base_model_name_or_path": "base"}
     source = write_lora(tmp_path / "lora", layers=layers, config=config, storage="float16")
-    plain = lsr("compress", source, "--rtol", "1e-2", "--out", tmp_path / "plain")
+    plain = run_command("compress", source, "--rtol", "1e-2", "--out", tmp_path / "plain")
     assert plain.returncode == 0, plain.stderr
     assert "WARNING: the weight file has" not in plain.stderr
-    large = lsr(
+    large = run_command(
         "compress",
         source,
         "--separation-rank",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from console import lsr
-from format_files import CONFIGS, KEYS, OUTSIDE, write
+from console import run_command
+from format_files import CONFIGS, KEYS, OUTSIDE, write_format
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
@@ -54,9 +54,11 @@ def update(checkpoint):
 
 @pytest.mark.parametrize("form", KEYS)
 def test_a_lora_comes_back_as_it_was_by_the_command_shown(form, tmp_path):
-    given = write(tmp_path, form)
+    given = write_format(tmp_path, form)
     alpha = ["--alpha", "4"] if form in OUTSIDE else []
-    done = lsr("compress", given, *alpha, "--separation-rank", "2", "--out", "small", cwd=tmp_path)
+    done = run_command(
+        "compress", given, *alpha, "--separation-rank", "2", "--out", "small", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     shown = re.findall(r"lsrdecomp (export .*)", done.stdout)
     if form == "peft-lora":
@@ -64,7 +66,7 @@ def test_a_lora_comes_back_as_it_was_by_the_command_shown(form, tmp_path):
         assert "Open it with PEFT" in done.stdout
         return
     (command,) = shown
-    ran = lsr(*shlex.split(command), cwd=tmp_path)
+    ran = run_command(*shlex.split(command), cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     scale = 4 if alpha else None
     source, small = (
@@ -73,7 +75,7 @@ def test_a_lora_comes_back_as_it_was_by_the_command_shown(form, tmp_path):
     )
     made = shlex.split(command)[-1]
     back = open_checkpoint(tmp_path / made, alpha=scale)
-    checked = lsr("verify", given, made, *alpha, cwd=tmp_path)
+    checked = run_command("verify", given, made, *alpha, cwd=tmp_path)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     if form == "lycoris":
         assert back.format == "kohya"
@@ -103,7 +105,7 @@ def _kron(side, k):
 
 @pytest.mark.parametrize("form", ["kohya", "mlx", "torchtune", "peft-lora"])
 def test_what_has_no_task_type_is_sent_to_no_base(form, tmp_path):
-    given, alpha = write(tmp_path, form), ["--alpha", "4"] if form in OUTSIDE else []
+    given, alpha = write_format(tmp_path, form), ["--alpha", "4"] if form in OUTSIDE else []
     config = tmp_path / given / "adapter_config.json"
     if config.exists():
         config.write_text(json.dumps(json.loads(config.read_text()) | {"task_type": None}))
@@ -121,7 +123,7 @@ def test_layers_that_were_zero_are_not_missed(tmp_path):
         for name in "abcd"
     ]
     write_lora(tmp_path / "lora", layers=layers, config={})
-    done = lsr(
+    done = run_command(
         "compress",
         tmp_path / "lora",
         "--rtol",
@@ -138,13 +140,13 @@ def test_layers_that_were_zero_are_not_missed(tmp_path):
 @pytest.mark.parametrize("kind", ["SEQ_CLS", "CAUSAL_LM"])
 def test_a_text_lora_is_sent_to_its_base_by_a_command_that_runs(kind, tmp_path, monkeypatch):
     pytest.importorskip("peft")
-    from tiny_bases import TEXTS, make
+    from tiny_bases import TEXTS, write_directories
 
     from lsrdecomp.calibration.base_model import LOADERS
     from lsrdecomp.cli.recommendations import TASKS
 
     assert set(TASKS) == set(LOADERS)
-    monkeypatch.chdir(make(tmp_path, kind))
+    monkeypatch.chdir(write_directories(tmp_path, kind))
     (tmp_path / "TEXTS.txt").write_text(
         "\n".join(f"{text} w{i}" for i in (1, 2) for text, _ in TEXTS)
     )
@@ -167,7 +169,7 @@ def test_a_text_lora_is_sent_to_its_base_by_a_command_that_runs(kind, tmp_path, 
     "form", [form for form in KEYS if form not in (*OUTSIDE, "peft-lora, stacked experts")]
 )
 def test_what_a_server_s_rules_recommend_can_be_typed(form, base, tmp_path):
-    path = tmp_path / write(tmp_path, form)
+    path = tmp_path / write_format(tmp_path, form)
     small = compress(path, separation_rank=2, inner_shape=(2, 4)).save(tmp_path / "small")
     for adapter in (path, small):
         for server in ("vllm", "diffusers", "kohya", *(["llama.cpp"] if find_spec("gguf") else [])):
@@ -184,7 +186,9 @@ def test_what_a_server_s_rules_recommend_can_be_typed(form, base, tmp_path):
 
 @pytest.mark.parametrize("form", KEYS)
 def test_what_a_refused_export_recommends_is_written(form, base, tmp_path):
-    source = open_checkpoint(tmp_path / write(tmp_path, form), alpha=4 if form in OUTSIDE else None)
+    source = open_checkpoint(
+        tmp_path / write_format(tmp_path, form), alpha=4 if form in OUTSIDE else None
+    )
     small = open_checkpoint(
         compress(source, separation_rank=2, inner_shape=(2, 4)).save(tmp_path / "small")
     )
@@ -238,7 +242,7 @@ def test_what_is_no_file_of_pairs_is_told_why_and_what_to_do(kind, words, tmp_pa
     )
 
     def run(*order):
-        done = lsr(*order, cwd=tmp_path)
+        done = run_command(*order, cwd=tmp_path)
         return done.returncode, " ".join(done.stderr.split())
 
     small, directory = ("compress", "style.safetensors", "--ratio", "2", "--out"), kind == "loha"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated, get_args, get_type_hints
 
 import pytest
-from checkpoint_files import directory, pair, snapshot
-from console import lsr
+from checkpoint_files import file_contents, lora_pair, write_lora_directory
+from console import run_command
 
 import lsrdecomp
 from lsrdecomp.cli import commands
@@ -53,7 +53,7 @@ def call(source: Path, **outputs: Path | bool | None) -> list[str]:
 
 @pytest.fixture
 def adapter(tmp_path) -> Path:
-    return directory(tmp_path / "a")
+    return write_lora_directory(tmp_path / "a")
 
 
 def test_a_file_that_is_read_is_missed_before_torch_is_loaded(adapter, tmp_path):
@@ -124,19 +124,19 @@ def test_other_places_that_would_fail_later_are_refused_now(adapter, tmp_path):
         "is a file; name a directory": {"runs": tmp_path / "old.json"},
     }
     (tmp_path / "d").mkdir()
-    before = snapshot(tmp_path / "a"), sorted(tmp_path.iterdir())
+    before = file_contents(tmp_path / "a"), sorted(tmp_path.iterdir())
     for words, outputs in refused.items():
         if words == "takes no files" and not Path("/proc").is_dir():
             continue
         with pytest.raises(CheckpointError, match=words):
             call(adapter, **outputs)
     assert (tmp_path / "old.json").read_text() == "mine"
-    assert before == (snapshot(tmp_path / "a"), sorted(tmp_path.iterdir()))
+    assert before == (file_contents(tmp_path / "a"), sorted(tmp_path.iterdir()))
 
 
 def test_the_command_line_keeps_its_inputs_whole(tmp_path):
     shutil.copytree(DEMO, tmp_path / "a")
-    before = snapshot(tmp_path / "a")
+    before = file_contents(tmp_path / "a")
     weights = tmp_path / "a" / "adapter_model.safetensors"
     for arguments in (
         (
@@ -165,15 +165,15 @@ def test_the_command_line_keeps_its_inputs_whole(tmp_path):
         ("verify", tmp_path / "a", DEMO, "--json", weights),
         ("export", tmp_path / "a", "--out", tmp_path / "a" / "lora"),
     ):
-        done = lsr(*arguments)
+        done = run_command(*arguments)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
         assert "the output must not" in done.stderr
-    assert snapshot(tmp_path) == {f"a/{name}": content for name, content in before.items()}
+    assert file_contents(tmp_path) == {f"a/{name}": content for name, content in before.items()}
 
 
 def test_only_json_is_written_to_standard_output():
     for option in ("--out", "--report"):
-        done = lsr("compress", DEMO, "--ratio", 48, option, "-")
+        done = run_command("compress", DEMO, "--ratio", 48, option, "-")
         assert done.returncode == 2
         assert (
             done.stderr
@@ -195,8 +195,8 @@ def test_a_closed_standard_output_is_said_before_the_work():
 
 @pytest.mark.parametrize("first", [1, 2, 3, 5])
 def test_on_a_full_disk_all_outputs_of_compress_appear_or_none(tmp_path, monkeypatch, first):
-    tensors = {**pair("layers.0.q", 16, 16), **pair("layers.1.v", 16, 16, seed=1)}
-    source = directory(tmp_path / "a", tensors)
+    tensors = {**lora_pair("layers.0.q", 16, 16), **lora_pair("layers.1.v", 16, 16, seed=1)}
+    source = write_lora_directory(tmp_path / "a", tensors)
     calls, fsync = [], os.fsync
 
     def full(handle):
@@ -237,7 +237,7 @@ def test_the_home_directory_is_found_where_a_shell_expands_nothing(tmp_path, mon
     shutil.copytree(DEMO, home / "lora")
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("USERPROFILE", str(home))
-    done = lsr(
+    done = run_command(
         "compress",
         "~/lora",
         "--separation-rank",

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from checkpoint_files import directory
-from console import lsr
+from checkpoint_files import write_lora_directory
+from console import run_command
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -73,7 +73,7 @@ def test_no_other_ranks_of_truncated_svd_are_nearer_at_the_size(tmp_path, ratio)
 
 def test_a_file_comes_back_as_it_came_and_verify_finds_its_error(tmp_path):
     put(tmp_path / "style.safetensors")
-    done = lsr(
+    done = run_command(
         "compress",
         "style.safetensors",
         "--ratio",
@@ -98,7 +98,10 @@ def test_a_file_comes_back_as_it_came_and_verify_finds_its_error(tmp_path):
     check = verify(before, after)
     assert check.passed
     assert abs(check.relative_error - facts["relative_error"]) <= facts["rounding"]
-    assert lsr("verify", "style.safetensors", "small.safetensors", cwd=tmp_path).returncode == 0
+    assert (
+        run_command("verify", "style.safetensors", "small.safetensors", cwd=tmp_path).returncode
+        == 0
+    )
 
 
 def test_a_directory_of_files_and_several_sizes_at_once(tmp_path):
@@ -106,12 +109,14 @@ def test_a_directory_of_files_and_several_sizes_at_once(tmp_path):
     folder.mkdir()
     for seed in (1, 2):
         put(folder / f"style-{seed}.safetensors", seed)
-    done = lsr("compress", folder, "--ratio", "2,4", "--out", tmp_path / "small", cwd=tmp_path)
+    done = run_command(
+        "compress", folder, "--ratio", "2,4", "--out", tmp_path / "small", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     made = sorted(path.name for path in (tmp_path / "small").iterdir())
     assert made == [f"style-{seed}-{ratio}.safetensors" for seed in (1, 2) for ratio in (2, 4)]
     (folder / "style-3.safetensors").write_bytes(b"damaged")
-    done = lsr("compress", folder, "--ratio", 3, "--out", tmp_path / "again", cwd=tmp_path)
+    done = run_command("compress", folder, "--ratio", 3, "--out", tmp_path / "again", cwd=tmp_path)
     assert done.returncode != 0
     assert "1 of 3 files were not written: style-3.safetensors" in done.stderr
     assert len(list((tmp_path / "again").iterdir())) == 2
@@ -142,11 +147,11 @@ def test_a_dry_run_shows_the_curve_and_writes_nothing(tmp_path):
         "small.safetensors",
         "--dry-run",
     )
-    done = lsr(*arguments, cwd=tmp_path)
+    done = run_command(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "times fewer" in done.stdout
     assert "Truncated SVD" in done.stdout
-    curve = json.loads(lsr(*arguments, "--json", "-", cwd=tmp_path).stdout)["curve"]
+    curve = json.loads(run_command(*arguments, "--json", "-", cwd=tmp_path).stdout)["curve"]
     errors = [point["relative_error"] for point in curve]
     assert errors == sorted(errors)
     assert [path.name for path in tmp_path.iterdir()] == ["style.safetensors"]
@@ -173,7 +178,7 @@ def test_a_file_that_became_larger_is_warned_of(tmp_path):
         "--out",
         "o.safetensors",
     )
-    done = lsr(*arguments, cwd=tmp_path)
+    done = run_command(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "smaller numbers (--storage float16)" in " ".join(done.stderr.split())
 
@@ -225,7 +230,7 @@ def stacked_experts(folder):
     }
     fields = {"target_parameters": ["mlp.experts.down_proj"], "target_modules": ["q_proj"], "r": 2}
     tensors = {key: array.astype(np.float32) for key, array in tensors.items()}
-    return open_checkpoint(directory(folder / "experts", tensors, **fields))
+    return open_checkpoint(write_lora_directory(folder / "experts", tensors, **fields))
 
 
 @pytest.mark.parametrize("goal", [{"ratio": 1.4}, {"ratio": 2.5}, {"rtol": 0.3}])
@@ -285,14 +290,14 @@ def test_one_rank_for_all_layers_is_the_best_of_those_that_fit(tmp_path, ratio):
 def test_a_file_that_must_have_every_layer_is_not_asked_for_fewer(tmp_path):
     source = put_layers(tmp_path / "style.safetensors", "cloneofsimo", rank=2)
     assert truncate(source, ratio=1.9).ranks.count(1) >= 4
-    done = lsr(
+    done = run_command(
         "compress", "style.safetensors", "--ratio", 2.1, "--out", "small.safetensors", cwd=tmp_path
     )
     assert done.returncode != 0
     text = "a file of cloneofsimo has every layer, 360 parameters at rank 1"
     assert text in " ".join(done.stderr.split())
     assert not (tmp_path / "small.safetensors").exists()
-    done = lsr(
+    done = run_command(
         *(
             "compress",
             "style.safetensors",
@@ -311,17 +316,19 @@ def test_a_file_that_must_have_every_layer_is_not_asked_for_fewer(tmp_path):
 def test_an_image_lora_is_not_sent_to_a_base_that_is_not_run(tmp_path):
     put(tmp_path / "style.safetensors")
     (tmp_path / "texts.txt").write_text("".join(f"text {i}\n" for i in range(40)))
-    done = lsr("compress", "style.safetensors", "--keep", 0.9, "--out", "small", cwd=tmp_path)
+    done = run_command(
+        "compress", "style.safetensors", "--keep", 0.9, "--out", "small", cwd=tmp_path
+    )
     assert "as for image models, ask for a size, such as --ratio 4" in " ".join(done.stderr.split())
     with_base = ("--base", "b", "--data", "texts.txt")
     pytest.importorskip("torch")
-    done = lsr(
+    done = run_command(
         "compress", "style.safetensors", "--keep", 0.9, *with_base, "--out", "small", cwd=tmp_path
     )
     assert "compress style.safetensors --ratio 4 --out small.safetensors" in " ".join(
         done.stderr.split()
     )
-    done = lsr(
+    done = run_command(
         "compress", "style.safetensors", "--ratio", 4, "--out", "small.safetensors", cwd=tmp_path
     )
     assert "--base" not in done.stdout
@@ -337,23 +344,23 @@ def test_what_a_file_cannot_be_is_refused_before_any_work(tmp_path):
         ),
         (("--separation-rank", 2), "--separation-rank is read where --out is a directory"),
     ):
-        done = lsr(
+        done = run_command(
             "compress", "style.safetensors", "--out", "o.safetensors", *options, cwd=tmp_path
         )
         assert done.returncode == 2
         assert words in " ".join(done.stderr.split())
-    folder = directory(tmp_path / "peft")
+    folder = write_lora_directory(tmp_path / "peft")
     for name in ("o.safetensors", "o.SAFETENSORS"):
-        done = lsr("compress", folder, "--ratio", 2, "--out", tmp_path / name)
+        done = run_command("compress", folder, "--ratio", 2, "--out", tmp_path / name)
         assert "peft-lora is a directory with a config" in done.stderr
         assert not (tmp_path / name).exists()
     (tmp_path / "o.safetensors").write_text("mine")
-    done = lsr(
+    done = run_command(
         "compress", "style.safetensors", "--ratio", 2, "--out", "o.safetensors", cwd=tmp_path
     )
     assert "already exists" in done.stderr
     assert (tmp_path / "o.safetensors").read_text() == "mine"
-    done = lsr(
+    done = run_command(
         "compress",
         "style.safetensors",
         "--ratio",

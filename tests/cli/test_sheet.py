@@ -4,7 +4,7 @@ import io
 import re
 
 import pytest
-from console import lsr
+from console import run_command
 from rich.console import Console
 
 from lsrdecomp.checkpoints.names import module_role
@@ -141,9 +141,9 @@ def test_what_a_layer_is_without_where_it_is(name, kind):
 
 def test_columns_is_honoured_when_piped(monkeypatch):
     demo = layer_tables.__file__.replace("layer_tables.py", "demo_adapter")
-    wide = lsr("inspect", demo)
+    wide = run_command("inspect", demo)
     monkeypatch.setenv("COLUMNS", "60")
-    narrow = lsr("inspect", demo)
+    narrow = run_command("inspect", demo)
     assert (wide.returncode, narrow.returncode) == (0, 0)
     table = narrow.stdout.split("\n\n")[0]
     assert (

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from console import lsr
+from console import run_command
 
 import lsrdecomp
 
@@ -56,5 +56,5 @@ def test_without_ctrl_c_the_same_start_is_a_run():
 
 
 def test_help_names_the_command_however_it_was_started():
-    done = lsr("export", "--no-such-option")
+    done = run_command("export", "--no-such-option")
     assert (done.returncode, "Try 'lsrdecomp export -h'" in done.stderr) == (2, True), done.stderr

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_files import directory, pair
+from checkpoint_files import lora_pair, write_lora_directory
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import close, weight_of
+from oracles import assert_close, weight_of
 from safetensors.numpy import load_file, save_file
 
 import lsrdecomp as lsr
@@ -201,8 +201,8 @@ def test_the_scale_of_the_lora_is_part_of_what_is_approximated(demo):
             raw[f"base_model.model.{layer.name}.lora_{side}.weight"].astype(np.float64)
             for side in "BA"
         )
-        close(layer_pair(demo, layer).to_matrix(), scale * left @ right, size=8)
-        close(layer_product(layer).to_matrix(), scale * left @ right, size=8)
+        assert_close(layer_pair(demo, layer).to_matrix(), scale * left @ right, size=8)
+        assert_close(layer_product(layer).to_matrix(), scale * left @ right, size=8)
 
 
 @pytest.mark.parametrize("storage", ["float32", "float16", "bfloat16"])
@@ -279,7 +279,7 @@ def test_export_is_exact(two_terms, tmp_path, profile):
     written = open_checkpoint(two_terms)
     exported = open_checkpoint(export_lora(written, tmp_path / "lora", profile=profile))
     for layer in written.layers:
-        close(
+        assert_close(
             layer_product(exported.layer(layer.name)).to_matrix(),
             layer_product(layer).to_matrix(),
             dtype="float32",
@@ -296,7 +296,9 @@ def test_export_is_exact(two_terms, tmp_path, profile):
 def test_lorax_gets_zeros_for_a_dropped_layer_and_the_rest_as_it_was(tmp_path):
     q, other = "layers.0.q", "layers.1.q"
     source = open_checkpoint(
-        directory(tmp_path / "a", {**pair(q, 8, 8), **pair(other, 8, 8)}, target_modules=["q"])
+        write_lora_directory(
+            tmp_path / "a", {**lora_pair(q, 8, 8), **lora_pair(other, 8, 8)}, target_modules=["q"]
+        )
     )
     factors = [np.ones((1, 2, 1)), np.ones((1, 4, 1))], [np.ones((1, 1, 4)), np.ones((1, 1, 2))]
     written = write_lsr(tmp_path / "b", source=source, layers=[(other, *factors)], dropped=[q])
@@ -331,8 +333,8 @@ def test_zero_layers_become_zero_terms_or_nothing():
 
 
 def test_an_adapter_of_zeros_is_said_to_do_nothing(tmp_path):
-    tensors = {name: tensor * 0 for name, tensor in pair("layers.0.q", 8, 8).items()}
-    source = open_checkpoint(directory(tmp_path / "a", tensors, target_modules=["q"]))
+    tensors = {name: tensor * 0 for name, tensor in lora_pair("layers.0.q", 8, 8).items()}
+    source = open_checkpoint(write_lora_directory(tmp_path / "a", tensors, target_modules=["q"]))
     with pytest.raises(BudgetError, match="every layer of the adapter is zero"):
         compress(source, CompressionPlan(ratio=2.0), search=QUICK)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_files import directory, pair
+from checkpoint_files import lora_pair, write_lora_directory
 
 from lsrdecomp import compress
 from lsrdecomp.arrays import QRBlocking
@@ -37,9 +37,11 @@ def adapters(tmp_path_factory) -> dict[int, Path]:
     made = {}
     for count in COUNTS:
         tensors = {
-            k: v for i in range(count) for k, v in pair(f"layers.{i}.q", M, N, R, seed=i).items()
+            k: v
+            for i in range(count)
+            for k, v in lora_pair(f"layers.{i}.q", M, N, R, seed=i).items()
         }
-        made[count] = directory(folder / str(count), tensors, r=R)
+        made[count] = write_lora_directory(folder / str(count), tensors, r=R)
     return made
 
 
@@ -100,7 +102,7 @@ def test_the_peak_is_a_small_multiple_of_the_largest_layer(tmp_path, monkeypatch
     monkeypatch.setattr("lsrdecomp.solvers.pair.problem.PairOptions", lambda: narrow)
     monkeypatch.setattr(compress_module, "SOLVER", replace(compress_module.SOLVER, options=narrow))
     m, n, r = 4096, 2048, 16
-    adapter = directory(tmp_path / "adapter", pair("layers.0.q", m, n, r), r=r)
+    adapter = write_lora_directory(tmp_path / "adapter", lora_pair("layers.0.q", m, n, r), r=r)
     assert peak(adapter, tmp_path / "out", plan) < layers * 8 * r * (m + n) + 2**18
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_files import PREFIX, directory, pair
-from console import lsr
+from checkpoint_files import PREFIX, lora_pair, write_lora_directory
+from console import run_command
 
 import lsrdecomp
 from lsrdecomp import compress
@@ -35,9 +35,9 @@ def test_so_many_terms_that_a_layer_would_grow_leave_it_as_it_is() -> None:
 
 
 def test_int4_writes_no_wider_integers(tmp_path: Path) -> None:
-    layers = {**pair("l.0.q", 48, 32, r=4), **pair("l.1.q", 48, 32, r=4, seed=1)}
+    layers = {**lora_pair("l.0.q", 48, 32, r=4), **lora_pair("l.1.q", 48, 32, r=4, seed=1)}
     result = compress(
-        open_checkpoint(directory(tmp_path / "in", layers, r=4)),
+        open_checkpoint(write_lora_directory(tmp_path / "in", layers, r=4)),
         CompressionPlan(ratio=1.5, storage="int4"),
     )
     codes = [one.stored() for one in result.chosen if one.stored is not None]
@@ -62,7 +62,7 @@ def test_several_ratios_are_written_from_one_search_and_a_wreck_is_told(
     tmp_path: Path,
 ) -> None:
     order = ["compress", str(DEMO), "--out", str(tmp_path / "small"), "--ratio"]
-    done = lsr(*order, "96,48")
+    done = run_command(*order, "96,48")
     assert done.returncode == 0, done.stderr
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["small-48", "small-96"]
     sizes = [
@@ -73,7 +73,7 @@ def test_several_ratios_are_written_from_one_search_and_a_wreck_is_told(
     told = done.stderr
     assert "WARNING: little of this adapter is left" in told
     assert f"compress {DEMO} --base sentence-transformers/all-MiniLM-L6-v2 --data" in told
-    assert lsr(*order, "96,24").returncode == 2  # small-96 exists, so nothing is begun
+    assert run_command(*order, "96,24").returncode == 2  # small-96 exists, so nothing is begun
     assert not (tmp_path / "small-24").exists()
 
 
@@ -85,13 +85,13 @@ def test_a_name_on_the_hub_is_told_how_to_get_it(
         ("compress", "someone/adapter", "--ratio", "8", "--out", "out"),
         ("inspect", "someone/adapter"),
     ):
-        done = lsr(*verb)
+        done = run_command(*verb)
         assert done.returncode == 2
         assert "hf download someone/adapter --local-dir adapter" in done.stderr
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "adapters").mkdir()
     assert (
-        "hf download" not in lsr("inspect", "adapters/style").stderr
+        "hf download" not in run_command("inspect", "adapters/style").stderr
     )  # a directory here, and a word misspelt
 
 
@@ -109,11 +109,11 @@ def test_bytes_are_met_where_a_head_takes_most_of_the_file(tmp_path: Path) -> No
     layers = {
         name: value
         for i in range(4)
-        for name, value in pair(f"l.{i}.q", 96, 96, r=8, seed=i).items()
+        for name, value in lora_pair(f"l.{i}.q", 96, 96, r=8, seed=i).items()
     }
     head = {f"{PREFIX}classifier.weight": np.ones((100, 300), dtype=np.float32)}
     source = open_checkpoint(
-        directory(tmp_path / "in", layers | head, r=8, modules_to_save=["classifier"])
+        write_lora_directory(tmp_path / "in", layers | head, r=8, modules_to_save=["classifier"])
     )
     heads = sum(tensor.nbytes for tensor in source.extras.values())
     assert heads == 120_000

@@ -11,8 +11,8 @@ from typing import Any
 
 import processes
 import pytest
-from checkpoint_files import directory, pair, snapshot
-from console import lsr
+from checkpoint_files import file_contents, lora_pair, write_lora_directory
+from console import run_command
 
 from lsrdecomp import compress
 from lsrdecomp.checkpoints import Journal, open_checkpoint
@@ -32,7 +32,7 @@ def killed_after(puts: int, *order: object) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     Journal.put = counted  # type: ignore[method-assign]
-    processes.command(*order)
+    processes.run_command_here(*order)
 
 
 @pytest.fixture(scope="module")
@@ -40,29 +40,29 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = {
         name: value
         for i in range(4)
-        for name, value in pair(f"l.{i}.q", *SIZES[i % len(SIZES)], r=4, seed=i).items()
+        for name, value in lora_pair(f"l.{i}.q", *SIZES[i % len(SIZES)], r=4, seed=i).items()
     }
-    return directory(tmp_path_factory.mktemp("source") / "in", tensors, r=4)
+    return write_lora_directory(tmp_path_factory.mktemp("source") / "in", tensors, r=4)
 
 
 @pytest.fixture(scope="module")
 def calm(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What an undisturbed run of one process writes."""
     out = tmp_path_factory.mktemp("calm") / "out"
-    done = lsr("compress", source, "--ratio", 4, "--out", out, "--quiet")
+    done = run_command("compress", source, "--ratio", 4, "--out", out, "--quiet")
     assert done.returncode == 0, done.stderr
-    return snapshot(out)
+    return file_contents(out)
 
 
 def test_two_workers_write_the_same_bytes_as_one(
     source: Path, calm: dict[str, bytes], tmp_path: Path
 ) -> None:
     pytest.importorskip("joblib")
-    done = lsr(
+    done = run_command(
         "compress", source, "--ratio", 4, "--workers", 2, "--out", tmp_path / "out", "--quiet"
     )
     assert done.returncode == 0, done.stderr
-    assert snapshot(tmp_path / "out") == calm
+    assert file_contents(tmp_path / "out") == calm
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
@@ -72,7 +72,7 @@ def test_a_search_that_is_killed_goes_on_where_it_was(
     out = tmp_path / "place" / "out"
     order = ("compress", source, "--ratio", 4, "--out", out, "--quiet")
     out.parent.mkdir()
-    killed = processes.start(killed_after, 2, *order)
+    killed = processes.start_process(killed_after, 2, *order)
     killed.join()
     assert killed.exitcode == -signal.SIGKILL
     assert [entry.name for entry in out.parent.iterdir()] == [".out.journal"]
@@ -94,8 +94,8 @@ def test_a_search_that_is_killed_goes_on_where_it_was(
     assert len(solved) == len(set(solved))
     assert kept.isdisjoint(solved)
 
-    done = lsr(*order)
+    done = run_command(*order)
     assert done.returncode == 0, done.stderr
     assert "Going on from" in done.stderr
     assert [entry.name for entry in out.parent.iterdir()] == ["out"]
-    assert snapshot(out) == calm
+    assert file_contents(out) == calm

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoint_files import PREFIX, directory
-from console import lsr
+from checkpoint_files import PREFIX, write_lora_directory
+from console import run_command
 
 from lsrdecomp import LowRank, compress
 from lsrdecomp.checkpoints import encodings, open_checkpoint, write_lsr
@@ -79,7 +79,7 @@ def source(tmp_path: Path) -> Any:
         tensors[f"{PREFIX}{name}.lora_A.weight"] = rng.standard_normal((6, SIZE))
         tensors[f"{PREFIX}{name}.lora_B.weight"] = rng.standard_normal((SIZE, 6))
     config = {"r": 6, "lora_alpha": 6, "target_modules": ["query", "value"]}
-    return open_checkpoint(directory(tmp_path / "lora", tensors, **config))
+    return open_checkpoint(write_lora_directory(tmp_path / "lora", tensors, **config))
 
 
 def assert_same_product(one: Stored, other: Stored) -> None:
@@ -118,7 +118,7 @@ def check_a_directory_counts_it(stored: Stored, source: Any, out: Path) -> None:
     )
     assert written.adapter_parameters == stored.parameters
     assert stored_layers(written)[QUERY].bytes == stored.bytes
-    assert stored.label in lsr("inspect", out).stdout
+    assert stored.label in run_command("inspect", out).stdout
     exported = open_checkpoint(export_lora(written, out.with_name("exported"), storage="float64"))
     left, right = exported.layers[0].load()
     expected = np.asarray(stored.dequantized().to_matrix())
@@ -226,7 +226,7 @@ def nearly_diagonal(folder: Path) -> Any:
         tensors[f"{PREFIX}{name}.lora_A.weight"] = right
         tensors[f"{PREFIX}{name}.lora_B.weight"] = left
     config = {"r": SIZE, "lora_alpha": SIZE, "target_modules": ["query", "value"]}
-    return open_checkpoint(directory(folder, tensors, **config))
+    return open_checkpoint(write_lora_directory(folder, tensors, **config))
 
 
 def test_a_structure_written_from_contributing_alone_keeps_the_contract(

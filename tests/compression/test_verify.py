@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from checkpoint_files import PREFIX, directory, pair
-from console import lsr
+from checkpoint_files import PREFIX, lora_pair, write_lora_directory
+from console import run_command
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -24,9 +24,9 @@ QUICK = Search(orders=(2,), rounds=0, sweeps=4)
 
 
 def test_a_dropped_layer_that_was_zero_is_as_recorded(tmp_path):
-    tensors = {**pair("layers.0.q", 16, 16), **pair("layers.1.v", 16, 16, seed=1)}
+    tensors = {**lora_pair("layers.0.q", 16, 16), **lora_pair("layers.1.v", 16, 16, seed=1)}
     tensors |= {key: 0 * array for key, array in tensors.items() if "layers.1.v" in key}
-    source = open_checkpoint(directory(tmp_path / "a", tensors))
+    source = open_checkpoint(write_lora_directory(tmp_path / "a", tensors))
     written = open_checkpoint(compress(source, CompressionPlan(rtol=0.5)).save(tmp_path / "o"))
     assert [layer.name for layer in written.layers] == ["layers.0.q"]
     check = verify(source, written)
@@ -37,8 +37,8 @@ def test_a_dropped_layer_that_was_zero_is_as_recorded(tmp_path):
 @pytest.mark.parametrize("storage", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("seed", range(2))
 def test_three_factors_are_recorded_as_a_reader_finds_them(tmp_path, storage, seed):
-    tensors = {**pair("q", 8, 12, 8, seed, "float32"), **pair("v", 27, 8, 8, seed + 9)}
-    source = open_checkpoint(directory(tmp_path / "a", tensors, r=8))
+    tensors = {**lora_pair("q", 8, 12, 8, seed, "float32"), **lora_pair("v", 27, 8, 8, seed + 9)}
+    source = open_checkpoint(write_lora_directory(tmp_path / "a", tensors, r=8))
     plan = CompressionPlan(separation_rank=3, inner_shape=(2, 2, 2), storage=storage)
     result = compress(source, plan)
     check = verify(source, open_checkpoint(result.save(tmp_path / "o")))
@@ -66,8 +66,8 @@ STORAGES = ("float32", "float16", "bfloat16", "int8", "int4", "auto")
 def test_what_is_saved_passes_in_every_storage(tmp_path, road, storage):
     if road == "truncated" and storage not in ("float32", "float16", "bfloat16"):
         pytest.skip("a plain LoRA holds no integers")
-    tensors = {**pair("layers.0.q", 48, 32, 6), **pair("layers.1.v", 32, 32, 6, seed=1)}
-    source = open_checkpoint(directory(tmp_path / "lora", tensors, r=6, lora_alpha=6))
+    tensors = {**lora_pair("layers.0.q", 48, 32, 6), **lora_pair("layers.1.v", 32, 32, 6, seed=1)}
+    source = open_checkpoint(write_lora_directory(tmp_path / "lora", tensors, r=6, lora_alpha=6))
     made = ROADS[road](source, storage)
     written = open_checkpoint(made.save(tmp_path / "small"))
     check = verify(source, written)
@@ -83,7 +83,7 @@ def test_what_is_saved_passes_in_every_storage(tmp_path, road, storage):
 
 
 def test_source_and_written_the_wrong_way_round_are_told(tmp_path):
-    source = open_checkpoint(directory(tmp_path / "lora"))
+    source = open_checkpoint(write_lora_directory(tmp_path / "lora"))
     small = open_checkpoint(
         compress(source, separation_rank=1, inner_shape=(2, 1)).save(tmp_path / "small")
     )
@@ -97,9 +97,11 @@ def test_an_error_that_is_no_number_never_agrees(error, recorded):
 
 
 def test_numbers_beyond_double_precision_fail_by_name(tmp_path):
-    tensors = {key: array.astype(np.float64) for key, array in pair("q").items()}
-    sane = open_checkpoint(directory(tmp_path / "sane", tensors))
-    huge = directory(tmp_path / "huge", {key: array * 1e160 for key, array in tensors.items()})
+    tensors = {key: array.astype(np.float64) for key, array in lora_pair("q").items()}
+    sane = open_checkpoint(write_lora_directory(tmp_path / "sane", tensors))
+    huge = write_lora_directory(
+        tmp_path / "huge", {key: array * 1e160 for key, array in tensors.items()}
+    )
     with pytest.raises(CheckpointError, match="q: .*squares overflow"):
         verify(open_checkpoint(huge), open_checkpoint(huge))
     factors = [np.full((1, 4, 2), 1e155), np.full((1, 2, 6), 1e155)]
@@ -113,18 +115,18 @@ def test_numbers_beyond_double_precision_fail_by_name(tmp_path):
 @pytest.mark.parametrize("verb", ["inspect", "curve", "compress", "verify"])
 @pytest.mark.parametrize("kind", ["alpha", "numbers", "zero"])
 def test_extreme_adapters_are_one_line_for_every_verb(tmp_path, verb, kind):
-    tensors = {key: array.astype(np.float64) for key, array in pair("q").items()}
+    tensors = {key: array.astype(np.float64) for key, array in lora_pair("q").items()}
     if kind != "alpha":
         tensors = {
             key: array * (1e160 if kind == "numbers" else 0.0) for key, array in tensors.items()
         }
-    source = directory(
+    source = write_lora_directory(
         tmp_path / "a", tensors, **({"lora_alpha": 1e300} if kind == "alpha" else {})
     )
     arguments = {"compress": ("--out", tmp_path / "o", "--ratio", 2), "verify": (source,)}.get(
         verb, ()
     )
-    done = lsr(verb, source, *arguments)
+    done = run_command(verb, source, *arguments)
     if kind == "zero" and verb in ("inspect", "verify"):
         assert (done.returncode, done.stderr) == (0, "")
         return
@@ -136,8 +138,8 @@ def test_extreme_adapters_are_one_line_for_every_verb(tmp_path, verb, kind):
 
 @pytest.mark.parametrize("to", ["lora", "kohya"])
 def test_a_changed_file_is_not_exported(tmp_path, to):
-    tensors = {**pair("lora_unet_q", 16, 16), **pair("lora_unet_v", 16, 16, seed=1)}
-    source = open_checkpoint(directory(tmp_path / "a", tensors))
+    tensors = {**lora_pair("lora_unet_q", 16, 16), **lora_pair("lora_unet_v", 16, 16, seed=1)}
+    source = open_checkpoint(write_lora_directory(tmp_path / "a", tensors))
     out = compress(source, CompressionPlan(separation_rank=1, storage="int4")).save(tmp_path / "o")
     target = tmp_path / ("lora" if to == "lora" else "lora.safetensors")
     weights = out / "adapter_model.safetensors"
@@ -156,14 +158,16 @@ def test_a_changed_file_is_not_exported(tmp_path, to):
 
 def test_a_head_that_the_config_declares_and_the_file_lacks_is_named(tmp_path):
     head = {f"{PREFIX}classifier.weight": np.ones((2, 4), np.float32)}
-    source = directory(tmp_path / "a", {**pair("q"), **head}, modules_to_save=["classifier"])
+    source = write_lora_directory(
+        tmp_path / "a", {**lora_pair("q"), **head}, modules_to_save=["classifier"]
+    )
     assert open_checkpoint(source).notes == ()
     weights = source / "adapter_model.safetensors"
     save_file(
         {key: array for key, array in load_file(weights).items() if "classifier" not in key},
         weights,
     )
-    done = lsr("inspect", source)
+    done = run_command("inspect", source)
     assert "modules_to_save names 'classifier', of which the file holds no tensor" in done.stdout
 
 
@@ -175,13 +179,13 @@ def test_the_two_heads_that_peft_names_are_one(tmp_path):
         "classifier",
         "score",
     ]  # a pair more each time that PEFT opens a classifier
-    source = directory(tmp_path / "a", {**pair("q"), **head}, modules_to_save=named)
+    source = write_lora_directory(tmp_path / "a", {**lora_pair("q"), **head}, modules_to_save=named)
     assert open_checkpoint(source).notes == ()
     small = compress(open_checkpoint(source), CompressionPlan(separation_rank=1)).save(
         tmp_path / "small"
     )
     assert open_checkpoint(small).config["modules_to_save"] == ["classifier", "score"]
-    source = directory(tmp_path / "b", pair("q"), modules_to_save=named)
+    source = write_lora_directory(tmp_path / "b", lora_pair("q"), modules_to_save=named)
     assert "names 'classifier', 'score', of which" in open_checkpoint(source).notes[0]
 
 
@@ -248,7 +252,9 @@ def test_an_export_is_held_to_the_recorded_error_where_its_digest_was_made_anew(
 def test_heads_left_out_on_purpose_are_no_fault_of_an_export(tmp_path, profile):
     head = {f"{PREFIX}classifier.weight": np.ones((2, 4), np.float32)}
     source = open_checkpoint(
-        directory(tmp_path / "a", {**pair("q", 16, 16), **pair("v", 16, 16, seed=2), **head})
+        write_lora_directory(
+            tmp_path / "a", {**lora_pair("q", 16, 16), **lora_pair("v", 16, 16, seed=2), **head}
+        )
     )
     small = open_checkpoint(
         compress(source, CompressionPlan(separation_rank=1)).save(tmp_path / "small")
@@ -265,7 +271,7 @@ def test_heads_left_out_on_purpose_are_no_fault_of_an_export(tmp_path, profile):
 def test_a_record_that_names_no_file_vouches_for_none_and_without_any_the_exit_code_is_three(
     tmp_path,
 ):
-    folder = directory(tmp_path / "a")
+    folder = write_lora_directory(tmp_path / "a")
     source = open_checkpoint(folder)
     out = export_lora(source, tmp_path / "o")
     (out / "SHA256SUMS").write_text("")
@@ -276,23 +282,26 @@ def test_a_record_that_names_no_file_vouches_for_none_and_without_any_the_exit_c
     tensors = {
         key: 1.5 * array for key, array in load_file(folder / "adapter_model.safetensors").items()
     }
-    other = directory(tmp_path / "b", tensors)
-    assert (lsr("verify", folder, out).returncode, lsr("verify", folder, other).returncode) == (
+    other = write_lora_directory(tmp_path / "b", tensors)
+    assert (
+        run_command("verify", folder, out).returncode,
+        run_command("verify", folder, other).returncode,
+    ) == (
         1,
         3,
     )
-    assert "has no record of what was written" in lsr("verify", folder, other).stderr
+    assert "has no record of what was written" in run_command("verify", folder, other).stderr
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_a_source_in_half_precision_is_written_so_unless_another_type_is_asked_for(tmp_path, dtype):
-    folder = directory(
+    folder = write_lora_directory(
         tmp_path / "a",
-        {**pair("q", 64, 64, 2, dtype=dtype), **pair("v", 64, 64, 2, 1, dtype=dtype)},
+        {**lora_pair("q", 64, 64, 2, dtype=dtype), **lora_pair("v", 64, 64, 2, 1, dtype=dtype)},
     )
     for options, wanted in (((), dtype), (("--storage", "float32"), "float32")):
         out = tmp_path / f"o{len(options)}"
-        done = lsr("compress", folder, "--separation-rank", 1, "--out", out, *options)
+        done = run_command("compress", folder, "--separation-rank", 1, "--out", out, *options)
         assert done.returncode == 0, done.stderr
         assert {layer.dtype for layer in open_checkpoint(out).layers} == {wanted}
     assert lsrdecomp.compress(folder, separation_rank=1).plan.storage == dtype

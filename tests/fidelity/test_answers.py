@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from tiny_bases import make  # noqa: E402
+from tiny_bases import write_directories  # noqa: E402
 
 from lsrdecomp.calibration.dataset import PromptExample  # noqa: E402
 from lsrdecomp.compression.measured_settings import EvaluatorSettings  # noqa: E402
@@ -17,7 +17,7 @@ WORDS = random.Random(0)
 
 
 def test_prompts_are_completed_by_both_and_plain_texts_by_none(tmp_path):
-    folder = make(tmp_path, "CAUSAL_LM")
+    folder = write_directories(tmp_path, "CAUSAL_LM")
     texts = [
         PromptExample(f"w{i % 30} w{i // 30}", f" w{WORDS.randrange(30)} w1", f"line {i}")
         for i in range(48)

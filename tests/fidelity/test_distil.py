@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 import processes  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from tiny_bases import make  # noqa: E402
+from tiny_bases import write_directories  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from lsrdecomp import compress  # noqa: E402
@@ -55,12 +55,12 @@ TEXTS = [(" ".join(f"w{WORDS.randrange(30)}" for _ in range(3 + i % 6)), None) f
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("classifier"), "SEQ_CLS")
+    return write_directories(tmp_path_factory.mktemp("classifier"), "SEQ_CLS")
 
 
 @pytest.fixture(scope="module")
 def language_model(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("language"), "CAUSAL_LM")
+    return write_directories(tmp_path_factory.mktemp("language"), "CAUSAL_LM")
 
 
 def run(folder, directory, **settings):
@@ -320,7 +320,7 @@ def test_two_processes_share_the_steps_of_one(classifier, tmp_path):
     ]
     words += ["--teacher", classifier / "lora", "--data", tmp_path / "texts.txt"]
     words += ["--steps", 4, "--rate", 0.03, "--batch", 8, "--micro", 4, "--max-length", 16]
-    assert processes.together(2, processes.command, *words) == [0, 0]
+    assert processes.run_together(2, processes.run_command_here, *words) == [0, 0]
     record = json.loads((tmp_path / "shared" / "compression.json").read_text())["distillation"]
     checks = [share for _, share in record["checks"]]
     assert checks == pytest.approx([share for _, share in alone.variant.training.checks], abs=1e-4)

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from tiny_bases import make  # noqa: E402
+from tiny_bases import write_directories  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 import lsrdecomp as lsr  # noqa: E402
@@ -41,7 +41,7 @@ EVALUATED = EvaluatorSettings(batch=12, max_length=16)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("classifier"), "SEQ_CLS", layers=1)
+    return write_directories(tmp_path_factory.mktemp("classifier"), "SEQ_CLS", layers=1)
 
 
 @pytest.fixture(scope="module")

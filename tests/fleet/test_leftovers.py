@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoint_files import directory, pair
+from checkpoint_files import lora_pair, write_lora_directory
 
 from lsrdecomp.checkpoints.writing import new_directory, remove_leftovers
 from lsrdecomp.compression.settings import CompressionPlan
@@ -30,7 +30,7 @@ def leftover(out: Path, seconds: float) -> Path:
 
 @pytest.mark.parametrize("seconds", [0.0, -DAY, DAY])
 def test_a_fleet_that_ends_leaves_nothing_behind(tmp_path: Path, seconds: float) -> None:
-    directory(tmp_path / "in" / "team" / "a", pair("l.0", 16, 12, 2), r=2)
+    write_lora_directory(tmp_path / "in" / "team" / "a", lora_pair("l.0", 16, 12, 2), r=2)
     plan = CompressionPlan(separation_rank=1)
     done = run_fleet(tmp_path / "in", tmp_path / "out", plan, runner=in_this_process)
     left = leftover(

@@ -23,7 +23,7 @@ from safetensors import deserialize
 from safetensors.numpy import save
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from checkpoint_files import CONFIG, PREFIX, pair, raw_safetensors
+from checkpoint_files import CONFIG, PREFIX, lora_pair, raw_safetensors
 
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.encodings import bytes_of, entry_of
@@ -104,7 +104,7 @@ def sound_safetensors() -> list[bytes]:
         for one in known
     ]
     files.append({"b": np.ones(3, "bfloat16"), "e": np.ones((0, 2), np.int8), "t": np.array(True)})
-    return [save(one) for one in files] + [save(pair("q", 2, 3, 1), {"format": "pt"})]
+    return [save(one) for one in files] + [save(lora_pair("q", 2, 3, 1), {"format": "pt"})]
 
 
 @reader(sound_safetensors)
@@ -174,7 +174,7 @@ def _weights_of(config: bytes) -> bytes:
         return save(
             {f"{PREFIX}q.hada_{part}": np.ones((2, 2)) for part in ("w1_a", "w1_b", "w2_a", "w2_b")}
         )
-    return save(pair("q"))
+    return save(lora_pair("q"))
 
 
 @reader(sound_configs)
@@ -197,7 +197,7 @@ def sound_torch() -> list[bytes]:
     import torch
 
     files = []
-    tensors = {name: torch.tensor(array) for name, array in pair("q", 2, 3, 1).items()}
+    tensors = {name: torch.tensor(array) for name, array in lora_pair("q", 2, 3, 1).items()}
     for content in (
         tensors,
         list(tensors.values()),
@@ -394,7 +394,7 @@ def record(content: bytes, folder: Path) -> None:
         place.mkdir(exist_ok=True)
     if not (source / "adapter_config.json").exists():
         (source / "adapter_config.json").write_text(json.dumps(CONFIG))
-        (source / "adapter_model.safetensors").write_bytes(save(pair("q")))
+        (source / "adapter_model.safetensors").write_bytes(save(lora_pair("q")))
         (written / "adapter_config.json").write_text(json.dumps(LSR))
     weights = save(_lsr_tensors(), {"lsrdecomp": own.decode("utf-8", "replace")})
     (written / "adapter_model.safetensors").write_bytes(weights)

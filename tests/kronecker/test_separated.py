@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import close, kron_sum
+from oracles import assert_close, kron_sum
 
 from lsrdecomp import KroneckerShape, SeparatedMatrix
 from lsrdecomp.errors import PrecisionError, ShapeError
@@ -21,7 +21,7 @@ TWO = kronecker_shapes(order=2)
 def test_terms_are_normalised_and_descend(case):
     assert np.all(np.diff(case.weights) <= 0)
     for factor in case.factors:
-        close(np.linalg.norm(factor, axis=(1, 2)), np.ones(case.separation_rank))
+        assert_close(np.linalg.norm(factor, axis=(1, 2)), np.ones(case.separation_rank))
 
 
 @given(separated_matrices())
@@ -95,9 +95,9 @@ def test_complex_terms_and_signed_weights(rng):
         rng.standard_normal((2, 3, 2)) + 0j,
     ]
     case = SeparatedMatrix.from_factors(factors, np.array([-1.0, 2.0j]))
-    close(case.to_matrix(), kron_sum(np.array([-1.0, 2.0j]), factors))
+    assert_close(case.to_matrix(), kron_sum(np.array([-1.0, 2.0j]), factors))
     assert case.norm == pytest.approx(np.linalg.norm(case.to_matrix()), rel=1e-13)
-    close(case @ np.arange(6.0), case.to_matrix() @ np.arange(6.0))
+    assert_close(case @ np.arange(6.0), case.to_matrix() @ np.arange(6.0))
 
 
 def test_every_library_agrees(xp, rng):
@@ -106,11 +106,11 @@ def test_every_library_agrees(xp, rng):
         [xp.asarray(f) for f in factors], xp.asarray([1.0, -2.0, 0.5])
     )
     reference = SeparatedMatrix.from_factors(factors, np.array([1.0, -2.0, 0.5]))
-    close(case.weights, reference.weights)
-    close(case.canonical().to_matrix(), reference.to_matrix())
+    assert_close(case.weights, reference.weights)
+    assert_close(case.canonical().to_matrix(), reference.to_matrix())
     assert case.norm == pytest.approx(reference.norm, rel=1e-13)
     for storage in ("float16", "bfloat16"):
-        close(case.round_to(storage).to_matrix(), reference.round_to(storage).to_matrix())
+        assert_close(case.round_to(storage).to_matrix(), reference.round_to(storage).to_matrix())
 
 
 def test_zero_terms_vanish_and_the_zero_matrix_has_none():
@@ -143,9 +143,9 @@ def test_factors_that_are_not_finite_or_do_not_fit_are_refused():
 @given(low_rank_pairs())
 def test_low_rank_as_a_separated_product_is_exact(pair):
     product = low_rank_product(pair.left, pair.right)
-    close(product.to_matrix(), pair.to_matrix(), size=pair.rank)
+    assert_close(product.to_matrix(), pair.to_matrix(), size=pair.rank)
     left, right = product.to_lora()
-    close(left @ right, product.to_matrix(), size=pair.rank)
+    assert_close(left @ right, product.to_matrix(), size=pair.rank)
 
 
 @given(

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_files import directory, pair
+from checkpoint_files import lora_pair, write_lora_directory
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.compression.export import export_lora
@@ -67,11 +67,13 @@ def lsr_adapter(
     tensors = {
         key: value
         for name, (_, m, n) in names.items()
-        for key, value in pair(name, m, n, 1).items()
+        for key, value in lora_pair(name, m, n, 1).items()
     }
     modules = [f"{key}_proj" for key in sizes]
     source = open_checkpoint(
-        directory(folder / "source", tensors, r=1, target_modules=modules, task_type="CAUSAL_LM")
+        write_lora_directory(
+            folder / "source", tensors, r=1, target_modules=modules, task_type="CAUSAL_LM"
+        )
     )
     layers = [
         (name, *factors(rng, m, n, rank_of(i)))

@@ -19,7 +19,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from checkpoint_files import directory, pair
+from checkpoint_files import lora_pair, write_lora_directory
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
@@ -232,7 +232,7 @@ def test_the_rule_says_what_the_parser_does(server, base, tmp_path, case, profil
     tensors = {
         k: v
         for name, size in sizes.items()
-        for k, v in pair(name, *size, ranks.get(name, 2)).items()
+        for k, v in lora_pair(name, *size, ranks.get(name, 2)).items()
     }
     words = sorted({name.rpartition(".")[2] for name in sizes})
     config = {
@@ -242,7 +242,7 @@ def test_the_rule_says_what_the_parser_does(server, base, tmp_path, case, profil
         "rank_pattern": ranks,
         "alpha_pattern": ranks,
     } | change
-    folder = directory(tmp_path / "lora", tensors, **config)
+    folder = write_lora_directory(tmp_path / "lora", tensors, **config)
     if profile is not None:
         folder = export_lora(open_checkpoint(folder), tmp_path / profile, profile=profile)
     name, load = server

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from console import lsr
+from console import run_command
 
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.serving import ask_server
@@ -219,7 +219,7 @@ def test_the_scale_that_a_server_works_at_is_fitted_beside_peft(tiny, works):
     with running(answer) as url:
         found = ask_server(url, folder, base=base)
         done = (
-            lsr("verify", folder, "--server", url, "--base", base, "--json", "-")
+            run_command("verify", folder, "--server", url, "--base", base, "--json", "-")
             if works == 0.5
             else None
         )
@@ -233,12 +233,15 @@ def test_the_scale_that_a_server_works_at_is_fitted_beside_peft(tiny, works):
 
 def test_the_command_line_says_it_and_every_fault_is_one_line(adapter, tmp_path):
     with running(FakeLlama({"mine": 1.0})) as url:
-        done = lsr("verify", adapter, "--server", url)
+        done = run_command("verify", adapter, "--server", url)
         assert (done.returncode, done.stderr) == (0, "")
         assert f"llama.cpp at {url}: /here/mine.gguf acts." in done.stdout
         prompts = tmp_path / "prompts.txt"
         prompts.write_text("one\n\ntwo\n")
-        assert "on 2 prompts" in lsr("verify", adapter, "--server", url, "--text", prompts).stdout
+        assert (
+            "on 2 prompts"
+            in run_command("verify", adapter, "--server", url, "--text", prompts).stdout
+        )
         with pytest.raises(
             CheckpointError, match="is no directory: the scale is fitted beside PEFT"
         ):
@@ -251,7 +254,7 @@ def test_the_command_line_says_it_and_every_fault_is_one_line(adapter, tmp_path)
         (lambda path, fields: (404, {}), "status 404"),
     ]:
         with running(faulty) as url:
-            done = lsr("verify", adapter, "--server", url)
+            done = run_command("verify", adapter, "--server", url)
         assert done.returncode == 2
         assert words in done.stderr
         assert done.stderr.count("\n") == 1
@@ -271,8 +274,8 @@ def test_the_command_line_says_it_and_every_fault_is_one_line(adapter, tmp_path)
         ("file:///etc", "is no address"),
         ("http://127.0.0.1:9", "cannot be reached"),
     ]:
-        done = lsr("verify", adapter, "--server", address)
+        done = run_command("verify", adapter, "--server", address)
         assert done.returncode == 2
         assert words in done.stderr
-    done = lsr("verify", adapter, "--server", "http://127.0.0.1:9", "--for", "vllm")
+    done = run_command("verify", adapter, "--server", "http://127.0.0.1:9", "--for", "vllm")
     assert "one at a time" in done.stderr

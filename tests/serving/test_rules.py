@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from checkpoint_files import PREFIX, directory, pair
+from checkpoint_files import PREFIX, lora_pair, write_lora_directory
 from safetensors.numpy import save_file
 
 from lsrdecomp import compress
@@ -63,10 +63,12 @@ def base(tmp_path_factory):
 def adapter(path, names=None, *, rank=2, tensors=None, **config):
     names = names or [f"model.layers.{i}.self_attn.{key}" for i in range(LAYERS) for key in SIZES]
     held = {
-        k: v for name in names for k, v in pair(name, *SIZES[name.rpartition(".")[2]], rank).items()
+        k: v
+        for name in names
+        for k, v in lora_pair(name, *SIZES[name.rpartition(".")[2]], rank).items()
     }
     settings = {"r": rank, "target_modules": list(SIZES), "task_type": "CAUSAL_LM", **config}
-    return directory(path, {**held, **(tensors or {})}, **settings)
+    return write_lora_directory(path, {**held, **(tensors or {})}, **settings)
 
 
 def by_peft(base, folder):
@@ -135,8 +137,8 @@ def test_a_file_of_the_bare_model_serves_where_transformers_adds_the_first_word(
 
 def test_a_base_of_other_sizes_is_refused_by_peft_and_by_its_rule(base, tmp_path):
     name = "model.layers.0.self_attn.q_proj"
-    folder = directory(
-        tmp_path / "a", pair(name, WIDTH, 48), target_modules=["q_proj"], task_type="CAUSAL_LM"
+    folder = write_lora_directory(
+        tmp_path / "a", lora_pair(name, WIDTH, 48), target_modules=["q_proj"], task_type="CAUSAL_LM"
     )
     found = check_served(folder, "peft", base)
     assert not found.applied
@@ -187,7 +189,7 @@ def test_vllm_passes_over_wrong_names_and_stops_at_unknown_last_words(base, tmp_
     found = check_served(wrong, "vllm", base)
     assert (found.refusals, len(found.applied), len(found.ignored)) == ([], 0, 2)
     assert found.ignored[0].fault.endswith("passes over it in silence")
-    odd = {**pair("model.layers.0.self_attn.query", WIDTH, WIDTH)}
+    odd = {**lora_pair("model.layers.0.self_attn.query", WIDTH, WIDTH)}
     found = check_served(adapter(tmp_path / "odd", tensors=odd), "vllm", base)
     assert not found.applied
     assert found.refusals == ["vLLM stops at names whose last word no layer of the base has"]
@@ -260,9 +262,9 @@ def test_vllm_stacks_all_experts_of_a_layer_at_one_rank(tmp_path):
         tensors = {
             k: v
             for name, size in sizes.items()
-            for k, v in pair(name, *size, ranks.get(name, 2)).items()
+            for k, v in lora_pair(name, *size, ranks.get(name, 2)).items()
         }
-        folder = directory(
+        folder = write_lora_directory(
             tmp_path / name, tensors, r=2, target_modules=list(words), rank_pattern=ranks
         )
         return check_served(folder, "vllm", tmp_path / "base.safetensors").refusals
@@ -279,9 +281,9 @@ def test_vllm_stacks_all_experts_of_a_layer_at_one_rank(tmp_path):
 
 def test_of_stacked_experts_the_rules_say_nothing_and_who_can_be_asked(base, tmp_path):
     """What vLLM makes of them depends on the model's class; it may serve the base silently."""
-    stack = pair("model.layers.0.mlp.experts", WIDTH, 12, 4)
+    stack = lora_pair("model.layers.0.mlp.experts", WIDTH, 12, 4)
     config = {"r": 2, "target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}
-    folder = directory(tmp_path / "stacks", stack, **config)
+    folder = write_lora_directory(tmp_path / "stacks", stack, **config)
     small = compress(folder, separation_rank=1).save(tmp_path / "small")
     for served in (folder, small):
         for server in SERVERS:
@@ -308,7 +310,7 @@ def test_sglang_has_one_rank_and_stacks_q_k_and_v(base, tmp_path):
     prefixed = check("prefixed", [f"model.{attention}o_proj"])
     assert len(prefixed.applied) == 1
     (reason,) = check(
-        "unknown", tensors=pair("model.layers.0.self_attn.query", WIDTH, WIDTH)
+        "unknown", tensors=lora_pair("model.layers.0.self_attn.query", WIDTH, WIDTH)
     ).refusals
     assert "no layer of the base" in reason
     (reason,) = check("pattern", target_modules=r".*[qkvo]_proj").refusals
@@ -325,9 +327,13 @@ def test_sglang_loads_the_profile_lorax_and_not_the_profile_server(base, tmp_pat
         f"model.layers.{i}.self_attn.{key}": SIZES[key] for i in range(LAYERS) for key in SIZES
     }
     tensors = {
-        k: v for name, size in names.items() for k, v in pair(name, *size, two.get(name, 2)).items()
+        k: v
+        for name, size in names.items()
+        for k, v in lora_pair(name, *size, two.get(name, 2)).items()
     }
-    folder = directory(tmp_path / "a", tensors, r=2, target_modules=list(SIZES), rank_pattern=two)
+    folder = write_lora_directory(
+        tmp_path / "a", tensors, r=2, target_modules=list(SIZES), rank_pattern=two
+    )
     for profile, applied_layers in {"server": 0, "lorax": 8}.items():
         out = export_lora(open_checkpoint(folder), tmp_path / profile, profile=profile)
         check = check_served(out, "sglang", base)
@@ -399,14 +405,14 @@ def test_a_file_that_is_no_gguf_cannot_be_asked(base, tmp_path):
 
 
 def test_the_command_line_says_it_in_sentences_and_in_json(base, tmp_path):
-    from console import lsr
+    from console import run_command
 
     folder = adapter(tmp_path / "a", rank=24, lora_alpha=24)
-    done = lsr("verify", folder, "--for", "vllm", "--base", base)
+    done = run_command("verify", folder, "--for", "vllm", "--base", base)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"vllm on {base}: 8 of 8 layers would apply, the largest rank 24." in done.stdout
     assert "--max-lora-rank 32" in done.stdout
-    done = lsr("verify", folder, "--for", "llama.cpp", "--base", base, "--json", "-")
+    done = run_command("verify", folder, "--for", "llama.cpp", "--base", base, "--json", "-")
     facts = json.loads(done.stdout)
     assert done.returncode == 1
     assert (facts["layers"], facts["applied"]) == (8, 0)
@@ -416,7 +422,7 @@ def test_the_command_line_says_it_in_sentences_and_in_json(base, tmp_path):
         ([folder, folder, "--for", "vllm", "--base", base], "look at one adapter"),
         ([folder], "name what was written from it too"),
     ]:
-        done = lsr("verify", *arguments)
+        done = run_command("verify", *arguments)
         assert done.returncode == 2
         assert words in done.stderr
         assert done.stderr.count("\n") == 1

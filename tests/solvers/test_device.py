@@ -10,7 +10,7 @@ import array_api_strict
 import numpy as np
 import pytest
 import torch
-from console import lsr
+from console import run_command
 from test_pair import CUBE, SMALL, low_rank, norms
 
 from lsrdecomp import compress
@@ -128,7 +128,7 @@ def test_compress_solves_on_the_device(plan, adapter, monkeypatch):
 
 def test_the_verb_takes_a_device(adapter, tmp_path):
     assert (
-        lsr(
+        run_command(
             "compress",
             adapter,
             "--separation-rank",
@@ -146,7 +146,7 @@ def test_the_verb_takes_a_device(adapter, tmp_path):
 @NO_CUDA
 def test_a_missing_device_ends_the_verb_in_one_line(adapter, tmp_path):
     asked = "compress", adapter, "--ratio", "2", "--out", tmp_path / "out", "--device", "cuda"
-    done = lsr(*asked)
+    done = run_command(*asked)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "torch cannot compute in float64 on device 'cuda'" in done.stderr
     assert not (tmp_path / "out").exists()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import close
+from oracles import assert_close
 from scipy.sparse import csr_array
 
 from lsrdecomp import KroneckerShape, LowRank, SeparatedMatrix, decompose
@@ -118,7 +118,7 @@ def test_what_begins_in_single_precision_is_within_the_gap_too(
     if solution.optimality_gap is not None:
         assert error <= optimum * (1 + solution.optimality_gap) + rounding
     gram = solution.approximation.factors[0].reshape(rank, -1)
-    close(gram @ gram.conj().T, np.eye(rank), 64)
+    assert_close(gram @ gram.conj().T, np.eye(rank), 64)
     assert solution.relative_error is None or solution.relative_error == pytest.approx(
         error / target.norm, rel=1e-6
     )
@@ -276,10 +276,10 @@ def test_the_recurrence_holds_to_rounding(block, rows, columns, rank):
         space.step()
     both = np.concatenate((space.right, space.following), axis=1)
     size = 4 * space.size
-    close(space.left.T @ space.left, np.eye(space.size), size)
-    close(both.T @ both, np.eye(space.size + block), size)
-    close(matrix / norm @ space.right, space.left @ space.small, size)
-    close(matrix.T / norm @ space.left, both @ space.projected().T, size)
+    assert_close(space.left.T @ space.left, np.eye(space.size), size)
+    assert_close(both.T @ both, np.eye(space.size + block), size)
+    assert_close(matrix / norm @ space.right, space.left @ space.small, size)
+    assert_close(matrix.T / norm @ space.left, both @ space.projected().T, size)
 
 
 @pytest.mark.parametrize("scale", [1e-300, 1e-160, 1e160, 1e300])
@@ -339,11 +339,11 @@ def test_every_library_takes_the_same_steps(xp):
     matrix = with_spectrum(SPECTRA["slow"])
     ours = BlockGolubKahan(seed=3).solve(Dense(xp.asarray(matrix)), SHAPE, rank=6)
     theirs = BlockGolubKahan(seed=3).solve(Dense(matrix), SHAPE, rank=6)
-    close(ours.approximation.to_matrix(), theirs.approximation.to_matrix(), size=4 * SIDE)
+    assert_close(ours.approximation.to_matrix(), theirs.approximation.to_matrix(), size=4 * SIDE)
     assert len(ours.sweeps) == len(theirs.sweeps)
     gram = Gram().solve(Dense(xp.asarray(matrix)), SHAPE, rank=6)
     best = SVD().solve(Dense(matrix), SHAPE, rank=6)
-    close(
+    assert_close(
         gram.approximation.to_matrix(), best.approximation.to_matrix(), size=4 * SIDE, condition=100
     )
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from oracles import close
+from oracles import assert_close
 
 from lsrdecomp import KroneckerShape, SeparatedMatrix
 from lsrdecomp.arrays import to_numpy
@@ -104,7 +104,7 @@ def test_every_library_agrees(xp, rng):
         2,
     ):  # the others have repeated or close singular values, and so many best answers
         ours_formed = ours[i].approximation.to_matrix()
-        close(ours_formed, theirs[i].approximation.to_matrix(), size=1000, dtype="float32")
+        assert_close(ours_formed, theirs[i].approximation.to_matrix(), size=1000, dtype="float32")
     check(batch, [Solution(in_numpy(o.approximation), o.status) for o in ours], 3, 1e-4)
 
 
@@ -135,7 +135,9 @@ def test_small_matrices_go_through_one_svd(xp, rng):
     assert [one.approximation.separation_rank for one in found] == [3, 3, 0, 1]
     for matrix, one in zip(batch, found, strict=True):
         best = SVD().solve(Dense(matrix), shape, rank=3).approximation
-        close(to_numpy(one.approximation.to_matrix()), best.to_matrix(), size=100, dtype="float64")
+        assert_close(
+            to_numpy(one.approximation.to_matrix()), best.to_matrix(), size=100, dtype="float64"
+        )
         assert one.gap_kind is ErrorKind.bounded
         target = Dense(matrix)
         error = target.residual_norm(in_numpy(one.approximation)) / (target.norm or 1.0)

@@ -5,7 +5,7 @@ import pytest
 import scipy.sparse
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import close
+from oracles import assert_close
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from lsrdecomp import KroneckerShape, LowRank, SeparatedMatrix, decompose
@@ -55,11 +55,11 @@ def agree(target, matrix, shape, size=64):
     assert target.shape == dense.shape
     assert ours.shape == theirs.shape
     assert target.norm == pytest.approx(dense.norm, rel=1e-13)
-    close(ours.formed(), theirs.formed(), size)
+    assert_close(ours.formed(), theirs.formed(), size)
     x = np.cos(np.arange(ours.shape[1] * 2)).reshape(-1, 2).astype(matrix.dtype)
     y = np.sin(np.arange(ours.shape[0] * 2) + 1).reshape(-1, 2).astype(matrix.dtype)
-    close(ours.matmat(x), theirs.matmat(x), size, condition=100)
-    close(ours.rmatmat(y), theirs.rmatmat(y), size, condition=100)
+    assert_close(ours.matmat(x), theirs.matmat(x), size, condition=100)
+    assert_close(ours.rmatmat(y), theirs.rmatmat(y), size, condition=100)
     best = Gram().solve(dense, shape, rank=1).approximation
     expected = dense.residual_norm(best)
     assert target.residual_norm(best) == pytest.approx(expected, rel=1e-10, abs=1e-12 * dense.norm)
@@ -132,7 +132,7 @@ def test_streams_in_every_library(xp, rng):
     blocks = [xp.asarray(matrix[:11]), xp.asarray(matrix[11:12]), xp.asarray(matrix[12:])]
     target = RowStream(lambda: blocks, (40, 30))
     theirs = Dense(matrix)
-    close(target.rearranged(shape).formed(), theirs.rearranged(shape).formed())
+    assert_close(target.rearranged(shape).formed(), theirs.rearranged(shape).formed())
     best = Gram().solve(Dense(xp.asarray(matrix)), shape, rank=3).approximation
     expected = theirs.residual_norm(Gram().solve(theirs, shape, rank=3).approximation)
     assert target.residual_norm(best) == pytest.approx(expected, rel=1e-10)

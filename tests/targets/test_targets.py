@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import close
+from oracles import assert_close
 from scipy.sparse import coo_array
 
 from lsrdecomp import KroneckerShape, LowRank, SeparatedMatrix, decompose
@@ -23,7 +23,7 @@ def test_low_rank_and_dense_targets_agree(shape, data, columns):
     dense = Dense(pair.to_matrix())
     ours, theirs = pair.rearranged(shape), dense.rearranged(shape)
     assert ours.shape == theirs.shape
-    close(ours.formed(), theirs.formed(), size=pair.rank)
+    assert_close(ours.formed(), theirs.formed(), size=pair.rank)
     x = np.cos(np.arange(ours.shape[1] * columns)).reshape(-1, columns)
     y = np.sin(np.arange(ours.shape[0] * columns)).reshape(-1, columns)
     scale = max(dense.norm, 1e-300)
@@ -37,12 +37,12 @@ def test_low_rank_and_dense_targets_agree(shape, data, columns):
 @given(low_rank_pairs())
 def test_balanced_gauge_is_the_same_matrix_with_equal_sides(pair):
     balanced = pair.balanced()
-    close(balanced.to_matrix(), pair.to_matrix(), size=pair.rank * 4)
+    assert_close(balanced.to_matrix(), pair.to_matrix(), size=pair.rank * 4)
     left, right = balanced.left, balanced.right
-    close(left.T @ left, right @ right.T, size=32)
+    assert_close(left.T @ left, right @ right.T, size=32)
     padded = pair.balanced(pair.rank + 2)
     assert padded.rank == pair.rank + 2
-    close(padded.to_matrix(), pair.to_matrix(), size=pair.rank * 4)
+    assert_close(padded.to_matrix(), pair.to_matrix(), size=pair.rank * 4)
 
 
 @given(low_rank_pairs(), low_rank_pairs())
@@ -103,8 +103,8 @@ def test_columns_of_a_pair_are_multiplied_a_few_at_a_time(factors, rng):
     x, y = (rng.standard_normal((size, 5)) for size in shape.sizes[::-1])
     for limit in (1, 400, 2**20):
         limited = replace(pair, max_between=limit)
-        close(limited.matmat(x), pair.formed() @ x, 64)
-        close(limited.rmatmat(y), pair.formed().T @ y, 64)
+        assert_close(limited.matmat(x), pair.formed() @ x, 64)
+        assert_close(limited.rmatmat(y), pair.formed().T @ y, 64)
 
 
 def test_a_residual_at_the_rounding_level_is_not_lost(rng):
@@ -135,8 +135,8 @@ def test_every_library_agrees(xp, rng):
     shape = KroneckerShape(((3, 2), (4, 5)))
     ours, theirs = LowRank(xp.asarray(left), xp.asarray(right)), LowRank(left, right)
     x = rng.standard_normal((20, 2))
-    close(ours.rearranged(shape).matmat(xp.asarray(x)), theirs.rearranged(shape).matmat(x))
-    close(
+    assert_close(ours.rearranged(shape).matmat(xp.asarray(x)), theirs.rearranged(shape).matmat(x))
+    assert_close(
         ours.rearranged(shape).rmatmat(xp.asarray(x[:6])), theirs.rearranged(shape).rmatmat(x[:6])
     )
     product = low_rank_product(xp.asarray(left[:, :2]), xp.asarray(right[:2]))
@@ -150,8 +150,8 @@ def test_complex_pairs(rng):
     right = rng.standard_normal((2, 6)) + 1j * rng.standard_normal((2, 6))
     shape, pair, dense = KroneckerShape(((2, 3), (3, 2))), LowRank(left, right), Dense(left @ right)
     y = rng.standard_normal((6, 2)) + 1j * rng.standard_normal((6, 2))
-    close(pair.rearranged(shape).rmatmat(y), dense.rearranged(shape).rmatmat(y))
-    close(pair.balanced().to_matrix(), dense.matrix)
+    assert_close(pair.rearranged(shape).rmatmat(y), dense.rearranged(shape).rmatmat(y))
+    assert_close(pair.balanced().to_matrix(), dense.matrix)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ pytest.importorskip("sklearn")
 
 import processes  # noqa: E402
 from adapters_support import tiny_bert, token_batch  # noqa: E402
-from console import lsr  # noqa: E402
+from console import run_command  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 from transformers import Trainer  # noqa: E402
 
@@ -182,7 +182,7 @@ def train_until_killed(settings, out):
 def test_a_killed_run_goes_on_and_ends_as_an_uninterrupted_one(common, tmp_path):
     # 5 steps an epoch: the kill is within the second
     settings = common.replace(steps=12, save_every=3, log_every=3, train_examples=150)
-    killed = processes.start(train_until_killed, settings, tmp_path / "out")
+    killed = processes.start_process(train_until_killed, settings, tmp_path / "out")
     killed.join()
     assert killed.exitcode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
@@ -512,7 +512,7 @@ def test_the_verb_in_a_process_of_its_own(place, tmp_path, capfd):
         '"cpu"\n'
     )
     order = ("finetune", "--config", config, "--method", "lora", "--option", "r=2", "--steps", 2)
-    verb = processes.start(processes.command, *order, "--out", tmp_path / "out")
+    verb = processes.start_process(processes.run_command_here, *order, "--out", tmp_path / "out")
     verb.join()
     printed, errors = capfd.readouterr()
     assert verb.exitcode == 0, errors
@@ -532,7 +532,7 @@ def test_the_verb_refuses_in_one_line(tmp_path):
         (("--config", tmp_path / "none.toml"), "none.toml"),
         (("--out", tmp_path), "already exists"),
     ):
-        done = lsr("finetune", *given, *wrong)
+        done = run_command("finetune", *given, *wrong)
         assert done.returncode == 2
         (line,) = done.stderr.splitlines()
         assert message in line

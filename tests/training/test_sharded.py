@@ -42,7 +42,7 @@ if not (torch.distributed.is_available() and torch.distributed.is_gloo_available
 def folder(tmp_path_factory):
     """What two processes left that trained every case together: this one, and another."""
     place = tmp_path_factory.mktemp("sharded")
-    other = processes.start(sharded_worker.main, 1, 2, place)
+    other = processes.start_process(sharded_worker.main, 1, 2, place)
     try:
         sharded_worker.main(0, 2, place)
     finally:
