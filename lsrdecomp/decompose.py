@@ -1,11 +1,14 @@
-"""decompose: one matrix in, a short sum of Kronecker products out, and the measured error of its stored factors."""
+"""decompose: one matrix in, a short sum of Kronecker products out.
+
+Its error is that of the stored factors, measured.
+"""
 
 from __future__ import annotations
 
 import math
-from functools import partial
+from dataclasses import dataclass, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lsrdecomp.errors import ArgumentError, BudgetError, ConvergenceError
 from lsrdecomp.fields import accepts_settings
@@ -13,8 +16,8 @@ from lsrdecomp.formats.number_formats import storage_format
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import ErrorBudget
-from lsrdecomp.shape_search import ShapeSearch, best_shape
-from lsrdecomp.solvers.base import Solver, Sweep, validate_rank
+from lsrdecomp.shape_search import best_shape
+from lsrdecomp.solvers.base import validate_rank
 from lsrdecomp.solvers.choice import choose_solver as choose_solver
 from lsrdecomp.solvers.choice import named_solver, with_start
 from lsrdecomp.solvers.decomposition import Decomposition
@@ -29,6 +32,8 @@ from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from lsrdecomp.solvers.base import Solver, Sweep
 
 
 @accepts_settings()
@@ -114,67 +119,92 @@ def decompose(
     """
     target = as_target(matrix)
     with threads_for(target):
-        return _decompose(
-            target, shape, rank, rtol, atol, budget, storage, solver, seed, init, throw, on_sweep
-        )
+        # 1. What is asked for; a norm that is not finite is refused before anything is solved.
+        goal = _goal(target.norm, rank, rtol, atol, budget, storage)
+        chosen = None if solver is None else named_solver(solver)
+        solving = _Solving(chosen, seed, init, on_sweep)
+        # 2. The shape, or the search for one.
+        if isinstance(shape, str) and shape == "search":
+            return _in_best_shape(target, goal, replace(solving, init=None), throw=throw)
+        if isinstance(shape, str) and shape == "balanced":
+            sizes = KroneckerShape.balanced(target.shape)
+        else:
+            sizes = KroneckerShape.parse(shape, ("balanced", "search"))
+        # 3. The terms in it.
+        return _in_shape(target, sizes, goal, solving, throw=throw)
 
 
-def _decompose(
-    target: Target,
-    shape: KroneckerShape | Sequence[Sequence[int]] | str,
-    rank: int | None,
-    rtol: float | None,
-    atol: float | None,
-    budget: ErrorBudget | None,
-    storage: Any,
-    solver: Solver | str | None,
-    seed: int | None,
-    init: SeparatedMatrix | None,
-    throw: bool,
-    on_sweep: Callable[[Sweep], Any] | None,
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    """What a decomposition is asked for, as `_goal` checked it."""
+
+    max_terms: int | None  # None: as many as the tolerance needs
+    atol: float | None  # ‖M − M̂‖_F as stored; None: ``max_terms`` terms, whatever their error
+    storage: str | None  # number format of the factors; None: as computed
+    budget: ErrorBudget | None  # of the same ``atol``: the fewest bytes that keep it
+
+
+@dataclass(frozen=True, slots=True)
+class _Solving:
+    """How a decomposition is solved."""
+
+    solver: Solver | None  # None: the usual one for a target
+    seed: int | None
+    init: SeparatedMatrix | None
+    on_sweep: Callable[[Sweep], Any] | None
+
+    def solver_for(self, target: Target, shape: KroneckerShape, goal: _Goal) -> Solver:
+        """Return the solver with the seed and the start that were asked for."""
+        solver = self.solver
+        if solver is None:
+            rank = goal.max_terms if goal.atol is None else None
+            solver = choose_solver(target, shape, goal.storage, rank=rank)
+        return with_start(solver, self.seed, self.init, shape)
+
+
+def _in_shape(
+    target: Target, shape: KroneckerShape, goal: _Goal, solving: _Solving, *, throw: bool
 ) -> Decomposition:
-    target.norm  # noqa: B018 - refuses a matrix that is not finite, or whose norm is not, before anything is solved
-    rank, goal, storage = _goals(target, rank, rtol, atol, budget, storage)
-    solver = None if solver is None else named_solver(solver)
-    if isinstance(shape, str) and shape == "search":
-        if goal is None:
-            raise BudgetError(
-                "a search over shapes is for a tolerance: give rtol=, atol= or budget= as well"
-            )
-        again = partial(
-            decompose,
-            target,
-            rank=rank,
-            storage=storage,
-            solver=solver,
-            seed=seed,
-            on_sweep=on_sweep,
-        )
-        if budget is None:
-            return again(best_shape(target, atol=goal).best.shape, atol=goal, throw=throw)
-        return _smallest_of(partial(again, budget=budget), best_shape(target, atol=goal), throw)
-    if isinstance(shape, str) and shape == "balanced":
-        sizes = KroneckerShape.balanced(target.shape)
+    """Return the record of a decomposition in one shape."""
+    shape.check(target.shape)
+    solver = solving.solver_for(target, shape, goal)
+    max_terms = goal.max_terms
+    if max_terms is not None:
+        max_terms = min(max_terms, shape.max_separation_rank)
+    problem = Problem(target, shape, solver, max_terms, SolveProgress(solving.on_sweep))
+    if goal.budget is not None:
+        return fewest_bytes(problem, goal.budget, throw)
+    if goal.atol is not None:
+        record = within(problem, goal.atol, goal.storage)
     else:
-        sizes = KroneckerShape.parse(shape, ("balanced", "search"))
-    sizes.check(target.shape)
-    solver = (
-        solver
-        if solver is not None
-        else choose_solver(target, sizes, storage, rank=rank if goal is None else None)
-    )
-    solver = with_start(solver, seed, init, sizes)
-    most = None if rank is None else min(rank, sizes.max_separation_rank)
-    problem = Problem(target, sizes, solver, most, SolveProgress(on_sweep))
-    if budget is not None:
-        return fewest_bytes(problem, budget, throw)
-    if goal is not None:
-        record = within(problem, goal, storage)
-    else:
-        record = measured(target, problem.solve(rank=most), storage, None)
+        record = measured(target, problem.solve(rank=max_terms), goal.storage, None)
     if throw and not record.status.met:
         raise ConvergenceError(record.summary, record)
     return record
+
+
+def _in_best_shape(
+    target: Target, goal: _Goal, solving: _Solving, *, throw: bool, max_stored: int = 3
+) -> Decomposition:
+    """Return the record in the two-factor shape of fewest parameters, or of fewest bytes.
+
+    For a budget the ``max_stored`` shapes with the fewest parameters are stored and weighed: three
+    by hand, since bytes mostly follow parameters.
+    """
+    if goal.atol is None:
+        raise BudgetError(
+            "a search over shapes is for a tolerance: give rtol=, atol= or budget= as well"
+        )
+    search = best_shape(target, atol=goal.atol)
+    if goal.budget is None:
+        return _in_shape(target, search.best.shape, goal, solving, throw=throw)
+    choices = sorted(search.choices, key=lambda choice: choice.parameters)
+    shapes = [choice.shape for choice in choices[:max_stored]]
+    records = [_in_shape(target, shape, goal, solving, throw=False) for shape in shapes]
+    stored = [record for record in records if record.stored is not None]
+    if stored:
+        return min(stored, key=lambda record: int(record.stored.bytes))
+    return _in_shape(target, shapes[0], goal, solving, throw=throw)
 
 
 def decompose_each(
@@ -212,98 +242,81 @@ def decompose_each(
     if not targets:
         return ()
     with threads_for(targets[0]):
-        return _decompose_each(targets, shape, rank, goals)
-
-
-def _decompose_each(
-    targets: Sequence[Target],
-    shape: KroneckerShape | Sequence[Sequence[int]] | str,
-    rank: int | None,
-    goals: dict[str, Any],
-) -> tuple[Decomposition, ...]:
-    same = len({target.shape for target in targets}) == 1 and all(
-        isinstance(target, Dense) for target in targets
-    )
-    if (
-        not same
-        or rank is None
-        or any(goals.get(name) is not None for name in goals.keys() - {"storage"})
-    ):
+        given = {name for name, value in goals.items() if value is not None}
+        if rank is not None and given <= {"storage"} and _are_arrays_of_one_size(targets):
+            if shape == "balanced":
+                sizes = KroneckerShape.balanced(targets[0].shape)
+            else:
+                sizes = KroneckerShape.parse(shape)
+            if sizes.order == 2:
+                return _together(targets, sizes, rank, goals.get("storage"))
         return tuple(decompose(target, shape, rank=rank, **goals) for target in targets)
-    sizes = (
-        KroneckerShape.balanced(targets[0].shape)
-        if shape == "balanced"
-        else KroneckerShape.parse(shape)
-    )
-    if sizes.order != 2:
-        return tuple(decompose(target, sizes, rank=rank, **goals) for target in targets)
-    terms, _, storage = _goals(targets[0], rank, None, None, None, goals.get("storage"))
-    solutions = BatchedKrylov(tolerance=1e-3).solve_batch(
-        [cast("Dense", target).matrix for target in targets], sizes, rank=terms
-    )
+
+
+def _are_arrays_of_one_size(targets: Sequence[Target]) -> TypeGuard[Sequence[Dense]]:
+    sizes = {target.shape for target in targets}
+    return len(sizes) == 1 and all(isinstance(target, Dense) for target in targets)
+
+
+def _together(
+    targets: Sequence[Dense], shape: KroneckerShape, rank: int, storage: Any
+) -> tuple[Decomposition, ...]:
+    """Return records of arrays of one size, solved together by batched products."""
+    goal = _goal(targets[0].norm, rank, None, None, None, storage)
+    solver = BatchedKrylov(tolerance=1e-3)
+    matrices = [target.matrix for target in targets]
+    solutions = solver.solve_batch(matrices, shape, rank=goal.max_terms)
     return tuple(
-        measured(target, result, storage, None)
-        for target, result in zip(targets, solutions, strict=True)
+        measured(target, solution, goal.storage, None)
+        for target, solution in zip(targets, solutions, strict=True)
     )
 
 
-SHAPES_STORED = 3
-"""Shapes of a search that are stored and weighed: bytes mostly follow parameters, which order
-them."""
-
-
-def _smallest_of(
-    run: Callable[..., Decomposition], search: ShapeSearch, throw: bool
-) -> Decomposition:
-    """Of the shapes with the fewest parameters the record with the fewest bytes."""
-    shapes = [
-        choice.shape for choice in sorted(search.choices, key=lambda choice: choice.parameters)
-    ]
-    records = [run(shape) for shape in shapes[:SHAPES_STORED]]
-    within = [record for record in records if record.stored is not None]
-    return (
-        min(within, key=lambda record: int(record.stored.bytes))
-        if within
-        else run(shapes[0], throw=throw)
-    )
-
-
-def _goals(
-    target: Target,
+def _goal(
+    norm: float,
     rank: Any,
     rtol: float | None,
     atol: float | None,
     budget: ErrorBudget | None,
     storage: Any,
-) -> tuple[int | None, float | None, str | None]:
-    """Rank, absolute error and name of the storage format, checked against each other."""
+) -> _Goal:
+    """Check what is asked for against each other, for a matrix of this norm."""
     if budget is not None:
-        if not isinstance(budget, ErrorBudget):
-            raise BudgetError(
-                f"a budget is an ErrorBudget, got {budget!r}: for a relative error write rtol={budget!r}"
-            )
-        for name, value in (("rtol", rtol), ("atol", atol), ("storage", storage)):
-            if value is not None:
-                raise BudgetError(
-                    f"a budget holds the goal and chooses the number formats: leave out {name} ({value})"
-                )
-        atol = budget.allowed(target.norm)
+        _check_budget(budget, {"rtol": rtol, "atol": atol, "storage": storage})
+        atol = budget.allowed(norm)
     if rank is None and rtol is None and atol is None:
         raise BudgetError("say what is wanted: rank=, rtol= or atol=")
     if rtol is not None and atol is not None:
         raise BudgetError(
             f"one goal has one meaning: give rtol ({rtol}) or atol ({atol}), not both"
         )
-    if rank is not None:
-        rank = validate_rank(rank)
-    tolerances: dict[str, Any] = {"rtol": rtol, "atol": atol}  # unchecked, whatever a caller wrote
-    for name, value in tolerances.items():
-        if value is None:
-            continue
-        if not isinstance(value, Real) or not math.isfinite(value) or float(value) < 0.0:
+    max_terms = None if rank is None else validate_rank(rank)
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if value is not None and not _is_tolerance(value):
             raise BudgetError(f"{name} must be a number, finite and not negative, got {value!r}")
-    goal = rtol * target.norm if rtol is not None else atol
-    return rank, goal, None if storage is None else storage_format(storage).name
+    if rtol is not None:
+        atol = rtol * norm
+    format_name = None if storage is None else storage_format(storage).name
+    return _Goal(max_terms, atol, format_name, budget)
+
+
+def _check_budget(budget: Any, others: dict[str, Any]) -> None:
+    """Raise `BudgetError` unless a budget is one, and stands alone."""
+    if not isinstance(budget, ErrorBudget):
+        raise BudgetError(
+            f"a budget is an ErrorBudget, got {budget!r}: "
+            f"for a relative error write rtol={budget!r}"
+        )
+    for name, value in others.items():
+        if value is not None:
+            raise BudgetError(
+                "a budget holds the goal and chooses the number formats: "
+                f"leave out {name} ({value})"
+            )
+
+
+def _is_tolerance(value: Any) -> bool:
+    return isinstance(value, Real) and 0.0 <= float(value) < math.inf
 
 
 @accepts_settings()
@@ -315,7 +328,9 @@ def recompress(
     rank: int | None = None,
     solver: Solver | None = None,
 ) -> SeparatedMatrix:
-    """The fewest terms within ``rtol``, or the best ``rank`` terms; the matrix is not formed.
+    """Find fewer terms: the fewest within ``rtol``, or the best ``rank``.
+
+    The matrix is not formed.
 
     Two factors: the SVD of the rearrangement from QR factors of the terms, exact in O((p + q)·s²).
     More factors: `ALS` on the core that the terms span, whose error is measured from QR factors of
@@ -349,7 +364,8 @@ def recompress(
     --------
     >>> import numpy as np
     >>> from lsrdecomp import decompose, recompress
-    >>> matrix = decompose(np.kron(np.diag([1.0, 2.0]), np.diag([3.0, 5.0])), "2x2, 2x2", rank=1).approximation
+    >>> product = np.kron(np.diag([1.0, 2.0]), np.diag([3.0, 5.0]))
+    >>> matrix = decompose(product, "2x2, 2x2", rank=1).approximation
     >>> recompress(matrix, rtol=1e-6).separation_rank
     1
     """
@@ -357,8 +373,8 @@ def recompress(
         raise BudgetError(f"give one of rtol and rank, got rtol={rtol} and rank={rank}")
     if not isinstance(matrix, SeparatedMatrix | Decomposition):
         raise ArgumentError(
-            f"recompress takes a sum of Kronecker products, not {type(matrix).__name__}; an array is decomposed by "
-            "decompose(matrix, shape, rtol=...)"
+            f"recompress takes a sum of Kronecker products, not {type(matrix).__name__}; "
+            "an array is decomposed by decompose(matrix, shape, rtol=...)"
         )
     if matrix.separation_rank == 0:
         return matrix
@@ -375,8 +391,12 @@ def recompress(
     orthogonal = matrix.canonical()
     if rank is not None:
         return orthogonal.truncate(rank)
-    allowed, terms, dropped = (rtol or 0.0) * matrix.norm, orthogonal.separation_rank, 0.0
-    while terms and (dropped + float(orthogonal.weights[terms - 1]) ** 2) ** 0.5 <= allowed:
-        dropped += float(orthogonal.weights[terms - 1]) ** 2
+    # Terms are orthogonal: what is left out adds up as squares, the smallest first.
+    allowed = (rtol or 0.0) * matrix.norm
+    squares = [float(weight) ** 2 for weight in orthogonal.weights]
+    terms = orthogonal.separation_rank
+    dropped = 0.0
+    while terms and (dropped + squares[terms - 1]) ** 0.5 <= allowed:
+        dropped += squares[terms - 1]
         terms -= 1
     return orthogonal.truncate(terms)

@@ -1,10 +1,13 @@
-"""Which two-factor shape: among all divisors, the fewest parameters at ε or the least error at a budget."""
+"""best_shape: the two-factor shape of fewest parameters at ε, or of least error at a budget.
+
+All divisors of both sides are among the candidates.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -19,14 +22,23 @@ from lsrdecomp.targets.convert import as_target
 from lsrdecomp.targets.threads import threads_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
-EXACT_SIDE = 96
-"""Up to this smaller side of the rearrangement the whole spectrum is the quickest answer."""
 
-LARGEST_SPACE = 256
-"""Most columns of a Krylov space; a shape that needs more is counted as unresolved and offers what
-was found."""
+@dataclass(frozen=True, slots=True)
+class ShapeSearchEffort:
+    """How far a search over shapes looks; all values were set by hand."""
+
+    exact_side: int = 96  # smaller side of R(M) up to which its whole spectrum is computed
+    max_columns: int = 256  # of a Krylov space; a shape that needs more counts as unresolved
+    min_block: int = 4  # columns that a Krylov space grows by
+    max_block: int = 16
+    small_excess: float = 1e-2  # an error that may lie so far above the optimum is taken for it
+    sample_rows_per_term: int = 4  # rows of R(M) that are drawn at random
+    sample_extra_rows: int = 64
+    sample_margin: float = 1.5  # a sample refuses a shape whose error is so many times too large
+    few_divisors: int = 4  # a side with more of them is not padded
+    padding_share: int = 32  # a side is padded by at most this part of itself: 1/32
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,7 @@ class ShapeChoice:
 
     @property
     def parameters(self) -> int:
+        """Numbers stored for so many terms, weights folded in."""
         return self.shape.parameters(self.rank)
 
     @property
@@ -48,22 +61,22 @@ class ShapeChoice:
         (m, n), (p, q) = self.shape.factors
         if 1 in (m * n, p * q):
             return "dense"
-        return "low rank" if (n == p == 1) or (m == q == 1) else "kronecker"
+        is_column_times_row = n == p == 1
+        is_row_times_column = m == q == 1
+        return "low rank" if is_column_times_row or is_row_times_column else "kronecker"
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeSearch:
-    """What a search over shapes found."""
+    """The outcome of a search over shapes."""
 
     best: ShapeChoice
     low_rank: ShapeChoice | None  # truncated SVD under the same goal; None: ruled out early
     dense: ShapeChoice  # the matrix itself, (m×n) ⊗ (1×1)
-    choices: tuple[ShapeChoice, ...] = field(
-        repr=False
-    )  # each one that was the best when it was found
+    choices: tuple[ShapeChoice, ...] = field(repr=False)  # each that was the best when it was found
     candidates: int  # shapes there are
     examined: int  # shapes that cost alone did not rule out
-    unresolved: int  # shapes of which a space of `LARGEST_SPACE` columns found something, perhaps not the best
+    unresolved: int  # shapes whose Krylov space grew too large; there may be better than was found
 
 
 @accepts_settings()
@@ -75,6 +88,7 @@ def best_shape(
     parameters: int | None = None,
     pad: bool = False,
     seed: int = 0,
+    effort: ShapeSearchEffort | None = None,
 ) -> ShapeSearch:
     """Search all two-factor shapes, plain low rank and dense among them.
 
@@ -94,6 +108,9 @@ def best_shape(
         Also try sizes with more divisors just above a side that has few (a prime); they win only if
         cheaper.
     seed : int
+        Of the rows that are drawn and of Krylov spaces.
+    effort : ShapeSearchEffort, optional
+        How far to look.
 
     Returns
     -------
@@ -112,133 +129,232 @@ def best_shape(
     ('4×3 ⊗ 5×5', 1, 37)
     """
     target = as_target(matrix)
-    goals = [goal is not None for goal in (rtol, atol, parameters)]
-    if sum(goals) != 1:
-        raise BudgetError(f"give one of rtol ({rtol}), atol ({atol}) and parameters ({parameters})")
-    with threads_for(target):
-        return _best_shape(target, rtol, atol, parameters, pad, seed)
-
-
-def _best_shape(
-    target: Target,
-    rtol: float | None,
-    atol: float | None,
-    parameters: int | None,
-    pad: bool,
-    seed: int,
-) -> ShapeSearch:
-    size, total = target.shape, target.norm
-    dense = ShapeChoice(KroneckerShape((size, (1, 1))), 1, 0.0)
-    error = rtol if atol is None else (atol / total if total > 0.0 else 0.0)
-    search = _Search(target, error, parameters, seed)
-    cheapest = min(shape.parameters(1) for shape in kronecker_shapes(size))
-    if parameters is not None and parameters < cheapest:
+    given = [goal for goal in (rtol, atol, parameters) if goal is not None]
+    if len(given) != 1:
         raise BudgetError(
-            f"no shape of a {size[0]}×{size[1]} matrix has fewer than {cheapest} parameters a term"
+            "give one of rtol=, atol= or parameters=, "
+            f"got rtol={rtol}, atol={atol} and parameters={parameters}"
         )
-    if total == 0.0:
-        shape = min(kronecker_shapes(size), key=lambda s: s.parameters(1))
-        nothing = ShapeChoice(shape, 0, 0.0)
-        return ShapeSearch(nothing, nothing, dense, (nothing,), 1, 0, 0)
+    with threads_for(target):
+        goal: _Goal
+        if parameters is not None:
+            goal = _LeastError(parameters)
+        elif atol is not None:
+            goal = _FewestParameters(atol / target.norm if target.norm > 0.0 else 0.0)
+        else:
+            goal = _FewestParameters(rtol or 0.0)
+        return _search(target, goal, pad=pad, seed=seed, effort=effort or ShapeSearchEffort())
+
+
+def _search(
+    target: Target, goal: _Goal, *, pad: bool, seed: int, effort: ShapeSearchEffort
+) -> ShapeSearch:
+    rows, columns = target.shape
+    cheapest = min(kronecker_shapes(target.shape), key=_parameters_per_term)
+    if isinstance(goal, _LeastError) and goal.parameters < _parameters_per_term(cheapest):
+        raise BudgetError(
+            f"no shape of a {rows}×{columns} matrix has fewer than "
+            f"{_parameters_per_term(cheapest)} parameters a term"
+        )
+    dense = ShapeChoice(KroneckerShape((target.shape, (1, 1))), 1, 0.0)
+    if target.norm == 0.0:
+        zero = ShapeChoice(cheapest, 0, 0.0)
+        return ShapeSearch(zero, zero, dense, (zero,), 1, 0, 0)
+    # 1. All shapes of the matrix, and where asked those of the padded one, the cheapest term first.
+    candidates = [(shape, target) for shape in kronecker_shapes(target.shape)]
+    padded = _padded(target, effort) if pad else None
+    if padded is not None:
+        candidates += [(shape, padded) for shape in kronecker_shapes(padded.shape)]
+    candidates.sort(key=lambda candidate: _parameters_per_term(candidate[0]))
+    # 2. Each is examined as far as it can still beat the best so far.
+    search = _Search(target.shape, goal, seed, effort)
     search.offer(dense)
-    shapes = [(shape, target) for shape in kronecker_shapes(size)]
-    for larger in _padded(target) if pad else ():
-        shapes += [(shape, larger) for shape in kronecker_shapes(larger.shape)]
-    shapes.sort(key=lambda entry: entry[0].parameters(1))
-    for shape, on in shapes:
-        search.try_shape(shape, on)
-    reference = [choice for choice in search.choices if choice.structure == "low rank"]
+    for shape, matrix in candidates:
+        search.try_shape(shape, matrix)
+    # 3. The best of them, and the best truncated SVD beside it.
+    low_rank = [choice for choice in search.choices if choice.structure == "low rank"]
     return ShapeSearch(
-        search.best, min(reference, key=search.score) if reference else None, dense, tuple(search.choices),
-        len(shapes), search.examined, search.unresolved,
-    )  # fmt: skip
+        best=search.best,
+        low_rank=min(low_rank, key=goal.score) if low_rank else None,
+        dense=dense,
+        choices=tuple(search.choices),
+        candidates=len(candidates),
+        examined=search.examined,
+        unresolved=search.unresolved,
+    )
+
+
+def _parameters_per_term(shape: KroneckerShape) -> int:
+    return shape.parameters(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _FewestParameters:
+    """The goal of the fewest parameters with at most a relative error."""
+
+    error: float
+
+    def score(self, choice: ShapeChoice) -> tuple[float, float]:
+        """Return what is to be least: first parameters, then the error."""
+        return float(choice.parameters), choice.relative_error
+
+    def admits(self, choice: ShapeChoice) -> bool:
+        """Return whether a choice may be taken at all."""
+        return choice.relative_error <= self.error
+
+    def bounds(self, shape: KroneckerShape, choices: Sequence[ShapeChoice]) -> tuple[int, float]:
+        """Return the most terms with which a shape beats these choices, and the error allowed."""
+        fewest = min(choice.parameters for choice in choices)
+        return (fewest - 1) // _parameters_per_term(shape), self.error
+
+    def choose(
+        self, errors: np.ndarray, max_rank: int, max_error: float
+    ) -> tuple[int, float] | None:
+        """Return the fewest terms, and their error, that keep the error; None if there are none."""
+        ranks = np.flatnonzero(errors[: max_rank + 1] <= max_error)
+        if not ranks.size:
+            return None
+        rank = max(int(ranks[0]), 1)
+        return rank, float(errors[rank])
+
+    def is_final(
+        self, certificate: Certificate, rank: int, max_error: float, small_excess: float
+    ) -> bool:
+        """Return whether no fewer terms than these keep the error, as far as a space can tell."""
+        if rank == 1:
+            return True
+        excess, _ = certificate.excess(rank - 1)
+        error_of_optimum = certificate.error(rank - 1) / (1.0 + excess)
+        return error_of_optimum > max_error or excess < small_excess
+
+
+@dataclass(frozen=True, slots=True)
+class _LeastError:
+    """The goal of the least error with at most so many parameters."""
+
+    parameters: int
+
+    def score(self, choice: ShapeChoice) -> tuple[float, float]:
+        """Return what is to be least: first the error, then parameters."""
+        return choice.relative_error, float(choice.parameters)
+
+    def admits(self, choice: ShapeChoice) -> bool:
+        """Return whether a choice may be taken at all."""
+        return choice.parameters <= self.parameters
+
+    def bounds(self, shape: KroneckerShape, choices: Sequence[ShapeChoice]) -> tuple[int, float]:
+        """Return the most terms that a shape may have, and the error that they must beat."""
+        least_error = min((choice.relative_error for choice in choices), default=1.0)
+        return self.parameters // _parameters_per_term(shape), least_error
+
+    def choose(
+        self, errors: np.ndarray, max_rank: int, max_error: float
+    ) -> tuple[int, float] | None:
+        """Return all terms that fit, and their error; None unless that is below the error."""
+        rank = min(max_rank, errors.size - 1)
+        error = float(errors[rank])
+        return (rank, error) if error < max_error else None
+
+    def is_final(
+        self,
+        certificate: Certificate,
+        rank: int,
+        _max_error: float,
+        small_excess: float,
+    ) -> bool:
+        """Return whether the error of so many terms is near the optimum."""
+        if rank >= certificate.size:
+            return False
+        excess, _ = certificate.excess(rank)
+        return excess < small_excess or certificate.is_exact(certificate.error(rank))
+
+
+_Goal: TypeAlias = _FewestParameters | _LeastError
 
 
 class _Search:
-    """The best choice so far, and what a shape must do to beat it."""
+    """The choices so far, and what a shape must do to beat them."""
 
     def __init__(
-        self, target: Target, error: float | None, parameters: int | None, seed: int
+        self, size: tuple[int, int], goal: _Goal, seed: int, effort: ShapeSearchEffort
     ) -> None:
-        self.size, self.error, self.parameters, self.seed = target.shape, error, parameters, seed
+        self.size = size
+        self.goal = goal
+        self.seed = seed
+        self.effort = effort
         self.choices: list[ShapeChoice] = []
-        self.examined = self.unresolved = 0
+        self.examined = 0
+        self.unresolved = 0
 
     @property
     def best(self) -> ShapeChoice:
-        return min(self.choices, key=self.score)
-
-    def score(self, choice: ShapeChoice) -> tuple[float, float]:
-        values = (float(choice.parameters), choice.relative_error)
-        return values if self.parameters is None else values[::-1]
+        """The best choice so far."""
+        return min(self.choices, key=self.goal.score)
 
     def offer(self, choice: ShapeChoice) -> None:
-        if self.parameters is None or choice.parameters <= self.parameters:
+        """Add a choice if the goal admits it."""
+        if self.goal.admits(choice):
             self.choices.append(choice)
 
     def try_shape(self, shape: KroneckerShape, target: Target) -> None:
         """Add the choice of this shape if it beats the best so far."""
-        most = shape.max_separation_rank
-        if self.parameters is None:
-            most = min(most, (self.best.parameters - 1) // shape.parameters(1))
-            goal = self.error or 0.0
-        else:
-            most = min(most, self.parameters // shape.parameters(1))
-            goal = min((choice.relative_error for choice in self.choices), default=1.0)
-        if most < 1:
+        max_rank, max_error = self.goal.bounds(shape, self.choices)
+        max_rank = min(max_rank, shape.max_separation_rank)
+        if max_rank < 1:
             return
         self.examined += 1
         if isinstance(target, Dense) and _sample_refuses(
-            target.matrix, shape, most, goal, self.seed
+            target.matrix, shape, max_rank, max_error, self.seed, self.effort
         ):
             return
-        answer = self._terms(target, shape, most, goal)
-        if answer is not None:
-            self.offer(ShapeChoice(shape, *answer, padded=shape.matrix_shape != self.size))
+        found = self._terms(target, shape, max_rank, max_error)
+        if found is not None:
+            rank, error = found
+            padded = shape.matrix_shape != self.size
+            self.offer(ShapeChoice(shape, rank, error, padded=padded))
 
     def _terms(
-        self, target: Target, shape: KroneckerShape, most: int, goal: float
+        self, target: Target, shape: KroneckerShape, max_rank: int, max_error: float
     ) -> tuple[int, float] | None:
-        """(terms, error) with error ≤ goal in at most so many terms, or None."""
-        operator, total = target.rearranged(shape), target.norm
-        side = min(operator.shape)
-        if side <= EXACT_SIDE:
-            tails = np.asarray(tail_norms(_spectrum(operator))) / total
-            return self._choose(tails, most, goal)
+        """Return terms of a shape, and their error, that the goal takes; None if it takes none."""
+        operator = target.rearranged(shape)
+        smaller_side = min(operator.shape)
+        if smaller_side <= self.effort.exact_side:
+            errors = np.asarray(tail_norms(_spectrum(operator))) / target.norm
+            return self.goal.choose(errors, max_rank, max_error)
+        return self._terms_by_krylov(operator, target.norm, max_rank, max_error)
+
+    def _terms_by_krylov(
+        self, operator: Rearranged, norm: float, max_rank: int, max_error: float
+    ) -> tuple[int, float] | None:
+        """Find them in a Krylov space, which grows while the shape can still win."""
         if operator.shape[0] < operator.shape[1]:
             operator = AdjointOperator(operator)
-        space = Bidiagonal(operator, total, min(16, max(4, most)), self.seed)
-        past: list[np.ndarray] = []
-        answer = None
-        while space.size + 2 * space.block < min(side, LARGEST_SPACE):
+        effort = self.effort
+        block = min(effort.max_block, max(effort.min_block, max_rank))
+        space = Bidiagonal(operator, norm, block, self.seed)
+        max_size = min(*operator.shape, effort.max_columns)
+        captured: list[np.ndarray] = []  # at each step
+        found = None
+        while space.size + 2 * block < max_size:
             space.step()
-            certificate = Certificate.of(space, past)
-            past.append(certificate.captured)
-            limit = min(most, space.size)
-            answer = self._choose(np.sqrt(certificate.squared_errors), limit, goal)
-            if answer is not None:
-                excess, _ = certificate.excess(max(answer[0] - 1, 0))
-                fewer = certificate.error(max(answer[0] - 1, 0)) / (1.0 + excess)
-                if self.parameters is None and (answer[0] == 1 or fewer > goal or excess < 1e-2):
-                    return answer
-                settled = certificate.excess(answer[0])[0] < 1e-2 or certificate.is_exact(answer[1])
-                if self.parameters is not None and answer[0] < space.size and settled:
-                    return answer
-            elif limit == most:
-                excess, _ = certificate.excess(most)
-                if excess < 1.0 and certificate.error(most) / (1.0 + excess) > goal:
+            certificate = Certificate.of(space, captured)
+            captured.append(certificate.captured)
+            rank_limit = min(max_rank, space.size)
+            errors = np.sqrt(certificate.squared_errors)
+            found = self.goal.choose(errors, rank_limit, max_error)
+            if found is not None:
+                if self.goal.is_final(certificate, found[0], max_error, effort.small_excess):
+                    return found
+            elif rank_limit == max_rank:
+                # All terms that the shape may have are in the space, and fall short for certain
+                excess, _ = certificate.excess(max_rank)
+                if excess < 1.0 and certificate.error(max_rank) / (1.0 + excess) > max_error:
                     return None
-            elif certificate.columns_needed(goal) > most:
+            elif certificate.columns_needed(max_error) > max_rank:
                 return None
         self.unresolved += 1
-        return answer  # what the space holds can be had; the shape's best may be better
-
-    def _choose(self, errors: np.ndarray, most: int, goal: float) -> tuple[int, float] | None:
-        most = min(most, errors.size - 1)
-        if self.parameters is not None:
-            return (most, float(errors[most])) if errors[most] < goal else None
-        met = np.flatnonzero(errors[: most + 1] <= goal)
-        return (max(int(met[0]), 1), float(errors[max(int(met[0]), 1)])) if met.size else None
+        return found  # what the space holds can be had; the shape's best may be better
 
 
 def _spectrum(operator: Rearranged) -> Array:
@@ -247,45 +363,51 @@ def _spectrum(operator: Rearranged) -> Array:
 
 
 def _sample_refuses(
-    matrix: Array, shape: KroneckerShape, most: int, goal: float, seed: int
+    matrix: Array,
+    shape: KroneckerShape,
+    max_rank: int,
+    max_error: float,
+    seed: int,
+    effort: ShapeSearchEffort,
 ) -> bool:
-    """Whether random rows of R(M) already need more than ``most`` terms for the error, with a margin of a half."""
+    """Return whether random rows of R(M) alone need more terms for the error, with a margin."""
     (m, n), (p, q) = shape.factors
-    rows = 4 * most + 64
-    if rows > m * n // 4 or p * q <= EXACT_SIDE:
+    rows = effort.sample_rows_per_term * max_rank + effort.sample_extra_rows
+    if rows > m * n // 4 or p * q <= effort.exact_side:
         return False
+    # A row of R(M) is a block of the matrix
     xp = namespace(matrix)
     drawn = np.random.default_rng(seed).choice(m * n, rows, replace=False)
-    blocks = [
-        matrix[i * p : (i + 1) * p, j * q : (j + 1) * q]
-        for i, j in zip(*np.divmod(drawn, n), strict=True)
-    ]
+    blocks = []
+    for i, j in zip(*np.divmod(drawn, n), strict=True):
+        blocks.append(matrix[i * p : (i + 1) * p, j * q : (j + 1) * q])
     sample = xp.reshape(xp.stack(blocks), (rows, p * q))
-    total = norm(sample)
-    if total == 0.0:
+    sample_norm = norm(sample)
+    if sample_norm == 0.0:
         return False
-    values = np.maximum(
-        to_numpy(xp.linalg.eigvalsh(sample @ adjoint(sample))).astype(np.float64)[::-1], 0.0
-    )
-    return bool(math.sqrt(float(np.sum(values[most:]))) > 1.5 * goal * total)
+    eigenvalues = to_numpy(xp.linalg.eigvalsh(sample @ adjoint(sample))).astype(np.float64)
+    squares = np.maximum(eigenvalues[::-1], 0.0)
+    error = math.sqrt(float(np.sum(squares[max_rank:])))
+    return bool(error > effort.sample_margin * max_error * sample_norm)
 
 
-def _padded(target: Target) -> Iterator[Dense]:
-    """The matrix with zeros added to a side of few divisors."""
+def _padded(target: Target, effort: ShapeSearchEffort) -> Dense | None:
+    """Return the matrix with zeros added to sides of few divisors; None if there are none."""
     if not isinstance(target, Dense):
-        return
+        return None
     m, n = target.shape
-    larger = _smooth(m), _smooth(n)
-    if larger == (m, n):
-        return
+    size = _padded_side(m, effort), _padded_side(n, effort)
+    if size == (m, n):
+        return None
     xp = namespace(target.matrix)
-    matrix = xp.zeros(larger, dtype=target.matrix.dtype)
+    matrix = xp.zeros(size, dtype=target.matrix.dtype)
     matrix[:m, :n] = target.matrix
-    yield Dense(matrix)
+    return Dense(matrix)
 
 
-def _smooth(size: int) -> int:
-    """``size``, or if it has few divisors the size just above with the most."""
-    if len(divisors(size)) > 4 or size < 8:
+def _padded_side(size: int, effort: ShapeSearchEffort) -> int:
+    """Return ``size``, or if it has few divisors the size just above with the most."""
+    if len(divisors(size)) > effort.few_divisors or size < 8:
         return size
-    return max(range(size, size + max(4, size // 32) + 1), key=lambda q: len(divisors(q)))
+    largest = size + max(4, size // effort.padding_share)
+    return max(range(size, largest + 1), key=lambda side: len(divisors(side)))

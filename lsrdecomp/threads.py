@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
-NEVER_THREADED = 32 * 32
-"""Entries of a matrix up to which no product in its decomposition is large enough for OpenBLAS to
-start threads: CPU seconds are the same with any number of them."""
 
-ONE_THREAD_LIMIT = 4096 * 4096
-"""Entries of a matrix up to which it is decomposed with one thread, by default."""
+@dataclass(frozen=True, slots=True)
+class ThreadLimits:
+    """Sizes up to which one BLAS thread computes; from ``benchmarks/results/threads.json``."""
+
+    unthreaded: int = 32 * 32  # entries of a matrix for whose products OpenBLAS starts no thread
+    matrix: int = 4096 * 4096  # entries of a matrix that is decomposed
+    factor: int = 256 * 256  # entries of the largest factor, in functions of all factors
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -144,7 +146,7 @@ class OneBlasThread(ContextDecorator):
 
 
 class _PythonThread(local):
-    """How deep one Python thread is inside `OneBlasThread`, and what it found there."""
+    """The depth of one Python thread inside `OneBlasThread`, and the numbers that it found."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -180,13 +182,15 @@ one_blas_thread = OneBlasThread()
 _NO_GUARD = nullcontext()
 
 
-def one_blas_thread_for(entries: int) -> AbstractContextManager[object]:
-    """Return the guard for a matrix of so many entries, or one that does nothing.
+def one_blas_thread_for(
+    entries: int, limits: ThreadLimits | None = None
+) -> AbstractContextManager[object]:
+    """Return the guard for decomposing a matrix of so many entries, or one that does nothing.
 
     Returns
     -------
     context manager
-        `one_blas_thread` up to `ONE_THREAD_LIMIT` entries. Above, and up to `NEVER_THREADED`
+        `one_blas_thread` up to ``limits.matrix`` entries. Above, and up to ``limits.unthreaded``
         entries, where no thread is started anyway, threads are left as they are.
 
     Examples
@@ -194,6 +198,7 @@ def one_blas_thread_for(entries: int) -> AbstractContextManager[object]:
     >>> one_blas_thread_for(256 * 256) is one_blas_thread
     True
     """
-    if NEVER_THREADED < entries <= ONE_THREAD_LIMIT:
+    limits = limits or ThreadLimits()
+    if limits.unthreaded < entries <= limits.matrix:
         return one_blas_thread
     return _NO_GUARD

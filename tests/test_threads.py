@@ -24,7 +24,12 @@ from lsrdecomp.compression.solve import TaskRunner
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.operators import spectrum
 from lsrdecomp.targets.base import Dense
-from lsrdecomp.threads import blas_libraries, one_blas_thread, one_blas_thread_for
+from lsrdecomp.threads import (
+    ThreadLimits,
+    blas_libraries,
+    one_blas_thread,
+    one_blas_thread_for,
+)
 
 DEMO = files("lsrdecomp.cli") / "demo_adapter"
 MATRIX = np.random.default_rng(0).standard_normal((64, 64))
@@ -154,9 +159,10 @@ def test_the_callers_threads_are_back_after_an_error():
 
 
 def test_a_large_matrix_keeps_the_callers_threads():
-    with one_blas_thread_for(threads.ONE_THREAD_LIMIT):
+    limits = ThreadLimits(matrix=10_000)
+    with one_blas_thread_for(10_000, limits):
         assert counts() == {1}
-    with one_blas_thread_for(threads.ONE_THREAD_LIMIT + 1):
+    with one_blas_thread_for(10_001, limits):
         assert counts() == {2}
 
 

@@ -6,29 +6,24 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.threads import one_blas_thread
+from lsrdecomp.threads import ThreadLimits, one_blas_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
-FACTOR_LIMIT = 256 * 256
-"""Entries of the largest factor up to which a function of all factors runs with one thread."""
-
 
 def one_thread_for_small_factors(function: F) -> F:
-    """Return a function of a matrix so that it runs with one BLAS thread where all factors are small.
+    """Return a function of a matrix so that it has one BLAS thread where all factors are small.
 
     Its first argument is the matrix; one that is not a `SeparatedMatrix` is left to the function.
     """
+    limit = ThreadLimits().factor
 
     @wraps(function)
     def run(matrix: Any, *arguments: Any, **options: Any) -> Any:
-        if (
-            isinstance(matrix, SeparatedMatrix)
-            and max(matrix.kronecker_shape.sizes) <= FACTOR_LIMIT
-        ):
+        if isinstance(matrix, SeparatedMatrix) and max(matrix.kronecker_shape.sizes) <= limit:
             with one_blas_thread:
                 return function(matrix, *arguments, **options)
         return function(matrix, *arguments, **options)
