@@ -223,7 +223,8 @@ def to_numpy(array: Array) -> np.ndarray:
 def to_device(value: Any, device: str | None) -> Any:
     """Return the value with every array in it on ``device``, as a torch tensor.
 
-    For None arrays become NumPy's. Lists, tuples and dataclasses are gone through. `check_device` tells whether a device is there.
+    For None arrays become NumPy's. Lists, tuples and dataclasses are gone through; `check_device`
+    tells whether a device is there.
     """
     if isinstance(value, list | tuple):
         return type(value)(to_device(item, device) for item in value)

@@ -74,12 +74,12 @@ class CheckpointError(LsrError, ValueError):
 
 
 class UnsupportedError(CheckpointError, NotImplementedError):
-    """The file is sound, but holds what this library does not express and will not drop silently."""
+    """The file is sound, but holds what this library cannot express and will not drop silently."""
 
 
 @contextmanager
 def needs(purpose: str, extra: str) -> Iterator[None]:
-    """Turn a failed import of an optional package into an `LsrError` with the command to install it.
+    """Turn a failed import of an optional package into an `LsrError` that says how to install it.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ def needs(purpose: str, extra: str) -> Iterator[None]:
 
 
 def unknown(name: object, known: Iterable[str]) -> str:
-    """Return the end of a sentence about a name that is not known: the nearest one, and all of them.
+    """Return the end of a sentence about an unknown name: the nearest one, and all that there are.
 
     Examples
     --------

@@ -153,7 +153,7 @@ def round_to(array: Array, storage: str) -> Array:
 
 
 def _require_range(largest: float, storage: Precision) -> None:
-    """Raise `PrecisionError`, with the types that would do, unless a type holds the largest entry."""
+    """Raise `PrecisionError`, naming types that would do, unless a type holds the largest entry."""
     if largest <= storage.largest:
         return
     wider = [row.name for row in PRECISIONS.values() if row.largest > largest]
