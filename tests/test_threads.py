@@ -19,7 +19,7 @@ from lsrdecomp.cli import commands
 from lsrdecomp.compression.compress import search_adapter
 from lsrdecomp.compression.layers import open_layers
 from lsrdecomp.compression.settings import CompressionPlan, Resources, Search
-from lsrdecomp.compression.shapes import Request
+from lsrdecomp.compression.shapes import ShapeRequest
 from lsrdecomp.compression.solve import TaskRunner
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.operators import spectrum
@@ -242,8 +242,8 @@ def test_an_abandoned_generator_leaves_nothing_behind(lora):
     layers = tuple(open_layers(lora))
     runner = TaskRunner(layers, Resources())
     shape = ProductShape.balanced(layers[0].shape, (2, 4))
-    answers = runner.answers(
-        [task for i in range(2) for task in runner.tasks([i], [Request(shape, ((1, 1),))])]
+    answers = runner.results(
+        [task for i in range(2) for task in runner.tasks([i], [ShapeRequest(shape, ((1, 1),))])]
     )
     next(answers)
     assert counts() == {2}

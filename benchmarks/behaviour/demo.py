@@ -29,10 +29,11 @@ from benchmarks.lab.structures.fit import make_layers
 from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
+from lsrdecomp.compression.caches import SpillCache
 from lsrdecomp.compression.candidates import drop, low_rank_candidates, materialize
-from lsrdecomp.compression.layers import Layer, SpillCache, layer_pair
+from lsrdecomp.compression.layers import Layer, layer_pair
 from lsrdecomp.compression.settings import CompressionPlan
-from lsrdecomp.formats.allocation import Options, within_cost
+from lsrdecomp.formats.allocation import PartOptions, within_cost
 from lsrdecomp.training.tasks import TASKS
 
 PACKAGE = Path(str(files("lsrdecomp.cli")))
@@ -81,14 +82,14 @@ def truncated(layers: list[Layer], ratio: float) -> Factors:
     """The best truncated SVD in the layers' norm, one budget over all of them."""
     table = [[drop(layer), *low_rank_candidates(layer)] for layer in layers]
     options = [
-        Options.of([c.parameters for c in row], [c.squared_error for c in row]) for row in table
+        PartOptions.of([c.parameters for c in row], [c.squared_error for c in row]) for row in table
     ]
     choice = within_cost(options, sum(layer.parameters for layer in layers) / ratio)
     cache, picked = (
         SpillCache(),
         zip(layers, (row[k] for row, k in zip(table, choice, strict=True)), strict=True),
     )
-    made = {layer.name: materialize(layer, candidate, cache).form for layer, candidate in picked}
+    made = {layer.name: materialize(layer, candidate, cache).product for layer, candidate in picked}
     return {name: form.to_lora() for name, form in made.items() if form is not None}
 
 
@@ -141,7 +142,7 @@ def main() -> None:
             adapter, CompressionPlan(ratio=ratio, storage="float16"), statistics=statistics
         )
         chosen = zip(result.layers, result.chosen, strict=True)
-        factors = {layer.name: c.form.to_lora() for layer, c in chosen if c.stored is not None}
+        factors = {layer.name: c.product.to_lora() for layer, c in chosen if c.stored is not None}
         record(
             "lsr-kfac",
             factors,

@@ -41,10 +41,11 @@ from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.heads import Head
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
+from lsrdecomp.compression.caches import SpillCache
 from lsrdecomp.compression.candidates import Candidate, drop, low_rank_candidates, materialize
-from lsrdecomp.compression.layers import Layer, SpillCache
+from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.shapes import shape_grid
-from lsrdecomp.formats.allocation import Options, within_cost
+from lsrdecomp.formats.allocation import PartOptions, within_cost
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank
 
@@ -133,7 +134,7 @@ def methods(layers: Sequence[Layer]) -> Iterator[tuple[str, list[list[Candidate]
 def under_budget(candidates: Sequence[Sequence[Candidate]], budget: int) -> list[Candidate]:
     """One candidate a layer, with at most ``budget`` parameters in all."""
     options = [
-        Options.of([c.parameters for c in layer], [c.squared_error for c in layer])
+        PartOptions.of([c.parameters for c in layer], [c.squared_error for c in layer])
         for layer in candidates
     ]
     return [layer[i] for layer, i in zip(candidates, within_cost(options, budget), strict=True)]
@@ -141,7 +142,7 @@ def under_budget(candidates: Sequence[Sequence[Candidate]], budget: int) -> list
 
 def factors_of(layer: Layer, candidate: Candidate) -> Factors | None:
     """The LoRA pair (B, A) that a candidate stands for; None for a layer left out."""
-    form = materialize(layer, candidate, SpillCache()).form
+    form = materialize(layer, candidate, SpillCache()).product
     return None if form is None else form.to_lora()
 
 

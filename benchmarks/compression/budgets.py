@@ -29,7 +29,7 @@ from benchmarks import RESULTS
 from benchmarks.compression.arms import Outcome, arms
 from benchmarks.compression.frobenius import usable
 from benchmarks.lab.structures.fit import Fit
-from lsrdecomp.compression.candidates import Candidate, Drop, Lsr
+from lsrdecomp.compression.candidates import Candidate, DropCandidate, LsrCandidate
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.search import fit_budget, search_layers
 from lsrdecomp.compression.settings import Budget, Search
@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 def ours(layers: Sequence[Layer], budgets: dict[str, float], search: Search) -> list[Row]:
     """Return what `compress` chooses at each budget, also from a part of its candidates."""
-    kronecker = (Lsr, Drop)
+    kronecker = (LsrCandidate, DropCandidate)
     arms: dict[str, tuple[str | None, tuple[type[Candidate], ...]]] = {
         "ours, float16": ("float16", (Candidate,)),
         "ours, bits chosen": (None, (Candidate,)),

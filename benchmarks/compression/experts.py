@@ -54,7 +54,7 @@ STEPS = {"base": 400, "lora": 300}
 RATES = {"base": 3e-3, "lora": 3e-3}
 TERMS = (2, 4, 7, 11, 16, 24, 36)
 BASES = (1, 2, 3, 4, 6, 8, 11, 15, 20, 27, 36)
-SOLVER = lsr.ALS(initializations=1, max_sweeps=200, seed=SEED)
+GIVEN_TERMS_SOLVER = lsr.ALS(initializations=1, max_sweeps=200, seed=SEED)
 Deltas = dict[str, Array]
 """ΔW of every expert of a parameter, (experts, m, n), by the parameter's name."""
 
@@ -123,7 +123,7 @@ def shared_terms(stack: Array) -> Curve:
         for terms in TERMS:
             sizes = terms * (count + m1 * n1 + (m // m1) * (n // n1))
             solved = lsr.decompose(
-                stack.reshape(-1, n), shape, rank=terms, solver=SOLVER, throw=False
+                stack.reshape(-1, n), shape, rank=terms, solver=GIVEN_TERMS_SOLVER, throw=False
             )
             near = np.asarray(solved.to_matrix()).reshape(stack.shape)
             curve.append((sizes, float(np.sum((stack - near) ** 2)), near))

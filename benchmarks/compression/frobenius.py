@@ -26,13 +26,14 @@ import numpy as np
 from benchmarks.lab.structures.direct import direct_sums_of
 from benchmarks.lab.structures.fit import lsr_candidates, solve_together
 from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.compression.caches import SpillCache
 from lsrdecomp.compression.candidates import (
     Candidate,
     low_rank_candidates,
     lsr_candidate,
 )
-from lsrdecomp.compression.compress import SOLVER
-from lsrdecomp.compression.layers import Layer, SpillCache, layer_pair
+from lsrdecomp.compression.compress import GIVEN_TERMS_SOLVER
+from lsrdecomp.compression.layers import Layer, layer_pair
 from lsrdecomp.compression.quantize import stored_product
 from lsrdecomp.compression.shapes import shape_grid
 from lsrdecomp.errors import CheckpointError
@@ -58,7 +59,7 @@ def own_rank(layers: Sequence[Layer], long: int) -> list[dict[str, float]]:
         shape = ProductShape.balanced(pair.shape, balanced_split(pair.rank))
         short = solve_together(group, shape, (TERMS, TERMS), JointALS(sweeps=30, tolerance=0.0))
         end = solve_together(group, shape, (TERMS, TERMS), JointALS(sweeps=long, tolerance=1e-7))
-        given_terms = solve_together(group, shape, (TERMS, TERMS), SOLVER)
+        given_terms = solve_together(group, shape, (TERMS, TERMS), GIVEN_TERMS_SOLVER)
         for layer, solution, last, stopped in zip(group, short, end, given_terms, strict=True):
             steering = [solution.start_error, *(sweep.relative_error for sweep in solution.sweeps)]
             given, balanced = (
@@ -149,7 +150,7 @@ def best_within(layer: Layer, candidates: Sequence[Candidate], budget: float) ->
 def by_kind(layers: Sequence[Layer], with_rank: bool = False) -> list[list[Layer]]:
     groups: dict[Any, list[Layer]] = {}
     for layer in layers:
-        groups.setdefault((layer.kind, layer.pair.rank if with_rank else 0), []).append(layer)
+        groups.setdefault((layer.group_key, layer.pair.rank if with_rank else 0), []).append(layer)
     return list(groups.values())
 
 

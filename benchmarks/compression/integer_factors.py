@@ -25,7 +25,7 @@ from benchmarks import RESULTS
 from benchmarks.lab.structures.fit import FittedLayer, fit_layers, make_layers
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.compression.candidates import LowRank
+from lsrdecomp.compression.candidates import LowRankCandidate
 from lsrdecomp.compression.layers import layer_pair
 from lsrdecomp.compression.quantize import INTEGER_BITS, quantized_product, refitted_product
 from lsrdecomp.compression.settings import CompressionPlan
@@ -41,7 +41,7 @@ def row(fitted: tuple[FittedLayer, ...], storage: str) -> dict[str, Any]:
     """
     bits, squares, seconds, size = INTEGER_BITS[storage], [0.0, 0.0, 0.0], 0.0, 0
     for one in fitted:
-        layer, form = one.layer, one.form
+        layer, form = one.layer, one.product
         if not isinstance(form, SeparatedProduct):
             squares = [square + layer.squared_norm for square in squares]
             continue
@@ -84,7 +84,8 @@ def main() -> None:
         begun = time.process_time()
         budget = CompressionPlan(ratio=ratio).budget(layers)
         fit = fit_layers(
-            layers, replace(budget, allowed=lambda candidate: not isinstance(candidate, LowRank))
+            layers,
+            replace(budget, allowed=lambda candidate: not isinstance(candidate, LowRankCandidate)),
         )
         searching = time.process_time() - begun
         for storage in INTEGER_BITS:

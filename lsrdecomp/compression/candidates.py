@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import numpy as np
 
 from lsrdecomp.arrays import tail_norms
+from lsrdecomp.compression.effort import DEFAULT_EFFORT
 from lsrdecomp.compression.quantize import (
     INTEGER_BITS,
     layer_svd,
@@ -33,18 +34,14 @@ from lsrdecomp.precision import precision
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from lsrdecomp.compression.layers import Layer, SpillCache
+    from lsrdecomp.compression.caches import SpillCache
+    from lsrdecomp.compression.effort import SearchEffort
+    from lsrdecomp.compression.layers import Layer
     from lsrdecomp.compression.shapes import Configuration
     from lsrdecomp.formats.quantized import SpectralCode
     from lsrdecomp.formats.stored import Stored
     from lsrdecomp.kronecker.shape import ProductShape
     from lsrdecomp.solvers.base import PairSolution
-
-POINTS = 24
-"""Most sizes of low rank in integers that a layer offers."""
-
-ALL_RANKS = 16
-"""Up to this rank each is one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +91,7 @@ class Candidate(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drop(Candidate):
+class DropCandidate(Candidate):
     """The layer left out: ΔW = 0."""
 
     structure = "drop"
@@ -109,7 +106,7 @@ class Drop(Candidate):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keep(Candidate):
+class KeepCandidate(Candidate):
     """The LoRA pair as it is."""
 
     structure = "keep"
@@ -121,7 +118,7 @@ class Keep(Candidate):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRank(Candidate):
+class LowRankCandidate(Candidate):
     """The truncated SVD in the layer's norm."""
 
     structure = "low rank"
@@ -137,16 +134,14 @@ class LowRank(Candidate):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lsr(Candidate):
+class LsrCandidate(Candidate):
     """A product of separated matrices."""
 
     structure = "LSR"
     is_truncated_svd = False
     shape: ProductShape
     ranks: tuple[int, int]
-    product: Callable[[], SeparatedProduct] = field(
-        repr=False
-    )  # reads it from where it waits, not rounded
+    product: Callable[[], SeparatedProduct] = field(repr=False)  # from where it waits, not rounded
     refined: bool = False
 
     @property
@@ -170,14 +165,14 @@ class Lsr(Candidate):
 # -- candidates of a layer -------------------------------------------------------------------------
 
 
-def drop(layer: Layer) -> Drop:
-    """The layer left out."""
-    return Drop(parameters=0, squared_error=layer.squared_norm)
+def drop(layer: Layer) -> DropCandidate:
+    """Return the candidate that leaves the layer out."""
+    return DropCandidate(parameters=0, squared_error=layer.squared_norm)
 
 
-def keep(layer: Layer) -> Keep:
-    """The LoRA pair as it is."""
-    return Keep(parameters=layer.parameters, squared_error=0.0, rank=layer.rank)
+def keep(layer: Layer) -> KeepCandidate:
+    """Return the candidate that keeps the LoRA pair as it is."""
+    return KeepCandidate(parameters=layer.parameters, squared_error=0.0, rank=layer.rank)
 
 
 def plain_candidates(layer: Layer, max_parameters: float = math.inf) -> list[Candidate]:
@@ -186,16 +181,23 @@ def plain_candidates(layer: Layer, max_parameters: float = math.inf) -> list[Can
 
 
 def _drop_or_keep(layer: Layer, max_parameters: float) -> list[Candidate]:
+    """Return both ends of the scale, whatever the limit."""
     return [drop(layer), keep(layer)]
 
 
-def low_rank_candidates(layer: Layer, most: float = math.inf) -> list[LowRank]:
-    """The best approximation of every rank in the layer's norm, of at most ``most`` parameters."""
-    tails, step = tail_norms(layer.gauge[1]), sum(layer.shape)
-    ranks = (rank for rank in range(1, len(tails)) if rank * step <= most)
-    return [
-        LowRank(parameters=rank * step, squared_error=tails[rank] ** 2, rank=rank) for rank in ranks
-    ]
+def low_rank_candidates(layer: Layer, max_parameters: float = math.inf) -> list[LowRankCandidate]:
+    """Return the best approximation of every rank in the layer's norm, of at most so many parameters."""
+    errors = tail_norms(layer.gauge[1])
+    parameters_per_rank = sum(layer.shape)
+    candidates = []
+    for rank in range(1, len(errors)):
+        parameters = rank * parameters_per_rank
+        if parameters <= max_parameters:
+            squared_error = errors[rank] ** 2
+            candidates.append(
+                LowRankCandidate(parameters=parameters, squared_error=squared_error, rank=rank)
+            )
+    return candidates
 
 
 FAMILIES: tuple[Callable[[Layer, float], Sequence[Candidate]], ...] = (
@@ -205,43 +207,60 @@ FAMILIES: tuple[Callable[[Layer, float], Sequence[Candidate]], ...] = (
 """Candidates that need no solve, of a layer and a number of parameters above which none is wanted."""
 
 
-def water_filled_candidates(layer: Layer, most: float = math.inf) -> list[LowRank]:
-    """SVD with bits spread over its components, from the smallest useful size to eight bits each or ``most`` bytes."""
+def water_filled_candidates(
+    layer: Layer, max_bytes: float = math.inf, effort: SearchEffort = DEFAULT_EFFORT
+) -> list[LowRankCandidate]:
+    """Return SVD with bits spread over its components, from the smallest useful size to eight bits each.
+
+    Parameters
+    ----------
+    layer : Layer
+    max_bytes : float
+        Of the codes.
+    effort : SearchEffort
+        Says how many sizes at most.
+    """
     svd = layer_svd(layer)
     filled = water_fill(layer, *svd)
+    if not filled:
+        return []
     # Neighbouring steps differ by the bits of one component: of many some, evenly spaced in their
     # logarithm.
-    counts = (
-        sorted({round(q) for q in np.geomspace(1, len(filled), min(POINTS, len(filled)))})
-        if filled
-        else []
-    )
-    counts = [n for n in counts if sum(filled[n - 1]) * sum(layer.shape) <= 8.0 * most]
-    return [
-        _coded_candidate(layer, spectral_code(layer, svd, filled[n - 1]), filled[n - 1])
-        for n in counts
-    ]
+    steps = np.geomspace(1, len(filled), min(effort.max_code_sizes, len(filled)))
+    candidates = []
+    for step in sorted({round(step) for step in steps}):
+        bits = filled[step - 1]
+        if sum(bits) * sum(layer.shape) <= 8.0 * max_bytes:
+            candidates.append(_coded_candidate(layer, spectral_code(layer, svd, bits), bits))
+    return candidates
 
 
-def equal_bits_candidates(layer: Layer, bits: int) -> list[LowRank]:
-    """SVD with equally many bits in every component, for budgets that count parameters: of all ranks up to 16, then of
-    some more.
+def equal_bits_candidates(
+    layer: Layer, bits: int, effort: SearchEffort = DEFAULT_EFFORT
+) -> list[LowRankCandidate]:
+    """Return SVD with equally many bits in every component, for budgets that count parameters.
+
+    Of all ranks up to `SearchEffort.consecutive_ranks`, then of some more.
     """
     svd = layer_svd(layer)
     rank = int(np.count_nonzero(svd[1]))
-    ranks = {*range(1, min(rank, ALL_RANKS) + 1)}
-    if rank > ALL_RANKS:
-        ranks |= {round(q) for q in np.geomspace(ALL_RANKS, rank, POINTS - ALL_RANKS)}
-    widths = ((bits,) * q for q in sorted(ranks))
-    return [_coded_candidate(layer, spectral_code(layer, svd, width), width) for width in widths]
+    last = effort.consecutive_ranks
+    ranks = set(range(1, min(rank, last) + 1))
+    if rank > last:
+        more = np.geomspace(last, rank, effort.max_code_sizes - last)
+        ranks |= {round(value) for value in more}
+    candidates = []
+    for some_rank in sorted(ranks):
+        widths = (bits,) * some_rank
+        candidates.append(_coded_candidate(layer, spectral_code(layer, svd, widths), widths))
+    return candidates
 
 
-def unrotated_candidates(layer: Layer) -> list[LowRank]:
-    """The pair's own columns and rows as components of eight bits; nothing for a layer of zeros.
+def unrotated_candidates(layer: Layer) -> list[LowRankCandidate]:
+    """Return the pair's own columns and rows as components of eight bits; nothing for a layer of zeros.
 
-    LoRA starts one side uniformly at random and most of that start is still there. In eight bits
-    uniform numbers lose about half as much as Gaussian ones, which singular vectors resemble; with
-    fewer bits, components by size are ahead.
+    LoRA starts one side uniformly at random and most of that start is still there. In eight bits uniform numbers lose
+    about half as much as Gaussian ones, which singular vectors resemble; with fewer bits, components by size are ahead.
     """
     if layer.squared_norm == 0.0:
         return []
@@ -249,19 +268,18 @@ def unrotated_candidates(layer: Layer) -> list[LowRank]:
     return [replace(_coded_candidate(layer, code, code.bits), unrotated=True)]
 
 
-def _coded_candidate(layer: Layer, code: SpectralCode, bits: tuple[int, ...]) -> LowRank:
+def _coded_candidate(layer: Layer, code: SpectralCode, bits: tuple[int, ...]) -> LowRankCandidate:
+    """Return the candidate of a code that was made of the layer, at its price."""
     rank = len(code.bits)
-    return _priced(
-        layer,
-        LowRank(parameters=rank * sum(layer.shape), squared_error=0.0, rank=rank, bits=bits),
-        code,
-    )
+    parameters = rank * sum(layer.shape)
+    unpriced = LowRankCandidate(parameters=parameters, squared_error=0.0, rank=rank, bits=bits)
+    return _priced(layer, unpriced, code)
 
 
-def lsr_candidate(solution: PairSolution, cache: SpillCache) -> Lsr:
-    """The price of a solution, whose factors wait in the cache."""
+def lsr_candidate(solution: PairSolution, cache: SpillCache) -> LsrCandidate:
+    """Return the candidate of a solution, whose factors wait in the cache."""
     product = solution.product
-    return Lsr(
+    return LsrCandidate(
         parameters=product.parameters,
         squared_error=solution.error**2,
         rank=product.product_shape.inner_rank,
@@ -282,7 +300,7 @@ class Materialized:
     stored: Callable[[], Stored] | None = field(repr=False)  # None for a layer left out
 
     @property
-    def form(self) -> SeparatedProduct | None:
+    def product(self) -> SeparatedProduct | None:
         """The product that a reader gets; None for a layer left out."""
         return None if self.stored is None else self.stored().dequantized()
 
@@ -290,8 +308,7 @@ class Materialized:
 def materialize(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materialized:
     """Make the factors of a candidate in its storage, and measure them in the layer's norm.
 
-    An LSR product in integers is solved for in the layer's norm (`refitted_product`), or rounded as
-    it is if that is nearer.
+    Of its alternatives the nearest is taken.
     """
     stored = candidate.stored(layer)
     if stored is None:
@@ -300,7 +317,8 @@ def materialize(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materi
     for other in candidate.alternatives(layer):
         other_priced = _priced(layer, candidate, other)
         if other_priced.squared_error < priced.squared_error:
-            stored, priced = other, other_priced
+            stored = other
+            priced = other_priced
     return Materialized(priced, cache.put(stored))
 
 

@@ -19,20 +19,21 @@ from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.progress import Counter
 from lsrdecomp.checkpoints.statistics import Statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
+from lsrdecomp.compression.caches import SpillCache
 from lsrdecomp.compression.candidates import (
-    Keep,
-    Lsr,
+    Candidate,
     Materialized,
     keep,
     lsr_candidate,
     materialize,
 )
-from lsrdecomp.compression.layers import Layer, SpillCache, StatisticsByLayer, batches, open_layers
+from lsrdecomp.compression.effort import DEFAULT_LIMITS, FileFilling, MemoryLimits
+from lsrdecomp.compression.layers import Layer, StatisticsByLayer, batches, open_layers
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.request import check_divergence, check_given_terms
 from lsrdecomp.compression.result import Compression as Compression
 from lsrdecomp.compression.result import report_layer
-from lsrdecomp.compression.search import Fitted, fit_budget, search_layers
+from lsrdecomp.compression.search import FittedLayers, fit_budget, search_layers
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, Search
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
@@ -49,15 +50,10 @@ if TYPE_CHECKING:
 HEADER_BYTES = 320
 """Bytes of a header and a config that say little."""
 
-MOST_FILES = 8
-"""Most files that are tried for a number of bytes."""
+GIVEN_TERMS_SOLVER = JointALS(tolerance=5e-4, initializations=1, single=True)
+"""Of layers at given terms: ends after about eight sweeps, in the median half a thousandth above where hundreds end."""
 
-FULL_ENOUGH = 0.99
-"""A file this full is full enough to stop."""
-
-SOLVER = JointALS(tolerance=5e-4, initializations=1, single=True)
-"""Of layers at given terms: ends after about eight sweeps, in the median half a thousandth above
-where hundreds end."""
+DEFAULT_FILLING = FileFilling()
 
 
 @one_blas_thread
@@ -106,9 +102,9 @@ def search_adapter(
 
     Notes
     -----
-    Layers are read as they are needed, so many at a time as fit in 8 MiB (`layers.PAIR_ENTRIES`),
-    at least one. What they became waits in memory up to 8 MiB and then in a temporary file, as do
-    the factors of all products that were solved for.
+    Layers are read as they are needed, so many at a time as fit in 8 MiB (`effort.MemoryLimits`), at least one. What
+    they became waits in memory up to 8 MiB and then in a temporary file, as do the factors of all products that were
+    solved for.
 
     Examples
     --------
@@ -125,15 +121,13 @@ def search_adapter(
     [True, True, True]
     """
     # Compress 1, open: what cannot be written or shared is refused now, not after hours of search.
+    resources = resources or Resources()
     effect = None
     if isinstance(statistics, Statistics):
         statistics.check_base(checkpoint.config.get("base_model_name_or_path"))
         effect = statistics.effect(checkpoint.source_sha256)
-    layers, cache, resources = (
-        open_layers(checkpoint, statistics),
-        SpillCache(),
-        resources or Resources(),
-    )
+    layers = open_layers(checkpoint, statistics, resources.memory)
+    cache = SpillCache(resources.memory.spill_bytes)
     plans = [plan.with_default_storage() for plan in plans]
     storages = {plan.storages for plan in plans}
     if len(storages) != 1:
@@ -158,14 +152,27 @@ def search_adapter(
             cache=cache,
             resources=resources,
         )
-    return SearchedAdapter(
-        checkpoint, layers, table, resources.device, cache, effect, resources.on_step
-    )
+    return SearchedAdapter(checkpoint, layers, table, cache, resources, effect)
 
 
 @dataclass(frozen=True, eq=False)
 class SearchedAdapter:
     """A checkpoint whose layers were solved at many shapes; `compress` draws a plan from them.
+
+    Attributes
+    ----------
+    checkpoint : Checkpoint
+    layers : sequence of Layer
+    table : SearchTable or None
+        None: every layer at given terms.
+    cache : SpillCache
+        Where factors wait.
+    resources : Resources
+        What it solves with.
+    effect : float, optional
+        KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA.
+    filling : FileFilling
+        How nearly a file of so many bytes is filled.
 
     Examples
     --------
@@ -179,17 +186,15 @@ class SearchedAdapter:
 
     checkpoint: Checkpoint
     layers: Sequence[Layer]
-    table: SearchTable | None  # None: every layer at given terms
-    device: str | None  # of torch, where joint least squares are solved
+    table: SearchTable | None
     cache: SpillCache
-    effect: float | None = (
-        None  # KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA
-    )
-    on_step: OnStep | None = None  # told of layers that are solved at given terms
+    resources: Resources
+    effect: float | None = None
+    filling: FileFilling = DEFAULT_FILLING
 
     @one_blas_thread
     def compress(self, plan: CompressionPlan, *, fill: bool = True) -> Compression:
-        """The adapter under one plan.
+        """Return the adapter under one plan.
 
         Parameters
         ----------
@@ -212,7 +217,7 @@ class SearchedAdapter:
 
     @one_blas_thread
     def expected_error(self, plan: CompressionPlan) -> float:
-        """Squared relative error of a plan by the prices of what was solved: the same table answers for every size.
+        """Return the squared relative error of a plan by the prices of what was solved: the same table answers for every size.
 
         In the norm that was searched in, before refining, so somewhat above what `compress` comes
         to; milliseconds. The plan has a number of parameters or bytes. Raises `BudgetError` as
@@ -239,46 +244,57 @@ class SearchedAdapter:
         return self.table
 
     def _budget(self, plan: CompressionPlan, size: float | None = None) -> Budget:
-        """What a plan allows the layers; of one of bytes, factors of ``size``, or what its files leave for them."""
+        """Return what a plan allows the layers.
+
+        Of a plan of bytes, factors of ``size``, or what its files leave for them.
+        """
         budget = plan.budget(self.layers, self.effect)
         if plan.bytes is None:
             return budget
-        return replace(
-            budget, bytes=_bytes_for_factors(self.checkpoint, plan.bytes) if size is None else size
+        if size is None:
+            size = _bytes_for_factors(self.checkpoint, plan.bytes)
+        return replace(budget, bytes=size)
+
+    def _fit(self, plan: CompressionPlan, size: float | None = None) -> FittedLayers:
+        """Compress 2 and 3, fit and materialize: choose what each layer becomes, make its factors and measure them."""
+        if plan.separation_rank is None:
+            return fit_budget(self._searched, self._budget(plan, size))
+        materialized = at_given_terms(
+            self.layers,
+            plan.separation_rank,
+            plan.inner_shape,
+            plan.storages[0],
+            solver=replace(GIVEN_TERMS_SOLVER, device=self.resources.device),
+            cache=self.cache,
+            memory=self.resources.memory,
+            on_step=self.resources.on_step,
         )
+        return FittedLayers(materialized, None)
 
-    def _fit(self, plan: CompressionPlan, size: float | None = None) -> Fitted:
-        """Compress 2 and 3, fit and materialize: what each layer becomes, its factors made and measured."""
-        if plan.separation_rank is not None:
-            solver = replace(SOLVER, device=self.device)
-            terms, storage = plan.separation_rank, plan.storages[0]
-            made = at_given_terms(
-                self.layers, terms, plan.inner_shape, storage, solver, self.cache, self.on_step
-            )
-            return Fitted(made, None)
-        return fit_budget(self._searched, self._budget(plan, size))
-
-    def _reported(self, plan: CompressionPlan, fitted: Fitted) -> Compression:
+    def _reported(self, plan: CompressionPlan, fitted: FittedLayers) -> Compression:
         """Compress 4, report: a row a layer."""
         rows = []
-        for stored, layer, made in zip(
+        for source_layer, layer, materialized in zip(
             self.checkpoint.layers, self.layers, fitted.chosen, strict=True
         ):
-            best = made.candidate
-            error = math.sqrt(best.squared_error)
+            candidate = materialized.candidate
+            error = math.sqrt(candidate.squared_error)
+            meets_plan = True
+            if plan.rtol is not None:
+                max_error = plan.rtol * math.sqrt(layer.squared_norm)
+                meets_plan = error <= max_error * (1.0 + 1e-12)
             rows.append(
                 report_layer(
-                    stored,
+                    source_layer,
                     layer,
-                    None if made.stored is None else made.stored(),
-                    structure=best.structure,
-                    storage=best.storage,
+                    None if materialized.stored is None else materialized.stored(),
+                    structure=candidate.structure,
+                    storage=candidate.storage,
                     error=error,
-                    met=plan.rtol is None
-                    or error <= plan.rtol * math.sqrt(layer.squared_norm) * (1.0 + 1e-12),
+                    met=meets_plan,
                 )
             )
-        if all(made.stored is None for made in fitted.chosen):
+        if all(materialized.stored is None for materialized in fitted.chosen):
             if not any(layer.squared_norm for layer in self.layers):
                 raise BudgetError(
                     "every layer of the adapter is zero: it does nothing, and there is nothing to keep"
@@ -288,95 +304,103 @@ class SearchedAdapter:
             self.checkpoint, plan, tuple(rows), fitted.chosen, fitted.low_rank_error, self.effect
         )
 
-    def _filled(self, plan: CompressionPlan, size: int) -> Compression:
-        """The best adapter whose weight file and config have at most ``size`` bytes together.
+    def _filled(self, plan: CompressionPlan, max_bytes: int) -> Compression:
+        """Return the best adapter whose weight file and config have at most so many bytes together.
 
-        What a file holds beside its factors is known only once the factors are chosen, so files are
-        tried.
+        What a file holds beside its factors is known only once the factors are chosen, so files are tried.
         """
         best: Compression | None = None
         sizes: list[int] = []
-        high = float(_bytes_for_factors(self.checkpoint, size))
-        low, allowed = 0.0, high
-        for _ in range(MOST_FILES):
+        # The answer lies between factors that made a file that fits and factors that made one that does
+        # not.
+        low = 0.0
+        high = float(_bytes_for_factors(self.checkpoint, max_bytes))
+        factor_bytes = high
+        for _ in range(self.filling.max_files):
             # Fill 1: factors of so many bytes, and the file they make.
             try:
-                result = self._reported(plan, self._fit(plan, allowed))
+                result = self._reported(plan, self._fit(plan, factor_bytes))
             except BudgetError:
                 if not sizes:
                     raise
                 break
-            with TemporaryDirectory() as folder:
-                written = bytes_to_open(result.save(Path(folder) / "sized") / WEIGHTS)
-            sizes.append(written)
-            # Fill 2: the answer lies between what made a file that fits and what made one that does
-            # not.
-            if written <= size:
-                low = max(low, allowed)
-                best = result if best is None or result.error <= best.error else best
-                if written >= FULL_ENOUGH * size:
+            size = _written_bytes(result)
+            sizes.append(size)
+            # Fill 2: the interval becomes smaller.
+            if size <= max_bytes:
+                low = max(low, factor_bytes)
+                if best is None or result.error <= best.error:
+                    best = result
+                if size >= self.filling.min_fill * max_bytes:
                     break
             else:
-                high = min(high, allowed)
+                high = min(high, factor_bytes)
             # Fill 3: so many bytes more as the file had to spare; where that changed no layer's
             # choice, nearly all that may be; where it leads out of the interval, its middle.
-            guess = allowed + size - written
-            if sizes.count(written) > 1:
+            guess = factor_bytes + max_bytes - size
+            if sizes.count(size) > 1:
                 guess = low + 0.9 * (high - low)
-            inside = guess < high and (guess > low or best is None)
-            allowed = max(guess, 0.0) if inside else 0.5 * (low + high)
+            is_inside = guess < high and (guess > low or best is None)
+            factor_bytes = max(guess, 0.0) if is_inside else 0.5 * (low + high)
             if high - low < 4.0:
                 break
         if best is None:
-            raise BudgetError(
-                f"{size:,} bytes are too few: the smallest file found has {min(sizes):,}"
-            )
+            text = f"{max_bytes:,} bytes are too few: the smallest file found has {min(sizes):,}"
+            raise BudgetError(text)
         return best
 
 
 def at_given_terms(
     layers: Sequence[Layer],
     terms: int,
-    inner: tuple[int, ...] | None,
+    inner_shape: tuple[int, ...] | None,
     storage: str,
-    solver: JointALS = SOLVER,
+    *,
+    solver: JointALS = GIVEN_TERMS_SOLVER,
     cache: SpillCache | None = None,
+    memory: MemoryLimits = DEFAULT_LIMITS,
     on_step: OnStep | None = None,
 ) -> tuple[Materialized, ...]:
-    """Every layer as an LSR product of balanced shape, of so many terms a side or as many as the shape can need.
+    """Return every layer as an LSR product of balanced shape, of so many terms a side or as many as it can need.
 
-    Layers of one kind are solved together; their factors wait in the cache.
+    Layers that can be solved together are; their factors wait in the cache.
     """
     cache = cache or SpillCache()
     groups: dict[Any, list[int]] = {}
     for i, layer in enumerate(layers):
-        most = min(layer.rank, *layer.shape)  # the largest inner rank that is of use
-        shape = ProductShape.balanced(layer.shape, inner or balanced_split(most))
-        groups.setdefault((layer.kind, shape), []).append(i)
-    made: dict[int, Materialized] = {}
+        max_inner_rank = min(layer.rank, *layer.shape)  # a larger one is of no use
+        inner = inner_shape or balanced_split(max_inner_rank)
+        shape = ProductShape.balanced(layer.shape, inner)
+        groups.setdefault((layer.group_key, shape), []).append(i)
+    results: dict[int, Materialized] = {}
     done = Counter(on_step, "solving", len(layers), "layers")
     for (_, shape), indices in groups.items():
-        for part in batches([layers[i] for i in indices]):
-            some = [layers[i] for i in indices[part]]
-            weights = None if some[0].is_frobenius else [layer.norms for layer in some]
-            solved = solver.solve_batch(
-                [layer.pair for layer in some], shape, (terms, terms), weights=weights
-            )
-            for i, solution in zip(indices[part], solved, strict=True):
-                candidate: Lsr | Keep = lsr_candidate(solution, cache)
-                if candidate.parameters > layers[i].parameters and storage not in INTEGER_BITS:
-                    candidate = keep(
-                        layers[i]
-                    )  # so many terms take more numbers than the pair itself, which is exact
-                made[i] = materialize(layers[i], replace(candidate, storage=storage), cache)
+        for span in batches([layers[i] for i in indices], memory):
+            batch = [layers[i] for i in indices[span]]
+            weights = None if batch[0].is_frobenius else [layer.norms for layer in batch]
+            pairs = [layer.pair for layer in batch]
+            solved = solver.solve_batch(pairs, shape, (terms, terms), weights=weights)
+            for i, solution in zip(indices[span], solved, strict=True):
+                layer = layers[i]
+                candidate: Candidate = lsr_candidate(solution, cache)
+                # So many terms may take more numbers than the pair itself, which is exact.
+                if candidate.parameters > layer.parameters and storage not in INTEGER_BITS:
+                    candidate = keep(layer)
+                results[i] = materialize(layer, replace(candidate, storage=storage), cache)
                 done.add()
-    return tuple(made[i] for i in range(len(layers)))
+    return tuple(results[i] for i in range(len(layers)))
+
+
+def _written_bytes(result: Compression) -> int:
+    """Return how many bytes open an adapter once it is written."""
+    with TemporaryDirectory() as folder:
+        return bytes_to_open(result.save(Path(folder) / "sized") / WEIGHTS)
 
 
 def _bytes_for_factors(checkpoint: Checkpoint, size: int) -> int:
-    """Bytes for factors in files of so many; `BudgetError` if there are none."""
+    """Return the bytes for factors in files of so many; `BudgetError` if there are none."""
     fixed = checkpoint.extra_bytes + HEADER_BYTES
     if size <= fixed:
-        least = f"heads, header and config alone take {fixed:,} bytes"
-        raise BudgetError(f"nothing of the adapter fits into {size:,} bytes: {least}; allow more")
+        text = f"heads, header and config alone take {fixed:,} bytes"
+        raise BudgetError(f"nothing of the adapter fits into {size:,} bytes: {text}; allow more")
     return size - fixed

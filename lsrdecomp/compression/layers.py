@@ -1,26 +1,23 @@
 """The layers of an adapter: ΔW of each, the norm its error counts in, and how many of them fit in memory together.
 
-The numbers of a stored layer are read when they are asked for and forgotten when those of others
-are, so that an adapter of any length takes a few layers' memory. What is small and wanted often
-waits in a `SpillCache`.
+The numbers of a stored layer are read when they are asked for and forgotten when those of others are, so that an
+adapter of any length takes a few layers' memory. What is small and wanted often waits in a `SpillCache`.
 """
 
 from __future__ import annotations
 
 import math
-import pickle
-import tempfile
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from lsrdecomp.arrays import Array, as_double, namespace
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer
 from lsrdecomp.checkpoints.records import LOKR_STAYS
+from lsrdecomp.compression.caches import LRUCache, SpillCache
+from lsrdecomp.compression.effort import DEFAULT_LIMITS, MemoryLimits
 from lsrdecomp.errors import BudgetError, CheckpointError
 from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -35,32 +32,12 @@ from lsrdecomp.targets.weights import Identity, NormWeights
 
 T = TypeVar("T")
 
-PAIR_ENTRIES = 2**20
-"""Numbers of the pairs solved together, and of those that stay read: 8 MiB in float64, or one layer
-if it is larger."""
-
-NORM_ENTRIES = 2**23
-"""The same for the weights of their norms."""
-
-LEADING_ENTRIES = 2**19
-"""The same for the weights in their leading coordinates, which every step of a solve reads: about
-what a processor has at hand without going to memory."""
-
-SMALL = 2
-"""Leading coordinates of a stored layer that are this many times fewer than the norm's wait in the
-`SpillCache`."""
-
-IN_MEMORY = 8 * 2**20
-"""Bytes that a `SpillCache` holds before it moves to disk."""
-
-LARGEST_NORM = 1e140
-"""Of ΔW: squares of such norms, and sums of them over all layers of a model, are still finite in
-double precision."""
+MAX_NORM = 1e140
+"""Of ΔW: squares of such norms, and sums of them over all layers of a model, are still finite in double precision."""
 
 
 StatisticsByLayer = Mapping[str, NormWeights]
-"""What a layer's errors count in, by its name: `Statistics` of calibration, or weights of one's
-own."""
+"""The norm that a layer's errors count in, by its name: `Statistics` of calibration, or weights of one's own."""
 
 
 # -- a layer ---------------------------------------------------------------------------------------
@@ -80,6 +57,8 @@ class Layer:
         Reads the `NormWeights`; absent, the Frobenius norm.
     cache : SpillCache, optional
         Where its leading norm and its gauge wait; absent, in memory.
+    min_shrinkage : int
+        See `lsrdecomp.compression.effort.MemoryLimits`.
     """
 
     def __init__(
@@ -90,17 +69,22 @@ class Layer:
         read_pair: Callable[[], LowRank],
         read_norms: Callable[[], NormWeights] | None = None,
         cache: SpillCache | None = None,
+        min_shrinkage: int = DEFAULT_LIMITS.min_shrinkage,
     ) -> None:
-        self.name, self.shape, self.rank, self.is_frobenius = name, shape, rank, read_norms is None
+        self.name = name
+        self.shape = shape
+        self.rank = rank
+        self.is_frobenius = read_norms is None
         self._read_pair = read_pair
         self._read_norms = read_norms or partial(NormWeights.frobenius, shape)
         self._cache = cache
+        self._min_shrinkage = min_shrinkage
         self._gauge: Callable[[], tuple[Array, Array, Array]] | None = None
         self._leading: Callable[[], NormWeights] | None = None
 
     @classmethod
     def of(cls, name: str, pair: LowRank, weights: NormWeights | None = None) -> Layer:
-        """A layer whose numbers are at hand."""
+        """Return a layer whose numbers are at hand."""
         read_norms = None if weights is None or weights.is_frobenius else _in_memory(weights)
         return cls(name, pair.shape, pair.rank, _in_memory(pair), read_norms)
 
@@ -117,9 +101,10 @@ class Layer:
         """The norm in its leading coordinates: what solves use; see `leading_norms`."""
         if self._leading is None:
             leading = leading_norms(self.norms)
-            if self._cache is not None and SMALL * norm_entries(leading) > self.norm_entries:
-                return leading  # hardly smaller than the norm itself
-            self._leading = self._keep(leading)
+            is_hardly_smaller = self._min_shrinkage * norm_entries(leading) > self.norm_entries
+            if self._cache is not None and is_hardly_smaller:
+                return leading  # made again rather than kept
+            self._leading = self._put_away(leading)
         return self._leading()
 
     @property
@@ -127,15 +112,15 @@ class Layer:
         """S, σ, T of the SVD (B S, σ, T A) in the layer's norm: small, where U and V are as large as the pair."""
         if self._gauge is None:
             pair = self.pair
-            self._gauge = self._keep(
-                weighted_gauge(as_double(pair.left), as_double(pair.right), self.norms)
-            )
+            left, right = as_double(pair.left), as_double(pair.right)
+            self._gauge = self._put_away(weighted_gauge(left, right, self.norms))
         return self._gauge()
 
     def truncated(self, rank: int) -> tuple[Array, Array]:
-        """U√σ (m, rank) and √σ Vᵀ (rank, n): the best approximation of that rank in the layer's norm."""
-        pair, (columns, sigma, rows) = self.pair, self.gauge
+        """Return U√σ (m, rank) and √σ Vᵀ (rank, n): the best approximation of that rank in the layer's norm."""
+        columns, sigma, rows = self.gauge
         root = namespace(sigma).sqrt(sigma[:rank])
+        pair = self.pair
         left, right = as_double(pair.left), as_double(pair.right)
         return left @ (columns[:, :rank] * root), (root[:, None] * rows[:rank, :]) @ right
 
@@ -144,11 +129,11 @@ class Layer:
         """‖G^½ ΔW C^½‖_F²: the loss of dropping the layer."""
         return self.pair.norm**2 if self.is_frobenius else weighted_norm(self.pair, self.norms) ** 2
 
-    def squared_error(self, form: SeparatedProduct | SeparatedMatrix) -> float:
-        """‖G^½ (ΔW − M̂) C^½‖_F², from a formed residual."""
+    def squared_error(self, approximation: SeparatedProduct | SeparatedMatrix) -> float:
+        """Return ‖G^½ (ΔW − M̂) C^½‖_F², from a formed residual."""
         if self.is_frobenius:
-            return self.pair.residual_norm(form) ** 2
-        return weighted_residual_norm(self.pair, form, self.norms) ** 2
+            return self.pair.residual_norm(approximation) ** 2
+        return weighted_residual_norm(self.pair, approximation, self.norms) ** 2
 
     @property
     def parameters(self) -> int:
@@ -156,8 +141,8 @@ class Layer:
         return self.rank * sum(self.shape)
 
     @cached_property
-    def kind(self) -> tuple[object, ...]:
-        """Layers of one kind can be solved together."""
+    def group_key(self) -> tuple[object, ...]:
+        """Equal for layers that can be solved together."""
         # A batch of solves shares array shapes, and one way to apply its norms.
         return (*self.shape, type(self.norms.output), type(self.norms.input))
 
@@ -168,10 +153,10 @@ class Layer:
 
     @cached_property
     def leading_entries(self) -> int:
-        """The same of `leading`."""
+        """Numbers in the weights of `leading`."""
         return norm_entries(self.leading)
 
-    def _keep(self, value: T) -> Callable[[], T]:
+    def _put_away(self, value: T) -> Callable[[], T]:
         return _in_memory(value) if self._cache is None else self._cache.put(value)
 
 
@@ -180,35 +165,45 @@ def _in_memory(value: T) -> Callable[[], T]:
 
 
 def norm_entries(norms: NormWeights) -> int:
-    """Numbers in the weights of both sides."""
-    return sum(
-        math.prod(side.basis.shape)
-        for side in (norms.output, norms.input)
-        if not isinstance(side, Identity)
-    )
+    """Return how many numbers the weights of both sides hold."""
+    weights = [side for side in (norms.output, norms.input) if not isinstance(side, Identity)]
+    return sum(math.prod(side.basis.shape) for side in weights)
 
 
-def batches(layers: Sequence[Layer], *, leading: bool = False) -> list[slice]:
-    """Runs of layers that fit in memory together (`PAIR_ENTRIES`, `NORM_ENTRIES`), at least one layer each.
+def batches(
+    layers: Sequence[Layer], limits: MemoryLimits = DEFAULT_LIMITS, *, leading: bool = False
+) -> list[slice]:
+    """Return runs of layers that fit in memory together, at least one layer each.
 
     With ``leading`` their norms count as they are in their leading coordinates.
     """
-    runs, start, pairs, norms = [], 0, 0, 0
-    most = LEADING_ENTRIES if leading else NORM_ENTRIES
+    max_norms = limits.leading_entries if leading else limits.norm_entries
+    runs = []
+    start = pairs = norms = 0
     for i, layer in enumerate(layers):
         entries = layer.leading_entries if leading else layer.norm_entries
-        pairs, norms = pairs + layer.parameters, norms + entries
-        if i > start and (pairs > PAIR_ENTRIES or norms > most):
+        pairs += layer.parameters
+        norms += entries
+        is_too_much = pairs > limits.pair_entries or norms > max_norms
+        if i > start and is_too_much:
             runs.append(slice(start, i))
-            start, pairs, norms = i, layer.parameters, entries
-    return [*runs, slice(start, len(layers))] if layers else []
+            start = i
+            pairs = layer.parameters
+            norms = entries
+    if layers:
+        runs.append(slice(start, len(layers)))
+    return runs
 
 
 # -- in and out of files ---------------------------------------------------------------------------
 
 
-def open_layers(checkpoint: Checkpoint, statistics: StatisticsByLayer | None = None) -> list[Layer]:
-    """The layers of a checkpoint, each read when its numbers are asked for and forgotten when others are.
+def open_layers(
+    checkpoint: Checkpoint,
+    statistics: StatisticsByLayer | None = None,
+    limits: MemoryLimits = DEFAULT_LIMITS,
+) -> list[Layer]:
+    """Return the layers of a checkpoint, each read when its numbers are asked for and forgotten when others are.
 
     Raises `CheckpointError` for a layer that is not a LoRA, `BudgetError` naming a layer that the
     statistics lack.
@@ -221,29 +216,35 @@ def open_layers(checkpoint: Checkpoint, statistics: StatisticsByLayer | None = N
             text = f"{layer.name}: no statistics for this layer; calibrate with this adapter's target modules"
             raise BudgetError(text)
 
-    cache, pairs, norms = (
-        SpillCache(),
-        Recent(PAIR_ENTRIES, pair_entries),
-        Recent(NORM_ENTRIES, norm_entries),
-    )
+    cache = SpillCache(limits.spill_bytes)
+    pairs = LRUCache(limits.pair_entries, pair_entries)
+    norms = LRUCache(limits.norm_entries, norm_entries)
 
-    def stored(layer: LoraLayer) -> Layer:
+    def open_layer(layer: LoraLayer) -> Layer:
         read_pair = partial(pairs.get, layer.name, partial(layer_pair, checkpoint, layer))
         read_norms = None
         if statistics is not None:
             read_norms = partial(norms.get, layer.name, partial(statistics.__getitem__, layer.name))
-        return Layer(layer.name, layer.shape, layer.rank, read_pair, read_norms, cache)
+        return Layer(
+            layer.name,
+            layer.shape,
+            layer.rank,
+            read_pair,
+            read_norms,
+            cache,
+            limits.min_shrinkage,
+        )
 
-    return [stored(layer) for layer in checkpoint.layers]
+    return [open_layer(layer) for layer in checkpoint.layers]
 
 
 def pair_entries(pair: LowRank) -> int:
-    """Numbers in both halves of a pair."""
+    """Return how many numbers both halves of a pair hold."""
     return pair.rank * sum(pair.shape)
 
 
 def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
-    """ΔW of a LoRA layer with its scale folded into B, in double precision.
+    """Return ΔW of a LoRA layer with its scale folded into B, in double precision.
 
     Raises `CheckpointError` naming the layer if the size of ΔW leaves the range in which norms can
     be computed.
@@ -254,10 +255,10 @@ def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
     # ‖B‖·‖A‖ bounds ‖ΔW‖_F without forming the product.
     with np.errstate(over="ignore"):
         size = float(np.linalg.norm(left)) * float(np.linalg.norm(right)) * abs(layer.scale)
-    if not size <= LARGEST_NORM:
+    if not size <= MAX_NORM:
         text = (
-            f"‖B‖·‖A‖ times the scale {layer.scale:.3g} is {size:.3g}, above {LARGEST_NORM:g}, where squares overflow; "
-            "correct lora_alpha or the numbers"
+            f"‖B‖·‖A‖ times the scale {layer.scale:.3g} is {size:.3g}, above {MAX_NORM:g}, "
+            "where squares overflow; correct lora_alpha or the numbers"
         )
         raise CheckpointError(text, path=checkpoint.path, tensor=layer.name)
     left *= layer.scale
@@ -265,79 +266,19 @@ def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
 
 
 def _require_lora(checkpoint: Checkpoint, layer: Any) -> None:
-    if not isinstance(layer, LoraLayer):
-        text = (
-            "is an LSR layer already; compress the LoRA it came from"
-            if checkpoint.format == "lsr"
-            else LOKR_STAYS
-        )
-        raise CheckpointError(text, path=checkpoint.path, tensor=layer.name)
+    if isinstance(layer, LoraLayer):
+        return
+    text = LOKR_STAYS
+    if checkpoint.format == "lsr":
+        text = "is an LSR layer already; compress the LoRA it came from"
+    raise CheckpointError(text, path=checkpoint.path, tensor=layer.name)
 
 
 def layer_product(layer: Any) -> SeparatedProduct:
-    """ΔW of any layer as a separated product: an LSR layer as stored, a LoRA layer as one term a side."""
-    first, second = layer.load()
+    """Return ΔW of any layer as a separated product: an LSR layer as stored, a LoRA layer as one term a side."""
     if isinstance(layer, LoraLayer):
-        return low_rank_product(first.astype(np.float64) * layer.scale, second.astype(np.float64))
-    left, right = ([factor.astype(np.float64) for factor in side] for side in (first, second))
-    return SeparatedProduct(
-        SeparatedMatrix.from_factors([left[0] * layer.scale, *left[1:]]),
-        SeparatedMatrix.from_factors(right),
-    )
-
-
-# -- what waits, and where -------------------------------------------------------------------------
-
-
-class Recent(Generic[T]):
-    """Values as they were last read, up to ``most`` numbers in all; those not used for longest are forgotten first.
-
-    ``entries`` counts the numbers of one.
-    """
-
-    def __init__(self, most: int, entries: Callable[[T], int]) -> None:
-        self.most, self._entries = most, entries
-        self._values: OrderedDict[str, T] = OrderedDict()
-
-    def get(self, name: str, read: Callable[[], T]) -> T:
-        value = self._values.pop(name, None)
-        if value is None:
-            value = read()
-            while (
-                self._values
-                and sum(map(self._entries, [value, *self._values.values()])) > self.most
-            ):
-                self._values.popitem(last=False)
-        self._values[name] = value
-        return value
-
-
-class SpillCache:
-    """Values put away and read back with the same bits: in memory while they are few, else in a temporary file.
-
-    The file has no name (it vanishes with the process, also when that is killed) and nobody else
-    can write to it: that is why it may hold pickles. It lies where ``TMPDIR`` says.
-    """
-
-    def __init__(self) -> None:
-        self._file = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115 - closed when collected
-        self._end = 0
-        weakref.finalize(self, self._file.close)
-
-    def put(self, value: T) -> Callable[[], T]:
-        """Store a value; the answer reads it back. Raises `CheckpointError` if the disk is full."""
-        start = self._end
-        try:
-            self._file.seek(start)
-            pickle.dump(value, self._file, protocol=pickle.HIGHEST_PROTOCOL)
-            self._end = self._file.tell()
-        except OSError as error:
-            text = (
-                f"factors that wait cannot be kept: {error.strerror}; point TMPDIR to a larger disk"
-            )
-            raise CheckpointError(text, path=tempfile.gettempdir()) from error
-        return partial(self._read, start)
-
-    def _read(self, start: int) -> Any:
-        self._file.seek(start)
-        return pickle.load(self._file)
+        up, down = layer.load()
+        return low_rank_product(up.astype(np.float64) * layer.scale, down.astype(np.float64))
+    left, right = ([factor.astype(np.float64) for factor in side] for side in layer.load())
+    left[0] = left[0] * layer.scale
+    return SeparatedProduct(SeparatedMatrix.from_factors(left), SeparatedMatrix.from_factors(right))

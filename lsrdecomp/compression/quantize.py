@@ -41,12 +41,13 @@ if TYPE_CHECKING:
 INTEGER_BITS = {name: FORMATS[name].bits for name in INTEGERS}
 """Bits of an integer code by the name of its storage."""
 
-MOST_BITS = 8
-ROUNDS = 2
-"""Times that both sides of a truncated SVD are fitted to each other's codes."""
-GAUSSIAN = {2: 0.191, 3: 0.0467, 4: 0.01256, 5: 0.00341, 6: 0.000884, 7: 0.000225, 8: 0.0000558}
-"""Relative squared error of a few hundred Gaussian numbers in b bits (2^b − 1 levels) at the step of
-`nearest_codes`."""
+MAX_BITS = 8
+"""Of an integer code: codes are held in one byte each."""
+
+GAUSSIAN_ERROR = {
+    2: 0.191, 3: 0.0467, 4: 0.01256, 5: 0.00341, 6: 0.000884, 7: 0.000225, 8: 0.0000558,
+}  # fmt: skip
+"""Relative squared error of a few hundred Gaussian numbers in so many bits, at the step of `nearest_codes`; measured."""
 
 Doubles = NDArray[np.float64]
 
@@ -71,14 +72,14 @@ def stored_product(product: SeparatedProduct, storage: str) -> FloatProduct | Qu
 
 
 def quantized_product(product: SeparatedProduct, bits: int) -> QuantizedProduct:
-    """Both sides, in canonical form for two factors: orthogonal terms do not amplify rounding."""
+    """Round both sides to codes, in canonical form for two factors: orthogonal terms do not amplify rounding."""
     if product.left.order == 2:
         product = product.canonical()
     return QuantizedProduct(quantize(product.left, bits), quantize(product.right, bits))
 
 
 def refitted_product(layer: Layer, product: SeparatedProduct, bits: int) -> QuantizedProduct:
-    """Codes near a layer in its norm: each factor is rounded in turn and the others are solved again.
+    """Find codes near a layer in its norm: each factor is rounded in turn and the others are solved again.
 
     By `quantize_sequentially`. Of as many bytes as `quantized_product`, and seldom farther.
     """
@@ -95,7 +96,7 @@ def refitted_product(layer: Layer, product: SeparatedProduct, bits: int) -> Quan
 def coded_product(
     product: SeparatedProduct, bits: int, norms: NormWeights | None = None
 ) -> QuantizedProduct | SpectralCode:
-    """Codes near ``product``: solved for in the norm, or rounded as they are, whichever is nearer.
+    """Find codes near ``product``: solved for in the norm, or rounded as they are, whichever is nearer.
 
     Rounded, since training may have left numbers that lie near codes already. A product of one
     factor a side is a matrix of low rank, and its singular vectors are coded.
@@ -103,7 +104,8 @@ def coded_product(
     aim = Layer.of("", LowRank(*product.to_lora()), norms)
     if product.left.order == 1:
         return svd_code(aim, [bits] * len(aim.gauge[1]))
-    rounded, solved = quantized_product(product, bits), refitted_product(aim, product, bits)
+    rounded = quantized_product(product, bits)
+    solved = refitted_product(aim, product, bits)
     return min((rounded, solved), key=lambda coded: aim.squared_error(coded.dequantized()))
 
 
@@ -140,7 +142,7 @@ def _terms_like(
 def _components_like(
     old: SpectralCode, product: SeparatedProduct, norms: NormWeights | None = None
 ) -> Stored:
-    # Bits by rank: the k-th largest singular value of the new form gets those that the k-th
+    # Bits by rank: the k-th largest singular value of the new product gets those that the k-th
     # component had.
     aim = Layer.of("", LowRank(*product.to_lora()), norms)
     rank = len(aim.gauge[1])
@@ -152,8 +154,8 @@ def quantize(matrix: SeparatedMatrix, bits: int) -> QuantizedMatrix:
 
     Raises `PrecisionError` unless 2 ≤ bits ≤ 8.
     """
-    if not 2 <= bits <= MOST_BITS:
-        raise PrecisionError(f"codes have 2 to {MOST_BITS} bits, got {bits}")
+    if not 2 <= bits <= MAX_BITS:
+        raise PrecisionError(f"codes have 2 to {MAX_BITS} bits, got {bits}")
     scales = to_numpy(matrix.weights).astype(np.float64)
     codes = []
     for factor in matrix.factors:
@@ -165,7 +167,7 @@ def quantize(matrix: SeparatedMatrix, bits: int) -> QuantizedMatrix:
 
 
 def _float16(scales: Doubles) -> tuple[NDArray[np.float16], int]:
-    """Scales as float16 times a power of two that brings the largest to between a half and one."""
+    """Return scales as float16 times a power of two that brings the largest to between a half and one."""
     exponent = math.frexp(float(np.max(np.abs(scales), initial=0.0)))[1]
     return np.ldexp(scales, -exponent).astype(np.float16), exponent
 
@@ -174,33 +176,34 @@ def _float16(scales: Doubles) -> tuple[NDArray[np.float16], int]:
 
 
 def svd_code(layer: Layer, bits: Sequence[int]) -> SpectralCode:
-    """The code of the layer's SVD with these bits a component; see `spectral_code`."""
+    """Return the code of the layer's SVD with these bits a component; see `spectral_code`."""
     return spectral_code(layer, layer_svd(layer), bits)
 
 
 def pair_code(layer: Layer) -> SpectralCode:
-    """The code of the pair's own columns and rows, eight bits each."""
-    left, right = (
-        to_numpy(side).astype(np.float64) for side in (layer.pair.left, layer.pair.right)
-    )
-    sizes = np.linalg.norm(left, axis=0), np.linalg.norm(right, axis=1)
-    nonzero = np.flatnonzero(sizes[0] * sizes[1])
-    u, v = left[:, nonzero] / sizes[0][nonzero], right[nonzero, :] / sizes[1][nonzero, None]
-    return spectral_code(layer, (u, (sizes[0] * sizes[1])[nonzero], v), (MOST_BITS,) * len(nonzero))
+    """Return the code of the pair's own columns and rows, eight bits each."""
+    left = to_numpy(layer.pair.left).astype(np.float64)
+    right = to_numpy(layer.pair.right).astype(np.float64)
+    column_norms = np.linalg.norm(left, axis=0)
+    row_norms = np.linalg.norm(right, axis=1)
+    sizes = column_norms * row_norms
+    nonzero = np.flatnonzero(sizes)
+    columns = left[:, nonzero] / column_norms[nonzero]
+    rows = right[nonzero, :] / row_norms[nonzero, None]
+    return spectral_code(layer, (columns, sizes[nonzero], rows), (MAX_BITS,) * len(nonzero))
 
 
 def layer_svd(layer: Layer) -> tuple[Doubles, Doubles, Doubles]:
-    """U (m, r), σ, Vᵀ (r, n) of a layer in its norm."""
-    pair, (columns, sigma, rows) = layer.pair, layer.gauge
-    return (
-        to_numpy(as_double(pair.left) @ columns),
-        to_numpy(sigma),
-        to_numpy(rows @ as_double(pair.right)),
-    )
+    """Return U (m, r), σ, Vᵀ (r, n) of a layer in its norm."""
+    pair = layer.pair
+    columns, sigma, rows = layer.gauge
+    u = to_numpy(as_double(pair.left) @ columns)
+    vh = to_numpy(rows @ as_double(pair.right))
+    return u, to_numpy(sigma), vh
 
 
 def water_fill(layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles) -> list[tuple[int, ...]]:
-    """Bits of every component after each step of greedy reverse water-filling, from the first component on.
+    """Return the bits of every component after each step of greedy reverse water-filling, from the first component on.
 
     Returns
     -------
@@ -214,11 +217,16 @@ def water_fill(layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles) -> list[tu
     against u_kᵀ G u_k = 1, likewise for v_k: in the Frobenius norm both factors are one.
     """
     # Water 1: what noise in a component weighs beside the component itself.
-    mean_out, mean_in = (float(w.trace) / w.size for w in (layer.norms.output, layer.norms.input))
-    noise = np.sum(u * u, axis=0) * mean_out + np.sum(vh * vh, axis=1) * mean_in
+    output, input_ = layer.norms.output, layer.norms.input
+    noise = np.sum(u * u, axis=0) * (float(output.trace) / output.size)
+    noise = noise + np.sum(vh * vh, axis=1) * (float(input_.trace) / input_.size)
     # Water 2: the best next width of every component, by loss removed per bit.
     widths = [0] * len(sigma)
-    heap = [step for k in range(len(sigma)) if (step := _next_width(k, 0, sigma, noise))]
+    heap = []
+    for k in range(len(sigma)):
+        step = _next_width(k, 0, sigma, noise)
+        if step is not None:
+            heap.append(step)
     heapq.heapify(heap)
     # Water 3: the steepest step first, until none lowers the loss.
     filled: list[tuple[int, ...]] = []
@@ -227,7 +235,7 @@ def water_fill(layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles) -> list[tu
         widths[k] = bits
         filled.append(tuple(widths))
         step = _next_width(k, bits, sigma, noise)
-        if step:
+        if step is not None:
             heapq.heappush(heap, step)
     return filled
 
@@ -235,25 +243,31 @@ def water_fill(layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles) -> list[tu
 def _next_width(
     k: int, width: int, sigma: Doubles, noise: Doubles
 ) -> tuple[float, int, int] | None:
-    """(−loss removed per bit, k, bits) of the best next width of component k; None if none lowers its loss.
+    """Return (−loss removed per bit, k, bits) of the best next width of component k; None if none lowers its loss.
 
     Several bits at once where that removes more per bit than one: a first bit alone codes nothing.
     """
+    energy = float(sigma[k] ** 2)
 
     def lost(bits: int) -> float:
-        return float(sigma[k] ** 2) * (
-            1.0 if bits == 0 else min(1.0, float(noise[k]) * GAUSSIAN[bits])
-        )
+        if bits == 0:
+            return energy
+        return energy * min(1.0, float(noise[k]) * GAUSSIAN_ERROR[bits])
 
-    wider = range(max(width + 1, 2), MOST_BITS + 1)
-    gain, bits = max(
-        (((lost(width) - lost(more)) / (more - width), more) for more in wider), default=(0.0, 0)
-    )
-    return (-gain, k, bits) if gain > 0.0 else None
+    best_gain = 0.0
+    best_bits = 0
+    for bits in range(max(width + 1, 2), MAX_BITS + 1):
+        gain = (lost(width) - lost(bits)) / (bits - width)
+        if (gain, bits) > (best_gain, best_bits):
+            best_gain = gain
+            best_bits = bits
+    return (-best_gain, k, best_bits) if best_gain > 0.0 else None
 
 
-def spectral_code(layer: Layer, svd: Sequence[Doubles], bits: Sequence[int]) -> SpectralCode:
-    """Codes of columns and rows near the layer in its norm: rounded in turn, each side fitted to the other's codes.
+def spectral_code(
+    layer: Layer, svd: Sequence[Doubles], bits: Sequence[int], *, rounds: int = 2
+) -> SpectralCode:
+    """Find codes of columns and rows near the layer in its norm: rounded in turn, each side fitted to the other's codes.
 
     Parameters
     ----------
@@ -262,6 +276,8 @@ def spectral_code(layer: Layer, svd: Sequence[Doubles], bits: Sequence[int]) -> 
         Where to start.
     bits : sequence of int
         Of each component; 0 leaves it out.
+    rounds : int
+        Times that both sides are fitted to each other's codes. By hand.
 
     Notes
     -----
@@ -269,7 +285,7 @@ def spectral_code(layer: Layer, svd: Sequence[Doubles], bits: Sequence[int]) -> 
     """
     # Codes 1: σ goes to both sides alike, and both are rounded.
     u, sigma, vh = svd
-    coded = [k for k, b in enumerate(bits) if b]
+    coded = [k for k, width in enumerate(bits) if width]
     widths = tuple(bits[k] for k in coded)
     root = np.sqrt(sigma[coded])
     left_codes, left = _nearest_columns(u[:, coded] * root, widths)
@@ -277,11 +293,9 @@ def spectral_code(layer: Layer, svd: Sequence[Doubles], bits: Sequence[int]) -> 
     # Codes 2: least squares in the norm for one side given the values of the other, rounded, and
     # the other way round.
     norms = layer.norms
-    b, a = (
-        to_numpy(layer.pair.left).astype(np.float64),
-        to_numpy(layer.pair.right).astype(np.float64).T,
-    )
-    for _ in range(ROUNDS):
+    b = to_numpy(layer.pair.left).astype(np.float64)
+    a = to_numpy(layer.pair.right).astype(np.float64).T
+    for _ in range(rounds):
         weighted = norms.output.apply(left)
         fitted = a @ (b.T @ weighted) @ np.linalg.pinv(left.T @ weighted, hermitian=True)
         right_codes, right = _nearest_columns(fitted, widths)
@@ -290,17 +304,20 @@ def spectral_code(layer: Layer, svd: Sequence[Doubles], bits: Sequence[int]) -> 
         left_codes, left = _nearest_columns(fitted, widths)
     # Codes 3: the scales by least squares: Gram matrix of the rank-one codes, and their products
     # with the layer.
-    left, right = left_codes.astype(np.float64), right_codes.astype(np.float64)
-    weighted_left, weighted_right = norms.output.apply(left), norms.input.apply(right)
+    left = left_codes.astype(np.float64)
+    right = right_codes.astype(np.float64)
+    weighted_left = norms.output.apply(left)
+    weighted_right = norms.input.apply(right)
     gram = (left.T @ weighted_left) * (right.T @ weighted_right)
     cross = np.sum((b.T @ weighted_left) * (a.T @ weighted_right), axis=0)
     scales, exponent = _float16(np.linalg.lstsq(gram, cross, rcond=None)[0])
-    columns = tuple(left_codes.T), tuple(right_codes.T)
-    return SpectralCode(*columns, scales, exponent, widths, layer.shape)
+    return SpectralCode(
+        tuple(left_codes.T), tuple(right_codes.T), scales, exponent, widths, layer.shape
+    )
 
 
 def _nearest_columns(columns: Doubles, widths: Sequence[int]) -> tuple[Codes, Doubles]:
-    """Codes of each column at its number of bits, and the values they stand for."""
+    """Return codes of each column at its number of bits, and the values they stand for."""
     codes = np.zeros(columns.shape, dtype=np.int8)
     values = np.zeros(columns.shape)
     for width in set(widths):

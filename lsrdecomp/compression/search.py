@@ -1,19 +1,16 @@
 """The search over the shapes of all layers under one budget, from top to bottom: Search 1 to 7.
 
 1. Plain candidates of every layer: nothing, the layer as it is, truncated SVD of every rank.
-2. The coarse grid: even splits without an inner rank, for all layers of a kind at once; for several
-   budgets all of it.
+2. The coarse grid: even splits without an inner rank, for all layers of a group at once; for several budgets all of it.
 3. A budget takes one candidate a layer, by what one more parameter removes of the loss.
-4. The fine grid, up to about the size that the budget gave each layer, unless low rank wins there;
-   it chooses again.
-5. Neighbours of the shapes chosen most often, tried on a few layers and adopted where they pay; it
-   chooses again.
+4. The fine grid, up to about the size that the budget gave each layer, unless low rank wins there; it chooses again.
+5. Neighbours of the shapes chosen most often, tried on a few layers and adopted where they pay; it chooses again.
 6. Shapes that layers of one size chose, for the others of that size.
 7. More sweeps for what is chosen, measured in the whole norm, until the choice stays.
 
-What was solved stays in the table (`search_table`), from which the next budget starts. Cost: the
-solves of steps 2 to 7, each O((m + n)(R r + s r)) a sweep and layer (`JointALS`); choosing is
-milliseconds a layer (docs/scale.md).
+What was solved stays in the table (`search_table`), from which the next budget starts. Cost: the solves of steps 2 to
+7, each O((m + n)(R r + s r)) a sweep and layer (`JointALS`); choosing is milliseconds a layer (docs/scale.md). The
+numbers that steer it are in `lsrdecomp.compression.effort.SearchEffort`.
 """
 
 from __future__ import annotations
@@ -25,14 +22,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lsrdecomp.checkpoints.progress import Counter
+from lsrdecomp.compression.caches import SpillCache
 from lsrdecomp.compression.candidates import Materialized, plain_candidates
-from lsrdecomp.compression.layers import Layer, SpillCache
-from lsrdecomp.compression.search_table import Entry, SearchTable
+from lsrdecomp.compression.search_table import SearchTable, TableEntry
 from lsrdecomp.compression.settings import Budget, Resources, Search
 from lsrdecomp.compression.shapes import (
     Configuration,
-    Ranks,
-    Request,
+    ShapeRequest,
     coarse_grid,
     fine_grid,
     more_terms,
@@ -41,63 +37,33 @@ from lsrdecomp.compression.shapes import (
     shapes_like,
     terms_around,
 )
-from lsrdecomp.compression.solve import Effort, Task, product_of
+from lsrdecomp.compression.solve import SolvedShape, SolveTask, product_of
 from lsrdecomp.kronecker.shape import ProductShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-WIDENINGS = 2
-"""Most times that the fine grid is solved for a budget: with it some layers are given more, others
-less."""
+    from lsrdecomp.compression.effort import Ranks, SolveEffort
+    from lsrdecomp.compression.layers import Layer
+    from lsrdecomp.kronecker.product import SeparatedProduct
 
-ROUNDS = 3
-"""Most times that a budget is drawn anew because refining changed what is best."""
-
-
-PAYS = 0.02
-"""A neighbour is solved for all layers of its group if on a few of them it lowers loss and cost,
-weighed against each other as the budget does, by this share."""
-
-ADOPTED = 2
-"""Most neighbours of one chosen shape that are solved for all layers of its group."""
-
-GROUPS = 3
-"""Most groups of layers of one chosen shape whose neighbours are tried in a round."""
-
-SMALLEST = 0.04
-"""Smallest group of layers of one chosen shape whose neighbours are tried, as a share of all
-layers."""
-
-TRIAL_LAYERS = 4
-"""Layers of a group, from all depths of the network, on which a neighbour is tried."""
-
-STRIDE = 1.7
-"""The fine grid is solved up to this factor above the size that a layer was given; from the fewest
-terms, since what grew from fewer terms comes nearer than what starts from singular vectors."""
-
-REFINED = 3e-4
-"""A sweep that lowers no error by more ends refining."""
-
-NOTHING = 3e-3
-"""So does one that lowers no loss by this share of what a layer loses on average."""
-
-PORTION = 8
-"""Sweeps at a time, after which only the layers go on whose losses they lowered by as much as ends
-refining each."""
-
-Group = tuple[tuple[object, ...], ProductShape]
-"""Layers of one kind that took one shape."""
+ShapeGroup = tuple[tuple[object, ...], ProductShape]
+"""Layers of one group that took one shape, by their key and the shape."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
-    """All layers under one budget."""
+class FittedLayers:
+    """All layers under one budget.
+
+    Attributes
+    ----------
+    chosen : tuple of Materialized
+    low_rank_error : float or None
+        Of the best truncated SVD found for the same budget and norm; None: none fits.
+    """
 
     chosen: tuple[Materialized, ...]
-    low_rank_error: (
-        float | None
-    )  # the best truncated SVD found for the same budget and norm; None: none fits
+    low_rank_error: float | None
 
 
 def search_layers(
@@ -142,64 +108,69 @@ def search_layers(
     >>> fitted.chosen[0].candidate.parameters <= layer.parameters / 4
     True
     """
-    table = SearchTable(
-        layers, search or Search(), storages, cache or SpillCache(), resources or Resources()
-    )
-    limit = max(budget.most_parameters for budget in budgets)
-    table.refines_grid = limit < math.inf and len(budgets) == 1 and not table.search.shapes
+    search = search or Search()
+    table = SearchTable(layers, search, storages, cache or SpillCache(), resources or Resources())
+    limit = max(budget.max_parameters for budget in budgets)
+    table.refines_grid = limit < math.inf and len(budgets) == 1 and not search.shapes
     # Search 1: what needs no solve. All that is wanted of a layer is read at once.
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, layer in enumerate(layers):
-        table.rows[i] = [Entry(candidate) for candidate in plain_candidates(layer, limit)]
-        if layer.squared_norm > 0.0 and min(layer.shape) > 1:
-            groups.setdefault(layer.kind, []).append(i)
+        table.rows[i] = [TableEntry(candidate) for candidate in plain_candidates(layer, limit)]
+        if _can_be_solved(layer):
+            groups.setdefault(layer.group_key, []).append(i)
             table.whole_norm[i] = layer.leading_entries == layer.norm_entries
-    # Search 2: the grid, layers of one kind together; or the shapes that another adapter took.
-    if table.search.shapes:
+    # Search 2: the grid, layers of one group together; or the shapes that another adapter took.
+    if search.shapes:
         tasks = _shapes_of_another(table, groups)
     else:
-        tasks = [
-            task
-            for indices in groups.values()
-            for task in table.runner.tasks(indices, _grid(table, indices, limit))
-        ]
+        tasks = []
+        for indices in groups.values():
+            tasks += table.runner.tasks(
+                indices, _grid(table, indices, limit), effort=search.effort.solve
+            )
     table.solve(tasks, "solving shapes")
     return table
 
 
-def _grid(table: SearchTable, indices: Sequence[int], limit: float) -> list[Request]:
-    """The grid for layers of one size, whole or coarse, as far as a budget of so many parameters could want it."""
-    first, ranks, search = (
-        table.layers[indices[0]],
-        [table.layers[i].rank for i in indices],
-        table.search,
-    )
-    most = min(max(ranks) * sum(first.shape) / 2, table.most_for(first, limit))
+def _can_be_solved(layer: Layer) -> bool:
+    """Return whether a layer has numbers, and sizes to split."""
+    return layer.squared_norm > 0.0 and min(layer.shape) > 1
+
+
+def _grid(table: SearchTable, indices: Sequence[int], limit: float) -> list[ShapeRequest]:
+    """Return the grid for layers of one size, whole or coarse, as far as a budget of so many parameters could want it."""
+    search = table.search
+    grid = search.effort.grid
+    first = table.layers[indices[0]]
+    max_rank = max(table.layers[i].rank for i in indices)
+    half_a_layer = max_rank * sum(first.shape) / 2
+    max_parameters = min(half_a_layer, table.layer_limit(first, limit))
     if table.refines_grid:
-        return coarse_grid(first.shape, search.orders, most)
-    return shape_grid(first.shape, max(ranks), search.orders, search.inner_rank, most)
+        return coarse_grid(first.shape, search.orders, max_parameters, grid)
+    return shape_grid(first.shape, max_rank, search.orders, search.inner_rank, max_parameters, grid)
 
 
 def _shapes_of_another(
     table: SearchTable, groups: Mapping[tuple[object, ...], Sequence[int]]
-) -> list[Task]:
-    """The shapes that were passed for each layer; layers of one kind side by side where they share one."""
-    sharing: dict[tuple[object, Request], list[int]] = {}
-    requests = shapes_like(table.search.shapes, {layer.name: layer.shape for layer in table.layers})
-    for kind, indices in groups.items():
+) -> list[SolveTask]:
+    """Return tasks for the shapes that were passed for each layer; layers of one group side by side where they share one."""
+    search = table.search
+    sizes = {layer.name: layer.shape for layer in table.layers}
+    requests = shapes_like(search.shapes, sizes, search.effort.common_shapes)
+    sharing: dict[tuple[object, ShapeRequest], list[int]] = {}
+    for key, indices in groups.items():
         for i in indices:
             for request in requests[table.layers[i].name]:
                 if request.shape.inner_rank <= table.layers[i].rank:
-                    sharing.setdefault((kind, request), []).append(i)
-    return [
-        task
-        for (_, request), indices in sharing.items()
-        for task in table.runner.tasks(indices, [request])
-    ]
+                    sharing.setdefault((key, request), []).append(i)
+    tasks = []
+    for (_, request), indices in sharing.items():
+        tasks += table.runner.tasks(indices, [request], effort=search.effort.solve)
+    return tasks
 
 
-def fit_budget(table: SearchTable, budget: Budget) -> Fitted:
-    """What every layer becomes under one budget over all of them.
+def fit_budget(table: SearchTable, budget: Budget) -> FittedLayers:
+    """Return the candidate of every layer under one budget over all of them, its factors made.
 
     Any number of budgets can be drawn from one table, which grows by what is solved for each.
 
@@ -214,223 +185,330 @@ def fit_budget(table: SearchTable, budget: Budget) -> Fitted:
     BudgetError
         If the budget cannot be met; says what is reachable.
     """
+    search = table.search
+    effort = search.effort
     # Search 3: the first choice, of what is in the table.
     allocation = table.allocated(budget)
     # Search 4: the fine grid where the choice wants it.
-    for _ in range(WIDENINGS if table.refines_grid else 0):
-        if not solve_fine_grid(table, [candidate.parameters for _, candidate in allocation.chosen]):
+    for _ in range(effort.max_grid_passes if table.refines_grid else 0):
+        sizes = [candidate.parameters for _, candidate in allocation.chosen]
+        if not solve_fine_grid(table, sizes):
             break
         allocation = table.allocated(budget)
     # Search 5 and 6: neighbours of the shapes that were chosen, and shapes of other layers of that
     # size. A tolerance for each layer has no rate of exchange between layers.
-    if not (table.search.shapes or budget.layer_rtol):
-        for _ in range(table.search.rounds):
+    if not (search.shapes or budget.layer_rtol):
+        for _ in range(search.rounds):
             if not try_neighbours(table, allocation.entries, allocation.exchange_rate):
                 break
             allocation = table.allocated(budget)
-        if table.search.rounds:
+        if search.rounds:
             exchange_shapes(table, allocation.entries)
     # Search 7: refine what is chosen for what it may become, until refining changes no choice; then
     # only errors in the whole norm count.
-    for _ in range(ROUNDS):
+    for _ in range(effort.max_refinements):
         allocation = table.allocated(budget, "expected")
         if not refine(table, allocation.entries, together=budget.layer_rtol is None):
             break
     allocation = table.allocated(budget, "measured")
-    return Fitted(table.materialized(allocation), allocation.low_rank_error)
+    return FittedLayers(table.materialized(allocation), allocation.low_rank_error)
+
+
+# -- Search 4 --------------------------------------------------------------------------------------
 
 
 def solve_fine_grid(table: SearchTable, sizes: Sequence[int]) -> bool:
-    """Search 4: solve every layer at the fine grid of shapes up to about so many parameters; whether there were any."""
-    # 4.1 Sizes by powers of `STRIDE`, so that layers share a task; each layer and power once. Not
-    #     where the coarse grid has nothing nearer than low rank in the Frobenius norm: of the LoRAs
-    #     that were tried no finer shape was, and where ΔW is near an LSR product of any shape, the
-    #     coarse grid is nearer too.
+    """Solve every layer at the fine grid of shapes up to about so many parameters; return whether there were any.
+
+    Parameters
+    ----------
+    table : SearchTable
+    sizes : sequence of int
+        Parameters that a budget gave each layer.
+    """
+    search = table.search
+    size_step = search.effort.size_step
+    # 4.1 Sizes by powers of `size_step`, so that layers share a task; each layer and power once.
     groups: dict[tuple[tuple[object, ...], int, int], list[int]] = {}
     for i, (layer, size) in enumerate(zip(table.layers, sizes, strict=True)):
-        if layer.is_frobenius and table.products(i) and table.low_rank_wins(i):
-            continue
-        if size > 0 and layer.squared_norm > 0.0 and min(layer.shape) > 1:
-            power = round(math.log(size, STRIDE))
+        if size > 0 and _can_be_solved(layer) and not _coarse_grid_suffices(table, i):
+            power = round(math.log(size, size_step))
             if ("fine grid", i, power) not in table.tried:
                 table.tried.add(("fine grid", i, power))
-                groups.setdefault((layer.kind, layer.rank, power), []).append(i)
+                groups.setdefault((layer.group_key, layer.rank, power), []).append(i)
     # 4.2 The grid of each group up to one power above, at most half of a layer.
-    tasks: list[Task] = []
+    tasks: list[SolveTask] = []
     for (_, rank, power), indices in groups.items():
-        first, search = table.layers[indices[0]], table.search
-        most = min(STRIDE ** (power + 1), first.parameters / 2)
-        tasks += table.runner.tasks(
-            indices, fine_grid(first.shape, rank, search.orders, search.inner_rank, most)
+        first = table.layers[indices[0]]
+        max_parameters = min(size_step ** (power + 1), first.parameters / 2)
+        requests = fine_grid(
+            first.shape,
+            rank,
+            search.orders,
+            search.inner_rank,
+            max_parameters,
+            search.effort.grid,
         )
+        tasks += table.runner.tasks(indices, requests, effort=search.effort.solve)
     table.solve(tasks, "solving more shapes")
     return bool(tasks)
 
 
-def try_neighbours(table: SearchTable, chosen: Sequence[Entry], rate: float) -> bool:
-    """Search 5: solve for neighbours of the chosen shapes where they pay; whether anything new was solved.
+def _coarse_grid_suffices(table: SearchTable, i: int) -> bool:
+    """Return whether no finer shape of a layer is worth a solve.
 
-    ``rate`` is the loss that one parameter removes at the margin of the budget.
+    Where the coarse grid has nothing nearer than low rank in the Frobenius norm: of the LoRAs that were tried no finer
+    shape was, and where ΔW is near an LSR product of any shape, the coarse grid is nearer too.
+    """
+    is_frobenius = table.layers[i].is_frobenius
+    return is_frobenius and bool(table.products(i)) and table.low_rank_wins(i)
+
+
+# -- Search 5 --------------------------------------------------------------------------------------
+
+
+def try_neighbours(table: SearchTable, chosen: Sequence[TableEntry], rate: float) -> bool:
+    """Solve for neighbours of the chosen shapes where they pay; return whether anything new was solved.
+
+    Parameters
+    ----------
+    table : SearchTable
+    chosen : sequence of TableEntry
+        One a layer.
+    rate : float
+        Loss that one parameter removes at the margin of the budget.
     """
     if rate <= 0.0:
         return False
-    # 5.1 The largest groups of layers of one kind that took one shape.
-    groups: dict[Group, list[int]] = {}
-    for i, entry in enumerate(chosen):
-        if entry.is_lsr:
-            groups.setdefault((table.layers[i].kind, entry.product.shape), []).append(i)
-    worthwhile = (item for item in groups.items() if len(item[1]) >= len(table.layers) * SMALLEST)
-    largest = sorted(worthwhile, key=lambda item: -len(item[1]))[:GROUPS]
+    effort = table.search.effort
+    # 5.1 The largest groups of layers of one group that took one shape.
+    groups = _largest_groups(table, chosen)
     # 5.2 One term more for all of their layers, neighbouring shapes for a few.
-    terms = [task for _, indices in largest for task in _more_terms(table, chosen, indices)]
-    trials = [task for group, indices in largest for task in _trials(table, group, chosen, indices)]
+    terms = [task for indices in groups.values() for task in _more_terms(table, chosen, indices)]
+    trials = []
+    for group, indices in groups.items():
+        trials += _trials(table, group, chosen, indices)
     counter = table.runner.counter([*terms, *trials], "trying neighbours")
-    for task, answers in table.runner.answers(terms, counter):
-        table.add(task, answers)
+    for task, shapes in table.runner.results(terms, counter):
+        table.add(task, shapes)
     # 5.3 What a trial gains: in the loss, plus what its parameters would have removed elsewhere.
-    before: dict[Group, float] = defaultdict(float)
-    gains: dict[Group, dict[Configuration, float]] = defaultdict(lambda: defaultdict(float))
-    for task, answers in table.runner.answers(trials, counter):
-        now = [chosen[i].product for i in task.indices]
-        group = table.layers[task.indices[0]].kind, now[0].shape
-        worth = [product.squared_error + rate * product.parameters for product in now]
-        before[group] += sum(worth)
-        for answer in answers:
-            after = answer.errors**2 + rate * answer.shape.parameters(*answer.ranks)
-            gain = sum(max(0.0, old - new) for old, new in zip(worth, after.tolist(), strict=True))
-            gains[group][answer.shape, answer.ranks] += gain
-        table.add(task, answers)
+    worth_before: dict[ShapeGroup, float] = defaultdict(float)
+    gains: dict[ShapeGroup, dict[Configuration, float]] = defaultdict(lambda: defaultdict(float))
+    for task, shapes in table.runner.results(trials, counter):
+        products = [chosen[i].product for i in task.indices]
+        group = table.layers[task.indices[0]].group_key, products[0].shape
+        worths = [product.squared_error + rate * product.parameters for product in products]
+        worth_before[group] += sum(worths)
+        for solved in shapes:
+            gains[group][solved.shape, solved.ranks] += _gain(worths, solved, rate)
+        table.add(task, shapes)
     # 5.4 A neighbour that gains enough on the few is solved for the whole group, at terms around
     # those tried.
-    adopted: list[Task] = []
+    adopted: list[SolveTask] = []
     for group, gain_of in gains.items():
-        for (shape, ranks), gain in sorted(gain_of.items(), key=lambda pair: -pair[1])[:ADOPTED]:
-            if gain > PAYS * before[group]:
-                adopted += table.runner.tasks(groups[group], [Request(shape, terms_around(ranks))])
+        best_first = sorted(gain_of.items(), key=lambda item: -item[1])
+        for (shape, ranks), gain in best_first[: effort.max_neighbours]:
+            if gain > effort.min_gain * worth_before[group]:
+                request = ShapeRequest(shape, terms_around(ranks))
+                adopted += table.runner.tasks(groups[group], [request], effort=effort.solve)
     table.solve(adopted, "solving neighbours")
     return bool(terms or adopted)
 
 
-def _more_terms(table: SearchTable, chosen: Sequence[Entry], indices: Sequence[int]) -> list[Task]:
-    """One term more for each of these layers, from where they stand."""
-    same: dict[tuple[Ranks, tuple[Ranks, ...]], list[int]] = {}
+def _largest_groups(
+    table: SearchTable, chosen: Sequence[TableEntry]
+) -> dict[ShapeGroup, list[int]]:
+    """Return the layers of the groups whose neighbours are tried, the largest group first."""
+    effort = table.search.effort
+    groups: dict[ShapeGroup, list[int]] = {}
+    for i, entry in enumerate(chosen):
+        if entry.is_lsr:
+            groups.setdefault((table.layers[i].group_key, entry.product.shape), []).append(i)
+    min_layers = len(table.layers) * effort.min_group_share
+    large = [group for group, indices in groups.items() if len(indices) >= min_layers]
+    largest = sorted(large, key=lambda group: -len(groups[group]))[: effort.max_groups]
+    return {group: groups[group] for group in largest}
+
+
+def _gain(worths: Sequence[float], solved: SolvedShape, rate: float) -> float:
+    """Return by how much a solved shape is worth more than what the layers have, over those where it is."""
+    new_worths: list[float] = (
+        solved.errors**2 + rate * solved.shape.parameters(*solved.ranks)
+    ).tolist()
+    return sum(max(0.0, old - new) for old, new in zip(worths, new_worths, strict=True))
+
+
+def _more_terms(
+    table: SearchTable, chosen: Sequence[TableEntry], indices: Sequence[int]
+) -> list[SolveTask]:
+    """Return tasks for one term more of each of these layers, from where they stand."""
+    alike: dict[tuple[Ranks, tuple[Ranks, ...]], list[int]] = {}
     for i in indices:
         product = chosen[i].product
         solved = [other.ranks for other in table.products(i) if other.shape == product.shape]
         fresh = tuple(ranks for ranks in more_terms(product.ranks) if ranks not in solved)
         if fresh:
-            same.setdefault((product.ranks, fresh), []).append(i)
-    tasks: list[Task] = []
-    for (_, fresh), members in same.items():
+            alike.setdefault((product.ranks, fresh), []).append(i)
+    tasks: list[SolveTask] = []
+    for (_, fresh), members in alike.items():
         starts = {i: chosen[i].product.product() for i in members}
+        request = ShapeRequest(chosen[members[0]].product.shape, fresh)
         tasks += table.runner.tasks(
-            members, [Request(chosen[members[0]].product.shape, fresh)], starts=starts
+            members, [request], starts=starts, effort=table.search.effort.solve
         )
     return tasks
 
 
 def _trials(
-    table: SearchTable, group: Group, chosen: Sequence[Entry], indices: Sequence[int]
-) -> list[Task]:
-    """Neighbouring shapes of a group, on a few of its layers from all depths of the network."""
-    kind, shape = group
-    ranks, _ = Tally(chosen[i].product.ranks for i in indices).most_common(1)[0]
-    few = list(indices)[:: max(1, len(indices) // TRIAL_LAYERS)][:TRIAL_LAYERS]
-    rank = min(max(table.layers[i].rank for i in indices), table.search.inner_rank)
+    table: SearchTable, group: ShapeGroup, chosen: Sequence[TableEntry], indices: Sequence[int]
+) -> list[SolveTask]:
+    """Return tasks for neighbouring shapes of a group, on a few of its layers from all depths of the network."""
+    key, shape = group
+    search = table.search
+    trial_layers = search.effort.trial_layers
+    every = max(1, len(indices) // trial_layers)
+    few = list(indices)[::every][:trial_layers]
+    ((ranks, _),) = Tally(chosen[i].product.ranks for i in indices).most_common(1)
+    max_rank = min(max(table.layers[i].rank for i in indices), search.inner_rank)
     solved = {product.shape for product in table.products(few[0])}
     requests = []
-    for other, terms in neighbours((shape, ranks), rank):
-        if (kind, other, terms) not in table.tried and other not in solved:
-            table.tried.add((kind, other, terms))
-            requests.append(Request(other, (terms,)))
-    return table.runner.tasks(few, requests)
+    for neighbour, terms in neighbours((shape, ranks), max_rank):
+        if (key, neighbour, terms) not in table.tried and neighbour not in solved:
+            table.tried.add((key, neighbour, terms))
+            requests.append(ShapeRequest(neighbour, (terms,)))
+    return table.runner.tasks(few, requests, effort=search.effort.solve)
 
 
-def exchange_shapes(table: SearchTable, chosen: Sequence[Entry]) -> None:
-    """Search 6: what was chosen most often for a size of layer, solved for the layers of that size that lack it.
+# -- Search 6 --------------------------------------------------------------------------------------
 
-    At numbers of terms that some layer took, up to a factor `STRIDE` from the size that a layer was
+
+def exchange_shapes(table: SearchTable, chosen: Sequence[TableEntry]) -> None:
+    """Solve what was chosen most often for a size of layer for the layers of that size that lack it.
+
+    At numbers of terms that some layer took, up to a factor `SearchEffort.size_step` from the size that a layer was
     given.
     """
+    effort = table.search.effort
     # 6.1 The common shapes of every size of layer.
-    configurations = {
-        table.layers[i].name: e.product.configuration for i, e in enumerate(chosen) if e.is_lsr
-    }
-    common = shapes_like(configurations, {layer.name: layer.shape for layer in table.layers})
+    configurations = {}
+    for layer, entry in zip(table.layers, chosen, strict=True):
+        if entry.is_lsr:
+            configurations[layer.name] = entry.product.configuration
+    sizes = {layer.name: layer.shape for layer in table.layers}
+    common = shapes_like(configurations, sizes, effort.common_shapes)
     # 6.2 Layers that lack one at terms near their size; each layer, shape and number of terms once.
-    lacking: dict[tuple[Group, tuple[Ranks, ...]], list[int]] = {}
-    for i, (layer, entry) in enumerate(zip(table.layers, chosen, strict=True)):
+    lacking: dict[tuple[ShapeGroup, tuple[Ranks, ...]], list[int]] = {}
+    for i, layer in enumerate(table.layers):
+        if layer.squared_norm == 0.0:
+            continue
         solved = {product.configuration for product in table.products(i)}
-        size = entry.exact.parameters
+        size = chosen[i].exact.parameters
         for request in common[layer.name]:
             shape = request.shape
-            if shape.inner_rank > layer.rank or layer.squared_norm == 0.0:
+            if shape.inner_rank > layer.rank:
                 continue
-            terms = tuple(
-                ranks for ranks in request.terms if shape.parameters(*ranks) <= STRIDE * size
-            )
-            near = {(shape, ranks) for ranks in terms if shape.parameters(*ranks) * STRIDE >= size}
-            if any(
-                pair not in solved and ("exchanged", i, *pair) not in table.tried for pair in near
-            ):
-                lacking.setdefault(((layer.kind, shape), terms), []).append(i)
-            table.tried |= {("exchanged", i, *pair) for pair in near}
-    tasks = [
-        task
-        for ((_, shape), terms), indices in lacking.items()
-        for task in table.runner.tasks(indices, [Request(shape, terms)])
-    ]
+            terms = []
+            is_lacking = False
+            for ranks in request.terms:
+                parameters = shape.parameters(*ranks)
+                if parameters > effort.size_step * size:
+                    continue
+                terms.append(ranks)
+                if parameters * effort.size_step >= size:
+                    tried = ("exchanged", i, shape, ranks)
+                    is_new = (shape, ranks) not in solved and tried not in table.tried
+                    is_lacking = is_lacking or is_new
+                    table.tried.add(tried)
+            if is_lacking:
+                lacking.setdefault(((layer.group_key, shape), tuple(terms)), []).append(i)
+    tasks: list[SolveTask] = []
+    for ((_, shape), terms_to_solve), indices in lacking.items():
+        request = ShapeRequest(shape, terms_to_solve)
+        tasks += table.runner.tasks(indices, [request], effort=effort.solve)
     table.solve(tasks, "exchanging shapes")
 
 
-def refine(table: SearchTable, chosen: Sequence[Entry], *, together: bool = True) -> bool:
-    """Search 7: more sweeps for the chosen LSR products, then measured in the whole norm; whether there were any.
+# -- Search 7 --------------------------------------------------------------------------------------
 
-    With ``together`` it is the loss of all layers that counts, and sweeps stop where they lower
-    that by little.
+
+@dataclass(frozen=True, slots=True)
+class _Refining:
+    """A product that is refined, and its loss after the last sweeps."""
+
+    product: SeparatedProduct
+    loss: float
+
+
+def refine(table: SearchTable, chosen: Sequence[TableEntry], *, together: bool = True) -> bool:
+    """Sweep more over the chosen LSR products, measured in the whole norm; return whether there were any.
+
+    With ``together`` it is the loss of all layers that counts, and sweeps stop where they lower that by little.
     """
+    search = table.search
+    effort = search.effort
     # 7.1 The chosen products that were not refined yet, and the gain in loss below which no sweep
     # is worth its time.
-    products = [entry.product for entry in chosen if entry.is_lsr]
-    indices = [i for i, entry in enumerate(chosen) if entry.is_lsr and not entry.product.refined]
-    least = (
-        NOTHING * sum(entry.exact.squared_error for entry in chosen) / max(1, len(products))
-        if together
-        else 0.0
-    )
-    counter = Counter(table.runner.resources.on_step, "refining", len(indices), "layers")
-    going_on = {i: (chosen[i].product.product(), chosen[i].exact.squared_error) for i in indices}
-    for swept in range(0, table.search.sweeps, PORTION):
-        # 7.2 Some sweeps for the layers of one kind, shape and number of terms together, each from
+    waiting: dict[int, _Refining] = {}
+    for i, entry in enumerate(chosen):
+        if entry.is_lsr and not entry.product.refined:
+            waiting[i] = _Refining(entry.product.product(), entry.exact.squared_error)
+    any_waiting = bool(waiting)
+    min_gain = 0.0
+    if together:
+        loss = sum(entry.exact.squared_error for entry in chosen)
+        products = sum(entry.is_lsr for entry in chosen)
+        min_gain = effort.min_relative_gain * loss / max(1, products)
+    counter = Counter(table.runner.resources.on_step, "refining", len(waiting), "layers")
+    for sweeps_done in range(0, search.sweeps, effort.sweeps_per_round):
+        # 7.2 Some sweeps for the layers of one group, shape and number of terms together, each from
         #     where it stands; all that are left for one that is alone in its task, since no other
         #     waits for it.
-        left = table.search.sweeps - swept
-        to_the_end = Effort(left, REFINED, least)
-        portion = replace(to_the_end, sweeps=min(PORTION, left))
-        alike: dict[tuple[tuple[object, ...], Configuration], list[int]] = defaultdict(list)
-        for i in going_on:
-            alike[table.layers[i].kind, chosen[i].product.configuration].append(i)
-        starts, tasks = {i: product for i, (product, _) in going_on.items()}, []
-        for (_, (shape, ranks)), members in alike.items():
-            parts = table.runner.tasks(
-                members, [Request(shape, (ranks,))], starts=starts, effort=portion
-            )
-            tasks += [
-                part if len(part.indices) > 1 else replace(part, effort=to_the_end)
-                for part in parts
-            ]
-        before, going_on = going_on, {}
-        for task, answers in table.runner.answers(tasks):
+        sweeps_left = search.sweeps - sweeps_done
+        to_the_end = replace(
+            effort.solve,
+            sweeps=sweeps_left,
+            tolerance=effort.refine_tolerance,
+            min_gain=min_gain,
+        )
+        before = waiting
+        waiting = {}
+        for task, shapes in table.runner.results(
+            _refining_tasks(table, chosen, before, to_the_end)
+        ):
             for position, i in enumerate(task.indices):
-                product = product_of(answers[0].factors_of(position))
-                loss = float(answers[0].errors[position]) ** 2
+                product = product_of(shapes[0].factors_of(position))
+                loss = float(shapes[0].errors[position]) ** 2
                 # 7.3 Layers that still gain go on among themselves, so that no batch waits for its
                 # slowest.
-                gain, enough = before[i][1] - loss, PORTION * max(least, 2.0 * REFINED * loss)
-                if task.effort.sweeps < left and gain > enough:
-                    going_on[i] = product, loss
+                gain = before[i].loss - loss
+                ends_refining = max(min_gain, 2.0 * effort.refine_tolerance * loss)
+                still_gains = gain > effort.sweeps_per_round * ends_refining
+                if task.effort.sweeps < sweeps_left and still_gains:
+                    waiting[i] = _Refining(product, loss)
                 # 7.4 The others are measured.
                 else:
                     table.refined(i, chosen[i], product)
                     counter.add()
-    return bool(indices)
+    return any_waiting
+
+
+def _refining_tasks(
+    table: SearchTable,
+    chosen: Sequence[TableEntry],
+    refining: Mapping[int, _Refining],
+    to_the_end: SolveEffort,
+) -> list[SolveTask]:
+    """Return tasks of some sweeps for layers that are alike, and of all that are left for one that is alone."""
+    sweeps = min(table.search.effort.sweeps_per_round, to_the_end.sweeps)
+    one_round = replace(to_the_end, sweeps=sweeps)
+    alike: dict[tuple[tuple[object, ...], Configuration], list[int]] = defaultdict(list)
+    for i in refining:
+        alike[table.layers[i].group_key, chosen[i].product.configuration].append(i)
+    starts = {i: refined.product for i, refined in refining.items()}
+    tasks = []
+    for (_, (shape, ranks)), members in alike.items():
+        request = ShapeRequest(shape, (ranks,))
+        for task in table.runner.tasks(members, [request], starts=starts, effort=one_round):
+            is_alone = len(task.indices) == 1
+            tasks.append(replace(task, effort=to_the_end) if is_alone else task)
+    return tasks

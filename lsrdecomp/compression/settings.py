@@ -11,6 +11,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from lsrdecomp.checkpoints.progress import ProgressUpdate as ProgressUpdate
+from lsrdecomp.compression.effort import (
+    DEFAULT_EFFORT,
+    DEFAULT_LIMITS,
+    MemoryLimits,
+    SearchEffort,
+)
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import (
     ON_COMMAND_LINE,
@@ -205,17 +211,30 @@ class CompressionPlan(Settings):
 class Budget:
     """A goal in the units of layers that are at hand: one of the first four is set.
 
+    Attributes
+    ----------
+    parameters : float, optional
+        Numbers in the factors of all layers, at most.
+    bytes : float, optional
+        Of the factors of all layers as stored.
+    squared_error : float, optional
+        Σ‖ΔW − ΔŴ‖² over the layers, in their norm.
+    layer_rtol : float, optional
+        ‖ΔW − ΔŴ‖ / ‖ΔW‖ of every layer on its own.
+    allowed : callable, optional
+        Says which candidates may be taken; absent, all.
+
     Examples
     --------
     >>> Budget(bytes=6000.0).counts_bytes
     True
     """
 
-    parameters: float | None = None  # numbers in the factors of all layers, at most
-    bytes: float | None = None  # of the factors of all layers as stored
-    squared_error: float | None = None  # Σ‖ΔW − ΔŴ‖² over the layers, in their norm
-    layer_rtol: float | None = None  # ‖ΔW − ΔŴ‖ / ‖ΔW‖ of every layer on its own
-    allowed: Callable[[Candidate], bool] | None = None  # what may be taken; absent, all
+    parameters: float | None = None
+    bytes: float | None = None
+    squared_error: float | None = None
+    layer_rtol: float | None = None
+    allowed: Callable[[Candidate], bool] | None = None
 
     @property
     def cost(self) -> float | None:
@@ -223,18 +242,20 @@ class Budget:
         return self.parameters if self.bytes is None else self.bytes
 
     def allows(self, candidate: Candidate) -> bool:
-        """Whether a candidate may be taken; dropping a layer always may."""
-        return self.allowed is None or not candidate.parameters or self.allowed(candidate)
+        """Return whether a candidate may be taken; dropping a layer always may."""
+        drops = not candidate.parameters
+        return drops or self.allowed is None or self.allowed(candidate)
 
     @property
     def counts_bytes(self) -> bool:
         return self.bytes is not None
 
     @property
-    def most_parameters(self) -> float:
+    def max_parameters(self) -> float:
         """Numbers that it pays for at most: where bytes are counted, of four bits each."""
-        most = self.parameters if self.bytes is None else 2.0 * self.bytes
-        return math.inf if most is None else most
+        if self.bytes is not None:
+            return 2.0 * self.bytes
+        return math.inf if self.parameters is None else self.parameters
 
     @property
     def bounds_error(self) -> bool:
@@ -256,7 +277,7 @@ class PlanKeywords(TypedDict, total=False):
 
 
 def share_of_effect(kl: float, effect: float) -> float:
-    """A divergence by that without the adapter, both in nats; `BudgetError` unless it is less."""
+    """Return a divergence by that without the adapter, both in nats; `BudgetError` unless it is less."""
     if kl >= effect:
         text = f"a divergence of {kl:g} nats is no less than that without the adapter, {effect:.3g}"
         raise BudgetError(f"{text}: ask for less")
@@ -281,6 +302,8 @@ class Search:
     shapes : Mapping of layer name to configuration, optional
         What the layers of another adapter became: these shapes, and the commonest ones for each
         size of layer, are solved for in place of the grid and its neighbours; see `Search.like`.
+    effort : SearchEffort
+        Everything else that a search could be told; seldom of use.
 
     Examples
     --------
@@ -293,10 +316,11 @@ class Search:
     inner_rank: int = 8
     sweeps: int = 40
     shapes: Mapping[str, Configuration] = field(default_factory=dict)
+    effort: SearchEffort = DEFAULT_EFFORT
 
     @classmethod
     def like(cls, compressed: Checkpoint) -> Search:
-        """The shapes that serve another adapter of the same base and layers, as it was written.
+        """Return a search of the shapes that serve another adapter of the same base and layers, as it was written.
 
         On LoRAs of a language model errors come within 3 % of those of a search of its own, in half
         the time (``benchmarks/cost/fleet.py``).
@@ -321,21 +345,33 @@ class Search:
         """
         from lsrdecomp.checkpoints import KroneckerLayer
 
-        products = (
-            layer
-            for layer in compressed.layers
-            if isinstance(layer, KroneckerLayer) and layer.shape.order > 1
-        )
-        return cls(
-            shapes={
-                layer.name: (layer.shape, (layer.left_rank, layer.right_rank)) for layer in products
-            }
-        )
+        shapes = {}
+        for layer in compressed.layers:
+            if isinstance(layer, KroneckerLayer) and layer.shape.order > 1:
+                shapes[layer.name] = (layer.shape, (layer.left_rank, layer.right_rank))
+        return cls(shapes=shapes)
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Where a search solves, what it keeps, whom it tells.
+    """Where a search solves, what it keeps, whom it tells, and how much it holds at a time.
+
+    Attributes
+    ----------
+    workers : int
+        Processes, of one thread each.
+    device : str, optional
+        Of torch; absent, NumPy solves.
+    journal : Journal, optional
+        Entered; what was solved is kept there and used again.
+    on_step : callable, optional
+        Called with a `ProgressUpdate` as a search goes on.
+    memory : MemoryLimits
+    tasks_in_flight : int
+        Tasks a worker that are read, under way or waiting for their turn; so many are solved again after a kill. By
+        hand.
+    worker_timeout : int
+        Seconds after which a worker without work ends. By hand.
 
     Examples
     --------
@@ -347,5 +383,8 @@ class Resources:
 
     workers: int = 1
     device: str | None = None
-    journal: Journal | None = None  # entered; what was solved is kept there and used again
+    journal: Journal | None = None
     on_step: OnStep | None = None
+    memory: MemoryLimits = DEFAULT_LIMITS
+    tasks_in_flight: int = 4
+    worker_timeout: int = 60

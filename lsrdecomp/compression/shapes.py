@@ -1,8 +1,8 @@
 """The grid of shapes for each size of layer, and the neighbours of a shape that was chosen. Integers only.
 
-Which shapes are worth solving for hardly depends on the adapter: the most even splits into two and
-three factors where there are few parameters, tall ones (low rank of a reshaped side) where there
-are more. So no shape is probed.
+Which shapes are worth solving for hardly depends on the adapter: the most even splits into two and three factors where
+there are few parameters, tall ones (low rank of a reshaped side) where there are more. So no shape is probed; the
+table is `lsrdecomp.compression.effort.ShapeGrid`.
 """
 
 from __future__ import annotations
@@ -13,213 +13,240 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from lsrdecomp.compression.effort import DEFAULT_EFFORT, Ranks, ShapeGrid
 from lsrdecomp.kronecker.shape import ProductShape, divisors, splits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-Configuration = tuple[ProductShape, tuple[int, int]]
+Configuration = tuple[ProductShape, Ranks]
 """A shape of an LSR product, and the terms of its out side and its in side."""
 
-Ranks = tuple[int, int]
-
-FEW = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4))
-"""Terms of three factors, in which solutions are nested."""
-
-MORE = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4), (6, 6), (8, 8))
-"""Terms of two factors."""
-
-WIDE = ((1, 1), (2, 2), (3, 3), (4, 4), (6, 6), (8, 8), (12, 12))
-"""Terms of shapes with an inner rank."""
-
-EVEN_INNER = ((2, 2), (2, 3))
-"""Inner shapes of even splits besides (1, 1)."""
-
-LARGE = ((2, 3), (4, 1))
-"""Inner shapes that pay only for about as many parameters as one rank of truncated SVD takes, or
-more."""
-
-TALL = ((12, (2, 1)), (6, (4, 1)), (12, (1, 2)))
-"""Tall shapes: their small factor is the divisor nearest to this, and has all of the inner rank. On
-a language model these and the even ones come within a hundredth of 116 shapes from 1/96 to 1/4."""
-
-COMMON = 2
-"""Shapes that layers of one size share with another adapter, besides each its own: with none,
-errors are 1.03 to 1.10 times as large on SmolLM2's adapters; with two, 1.01."""
+DEFAULT_GRID = DEFAULT_EFFORT.grid
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One shape at growing numbers of terms, to be solved for layers of one kind."""
+class ShapeRequest:
+    """One shape at growing numbers of terms, to be solved for layers of one group."""
 
     shape: ProductShape
     terms: tuple[Ranks, ...]
 
 
 def shape_grid(
-    matrix_shape: tuple[int, int], rank: int, orders: Sequence[int], inner_rank: int, most: float
-) -> list[Request]:
-    """The whole grid for layers of a size: shapes of at most ``most`` parameters each, in a fixed order."""
-    return [
-        *coarse_grid(matrix_shape, orders, most),
-        *fine_grid(matrix_shape, rank, orders, inner_rank, most),
-    ]
+    matrix_shape: tuple[int, int],
+    rank: int,
+    orders: Sequence[int],
+    inner_rank: int,
+    max_parameters: float,
+    grid: ShapeGrid = DEFAULT_GRID,
+) -> list[ShapeRequest]:
+    """Return the whole grid for layers of a size, in a fixed order.
+
+    Parameters
+    ----------
+    matrix_shape : (int, int)
+    rank : int
+        Rank of the layers.
+    orders : sequence of int
+        Numbers of factors.
+    inner_rank : int
+        Largest inner rank.
+    max_parameters : float
+        Of a shape at its number of terms.
+    grid : ShapeGrid
+    """
+    coarse = coarse_grid(matrix_shape, orders, max_parameters, grid)
+    fine = fine_grid(matrix_shape, rank, orders, inner_rank, max_parameters, grid)
+    return [*coarse, *fine]
 
 
-def coarse_grid(matrix_shape: tuple[int, int], orders: Sequence[int], most: float) -> list[Request]:
-    """The even splits without an inner rank: cheap to solve, near enough to see what a budget gives a layer."""
-    m, n = matrix_shape
-    evens = (
-        (order, ProductShape(_even(m, order), (1,) * order, _even(n, order)))
-        for order in sorted(orders)[::-1]
-    )
-    return _requests([(shape, MORE if order == 2 else FEW) for order, shape in evens], most)
+def coarse_grid(
+    matrix_shape: tuple[int, int],
+    orders: Sequence[int],
+    max_parameters: float,
+    grid: ShapeGrid = DEFAULT_GRID,
+) -> list[ShapeRequest]:
+    """Return the even splits without an inner rank: cheap to solve, near enough to see what a budget gives a layer."""
+    rows, columns = matrix_shape
+    requests = []
+    for order in sorted(orders, reverse=True):
+        shape = ProductShape(_even_split(rows, order), (1,) * order, _even_split(columns, order))
+        requests.append((shape, grid.terms_of_two if order == 2 else grid.terms_of_three))
+    return _fitting_requests(requests, max_parameters)
 
 
 def fine_grid(
-    matrix_shape: tuple[int, int], rank: int, orders: Sequence[int], inner_rank: int, most: float
-) -> list[Request]:
-    """Even and tall shapes with an inner rank, of at most ``most`` parameters."""
-    m, n = matrix_shape
-    rank = min(rank, inner_rank, m, n)
+    matrix_shape: tuple[int, int],
+    rank: int,
+    orders: Sequence[int],
+    inner_rank: int,
+    max_parameters: float,
+    grid: ShapeGrid = DEFAULT_GRID,
+) -> list[ShapeRequest]:
+    """Return even and tall shapes of two factors with an inner rank, of at most so many parameters."""
     if 2 not in orders:
         return []
-    even = (
-        ProductShape(_even(m, 2), inner, _even(n, 2))
-        for inner in EVEN_INNER
-        if math.prod(inner) <= rank
-    )
-    tall = (_tall_shape(matrix_shape, near, inner) for near, inner in TALL if max(inner) <= rank)
+    rows, columns = matrix_shape
+    max_rank = min(rank, inner_rank, rows, columns)
+    out, into = _even_split(rows, 2), _even_split(columns, 2)
+    even = [
+        ProductShape(out, inner, into) for inner in grid.even_inner if math.prod(inner) <= max_rank
+    ]
+    tall = [
+        _tall_shape(matrix_shape, near, inner)
+        for near, inner in grid.tall
+        if max(inner) <= max_rank
+    ]
+    shapes = [*even, *tall]
     # Large inner ranks cost about as much as a rank of truncated SVD, m + n: below that they are
     # not worth a solve.
-    pays = 0.6 * (m + n)
-    wanted = [shape for shape in (*even, *tall) if most >= pays or shape.inner not in LARGE]
-    return _requests([(shape, WIDE) for shape in wanted], most)
+    if max_parameters < grid.min_large_ranks * (rows + columns):
+        shapes = [shape for shape in shapes if shape.inner not in grid.large_inner]
+    return _fitting_requests([(shape, grid.terms_with_inner) for shape in shapes], max_parameters)
 
 
-def _requests(wanted: Sequence[tuple[ProductShape, Sequence[Ranks]]], most: float) -> list[Request]:
-    """Each shape once, at the numbers of terms that it can have in at most ``most`` parameters."""
-    requests: dict[ProductShape, Request] = {}
-    for shape, terms in wanted:
-        fitting = [
-            ranks
-            for ranks in terms
-            if clipped(shape, ranks) == ranks and shape.parameters(*ranks) <= most
-        ]
+def _fitting_requests(
+    requests: Iterable[tuple[ProductShape, Sequence[Ranks]]], max_parameters: float
+) -> list[ShapeRequest]:
+    """Return each shape once, at the numbers of terms that it can have in so many parameters."""
+    by_shape: dict[ProductShape, ShapeRequest] = {}
+    for shape, terms in requests:
+        fitting = []
+        for ranks in terms:
+            can_have = clipped(shape, ranks) == ranks
+            if can_have and shape.parameters(*ranks) <= max_parameters:
+                fitting.append(ranks)
         if fitting:
-            requests[shape] = Request(shape, tuple(fitting))
-    return list(requests.values())
+            by_shape[shape] = ShapeRequest(shape, tuple(fitting))
+    return list(by_shape.values())
 
 
 def shapes_like(
-    chosen: Mapping[str, Configuration], sizes: Mapping[str, tuple[int, int]]
-) -> dict[str, tuple[Request, ...]]:
-    """For each layer the shape that was chosen for it, if any, and those chosen most often for its size.
+    chosen: Mapping[str, Configuration],
+    sizes: Mapping[str, tuple[int, int]],
+    common_shapes: int = DEFAULT_EFFORT.common_shapes,
+) -> dict[str, tuple[ShapeRequest, ...]]:
+    """Return for each layer the shape that was chosen for it, if any, and those chosen most often for its size.
 
     Every shape at the numbers of terms that any layer of that size took, and at one more.
+
+    Parameters
+    ----------
+    chosen : Mapping of layer name to configuration
+    sizes : Mapping of layer name to (m, n)
+        The layers that are asked for.
+    common_shapes : int
+        How many of those chosen most often.
     """
-    by_layer: dict[str, tuple[Request, ...]] = {}
+    by_layer: dict[str, tuple[ShapeRequest, ...]] = {}
     for size in dict.fromkeys(sizes.values()):
-        same = {name: choice for name, choice in chosen.items() if choice[0].matrix_shape == size}
-        terms: dict[ProductShape, set[Ranks]] = {}
-        for shape, ranks in same.values():
-            terms.setdefault(shape, set()).update((ranks, clipped(shape, more_terms(ranks)[-1])))
-        requests = {
-            shape: Request(shape, tuple(sorted(ranks, key=lambda r: (sum(r), r))))
-            for shape, ranks in terms.items()
-        }
-        common = [
-            shape for shape, _ in Counter(shape for shape, _ in same.values()).most_common(COMMON)
-        ]
-        for name in (name for name, other in sizes.items() if other == size):
-            own = [same[name][0]] if name in same else []
-            by_layer[name] = tuple(requests[shape] for shape in dict.fromkeys([*common, *own]))
+        of_size = {name: pair for name, pair in chosen.items() if pair[0].matrix_shape == size}
+        requests = _requests_for(of_size.values())
+        counts = Counter(shape for shape, _ in of_size.values())
+        common = [shape for shape, _ in counts.most_common(common_shapes)]
+        for name, other_size in sizes.items():
+            if other_size == size:
+                shapes = [*common, of_size[name][0]] if name in of_size else common
+                by_layer[name] = tuple(requests[shape] for shape in dict.fromkeys(shapes))
     return by_layer
 
 
-def neighbours(configuration: Configuration, rank: int) -> Iterator[Configuration]:
-    """Shapes one step away: an inner factor one more or less, a factor of a side moved, a split exchanged."""
+def _requests_for(chosen: Iterable[Configuration]) -> dict[ProductShape, ShapeRequest]:
+    """Return every shape that was chosen, at the numbers of terms it was chosen at and at one more of each."""
+    terms: dict[ProductShape, set[Ranks]] = {}
+    for shape, ranks in chosen:
+        one_more = clipped(shape, more_terms(ranks)[-1])
+        terms.setdefault(shape, set()).update((ranks, one_more))
+    requests = {}
+    for shape, all_ranks in terms.items():
+        ascending = sorted(all_ranks, key=lambda ranks: (sum(ranks), ranks))
+        requests[shape] = ShapeRequest(shape, tuple(ascending))
+    return requests
+
+
+def neighbours(configuration: Configuration, max_rank: int) -> Iterator[Configuration]:
+    """Yield shapes one step away: an inner factor one more or less, a factor of a side moved, a split exchanged."""
     shape, ranks = configuration
-    near = dict.fromkeys(
-        [(shape.out, inner, shape.into) for inner in _steps(shape.inner, rank)]
-        + [(out, shape.inner, shape.into) for out in _moves(shape.out)]
-        + [(shape.out, shape.inner, into) for into in _moves(shape.into)]
-    )
-    near.pop((shape.out, shape.inner, shape.into), None)
-    for out, inner, into in near:
-        other = ProductShape(out, inner, into)
-        yield other, clipped(other, ranks)
+    near = [(shape.out, inner, shape.into) for inner in _steps(shape.inner, max_rank)]
+    near += [(out, shape.inner, shape.into) for out in _moves(shape.out)]
+    near += [(shape.out, shape.inner, into) for into in _moves(shape.into)]
+    itself = (shape.out, shape.inner, shape.into)
+    for sizes in dict.fromkeys(near):
+        if sizes != itself:
+            neighbour = ProductShape(*sizes)
+            yield neighbour, clipped(neighbour, ranks)
 
 
 def more_terms(ranks: Ranks) -> list[Ranks]:
-    """A term more on one side, on the other, on both."""
+    """Return a term more on one side, on the other, on both."""
     s, t = ranks
     return [(s + 1, t), (s, t + 1), (s + 1, t + 1)]
 
 
 def terms_around(ranks: Ranks) -> tuple[Ranks, ...]:
-    """A term fewer on both sides, these, a term more on both."""
+    """Return a term fewer on both sides, these, a term more on both."""
     s, t = ranks
-    return tuple(dict.fromkeys([(max(1, s - 1), max(1, t - 1)), (s, t), (s + 1, t + 1)]))
+    fewer = max(1, s - 1), max(1, t - 1)
+    return tuple(dict.fromkeys([fewer, ranks, (s + 1, t + 1)]))
 
 
 def clipped(shape: ProductShape, ranks: Ranks) -> Ranks:
-    """At most as many terms as the sides can need."""
-    return min(ranks[0], shape.left.max_separation_rank), min(
-        ranks[1], shape.right.max_separation_rank
-    )
+    """Return these numbers of terms, or as many as the sides can need."""
+    left, right = ranks
+    max_left, max_right = shape.left.max_separation_rank, shape.right.max_separation_rank
+    return min(left, max_left), min(right, max_right)
 
 
 @cache
-def _even(size: int, order: int) -> tuple[int, ...]:
-    """The split into ``order`` factors that are most alike, ascending."""
-    return tuple(sorted(min(splits(size, order), key=lambda split: max(split) / min(split))))
+def _even_split(size: int, order: int) -> tuple[int, ...]:
+    """Return the split into so many factors that are most alike, ascending."""
+    most_even = min(splits(size, order), key=lambda split: max(split) / min(split))
+    return tuple(sorted(most_even))
 
 
-def _tall_shape(matrix_shape: tuple[int, int], near: int, inner: tuple[int, int]) -> ProductShape:
-    """The small factor of both sides is where the inner rank is: outermost or innermost."""
-    out, into = (_tall(size, near) for size in matrix_shape)
-    return (
-        ProductShape(out, inner, into)
-        if inner[0] > 1
-        else ProductShape(out[::-1], inner, into[::-1])
-    )
+def _tall_shape(matrix_shape: tuple[int, int], near: int, inner: Ranks) -> ProductShape:
+    """Return a shape whose small factor of both sides is where the inner rank is: outermost or innermost."""
+    out, into = (_tall_split(size, near) for size in matrix_shape)
+    if inner[0] > 1:
+        return ProductShape(out, inner, into)
+    return ProductShape(out[::-1], inner, into[::-1])
 
 
 @cache
-def _tall(size: int, near: int) -> tuple[int, int]:
-    """(q, size / q) with q near a small number, not one."""
-    small = min(
-        (q for q in divisors(size) if q > 1), key=lambda q: abs(math.log(q / near)), default=1
-    )
+def _tall_split(size: int, near: int) -> tuple[int, int]:
+    """Return (q, size / q) with the divisor q nearest to a small number, not one."""
+    candidates = [q for q in divisors(size) if q > 1]
+    small = min(candidates, key=lambda q: abs(math.log(q / near)), default=1)
     return small, size // small
 
 
-def _steps(inner: tuple[int, ...], rank: int) -> Iterator[tuple[int, ...]]:
+def _steps(inner: tuple[int, ...], max_rank: int) -> Iterator[tuple[int, ...]]:
+    """Yield inner shapes with one factor one more or one less."""
     for i in range(len(inner)):
         for change in (1, -1):
             stepped = (*inner[:i], inner[i] + change, *inner[i + 1 :])
-            if stepped[i] >= 1 and math.prod(stepped) <= rank:
+            if stepped[i] >= 1 and math.prod(stepped) <= max_rank:
                 yield stepped
 
 
 def _moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Other splits of the product: two factors exchanged, or a prime of one given to another."""
+    """Yield other splits of the product: two factors exchanged, or a prime of one given to another."""
     for i in range(len(sizes)):
         for j in range(len(sizes)):
             if i < j:
-                yield tuple(
-                    sizes[j] if k == i else sizes[i] if k == j else size
-                    for k, size in enumerate(sizes)
-                )
+                exchanged = list(sizes)
+                exchanged[i], exchanged[j] = sizes[j], sizes[i]
+                yield tuple(exchanged)
             if i != j:
                 for prime in _primes(sizes[i])[:2]:
                     moved = list(sizes)
-                    moved[i], moved[j] = moved[i] // prime, moved[j] * prime
+                    moved[i] //= prime
+                    moved[j] *= prime
                     yield tuple(moved)
 
 
 @cache
 def _primes(size: int) -> list[int]:
-    """The distinct primes of a size, ascending."""
+    """Return the distinct primes of a size, ascending."""
     return [divisor for divisor in divisors(size) if len(divisors(divisor)) == 2]

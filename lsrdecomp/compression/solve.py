@@ -7,7 +7,7 @@ from concurrent.futures import BrokenExecutor
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from lsrdecomp.arrays import to_device
 from lsrdecomp.checkpoints.journal import JournalEntry, content_key
 from lsrdecomp.checkpoints.progress import Counter
+from lsrdecomp.compression.effort import DEFAULT_EFFORT, Ranks, SolveEffort
 from lsrdecomp.compression.layers import Layer, batches
-from lsrdecomp.compression.shapes import Ranks, Request, clipped
+from lsrdecomp.compression.shapes import ShapeRequest, clipped
 from lsrdecomp.errors import LsrError, needs
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -35,29 +36,38 @@ if TYPE_CHECKING:
 
 Factors = tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]
 
+SIDES = "left", "right"
+"""Names of the sides in the journal."""
 
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How hard to solve from what was solved before."""
-
-    sweeps: int = 2
-    tolerance: float = 2e-3  # a sweep that lowers no error by more ends the solve
-    least: float = 0.0  # so does one that lowers no squared error by more
+THREADS = ("OMP", "OPENBLAS", "MKL", "BLIS", "VECLIB_MAXIMUM", "NUMEXPR")
+"""Libraries whose threads a variable ``…_NUM_THREADS`` counts."""
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
-    """Requests for layers of one kind that fit in memory together."""
+class SolveTask:
+    """Shapes to solve for layers of one group that fit in memory together.
 
-    indices: tuple[int, ...]  # of the layers in the whole adapter
-    requests: Sequence[Request]
-    starts: (
-        Sequence[SeparatedProduct] | None
-    )  # one a layer, of the shape of the only request and no more terms
-    effort: Effort
+    Attributes
+    ----------
+    indices : tuple of int
+        Of the layers in the whole adapter.
+    requests : sequence of ShapeRequest
+    starts : sequence of SeparatedProduct, optional
+        One a layer, of the shape of the only request and no more terms.
+    effort : SolveEffort
+    device : str, optional
+        Of torch; absent, NumPy.
+    targets, weights : sequences of LowRank and of NormWeights
+        Read when the task is begun. Without weights, the Frobenius norm.
+    """
+
+    indices: tuple[int, ...]
+    requests: Sequence[ShapeRequest]
+    starts: Sequence[SeparatedProduct] | None
+    effort: SolveEffort
     device: str | None
-    targets: Sequence[LowRank] = ()  # read when the task is begun, and so are the norms
-    weights: Sequence[NormWeights] | None = None  # None: the Frobenius norm
+    targets: Sequence[LowRank] = ()
+    weights: Sequence[NormWeights] | None = None
 
     @property
     def size(self) -> int:
@@ -66,8 +76,8 @@ class Task:
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
-    """What one shape came to, layer by layer of its task."""
+class SolvedShape:
+    """One shape at one number of terms, solved for each layer of a task."""
 
     shape: ProductShape
     ranks: Ranks
@@ -75,43 +85,40 @@ class Answer:
     factors: Factors  # of both sides, (L, s, m_i, r_i) and (L, t, r_i, n_i)
 
     def ranks_of(self, position: int) -> Ranks:
-        """Terms of a layer's product, those that vanished not counted."""
-        left, right = (
-            sum(all(factor[position, k].any() for factor in side) for k in range(side[0].shape[1]))
-            for side in self.factors
-        )
+        """Return the terms of a layer's product, those that vanished not counted."""
+        left, right = (_count_terms(side, position) for side in self.factors)
         return left, right
 
     def factors_of(self, position: int) -> Factors:
-        """The factors of one layer."""
+        """Return the factors of one layer."""
         left, right = (
             [np.ascontiguousarray(factor[position]) for factor in side] for side in self.factors
         )
         return left, right
 
 
+def _count_terms(side: Sequence[NDArray[np.float64]], position: int) -> int:
+    """Return how many terms of a side have no factor of zeros."""
+    count = 0
+    for term in range(side[0].shape[1]):
+        count += all(factor[position, term].any() for factor in side)
+    return count
+
+
 def product_of(factors: Factors) -> SeparatedProduct:
-    """The product of two sides of factors (s, m_i, r_i) and (t, r_i, n_i), its terms normalised."""
+    """Return the product of two sides of factors (s, m_i, r_i) and (t, r_i, n_i), its terms normalised."""
     left, right = (SeparatedMatrix.from_factors(side) for side in factors)
     return SeparatedProduct(left, right)
 
 
-SIDES = "left", "right"
+class _TaskInProgress(NamedTuple):
+    """A task with its numbers, and how its result is had."""
 
-STARTS, COLD_SWEEPS = 2, 4
-"""Starts from singular vectors, and sweeps after the nearest, where nothing was solved before."""
-
-CG_STEPS = 8
-"""Conjugate gradient steps of a block update in a weighted norm."""
-
-AHEAD = 4
-"""Tasks a worker that are read, under way or waiting for their turn, so that not all layers are in memory at once. Of
-those that wait none is in the journal yet: so many are solved again after a kill."""
-
-THREADS = ("OMP", "OPENBLAS", "MKL", "BLIS", "VECLIB_MAXIMUM", "NUMEXPR")
-
-IDLE = 60
-"""Seconds after which a worker without work ends."""
+    task: SolveTask
+    journal_key: (
+        str  # under which the result is kept; empty where there is no journal or it is known
+    )
+    result: Callable[[], list[SolvedShape]]
 
 
 class TaskRunner:
@@ -121,141 +128,169 @@ class TaskRunner:
     """
 
     def __init__(self, layers: Sequence[Layer], resources: Resources) -> None:
-        self.layers, self.resources, self._pool = layers, resources, None
+        self.layers = layers
+        self.resources = resources
+        self._pool: Any = None
         if resources.workers > 1:
             with needs("a pool of workers", "fleet"):
                 from joblib.externals.loky import ProcessPoolExecutor
             threads = {f"{library}_NUM_THREADS": "1" for library in THREADS}
-            self._pool = ProcessPoolExecutor(resources.workers, timeout=IDLE, env=threads)
+            self._pool = ProcessPoolExecutor(
+                resources.workers, timeout=resources.worker_timeout, env=threads
+            )
 
     def tasks(
         self,
         indices: Sequence[int],
-        requests: Sequence[Request],
+        requests: Sequence[ShapeRequest],
         *,
         starts: Mapping[int, SeparatedProduct] | None = None,
-        effort: Effort | None = None,
-    ) -> list[Task]:
-        """The same requests for any number of layers of one kind, in parts that fit in memory together.
+        effort: SolveEffort = DEFAULT_EFFORT.solve,
+    ) -> list[SolveTask]:
+        """Return the same requests for any number of layers of one group, in parts that fit in memory together.
 
-        Layers whose norms need as many coordinates lie side by side. With ``starts`` each goes on
-        from its own product.
+        Layers whose norms need as many coordinates lie side by side. With ``starts`` each goes on from its own product.
         """
+        if not requests:
+            return []
+        ordered = sorted(indices, key=lambda i: self.layers[i].leading_entries)
+        layers = [self.layers[i] for i in ordered]
         tasks = []
-        ordered = sorted(indices, key=lambda i: self.layers[i].leading_entries) if requests else []
-        for span in batches([self.layers[i] for i in ordered], leading=True):
+        for span in batches(layers, self.resources.memory, leading=True):
             part = tuple(ordered[span])
-            begun = None if starts is None else [starts[i] for i in part]
-            tasks.append(Task(part, requests, begun, effort or Effort(), self.resources.device))
+            own_starts = None if starts is None else [starts[i] for i in part]
+            tasks.append(SolveTask(part, requests, own_starts, effort, self.resources.device))
         return tasks
 
-    def counter(self, tasks: Sequence[Task], stage: str) -> Counter:
-        """Counts the layers and shapes of tasks."""
-        return Counter(
-            self.resources.on_step, stage, sum(task.size for task in tasks), "layers × shapes"
-        )
+    def counter(self, tasks: Sequence[SolveTask], stage: str) -> Counter:
+        """Return what counts the layers and shapes of tasks."""
+        total = sum(task.size for task in tasks)
+        return Counter(self.resources.on_step, stage, total, "layers × shapes")
 
-    def answers(
-        self, tasks: Iterable[Task], counter: Counter | None = None
-    ) -> Iterator[tuple[Task, list[Answer]]]:
-        """Answers to all tasks in their order, on which the table depends; what the journal has is not solved again.
+    def results(
+        self, tasks: Iterable[SolveTask], counter: Counter | None = None
+    ) -> Iterator[tuple[SolveTask, list[SolvedShape]]]:
+        """Yield all tasks with their results, in their order, on which the table depends.
 
-        A worker that is free takes the next task, whatever the others do. Raises `LsrError` if one
-        of them is killed.
+        What the journal has is not solved again. A worker that is free takes the next task, whatever the others do.
+        Raises `LsrError` if one of them is killed.
         """
-        journal, ahead = self.resources.journal, deque[Any]()
-        left, most = iter(tasks), 1 if self._pool is None else AHEAD * self.resources.workers
+        # Tasks in flight are read, under way or waiting for their turn, so that not all layers are in
+        # memory at once. Of those that wait none is in the journal yet: so many are solved again after
+        # a kill.
+        resources = self.resources
+        max_in_flight = 1
+        if self._pool is not None:
+            max_in_flight = resources.tasks_in_flight * resources.workers
+        in_flight: deque[_TaskInProgress] = deque()
+        remaining = iter(tasks)
         try:
             while True:
-                ahead.extend(self._begun(task) for task in islice(left, most - len(ahead)))
-                if not ahead:
+                for task in islice(remaining, max_in_flight - len(in_flight)):
+                    in_flight.append(self._begin(task))
+                if not in_flight:
                     return
-                task, key, answers_of = ahead.popleft()
-                answers = answers_of()
-                if journal is not None and key:
-                    arrays, facts = _packed(answers)
-                    journal.put(key, arrays, values=facts)
+                task, key, result = in_flight.popleft()
+                shapes = result()
+                if resources.journal is not None and key:
+                    arrays, values = _pack(shapes)
+                    resources.journal.put(key, arrays, values=values)
                 if counter is not None:
                     counter.add(task.size)
-                yield task, answers
+                yield task, shapes
         except BrokenExecutor as error:
-            text = "a worker was ended from outside, most often for want of memory; take fewer and start again"
-            raise LsrError(f"{text}: what was solved is used again") from error
+            raise LsrError(
+                "a worker was ended from outside, most often for want of memory; take fewer and "
+                "start again: what was solved is used again"
+            ) from error
         except BaseException:
             if self._pool is not None:
                 self._pool.shutdown(kill_workers=True)
             raise
 
-    def _begun(self, task: Task) -> tuple[Task, str, Callable[[], list[Answer]]]:
-        """A task with its numbers, the key its answers are kept under (empty where they are), and how they are had."""
-        layers, journal = [self.layers[i] for i in task.indices], self.resources.journal
+    def _begin(self, task: SolveTask) -> _TaskInProgress:
+        """Read the numbers of a task and begin it, unless the journal has its result."""
+        layers = [self.layers[i] for i in task.indices]
         norms = [layer.leading for layer in layers if not layer.is_frobenius]
         task = replace(task, targets=[layer.pair for layer in layers], weights=norms or None)
-        key = "" if journal is None else task_key(task)
-        stored = None if journal is None else journal.get(key)
-        if stored is not None:
-            return task, "", partial(_unpacked, stored)
-        return (
-            task,
-            key,
-            partial(solve, task) if self._pool is None else self._pool.submit(solve, task).result,
-        )
+        journal = self.resources.journal
+        key = ""
+        if journal is not None:
+            key = task_key(task)
+            stored = journal.get(key)
+            if stored is not None:
+                return _TaskInProgress(task, "", partial(_unpack, stored))
+        if self._pool is None:
+            return _TaskInProgress(task, key, partial(solve, task))
+        return _TaskInProgress(task, key, self._pool.submit(solve, task).result)
 
 
 @one_blas_thread
-def solve(task: Task) -> list[Answer]:
-    """All requests of a task in turn; each number of terms starts from the largest solved one that it holds."""
+def solve(task: SolveTask) -> list[SolvedShape]:
+    """Solve all requests of a task in turn; each number of terms starts from the largest solved one that it holds."""
     # Targets are placed on the device and weighted once, for all shapes of the task.
-    effort = task.effort
     batch = WeightedTargets.of(task.targets, task.weights, task.device)
-    answers: list[Answer] = []
+    shapes: list[SolvedShape] = []
     for request in task.requests:
-        problem = PairProblem.of(batch, request.shape, CG_STEPS)
-        solved: dict[Ranks, PairState] = {}
-        for ranks in request.terms:
-            ranks = clipped(request.shape, ranks)
-            if ranks in solved:
-                continue
-            # Solutions of more terms start from those of fewer, which come nearer than singular
-            # vectors do.
-            inside = [fewer for fewer in solved if fewer[0] <= ranks[0] and fewer[1] <= ranks[1]]
-            if inside:
-                begun, sweeps = problem.grown(solved[max(inside, key=sum)], ranks), effort.sweeps
-            elif task.starts is not None:
-                begun, sweeps = problem.from_products(task.starts, ranks), effort.sweeps
-            else:
-                begun, sweeps = problem.best_start(problem.starts(ranks, STARTS), 0)[0], COLD_SWEEPS
-            solved[ranks] = descend(problem, begun, sweeps, effort.tolerance, effort.least)
-        for ranks, state in solved.items():
+        problem = PairProblem.of(batch, request.shape, task.effort.cg_steps)
+        states: dict[Ranks, PairState] = {}
+        for asked in request.terms:
+            ranks = clipped(request.shape, asked)
+            if ranks not in states:
+                states[ranks] = _solve_ranks(problem, ranks, states, task)
+        for ranks, state in states.items():
             errors, factors = to_device((problem.errors(state), problem.factors(state)), None)
-            answers.append(Answer(request.shape, ranks, errors, factors))
-    return answers
+            shapes.append(SolvedShape(request.shape, ranks, errors, factors))
+    return shapes
 
 
-def task_key(task: Task) -> str:
-    """A digest of all that an answer depends on."""
+def _solve_ranks(
+    problem: PairProblem, ranks: Ranks, states: Mapping[Ranks, PairState], task: SolveTask
+) -> PairState:
+    """Solve one number of terms, from what was solved before if there is anything."""
+    effort = task.effort
+    sweeps = effort.sweeps
+    # Solutions of more terms start from those of fewer, which come nearer than singular vectors do.
+    fewer = [solved for solved in states if solved[0] <= ranks[0] and solved[1] <= ranks[1]]
+    if fewer:
+        start = problem.grown(states[max(fewer, key=sum)], ranks)
+    elif task.starts is not None:
+        start = problem.from_products(task.starts, ranks)
+    else:
+        start = problem.best_start(problem.starts(ranks, effort.starts), 0)[0]
+        sweeps = effort.cold_sweeps
+    return descend(problem, start, sweeps, effort.tolerance, effort.min_gain)
+
+
+def task_key(task: SolveTask) -> str:
+    """Return a digest of all that a result depends on."""
     pairs = [[target.left, target.right] for target in task.targets]
     shapes = [[request.shape, request.terms] for request in task.requests]
-    folded = [[start.left.folded(), start.right.folded()] for start in task.starts or ()]
-    return content_key(shapes, astuple(task.effort), pairs, task.weights, folded)
+    starts = [[start.left.folded(), start.right.folded()] for start in task.starts or ()]
+    return content_key(shapes, astuple(task.effort), pairs, task.weights, starts)
 
 
-def _packed(answers: Sequence[Answer]) -> tuple[dict[str, NDArray[np.float64]], list[Any]]:
-    """Arrays by name, the factors of all layers of an answer stacked; and shape and terms of each."""
+def _pack(shapes: Sequence[SolvedShape]) -> tuple[dict[str, NDArray[np.float64]], list[Any]]:
+    """Return arrays by name, the factors of all layers of a shape stacked; and sizes and terms of each shape."""
     arrays = {}
-    for i, answer in enumerate(answers):
-        arrays[f"{i}.errors"] = answer.errors
-        for name, side in zip(SIDES, answer.factors, strict=True):
-            arrays |= {f"{i}.{name}.{j}": factor for j, factor in enumerate(side)}
-    return arrays, [[astuple(answer.shape), answer.ranks] for answer in answers]
+    values = []
+    for i, solved in enumerate(shapes):
+        arrays[f"{i}.errors"] = solved.errors
+        for name, side in zip(SIDES, solved.factors, strict=True):
+            for j, factor in enumerate(side):
+                arrays[f"{i}.{name}.{j}"] = factor
+        values.append([astuple(solved.shape), solved.ranks])
+    return arrays, values
 
 
-def _unpacked(result: JournalEntry) -> list[Answer]:
-    answers = []
-    for i, (sizes, (s, t)) in enumerate(result.values):
+def _unpack(result: JournalEntry) -> list[SolvedShape]:
+    """Return what `_pack` was given."""
+    shapes = []
+    for i, (sizes, ranks) in enumerate(result.values):
         shape = ProductShape(*map(tuple, sizes))
         left, right = (
             [result.arrays[f"{i}.{name}.{j}"].read() for j in range(shape.order)] for name in SIDES
         )
-        answers.append(Answer(shape, (s, t), result.arrays[f"{i}.errors"].read(), (left, right)))
-    return answers
+        errors = result.arrays[f"{i}.errors"].read()
+        shapes.append(SolvedShape(shape, tuple(ranks), errors, (left, right)))
+    return shapes

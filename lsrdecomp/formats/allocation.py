@@ -1,10 +1,9 @@
 """One budget over many parts, layers of a network or terms of a sum: which of its options each part takes.
 
-Every part offers options with a cost (parameters, bytes) and a loss (absolute squared error in one
-norm, so that parts can be compared and losses add). On the lower convex hull of each part's options
-"most loss removed per unit of cost" is the right order [1]_; what the hull leaves of the budget
-goes to single changes and exchanges, which never make it worse. Numbers only: nothing here knows a
-matrix.
+Every part offers options with a cost (parameters, bytes) and a loss (absolute squared error in one norm, so that parts
+can be compared and losses add). On the lower convex hull of each part's options "most loss removed per unit of cost" is
+the right order [1]_; what the hull leaves of the budget goes to single changes and exchanges, which never make it worse.
+Numbers only: nothing here knows a matrix.
 
 References
 ----------
@@ -28,36 +27,36 @@ from lsrdecomp.errors import BudgetError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-EXCHANGES = 200
-"""Most exchanges between two layers after the greedy pass; each lowers the loss, and few are ever
-needed."""
-
 Doubles: TypeAlias = NDArray[np.float64]
+
+Choice: TypeAlias = list[int]
+"""One option a part, by its index."""
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """What one layer can become: costs and losses, index by index."""
+class PartOptions:
+    """What one part can become: costs and losses, index by index."""
 
     costs: Doubles
     losses: Doubles
 
     @classmethod
-    def of(cls, costs: Sequence[float], losses: Sequence[float]) -> Options:
-        """Raises `BudgetError` unless there is an option and all numbers are finite and not negative."""
-        cost, loss = np.asarray(costs, dtype=np.float64), np.asarray(losses, dtype=np.float64)
+    def of(cls, costs: Sequence[float], losses: Sequence[float]) -> PartOptions:
+        """Return checked options; `BudgetError` unless there is one and all numbers are finite and not negative."""
+        cost = np.asarray(costs, dtype=np.float64)
+        loss = np.asarray(losses, dtype=np.float64)
         if cost.shape != loss.shape or cost.ndim != 1 or cost.size == 0:
             raise BudgetError(
                 f"a layer needs as many costs as losses, and at least one: {cost.shape}, {loss.shape}"
             )
-        if not (
-            np.all(np.isfinite(cost))
-            and np.all(np.isfinite(loss))
-            and cost.min() >= 0
-            and loss.min() >= 0
-        ):
-            raise BudgetError("costs and losses must be finite and not negative")
+        for numbers in (cost, loss):
+            if not np.all(np.isfinite(numbers)) or numbers.min() < 0:
+                raise BudgetError("costs and losses must be finite and not negative")
         return cls(cost, loss)
+
+    def select(self, indices: Sequence[int]) -> PartOptions:
+        """Return some of the options, in this order."""
+        return PartOptions(self.costs[indices], self.losses[indices])
 
     @property
     def cheapest(self) -> int:
@@ -70,198 +69,230 @@ class Options:
         return int(np.lexsort((self.costs, self.losses))[0])
 
     def hull(self) -> list[int]:
-        """Indices on the lower convex hull, from the cheapest option to the best: costs rise and slopes flatten."""
+        """Return indices on the lower convex hull, from the cheapest option to the best: costs rise and slopes flatten."""
         chain: list[int] = []
         for i in np.lexsort((self.losses, self.costs)):
             if chain and self.losses[i] >= self.losses[chain[-1]]:
                 continue
-            while len(chain) > 1 and self._slope(chain[-2], chain[-1]) <= self._slope(chain[-1], i):
+            while len(chain) > 1 and self.slope(chain[-2], chain[-1]) <= self.slope(chain[-1], i):
                 chain.pop()
             chain.append(int(i))
         return chain
 
-    def _slope(self, a: int, b: int) -> float:
-        """Loss removed per unit of cost from option ``a`` to option ``b``."""
+    def slope(self, a: int, b: int) -> float:
+        """Return the loss removed per unit of cost from option ``a`` to option ``b``."""
         return float((self.losses[a] - self.losses[b]) / (self.costs[b] - self.costs[a]))
 
 
-Choice: TypeAlias = list[int]
-"""One option a part."""
+def total_cost(parts: Sequence[PartOptions], choice: Sequence[int]) -> float:
+    """Return what a choice costs, all parts together."""
+    return math.fsum(part.costs[i] for part, i in zip(parts, choice, strict=True))
 
 
-def total_cost(layers: Sequence[Options], choice: Sequence[int]) -> float:
-    return math.fsum(layer.costs[i] for layer, i in zip(layers, choice, strict=True))
+def total_loss(parts: Sequence[PartOptions], choice: Sequence[int]) -> float:
+    """Return what a choice loses, all parts together."""
+    return math.fsum(part.losses[i] for part, i in zip(parts, choice, strict=True))
 
 
-def total_loss(layers: Sequence[Options], choice: Sequence[int]) -> float:
-    return math.fsum(layer.losses[i] for layer, i in zip(layers, choice, strict=True))
-
-
-def within_cost(layers: Sequence[Options], budget: float, starts: Sequence[Choice] = ()) -> Choice:
-    """The option of each layer that makes the total loss small at a total cost of at most ``budget``.
+def within_cost(
+    parts: Sequence[PartOptions],
+    budget: float,
+    starts: Sequence[Choice] = (),
+    *,
+    max_exchanges: int = 200,
+) -> Choice:
+    """Return the option of each part that makes the total loss small at a total cost of at most ``budget``.
 
     Parameters
     ----------
-    layers : sequence of Options
+    parts : sequence of PartOptions
     budget : float
     starts : sequence of choices
-        Known solutions, such as the best truncated SVD: the answer is at least as good as each that
-        keeps the budget.
+        Known solutions, such as the best truncated SVD: the answer is at least as good as each that keeps the budget.
+    max_exchanges : int
+        Exchanges between two parts after the greedy pass; each lowers the loss, and few are ever needed. By hand.
 
     Returns
     -------
     list of int
-        One index per layer.
+        One index per part.
 
     Raises
     ------
     BudgetError
         If even the cheapest options cost more; says what is reachable.
     """
-    cheapest = [layer.cheapest for layer in layers]
-    least = total_cost(layers, cheapest)
-    if least > budget:
+    cheapest = [part.cheapest for part in parts]
+    lowest_cost = total_cost(parts, cheapest)
+    if lowest_cost > budget:
         raise BudgetError(
-            f"a budget of {budget:,.0f} is out of reach: the cheapest options cost {least:,.0f} together"
+            f"a budget of {budget:,.0f} is out of reach: the cheapest options cost {lowest_cost:,.0f} together"
         )
-    choices = []
-    for start in (cheapest, *starts):
-        choice, spent = list(start), total_cost(layers, start)
-        if spent > budget:
-            continue
-        if start is cheapest:
-            for i, option, cost, _ in _greedy(layers):
-                step = cost - layers[i].costs[choice[i]]
-                if spent + step <= budget:
-                    choice[i], spent = option, spent + step
-        choices.append(_exchanged(layers, _filled(layers, choice, budget), budget))
-    return min(choices, key=lambda choice: (total_loss(layers, choice), total_cost(layers, choice)))
+    choices = [_along_hulls(parts, cheapest, budget)]
+    choices += [list(start) for start in starts if total_cost(parts, start) <= budget]
+    improved = []
+    for choice in choices:
+        filled = _filled(parts, choice, budget)
+        improved.append(_exchanged(parts, filled, budget, max_exchanges))
+    return min(improved, key=lambda choice: (total_loss(parts, choice), total_cost(parts, choice)))
 
 
-def within_loss(layers: Sequence[Options], allowed: float, starts: Sequence[Choice] = ()) -> Choice:
-    """The option of each layer that makes the total cost small at a total loss of at most ``allowed``.
+def _along_hulls(parts: Sequence[PartOptions], cheapest: Choice, budget: float) -> Choice:
+    """Return the choice after all steps along the hulls that the budget pays for, steepest first."""
+    choice = list(cheapest)
+    spent = total_cost(parts, choice)
+    for i, option, cost, _ in _greedy_steps(parts):
+        step = cost - parts[i].costs[choice[i]]
+        if spent + step <= budget:
+            choice[i] = option
+            spent += step
+    return choice
 
-    ``starts`` as in `within_cost`. Raises `BudgetError` if even the best options lose more.
+
+def within_loss(
+    parts: Sequence[PartOptions],
+    max_loss: float,
+    starts: Sequence[Choice] = (),
+    *,
+    max_exchanges: int = 200,
+) -> Choice:
+    """Return the option of each part that makes the total cost small at a total loss of at most ``max_loss``.
+
+    ``starts`` and ``max_exchanges`` as in `within_cost`. Raises `BudgetError` if even the best options lose more.
     """
-    mirrored = [Options(layer.losses, layer.costs) for layer in layers]
-    best = total_loss(layers, [layer.best for layer in layers])
-    if best > allowed:
+    best = [part.best for part in parts]
+    lowest_loss = total_loss(parts, best)
+    if lowest_loss > max_loss:
         raise BudgetError(
-            f"a loss of {allowed:.4g} is out of reach: the best options lose {best:.4g} together"
+            f"a loss of {max_loss:.4g} is out of reach: the best options lose {lowest_loss:.4g} together"
         )
-    choice, lost = (
-        [layer.cheapest for layer in layers],
-        total_loss(layers, [layer.cheapest for layer in layers]),
-    )
-    for i, option, _, loss in _greedy(layers):
-        if lost <= allowed:
+    # Costs and losses change places: what is left of the loss pays for a lower cost.
+    mirrored = [PartOptions(part.losses, part.costs) for part in parts]
+    choices = [_down_hulls(parts, max_loss, best)]
+    choices += [list(start) for start in starts if total_loss(parts, start) <= max_loss]
+    improved = []
+    for choice in choices:
+        filled = _filled(mirrored, choice, max_loss)
+        improved.append(_exchanged(mirrored, filled, max_loss, max_exchanges))
+    return min(improved, key=lambda choice: (total_cost(parts, choice), total_loss(parts, choice)))
+
+
+def _down_hulls(parts: Sequence[PartOptions], max_loss: float, best: Choice) -> Choice:
+    """Return the choice after as many steps along the hulls, steepest first, as bring the loss down far enough."""
+    choice = [part.cheapest for part in parts]
+    lost = total_loss(parts, choice)
+    for i, option, _, loss in _greedy_steps(parts):
+        if lost <= max_loss:
             break
-        lost -= layers[i].losses[choice[i]] - loss
+        lost -= parts[i].losses[choice[i]] - loss
         choice[i] = option
-    while total_loss(layers, choice) > allowed:  # sums of many rounded steps
-        choice = [layer.best for layer in layers]
-    choices = [
-        _exchanged(mirrored, _filled(mirrored, list(start), allowed), allowed)
-        for start in (choice, *starts)
-        if total_loss(layers, start) <= allowed
-    ]
-    return min(choices, key=lambda choice: (total_cost(layers, choice), total_loss(layers, choice)))
+    # Sums of many rounded steps may say too little.
+    return choice if total_loss(parts, choice) <= max_loss else best
 
 
-def _greedy(layers: Sequence[Options]) -> Iterator[tuple[int, int, float, float]]:
-    """Steps along all hulls, steepest first: (layer, option, its cost, its loss)."""
+def _greedy_steps(parts: Sequence[PartOptions]) -> Iterator[tuple[int, int, float, float]]:
+    """Yield the steps along all hulls, steepest first: (part, option, its cost, its loss)."""
     heap: list[tuple[float, int, int]] = []
-    hulls = [layer.hull() for layer in layers]
+    hulls = [part.hull() for part in parts]
 
     def push(i: int, corner: int) -> None:
         if corner < len(hulls[i]):
-            heapq.heappush(
-                heap, (-layers[i]._slope(hulls[i][corner - 1], hulls[i][corner]), i, corner)
-            )
+            slope = parts[i].slope(hulls[i][corner - 1], hulls[i][corner])
+            heapq.heappush(heap, (-slope, i, corner))
 
-    for i in range(len(layers)):
+    for i in range(len(parts)):
         push(i, 1)
     while heap:
         _, i, corner = heapq.heappop(heap)
         option = hulls[i][corner]
-        yield i, option, float(layers[i].costs[option]), float(layers[i].losses[option])
+        yield i, option, float(parts[i].costs[option]), float(parts[i].losses[option])
         push(i, corner + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """All changes of one layer's option from a choice: layer, option, extra cost, loss removed."""
+    """All changes of one part's option from a choice: part, option, extra cost, loss removed."""
 
-    layer: NDArray[np.int64]
+    part: NDArray[np.int64]
     option: NDArray[np.int64]
     cost: Doubles
     gain: Doubles
 
     @classmethod
-    def of(cls, layers: Sequence[Options], choice: Choice) -> _Moves:
-        sizes = [layer.costs.size for layer in layers]
-        now = list(zip(layers, choice, strict=True))
+    def of(cls, parts: Sequence[PartOptions], choice: Choice) -> _Moves:
+        sizes = [part.costs.size for part in parts]
+        chosen = list(zip(parts, choice, strict=True))
         return cls(
-            np.repeat(np.arange(len(layers)), sizes),
+            np.repeat(np.arange(len(parts)), sizes),
             np.concatenate([np.arange(size) for size in sizes]),
-            np.concatenate([layer.costs - layer.costs[i] for layer, i in now]),
-            np.concatenate([layer.losses[i] - layer.losses for layer, i in now]),
+            np.concatenate([part.costs - part.costs[i] for part, i in chosen]),
+            np.concatenate([part.losses[i] - part.losses for part, i in chosen]),
         )
 
 
-def _filled(layers: Sequence[Options], choice: Choice, budget: float) -> Choice:
+def _filled(parts: Sequence[PartOptions], choice: Choice, budget: float) -> Choice:
     """Spend what is left on the single change that removes most loss, again and again."""
     while True:
-        moves, left = _Moves.of(layers, choice), budget - total_cost(layers, choice)
+        moves = _Moves.of(parts, choice)
+        left = budget - total_cost(parts, choice)
         gain = np.where(moves.cost <= left, moves.gain, 0.0)
         pick = int(np.argmax(gain))
-        if gain[pick] <= 0.0 or not _improves(layers, choice, [(moves, pick)], budget):
+        if gain[pick] <= 0.0 or not _improves(parts, choice, moves, [pick], budget):
             return choice
-        choice[moves.layer[pick]] = int(moves.option[pick])
+        choice[moves.part[pick]] = int(moves.option[pick])
 
 
-def _exchanged(layers: Sequence[Options], choice: Choice, budget: float) -> Choice:
-    """Pay for a change in one layer with a change in another, while that removes loss."""
-    for _ in range(EXCHANGES):
-        moves, left = _Moves.of(layers, choice), budget - total_cost(layers, choice)
+def _exchanged(
+    parts: Sequence[PartOptions], choice: Choice, budget: float, max_exchanges: int
+) -> Choice:
+    """Pay for a change in one part with a change in another, while that removes loss."""
+    for _ in range(max_exchanges):
+        moves = _Moves.of(parts, choice)
+        left = budget - total_cost(parts, choice)
+        # Exchange 1: moves by cost, and for each place the move of most gain up to it.
         order = np.argsort(moves.cost, kind="stable")
-        cost, gain, layer = moves.cost[order], moves.gain[order], moves.layer[order]
+        cost, gain, part = moves.cost[order], moves.gain[order], moves.part[order]
         best = _running_argmax(gain)
+        # Exchange 2: for each move that saves, the best move that the saving and the rest pay for.
         savers = np.flatnonzero(cost < 0.0)
-        reach = np.searchsorted(cost, left - cost[savers], side="right") - 1
-        partner = best[reach]
-        total = np.where(layer[partner] != layer[savers], gain[savers] + gain[partner], -np.inf)
+        affordable = np.searchsorted(cost, left - cost[savers], side="right") - 1
+        partners = best[affordable]
+        are_two_parts = part[partners] != part[savers]
+        total = np.where(are_two_parts, gain[savers] + gain[partners], -np.inf)
         if total.size == 0 or total.max() <= 0.0:
             return choice
-        pair = [
-            (moves, int(order[i]))
-            for i in (savers[int(np.argmax(total))], partner[int(np.argmax(total))])
-        ]
-        if not _improves(layers, choice, pair, budget):
+        # Exchange 3: the best pair, and single changes with what it leaves.
+        pair = int(np.argmax(total))
+        picks = [int(order[savers[pair]]), int(order[partners[pair]])]
+        if not _improves(parts, choice, moves, picks, budget):
             return choice
-        for _, pick in pair:
-            choice[moves.layer[pick]] = int(moves.option[pick])
-        choice = _filled(layers, choice, budget)
+        for pick in picks:
+            choice[moves.part[pick]] = int(moves.option[pick])
+        choice = _filled(parts, choice, budget)
     return choice
 
 
 def _improves(
-    layers: Sequence[Options], choice: Choice, picks: list[tuple[_Moves, int]], budget: float
+    parts: Sequence[PartOptions],
+    choice: Choice,
+    moves: _Moves,
+    picks: Sequence[int],
+    budget: float,
 ) -> bool:
-    """Whether a change keeps the budget and lowers the loss in exact sums, not only in differences."""
+    """Return whether moves keep the budget and lower the loss in exact sums, not only in differences."""
     changed = list(choice)
-    for moves, pick in picks:
-        changed[moves.layer[pick]] = int(moves.option[pick])
-    return total_cost(layers, changed) <= budget and total_loss(layers, changed) < total_loss(
-        layers, choice
-    )
+    for pick in picks:
+        changed[moves.part[pick]] = int(moves.option[pick])
+    if total_cost(parts, changed) > budget:
+        return False
+    return total_loss(parts, changed) < total_loss(parts, choice)
 
 
 def _running_argmax(values: Doubles) -> NDArray[np.int64]:
-    """For each place, where the largest value up to it stands."""
+    """Return for each place where the largest value up to it stands."""
     highest = np.maximum.accumulate(values)
-    fresh = np.concatenate(([True], values[1:] > highest[:-1]))
-    return np.maximum.accumulate(np.where(fresh, np.arange(values.size), 0))
+    is_new = np.concatenate(([True], values[1:] > highest[:-1]))
+    return np.maximum.accumulate(np.where(is_new, np.arange(values.size), 0))
 
 
 FormatChoice: TypeAlias = "tuple[int, ...] | None"
@@ -271,7 +302,9 @@ FormatChoice: TypeAlias = "tuple[int, ...] | None"
 def cheapest_formats(
     weights: Doubles, squares: Doubles, sizes: NDArray[np.int64], budget: float, overhead: int
 ) -> tuple[FormatChoice, ...]:
-    """A format for each factor of each term, or no term: few bytes at Σ_dropped λ_k² + Σ_kept λ_k² Σ_i ρ_{k,i}² ≤ ε².
+    """Choose a format for each factor of each term, or no term: few bytes within an error.
+
+    The error is Σ_dropped λ_k² + Σ_kept λ_k² Σ_i ρ_{k,i}² ≤ ε².
 
     Parameters
     ----------
@@ -295,28 +328,35 @@ def cheapest_formats(
     scale = float(energy.sum())
     if scale == 0.0 or budget**2 >= scale:
         return (None,) * len(energy)
-    energy, allowed = energy / scale, budget**2 / scale
+    energy = energy / scale
+    max_loss = budget**2 / scale
+    # Formats 1: every combination of formats of a term's factors, and its cost.
     order, formats = sizes.shape
-    every = list(itertools.product(range(formats), repeat=order))
-    each = np.arange(order), np.asarray(every)
-    cost = overhead + sizes[each].sum(axis=1)
+    combinations = list(itertools.product(range(formats), repeat=order))
+    of_factors = np.arange(order), np.asarray(combinations)
+    cost = overhead + sizes[of_factors].sum(axis=1)
+    # Formats 2: for each term the combinations that no other beats; first that the term is dropped.
     terms, undominated = [], []
     for k in range(len(energy)):
-        loss = energy[k] * squares[k][each].sum(axis=1)
-        best = np.flatnonzero(_undominated(cost, loss))
-        undominated.append(best)
-        terms.append(Options.of([0.0, *cost[best]], [energy[k], *loss[best]]))
+        loss = energy[k] * squares[k][of_factors].sum(axis=1)
+        kept = np.flatnonzero(_undominated(cost, loss))
+        undominated.append(kept)
+        terms.append(PartOptions.of([0.0, *cost[kept]], [energy[k], *loss[kept]]))
+    # Formats 3: one budget over all terms.
     try:
-        choice = within_loss(terms, allowed)
+        choice = within_loss(terms, max_loss)
     except BudgetError:
         choice = [term.best for term in terms]
-    return tuple(every[undominated[k][i - 1]] if i else None for k, i in enumerate(choice))
+    chosen: list[FormatChoice] = []
+    for k, i in enumerate(choice):
+        chosen.append(combinations[undominated[k][i - 1]] if i else None)
+    return tuple(chosen)
 
 
 def _undominated(cost: NDArray[np.int64], loss: Doubles) -> NDArray[np.bool_]:
-    """Options that no other beats in both cost and loss; of equal ones the first."""
+    """Return which options no other beats in both cost and loss; of equal ones the first."""
     order = np.lexsort((loss, cost))
-    least = np.concatenate(([np.inf], np.minimum.accumulate(loss[order])[:-1]))
+    lowest_before = np.concatenate(([np.inf], np.minimum.accumulate(loss[order])[:-1]))
     good = np.zeros(cost.size, dtype=bool)
-    good[order] = loss[order] < least
+    good[order] = loss[order] < lowest_before
     return good

@@ -23,11 +23,7 @@ if TYPE_CHECKING:
     from lsrdecomp.targets.base import Target
 
 SMALL_FORMATS = ("float32", "float16", "float8_e4m3fn", "int8", "int4")
-"""What the allocation chooses from unless told: bfloat16 and e5m2 spend bits on range that unit
-factors do not need."""
-ROUNDS = 16
-"""Most times the inner budget is tightened when terms that are not orthogonal round worse than they
-add up."""
+"""Formats that are chosen from unless told: bfloat16 and e5m2 spend bits on range that unit factors do not need."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +47,7 @@ class StoredTerm:
 
     @property
     def bytes(self) -> int:
-        """Weight, one byte a factor to name its format, and the codes."""
+        """Bytes of the weight, of one byte a factor to name its format, and of the codes."""
         return 4 + len(self.factors) + sum(f.bytes for f in self.factors)
 
 
@@ -59,8 +55,17 @@ class StoredTerm:
 class StoredMatrix:
     """A separated matrix as stored, with the error it is certified for.
 
-    The matrix is 2^exponent Σ_k w_k F_k⁽¹⁾ ⊗ … ⊗ F_k⁽ᵈ⁾ with float32 weights w and the factors'
-    codes F.
+    The matrix is 2^exponent Σ_k w_k F_k⁽¹⁾ ⊗ … ⊗ F_k⁽ᵈ⁾ with float32 weights w and the factors' codes F.
+
+    Attributes
+    ----------
+    shape : KroneckerShape
+    exponent : int
+    terms : tuple of StoredTerm
+    certified_error : float
+        Upper bound on ‖M − M̃‖_F, absolute: a formed residual plus its own rounding.
+    norm : float
+        ‖M‖_F.
 
     Examples
     --------
@@ -76,14 +81,12 @@ class StoredMatrix:
     shape: KroneckerShape
     exponent: int
     terms: tuple[StoredTerm, ...]
-    certified_error: (
-        float  # upper bound on ‖M − M̃‖_F, absolute: a formed residual plus its own rounding
-    )
-    norm: float  # ‖M‖_F
+    certified_error: float
+    norm: float
 
     @property
     def bytes(self) -> int:
-        """All that is written: terms, and eight bytes for exponent and number of terms."""
+        """Bytes of all that is written: terms, and eight for exponent and number of terms."""
         return 8 + sum(term.bytes for term in self.terms)
 
     @property
@@ -101,14 +104,14 @@ class StoredMatrix:
 
     @cached_property
     def approximation(self) -> SeparatedMatrix:
-        """What a reader gets: the stored numbers in float64 or complex128."""
-        return _read(self.shape, self.exponent, self.terms)
+        """The matrix that a reader gets: the stored numbers in float64 or complex128."""
+        return _dequantized(self.shape, self.exponent, self.terms)
 
     def __repr__(self) -> str:
-        kinds = sorted({name for term in self.formats for name in term})
+        formats = sorted({name for term in self.formats for name in term})
         return (
-            f"StoredMatrix({self.separation_rank} × [{self.shape}], {self.bytes:,} bytes in {', '.join(kinds)}, "
-            f"relative error ≤ {self.relative_error:.3g})"
+            f"StoredMatrix({self.separation_rank} × [{self.shape}], {self.bytes:,} bytes in "
+            f"{', '.join(formats)}, relative error ≤ {self.relative_error:.3g})"
         )
 
 
@@ -118,8 +121,9 @@ def smallest(
     *,
     atol: float,
     formats: Sequence[str] = SMALL_FORMATS,
+    max_rounds: int = 16,
 ) -> StoredMatrix:
-    """Fewest bytes that keep the *stored* error at most ``atol``.
+    """Return the fewest bytes that keep the *stored* error at most ``atol``.
 
     For each term: drop it, or choose a format for each factor. Rounding errors ρ are measured,
     factor by factor; the error is predicted by Σ_dropped λ² + Σ_kept λ²(ρ_1² + … + ρ_d²), exact for
@@ -138,6 +142,9 @@ def smallest(
         Allowed ‖M − M̃‖_F.
     formats : sequence of str
         Names from `lsrdecomp.formats.number_formats.FORMATS`.
+    max_rounds : int
+        Times that the inner budget is tightened at most, when terms that are not orthogonal round worse than they add
+        up. By hand.
 
     Returns
     -------
@@ -167,40 +174,32 @@ def smallest(
     if not names:
         raise BudgetError(f"no format to choose from; known formats: {', '.join(FORMATS)}")
     rounding = _Rounding.measure(approximation, names)
+    wide = approximation.astype(dtype_name(as_double(approximation.factors[0])))
     truncation = target.residual_norm(approximation)
-    allowed = atol
+    inner_atol = atol
     closest = math.inf
-    for _ in range(ROUNDS):
-        budget = rounding.scaled(allowed) ** 2 - rounding.scaled(truncation) ** 2
-        choices = cheapest_formats(
-            rounding.weights,
-            rounding.squares,
-            rounding.bytes,
-            math.sqrt(max(budget, 0.0)),
-            rounding.overhead,
-        )
-        stored = rounding.store(choices)
-        read = _read(approximation.kronecker_shape, rounding.exponent, stored)
-        error = certified(
-            target,
-            _beside(read, approximation.astype(dtype_name(as_double(approximation.factors[0])))),
-        )
+    for _ in range(max_rounds):
+        # Smallest 1: formats for what truncation leaves of the inner budget.
+        squared = rounding.scaled(inner_atol) ** 2 - rounding.scaled(truncation) ** 2
+        stored = rounding.store(rounding.choose(math.sqrt(max(squared, 0.0))))
+        # Smallest 2: the error of what a reader gets, formed.
+        shape = approximation.kronecker_shape
+        read = _dequantized(shape, rounding.exponent, stored)
+        error = certified(target, _held_like(read, wide))
         closest = min(closest, error)
         if error <= atol:
-            return StoredMatrix(
-                approximation.kronecker_shape, rounding.exponent, stored, error, target.norm
-            )
-        if allowed <= truncation:
+            return StoredMatrix(shape, rounding.exponent, stored, error, target.norm)
+        # Smallest 3: a smaller inner budget.
+        if inner_atol <= truncation:
             break
-        allowed = (
-            max(truncation, allowed * min(0.99, atol / error)) if allowed > truncation else 0.0
-        )
-    finest = min(names, key=lambda name: float(np.sum(rounding.squares[..., names.index(name)])))
+        inner_atol = max(truncation, inner_atol * min(0.99, atol / error))
+    squares = {name: float(np.sum(rounding.squares[..., i])) for i, name in enumerate(names)}
+    finest = min(names, key=lambda name: squares[name])
     raise BudgetError(_refusal(atol, truncation, closest, finest, target.norm))
 
 
 def as_stored(matrix: SeparatedMatrix, storage: str) -> SeparatedMatrix:
-    """What a reader gets of a matrix whose factors are all stored in one format, λ beside them in its own type.
+    """Return what a reader gets of a matrix whose factors are all stored in one format, λ beside them in its own type.
 
     Every factor of every term is first scaled to the upper end of the format's range, so that
     neither large nor small matrices overflow or vanish; integer codes carry the scale of their
@@ -210,24 +209,25 @@ def as_stored(matrix: SeparatedMatrix, storage: str) -> SeparatedMatrix:
     chosen = storage_format(storage)
     if matrix.separation_rank == 0:
         return matrix
-    if chosen.kind == "float":
+    if not chosen.is_integer:
         return matrix.round_to(chosen.name, scaled=True)
     rounding = _Rounding.measure(matrix, (chosen.name,))
     choices: list[FormatChoice] = [(0,) * matrix.order] * matrix.separation_rank
-    read = _read(matrix.kronecker_shape, rounding.exponent, rounding.store(choices))
-    return _beside(read, matrix)
+    read = _dequantized(matrix.kronecker_shape, rounding.exponent, rounding.store(choices))
+    return _held_like(read, matrix)
 
 
 def least_bytes(shape: KroneckerShape, rank: int, formats: Sequence[str] = SMALL_FORMATS) -> int:
-    """Bytes that ``rank`` stored terms take at the very least, whatever the error."""
-    every = [storage_format(name) for name in formats]
-    return 8 + rank * (
-        4 + shape.order + sum(min(format_.bytes(size) for format_ in every) for size in shape.sizes)
-    )
+    """Return the bytes that ``rank`` stored terms take at the very least, whatever the error."""
+    allowed = [storage_format(name) for name in formats]
+    factors = 0
+    for size in shape.sizes:
+        factors += min(format_.bytes(size) for format_ in allowed)
+    return 8 + rank * (4 + shape.order + factors)
 
 
 def certified(target: Target, approximation: SeparatedMatrix) -> float:
-    """An upper bound on ‖M − M̃‖_F: the residual formed in double precision, and a bound on the rounding of that.
+    """Return an upper bound on ‖M − M̃‖_F: the residual formed in double precision, and a bound on the rounding of that.
 
     Forming Σ_k λ_k ⊗_i F_k⁽ⁱ⁾ and subtracting errs by at most a small multiple of s·d·2⁻⁵³(‖λ‖₁ +
     ‖M‖).
@@ -241,14 +241,26 @@ def certified(target: Target, approximation: SeparatedMatrix) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Rounding:
-    """Every factor of every term rounded in every format, with the errors that leaves."""
+    """Every factor of every term rounded in every format, with the errors that leaves.
+
+    Attributes
+    ----------
+    weights : ndarray, shape (s,)
+        λ / 2^exponent.
+    units : tuple of ndarray, shapes (s, m_i, n_i)
+    rounded : tuple
+        The stored factor by term, factor and format.
+    squares : ndarray, shape (s, d, formats)
+        ρ².
+    bytes : ndarray, shape (d, formats)
+    """
 
     exponent: int
-    weights: np.ndarray  # (s,), λ / 2^exponent
-    units: tuple[np.ndarray, ...]  # (s, m_i, n_i)
-    rounded: tuple[tuple[tuple[StoredFactor, ...], ...], ...]  # [term][factor][format]
-    squares: np.ndarray  # (s, d, formats), ρ²
-    bytes: np.ndarray  # (d, formats)
+    weights: np.ndarray
+    units: tuple[np.ndarray, ...]
+    rounded: tuple[tuple[tuple[StoredFactor, ...], ...], ...]
+    squares: np.ndarray
+    bytes: np.ndarray
 
     @classmethod
     def measure(cls, approximation: SeparatedMatrix, names: tuple[str, ...]) -> _Rounding:
@@ -257,28 +269,30 @@ class _Rounding:
                 "stored codes pass no gradients; pass matrix.detach(), or leave out budget= and storage="
             )
         weights = to_numpy(as_double(approximation.weights))
-        units = tuple(to_numpy(as_double(f)) for f in approximation.factors)
-        peak = float(weights[0]) if len(weights) else 1.0
-        exponent = math.frexp(peak)[1]
-        every, squares = [], np.zeros((len(weights), len(units), len(names)))
+        units = tuple(to_numpy(as_double(factor)) for factor in approximation.factors)
+        largest = float(weights[0]) if len(weights) else 1.0
+        exponent = math.frexp(largest)[1]
+        # Every factor in every format, and its error.
+        rounded = []
+        squares = np.zeros((len(weights), len(units), len(names)))
         for k in range(len(weights)):
-            row = []
+            term = []
             for i, unit in enumerate(units):
-                pairs = [round_factor(unit[k], name) for name in names]
-                squares[k, i, :] = [error**2 for _, error in pairs]
-                row.append(tuple(factor for factor, _ in pairs))
-            every.append(tuple(row))
-        parts = 2 if any(np.iscomplexobj(u) for u in units) else 1
-        sizes = [
-            [storage_format(name).bytes(u.shape[1] * u.shape[2] * parts) for name in names]
-            for u in units
-        ]
-        return cls(
-            exponent, np.ldexp(weights, -exponent), units, tuple(every), squares, np.asarray(sizes)
-        )
+                in_formats = [round_factor(unit[k], name) for name in names]
+                squares[k, i, :] = [error**2 for _, error in in_formats]
+                term.append(tuple(factor for factor, _ in in_formats))
+            rounded.append(tuple(term))
+        # What a factor takes in each format.
+        parts = 2 if any(np.iscomplexobj(unit) for unit in units) else 1
+        sizes = []
+        for unit in units:
+            entries = unit.shape[1] * unit.shape[2] * parts
+            sizes.append([storage_format(name).bytes(entries) for name in names])
+        scaled = np.ldexp(weights, -exponent)
+        return cls(exponent, scaled, units, tuple(rounded), squares, np.asarray(sizes))
 
     def scaled(self, error: float) -> float:
-        """An error in the units of the weights."""
+        """Return an error in the units of the weights."""
         return math.ldexp(error, -self.exponent)
 
     @property
@@ -286,26 +300,35 @@ class _Rounding:
         """Bytes of a term beside its codes."""
         return 4 + len(self.units)
 
+    def choose(self, budget: float) -> tuple[FormatChoice, ...]:
+        """Return the formats of fewest bytes within an error in the units of the weights."""
+        return cheapest_formats(self.weights, self.squares, self.bytes, budget, self.overhead)
+
     def store(self, choices: Sequence[FormatChoice]) -> tuple[StoredTerm, ...]:
-        """The chosen codes, with weights refitted to them by least squares and rounded to float32."""
-        chosen = [(k, choice) for k, choice in enumerate(choices) if choice is not None]
-        factors = [
-            tuple(self.rounded[k][i][t] for i, t in enumerate(choice)) for k, choice in chosen
-        ]
+        """Return the chosen codes, with weights refitted to them by least squares and rounded to float32."""
+        factors = []
+        for k, choice in enumerate(choices):
+            if choice is not None:
+                factors.append(tuple(self.rounded[k][i][t] for i, t in enumerate(choice)))
         if not factors:
             return ()
-        weights = self._refitted(factors)
-        terms = (StoredTerm(np.float32(w), f) for w, f in zip(weights, factors, strict=True))
-        return tuple(term for term in terms if term.weight != 0.0)
+        terms = []
+        for weight, of_term in zip(self._refitted(factors), factors, strict=True):
+            term = StoredTerm(np.float32(weight), of_term)
+            if term.weight != 0.0:
+                terms.append(term)
+        return tuple(terms)
 
     def _refitted(self, factors: list[tuple[StoredFactor, ...]]) -> np.ndarray:
+        """Return the weights of least squares for rounded factors: of the Gram matrix and the cross terms."""
         gram: np.ndarray | float = 1.0
         cross: np.ndarray | float = 1.0
         scale = np.ones(len(factors))
         for i, unit in enumerate(self.units):
             values = np.stack([f[i].values.reshape(-1) for f in factors])
             length = np.linalg.norm(values, axis=1)
-            values, scale = values / length[:, None], scale * length
+            values = values / length[:, None]
+            scale = scale * length
             gram = gram * (values.conj() @ values.T)
             cross = cross * (values.conj() @ unit.reshape(len(unit), -1).T)
         # Weights are real, so the normal equations are those of the real parts.
@@ -314,29 +337,30 @@ class _Rounding:
         return np.asarray(solved / scale)
 
 
-def _read(shape: KroneckerShape, exponent: int, terms: Sequence[StoredTerm]) -> SeparatedMatrix:
-    is_complex = any(f.complex for term in terms for f in term.factors)
-    kind = np.complex128 if is_complex else np.float64
+def _dequantized(
+    shape: KroneckerShape, exponent: int, terms: Sequence[StoredTerm]
+) -> SeparatedMatrix:
+    """Return the matrix that stored terms stand for, in float64 or complex128."""
+    is_complex = any(factor.complex for term in terms for factor in term.factors)
+    dtype = np.complex128 if is_complex else np.float64
     factors = []
     for i, (m, n) in enumerate(shape.factors):
-        stack = np.zeros((len(terms), m, n), dtype=kind)
+        stack = np.zeros((len(terms), m, n), dtype=dtype)
         for k, term in enumerate(terms):
             stack[k] = term.factors[i].values
         factors.append(stack)
-    weights = np.ldexp(
-        np.asarray([float(term.weight) for term in terms], dtype=np.float64), exponent
-    )
-    return SeparatedMatrix.from_factors(factors, weights)
+    weights = np.asarray([float(term.weight) for term in terms], dtype=np.float64)
+    return SeparatedMatrix.from_factors(factors, np.ldexp(weights, exponent))
 
 
-def _beside(matrix: SeparatedMatrix, other: SeparatedMatrix) -> SeparatedMatrix:
-    """The matrix in the library, element type and place of another."""
-    return SeparatedMatrix(
-        like(matrix.weights, other.weights), tuple(map(like, matrix.factors, other.factors))
-    )
+def _held_like(matrix: SeparatedMatrix, other: SeparatedMatrix) -> SeparatedMatrix:
+    """Return the matrix in the library, element type and place of another."""
+    weights = like(matrix.weights, other.weights)
+    return SeparatedMatrix(weights, tuple(map(like, matrix.factors, other.factors)))
 
 
 def _refusal(atol: float, truncation: float, closest: float, finest: str, size: float) -> str:
+    """Return why an error cannot be met, and what would do."""
     relative = f" (relative {atol / size:.3g})" if size > 0.0 else ""
     if truncation > atol:
         return (

@@ -21,6 +21,17 @@ Codes: TypeAlias = NDArray[np.int8]
 class Format:
     """How the entries of one factor are written; any scale of theirs is free, for the term's weight absorbs it.
 
+    Attributes
+    ----------
+    name : str
+    bits : int
+    kind : str
+        ``"float"`` or ``"integer"``.
+    top : float
+        Largest code; 1 where the range is so wide that unit factors need no scale.
+    scales : tuple of float
+        Scales that are tried, relative to the one that brings the largest entry to the top.
+
     Examples
     --------
     >>> int4 = storage_format("int4")
@@ -30,59 +41,56 @@ class Format:
 
     name: str
     bits: int
-    kind: str  # "float" or "integer"
-    top: float  # largest code; 1 where the range is so wide that unit factors need no scale
-    scales: tuple[
-        float, ...
-    ]  # tried scales, relative to the one that brings the largest entry to the top
+    kind: str
+    top: float
+    scales: tuple[float, ...]
 
     def bytes(self, entries: int) -> int:
-        """Those of so many numbers, packed."""
+        """Return the bytes of so many numbers, packed."""
         return packed_size(entries, self.bits)
 
     @property
+    def is_integer(self) -> bool:
+        return self.kind == "integer"
+
+    @property
     def unit(self) -> float:
-        """What the code 1 stands for: a power of two that puts the largest code between 1 and 2."""
+        """The number that the code 1 stands for: a power of two that puts the largest code between 1 and 2."""
         return float(2.0 ** -np.floor(np.log2(self.top)))
 
 
 _OCTAVE = tuple(2.0 ** (-k / 8) for k in range(8))
-"""Eight scales an octave: with three bits of significand their rounding errors differ
-noticeably."""
+"""Eight scales an octave: with three bits of significand their rounding errors differ noticeably."""
 
 
 def _floating(name: str, scales: tuple[float, ...] = (1.0,)) -> Format:
-    row = PRECISIONS[name]
-    return Format(name, row.bits, "float", 1.0 if row.largest > 1e30 else row.largest, scales)
+    """Return the format of a floating type."""
+    precision = PRECISIONS[name]
+    top = 1.0 if precision.largest > 1e30 else precision.largest
+    return Format(name, precision.bits, "float", top, scales)
 
 
-FORMATS = {
-    row.name: row
-    for row in (
-        _floating("float64"),
-        _floating("float32"),
-        _floating("float16"),
-        _floating("bfloat16"),
-        _floating("float8_e4m3fn", _OCTAVE),
-        _floating("float8_e5m2", _OCTAVE),
-        *(
-            Format(name, (2 * top + 1).bit_length(), "integer", float(top), ())
-            for name, top in INTEGERS.items()
-        ),
-    )
-}
-"""By name. Integers try scales that clip the largest entries, which pays where a factor has tails:
-`nearest_codes`."""
+def _integer(name: str, top: int) -> Format:
+    """Return the format of integers from −top to top."""
+    return Format(name, (2 * top + 1).bit_length(), "integer", float(top), ())
 
 
-CLIPS = 24
-"""Clipping levels tried between the largest entry and a quarter of it."""
-CLIPPED = 2**17
-"""Numbers that several levels at a time may take."""
+_ROWS = (
+    _floating("float64"),
+    _floating("float32"),
+    _floating("float16"),
+    _floating("bfloat16"),
+    _floating("float8_e4m3fn", _OCTAVE),
+    _floating("float8_e5m2", _OCTAVE),
+    *(_integer(name, top) for name, top in INTEGERS.items()),
+)
+
+FORMATS = {row.name: row for row in _ROWS}
+"""By name. Integers try scales that clip the largest entries, which pays where a factor has tails: `nearest_codes`."""
 
 
 def storage_format(storage: Any) -> Format:
-    """The row of the table for a name or a dtype: ``"float16"``, ``"fp16"``, ``numpy.float16``, ``torch.float16``.
+    """Return the row of the table for a name or a dtype: ``"float16"``, ``"fp16"``, ``numpy.float16``, ``torch.float16``.
 
     Parameters
     ----------
@@ -131,19 +139,18 @@ class StoredFactor:
     @cached_property
     def values(self) -> np.ndarray:
         """The codes as float64 or complex128, shape ``shape``."""
-        entries = self.shape[0] * self.shape[1] * (2 if self.complex else 1)
+        codes = self.codes
         if self.format == "int4":
-            flat = unpack(self.codes, 4, (entries,)).astype(np.float64)
-        else:
-            flat = self.codes.astype(np.float64)
-        flat = flat * storage_format(self.format).unit
+            entries = self.shape[0] * self.shape[1] * (2 if self.complex else 1)
+            codes = unpack(codes, 4, (entries,))
+        flat = codes.astype(np.float64) * storage_format(self.format).unit
         if self.complex:
             flat = flat[0::2] + 1j * flat[1::2]
         return flat.reshape(self.shape)
 
 
 def round_factor(factor: np.ndarray, name: str) -> tuple[StoredFactor, float]:
-    """The best codes for a unit factor, and the relative error they leave once their scale is free.
+    """Return the best codes for a unit factor, and the relative error they leave once their scale is free.
 
     Parameters
     ----------
@@ -165,72 +172,94 @@ def round_factor(factor: np.ndarray, name: str) -> tuple[StoredFactor, float]:
     int8 4e-03
     int4 7e-02
     """
-    chosen, is_complex = storage_format(name), np.iscomplexobj(factor)
+    chosen = storage_format(name)
+    is_complex = np.iscomplexobj(factor)
     flat = np.ascontiguousarray(factor).reshape(-1)
     if is_complex:
         flat = np.ascontiguousarray(np.stack((flat.real, flat.imag), axis=1)).reshape(-1)
+    codes, error = _best_integers(flat, chosen) if chosen.is_integer else _best_floats(flat, chosen)
     shape = int(factor.shape[0]), int(factor.shape[1])
-    if chosen.kind == "integer":
-        integers = nearest_codes(flat[None, :], chosen.bits)[0][0]
-        packed = pack(integers, chosen.bits) if chosen.bits < 8 else integers
-        return StoredFactor(chosen.name, shape, is_complex, packed), _misfit(
-            flat, integers.astype(np.float64)
-        )
-    peak = float(np.max(np.abs(flat)))
-    best: tuple[float, np.ndarray] | None = None
-    for relative in chosen.scales:
-        codes = _encode(flat, chosen, peak, relative)
-        error = _misfit(flat, codes.astype(np.float64))
-        if best is None or error < best[0]:
-            best = error, codes
-    assert best is not None
-    error, codes = best
     return StoredFactor(chosen.name, shape, is_complex, codes), error
 
 
-def nearest_codes(rows: NDArray[np.float64], bits: int) -> tuple[Codes, NDArray[np.float64]]:
-    """Integer codes and a scale for each row x: step·code with ‖x − step·code‖ least over the clipping levels tried.
+def _best_integers(flat: np.ndarray, chosen: Format) -> tuple[np.ndarray, float]:
+    """Return integer codes, packed where they have fewer than eight bits, and their error."""
+    codes, _ = nearest_codes(flat[None, :], chosen.bits)
+    error = _misfit(flat, codes[0].astype(np.float64))
+    return pack(codes[0], chosen.bits) if chosen.bits < 8 else codes[0], error
+
+
+def _best_floats(flat: np.ndarray, chosen: Format) -> tuple[np.ndarray, float]:
+    """Return the numbers rounded at the best of the format's scales, the first of equals, and their error."""
+    peak = float(np.max(np.abs(flat)))
+    best_codes = _rounded(flat, chosen, peak, chosen.scales[0])
+    best_error = _misfit(flat, best_codes.astype(np.float64))
+    for relative_scale in chosen.scales[1:]:
+        codes = _rounded(flat, chosen, peak, relative_scale)
+        error = _misfit(flat, codes.astype(np.float64))
+        if error < best_error:
+            best_codes = codes
+            best_error = error
+    return best_codes, best_error
+
+
+def nearest_codes(
+    rows: NDArray[np.float64], bits: int, *, clip_levels: int = 24, max_entries: int = 2**17
+) -> tuple[Codes, NDArray[np.float64]]:
+    """Return integer codes and a scale for each row x: step·code with ‖x − step·code‖ least over some clipping levels.
 
     Parameters
     ----------
     rows : (s, p)
     bits : int
+    clip_levels : int
+        Levels that are tried, between the largest entry and a quarter of it. By hand.
+    max_entries : int
+        Numbers that several levels at a time may take: short rows cost less together than one level after the other.
+        By hand; results do not depend on it.
 
     Returns
     -------
     codes (s, p), steps (s,)
         The step is the least-squares one for its codes; a zero row has codes and step zero.
     """
-    rows, top = np.ascontiguousarray(rows), 2 ** (bits - 1) - 1
+    rows = np.ascontiguousarray(rows)
+    top = 2 ** (bits - 1) - 1
+    row_numbers = np.arange(len(rows))
     largest = np.max(np.abs(rows), axis=1, initial=0.0)
-    best_codes, best_steps = np.zeros_like(rows), np.zeros(len(rows))
+    best_codes = np.zeros_like(rows)
+    best_steps = np.zeros(len(rows))
     best_error = np.sum(rows * rows, axis=1)
-    levels, each_row = np.linspace(1.0, 0.25, CLIPS)[:, None], np.arange(len(rows))
-    at_once = max(
-        1, CLIPPED // max(1, rows.size)
-    )  # short rows cost less together than one level after the other
-    for start in range(0, CLIPS, at_once):
+    levels = np.linspace(1.0, 0.25, clip_levels)[:, None]
+    at_once = max(1, max_entries // max(1, rows.size))
+    for start in range(0, clip_levels, at_once):
+        # Codes 1: codes of all rows at some levels, (levels, s, p), and their least-squares steps.
         step = np.where(largest > 0, levels[start : start + at_once] * largest / top, 1.0)
-        codes = np.clip(np.rint(rows / step[:, :, None]), -top, top)  # (levels, s, p)
+        codes = np.clip(np.rint(rows / step[:, :, None]), -top, top)
         energy = np.einsum("lsp,lsp->ls", codes, codes)
         fitted = np.einsum("sp,lsp->ls", rows, codes) / np.where(energy > 0, energy, 1.0)
+        # Codes 2: for each row the level of least error, the first of equals, if it is better than before.
         residual = rows - fitted[:, :, None] * codes
         error = np.einsum("lsp,lsp->ls", residual, residual)
-        least = np.argmin(error, axis=0), each_row  # the first of equals
-        better = error[least] < best_error
-        best_error = np.where(better, error[least], best_error)
-        best_steps = np.where(better, fitted[least], best_steps)
-        best_codes = np.where(better[:, None], codes[least], best_codes)
+        best_level = np.argmin(error, axis=0), row_numbers
+        is_better = error[best_level] < best_error
+        best_error = np.where(is_better, error[best_level], best_error)
+        best_steps = np.where(is_better, fitted[best_level], best_steps)
+        best_codes = np.where(is_better[:, None], codes[best_level], best_codes)
     return best_codes.astype(np.int8), best_steps
 
 
-def _encode(flat: np.ndarray, chosen: Format, peak: float, relative: float) -> np.ndarray:
-    # A power of two loses nothing; it brings the largest entry to the top of the format's range.
-    scale = 2.0 ** np.floor(np.log2(chosen.top / peak)) * relative if chosen.top > 1.0 else 1.0
-    return (flat * scale).astype(numpy_dtype(chosen.name))
+def _rounded(flat: np.ndarray, chosen: Format, peak: float, relative_scale: float) -> np.ndarray:
+    """Return numbers in a floating format, scaled to its range where that is narrow."""
+    scale = 1.0
+    if chosen.top > 1.0:
+        # A power of two loses nothing; it brings the largest entry to the top of the format's range.
+        scale = float(2.0 ** np.floor(np.log2(chosen.top / peak)) * relative_scale)
+    return np.asarray((flat * scale).astype(numpy_dtype(chosen.name)))
 
 
 def _misfit(flat: np.ndarray, values: np.ndarray) -> float:
+    """Return min_a ‖x − a·values‖."""
     square = float(values @ values)
     if square == 0.0:
         return float(np.linalg.norm(flat))
@@ -241,18 +270,18 @@ def _misfit(flat: np.ndarray, values: np.ndarray) -> float:
 
 
 def pack(codes: Codes, bits: int) -> NDArray[np.uint8]:
-    """Codes as a dense run of ``bits``-bit numbers, offset to be unsigned, most significant bit first."""
+    """Return codes as a dense run of ``bits``-bit numbers, offset to be unsigned, most significant bit first."""
     unsigned = (codes.reshape(-1).astype(np.int16) + 2 ** (bits - 1)).astype(np.uint8)
     return np.packbits(np.unpackbits(unsigned[:, None], axis=1)[:, 8 - bits :])
 
 
 def packed_size(count: int, bits: int) -> int:
-    """Bytes of ``count`` packed codes."""
+    """Return the bytes of ``count`` packed codes."""
     return -(-count * bits // 8)
 
 
 def unpack(packed: NDArray[np.uint8], bits: int, shape: tuple[int, ...]) -> Codes:
-    """The codes of `pack`. Raises `PrecisionError` if the bytes are not as many as the shape needs."""
+    """Return the codes that `pack` was given. Raises `PrecisionError` if the bytes are not as many as the shape needs."""
     count = math.prod(shape)
     needed = packed_size(count, bits)
     if packed.size != needed:

@@ -1,4 +1,4 @@
-"""Factors as small integers: what is stored of a quantised product, how many bytes it takes, and what a reader gets."""
+"""Layers stored as small integers: the codes of a product or of an SVD, their bytes, and what a reader gets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 COMPONENT_BYTES = 3
-"""Float16 scale and the number of bits of a component of a `SpectralCode`."""
+"""Bytes of the float16 scale and of the number of bits of a component of a `SpectralCode`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,16 +44,15 @@ class QuantizedMatrix:
 
     @property
     def bytes(self) -> int:
-        """Packed codes, scales and the exponent."""
+        """Bytes of the packed codes, the scales and the exponent."""
         packed = sum(packed_size(code.size, self.bits) for code in self.codes)
         return packed + 2 * self.scales.size + 1
 
     def dequantized(self) -> SeparatedMatrix:
-        """What a reader gets, in float64."""
+        """Return what a reader gets, in float64."""
         weights = np.ldexp(self.scales.astype(np.float64), self.exponent)
-        return SeparatedMatrix.from_factors(
-            [code.astype(np.float64) for code in self.codes], weights
-        )
+        factors = [code.astype(np.float64) for code in self.codes]
+        return SeparatedMatrix.from_factors(factors, weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,13 +99,14 @@ class QuantizedProduct:
 
     @property
     def shape(self) -> ProductShape:
-        left, right = ([code.shape[1:] for code in side.codes] for side in (self.left, self.right))
         return ProductShape(
-            tuple(s[0] for s in left), tuple(s[1] for s in left), tuple(s[1] for s in right)
+            tuple(code.shape[1] for code in self.left.codes),
+            tuple(code.shape[2] for code in self.left.codes),
+            tuple(code.shape[2] for code in self.right.codes),
         )
 
     def dequantized(self) -> SeparatedProduct:
-        """What a reader gets, in float64."""
+        """Return what a reader gets, in float64."""
         return SeparatedProduct(self.left.dequantized(), self.right.dequantized())
 
     def factors(self) -> tuple[Factors, Factors]:
@@ -155,30 +155,31 @@ class SpectralCode:
 
     @property
     def bytes(self) -> int:
-        packed = sum(packed_size(sum(self.matrix_shape), b) for b in self.bits)
+        entries = sum(self.matrix_shape)
+        packed = sum(packed_size(entries, bits) for bits in self.bits)
         return packed + COMPONENT_BYTES * len(self.bits) + 1
 
     @property
     def storage(self) -> str:
-        """One width, or the least and the greatest."""
-        least, most = min(self.bits, default=2), max(self.bits, default=2)
-        return f"int{most}" if least == most else f"int{least}-{most}"
+        """One width, such as ``"int4"``, or the narrowest and the widest, such as ``"int2-6"``."""
+        narrowest, widest = min(self.bits, default=2), max(self.bits, default=2)
+        return f"int{widest}" if narrowest == widest else f"int{narrowest}-{widest}"
 
     @property
     def shape(self) -> ProductShape:
         return ProductShape.low_rank(self.matrix_shape, max(1, len(self.bits)))
 
     def dequantized(self) -> SeparatedProduct:
-        """What a reader gets, in float64; one zero component where none was kept."""
+        """Return what a reader gets, in float64; one zero component where none was kept."""
         m, n = self.matrix_shape
         if not self.bits:
             return low_rank_product(np.zeros((m, 1)), np.zeros((1, n)))
-        root = np.sqrt(np.abs(np.ldexp(self.scales.astype(np.float64), self.exponent)))
-        signs = np.sign(self.scales.astype(np.float64))
-        left = np.stack([u.astype(np.float64) for u in self.left], axis=1) * (root * signs)
-        return low_rank_product(
-            left, root[:, None] * np.stack([v.astype(np.float64) for v in self.right])
-        )
+        # Each side takes the root of a scale; its sign goes to the left.
+        scales = self.scales.astype(np.float64)
+        roots = np.sqrt(np.abs(np.ldexp(scales, self.exponent)))
+        columns = np.stack([u.astype(np.float64) for u in self.left], axis=1)
+        rows = np.stack([v.astype(np.float64) for v in self.right])
+        return low_rank_product(columns * (roots * np.sign(scales)), roots[:, None] * rows)
 
     def factors(self) -> tuple[Factors, Factors]:
         """Return the factors in float64, weights folded in."""

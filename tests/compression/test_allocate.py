@@ -10,11 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.formats.allocation import Options, total_cost, total_loss, within_cost, within_loss
+from lsrdecomp.formats.allocation import (
+    PartOptions,
+    total_cost,
+    total_loss,
+    within_cost,
+    within_loss,
+)
 
 
 @st.composite
-def layers(draw: st.DrawFn) -> list[Options]:
+def layers(draw: st.DrawFn) -> list[PartOptions]:
     count = draw(st.integers(1, 4))
     found = []
     for _ in range(count):
@@ -22,18 +28,18 @@ def layers(draw: st.DrawFn) -> list[Options]:
             st.lists(st.tuples(st.integers(1, 40), st.floats(0.0, 10.0)), min_size=1, max_size=5)
         )
         found.append(
-            Options.of([0, *(cost for cost, _ in pairs)], [20.0, *(loss for _, loss in pairs)])
+            PartOptions.of([0, *(cost for cost, _ in pairs)], [20.0, *(loss for _, loss in pairs)])
         )
     return found
 
 
-def every_choice(options: list[Options]) -> list[tuple[int, ...]]:
+def every_choice(options: list[PartOptions]) -> list[tuple[int, ...]]:
     return list(itertools.product(*(range(layer.costs.size) for layer in options)))
 
 
 def test_the_hull_is_convex_and_below_every_option() -> None:
     rng = np.random.default_rng(3)
-    options = Options.of(rng.integers(0, 100, 30), rng.random(30))
+    options = PartOptions.of(rng.integers(0, 100, 30), rng.random(30))
     hull = options.hull()
     costs, losses = options.costs[hull], options.losses[hull]
     slopes = np.diff(losses) / np.diff(costs)
@@ -46,7 +52,7 @@ def test_the_hull_is_convex_and_below_every_option() -> None:
 
 @given(layers(), st.integers(0, 120))
 def test_the_budget_is_kept_and_the_loss_is_near_the_best_of_all_combinations(
-    options: list[Options], budget: int
+    options: list[PartOptions], budget: int
 ) -> None:
     choice = within_cost(options, budget)
     assert total_cost(options, choice) <= budget
@@ -61,7 +67,7 @@ def test_the_budget_is_kept_and_the_loss_is_near_the_best_of_all_combinations(
 
 @given(layers(), st.integers(0, 120), st.data())
 def test_never_worse_than_any_start_within_the_budget(
-    options: list[Options], budget: int, data: st.DataObject
+    options: list[PartOptions], budget: int, data: st.DataObject
 ) -> None:
     allowed = [c for c in every_choice(options) if total_cost(options, c) <= budget]
     start = list(data.draw(st.sampled_from(allowed)))
@@ -71,7 +77,7 @@ def test_never_worse_than_any_start_within_the_budget(
 
 
 @given(layers(), st.floats(0.0, 60.0))
-def test_the_loss_is_kept_at_little_cost(options: list[Options], allowed: float) -> None:
+def test_the_loss_is_kept_at_little_cost(options: list[PartOptions], allowed: float) -> None:
     least = sum(float(layer.losses.min()) for layer in options)
     if allowed < least:
         with pytest.raises(BudgetError, match="out of reach"):
@@ -88,22 +94,22 @@ def test_the_loss_is_kept_at_little_cost(options: list[Options], allowed: float)
 
 
 def test_an_exchange_between_layers_is_found() -> None:
-    first = Options.of([0, 6, 10], [10.0, 4.0, 3.9])
-    second = Options.of([0, 5], [10.0, 1.0])
+    first = PartOptions.of([0, 6, 10], [10.0, 4.0, 3.9])
+    second = PartOptions.of([0, 5], [10.0, 1.0])
     assert within_cost([first, second], 10, [[2, 0]]) == [0, 1]
     assert within_cost([first, second], 11) == [1, 1]
 
 
 def test_what_is_reachable_is_said() -> None:
-    options = [Options.of([5, 9], [3.0, 1.0]), Options.of([7], [2.0])]
+    options = [PartOptions.of([5, 9], [3.0, 1.0]), PartOptions.of([7], [2.0])]
     with pytest.raises(BudgetError, match="cost 12 together"):
         within_cost(options, 11)
     with pytest.raises(BudgetError, match="lose 3 together"):
         within_loss(options, 2.9)
     with pytest.raises(BudgetError, match="finite and not negative"):
-        Options.of([1.0], [float("nan")])
+        PartOptions.of([1.0], [float("nan")])
     with pytest.raises(BudgetError, match="at least one"):
-        Options.of([], [])
+        PartOptions.of([], [])
 
 
 def test_hundreds_of_layers_with_many_options_are_quick_enough_to_use() -> None:
@@ -112,7 +118,7 @@ def test_hundreds_of_layers_with_many_options_are_quick_enough_to_use() -> None:
     for _ in range(224):
         costs = np.sort(rng.integers(1, 5000, 40))
         losses = np.sort(rng.random(40))[::-1] * rng.lognormal()
-        options.append(Options.of([0, *costs], [losses[0] * 2, *losses]))
+        options.append(PartOptions.of([0, *costs], [losses[0] * 2, *losses]))
     choice = within_cost(options, 100_000)
     spent = total_cost(options, choice)
     assert 100_000 - 5 <= spent <= 100_000

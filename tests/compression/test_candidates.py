@@ -7,8 +7,9 @@ import pytest
 from oracles import weight_of, weighted_truncation
 
 from benchmarks.lab.structures.fit import Fit, fit_layers, lsr_candidates
+from lsrdecomp.compression.caches import SpillCache
 from lsrdecomp.compression.candidates import drop, keep, low_rank_candidates, materialize, priced_as
-from lsrdecomp.compression.layers import Layer, SpillCache
+from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Search
 from lsrdecomp.compression.shapes import shape_grid
@@ -60,7 +61,7 @@ def test_every_price_is_what_its_factors_cost_and_lose(
     ]
     assert [c.structure for c in found] == ["drop", "keep", *["low rank"] * RANK, "LSR"]
     for candidate in found:
-        form = materialize(layer, candidate, SpillCache()).form
+        form = materialize(layer, candidate, SpillCache()).product
         formed = np.zeros((M, N)) if form is None else np.asarray(form.to_matrix())
         difference = layer.pair.to_matrix() - formed
         g, c = (w.apply(np.eye(w.size)) for w in (layer.norms.output, layer.norms.input))
@@ -77,7 +78,7 @@ def test_every_price_is_what_its_factors_cost_and_lose(
 def test_low_rank_is_a_product_shape_of_one_term(rng: np.random.Generator) -> None:
     layer = layers(rng, True)[0]
     candidate = low_rank_candidates(layer)[1]
-    form = materialize(layer, candidate, SpillCache()).form
+    form = materialize(layer, candidate, SpillCache()).product
     assert isinstance(form, SeparatedProduct)
     assert form.product_shape == ProductShape.low_rank((M, N), 2)
     assert form.separation_ranks == (1, 1)
@@ -99,7 +100,7 @@ def test_storage_is_paid_for_in_bytes_and_in_error(rng: np.random.Generator) -> 
     assert sizes["int4"].bytes < sizes["int8"].bytes < sizes["float16"].bytes
     for stored in sizes.values():
         made = materialize(layer, stored, SpillCache())
-        assert layer.squared_error(made.form) == pytest.approx(
+        assert layer.squared_error(made.product) == pytest.approx(
             made.candidate.squared_error, rel=1e-12
         )
         assert made.candidate.bytes == stored.bytes
@@ -214,4 +215,4 @@ def test_a_zero_layer_is_dropped(rng: np.random.Generator) -> None:
     ]
     fit = fit_layers(some, Budget(parameters=300), search=SEARCH)
     assert fit.layers[-1].candidate.structure == "drop"
-    assert fit.layers[-1].form is None
+    assert fit.layers[-1].product is None

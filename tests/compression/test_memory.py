@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from checkpoint_files import lora_pair, write_lora_directory
 
-from lsrdecomp import compress
 from lsrdecomp.arrays import QRBlocking
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.tensors import TensorWriter
-from lsrdecomp.compression import layers as layers_module
-from lsrdecomp.compression.layers import Layer, Recent, SpillCache, batches, pair_entries
-from lsrdecomp.compression.settings import CompressionPlan, Search
+from lsrdecomp.compression import search_adapter
+from lsrdecomp.compression.caches import LRUCache, SpillCache
+from lsrdecomp.compression.effort import MemoryLimits
+from lsrdecomp.compression.layers import Layer, batches, pair_entries
+from lsrdecomp.compression.settings import CompressionPlan, Resources, Search
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.solvers.pair.options import LeadingTripleOptions, PairOptions
 from lsrdecomp.targets.base import LowRank
@@ -45,7 +46,9 @@ def adapters(tmp_path_factory) -> dict[int, Path]:
     return made
 
 
-def peak(adapter: Path, out: Path, plan: CompressionPlan) -> int:
+def peak(
+    adapter: Path, out: Path, plan: CompressionPlan, memory: MemoryLimits | None = None
+) -> int:
     """Return the most bytes held while compressing and writing, without garbage in cycles."""
     gc.collect()
     gc.freeze()  # what other tests left is not gone through each time
@@ -54,7 +57,10 @@ def peak(adapter: Path, out: Path, plan: CompressionPlan) -> int:
     tracemalloc.start()
     try:
         search = SEARCH if plan.separation_rank is None else None
-        compress(open_checkpoint(adapter), plan, search=search).save(out)
+        resources = Resources(memory=memory or MemoryLimits())
+        lora = open_checkpoint(adapter)
+        searched = search_adapter(lora, [plan], search=search, resources=resources)
+        searched.compress(plan).save(out)
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -78,10 +84,9 @@ def peak(adapter: Path, out: Path, plan: CompressionPlan) -> int:
 def test_the_peak_does_not_grow_with_the_number_of_layers(
     adapters, tmp_path, monkeypatch, plan, share
 ):
-    monkeypatch.setattr(layers_module, "PAIR_ENTRIES", 2 * LAYER // 8)
-    monkeypatch.setattr(layers_module, "IN_MEMORY", LAYER)
     monkeypatch.setitem(TensorWriter.__init__.__kwdefaults__, "memory_bytes", LAYER)
-    few, many = (peak(adapters[count], tmp_path / str(count), plan) for count in COUNTS)
+    memory = MemoryLimits(pair_entries=2 * LAYER // 8, spill_bytes=LAYER)
+    few, many = (peak(adapters[count], tmp_path / str(count), plan, memory) for count in COUNTS)
     assert many - few < 4 * share * LAYER
     assert few < 40 * LAYER
 
@@ -100,17 +105,23 @@ def test_the_peak_is_a_small_multiple_of_the_largest_layer(tmp_path, monkeypatch
     monkeypatch.setattr("lsrdecomp.arrays.QRBlocking", lambda: short)
     narrow = PairOptions(start=LeadingTripleOptions(max_qr_columns=64, max_svd_entries=2**12))
     monkeypatch.setattr("lsrdecomp.solvers.pair.problem.PairOptions", lambda: narrow)
-    monkeypatch.setattr(compress_module, "SOLVER", replace(compress_module.SOLVER, options=narrow))
+    monkeypatch.setattr(
+        compress_module,
+        "GIVEN_TERMS_SOLVER",
+        replace(compress_module.GIVEN_TERMS_SOLVER, options=narrow),
+    )
     m, n, r = 4096, 2048, 16
     adapter = write_lora_directory(tmp_path / "adapter", lora_pair("layers.0.q", m, n, r), r=r)
     assert peak(adapter, tmp_path / "out", plan) < layers * 8 * r * (m + n) + 2**18
 
 
-def test_a_spilled_compression_writes_the_bytes_of_one_in_memory(adapters, tmp_path, monkeypatch):
+def test_a_spilled_compression_writes_the_bytes_of_one_in_memory(adapters, tmp_path):
     plan = CompressionPlan(rtol=0.9, storage="int8")
-    compress(open_checkpoint(adapters[4]), plan, search=SEARCH).save(tmp_path / "held")
-    monkeypatch.setattr(layers_module, "IN_MEMORY", 1)
-    compress(open_checkpoint(adapters[4]), plan, search=SEARCH).save(tmp_path / "spilled")
+    lora = open_checkpoint(adapters[4])
+    for name, memory in (("held", MemoryLimits()), ("spilled", MemoryLimits(spill_bytes=1))):
+        resources = Resources(memory=memory)
+        searched = search_adapter(lora, [plan], search=SEARCH, resources=resources)
+        searched.compress(plan).save(tmp_path / name)
     for name in ("adapter_model.safetensors", "adapter_config.json", "compression.json"):
         assert (tmp_path / "held" / name).read_bytes() == (tmp_path / "spilled" / name).read_bytes()
 
@@ -119,15 +130,16 @@ def layer(name: str, size: int) -> Layer:
     return Layer.of(name, LowRank(np.ones((size, 1)), np.ones((1, size))))
 
 
-def test_batches_hold_what_fits_and_at_least_one_layer(monkeypatch):
-    monkeypatch.setattr(layers_module, "PAIR_ENTRIES", 100)
+def test_batches_hold_what_fits_and_at_least_one_layer():
     assert batches([]) == []
     sizes = [20, 30, 60, 10, 10, 10, 10, 10, 10]  # half their numbers
-    assert [part.stop for part in batches([layer("x", size) for size in sizes])] == [2, 3, 8, 9]
+    layers = [layer("x", size) for size in sizes]
+    spans = batches(layers, MemoryLimits(pair_entries=100))
+    assert [span.stop for span in spans] == [2, 3, 8, 9]
 
 
 def test_pairs_stay_read_while_they_fit():
-    pairs, cache, read = Recent(40, pair_entries), SpillCache(), []
+    pairs, cache, read = LRUCache(40, pair_entries), SpillCache(), []
 
     def stored(name: str) -> Layer:
         def open_it() -> LowRank:

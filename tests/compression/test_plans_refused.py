@@ -99,7 +99,11 @@ def test_a_rank_bound_holds_in_what_is_written(tmp_path: Path) -> None:
     demo = open_checkpoint(DEMO)
     result = compress(demo, CompressionPlan(ratio=3.0, max_rank=2))
     assert (
-        max(np.prod(one.form.product_shape.inner) for one in result.chosen if one.form is not None)
+        max(
+            np.prod(one.product.product_shape.inner)
+            for one in result.chosen
+            if one.product is not None
+        )
         <= 2
     )
     assert max(one.candidate.rank for one in compress(demo, CompressionPlan(ratio=3.0)).chosen) > 2

@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import weight_of, weighted_svd
 
+from lsrdecomp.compression.caches import SpillCache
 from lsrdecomp.compression.candidates import (
     materialize,
     unrotated_candidates,
     water_filled_candidates,
 )
-from lsrdecomp.compression.layers import Layer, SpillCache
+from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.quantize import (
-    GAUSSIAN,
+    GAUSSIAN_ERROR,
     quantize,
     spectral_code,
     stored_product,
@@ -27,7 +28,6 @@ from lsrdecomp.compression.quantize import (
 from lsrdecomp.compression.search import fit_budget, search_layers
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import PrecisionError
-from lsrdecomp.formats import number_formats
 from lsrdecomp.formats.number_formats import nearest_codes, pack, unpack
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -99,15 +99,12 @@ def test_codes_are_no_worse_than_plain_rounding(bits: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 5, 24])
-def test_levels_tried_together_give_the_same_codes(
-    at_once: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_levels_tried_together_give_the_same_codes(at_once: int, rng: np.random.Generator) -> None:
     rows = np.concatenate(
         [rng.standard_normal((40, 4)), np.zeros((40, 1))], axis=1
     ).T  # not contiguous, a row of zeros
     each = [nearest_codes(row[None], 4) for row in rows]
-    monkeypatch.setattr(number_formats, "CLIPPED", at_once * rows.size)
-    codes, steps = nearest_codes(rows, 4)
+    codes, steps = nearest_codes(rows, 4, max_entries=at_once * rows.size)
     np.testing.assert_array_equal(codes, np.concatenate([one for one, _ in each]))
     np.testing.assert_allclose(steps, np.concatenate([step for _, step in each]), rtol=1e-14)
 
@@ -125,7 +122,7 @@ def test_packed_codes_come_back(bits: int, count: int, seed: int) -> None:
 
 def test_the_table_of_gaussian_distortion_is_what_the_codes_do() -> None:
     rows = np.random.default_rng(0).standard_normal((100, 512))
-    for bits, expected in GAUSSIAN.items():
+    for bits, expected in GAUSSIAN_ERROR.items():
         codes, steps = nearest_codes(rows, bits)
         lost = np.sum((rows - steps[:, None] * codes) ** 2) / np.sum(rows**2)
         assert lost == pytest.approx(expected, rel=0.05)
@@ -155,15 +152,12 @@ def _svd(layer: Layer) -> tuple[np.ndarray, ...]:
     return weighted_svd(layer.pair, layer.norms)
 
 
-def test_refitting_to_the_codes_pays(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refitting_to_the_codes_pays(rng: np.random.Generator) -> None:
     layer = Layer.of("q", pair(rng))
     svd, bits = _svd(layer), (4, 4, 3, 2, 0, 0)
-    refitted = layer.squared_error(spectral_code(layer, svd, bits).dequantized())
-    monkeypatch.setattr("lsrdecomp.compression.quantize.ROUNDS", 0)
-    plain = layer.squared_error(spectral_code(layer, svd, bits).dequantized())
-    assert refitted < plain
+    refitted, plain = (spectral_code(layer, svd, bits, rounds=rounds) for rounds in (2, 0))
+    errors = [layer.squared_error(code.dequantized()) for code in (refitted, plain)]
+    assert errors[0] < errors[1]
 
 
 def test_uniform_sides_are_nearer_as_found_than_as_singular_vectors(
@@ -179,7 +173,7 @@ def test_uniform_sides_are_nearer_as_found_than_as_singular_vectors(
     assert found.squared_error < 0.8 * layer.squared_error(components.dequantized())
     made = materialize(layer, found, SpillCache())
     assert made.stored().storage == "int8"
-    assert layer.squared_error(made.form) == found.squared_error
+    assert layer.squared_error(made.product) == found.squared_error
     assert unrotated_candidates(Layer.of("zero", LowRank(0.0 * left, right))) == []
 
 

@@ -14,15 +14,12 @@ import pytest
 
 from lsrdecomp.checkpoints import Journal, open_checkpoint, write_lora
 from lsrdecomp.checkpoints.progress import ProgressUpdate
-from lsrdecomp.compression import layers as layers_module
-from lsrdecomp.compression import search as search_module
 from lsrdecomp.compression import solve
-from lsrdecomp.compression.candidates import Lsr
+from lsrdecomp.compression.candidates import LsrCandidate
+from lsrdecomp.compression.effort import MemoryLimits, SearchEffort
 from lsrdecomp.compression.layers import Layer, open_layers
 from lsrdecomp.compression.search import (
-    STRIDE,
-    WIDENINGS,
-    Fitted,
+    FittedLayers,
     exchange_shapes,
     fit_budget,
     search_layers,
@@ -61,10 +58,10 @@ def layers(rng: np.random.Generator) -> list[Layer]:
     ]
 
 
-def error(layers: Sequence[Layer], fitted: Fitted) -> float:
+def error(layers: Sequence[Layer], fitted: FittedLayers) -> float:
     """From the factors themselves, in the whole norm."""
     lost = [
-        layer.squared_norm if (form := one.form) is None else layer.squared_error(form)
+        layer.squared_norm if (form := one.product) is None else layer.squared_error(form)
         for layer, one in zip(layers, fitted.chosen, strict=True)
     ]
     return math.sqrt(sum(lost) / sum(layer.squared_norm for layer in layers))
@@ -98,7 +95,7 @@ def test_prices_say_what_any_size_would_lose_and_make_nothing(
     searched = search_layers(layers, [smaller(layers, 12.0)], search=QUICK)
     budgets = [smaller(layers, ratio) for ratio in (12.0, 9.0)]
     drawn = [
-        error(layers, Fitted(searched.materialized(searched.allocated(budget)), None))
+        error(layers, FittedLayers(searched.materialized(searched.allocated(budget)), None))
         for budget in budgets
     ]
     monkeypatch.setattr(searched, "materialized", lambda *_: pytest.fail("made"))
@@ -124,11 +121,11 @@ def test_a_killed_search_goes_on_where_it_was(
 ) -> None:
     real, seen = solve.solve, []
 
-    def counted(task: solve.Task) -> list[solve.Answer]:
+    def counted(task: solve.SolveTask) -> list[solve.SolvedShape]:
         seen.append(solve.task_key(task))
         return real(task)
 
-    def killed(task: solve.Task) -> list[solve.Answer]:
+    def killed(task: solve.SolveTask) -> list[solve.SolvedShape]:
         if len(seen) == 2:
             raise KeyboardInterrupt
         return counted(task)
@@ -180,7 +177,7 @@ def test_fewer_coordinates_give_the_same_errors_to_a_thousandth(layers: list[Lay
     assert batches[0].norms.is_frobenius
     problem = PairProblem.of(batches[1], ProductShape((4, 6), (1, 1), (6, 6)), 8)
     state = descend(problem, problem.state(problem.starts((2, 2), 1)[0]), 4)
-    answer = solve.Answer(problem.shape, (2, 2), problem.errors(state), problem.factors(state))
+    answer = solve.SolvedShape(problem.shape, (2, 2), problem.errors(state), problem.factors(state))
     for place, layer in enumerate(layers):
         product = solve.product_of(answer.factors_of(place))
         assert answer.ranks_of(place) == product.separation_ranks
@@ -192,29 +189,27 @@ def test_refining_goes_on_with_the_layers_that_still_gain(
 ) -> None:
     refined: list[tuple[int, tuple[int, ...]]] = []
 
-    def counted(task: solve.Task) -> list[solve.Answer]:
+    def counted(task: solve.SolveTask) -> list[solve.SolvedShape]:
         if task.starts is not None:
             refined.append((task.effort.sweeps, task.indices))
         return solved(task)
 
     solved = solve.solve
     monkeypatch.setattr(solve, "solve", counted)
-    monkeypatch.setattr(search_module, "ROUNDS", 1)
-    monkeypatch.setattr(search_module, "REFINED", 1e-9)
-    for nothing, goes_on in ((1e-9, True), (1e9, False)):
-        monkeypatch.setattr(search_module, "NOTHING", nothing)
+    budget = smaller(layers, 8.0)
+    for min_gain, goes_on in ((1e-9, True), (1e9, False)):
+        effort = SearchEffort(max_refinements=1, refine_tolerance=1e-9, min_relative_gain=min_gain)
         refined.clear()
-        fitted = fit_budget(
-            search_layers(layers, [smaller(layers, 8.0)], search=LONG), smaller(layers, 8.0)
-        )
-        count = sum(isinstance(one.candidate, Lsr) for one in fitted.chosen)
+        search = replace(LONG, effort=effort)
+        fitted = fit_budget(search_layers(layers, [budget], search=search), budget)
+        count = sum(isinstance(one.candidate, LsrCandidate) for one in fitted.chosen)
         assert count > 0
         assert any(len(places) > 1 for _, places in refined)
         together = next(places for _, places in refined if len(places) > 1)
         taken = [[sweeps for sweeps, places in refined if i in places] for i in together]
-        assert all(sweeps[0] == search_module.PORTION for sweeps in taken)
+        assert all(sweeps[0] == effort.sweeps_per_round for sweeps in taken)
         assert (max(map(len, taken)) > 1) == goes_on
-        assert max(map(sum, taken)) == (20 if goes_on else search_module.PORTION)
+        assert max(map(sum, taken)) == (20 if goes_on else effort.sweeps_per_round)
 
 
 def test_terms_that_vanished_are_not_counted(rng: np.random.Generator) -> None:
@@ -223,7 +218,9 @@ def test_terms_that_vanished_are_not_counted(rng: np.random.Generator) -> None:
     )
     left[1][1, 2] = 0.0
     right = [factor.swapaxes(2, 3) for factor in right]
-    answer = solve.Answer(ProductShape((4, 5), (1, 1), (4, 5)), (3, 3), np.zeros(2), (left, right))
+    answer = solve.SolvedShape(
+        ProductShape((4, 5), (1, 1), (4, 5)), (3, 3), np.zeros(2), (left, right)
+    )
     assert [answer.ranks_of(place) for place in range(2)] == [(3, 3), (2, 3)]
     assert solve.product_of(answer.factors_of(1)).separation_ranks == (2, 3)
 
@@ -240,7 +237,7 @@ def test_sweeps_end_where_they_lower_the_loss_by_nothing(layers: list[Layer]) ->
 
 
 def test_statistics_are_read_once_for_a_search_and_once_for_each_measurement(
-    rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rng: np.random.Generator, tmp_path: Path
 ) -> None:
     m, n, reads = 48, 64, dict.fromkeys(("a", "b", "c"), 0)
     pairs = [
@@ -263,8 +260,8 @@ def test_statistics_are_read_once_for_a_search_and_once_for_each_measurement(
         def __len__(self) -> int:
             return len(norms)
 
-    monkeypatch.setattr(layers_module, "NORM_ENTRIES", 1)  # one layer is open at a time
-    opened = open_layers(open_checkpoint(tmp_path / "lora"), Counting())
+    one_at_a_time = MemoryLimits(norm_entries=1)
+    opened = open_layers(open_checkpoint(tmp_path / "lora"), Counting(), one_at_a_time)
     budgets = [smaller(opened, ratio) for ratio in (20.0, 8.0)]
     searched = search_layers(opened, budgets, search=QUICK)
     assert set(reads.values()) == {1}
@@ -304,16 +301,23 @@ def test_the_grid_is_coarse_and_fine() -> None:
 def test_the_fine_grid_is_solved_at_the_sizes_that_a_budget_chose(layers: list[Layer]) -> None:
     searched = search_layers(layers, [smaller(layers, 6.0)], search=QUICK)
     entries = [
-        entry.exact for row in searched.rows for entry in row if isinstance(entry.exact, Lsr)
+        entry.exact
+        for row in searched.rows
+        for entry in row
+        if isinstance(entry.exact, LsrCandidate)
     ]
     assert {max(one.shape.inner) for one in entries} == {1}
     fitted = fit_budget(searched, smaller(layers, 6.0))
+    effort = QUICK.effort
     entries = [
-        entry.exact for row in searched.rows for entry in row if isinstance(entry.exact, Lsr)
+        entry.exact
+        for row in searched.rows
+        for entry in row
+        if isinstance(entry.exact, LsrCandidate)
     ]
     assert max(max(one.shape.inner) for one in entries) > 1
     largest = max(one.parameters for one in entries if max(one.shape.inner) > 1)
-    assert largest <= STRIDE ** (2 * WIDENINGS) * max(
+    assert largest <= effort.size_step ** (2 * effort.max_grid_passes) * max(
         one.candidate.parameters for one in fitted.chosen
     )
 
@@ -352,12 +356,12 @@ def test_what_was_chosen_for_some_is_solved_for_the_others_of_their_size(
 ) -> None:
     searched = search_layers(layers, [smaller(layers, 4.0)], search=LONG)
     table, shape = searched, ProductShape((3, 8), (1, 1), (4, 9))  # not on the grid
-    table.solve(table.runner.tasks([0], [solve.Request(shape, ((1, 1), (2, 2)))]), "solving")
+    table.solve(table.runner.tasks([0], [solve.ShapeRequest(shape, ((1, 1), (2, 2)))]), "solving")
 
     def asked() -> list[set[tuple[int, int]]]:
         entries = [[entry.exact for entry in row] for row in table.rows]
         return [
-            {one.ranks for one in row if isinstance(one, Lsr) and one.shape == shape}
+            {one.ranks for one in row if isinstance(one, LsrCandidate) and one.shape == shape}
             for row in entries
         ]
 
@@ -365,10 +369,12 @@ def test_what_was_chosen_for_some_is_solved_for_the_others_of_their_size(
     found = [
         one
         for one in table.rows[0]
-        if isinstance(one.exact, Lsr) and one.exact.configuration == (shape, (2, 2))
+        if isinstance(one.exact, LsrCandidate) and one.exact.configuration == (shape, (2, 2))
     ]
     even = next(
-        one for one in table.rows[1] if isinstance(one.exact, Lsr) and one.exact.ranks == (2, 2)
+        one
+        for one in table.rows[1]
+        if isinstance(one.exact, LsrCandidate) and one.exact.ranks == (2, 2)
     )
     left_out = table.rows[2][0]
     steps: list[ProgressUpdate] = []
@@ -389,13 +395,13 @@ class Ended:
 
 
 def test_a_worker_that_is_killed_is_one_clear_error(layers: list[Layer]) -> None:
-    requests = [solve.Request(ProductShape((4, 6), (1, 1), (6, 6)), ((1, 1),))]
+    requests = [solve.ShapeRequest(ProductShape((4, 6), (1, 1), (6, 6)), ((1, 1),))]
     of_layers = [*layers, Layer("ended", layers[0].shape, 1, Ended)]  # type: ignore[arg-type]
 
-    def solved(*indices: Sequence[int]) -> list[solve.Answer]:
+    def solved(*indices: Sequence[int]) -> list[solve.SolvedShape]:
         runner = solve.TaskRunner(of_layers, Resources(workers=2))
         tasks = [task for each in indices for task in runner.tasks(each, requests)]
-        return [answer for _, answers in runner.answers(tasks) for answer in answers]
+        return [answer for _, answers in runner.results(tasks) for answer in answers]
 
     answers = solved(range(COUNT), range(COUNT))
     assert [answer.errors.shape for answer in answers] == [(COUNT,), (COUNT,)]
@@ -406,7 +412,7 @@ def test_a_worker_that_is_killed_is_one_clear_error(layers: list[Layer]) -> None
 
 def test_workers_of_a_search_leave_those_of_joblib_alone(layers: list[Layer]) -> None:
     joblib = pytest.importorskip("joblib", reason="several workers need joblib")
-    requests = [solve.Request(ProductShape((4, 6), (1, 1), (6, 6)), ((1, 1),))]
+    requests = [solve.ShapeRequest(ProductShape((4, 6), (1, 1), (6, 6)), ((1, 1),))]
     runner = solve.TaskRunner(layers, Resources(workers=2))
-    assert len(list(runner.answers(runner.tasks([0], requests)))) == 1
+    assert len(list(runner.results(runner.tasks([0], requests)))) == 1
     assert joblib.Parallel(n_jobs=2)(joblib.delayed(math.sqrt)(x) for x in (1.0, 4.0)) == [1.0, 2.0]

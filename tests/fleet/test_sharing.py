@@ -16,7 +16,7 @@ from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.settings import CompressionPlan, Search
-from lsrdecomp.compression.shapes import Request, shapes_like
+from lsrdecomp.compression.shapes import ShapeRequest, shapes_like
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fleet.batch import Job, find_adapters, run_fleet, run_job
 from lsrdecomp.fleet.manifest import MANIFEST, Outcome
@@ -199,7 +199,7 @@ def test_shapes_of_each_layer_and_the_commonest_of_its_size() -> None:
         == [even, tall]
     )
     assert [chain.shape for chain in found["e"]] == [even, tall, rare]
-    assert found["a"][0] == Request(
+    assert found["a"][0] == ShapeRequest(
         even, ((1, 1), (2, 2), (3, 2), (4, 3))
     )  # those that were taken, and one more of each
     assert [chain.shape for chain in found["f"]] == [wide]

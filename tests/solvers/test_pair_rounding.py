@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from test_pair import CUBE, SMALL, low_rank, norms
 
-from lsrdecomp.compression.candidates import Lsr, lsr_candidate, materialize
-from lsrdecomp.compression.layers import Layer, SpillCache
+from lsrdecomp.compression.caches import SpillCache
+from lsrdecomp.compression.candidates import LsrCandidate, lsr_candidate, materialize
+from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.quantize import quantized_product, refitted_product
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -23,7 +24,7 @@ from lsrdecomp.targets.weights import NormWeights
 KINDS = ("frobenius", "all eigenpairs", "low rank")
 
 
-def in_int4(candidate: Lsr) -> Lsr:
+def in_int4(candidate: LsrCandidate) -> LsrCandidate:
     return replace(candidate, storage="int4")
 
 
@@ -85,7 +86,7 @@ def test_a_layer_takes_the_nearer_of_both(rng: np.random.Generator) -> None:
     assert solved.candidate.squared_error < layer.squared_error(plain.dequantized())
     assert solved.candidate.bytes == plain.bytes
     assert solved.candidate.squared_error == pytest.approx(
-        layer.squared_error(solved.form), rel=1e-12
+        layer.squared_error(solved.product), rel=1e-12
     )
     assert solved.stored().storage == solved.candidate.storage == "int4"
 

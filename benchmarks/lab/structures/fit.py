@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lsrdecomp.checkpoints.progress import OnStep
-from lsrdecomp.compression.candidates import Candidate, Lsr, Materialized, lsr_candidate
-from lsrdecomp.compression.layers import Layer, SpillCache, StatisticsByLayer, batches
-from lsrdecomp.compression.search import Fitted, fit_budget, search_layers
+from lsrdecomp.compression.caches import SpillCache
+from lsrdecomp.compression.candidates import Candidate, LsrCandidate, Materialized, lsr_candidate
+from lsrdecomp.compression.layers import Layer, StatisticsByLayer, batches
+from lsrdecomp.compression.search import FittedLayers, fit_budget, search_layers
 from lsrdecomp.compression.settings import Budget, Resources, Search
 from lsrdecomp.compression.shapes import Configuration
 from lsrdecomp.kronecker.product import SeparatedProduct
@@ -33,9 +34,9 @@ class FittedLayer:
         return self.materialized.candidate
 
     @property
-    def form(self) -> SeparatedProduct | None:
+    def product(self) -> SeparatedProduct | None:
         """The factors as a reader gets them; None where the layer is dropped."""
-        return self.materialized.form
+        return self.materialized.product
 
     @property
     def relative_error(self) -> float:
@@ -45,11 +46,11 @@ class FittedLayer:
 
     def pair(self) -> tuple[Any, Any]:
         """(B, A) of ΔŴ = B A: one zero column where the layer is dropped."""
-        form = self.form
-        if form is None:
+        product = self.product
+        if product is None:
             left, right = self.layer.pair.left, self.layer.pair.right
             return 0.0 * left[:, :1], 0.0 * right[:1, :]
-        return form.to_lora()
+        return product.to_lora()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Fit:
     )  # the best truncated SVD found for the same budget and norm; None: none fits
 
     @classmethod
-    def of(cls, layers: Sequence[Layer], fitted: Fitted) -> Fit:
+    def of(cls, layers: Sequence[Layer], fitted: FittedLayers) -> Fit:
         """What a budget took, beside the layers themselves."""
         pairs = zip(layers, fitted.chosen, strict=True)
         return cls(
@@ -153,9 +154,9 @@ def lsr_candidates(
     configurations: Iterable[Configuration],
     solver: JointALS,
     cache: SpillCache | None = None,
-) -> list[list[Lsr]]:
+) -> list[list[LsrCandidate]]:
     """Solve LSR products of the given shapes for layers of one kind; one list per layer."""
-    candidates: list[list[Lsr]] = [[] for _ in layers]
+    candidates: list[list[LsrCandidate]] = [[] for _ in layers]
     cache = cache or SpillCache()
     for shape, ranks in configurations:
         for row, solution in zip(
