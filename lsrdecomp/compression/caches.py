@@ -1,4 +1,5 @@
-"""Two caches: values that stay read while they fit, and values put away in memory or in a temporary file."""
+"""Two caches: values that stay read while they fit, and values put away in memory or in a temporary
+file."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ class LRUCache(Generic[T]):
 class SpillCache:
     """Values put away and read back with the same bits: in memory while they are few, else in a temporary file.
 
-    The file has no name (it vanishes with the process, also when that is killed) and nobody else can write to it: that
-    is why it may hold pickles. It lies where ``TMPDIR`` says.
+    The file has no name (it vanishes with the process, also when that is killed) and nobody else
+    can write to it: that is why it may hold pickles. It lies where ``TMPDIR`` says.
 
     Parameters
     ----------

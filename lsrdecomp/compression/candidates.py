@@ -204,7 +204,8 @@ FAMILIES: tuple[Callable[[Layer, float], Sequence[Candidate]], ...] = (
     _drop_or_keep,
     low_rank_candidates,
 )
-"""Candidates that need no solve, of a layer and a number of parameters above which none is wanted."""
+"""Candidates that need no solve, of a layer and a number of parameters above which none is
+wanted."""
 
 
 def water_filled_candidates(
@@ -259,8 +260,9 @@ def equal_bits_candidates(
 def unrotated_candidates(layer: Layer) -> list[LowRankCandidate]:
     """Return the pair's own columns and rows as components of eight bits; nothing for a layer of zeros.
 
-    LoRA starts one side uniformly at random and most of that start is still there. In eight bits uniform numbers lose
-    about half as much as Gaussian ones, which singular vectors resemble; with fewer bits, components by size are ahead.
+    LoRA starts one side uniformly at random and most of that start is still there. In eight bits
+    uniform numbers lose about half as much as Gaussian ones, which singular vectors resemble; with
+    fewer bits, components by size are ahead.
     """
     if layer.squared_norm == 0.0:
         return []

@@ -27,7 +27,7 @@ from lsrdecomp.compression.candidates import (
     lsr_candidate,
     materialize,
 )
-from lsrdecomp.compression.effort import DEFAULT_LIMITS, FileFilling, MemoryLimits
+from lsrdecomp.compression.effort import DEFAULT_LIMITS, FileFilling, ResourceLimits
 from lsrdecomp.compression.layers import Layer, StatisticsByLayer, batches, open_layers
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.request import check_divergence, check_given_terms
@@ -51,7 +51,8 @@ HEADER_BYTES = 320
 """Bytes of a header and a config that say little."""
 
 GIVEN_TERMS_SOLVER = JointALS(tolerance=5e-4, initializations=1, single=True)
-"""Of layers at given terms: ends after about eight sweeps, in the median half a thousandth above where hundreds end."""
+"""Of layers at given terms: ends after about eight sweeps, in the median half a thousandth above
+where hundreds end."""
 
 DEFAULT_FILLING = FileFilling()
 
@@ -102,9 +103,9 @@ def search_adapter(
 
     Notes
     -----
-    Layers are read as they are needed, so many at a time as fit in 8 MiB (`effort.MemoryLimits`), at least one. What
-    they became waits in memory up to 8 MiB and then in a temporary file, as do the factors of all products that were
-    solved for.
+    Layers are read as they are needed, so many at a time as fit in 8 MiB (`effort.ResourceLimits`),
+    at least one. What they became waits in memory up to 8 MiB and then in a temporary file, as do
+    the factors of all products that were solved for.
 
     Examples
     --------
@@ -126,8 +127,8 @@ def search_adapter(
     if isinstance(statistics, Statistics):
         statistics.check_base(checkpoint.config.get("base_model_name_or_path"))
         effect = statistics.effect(checkpoint.source_sha256)
-    layers = open_layers(checkpoint, statistics, resources.memory)
-    cache = SpillCache(resources.memory.spill_bytes)
+    layers = open_layers(checkpoint, statistics, resources.limits)
+    cache = SpillCache(resources.limits.spill_bytes)
     plans = [plan.with_default_storage() for plan in plans]
     storages = {plan.storages for plan in plans}
     if len(storages) != 1:
@@ -266,7 +267,7 @@ class SearchedAdapter:
             plan.storages[0],
             solver=replace(GIVEN_TERMS_SOLVER, device=self.resources.device),
             cache=self.cache,
-            memory=self.resources.memory,
+            limits=self.resources.limits,
             on_step=self.resources.on_step,
         )
         return FittedLayers(materialized, None)
@@ -307,7 +308,8 @@ class SearchedAdapter:
     def _filled(self, plan: CompressionPlan, max_bytes: int) -> Compression:
         """Return the best adapter whose weight file and config have at most so many bytes together.
 
-        What a file holds beside its factors is known only once the factors are chosen, so files are tried.
+        What a file holds beside its factors is known only once the factors are chosen, so files are
+        tried.
         """
         best: Compression | None = None
         sizes: list[int] = []
@@ -358,7 +360,7 @@ def at_given_terms(
     *,
     solver: JointALS = GIVEN_TERMS_SOLVER,
     cache: SpillCache | None = None,
-    memory: MemoryLimits = DEFAULT_LIMITS,
+    limits: ResourceLimits = DEFAULT_LIMITS,
     on_step: OnStep | None = None,
 ) -> tuple[Materialized, ...]:
     """Return every layer as an LSR product of balanced shape, of so many terms a side or as many as it can need.
@@ -375,7 +377,7 @@ def at_given_terms(
     results: dict[int, Materialized] = {}
     done = Counter(on_step, "solving", len(layers), "layers")
     for (_, shape), indices in groups.items():
-        for span in batches([layers[i] for i in indices], memory):
+        for span in batches([layers[i] for i in indices], limits):
             batch = [layers[i] for i in indices[span]]
             weights = None if batch[0].is_frobenius else [layer.norms for layer in batch]
             pairs = [layer.pair for layer in batch]

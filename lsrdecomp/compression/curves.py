@@ -1,4 +1,5 @@
-"""Error curves of a whole adapter: every layer cut alike, errors and parameters summed over the layers."""
+"""Error curves of a whole adapter: every layer cut alike, errors and parameters summed over the
+layers."""
 
 from __future__ import annotations
 

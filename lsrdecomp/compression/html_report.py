@@ -1,4 +1,5 @@
-"""The report of a compression as one HTML file: opens without a network, light or dark, on phone and desk."""
+"""The report of a compression as one HTML file: opens without a network, light or dark, on phone
+and desk."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def html_report(
     out : Path, optional
         The directory that was written, to list its files.
     unit : str
-        What the network answers once for, "example" or "token"; a measured fidelity knows it itself.
+        What the network answers once for, "example" or "token"; a measured fidelity knows it
+        itself.
 
     Returns
     -------

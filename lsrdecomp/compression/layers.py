@@ -1,7 +1,8 @@
 """The layers of an adapter: ΔW of each, the norm its error counts in, and how many of them fit in memory together.
 
-The numbers of a stored layer are read when they are asked for and forgotten when those of others are, so that an
-adapter of any length takes a few layers' memory. What is small and wanted often waits in a `SpillCache`.
+The numbers of a stored layer are read when they are asked for and forgotten when those of others
+are, so that an adapter of any length takes a few layers' memory. What is small and wanted often
+waits in a `SpillCache`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lsrdecomp.arrays import Array, as_double, namespace
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer
 from lsrdecomp.checkpoints.records import LOKR_STAYS
 from lsrdecomp.compression.caches import LRUCache, SpillCache
-from lsrdecomp.compression.effort import DEFAULT_LIMITS, MemoryLimits
+from lsrdecomp.compression.effort import DEFAULT_LIMITS, ResourceLimits
 from lsrdecomp.errors import BudgetError, CheckpointError
 from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -33,11 +34,13 @@ from lsrdecomp.targets.weights import Identity, NormWeights
 T = TypeVar("T")
 
 MAX_NORM = 1e140
-"""Of ΔW: squares of such norms, and sums of them over all layers of a model, are still finite in double precision."""
+"""Of ΔW: squares of such norms, and sums of them over all layers of a model, are still finite in
+double precision."""
 
 
 StatisticsByLayer = Mapping[str, NormWeights]
-"""The norm that a layer's errors count in, by its name: `Statistics` of calibration, or weights of one's own."""
+"""The norm that a layer's errors count in, by its name: `Statistics` of calibration, or weights of
+one's own."""
 
 
 # -- a layer ---------------------------------------------------------------------------------------
@@ -58,7 +61,7 @@ class Layer:
     cache : SpillCache, optional
         Where its leading norm and its gauge wait; absent, in memory.
     min_shrinkage : int
-        See `lsrdecomp.compression.effort.MemoryLimits`.
+        See `lsrdecomp.compression.effort.ResourceLimits`.
     """
 
     def __init__(
@@ -171,7 +174,7 @@ def norm_entries(norms: NormWeights) -> int:
 
 
 def batches(
-    layers: Sequence[Layer], limits: MemoryLimits = DEFAULT_LIMITS, *, leading: bool = False
+    layers: Sequence[Layer], limits: ResourceLimits = DEFAULT_LIMITS, *, leading: bool = False
 ) -> list[slice]:
     """Return runs of layers that fit in memory together, at least one layer each.
 
@@ -201,7 +204,7 @@ def batches(
 def open_layers(
     checkpoint: Checkpoint,
     statistics: StatisticsByLayer | None = None,
-    limits: MemoryLimits = DEFAULT_LIMITS,
+    limits: ResourceLimits = DEFAULT_LIMITS,
 ) -> list[Layer]:
     """Return the layers of a checkpoint, each read when its numbers are asked for and forgotten when others are.
 

@@ -47,7 +47,8 @@ MAX_BITS = 8
 GAUSSIAN_ERROR = {
     2: 0.191, 3: 0.0467, 4: 0.01256, 5: 0.00341, 6: 0.000884, 7: 0.000225, 8: 0.0000558,
 }  # fmt: skip
-"""Relative squared error of a few hundred Gaussian numbers in so many bits, at the step of `nearest_codes`; measured."""
+"""Relative squared error of a few hundred Gaussian numbers in so many bits, at the step of
+`nearest_codes`; measured."""
 
 Doubles = NDArray[np.float64]
 

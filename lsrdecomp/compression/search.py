@@ -1,16 +1,18 @@
 """The search over the shapes of all layers under one budget, from top to bottom: Search 1 to 7.
 
 1. Plain candidates of every layer: nothing, the layer as it is, truncated SVD of every rank.
-2. The coarse grid: even splits without an inner rank, for all layers of a group at once; for several budgets all of it.
-3. A budget takes one candidate a layer, by what one more parameter removes of the loss.
-4. The fine grid, up to about the size that the budget gave each layer, unless low rank wins there; it chooses again.
-5. Neighbours of the shapes chosen most often, tried on a few layers and adopted where they pay; it chooses again.
-6. Shapes that layers of one size chose, for the others of that size.
-7. More sweeps for what is chosen, measured in the whole norm, until the choice stays.
+2. The coarse grid: even splits without an inner rank, for all layers of a group at once; for
+several budgets all of it. 3. A budget takes one candidate a layer, by what one more parameter
+removes of the loss. 4. The fine grid, up to about the size that the budget gave each layer, unless
+low rank wins there; it chooses again. 5. Neighbours of the shapes chosen most often, tried on a few
+layers and adopted where they pay; it chooses again. 6. Shapes that layers of one size chose, for
+the others of that size. 7. More sweeps for what is chosen, measured in the whole norm, until the
+choice stays.
 
-What was solved stays in the table (`search_table`), from which the next budget starts. Cost: the solves of steps 2 to
-7, each O((m + n)(R r + s r)) a sweep and layer (`JointALS`); choosing is milliseconds a layer (docs/scale.md). The
-numbers that steer it are in `lsrdecomp.compression.effort.SearchEffort`.
+What was solved stays in the table (`search_table`), from which the next budget starts. Cost: the
+solves of steps 2 to 7, each O((m + n)(R r + s r)) a sweep and layer (`JointALS`); choosing is
+milliseconds a layer (docs/scale.md). The numbers that steer it are in
+`lsrdecomp.compression.effort.SearchEffort`.
 """
 
 from __future__ import annotations
@@ -102,6 +104,7 @@ def search_layers(
     --------
     >>> import numpy as np
     >>> from lsrdecomp.targets.base import LowRank
+    >>> from lsrdecomp.compression.layers import Layer
     >>> layer = Layer.of("square", LowRank(np.eye(16)[:, :4], np.eye(16)[:4]))
     >>> budget = Budget(parameters=layer.parameters / 4)
     >>> fitted = fit_budget(search_layers([layer], [budget], search=Search(orders=(2,), rounds=0)), budget)
@@ -257,8 +260,9 @@ def solve_fine_grid(table: SearchTable, sizes: Sequence[int]) -> bool:
 def _coarse_grid_suffices(table: SearchTable, i: int) -> bool:
     """Return whether no finer shape of a layer is worth a solve.
 
-    Where the coarse grid has nothing nearer than low rank in the Frobenius norm: of the LoRAs that were tried no finer
-    shape was, and where ΔW is near an LSR product of any shape, the coarse grid is nearer too.
+    Where the coarse grid has nothing nearer than low rank in the Frobenius norm: of the LoRAs that
+    were tried no finer shape was, and where ΔW is near an LSR product of any shape, the coarse grid
+    is nearer too.
     """
     is_frobenius = table.layers[i].is_frobenius
     return is_frobenius and bool(table.products(i)) and table.low_rank_wins(i)
@@ -385,8 +389,8 @@ def _trials(
 def exchange_shapes(table: SearchTable, chosen: Sequence[TableEntry]) -> None:
     """Solve what was chosen most often for a size of layer for the layers of that size that lack it.
 
-    At numbers of terms that some layer took, up to a factor `SearchEffort.size_step` from the size that a layer was
-    given.
+    At numbers of terms that some layer took, up to a factor `SearchEffort.size_step` from the size
+    that a layer was given.
     """
     effort = table.search.effort
     # 6.1 The common shapes of every size of layer.
@@ -442,7 +446,8 @@ class _Refining:
 def refine(table: SearchTable, chosen: Sequence[TableEntry], *, together: bool = True) -> bool:
     """Sweep more over the chosen LSR products, measured in the whole norm; return whether there were any.
 
-    With ``together`` it is the loss of all layers that counts, and sweeps stop where they lower that by little.
+    With ``together`` it is the loss of all layers that counts, and sweeps stop where they lower
+    that by little.
     """
     search = table.search
     effort = search.effort

@@ -41,13 +41,15 @@ if TYPE_CHECKING:
     from lsrdecomp.kronecker.product import SeparatedProduct
 
 NO_NEARER = 1.0 - 1e-6
-"""A product at this factor of truncated SVD's loss is no nearer: it may be a truncated SVD itself, but for rounding."""
+"""A product at this factor of truncated SVD's loss is no nearer: it may be a truncated SVD itself,
+but for rounding."""
 
 Losses = Literal["solved", "expected", "measured"]
 """The losses by which products are chosen.
 
-``"solved"``: as they are. ``"expected"``: where they were not refined yet, what refining usually leaves of them.
-``"measured"``: only products that were measured in the whole norm. A budget that bounds errors expects nothing.
+``"solved"``: as they are. ``"expected"``: where they were not refined yet, what refining usually
+leaves of them. ``"measured"``: only products that were measured in the whole norm. A budget that
+bounds errors expects nothing.
 """
 
 
@@ -128,7 +130,8 @@ class SearchTable:
     rows : list of list of TableEntry
         By layer.
     whole_norm : list of bool
-        By layer, whether errors in the table are those of the whole norm, not of its leading coordinates.
+        By layer, whether errors in the table are those of the whole norm, not of its leading
+        coordinates.
     runner : TaskRunner
         Of these layers.
     tried : set
@@ -276,8 +279,9 @@ class SearchTable:
     def allocated(self, budget: Budget, losses: Losses = "solved") -> Allocation:
         """Return the candidate that each layer takes under a budget; truncated SVD alone, in that norm, is never better.
 
-        By the steepest steps along the lower convex hulls of all layers [1]_, then single changes and exchanges with
-        what is left. Raises `BudgetError` if no choice meets the budget; says what is reachable.
+        By the steepest steps along the lower convex hulls of all layers [1]_, then single changes
+        and exchanges with what is left. Raises `BudgetError` if no choice meets the budget; says
+        what is reachable.
         """
         rows = [list(self.candidates(i, budget, losses)) for i in range(len(self.layers))]
         candidates = [[candidate for _, candidate in row] for row in rows]
@@ -369,7 +373,8 @@ class SearchTable:
     def refined(self, i: int, entry: TableEntry, product: SeparatedProduct) -> None:
         """Put a refined product in the place of the old one, with its error in the whole norm.
 
-        In one floating type that is the error of its factors as they will be written, so that they are measured once.
+        In one floating type that is the error of its factors as they will be written, so that they
+        are measured once.
         """
         layer = self.layers[i]
         refined = replace(

@@ -14,7 +14,7 @@ from lsrdecomp.checkpoints.progress import ProgressUpdate as ProgressUpdate
 from lsrdecomp.compression.effort import (
     DEFAULT_EFFORT,
     DEFAULT_LIMITS,
-    MemoryLimits,
+    ResourceLimits,
     SearchEffort,
 )
 from lsrdecomp.errors import BudgetError
@@ -366,12 +366,8 @@ class Resources:
         Entered; what was solved is kept there and used again.
     on_step : callable, optional
         Called with a `ProgressUpdate` as a search goes on.
-    memory : MemoryLimits
-    tasks_in_flight : int
-        Tasks a worker that are read, under way or waiting for their turn; so many are solved again after a kill. By
-        hand.
-    worker_timeout : int
-        Seconds after which a worker without work ends. By hand.
+    limits : ResourceLimits
+        How much is held at a time; seldom of use.
 
     Examples
     --------
@@ -385,6 +381,4 @@ class Resources:
     device: str | None = None
     journal: Journal | None = None
     on_step: OnStep | None = None
-    memory: MemoryLimits = DEFAULT_LIMITS
-    tasks_in_flight: int = 4
-    worker_timeout: int = 60
+    limits: ResourceLimits = DEFAULT_LIMITS

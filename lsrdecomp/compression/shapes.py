@@ -1,8 +1,8 @@
 """The grid of shapes for each size of layer, and the neighbours of a shape that was chosen. Integers only.
 
-Which shapes are worth solving for hardly depends on the adapter: the most even splits into two and three factors where
-there are few parameters, tall ones (low rank of a reshaped side) where there are more. So no shape is probed; the
-table is `lsrdecomp.compression.effort.ShapeGrid`.
+Which shapes are worth solving for hardly depends on the adapter: the most even splits into two and
+three factors where there are few parameters, tall ones (low rank of a reshaped side) where there
+are more. So no shape is probed; the table is `lsrdecomp.compression.effort.ShapeGrid`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Solving many shapes for many layers: tasks that share what their layers share, in one process or several."""
+"""Solving many shapes for many layers: tasks that share what their layers share, in one process or
+several."""
 
 from __future__ import annotations
 
@@ -136,7 +137,7 @@ class TaskRunner:
                 from joblib.externals.loky import ProcessPoolExecutor
             threads = {f"{library}_NUM_THREADS": "1" for library in THREADS}
             self._pool = ProcessPoolExecutor(
-                resources.workers, timeout=resources.worker_timeout, env=threads
+                resources.workers, timeout=resources.limits.worker_timeout, env=threads
             )
 
     def tasks(
@@ -149,14 +150,15 @@ class TaskRunner:
     ) -> list[SolveTask]:
         """Return the same requests for any number of layers of one group, in parts that fit in memory together.
 
-        Layers whose norms need as many coordinates lie side by side. With ``starts`` each goes on from its own product.
+        Layers whose norms need as many coordinates lie side by side. With ``starts`` each goes on
+        from its own product.
         """
         if not requests:
             return []
         ordered = sorted(indices, key=lambda i: self.layers[i].leading_entries)
         layers = [self.layers[i] for i in ordered]
         tasks = []
-        for span in batches(layers, self.resources.memory, leading=True):
+        for span in batches(layers, self.resources.limits, leading=True):
             part = tuple(ordered[span])
             own_starts = None if starts is None else [starts[i] for i in part]
             tasks.append(SolveTask(part, requests, own_starts, effort, self.resources.device))
@@ -172,16 +174,13 @@ class TaskRunner:
     ) -> Iterator[tuple[SolveTask, list[SolvedShape]]]:
         """Yield all tasks with their results, in their order, on which the table depends.
 
-        What the journal has is not solved again. A worker that is free takes the next task, whatever the others do.
-        Raises `LsrError` if one of them is killed.
+        What the journal has is not solved again. A worker that is free takes the next task,
+        whatever the others do. Raises `LsrError` if one of them is killed.
         """
-        # Tasks in flight are read, under way or waiting for their turn, so that not all layers are in
-        # memory at once. Of those that wait none is in the journal yet: so many are solved again after
-        # a kill.
         resources = self.resources
         max_in_flight = 1
         if self._pool is not None:
-            max_in_flight = resources.tasks_in_flight * resources.workers
+            max_in_flight = resources.limits.tasks_in_flight * resources.workers
         in_flight: deque[_TaskInProgress] = deque()
         remaining = iter(tasks)
         try:

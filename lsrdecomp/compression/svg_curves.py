@@ -1,4 +1,5 @@
-"""Curves of errors or of shares kept as inline SVG for the HTML report; needs no drawing library."""
+"""Curves of errors or of shares kept as inline SVG for the HTML report; needs no drawing
+library."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """One budget over many parts, layers of a network or terms of a sum: which of its options each part takes.
 
-Every part offers options with a cost (parameters, bytes) and a loss (absolute squared error in one norm, so that parts
-can be compared and losses add). On the lower convex hull of each part's options "most loss removed per unit of cost" is
-the right order [1]_; what the hull leaves of the budget goes to single changes and exchanges, which never make it worse.
-Numbers only: nothing here knows a matrix.
+Every part offers options with a cost (parameters, bytes) and a loss (absolute squared error in one
+norm, so that parts can be compared and losses add). On the lower convex hull of each part's options
+"most loss removed per unit of cost" is the right order [1]_; what the hull leaves of the budget
+goes to single changes and exchanges, which never make it worse. Numbers only: nothing here knows a
+matrix.
 
 References
 ----------
@@ -108,9 +109,11 @@ def within_cost(
     parts : sequence of PartOptions
     budget : float
     starts : sequence of choices
-        Known solutions, such as the best truncated SVD: the answer is at least as good as each that keeps the budget.
+        Known solutions, such as the best truncated SVD: the answer is at least as good as each that
+        keeps the budget.
     max_exchanges : int
-        Exchanges between two parts after the greedy pass; each lowers the loss, and few are ever needed. By hand.
+        Exchanges between two parts after the greedy pass; each lowers the loss, and few are ever
+        needed. By hand.
 
     Returns
     -------
@@ -158,7 +161,8 @@ def within_loss(
 ) -> Choice:
     """Return the option of each part that makes the total cost small at a total loss of at most ``max_loss``.
 
-    ``starts`` and ``max_exchanges`` as in `within_cost`. Raises `BudgetError` if even the best options lose more.
+    ``starts`` and ``max_exchanges`` as in `within_cost`. Raises `BudgetError` if even the best
+    options lose more.
     """
     best = [part.best for part in parts]
     lowest_loss = total_loss(parts, best)

@@ -1,4 +1,5 @@
-"""The smallest stored form of a separated matrix: a number format for each factor of each term, its error certified."""
+"""The smallest stored form of a separated matrix: a number format for each factor of each term, its
+error certified."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from lsrdecomp.targets.base import Target
 
 SMALL_FORMATS = ("float32", "float16", "float8_e4m3fn", "int8", "int4")
-"""Formats that are chosen from unless told: bfloat16 and e5m2 spend bits on range that unit factors do not need."""
+"""Formats that are chosen from unless told: bfloat16 and e5m2 spend bits on range that unit factors
+do not need."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +57,8 @@ class StoredTerm:
 class StoredMatrix:
     """A separated matrix as stored, with the error it is certified for.
 
-    The matrix is 2^exponent Σ_k w_k F_k⁽¹⁾ ⊗ … ⊗ F_k⁽ᵈ⁾ with float32 weights w and the factors' codes F.
+    The matrix is 2^exponent Σ_k w_k F_k⁽¹⁾ ⊗ … ⊗ F_k⁽ᵈ⁾ with float32 weights w and the factors'
+    codes F.
 
     Attributes
     ----------
@@ -143,8 +146,8 @@ def smallest(
     formats : sequence of str
         Names from `lsrdecomp.formats.number_formats.FORMATS`.
     max_rounds : int
-        Times that the inner budget is tightened at most, when terms that are not orthogonal round worse than they add
-        up. By hand.
+        Times that the inner budget is tightened at most, when terms that are not orthogonal round
+        worse than they add up. By hand.
 
     Returns
     -------

@@ -1,4 +1,5 @@
-"""Number formats of stored factors, from float64 to int4: rounding one unit factor, with its error measured."""
+"""Number formats of stored factors, from float64 to int4: rounding one unit factor, with its error
+measured."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class Format:
 
 
 _OCTAVE = tuple(2.0 ** (-k / 8) for k in range(8))
-"""Eight scales an octave: with three bits of significand their rounding errors differ noticeably."""
+"""Eight scales an octave: with three bits of significand their rounding errors differ
+noticeably."""
 
 
 def _floating(name: str, scales: tuple[float, ...] = (1.0,)) -> Format:
@@ -86,7 +88,8 @@ _ROWS = (
 )
 
 FORMATS = {row.name: row for row in _ROWS}
-"""By name. Integers try scales that clip the largest entries, which pays where a factor has tails: `nearest_codes`."""
+"""By name. Integers try scales that clip the largest entries, which pays where a factor has tails:
+`nearest_codes`."""
 
 
 def storage_format(storage: Any) -> Format:
@@ -215,8 +218,8 @@ def nearest_codes(
     clip_levels : int
         Levels that are tried, between the largest entry and a quarter of it. By hand.
     max_entries : int
-        Numbers that several levels at a time may take: short rows cost less together than one level after the other.
-        By hand; results do not depend on it.
+        Numbers that several levels at a time may take: short rows cost less together than one level
+        after the other. By hand; results do not depend on it.
 
     Returns
     -------

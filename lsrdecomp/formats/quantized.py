@@ -1,4 +1,5 @@
-"""Layers stored as small integers: the codes of a product or of an SVD, their bytes, and what a reader gets."""
+"""Layers stored as small integers: the codes of a product or of an SVD, their bytes, and what a
+reader gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A layer as it is stored: one protocol for every structure, and its implementation in floating-point numbers."""
+"""A layer as it is stored: one protocol for every structure, and its implementation in
+floating-point numbers."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ Factors = tuple[NDArray[Any], ...]
 class Stored(Protocol):
     """A layer as it lies on disk, in one structure and one storage type.
 
-    Whoever writes, counts, prices or names a layer asks it; nobody else knows which structures there are. How each is
-    laid out in bytes stands in `lsrdecomp.checkpoints.encodings`.
+    Whoever writes, counts, prices or names a layer asks it; nobody else knows which structures
+    there are. How each is laid out in bytes stands in `lsrdecomp.checkpoints.encodings`.
     """
 
     @property
@@ -60,8 +61,8 @@ class Stored(Protocol):
     def factors(self) -> tuple[Factors, Factors]:
         """Return factors (s, m_i, r_i) of the out side and (t, r_i, n_i) of the in side, weights folded in.
 
-        As many terms as `terms` says: one that rounded to zero stays, as zeros. `padded_factors` makes them of
-        `dequantized`.
+        As many terms as `terms` says: one that rounded to zero stays, as zeros. `padded_factors`
+        makes them of `dequantized`.
         """
 
 

@@ -17,7 +17,7 @@ from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.tensors import TensorWriter
 from lsrdecomp.compression import search_adapter
 from lsrdecomp.compression.caches import LRUCache, SpillCache
-from lsrdecomp.compression.effort import MemoryLimits
+from lsrdecomp.compression.effort import ResourceLimits
 from lsrdecomp.compression.layers import Layer, batches, pair_entries
 from lsrdecomp.compression.settings import CompressionPlan, Resources, Search
 from lsrdecomp.errors import CheckpointError
@@ -47,7 +47,7 @@ def adapters(tmp_path_factory) -> dict[int, Path]:
 
 
 def peak(
-    adapter: Path, out: Path, plan: CompressionPlan, memory: MemoryLimits | None = None
+    adapter: Path, out: Path, plan: CompressionPlan, limits: ResourceLimits | None = None
 ) -> int:
     """Return the most bytes held while compressing and writing, without garbage in cycles."""
     gc.collect()
@@ -57,7 +57,7 @@ def peak(
     tracemalloc.start()
     try:
         search = SEARCH if plan.separation_rank is None else None
-        resources = Resources(memory=memory or MemoryLimits())
+        resources = Resources(limits=limits or ResourceLimits())
         lora = open_checkpoint(adapter)
         searched = search_adapter(lora, [plan], search=search, resources=resources)
         searched.compress(plan).save(out)
@@ -85,8 +85,8 @@ def test_the_peak_does_not_grow_with_the_number_of_layers(
     adapters, tmp_path, monkeypatch, plan, share
 ):
     monkeypatch.setitem(TensorWriter.__init__.__kwdefaults__, "memory_bytes", LAYER)
-    memory = MemoryLimits(pair_entries=2 * LAYER // 8, spill_bytes=LAYER)
-    few, many = (peak(adapters[count], tmp_path / str(count), plan, memory) for count in COUNTS)
+    limits = ResourceLimits(pair_entries=2 * LAYER // 8, spill_bytes=LAYER)
+    few, many = (peak(adapters[count], tmp_path / str(count), plan, limits) for count in COUNTS)
     assert many - few < 4 * share * LAYER
     assert few < 40 * LAYER
 
@@ -118,8 +118,8 @@ def test_the_peak_is_a_small_multiple_of_the_largest_layer(tmp_path, monkeypatch
 def test_a_spilled_compression_writes_the_bytes_of_one_in_memory(adapters, tmp_path):
     plan = CompressionPlan(rtol=0.9, storage="int8")
     lora = open_checkpoint(adapters[4])
-    for name, memory in (("held", MemoryLimits()), ("spilled", MemoryLimits(spill_bytes=1))):
-        resources = Resources(memory=memory)
+    for name, limits in (("held", ResourceLimits()), ("spilled", ResourceLimits(spill_bytes=1))):
+        resources = Resources(limits=limits)
         searched = search_adapter(lora, [plan], search=SEARCH, resources=resources)
         searched.compress(plan).save(tmp_path / name)
     for name in ("adapter_model.safetensors", "adapter_config.json", "compression.json"):
@@ -134,7 +134,7 @@ def test_batches_hold_what_fits_and_at_least_one_layer():
     assert batches([]) == []
     sizes = [20, 30, 60, 10, 10, 10, 10, 10, 10]  # half their numbers
     layers = [layer("x", size) for size in sizes]
-    spans = batches(layers, MemoryLimits(pair_entries=100))
+    spans = batches(layers, ResourceLimits(pair_entries=100))
     assert [span.stop for span in spans] == [2, 3, 8, 9]
 
 

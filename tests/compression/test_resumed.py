@@ -82,7 +82,7 @@ def test_a_search_that_is_killed_goes_on_where_it_was(
 
     solved = []
 
-    def counted(task: solve.Task) -> list[solve.Answer]:
+    def counted(task: solve.SolveTask) -> list[solve.SolvedShape]:
         solved.append(solve.task_key(task))
         return real(task)
 

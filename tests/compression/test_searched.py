@@ -16,7 +16,7 @@ from lsrdecomp.checkpoints import Journal, open_checkpoint, write_lora
 from lsrdecomp.checkpoints.progress import ProgressUpdate
 from lsrdecomp.compression import solve
 from lsrdecomp.compression.candidates import LsrCandidate
-from lsrdecomp.compression.effort import MemoryLimits, SearchEffort
+from lsrdecomp.compression.effort import ResourceLimits, SearchEffort
 from lsrdecomp.compression.layers import Layer, open_layers
 from lsrdecomp.compression.search import (
     FittedLayers,
@@ -260,7 +260,7 @@ def test_statistics_are_read_once_for_a_search_and_once_for_each_measurement(
         def __len__(self) -> int:
             return len(norms)
 
-    one_at_a_time = MemoryLimits(norm_entries=1)
+    one_at_a_time = ResourceLimits(norm_entries=1)
     opened = open_layers(open_checkpoint(tmp_path / "lora"), Counting(), one_at_a_time)
     budgets = [smaller(opened, ratio) for ratio in (20.0, 8.0)]
     searched = search_layers(opened, budgets, search=QUICK)
