@@ -28,7 +28,7 @@ from lsrdecomp.cli.options import ForceFile, JsonFile, Quiet
 from lsrdecomp.cli.outputs import PLACE, checked
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.settings import options_of
-from lsrdecomp.cli.sheet import Column, Sheet
+from lsrdecomp.cli.sheet import Sheet, SheetColumn
 from lsrdecomp.errors import LsrError
 from lsrdecomp.training.settings import FinetuneSettings
 
@@ -231,7 +231,7 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Sheet:
     The first column names its row; where it is narrow, the last columns leave first.
     """
     columns = [
-        Column(
+        SheetColumn(
             name,
             place,
             "left" if place == 0 or name in ("method", "task", "against", "structure") else "right",

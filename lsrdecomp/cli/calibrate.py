@@ -48,7 +48,8 @@ def calibrate(
         typer.Option(
             parser=memory_size,
             metavar="SIZE",
-            help="Sums of layers held at a time, such as 512MB; for more, further passes over the examples.",
+            help="Sums of layers held at a time, such as 512MB; for more, further passes over the "
+            "examples.",
         ),
     ] = None,
     checkpointing: Annotated[
@@ -99,9 +100,8 @@ def calibrate(
             max_memory=max_memory,
             on_step=show,
         ).metadata
-    typer.echo(
-        f"Wrote {out}: statistics of {len(base_model.modules)} layers from {about['examples']:,} examples."
-    )
+    n_layers = len(base_model.modules)
+    typer.echo(f"Wrote {out}: statistics of {n_layers} layers from {about['examples']:,} examples.")
     effect = about["settings"]["effect"]
     if effect is not None:
         unit = "token" if base_model.head in TOKEN_HEADS else "example"

@@ -16,7 +16,7 @@ from lsrdecomp.cli.layer_tables import layers_table
 from lsrdecomp.cli.options import Adapter, Storage
 from lsrdecomp.cli.outputs import Input
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.cli.recommendations import next_command, warn_of_growth, warn_of_wreck
+from lsrdecomp.cli.recommendations import next_command, warn_if_unusable, warn_of_growth
 from lsrdecomp.cli.requests import (
     COMMAND_LINE,
     DIRECTORY_OF_FILES,
@@ -126,7 +126,7 @@ def compress(
     another ratio, until the result is written.
     """
     # 1. What is asked, before anything is opened: a request for each ratio.
-    files = [] if opening.name or calibrated or base else resize.several(adapter)
+    files = [] if opening.name or calibrated or base else resize.lora_files(adapter)
     to_file = bool(files) or resize.names_file(outputs.out)
     given = {
         "base": base,
@@ -253,7 +253,7 @@ def _write(result: Compression, outputs: Outputs, *, unit: str, alpha: float | N
     if report is not None:
         tables.show(json, f"Wrote {report}.")
     tables.show(json, *_promise(result))
-    warn_of_wreck(result, directory)
+    warn_if_unusable(result, directory)
 
 
 def _promise(result: Compression) -> Iterator[str]:

@@ -15,7 +15,7 @@ from lsrdecomp.cli.options import ForceFile, JsonFile, Quiet, assignment, read_t
 from lsrdecomp.cli.outputs import PLACE
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.settings import options_of
-from lsrdecomp.cli.sheet import Column, Sheet
+from lsrdecomp.cli.sheet import Sheet, SheetColumn
 from lsrdecomp.errors import CheckpointError, needs
 from lsrdecomp.training.settings import FinetuneSettings
 
@@ -109,14 +109,14 @@ def _score_table(record: FinetuneRecord) -> Sheet:
     def majority(name: str) -> str:
         return f"{record.baseline[name]:.4f}" if name in record.baseline else ""
 
-    cells: dict[Column, Callable[[str], str]] = {
-        Column(record.settings.task, justify="left"): str,
-        Column("majority"): majority,
+    cells: dict[SheetColumn, Callable[[str], str]] = {
+        SheetColumn(record.settings.task, justify="left"): str,
+        SheetColumn("majority"): majority,
     }
     sets = {"start": record.start, "dev": record.dev, "validation": record.validation}
     for head, scores in sets.items():
         if scores is not None:
-            cells[Column(head)] = partial(_figure, scores)
+            cells[SheetColumn(head)] = partial(_figure, scores)
     rows = list(record.dev.metrics)
     is_accuracy_among_metrics = {"accuracy", "token_accuracy"} & set(record.dev.metrics)
     if not is_accuracy_among_metrics and record.dev.accuracy is not None:

@@ -1,4 +1,4 @@
-"""What help says: the panels of options of the larger verbs, examples below each."""
+"""The help of verbs: panels of options of the larger ones, examples below each."""
 
 from __future__ import annotations
 
@@ -73,47 +73,51 @@ PANELS = {
 
 
 class Command(TyperCommand):
-    """A verb whose help shows its panels, and with ``--help-all`` the rest and what stands behind a form feed."""
+    """A verb whose help shows its panels; ``--help-all`` shows the rest, and text after a form feed."""
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """The text up to its form feed, or all of it."""
+        """Write the text up to its form feed, or all of it."""
         text = self.help
-        if ctx.meta.get(ALL):
+        if ctx.meta.get(SHOW_ALL):
             self.help = (text or "").replace("\f", "")
         super().format_help_text(ctx, formatter)
         self.help = text
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """A section for each panel; without panels one for all options."""
-        params = [each for each in self.get_params(ctx) if each.get_help_record(ctx) is not None]
-        options = [each for each in params if each.param_type_name == "option"]
-        panels = PANELS.get(self.name or "", {})
-        sections = {"Arguments": [each for each in params if each.param_type_name == "argument"]}
-        for panel, names in panels.items():
-            sections[panel] = [
-                each for name in names.split() for each in options if f"--{name}" in each.opts
-            ]
-        rest = [
-            each for each in options if not any(each in section for section in sections.values())
-        ]
-        if not panels:
-            sections["Options"] = rest
-        elif ctx.meta.get(ALL):
-            sections["Advanced"] = rest
-        else:
-            sections["Help"] = [each for each in rest if each.name in ("help", "help_all")]
-        for title, entries in sections.items():
+        """Write a section for each panel; without panels one for all options."""
+        for title, entries in self._sections(ctx).items():
             if entries:
                 with formatter.section(title):
-                    formatter.write_dl([each.get_help_record(ctx) for each in entries])
+                    formatter.write_dl([entry.get_help_record(ctx) for entry in entries])
+
+    def _sections(self, ctx: Any) -> dict[str, list[Any]]:
+        """Return the options of each section that is shown."""
+        params = [param for param in self.get_params(ctx) if param.get_help_record(ctx) is not None]
+        options = [param for param in params if param.param_type_name == "option"]
+        by_flag = {flag: param for param in options for flag in param.opts}
+        sections = {"Arguments": [param for param in params if param not in options]}
+        panels = PANELS.get(self.name or "", {})
+        for panel, names in panels.items():
+            sections[panel] = [by_flag[f"--{name}"] for name in names.split()]
+        shown = [param for entries in sections.values() for param in entries]
+        others = [param for param in options if param not in shown]
+        if not panels:
+            sections["Options"] = others
+        elif ctx.meta.get(SHOW_ALL):
+            sections["Advanced"] = others
+        else:
+            sections["Help"] = [param for param in others if param.name in ("help", "help_all")]
+        return sections
 
 
-ALL = f"{__name__}.all"
+SHOW_ALL = f"{__name__}.all"
+"""Key under which a context of click knows that ``--help-all`` was typed."""
 
 
-def _show_all(ctx: typer.Context, wanted: bool) -> None:
-    if wanted:
-        ctx.meta[ALL] = True
+def _show_all(ctx: typer.Context, is_typed: bool) -> None:
+    """Show the whole help and end."""
+    if is_typed:
+        ctx.meta[SHOW_ALL] = True
         typer.echo(ctx.get_help())
         raise typer.Exit
 
@@ -124,9 +128,11 @@ HelpAll = Annotated[
 
 
 def epilog(verb: str) -> str | None:
-    """The examples of a verb, each on a line of its own."""
-    lines = [f"  lsrdecomp {example}" for example in EXAMPLES.get(verb, ())]
-    return "\b\n" + "\n".join(["Examples:", *lines]) if lines else None
+    """Return the examples of a verb, each on a line of its own."""
+    if verb not in EXAMPLES:
+        return None
+    lines = [f"  lsrdecomp {example}" for example in EXAMPLES[verb]]
+    return "\b\n" + "\n".join(["Examples:", *lines])
 
 
 def flags(text: str) -> str:

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp import checkpoints
 from lsrdecomp.checkpoints.names import common_prefix, module_role
-from lsrdecomp.cli.sheet import Column, Sheet
+from lsrdecomp.cli.sheet import Sheet, SheetColumn
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint, LoraLayer
     from lsrdecomp.compression import LayerReport, Totals, Verification
     from lsrdecomp.compression.verify import LayerCheck
 
-FOLD_ABOVE = 24
-"""Up to this many layers each has its row; of more, those that became the same share one, unless
-all are asked for."""
-
-L = TypeVar("L")
-
-LAYER = Column("layer", justify="left", name=True)
+LAYER = SheetColumn("layer", justify="left", name=True)
 
 
-def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = False) -> Sheet:
-    """What each layer became; with statistics, the error in the Fisher norm stands beside that of the numbers.
+def layers_table(
+    layers: Sequence[LayerReport], total: Totals, *, each: bool = False, fold_above: int = 24
+) -> Sheet:
+    """Return what each layer became; with statistics, with its error in the Fisher norm too.
 
     Parameters
     ----------
@@ -33,10 +29,13 @@ def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = F
         As a `Compression` holds them.
     each : bool
         A row for each layer, however many they are.
+    fold_above : int
+        Up to this many layers each has its row anyway; of more, those that became the same share
+        one. By hand: what a terminal shows at once.
     """
-    functional = total.functional_error is not None
+    has_statistics = total.functional_error is not None
 
-    def became(layer: LayerReport) -> Hashable:
+    def group_key(layer: LayerReport) -> Hashable:
         return (
             module_role(layer.name),
             layer.rows,
@@ -46,106 +45,128 @@ def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = F
             layer.separation_ranks,
         )
 
-    def error(group: list[LayerReport]) -> str:
-        missed = "" if all(layer.met for layer in group) else " !"
-        return f"{_together(group, lambda x: x.norm, lambda x: x.relative_error):.3g}{missed}"
+    def storages(group: list[LayerReport]) -> str:
+        return "/".join(sorted({layer.storage for layer in group if layer.parameters}))
 
-    def fisher_error(group: list[LayerReport]) -> str:
-        return f"{_together(group, lambda x: x.functional_norm, lambda x: x.functional_error):.3g}"
+    def weight_error(group: list[LayerReport]) -> str:
+        error = _combined_error([(layer.norm, layer.relative_error) for layer in group])
+        mark = "" if all(layer.met for layer in group) else " !"
+        return f"{error:.3g}{mark}"
+
+    def output_error(group: list[LayerReport]) -> str:
+        if not has_statistics:
+            return ""
+        errors = [(layer.functional_norm, layer.functional_error) for layer in group]
+        return f"{_combined_error(errors):.3g}"
 
     # What each column says of layers that became the same.
-    cells: dict[Column, Callable[[list[LayerReport]], str]] = {
-        Column("matrix", 6): lambda group: f"{group[0].rows}×{group[0].columns}",
-        Column("rank", 8): lambda group: _range([layer.source_rank for layer in group]),
-        Column("structure", 1, "left"): lambda group: group[0].structure,
-        Column("shape", 7, "left"): lambda group: group[0].shape,
-        Column("terms", 5): lambda group: group[0].terms,
-        Column("parameters"): lambda group: f"{sum(layer.parameters for layer in group):,}",
-        Column("of", 4): lambda group: f"{sum(layer.parameters_before for layer in group):,}",
-        Column("storage", 3, "left"): lambda group: "/".join(
-            sorted({x.storage for x in group if x.parameters})
-        ),
-        Column("error", 2 if functional else 0): error,
-        Column("Fisher error"): fisher_error if functional else lambda _: "",
-        Column("γ", 9): lambda group: f"{max(layer.condition for layer in group):.2f}",
+    cells: dict[SheetColumn, Callable[[list[LayerReport]], str]] = {
+        SheetColumn("matrix", 6): lambda group: f"{group[0].rows}×{group[0].columns}",
+        SheetColumn("rank", 8): lambda group: _range([layer.source_rank for layer in group]),
+        SheetColumn("structure", 1, "left"): lambda group: group[0].structure,
+        SheetColumn("shape", 7, "left"): lambda group: group[0].shape,
+        SheetColumn("terms", 5): lambda group: group[0].terms,
+        SheetColumn("parameters"): lambda group: f"{sum(layer.parameters for layer in group):,}",
+        SheetColumn("before", 4): lambda group: f"{sum(x.parameters_before for x in group):,}",
+        SheetColumn("storage", 3, "left"): storages,
+        SheetColumn("weight error", 2 if has_statistics else 0): weight_error,
+        SheetColumn("output error (est.)"): output_error,
+        SheetColumn("γ", 9): lambda group: f"{max(layer.condition for layer in group):.2f}",
     }
     sums = {
         "layer": f"{total.layers} layers",
         "parameters": f"{total.parameters:,}",
-        "of": f"{total.parameters_before:,}",
-        "error": f"{total.relative_error:.3g}",
-        "Fisher error": "" if total.functional_error is None else f"{total.functional_error:.3g}",
+        "before": f"{total.parameters_before:,}",
+        "weight error": f"{total.relative_error:.3g}",
     }
-    return _sheet(layers, became, cells, each, sums)
+    if total.functional_error is not None:
+        sums["output error (est.)"] = f"{total.functional_error:.3g}"
+    return _sheet(layers, group_key, cells, None if each else fold_above, sums)
 
 
 def checkpoint_table(
-    checkpoint: Checkpoint, ranks: Sequence[tuple[float, int]], *, each: bool = False
+    checkpoint: Checkpoint,
+    ranks: Sequence[tuple[float, int]],
+    *,
+    each: bool = False,
+    fold_above: int = 24,
 ) -> Sheet:
-    """What an adapter holds; ``ranks`` are (‖ΔW‖_F, rank that keeps 99 % of it) by layer."""
-    ranks_by_name = dict(zip((layer.name for layer in checkpoint.layers), ranks, strict=True))
+    """Return what an adapter holds; ``ranks`` are (‖ΔW‖_F, rank that keeps 99 % of it) by layer."""
+    names = [layer.name for layer in checkpoint.layers]
+    ranks_by_name = dict(zip(names, ranks, strict=True))
 
     def structure(layer: Any) -> str:
         if isinstance(layer, checkpoints.LoraLayer):
             return "LoRA"
         return str(layer.label)
 
-    def alike(layer: LoraLayer) -> Hashable:
-        size = layer.out_features, layer.in_features
+    def group_key(layer: LoraLayer) -> Hashable:
         return (
             module_role(layer.name),
             layer.layer_type,
-            size,
+            (layer.out_features, layer.in_features),
             layer.rank,
             structure(layer),
             layer.dtype,
         )
 
-    cells: dict[Column, Callable[[list[LoraLayer]], str]] = {
-        Column("kind", 5, "left"): lambda group: group[0].layer_type,
-        Column("matrix", 1): lambda group: f"{group[0].out_features}×{group[0].in_features}",
-        Column("rank"): lambda group: str(group[0].rank),
-        Column("structure", 4, "left"): lambda group: structure(group[0]),
-        Column("parameters"): lambda group: f"{sum(layer.parameters for layer in group):,}",
-        Column("dtype", 3, "left"): lambda group: group[0].dtype,
-        Column("‖ΔW‖", 2): lambda group: (
-            f"{math.hypot(*(ranks_by_name[layer.name][0] for layer in group)):.4g}"
-        ),
-        Column("rank for 1 %"): lambda group: _range(
-            [ranks_by_name[layer.name][1] for layer in group]
-        ),
+    def norm(group: list[LoraLayer]) -> str:
+        return f"{math.hypot(*(ranks_by_name[layer.name][0] for layer in group)):.4g}"
+
+    def rank_for_1_percent(group: list[LoraLayer]) -> str:
+        return _range([ranks_by_name[layer.name][1] for layer in group])
+
+    cells: dict[SheetColumn, Callable[[list[LoraLayer]], str]] = {
+        SheetColumn("kind", 5, "left"): lambda group: group[0].layer_type,
+        SheetColumn("matrix", 1): lambda group: f"{group[0].out_features}×{group[0].in_features}",
+        SheetColumn("rank"): lambda group: str(group[0].rank),
+        SheetColumn("structure", 4, "left"): lambda group: structure(group[0]),
+        SheetColumn("parameters"): lambda group: f"{sum(layer.parameters for layer in group):,}",
+        SheetColumn("dtype", 3, "left"): lambda group: group[0].dtype,
+        SheetColumn("‖ΔW‖", 2): norm,
+        SheetColumn("rank for 1 %"): rank_for_1_percent,
     }
-    return _sheet(checkpoint.layers, alike, cells, each)
+    return _sheet(checkpoint.layers, group_key, cells, None if each else fold_above)
 
 
-def verification_table(result: Verification, *, each: bool = False) -> Sheet:
-    """Errors measured anew, beside those the writer recorded if it did; a layer that differs has a row of its own."""
+def verification_table(result: Verification, *, each: bool = False, fold_above: int = 24) -> Sheet:
+    """Return errors measured anew, beside those the writer recorded if it did.
+
+    A layer that differs has a row of its own.
+    """
     recorded = any(layer.recorded_error is not None for layer in result.layers)
 
-    def alike(layer: LayerCheck) -> Hashable:
-        return (
-            (module_role(layer.name), layer.recorded_error is None) if layer.agrees else layer.name
-        )
+    def group_key(layer: LayerCheck) -> Hashable:
+        if layer.agrees:
+            return module_role(layer.name), layer.recorded_error is None
+        return layer.name
 
-    def was(group: list[LayerCheck]) -> str:
+    def recorded_error(group: list[LayerCheck]) -> str:
+        if not recorded:
+            return ""
         if group[0].recorded_error is None:
             return "–"
-        return f"{_together(group, lambda x: x.norm, lambda x: x.recorded_error):.3g}"
+        errors = [(layer.norm, layer.recorded_error) for layer in group]
+        return f"{_combined_error(errors):.3g}"
 
-    cells: dict[Column, Callable[[list[LayerCheck]], str]] = {
-        Column("parameters", 2): lambda group: f"{sum(layer.parameters for layer in group):,}",
-        Column("‖ΔW‖", 3): lambda group: f"{math.hypot(*(layer.norm for layer in group)):.4g}",
-        Column("error now" if recorded else "error"): lambda group: (
-            f"{_together(group, lambda x: x.norm, lambda x: x.relative_error):.3g}"
-        ),
-        **({Column("recorded", 1): was} if recorded else {}),
-        Column("", 0, "left"): lambda group: "" if group[0].agrees else "differs",
+    def error_now(group: list[LayerCheck]) -> str:
+        return f"{_combined_error([(layer.norm, layer.relative_error) for layer in group]):.3g}"
+
+    def verdict(group: list[LayerCheck]) -> str:
+        return "" if group[0].agrees else "differs"
+
+    cells: dict[SheetColumn, Callable[[list[LayerCheck]], str]] = {
+        SheetColumn("parameters", 2): lambda group: f"{sum(layer.parameters for layer in group):,}",
+        SheetColumn("‖ΔW‖", 3): lambda group: f"{math.hypot(*(layer.norm for layer in group)):.4g}",
+        SheetColumn("error now" if recorded else "error"): error_now,
+        SheetColumn("recorded", 1): recorded_error,
+        SheetColumn("", 0, "left"): verdict,
     }
-    return _sheet(result.layers, alike, cells, each)
+    return _sheet(result.layers, group_key, cells, None if each else fold_above)
 
 
 def group_name(names: Sequence[str], cut: int) -> str:
-    """The name of a layer without what all names share, or how many layers of what kind.
+    """Return the name of a layer without what all names share, or how many layers of what role.
 
     >>> group_name(["model.layers.0.attn.q_proj", "model.layers.1.attn.q_proj"], len("model.layers."))
     '2 layers attn.q_proj'
@@ -157,32 +178,38 @@ def group_name(names: Sequence[str], cut: int) -> str:
 
 def _sheet(
     layers: Sequence[Any],
-    alike: Callable[[Any], Hashable],
-    cells: Mapping[Column, Callable[[list[Any]], str]],
-    each: bool,
+    group_key: Callable[[Any], Hashable],
+    cells: Mapping[SheetColumn, Callable[[list[Any]], str]],
+    fold_above: int | None,
     sums: Mapping[str, str] | None = None,
 ) -> Sheet:
-    """A row for layers that are alike, in the order of their first; for each layer if they are few or all asked for."""
-    cut = len(common_prefix([layer.name for layer in layers]))
+    """Return a row for each layer, or of more than ``fold_above`` for each group."""
+    is_folded = fold_above is not None and len(layers) > fold_above
     groups: dict[Hashable, list[Any]] = {}
     for index, layer in enumerate(layers):
-        groups.setdefault(index if each or len(layers) <= FOLD_ABOVE else alike(layer), []).append(
-            layer
-        )
-    columns = {LAYER: lambda group: group_name([layer.name for layer in group], cut), **cells}
-    total = [sums.get(column.head, "") for column in columns] if sums else None
+        key = group_key(layer) if is_folded else index
+        groups.setdefault(key, []).append(layer)
+    cut = len(common_prefix([layer.name for layer in layers]))
+
+    def name(group: list[Any]) -> str:
+        return group_name([layer.name for layer in group], cut)
+
+    columns = {LAYER: name, **cells}
+    total = None
+    if sums:
+        total = [sums.get(column.head, "") for column in columns]
     return Sheet.of(columns, groups.values(), total)
 
 
-def _together(
-    group: Sequence[L], norm: Callable[[L], float | None], error: Callable[[L], float | None]
-) -> float:
-    """The relative error of all layers of a group as one."""
-    lost = math.hypot(*((norm(layer) or 0.0) * (error(layer) or 0.0) for layer in group))
-    size = math.hypot(*(norm(layer) or 0.0 for layer in group))
+def _combined_error(layers: Sequence[tuple[float | None, float | None]]) -> float:
+    """Return the relative error of layers as one, of the norm and the relative error of each."""
+    lost = math.hypot(*((norm or 0.0) * (error or 0.0) for norm, error in layers))
+    size = math.hypot(*(norm or 0.0 for norm, _ in layers))
     return lost / size if size > 0.0 else lost
 
 
 def _range(values: Sequence[int]) -> str:
-    least, most = min(values), max(values)
-    return f"{least}" if least == most else f"{least}–{most}"
+    """Return the least and the largest value, or the only one."""
+    lowest = min(values)
+    highest = max(values)
+    return f"{lowest}" if lowest == highest else f"{lowest}–{highest}"

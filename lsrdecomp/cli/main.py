@@ -1,4 +1,4 @@
-"""Where the console command starts, and the one place where errors become a line and an exit code."""
+"""The start of the console command, where errors become a line and an exit code."""
 
 from __future__ import annotations
 
@@ -13,36 +13,40 @@ STOPPED = 130
 
 
 def run() -> None:
-    """Exit codes: 0 done, 1 a budget was missed or a check failed, 2 unusable input, 130 stopped by Ctrl-C."""
-    if isinstance(
-        sys.stdout, TextIOWrapper
-    ):  # "⊗" is not in every encoding, such as that of a pipe on Windows
+    """Run a command and exit.
+
+    Exit codes: 0 done, 1 a budget was missed or a check failed, 2 unusable input, 130 stopped by
+    Ctrl-C.
+    """
+    if isinstance(sys.stdout, TextIOWrapper):
+        # "⊗" is not in every encoding, such as that of a pipe on Windows.
         sys.stdout.reconfigure(errors="replace")
     try:
-        from lsrdecomp.cli.app import app  # a second or two, in which Ctrl-C is no traceback either
+        # A second or two, in which Ctrl-C is no traceback either.
+        from lsrdecomp.cli.app import app
 
         app(prog_name="lsrdecomp")
     except (LsrError, OSError) as error:
         from lsrdecomp.cli.help import flags
 
-        text = flags(" ".join(". ".join([str(error), *_notes(error)]).split()))
-        print(f"lsrdecomp: {text or type(error).__name__}", file=sys.stderr)
+        message = ". ".join([str(error), *_notes(error)])
+        line = flags(" ".join(message.split()))
+        print(f"lsrdecomp: {line or type(error).__name__}", file=sys.stderr)
         sys.exit(2)
     except MemoryError:
         print("lsrdecomp: not enough memory for a layer of this size", file=sys.stderr)
         sys.exit(2)
     except (KeyboardInterrupt, SystemExit) as end:
-        if (
-            isinstance(end, SystemExit) and end.code != STOPPED
-        ):  # typer's answer to Ctrl-C is that code without a word
+        # typer's answer to Ctrl-C is that code without a word.
+        if isinstance(end, SystemExit) and end.code != STOPPED:
             raise
-        words = ["stopped; what was not finished was not written", *_notes(end)]
-        print(f"lsrdecomp: {'. '.join(words)}", file=sys.stderr)
+        message = ". ".join(["stopped; what was not finished was not written", *_notes(end)])
+        print(f"lsrdecomp: {message}", file=sys.stderr)
         sys.exit(STOPPED)
 
 
 def _notes(error: BaseException | None) -> Iterator[str]:
-    """What was noted on an error, or on the one that it came of: where a journal waits."""
+    """Yield what was noted on an error, or on the one that it came of: where a journal waits."""
     while error is not None:
         yield from getattr(error, "__notes__", ())
         error = error.__context__

@@ -13,24 +13,25 @@ from lsrdecomp.cli.outputs import NEW_FILE
 from lsrdecomp.fields import SettingsError
 
 POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+"""Powers of 1000, or of 1024, that letters of sizes stand for."""
 
 
 def assignment(text: str, hint: str) -> tuple[str, Any]:
-    """``r=4`` as a name and a value in TOML's words, ``names=a,b`` as a list; what is neither is a text."""
+    """Return ``r=4`` as a name and a value in TOML's words, ``names=a,b`` as a list, others as text."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise typer.BadParameter(f"expected NAME=VALUE such as r=4, got {text!r}", param_hint=hint)
     try:
         return name.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
-        parts = [part.strip() for part in value.split(",")]
-        if len(parts) == 1:
+        if "," not in value:
             return name.strip(), value
+        parts = [part.strip() for part in value.split(",")]
         return name.strip(), [int(part) if part.isdecimal() else part for part in parts]
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file as a table.
+    """Return a TOML file as a table.
 
     Raises
     ------
@@ -44,7 +45,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def memory_size(text: str) -> int:
-    """Bytes of a size such as 4000000, 512MB or 8GiB; a bare K, M, G or T counts in powers of 1024."""
+    """Return the bytes of a size such as 512MB or 8GiB; a bare K, M, G or T counts by 1024."""
     match = re.fullmatch(r"([0-9]{1,15})\s*([KMGT]?)(i?B|)", text.strip())
     if match is None:
         raise typer.BadParameter(f"expected a size such as 4000000, 512MB or 8GiB, got {text!r}")
@@ -68,7 +69,8 @@ Storage = Annotated[
     str | None,
     typer.Option(
         "--storage",
-        help="float32, float16, bfloat16, int8, int4, auto. Absent the LoRA's; with --base and --keep or --bytes auto.",
+        help="float32, float16, bfloat16, int8, int4, auto. Absent the LoRA's; with --base and "
+        "--keep or --bytes auto.",
     ),
 ]
 Name = Annotated[
@@ -88,7 +90,8 @@ MaxMemory = Annotated[
         "--max-memory",
         parser=memory_size,
         metavar="SIZE",
-        help="Refuse, before it is read, a layer or tensor that takes more than this: 4000000, 512MB, 8GiB.",
+        help="Refuse, before it is read, a layer or tensor that takes more than this: 4000000, "
+        "512MB, 8GiB.",
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")]

@@ -1,13 +1,12 @@
-"""What a verb reads is there, and what it writes is checked against that: both before it works."""
+"""Checks before a verb works: what it reads is there, and what it writes overwrites none of it."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -26,7 +25,7 @@ class Output:
 
 
 class Input:
-    """Marks a text that may name a file or directory which is read; parameters of type Path are such anyway."""
+    """Marks a text that may name a file or directory which is read; paths are such anyway."""
 
 
 NEW_FILE = Output(
@@ -44,83 +43,86 @@ UNKNOWN = Output(lambda path, inputs, force: checkpoints.check_output_path(path,
 
 
 def checked(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """The verb, with all its outputs checked before it is called.
+    """Return the verb, with all its outputs checked before it is called.
 
     Outputs are the parameters marked with an `Output`, inputs all other paths; ``--force`` is the
     parameter ``force``. ``-``, standard output, is no file, and only ``--json`` writes to it.
     """
     hints = get_type_hints(verb, include_extras=True)
-    marks = {
-        name: get_args(hint)[1:] for name, hint in hints.items() if get_origin(hint) is Annotated
-    }
-    outputs = {
-        name: mark
-        for name, notes in marks.items()
-        for mark in notes
-        if isinstance(mark, Output) and name != "return"
-    }
-    texts = {name for name, notes in marks.items() if any(mark is Input for mark in notes)}
+    outputs: dict[str, Output] = {}
+    texts: set[str] = set()
+    for name, hint in hints.items():
+        if get_origin(hint) is not Annotated:
+            continue
+        for mark in get_args(hint)[1:]:
+            if isinstance(mark, Output):
+                outputs[name] = mark
+            elif mark is Input:
+                texts.add(name)
     signature = inspect.signature(verb)
 
     @functools.wraps(verb)
     def run(*args: Any, **kwargs: Any) -> Any:
-        # of --out=~/small a shell expands nothing
-        kwargs = {
-            name: Path(expanduser(each)) if isinstance(each, Path) else each
-            for name, each in kwargs.items()
-        }
+        # The path in --out=~/small is expanded by no shell.
+        kwargs = {name: _expanded(value) for name, value in kwargs.items()}
         values = signature.bind(*args, **kwargs).arguments
-        for (
-            name,
-            value,
-        ) in (
-            values.items()
-        ):  # said before torch is loaded; what is no adapter its reader says better
-            if (
-                name not in outputs
-                and name != "adapter"
-                and isinstance(value, Path)
-                and not value.exists()
-            ):
-                raise CheckpointError("no such file or directory", path=value)
-        for name in outputs:
-            if str(values.get(name)) != "-":
-                continue
-            if name != "json":
-                raise CheckpointError(
-                    f"--{name} writes a file; only --json - writes to standard output", path="-"
-                )
-            if sys.stdout is None:
-                raise CheckpointError(
-                    "standard output is closed; --json FILE writes to a file", path="-"
-                )
-        inputs = tuple(
-            path
-            for name, value in values.items()
-            if name not in outputs
-            and value is not None
-            and (isinstance(value, Path) or name in texts)
-            for path in _read(Path(value))
-            if path.exists()
-        )
-        _check(
-            {
-                name: Path(values[name])
-                for name in outputs
-                if values.get(name) is not None and str(values[name]) != "-"
-            },
-            outputs,
-            inputs,
-            bool(values.get("force")),
-        )
+        _check_inputs(values, outputs)
+        _check_standard_output(values, outputs)
+        read: list[Path] = []
+        for name, value in values.items():
+            may_be_read = isinstance(value, Path) or name in texts
+            if name not in outputs and value is not None and may_be_read:
+                read += _files_read(Path(value))
+        written = {
+            name: Path(values[name])
+            for name in outputs
+            if values.get(name) is not None and str(values[name]) != "-"
+        }
+        _check_outputs(written, outputs, tuple(read), force=bool(values.get("force")))
         return verb(*args, **kwargs)
 
     return run
 
 
-def _check(
-    paths: dict[str, Path], outputs: dict[str, Output], inputs: tuple[Path, ...], force: bool
+def _expanded(value: Any) -> Any:
+    """Return a path with the home directory in place of ~, and any other value as it is."""
+    return value.expanduser() if isinstance(value, Path) else value
+
+
+def _check_inputs(values: Mapping[str, Any], outputs: Mapping[str, Output]) -> None:
+    """Raise `CheckpointError` for a path that is to be read and is not there.
+
+    This is said before torch is loaded; what is no adapter its reader says better.
+    """
+    for name, value in values.items():
+        is_input = name not in outputs and name != "adapter" and isinstance(value, Path)
+        if is_input and not value.exists():
+            raise CheckpointError("no such file or directory", path=value)
+
+
+def _check_standard_output(values: Mapping[str, Any], outputs: Mapping[str, Output]) -> None:
+    """Raise `CheckpointError` where ``-`` cannot be written."""
+    for name in outputs:
+        if str(values.get(name)) != "-":
+            continue
+        if name != "json":
+            raise CheckpointError(
+                f"--{name} writes a file; only --json - writes to standard output", path="-"
+            )
+        if sys.stdout is None:
+            raise CheckpointError(
+                "standard output is closed; --json FILE writes to a file", path="-"
+            )
+
+
+def _check_outputs(
+    paths: Mapping[str, Path],
+    outputs: Mapping[str, Output],
+    inputs: tuple[Path, ...],
+    *,
+    force: bool,
 ) -> None:
+    """Raise `CheckpointError` where an output cannot be written, or two are in each other's way."""
     for name, path in paths.items():
         outputs[name].check(path, inputs, force)
     for name, path in paths.items():
@@ -131,23 +133,24 @@ def _check(
                 )
             # A directory appears as a whole, so that nothing can be written into it before or
             # after.
-            if (
-                name != other
-                and outputs[other] in (NEW_DIRECTORY, UNKNOWN)
-                and second.resolve() in path.resolve().parents
-            ):
+            is_directory = outputs[other] in (NEW_DIRECTORY, UNKNOWN)
+            if name != other and is_directory and second.resolve() in path.resolve().parents:
                 raise CheckpointError(
                     f"the output lies inside another, --{other} {second}; choose another", path=path
                 )
 
 
 def _check_directory(path: Path, inputs: tuple[Path, ...]) -> None:
+    """Raise `CheckpointError` for a directory that cannot be written into."""
     checkpoints.check_output_path(path, inputs)
     if path.exists() and not path.is_dir():
         raise CheckpointError("is a file; name a directory to write", path=path)
 
 
-def _read(path: Path) -> tuple[Path, ...]:
-    """What is read where a path is named: a weight file's config lies beside it."""
+def _files_read(path: Path) -> list[Path]:
+    """Return what is read where a path is named: a weight file's config lies beside it."""
+    files = [path]
     config = path.parent / checkpoints.CONFIG
-    return (path, config) if path.is_file() and config.is_file() else (path,)
+    if path.is_file() and config.is_file():
+        files.append(config)
+    return [file for file in files if file.exists()]

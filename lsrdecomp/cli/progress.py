@@ -1,4 +1,4 @@
-"""How far a verb is and how long it will take: a bar on a terminal, a line a minute elsewhere, nothing with --quiet."""
+"""Progress of a verb: a bar on a terminal, a line a minute elsewhere, nothing with --quiet."""
 
 from __future__ import annotations
 
@@ -15,78 +15,100 @@ from rich.progress import BarColumn, Progress, Task, TextColumn
 
 from lsrdecomp.checkpoints.progress import ProgressUpdate
 
-EVERY = 60.0
-"""Seconds between two lines where nobody watches."""
-BAR = 12
-
 
 @contextmanager
 def follow(
-    *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+    *,
+    quiet: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+    log_seconds: float = 60.0,
+    bar_width: int = 12,
 ) -> Iterator[Callable[[ProgressUpdate], None]]:
-    """Yields the callback that shows steps on stderr.
+    """Yield the callback that shows steps on stderr.
 
     On a terminal there is one line with a bar, counts and the time left, which is gone when the
     block ends. Elsewhere there is a line a minute, so that a log tells that the run lives; a run of
     less than a minute by ``clock``, in seconds, writes none.
+
+    Parameters
+    ----------
+    quiet : bool
+        Show nothing.
+    clock : callable
+        Seconds that pass.
+    log_seconds : float
+        Seconds between two lines where nobody watches.
+    bar_width : int
+        Characters of the bar.
     """
     if quiet:
         yield lambda _: None
         return
-    watched, console = sys.stderr.isatty(), Console(stderr=True)
+    is_terminal = sys.stderr.isatty()
+    console = Console(stderr=True)
     # rich tells the time left in both cases; it is started, and draws, on a terminal alone.
     bars = Progress(
-        BarColumn(BAR),
+        BarColumn(bar_width),
         TextColumn("{task.description}"),
         console=console,
         transient=True,
         get_time=clock,
         speed_estimate_period=math.inf,  # the mean over the whole stage
     )
-    with bars if watched else nullcontext():
+    with bars if is_terminal else nullcontext():
         bars.add_task("", total=None)
-        (task,), stage, last = bars.tasks, ("", 0), clock()
+        task = bars.tasks[0]
+        stage = ("", 0)
+        last_line = clock()
 
         def show(step: ProgressUpdate) -> None:
-            nonlocal stage, last
-            if (
-                step.stage,
-                step.total,
-            ) != stage or step.done == 0:  # what comes before the first count is no measure
-                stage = step.stage, step.total
+            nonlocal stage, last_line
+            # 1. A new stage is measured anew; what comes before the first count is no measure.
+            if (step.stage, step.total) != stage or step.done == 0:
+                stage = (step.stage, step.total)
                 bars.reset(task.id, total=step.total or None)
             bars.update(task.id, completed=step.done)
-            if watched:
-                bars.update(task.id, description=escape(_line(step, task, console.width - BAR)))
+            # 2. The bar, or a line of the log.
+            if is_terminal:
+                text = _text_beside_bar(step, task, console.width - bar_width)
+                bars.update(task.id, description=escape(text))
                 bars.refresh()
-            elif clock() - last >= EVERY:
-                last = clock()
-                words = ", ".join(filter(None, (_counts(step, " of "), _time_left(task))))
-                print(
-                    f"lsrdecomp: {step.stage}{words and ': ' + words}", file=sys.stderr, flush=True
-                )
+            elif clock() - last_line >= log_seconds:
+                last_line = clock()
+                print(_log_line(step, task), file=sys.stderr, flush=True)
 
         yield show
 
 
-def _line(step: ProgressUpdate, task: Task, width: int) -> str:
-    """Beside the bar: the stage, how much of it is done, the time left. On a narrow terminal the stage is cut."""
-    rest = "".join(f" · {words}" for words in (_counts(step, "/"), _time_left(task)) if words)
-    room = max(1, width - cell_len(rest) - 2)
+def _text_beside_bar(step: ProgressUpdate, task: Task, width: int) -> str:
+    """Return stage, counts and time left; on a narrow terminal the stage is cut."""
+    parts = [_counts(step, "/"), _time_left(task)]
+    figures = "".join(f" · {part}" for part in parts if part)
+    room = max(1, width - cell_len(figures) - 2)
     stage = step.stage
     if cell_len(stage) > room:
         stage = f"{set_cell_size(stage, room - 1).rstrip()}…"
-    return f"{stage}{rest}"
+    return f"{stage}{figures}"
 
 
-def _counts(step: ProgressUpdate, of: str) -> str:
-    """ "3 of 24 layers"; nothing where the number is not known."""
-    return f"{step.done:,}{of}{step.total:,} {step.unit}".rstrip() if step.total else ""
+def _log_line(step: ProgressUpdate, task: Task) -> str:
+    """Return the stage, how much of it is done and the time left as a line of a log."""
+    figures = ", ".join(filter(None, [_counts(step, " of "), _time_left(task)]))
+    return f"lsrdecomp: {step.stage}: {figures}" if figures else f"lsrdecomp: {step.stage}"
+
+
+def _counts(step: ProgressUpdate, separator: str) -> str:
+    """Return "3 of 24 layers"; nothing where the number is not known."""
+    if not step.total:
+        return ""
+    return f"{step.done:,}{separator}{step.total:,} {step.unit}".rstrip()
 
 
 def _time_left(task: Task) -> str:
-    """ "about 3 min left"; nothing while that cannot be told."""
-    left = task.time_remaining
-    if not left:
+    """Return "about 3 min left"; nothing while that cannot be told."""
+    seconds = task.time_remaining
+    if not seconds:
         return ""
-    return f"about {left:.0f} s left" if left < 90.0 else f"about {left / 60.0:.0f} min left"
+    if seconds < 90.0:
+        return f"about {seconds:.0f} s left"
+    return f"about {seconds / 60.0:.0f} min left"

@@ -1,4 +1,4 @@
-"""What a model is asked on the command line: lines of text, the rows of a task, or examples as JSON lines."""
+"""Questions to a model on the command line: lines of text, rows of a task, or JSON lines."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ if TYPE_CHECKING:
 DataFile = Annotated[
     Path | None,
     typer.Option(
-        help="JSON lines with prompt and completion, with messages, or with text; in place of --text."
+        help="JSON lines with prompt and completion, with messages, or with text; in place of "
+        "--text."
     ),
 ]
 AnswerTokens = Annotated[
     str, typer.Option("--answers", help="Which tokens of --data count: completion or all.")
 ]
 SETTINGS = ("max_length", "truncate", "dtype")
-"""Of `EvaluatorSettings`, options of each verb that asks questions."""
+"""Fields of `EvaluatorSettings` that are options of each verb that asks questions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Where the questions come from: one of three."""
+    """Source of questions: one of three."""
 
     text: Path | None
     task: Path | None
@@ -43,7 +44,7 @@ class Questions:
 
     @property
     def sources(self) -> int:
-        """How many of the three were named."""
+        """The number of sources that were named."""
         return sum(path is not None for path in (self.text, self.task, self.data))
 
     def check(self) -> None:
@@ -57,7 +58,8 @@ class Questions:
             raise LsrError("give one of --data FILE.jsonl, --text FILE and --task DIR")
         if self.data is None and self.truncate:
             raise LsrError(
-                "--truncate is about prompts and completions, texts are always cut: give --data FILE.jsonl"
+                "--truncate is about prompts and completions, texts are always cut: give --data "
+                "FILE.jsonl"
             )
         if self.data is None and self.answers != "completion":
             raise LsrError("--answers is about prompts and completions: give --data FILE.jsonl")
@@ -65,7 +67,7 @@ class Questions:
     def batches(
         self, base: Base, *, size: int, seed: int
     ) -> tuple[Iterator[dict[str, Tensor]], int]:
-        """What the model is called with, in an order that ``seed`` decides, and the number of examples."""
+        """Return batches for a model, in an order that ``seed`` decides, and the number of examples."""
         from lsrdecomp.calibration.batches import prompt_batches, text_batches
         from lsrdecomp.calibration.dataset import read_examples, read_text_pairs, task_texts
         from lsrdecomp.training.tasks import find_task

@@ -1,96 +1,117 @@
-"""What `compress` recommends after writing: the command that comes next, and warnings of what is little use."""
+"""What `compress` recommends after writing: the next command, and warnings of what is of no use."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lsrdecomp import checkpoints
 from lsrdecomp.cli import tables
-from lsrdecomp.compression.settings import GOALS, CompressionPlan
+from lsrdecomp.cli.requests import flag
+from lsrdecomp.compression.settings import GOALS
 from lsrdecomp.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
+    from lsrdecomp.compression import Compression
 
 TASKS = ("SEQ_CLS", "TOKEN_CLS", "CAUSAL_LM", "SEQ_2_SEQ_LM")
 """Task types of the adapters whose bases `calibrate` runs."""
-WRECK = 0.7
-"""Relative Frobenius error above which an adapter without statistics is told to be little of itself
-any more."""
 
 
 def next_command(checkpoint: Checkpoint, output: Path, alpha: float | None) -> str:
-    """What opens it: PEFT, or for files of other programs the file that they read."""
-    if checkpoint.format.startswith("peft-") and not checkpoint.config.get("target_parameters"):
-        if checkpoint.format != "peft-lora" or not any(
-            ".experts." in layer.name for layer in checkpoint.layers
-        ):
+    """Return what opens the output: PEFT, or a command that writes the file that others read."""
+    is_peft = checkpoint.format.startswith("peft-")
+    if is_peft and not checkpoint.config.get("target_parameters"):
+        has_experts = any(".experts." in layer.name for layer in checkpoint.layers)
+        if checkpoint.format != "peft-lora" or not has_experts:
             return "Open it with PEFT after `import lsrdecomp.adapters`."
         out = quoted(f"{output}-lora")
-        return f"For PEFT, which stacks experts:\n  lsrdecomp export {quoted(output)} --profile lorax --out {out}"
+        command = f"lsrdecomp export {quoted(output)} --profile lorax --out {out}"
+        return f"For PEFT, which stacks experts:\n  {command}"
     try:
-        directory = checkpoints.file_or_directory(checkpoint) == "directory"
+        is_directory = checkpoints.file_or_directory(checkpoint) == "directory"
     except UnsupportedError:
         to = "kohya" if checkpoint.format == "lycoris" else "lora"
         out = quoted(f"{output}.safetensors" if to == "kohya" else f"{output}-lora")
         return f"As a plain LoRA:\n  lsrdecomp export {quoted(output)} --to {to} --out {out}"
-    out = quoted(f"{output}-{checkpoint.format}" if directory else f"{output}.safetensors")
-    scale = "" if alpha is None else f" --alpha {alpha:g}"
-    again = f"lsrdecomp export {quoted(output)} --to same --like {quoted(checkpoint.weights)}{scale} --out {out}"
-    return f"As a {checkpoint.format} LoRA again:\n  {again}"
+    out = quoted(f"{output}-{checkpoint.format}" if is_directory else f"{output}.safetensors")
+    command = f"lsrdecomp export {quoted(output)} --to same --like {quoted(checkpoint.weights)}"
+    if alpha is not None:
+        command += f" --alpha {alpha:g}"
+    return f"As a {checkpoint.format} LoRA again:\n  {command} --out {out}"
 
 
-def warn_of_wreck(result: Any, output: Path | None) -> None:
-    """Without statistics a small adapter is close in nothing that matters: say so, and what would help."""
-    total, dropped = (
-        result.totals,
-        sum(row.norm > 0.0 and not row.parameters for row in result.layers),
-    )
-    if total.functional_error is not None or (
-        total.relative_error <= WRECK and 2 * dropped < total.layers
-    ):
+def warn_if_unusable(
+    result: Compression, output: Path | None, *, unusable_error: float = 0.7
+) -> None:
+    """Say where little is left of an adapter, and what would help.
+
+    Without statistics a small adapter is close in nothing that matters.
+
+    Parameters
+    ----------
+    result : Compression
+    output : Path, optional
+        Where it was written.
+    unusable_error : float
+        Relative Frobenius error above which little is left; by hand.
+    """
+    total = result.totals
+    if total.functional_error is not None:
+        return
+    dropped = sum(layer.norm > 0.0 and not layer.parameters for layer in result.layers)
+    if total.relative_error <= unusable_error and 2 * dropped < total.layers:
         return
     tables.say(
-        f"WARNING: little of this adapter is left: error {total.relative_error:.3g}, {dropped} of {total.layers} "
-        "layers left out."
+        f"WARNING: little of this adapter is left: error {total.relative_error:.3g}, {dropped} of "
+        f"{total.layers} layers left out."
     )
-    source, plan = result.source, result.plan
-    tasks = source.format.startswith("peft-") and source.config.get("task_type") in TASKS
-    if not tasks:
+    source = result.source
+    if source.format.startswith("peft-") and source.config.get("task_type") in TASKS:
         tables.say(
-            "Allow a larger size: without a base and prompts it is closeness of numbers that is kept. Bases are run "
-            f"for PEFT adapters whose config has a task_type ({', '.join(TASKS)})."
+            "Name its base and texts of its task, and it is made small by what its layers do:\n"
+            f"  {_measured_command(result, output)}"
         )
-        return
+    else:
+        tables.say(
+            "Allow a larger size: without a base and prompts only the weights can be matched. "
+            f"Bases are run for PEFT adapters whose config has a task_type ({', '.join(TASKS)})."
+        )
+
+
+def _measured_command(result: Compression, output: Path | None) -> str:
+    """Return the command that compresses the same adapter to the same goal against its base."""
+    source = result.source
+    plan = result.plan
     base = source.config.get("base_model_name_or_path") or "BASE"
     goal = next(name for name in GOALS if getattr(plan, name) is not None)
-    flag = (
-        f"--{CompressionPlan.fields[goal].names[-1].replace('_', '-')} {getattr(plan, goal):.12g}"
-    )
-    storage = "" if plan.storage == source.storage else f" --storage {plan.storage}"
     adapter = source.weights.parent
-    again = quoted(
-        adapter.with_name("small")
-        if output is None
-        else output.with_name(f"{output.name}-measured")
-    )
-    tables.say(
-        "Name its base and texts of its task, and it is made small by what its layers do:\n"
-        f"  lsrdecomp compress {quoted(adapter)} --base {quoted(base)} --data TEXTS.txt {flag}{storage} --out {again}"
-    )
+    if output is None:
+        out = adapter.with_name("small")
+    else:
+        out = output.with_name(f"{output.name}-measured")
+    words = ["lsrdecomp compress", quoted(adapter), "--base", quoted(base), "--data TEXTS.txt"]
+    words += [flag(goal), f"{getattr(plan, goal):.12g}"]
+    if plan.storage != source.storage:
+        words += ["--storage", str(plan.storage)]
+    return " ".join([*words, "--out", quoted(out)])
 
 
 def warn_of_growth(checkpoint: Checkpoint, written: Path) -> None:
-    """A file that became larger than its source is what nobody asked for."""
-    before, after = (path.stat().st_size for path in (checkpoint.weights, written))
-    if after > before:
-        text = f"WARNING: the weight file has {after:,} bytes, its source {before:,}"
-        small = checkpoint.storage if checkpoint.storage in ("float16", "bfloat16") else "float16"
-        tables.say(f"{text}: ask for a smaller size, or for smaller numbers (--storage {small})")
+    """Say where a file became larger than its source, which is what nobody asked for."""
+    before = checkpoint.weights.stat().st_size
+    after = written.stat().st_size
+    if after <= before:
+        return
+    storage = checkpoint.storage if checkpoint.storage in ("float16", "bfloat16") else "float16"
+    tables.say(
+        f"WARNING: the weight file has {after:,} bytes, its source {before:,}: ask for a smaller "
+        f"size, or for smaller numbers (--storage {storage})"
+    )
 
 
 def quoted(path: object) -> str:
-    """As it is typed in a shell."""
+    """Return a path as it is typed in a shell."""
     return shlex.quote(str(path))

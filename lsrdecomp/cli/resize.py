@@ -1,4 +1,4 @@
-"""`compress` to a LoRA file as it came, of one file or of a directory of them: truncated SVD, in seconds."""
+"""`compress` to LoRA files in their original format, one or a directory of them: truncated SVD."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lsrdecomp import checkpoints, compression
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.recommendations import warn_of_growth
-from lsrdecomp.cli.sheet import Column, Sheet
+from lsrdecomp.cli.sheet import Sheet, SheetColumn
 from lsrdecomp.errors import LsrError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from lsrdecomp.compression import Truncation
     from lsrdecomp.compression.request import Request
 
-PLAIN = (
-    "Truncated SVD, one threshold over all layers: without a base it is closeness of numbers that is kept, and low "
-    "rank is hard to beat there. Bases are run for PEFT adapters of text models only."
+METHOD = (
+    "Used truncated SVD with one global threshold. Without a base model only the weights can be "
+    "matched, and low rank is close to optimal for that. Bases are run for PEFT adapters of text "
+    "models only."
 )
 
 
-def several(folder: Path) -> list[Path]:
-    """The LoRA files of a directory without a config, if there are more than one."""
+def lora_files(folder: Path) -> list[Path]:
+    """Return the LoRA files of a directory without a config, if there are more than one."""
     if not folder.is_dir() or (folder / checkpoints.CONFIG).exists():
         return []
     files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("."))
@@ -49,9 +50,9 @@ def resize(
     *,
     quiet: bool,
 ) -> None:
-    """Cut LoRA files, each under its own name in a directory if there are several; one that fails does not stop the others.
+    """Cut one LoRA file, or several, each under its own name in a directory.
 
-    Raises `LsrError` at the end if one failed.
+    One that fails does not stop the others; `LsrError` at the end says which did.
     """
     out = outputs.out
     if out is None:
@@ -83,13 +84,16 @@ def _resize_file(
     *,
     quiet: bool,
 ) -> list[dict[str, object]]:
-    """Write one file for each request; several ratios share the name, with the ratio before its ending.
+    """Write one file for each request and return the figures of each.
 
-    Returns the figures of each.
+    Files of several ratios share the name, with the ratio before its ending.
     """
     if names_file(out) and checkpoints.file_or_directory(checkpoint) == "directory":
-        text = f"{checkpoint.format} is a directory with a config, no single file: name a directory by --out"
-        raise UnsupportedError(text, path=checkpoint.path)
+        raise UnsupportedError(
+            f"{checkpoint.format} is a directory with a config, no single file: name a directory "
+            "by --out",
+            path=checkpoint.path,
+        )
     plans = [request.plan for request in requests if request.plan is not None]
     paths = [out]
     if len(plans) > 1:
@@ -107,42 +111,53 @@ def _resize_file(
         facts.append(_shown(cut, None if outputs.dry_run else path, outputs.json))
         if not outputs.dry_run:
             warn_of_growth(checkpoint, path)
-    tables.show(outputs.json, PLAIN)
+    tables.show(outputs.json, METHOD)
     return facts
 
 
 def _shown(cut: Truncation, path: Path | None, json: Path | None) -> dict[str, object]:
-    """The curve of a dry run, or what was written; and the same for machines."""
-    from lsrdecomp.checkpoints.tensors import read_header
-
-    whole, name = cut.source.adapter_parameters, cut.source.path.name
-    facts: dict[str, object] = {
-        "source": name,
-        "parameters_before": whole,
+    """Show what was written, or the curve of a dry run, and return the same for machines."""
+    ranks = zip(cut.source.layers, cut.ranks, strict=True)
+    figures: dict[str, object] = {
+        "source": cut.source.path.name,
+        "parameters_before": cut.source.adapter_parameters,
         "parameters": cut.parameters,
-    }
-    facts |= {"relative_error": cut.relative_error}
-    facts["ranks"] = {
-        layer.name: rank for layer, rank in zip(cut.source.layers, cut.ranks, strict=True)
+        "relative_error": cut.relative_error,
+        "ranks": {layer.name: rank for layer, rank in ranks},
     }
     if path is None:
-        curve = list(cut.curve())
-        rows = [(f"{ratio:g}", f"{size:,}", f"{error:.4f}") for ratio, size, error in curve]
-        sheet = Sheet((Column("times fewer"), Column("parameters"), Column("relative error")), rows)
-        tables.show(json, f"{name}: {whole:,} parameters", sheet)
-        points = [
-            {"ratio": ratio, "parameters": size, "relative_error": error}
-            for ratio, size, error in curve
-        ]
-        return facts | {"curve": points}
+        return figures | {"curve": _show_curve(cut, json)}
+    return figures | {"file": str(path), "rounding": _show_written(cut, path, json)}
+
+
+def _show_curve(cut: Truncation, json: Path | None) -> list[dict[str, float]]:
+    """Show the errors of other sizes, and return them."""
+    curve = list(cut.curve())
+    rows = [(f"{ratio:g}", f"{size:,}", f"{error:.4f}") for ratio, size, error in curve]
+    heads = ("times fewer", "parameters", "relative error")
+    sheet = Sheet([SheetColumn(head) for head in heads], rows)
+    name = cut.source.path.name
+    tables.show(json, f"{name}: {cut.source.adapter_parameters:,} parameters", sheet)
+    return [
+        {"ratio": ratio, "parameters": size, "relative_error": error}
+        for ratio, size, error in curve
+    ]
+
+
+def _show_written(cut: Truncation, path: Path, json: Path | None) -> float:
+    """Say what was written, and return what rounding adds to its relative error at most."""
+    from lsrdecomp.checkpoints.tensors import read_header
+
     record = loads(read_header(path).metadata["lsrdecomp"])
-    moved = float(record["rounding"]) / float(record["norm"]) * (1.0 - cut.relative_error**2) ** 0.5
-    rounding = f", which rounding moves by {moved:.1g} at most" if moved else ""
-    left = sum(rank == 0 for rank in cut.ranks)
+    kept = (1.0 - cut.relative_error**2) ** 0.5
+    rounding: float = float(record["rounding"]) / float(record["norm"]) * kept
+    rounding_text = f", which rounding moves by {rounding:.1g} at most" if rounding else ""
+    dropped = sum(rank == 0 for rank in cut.ranks)
     tables.show(
         json,
-        f"Wrote {path}: {cut.parameters:,} of {whole:,} parameters, {path.stat().st_size:,} of "
-        f"{cut.source.weights.stat().st_size:,} bytes, ranks up to {max(cut.ranks)}, {left} of {len(cut.ranks)} layers "
-        f"left out; relative error {cut.relative_error:.4f}{rounding}.",
+        f"Wrote {path}: {cut.parameters:,} of {cut.source.adapter_parameters:,} parameters, "
+        f"{path.stat().st_size:,} of {cut.source.weights.stat().st_size:,} bytes, ranks up to "
+        f"{max(cut.ranks)}, {dropped} of {len(cut.ranks)} layers left out; relative error "
+        f"{cut.relative_error:.4f}{rounding_text}.",
     )
-    return facts | {"file": str(path), "rounding": moved}
+    return rounding

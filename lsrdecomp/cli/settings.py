@@ -1,4 +1,4 @@
-"""Options of a verb from the fields of its settings: what a field says of itself is all that is written."""
+"""Options of a verb from the fields of its settings, which say all that is written of them."""
 
 from __future__ import annotations
 
@@ -29,115 +29,153 @@ def options_of(
     only: tuple[str, ...] | None = None,
     parsers: Mapping[str, tuple[Callable[[str], Any], str]] = MappingProxyType({}),
 ) -> Callable[[V], V]:
-    """The verb, whose ``**options`` takes the fields that are options; ``--help-all`` lists the others for ``--set``.
+    """Decorate a verb whose ``**options`` takes the fields of settings that are options.
 
-    ``options`` holds what was on the command line, under the names of the fields. A field of the
-    name of a parameter is left to the verb itself; with ``only``, those named there are the
-    options, and neither defaults nor others are shown. A field in ``parsers`` is read from its text
-    by a function, and shown as the word beside it.
+    ``options`` then holds what was on the command line, under the names of the fields; a field of
+    the name of a parameter is left to the verb itself. ``--help-all`` lists the other fields for
+    ``--set``.
+
+    Parameters
+    ----------
+    settings : type of Settings
+    only : tuple of str, optional
+        The fields that are options; neither defaults nor other fields are then shown.
+    parsers : Mapping of field to function and word
+        How a field is read from its text, and the word that help has for it.
     """
 
     def decorate(verb: V) -> V:
         signature = inspect.signature(verb, eval_str=True)
         own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        before = [each for each in own if each.kind is not each.KEYWORD_ONLY]
+        positional = [each for each in own if each.kind is not each.KEYWORD_ONLY]
+        keyword_only = own[len(positional) :]
+        # 1. The fields that become options.
         fields = [
-            each for each in settings.fields.values() if each.name not in signature.parameters
+            field for field in settings.fields.values() if field.name not in signature.parameters
         ]
-        chosen = [
-            each
-            for each in fields
-            if (ON_COMMAND_LINE in each.flags if only is None else each.name in only)
+        if only is None:
+            chosen = [field for field in fields if ON_COMMAND_LINE in field.flags]
+        else:
+            chosen = [field for field in fields if field.name in only]
+        options = [
+            _parameter(field, parsers.get(field.name), show_default=only is None)
+            for field in chosen
         ]
-        made = [_parameter(each, parsers.get(each.name), default=only is None) for each in chosen]
         if verb.__name__ in PANELS and HELP_ALL.name not in signature.parameters:
-            made.append(HELP_ALL)
-        names = {each.name for each in made}
+            options.append(HELP_ALL)
+        names = {option.name for option in options}
 
+        # 2. The verb is given those that were typed.
         @functools.wraps(verb)
         def run(*args: Any, help_all: bool = False, **kwargs: Any) -> Any:
-            unset = [name for name in names if kwargs.get(name) in (None, [])]
-            return verb(
-                *args, **{name: value for name, value in kwargs.items() if name not in unset}
-            )
+            for name in names:
+                if name in kwargs and kwargs[name] in (None, []):
+                    del kwargs[name]
+            return verb(*args, **kwargs)
 
-        run.__signature__ = signature.replace(parameters=[*before, *made, *own[len(before) :]])  # type: ignore[attr-defined]
-        run.__annotations__ = verb.__annotations__ | {each.name: each.annotation for each in made}
-        rest = [each for each in fields if each not in chosen]
-        if only is None and rest:
-            run.__doc__ = f"{inspect.cleandoc(verb.__doc__ or '')}\n\f\n{_listed(rest)}"
+        run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*positional, *options, *keyword_only]
+        )
+        annotations = {option.name: option.annotation for option in options}
+        run.__annotations__ = verb.__annotations__ | annotations
+        # 3. The others are listed in its help.
+        others = [field for field in fields if field not in chosen]
+        if only is None and others:
+            run.__doc__ = f"{inspect.cleandoc(verb.__doc__ or '')}\n\f\n{_listed(others)}"
         return run  # type: ignore[return-value]
 
     return decorate
 
 
 def option_groups(**groups: type[Any]) -> Callable[[V], V]:
-    """The verb, whose parameters of these names are each a dataclass of options, given one by one where it is called.
+    """Decorate a verb whose parameters of these names are dataclasses of options.
 
-    Fields are annotated as typer's parameters are. The verb gets them as one value a group.
+    Fields are annotated as typer's parameters are. On the command line each is an option; the verb
+    gets one value a group.
     """
     fields = {name: dataclasses.fields(group) for name, group in groups.items()}
-    hints = {name: get_type_hints(group, include_extras=True) for name, group in groups.items()}
-    made = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=hints[name][field.name],
-        )
-        for name in groups
-        for field in fields[name]
-    ]
+    options = [option for group in groups.values() for option in _options_of_group(group)]
 
     def decorate(verb: V) -> V:
         signature = inspect.signature(verb, eval_str=True)
         parameters = list(signature.parameters.values())
-        place = min(i for i, each in enumerate(parameters) if each.name in groups)
-        remaining = [each for each in parameters if each.name not in groups]
+        place = min(i for i, parameter in enumerate(parameters) if parameter.name in groups)
+        others = [parameter for parameter in parameters if parameter.name not in groups]
 
         @functools.wraps(verb)
         def run(*args: Any, **kwargs: Any) -> Any:
             for name, group in groups.items():
                 if name in kwargs:  # a program gives the whole group
                     continue
-                given = {x.name: kwargs.pop(x.name) for x in fields[name] if x.name in kwargs}
-                kwargs[name] = group(**given)
+                values = {
+                    field.name: kwargs.pop(field.name)
+                    for field in fields[name]
+                    if field.name in kwargs
+                }
+                kwargs[name] = group(**values)
             return verb(*args, **kwargs)
 
         run.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*remaining[:place], *made, *remaining[place:]]
+            parameters=[*others[:place], *options, *others[place:]]
         )
         own = {name: hint for name, hint in verb.__annotations__.items() if name not in groups}
-        run.__annotations__ = own | {each.name: each.annotation for each in made}
+        run.__annotations__ = own | {option.name: option.annotation for option in options}
         return run  # type: ignore[return-value]
 
     return decorate
 
 
+def _options_of_group(group: type[Any]) -> list[inspect.Parameter]:
+    """Return the fields of a dataclass as keyword parameters."""
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
+        )
+        for field in dataclasses.fields(group)
+    ]
+
+
 def _parameter(
-    field: Field, parsed: tuple[Callable[[str], Any], str] | None, *, default: bool
+    field: Field, parsed: tuple[Callable[[str], Any], str] | None, *, show_default: bool
 ) -> inspect.Parameter:
-    flags = [f"--{name.replace('_', '-')}" for name in field.names]
-    usual = field.default_text.strip('"') if default and field.type is not bool else ""
-    text = f"{field.help}  [default: {usual}]" if usual else field.help
+    """Return a field as a parameter of a verb, read from its text by a function if there is one."""
     parser, metavar = parsed or (None, None)
-    option = typer.Option(*flags, help=text, show_default=False, parser=parser, metavar=metavar)
+    help_text = field.help
+    default = field.default_text.strip('"')
+    if show_default and default and field.type is not bool:
+        help_text += f"  [default: {default}]"
+    option = typer.Option(
+        *(f"--{name.replace('_', '-')}" for name in field.names),
+        help=help_text,
+        show_default=False,
+        parser=parser,
+        metavar=metavar,
+    )
     marks = (Input, option) if INPUT_PATH in field.flags else (option,)
-    kind = str if parser else list[str] if field.type is tuple else field.type
+    type_ = field.type
+    if parser is not None:
+        type_ = str
+    elif type_ is tuple:
+        type_ = list[str]
     return inspect.Parameter(
         field.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
-        annotation=Annotated[kind | None, *marks],
+        annotation=Annotated[type_ | None, *marks],
     )
 
 
 def _listed(fields: list[Field]) -> str:
+    """Return a paragraph of help for each field, after its name."""
     lines = ["\b", "Settings for --set NAME=VALUE, or for the file:"]
     for field in fields:
-        usual = f" [{field.default_text}]" if field.default_text else ""
+        default = f" [{field.default_text}]" if field.default_text else ""
         lines += textwrap.wrap(
-            f"{field.name:<23}{field.help}{usual}",
+            f"{field.name:<23}{field.help}{default}",
             78,
             initial_indent="  ",
             subsequent_indent=" " * 25,

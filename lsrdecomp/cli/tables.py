@@ -15,45 +15,65 @@ from rich.console import Console
 
 from lsrdecomp import checkpoints
 from lsrdecomp.checkpoints.files import bytes_to_open
-from lsrdecomp.cli.sheet import Column, Sheet
+from lsrdecomp.cli.sheet import Sheet, SheetColumn
 
 if TYPE_CHECKING:
     from lsrdecomp.analysis import ErrorCurve
     from lsrdecomp.checkpoints import Checkpoint
     from lsrdecomp.fleet import Outcome
 
-PLAIN_WIDTH = 130
-"""Columns of a table that goes to a file or a pipe, where COLUMNS does not say otherwise."""
-WIDE = 1000
-"""Columns where all that is known of a layer is asked for."""
 
-
-def show(json: Path | None, *parts: Any, wide: bool = False) -> None:
-    """Print for people, unless standard output is for the machine; with ``wide`` as wide as all columns need.
+def show(
+    json: Path | None,
+    *parts: Any,
+    wide: bool = False,
+    pipe_width: int = 130,
+    unlimited_width: int = 1000,
+) -> None:
+    """Print for people, unless standard output is for the machine.
 
     Sentences are left whole for a pipe to fold, and indented lines always: a command is typed as it
     stands.
+
+    Parameters
+    ----------
+    json : path, optional
+        Where figures are written; for ``-`` nothing is printed.
+    *parts : str or Sheet
+        Texts of several lines, and tables.
+    wide : bool
+        Print tables as wide as all columns need.
+    pipe_width : int
+        Columns of a table that goes to a file or a pipe, where COLUMNS does not say otherwise.
+    unlimited_width : int
+        Columns that no table needs.
     """
     if json is not None and str(json) == "-":
         return
-    plain = (
-        None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal() else PLAIN_WIDTH
-    )
-    output = Console(width=WIDE if wide else plain, highlight=False, markup=False)
+    is_terminal = sys.stdout.isatty()
+    width: int | None = None  # rich asks the terminal, or COLUMNS
+    if wide:
+        width = unlimited_width
+    elif not is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
+        width = pipe_width
+    output = Console(width=width, highlight=False, markup=False)
     for part in parts:
-        for line in part.split("\n") if isinstance(part, str) else [part]:
-            whole = isinstance(line, str) and (line.startswith("  ") or not sys.stdout.isatty())
-            output.print(line, soft_wrap=whole)
+        if not isinstance(part, str):
+            output.print(part)
+            continue
+        for line in part.split("\n"):
+            is_whole = line.startswith("  ") or not is_terminal
+            output.print(line, soft_wrap=is_whole)
 
 
 def say(message: str) -> None:
-    """A line on stderr, in the words of the program."""
+    """Print a line on stderr, in the words of the program."""
     print(f"lsrdecomp: {message}", file=sys.stderr)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What other libraries would say on standard error is not for the reader of a table."""
+    """Silence what other libraries would say on standard error: it is not for readers of a table."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with warnings.catch_warnings():
@@ -76,8 +96,10 @@ def write_json(value: Any, path: Path | None) -> None:
 
 
 def json_text(value: Any, path: Path | None) -> dict[Path, str]:
-    """The file that `write_json` would write, and its text; nothing for standard output or no file."""
-    return {} if path is None or str(path) == "-" else {path: _json(value)}
+    """Return the file that `write_json` would write with its text; nothing for standard output."""
+    if path is None or str(path) == "-":
+        return {}
+    return {path: _json(value)}
 
 
 def _json(value: Any) -> str:
@@ -86,7 +108,7 @@ def _json(value: Any) -> str:
 
 @contextmanager
 def files(texts: Mapping[Path, str]) -> Iterator[dict[Path, Path]]:
-    """Files that appear when the block ends; if it fails, or one of them does not fit, none appears.
+    """Make files appear when the block ends; if it fails, or one does not fit, none appears.
 
     Yields where each waits until then. Whether they may was asked before, by
     `lsrdecomp.cli.outputs.checked`.
@@ -104,39 +126,37 @@ def files(texts: Mapping[Path, str]) -> Iterator[dict[Path, Path]]:
 
 
 def curve_table(curves: Sequence[ErrorCurve], reference: int) -> Sheet:
-    """Errors against parameters, with a bar; ``reference`` is the parameter count of the LoRA itself."""
-    points = [
-        (curve.label, *point)
-        for curve in curves
-        for point in zip(curve.ranks, curve.parameters, curve.relative_errors, strict=True)
-    ]
-    cells: dict[Column, Callable[[tuple[str, int, int, float]], str]] = {
-        Column("structure", 0, "left", name=True): lambda point: point[0],
-        Column("terms", 1): lambda point: str(point[1]),
-        Column("parameters"): lambda point: f"{point[2]:,}",
-        Column("of LoRA", 2): lambda point: f"{100 * point[2] / reference:.1f} %",
-        Column("error"): lambda point: f"{point[3]:.3g}",
-        Column("", 3, "left"): lambda point: "█" * round(24 * min(point[3], 1.0)),
+    """Return errors against parameters, with a bar; ``reference`` are those of the LoRA itself."""
+    points: list[tuple[str, int, int, float]] = []
+    for curve in curves:
+        figures = zip(curve.ranks, curve.parameters, curve.relative_errors, strict=True)
+        points += [(curve.label, *point) for point in figures]
+    cells: dict[SheetColumn, Callable[[tuple[str, int, int, float]], str]] = {
+        SheetColumn("structure", 0, "left", name=True): lambda point: point[0],
+        SheetColumn("terms", 1): lambda point: str(point[1]),
+        SheetColumn("parameters"): lambda point: f"{point[2]:,}",
+        SheetColumn("of LoRA", 2): lambda point: f"{100 * point[2] / reference:.1f} %",
+        SheetColumn("error"): lambda point: f"{point[3]:.3g}",
+        SheetColumn("", 3, "left"): lambda point: "█" * round(24 * min(point[3], 1.0)),
     }
     return Sheet.of(cells, points)
 
 
 def file_sizes(source: Checkpoint, out: Path) -> str:
-    """Bytes that open the adapters before and after; heads, which are carried along as they are, apart."""
+    """Return a sentence on the bytes that open the adapters; heads, which are carried along, apart."""
     heads = source.extra_bytes
-    before, after = (
-        bytes_to_open(path) - heads for path in (source.weights, out / checkpoints.WEIGHTS)
-    )
+    before = bytes_to_open(source.weights) - heads
+    after = bytes_to_open(out / checkpoints.WEIGHTS) - heads
     carried = f"; {heads:,} bytes of other tensors in both" if heads else ""
     times = f", {before / after:.3g} times fewer" if before > after else ""
     return f"Weights and config: {after:,} bytes instead of {before:,}{times}{carried}."
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Sheet:
-    """Adapters of a fleet that did not end well, and why."""
-    cells: dict[Column, Callable[[Outcome], str]] = {
-        Column("adapter", 0, "left", name=True): lambda outcome: outcome.name,
-        Column("state", 0, "left"): lambda outcome: outcome.state,
-        Column("reason", 0, "left", prose=True): lambda outcome: outcome.message,
+    """Return the adapters of a fleet that did not end well, and why."""
+    cells: dict[SheetColumn, Callable[[Outcome], str]] = {
+        SheetColumn("adapter", 0, "left", name=True): lambda outcome: outcome.name,
+        SheetColumn("state", 0, "left"): lambda outcome: outcome.state,
+        SheetColumn("reason", 0, "left", prose=True): lambda outcome: outcome.message,
     }
     return Sheet.of(cells, outcomes)

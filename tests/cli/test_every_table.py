@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.app import app
-from lsrdecomp.cli.sheet import Column, Sheet
+from lsrdecomp.cli.sheet import Sheet, SheetColumn
 from lsrdecomp.fleet.manifest import Outcome
 
 WIDTHS = (80, 100, 130)
@@ -45,8 +45,8 @@ def written(tmp_path_factory):
 VERBS = {
     "inspect": ("layer", "parameters", "rank for 1 %"),
     "curve": ("parameters", "error"),
-    "compress": ("layer", "structure", "parameters", "error"),
-    "compress --calibrated": ("layer", "structure", "parameters", "Fisher error"),
+    "compress": ("layer", "structure", "parameters", "weight error"),
+    "compress --calibrated": ("layer", "structure", "parameters", "output error (est.)"),
     "verify": ("layer", "error"),
 }
 
@@ -117,7 +117,9 @@ def test_a_table_of_figures_that_took_hours_fits(verb, width, capsys, monkeypatc
 
 def test_words_of_others_are_printed_as_they_are(capsys, monkeypatch):
     """A prompt, or a layer's name, may hold what a markup language takes for its own."""
-    layer = Sheet((Column("layer", name=True), Column("error")), [("blocks[/0].attn", "0.5 [red]")])
+    layer = Sheet(
+        (SheetColumn("layer", name=True), SheetColumn("error")), [("blocks[/0].attn", "0.5 [red]")]
+    )
     shown = printed(layer, 80, capsys, monkeypatch)
     tables.show(None, "  [INST] sort [3, 1] [/INST]")
     shown += capsys.readouterr().out

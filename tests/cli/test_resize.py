@@ -150,7 +150,7 @@ def test_a_dry_run_shows_the_curve_and_writes_nothing(tmp_path):
     done = run_command(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "times fewer" in done.stdout
-    assert "Truncated SVD" in done.stdout
+    assert "Used truncated SVD" in done.stdout
     curve = json.loads(run_command(*arguments, "--json", "-", cwd=tmp_path).stdout)["curve"]
     errors = [point["relative_error"] for point in curve]
     assert errors == sorted(errors)

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from lsrdecomp.checkpoints.names import module_role
 from lsrdecomp.cli import layer_tables
-from lsrdecomp.cli.layer_tables import FOLD_ABOVE, group_name, layers_table
-from lsrdecomp.cli.sheet import Column, Sheet
+from lsrdecomp.cli.layer_tables import group_name, layers_table
+from lsrdecomp.cli.sheet import Sheet, SheetColumn
 from lsrdecomp.compression.result import LayerReport, totals
 
 WIDTHS = (80, 100, 130)
@@ -59,13 +59,13 @@ def test_a_table_of_layers_fits_and_loses_no_digit(width, count):
     layers = model(count)
     text = printed(layers_table(layers, totals(layers)), width)
     assert max(map(len, text.splitlines())) <= width
-    if 3 * count > FOLD_ABOVE:
+    if 3 * count > 24:
         assert f"{count} layers mlp.down_proj" in text
         assert f"{count * 12345:,}" in text
     else:
         assert text.count("12,345") >= 3 * count
     assert f"{3 * count * 12345:,}" in text.splitlines()[-1]
-    for cell in ("structure", "parameters", "Fisher error", "0.00456", "LSR"):
+    for cell in ("structure", "parameters", "output error (est.)", "0.00456", "LSR"):
         assert cell in text
 
 
@@ -85,7 +85,11 @@ def test_wide_shows_all_that_is_known():
 def test_a_long_name_loses_its_middle_and_nothing_else():
     row = ("transformer." + "block." * 20 + "q_proj", "123,456,789", "0.0625")
     sheet = Sheet(
-        (Column("layer", justify="left", name=True), Column("parameters"), Column("error", 1)),
+        (
+            SheetColumn("layer", justify="left", name=True),
+            SheetColumn("parameters"),
+            SheetColumn("error", 1),
+        ),
         [row],
     )
     text = printed(sheet, 60)
@@ -97,10 +101,10 @@ def test_a_long_name_loses_its_middle_and_nothing_else():
 
 def test_where_little_room_is_left_the_name_is_shortened_and_no_digit_lost():
     columns = (
-        Column("layer", justify="left", name=True),
-        Column("rank"),
-        Column("parameters"),
-        Column("error", 1),
+        SheetColumn("layer", justify="left", name=True),
+        SheetColumn("rank"),
+        SheetColumn("parameters"),
+        SheetColumn("error", 1),
     )
     text = printed(Sheet(columns, [("10.attention.self.query", "16", "1,536", "0.0625")]), 40)
     assert max(map(len, text.splitlines())) <= 40

@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -21,7 +22,9 @@ import lsrdecomp as lsr  # noqa: E402
 from lsrdecomp.calibration.distil import Distillation  # noqa: E402
 from lsrdecomp.calibration.distil_state import TrainingState  # noqa: E402
 from lsrdecomp.checkpoints import Journal  # noqa: E402
+from lsrdecomp.cli import compress as command_module  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
+from lsrdecomp.cli.progress import follow  # noqa: E402
 from lsrdecomp.compression import verify  # noqa: E402
 from lsrdecomp.compression.measured_settings import EvaluatorSettings  # noqa: E402
 from lsrdecomp.compression.request import Request  # noqa: E402
@@ -280,9 +283,8 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
 
 
 def test_the_command_says_which_forms_were_trained(folder, lines, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "lsrdecomp.cli.progress.EVERY", 0.0
-    )  # a line of the log for each step, not for each minute
+    # A line of the log for each step, not for each minute.
+    monkeypatch.setattr(command_module, "follow", partial(follow, log_seconds=0.0))
     done = command(
         folder,
         lines,
