@@ -9,7 +9,7 @@ Two factors
 
 Any number of factors
     `ALS`              regularized alternating least squares, then Levenberg–Marquardt
-    `TensorLyCP`       TensorLy's parafac, for comparison
+    `TensorLyCP`       TensorLy's decompositions: constrained factors, missing entries
 
 Pairs (the two sides of a LoRA layer)
     `JointALS`         least squares of the product, in a weighted norm if there are statistics

@@ -11,11 +11,13 @@ from lsrdecomp.errors import BudgetError, ShapeError, unknown
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import PRECISIONS
 from lsrdecomp.solvers.cp.als import ALS
+from lsrdecomp.solvers.cp.tensorly import TensorLyCP
 from lsrdecomp.solvers.svd.batched import BatchedKrylov
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram
 from lsrdecomp.targets.base import Dense, Target
+from lsrdecomp.targets.known_entries import KnownEntries
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,8 +77,11 @@ def choose_solver(
     to a sixteenth of all terms of a larger one; else block Golub–Kahan, which never forms a
     low-rank target and turns to the Gram matrix where that is cheaper. Their error may exceed the
     optimum by a thousandth; the record states by how much. Any other number of factors: alternating
-    least squares, with the penalty of the storage type. Factors of 1×1 do not count.
+    least squares, with the penalty of the storage type. Factors of 1×1 do not count. `KnownEntries`:
+    `TensorLyCP`, which fits those alone.
     """
+    if isinstance(target, KnownEntries):
+        return TensorLyCP()
     shape = shape.essential
     if shape.order != 2:
         return ALS(storage=storage if storage is None or storage in PRECISIONS else "float32")

@@ -2,7 +2,7 @@
 
 `as_target` chooses one: `Dense` for arrays, `LowRank` for a pair B A, `Sparse` and `Operator` for
 scipy's, `Separated` for a sum of Kronecker products, `RowStream` for a matrix that does not fit
-into memory. `NormWeights` holds the two weights of a norm ‖G^½ X C^½‖_F, such as
+into memory, `KnownEntries` for one with missing entries. `NormWeights` holds the two weights of a norm ‖G^½ X C^½‖_F, such as
 `LowRankPlusIdentity`.
 """
 

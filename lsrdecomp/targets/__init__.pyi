@@ -4,6 +4,7 @@ from .base import LowRank as LowRank
 from .contract import Rearranged as Rearranged
 from .contract import Target as Target
 from .convert import as_target as as_target
+from .known_entries import KnownEntries as KnownEntries
 from .operator import Operator as Operator
 from .row_stream import RowStream as RowStream
 from .separated import Separated as Separated

@@ -38,6 +38,16 @@ class CompressedTensor:
             expanded.append(column if basis is None else basis @ column)
         return tuple(expanded)
 
+    def to_tensor(self) -> Array:
+        """Form core ×_1 U_1 … ×_d U_d."""
+        xp = namespace(self.core)
+        tensor = self.core
+        for mode, basis in enumerate(self.bases):
+            if basis is not None:
+                product = xp.tensordot(basis, tensor, axes=((1,), (mode,)))
+                tensor = xp.moveaxis(product, 0, mode)
+        return tensor
+
     def restrict(self, columns: Sequence[Array]) -> tuple[Array, ...]:
         """Project factors of the tensor on the bases."""
         restricted = []

@@ -1,28 +1,45 @@
-"""TensorLy's CP decomposition as a solver: for comparison, and for its options."""
+"""TensorLy's CP decompositions as a solver: constrained factors, missing entries, and for comparison."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lsrdecomp.arrays import as_double, like, to_numpy
-from lsrdecomp.errors import ConvergenceError
+from lsrdecomp.arrays import as_double, is_complex, like, to_numpy
+from lsrdecomp.errors import BudgetError, ConvergenceError
 from lsrdecomp.solvers.base import Event, Solution, Status
+from lsrdecomp.solvers.cp.hosvd import CompressedTensor
 from lsrdecomp.solvers.cp.tensor import no_terms, rearranged_tensor, refuse_gradients
 from lsrdecomp.solvers.cp.terms import CPTerms
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.svd.dense import SVD
+from lsrdecomp.targets.known_entries import KnownEntries
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lsrdecomp.solvers.progress import SolveProgress
+
+CONSTRAINTS = ("non_negative", "l1_reg", "smoothness", "monotonicity")
+"""Fields that TensorLy's ``constrained_parafac`` reads, under its own names."""
+
+Doubles = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLyCP(MatrixSolver):
-    """``tensorly.decomposition.parafac`` on the rearranged matrix, in NumPy and double precision [1]_.
+    """TensorLy's CP decompositions of the rearranged matrix, in NumPy and double precision [1]_.
+
+    Without a constraint this is ``parafac``; with one it is ``constrained_parafac``, alternating
+    optimization by ADMM. Of a `KnownEntries` target only the known entries are fitted, by
+    ``parafac`` or, where factors are to be non-negative, ``non_negative_parafac``.
+
+    A constraint is a value for all factors, or a mapping of the index of a factor to its value, so
+    that other factors are free; TensorLy allows one constraint a factor.
 
     Parameters
     ----------
@@ -33,13 +50,27 @@ class TensorLyCP(MatrixSolver):
     init : str
         ``"svd"`` or ``"random"``.
     l2_reg : float
-        Ridge on the factors (not on λ).
+        Ridge on the factors (not on λ). Not together with a constraint.
     seed : int
+    non_negative : bool or mapping of int to bool, optional
+        Entries of the factors, and with them of the sum, are not negative: the nearest sum of
+        non-negative Kronecker products, as Van Loan and Pitsianis pose it [2]_.
+    l1_reg : float or mapping of int to float, optional
+        Weight of the sum of magnitudes of a factor's entries, which makes some of them zero. The
+        scale moves to factors that are free of it, and TensorLy often ends in a singular system.
+    smoothness : float or mapping of int to float, optional
+        Weight of the squared differences of neighbouring entries of a factor, row by row. Of use
+        for factors of one row or column.
+    monotonicity : bool or mapping of int to bool, optional
+        Entries of a factor increase, row by row.
 
     References
     ----------
     .. [1] J. Kossaifi, Y. Panagakis, A. Anandkumar and M. Pantic, TensorLy: tensor learning in
            Python, JMLR 20 (2019).
+    .. [2] C. F. Van Loan and N. Pitsianis, Approximation with Kronecker products, in Linear
+           Algebra for Large Scale and Real-Time Applications (1993), section 5.
+           doi:10.1007/978-94-015-8196-7_17
 
     Examples
     --------
@@ -49,6 +80,13 @@ class TensorLyCP(MatrixSolver):
     >>> result = decompose(matrix, "4x4, 3x3, 2x2", rank=1, solver=TensorLyCP())
     >>> result.parameters, round(result.relative_error, 9)
     (29, 0.0)
+
+    Terms that are not negative, of two factors:
+
+    >>> image = np.add.outer(np.arange(12.0), np.arange(12.0)) % 7
+    >>> result = decompose(image, "4x4, 3x3", rank=3, solver=TensorLyCP(non_negative=True))
+    >>> bool(min(factor.min() for factor in result.factors) >= 0.0)
+    True
     """
 
     max_sweeps: int = 500
@@ -56,13 +94,29 @@ class TensorLyCP(MatrixSolver):
     init: str = "svd"
     l2_reg: float = 0.0
     seed: int = 0
+    non_negative: bool | Mapping[int, bool] | None = field(default=None, hash=False)
+    l1_reg: float | Mapping[int, float] | None = field(default=None, hash=False)
+    smoothness: float | Mapping[int, float] | None = field(default=None, hash=False)
+    monotonicity: bool | Mapping[int, bool] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.l2_reg and self._constraints:
+            others = " and ".join(self._constraints)
+            raise BudgetError(f"TensorLy takes no l2_reg together with {others}; leave one of them")
+
+    @property
+    def _constraints(self) -> dict[str, Any]:
+        """The constraints that are asked for, by TensorLy's names."""
+        values = {name: getattr(self, name) for name in CONSTRAINTS}
+        return {name: value for name, value in values.items() if value not in (None, False)}
 
     def _solve(self, problem: MatrixProblem) -> Solution:
-        """Find terms by ``parafac``; the contract is `Solver.solve`.
+        """Find terms by TensorLy; the contract is `Solver.solve`.
 
         With ``atol`` it is called anew with one term more until the measured error is small enough:
         TensorLy's own stopping rule looks at the change of the error alone. Of two factors, those
-        of 1×1 not counted, `SVD` is taken: there `parafac` meets singular systems.
+        of 1×1 not counted, `SVD` is taken where nothing is constrained or missing: there `parafac`
+        meets singular systems.
 
         Returns
         -------
@@ -73,15 +127,24 @@ class TensorLyCP(MatrixSolver):
 
         Raises
         ------
+        BudgetError
+            For a constraint that TensorLy does not have, on a factor that is not there, twice on
+            one factor, or beside missing entries.
         ConvergenceError
             Where TensorLy meets a singular system.
         """
         target, shape, progress = problem.target, problem.shape, problem.progress
         atol = problem.atol
-        if shape.order == 2:
+        known: Doubles | None = None
+        if isinstance(target, KnownEntries):
+            values, known = target.tensors(shape)
+            rearranged = CompressedTensor(values, (None,) * shape.order)
+        elif shape.order == 2 and not self._constraints and not self.l2_reg:
             return problem.delegate_to(SVD())
-        rearranged = rearranged_tensor(target, shape)
+        else:
+            rearranged = self._whole_tensor(problem)
         refuse_gradients(rearranged.core, shape)
+        self._check_constraints(shape.order, rearranged.core, known is not None)
         size = target.norm
         if size == 0.0:
             status = Status.rank_reached if atol is None else Status.converged
@@ -89,7 +152,8 @@ class TensorLyCP(MatrixSolver):
         tensor = to_numpy(as_double(rearranged.core)) / size
         terms = problem.max_terms if atol is None else 1
         while True:
-            columns = [like(c, rearranged.core) for c in self._columns(tensor, terms, progress)]
+            columns = self._columns(tensor, known, terms, progress)
+            columns = [like(column, rearranged.core) for column in columns]
             expanded = CPTerms.of(rearranged.expand(columns))
             approximation = expanded.to_separated(shape, size)
             if atol is None:
@@ -101,30 +165,125 @@ class TensorLyCP(MatrixSolver):
             terms += 1
             progress.mark(Event.new_term)
 
-    def _columns(self, tensor: np.ndarray, rank: int, progress: SolveProgress) -> list[np.ndarray]:
+    def _whole_tensor(self, problem: MatrixProblem) -> CompressedTensor:
+        """Return R(M) with one axis a factor; whole where factors are constrained.
+
+        In the bases of a small core other numbers would be non-negative, or sparse.
+        """
+        rearranged = rearranged_tensor(problem.target, problem.shape)
+        if not self._constraints:
+            return rearranged
+        whole = rearranged.to_tensor()
+        return CompressedTensor(whole, (None,) * problem.shape.order)
+
+    def _check_constraints(self, order: int, tensor: Any, has_missing: bool) -> None:
+        """Raise `BudgetError` for constraints that TensorLy cannot keep on this tensor."""
+        constraints = self._constraints
+        if constraints and is_complex(tensor):
+            names = " and ".join(constraints)
+            raise BudgetError(f"{names}: constraints are for real matrices; take M.real and M.imag")
+        constrained_by: dict[int, str] = {}
+        for name, value in constraints.items():
+            factors = value if hasattr(value, "keys") else range(order)
+            for index in factors:
+                if index not in range(order):
+                    raise BudgetError(f"{name}: no factor {index}; there are 0 to {order - 1}")
+                if index in constrained_by:
+                    other = constrained_by[index]
+                    raise BudgetError(
+                        f"factor {index} has {other} and {name}: TensorLy takes one constraint a "
+                        f"factor, such as {name}={{{index}: …}} with {other} on others"
+                    )
+                constrained_by[index] = name
+        if has_missing and constraints and self.non_negative is not True:
+            names = " and ".join(constraints)
+            raise BudgetError(
+                f"{names}: with missing entries TensorLy has non_negative=True, or no constraint"
+            )
+
+    def _columns(
+        self, tensor: Doubles, known: Doubles | None, rank: int, progress: SolveProgress
+    ) -> list[Doubles]:
         """Return factors of the tensor, the first multiplied by the weights."""
+        way_out = "use ALS"
+        if self._constraints:
+            way_out = "ask for fewer terms, or give the constraint a smaller weight"
+        try:
+            # A factor of zeros, to which a large penalty leads, is divided by its length.
+            with np.errstate(divide="ignore", invalid="ignore"):
+                if known is not None and self.non_negative:
+                    weights, factors = self._non_negative_known(tensor, known, rank, progress)
+                elif self._constraints:
+                    weights, factors = self._constrained(tensor, rank, progress)
+                else:
+                    weights, factors = self._unconstrained(tensor, known, rank, progress)
+        except np.linalg.LinAlgError as singular:
+            raise ConvergenceError(
+                f"TensorLy met a singular system with {rank} terms; {way_out}"
+            ) from singular
+        return [factors[0] * weights, *factors[1:]]
+
+    def _unconstrained(
+        self, tensor: Doubles, known: Doubles | None, rank: int, progress: SolveProgress
+    ) -> Any:
         from tensorly.decomposition import parafac
 
-        is_monotone = self.l2_reg == 0.0
+        is_monotone = self.l2_reg == 0.0 and known is None
 
         def record(_: Any, error: Any) -> None:
             objective = float(error) ** 2 if is_monotone else None
             progress.record(float(error), math.nan, objective)  # γ: not known
 
-        try:
-            weights, factors = parafac(
-                tensor,
-                rank,
-                n_iter_max=self.max_sweeps,
-                tol=self.tol,
-                init=self.init,
-                l2_reg=self.l2_reg,
-                random_state=self.seed,
-                normalize_factors=True,
-                callback=record,
-            )
-        except np.linalg.LinAlgError as singular:
-            raise ConvergenceError(
-                f"TensorLy met a singular system with {rank} terms; use ALS"
-            ) from singular
-        return [factors[0] * weights, *factors[1:]]
+        return parafac(
+            tensor,
+            rank,
+            n_iter_max=self.max_sweeps,
+            tol=self.tol,
+            init=self.init,
+            l2_reg=self.l2_reg,
+            random_state=self.seed,
+            # While it imputes missing entries TensorLy forgets the weights of normalized factors.
+            normalize_factors=known is None,
+            mask=known,
+            callback=record,
+        )
+
+    def _constrained(self, tensor: Doubles, rank: int, progress: SolveProgress) -> Any:
+        from tensorly.decomposition import constrained_parafac
+
+        decomposed, errors = constrained_parafac(
+            tensor,
+            rank,
+            n_iter_max=self.max_sweeps,
+            tol_outer=self.tol,
+            init=self.init,
+            random_state=self.seed,
+            return_errors=True,
+            **self._constraints,
+        )
+        _record(errors, progress)
+        return decomposed
+
+    def _non_negative_known(
+        self, tensor: Doubles, known: Doubles, rank: int, progress: SolveProgress
+    ) -> Any:
+        from tensorly.decomposition import non_negative_parafac
+
+        decomposed, errors = non_negative_parafac(
+            tensor,
+            rank,
+            n_iter_max=self.max_sweeps,
+            tol=self.tol,
+            init=self.init,
+            random_state=self.seed,
+            mask=known,
+            return_errors=True,
+        )
+        _record(errors, progress)
+        return decomposed
+
+
+def _record(errors: Any, progress: SolveProgress) -> None:
+    """Tell the errors that TensorLy returned, one a sweep; its objective holds penalties as well."""
+    for error in errors:
+        progress.record(float(error), math.nan, None)
