@@ -12,7 +12,7 @@ import numpy as np
 from lsrdecomp.arrays import as_floating, finite_norm, norm, require_matrix, to_numpy
 from lsrdecomp.errors import LsrError, ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
-from lsrdecomp.targets.residual import CACHED, Approximation, check_sizes, row_blocks, rows_of
+from lsrdecomp.targets.residual import Approximation, cached_row_blocks, check_sizes, rows_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -93,12 +93,12 @@ class KnownEntries:
         )
 
     def residual_norm(self, approximation: Approximation) -> float:
-        """‖M − M̂‖_F over the known entries, in double precision."""
+        """Return ‖M − M̂‖_F over the known entries, in double precision."""
         check_sizes(self.shape, approximation.shape)
-        block = rows_of(approximation)
+        approximate_rows = rows_of(approximation)
         parts = []
-        for rows in row_blocks(*self.shape, CACHED):
+        for rows in cached_row_blocks(*self.shape):
             difference = self.matrix[rows].astype(np.result_type(self.matrix, np.float64))
-            difference -= to_numpy(block(rows))
+            difference -= to_numpy(approximate_rows(rows))
             parts.append(norm(difference * self.known[rows]))
         return math.hypot(*parts)
