@@ -188,12 +188,26 @@ def ranking(budget, task):
     )
 
 
+LSR, SVD = "LSR, bits, distilled", "SVD, bits, distilled"
+"""Structures of the suite as small adapters are made: in few bits, and distilled."""
+
+
 def in_language_models():
+    suite = Suite()
     yield from of_gemma()
     yield from of_speech()
-    suite = Suite()
-    mean, seeds, loras = suite.mean, suite.seeds, suite.loras
-    # Train, measure, compress, check
+    yield from of_one_command(suite)
+    yield from of_e2e(suite)
+    yield from of_e2e_distilled(suite)
+    yield from of_sst2(suite)
+    yield from of_cola(suite)
+    yield from of_arithmetic(suite)
+    yield from of_exact_answers()
+    yield from of_all_linear_layers(suite)
+
+
+def of_one_command(suite):
+    """Train, measure, compress, check."""
     kept, calibrate = one_command("smollm2 keep .9"), record("calibration")["jobs"]["calibrate"]
     yield (
         f"In {opened(kept):.1f} kB it kept {percent(kept['kept'], 1)} ± "
@@ -201,13 +215,18 @@ def in_language_models():
         f"{kept['kl']:.3f} of {kept['effect']:.2f} nats per token; likeliest token the same for "
         f"{percent(kept['agreement'])} %), after {kept['cpu_seconds'] / 60:.0f} minutes"
     )
-    yield f"kept {percent(seeds('LSR, second pass', 48.0, 'kl_share')[0])} % of what this LoRA does"
+    second_pass = suite.seeds("LSR, second pass", 48.0, "kl_share")
+    yield f"kept {percent(second_pass[0])} % of what this LoRA does"
     yield (
         f"{short(calibrate['peak_bytes'] / 1e9)} GB above the base, {calibrate['cpu_ratio']:.1f} "
         "times the processor time of a plain forward and backward pass, "
         f"{calibrate['statistics_bytes'] / 1e6:.1f} MB of statistics"
     )
-    # E2E, r = 8
+
+
+def of_e2e(suite):
+    """E2E, r = 8."""
+    mean, loras = suite.mean, suite.loras
     yield (
         f"falls from {loras('e2e', 'none', 'loss')[0]:.3f} to "
         f"{joined(loras('e2e', 'trained', 'loss'), 3)} nats (96 examples, "
@@ -227,7 +246,11 @@ def in_language_models():
         f"prompts of another task (SST-2), where it is {short(mean('LSR', 96, 'other_effect'))} "
         "without it"
     )
-    # Distilled
+
+
+def of_e2e_distilled(suite):
+    """E2E, r = 8, distilled."""
+    mean, seeds = suite.mean, suite.seeds
     yield (
         f"{joined(seeds('LSR, distilled', 96, 'other_kl'))} nats for "
         f"{joined(seeds('LSR', 96, 'other_kl'))}"
@@ -236,31 +259,31 @@ def in_language_models():
         f"at 1/48, {short(mean('SVD, K-FAC, distilled', 48), 3)}, it keeps less than LSR with "
         f"half as many numbers, {short(mean('LSR, distilled', 96), 3)} at 1/96"
     )
-    small = "LSR, bits, distilled"
     yield (
-        f"a weight file of {mean(small, 3000, 'file_bytes'):,} bytes keeps "
-        f"{suite.spread(small, 3000)} of the gain"
+        f"a weight file of {mean(LSR, 3000, 'file_bytes'):,} bytes keeps "
+        f"{suite.spread(LSR, 3000)} of the gain"
     )
-    answers = seeds(small, 3000, "kl_share")
+    answers = seeds(LSR, 3000, "kl_share")
     yield f"and {short(min(answers))} to {short(max(answers))} of the answers"
-    large = "SVD, bits, distilled"
     yield (
-        f"twice the bytes, {suite.spread(large, 6000)} in a weight file of "
-        f"{mean(large, 6000, 'file_bytes'):,}"
+        f"twice the bytes, {suite.spread(SVD, 6000)} in a weight file of "
+        f"{mean(SVD, 6000, 'file_bytes'):,}"
     )
-    assert round(mean(small, 6000, "kl_share"), 3) == round(
-        mean("LSR, distilled", 96, "kl_share"), 3
-    )
+    assert round(mean(LSR, 6000, "kl_share"), 3) == round(mean("LSR, distilled", 96, "kl_share"), 3)
     yield (
-        f"{mean(small, 6000, 'file_bytes') / 1000:.1f} kB keep as much of the answers "
-        f"({short(mean(small, 6000, 'kl_share'), 3)}) as "
+        f"{mean(LSR, 6000, 'file_bytes') / 1000:.1f} kB keep as much of the answers "
+        f"({short(mean(LSR, 6000, 'kl_share'), 3)}) as "
         f"{mean('LSR, distilled', 96, 'number_bytes') / 1000:.0f} kB in float32"
     )
     yield (
         f"BLEU {mean('SVD, K-FAC', 96, 'bleu'):.0f} where the base has "
-        f"{loras('e2e', 'none', 'bleu')[0]:.0f}"
+        f"{suite.loras('e2e', 'none', 'bleu')[0]:.0f}"
     )
-    # SST-2
+
+
+def of_sst2(suite):
+    """SST-2."""
+    mean, seeds, loras = suite.mean, suite.seeds, suite.loras
     sst2, exact = {"task": "sst2"}, {"task": "sst2", "figure": "exact"}
     yield (
         f"falls from {loras('sst2', 'none', 'loss')[0]:.3f} to "
@@ -277,23 +300,27 @@ def in_language_models():
     )
     assert short(mean("LSR, bits", 12000, **exact)) == short(mean("SVD, bits", 12000, **exact))
     yield (
-        f"a weight file of {round(mean(small, 750, 'file_bytes', **sst2), -1)} bytes keeps "
-        f"{joined(seeds(small, 750, **sst2))} of the gain of "
+        f"a weight file of {round(mean(LSR, 750, 'file_bytes', **sst2), -1)} bytes keeps "
+        f"{joined(seeds(LSR, 750, **sst2))} of the gain of "
         f"{suite.record['loras'][0]['file_bytes'] / 1e6:.1f} MB; truncated SVD keeps "
-        f"{joined(seeds(large, 750, **sst2))} in {mean(large, 750, 'file_bytes', **sst2)} bytes, "
-        f"{joined(seeds(large, 1500, **sst2))} in {mean(large, 1500, 'file_bytes', **sst2):,}"
+        f"{joined(seeds(SVD, 750, **sst2))} in {mean(SVD, 750, 'file_bytes', **sst2)} bytes, "
+        f"{joined(seeds(SVD, 1500, **sst2))} in {mean(SVD, 1500, 'file_bytes', **sst2):,}"
     )
     yield (
         f"The LoRAs get {joined(loras('sst2', 'trained', 'exact')[:2])} of the reviews right, LSR "
-        f"{joined(seeds(small, 750, **exact))} in 690 bytes of weights, "
-        f"{joined(seeds(small, 1500, **exact))} in 1,400"
+        f"{joined(seeds(LSR, 750, **exact))} in 690 bytes of weights, "
+        f"{joined(seeds(LSR, 1500, **exact))} in 1,400"
     )
     yield (
         f"the LoRA itself is {mean('LSR', 96, 'other_effect', **sst2):.1f} nats from the base (it "
         "answers with one word), and compressed forms are between the two, "
         f"{mean('LSR', 96, 'other_kl', **sst2):.1f} nats from the LoRA at 1/96"
     )
-    # CoLA
+
+
+def of_cola(suite):
+    """CoLA."""
+    mean, loras = suite.mean, suite.loras
     yield (
         f"loss falls from {loras('cola', 'none', 'loss')[0]:.1f} to "
         f"{short(loras('cola', 'trained', 'loss')[0])} nats a token, and "
@@ -305,7 +332,11 @@ def in_language_models():
     }
     yield f"LSR and truncated SVD both keep {both.pop()} at 1/96"
     assert not both
-    # Arithmetic
+
+
+def of_arithmetic(suite):
+    """Arithmetic."""
+    mean, loras = suite.mean, suite.loras
     sums = {"task": "arithmetic", "figure": "exact"}
     yield (
         f"from {loras('arithmetic', 'none', 'loss')[0]:.3f} to "
@@ -323,6 +354,7 @@ def in_language_models():
         f"gets a solution right (SVD in the Frobenius norm, {percent(mean('SVD', 19.2, **sums))} % "
         "at 1/19)"
     )
+    int4 = mean("LoRA int4", 0, "number_bytes") / 1000
     yield (
         f"The LoRA in int4 ({int4:.0f} kB of numbers) gets {percent(mean('LoRA int4', 0, **sums))} "
         "% right"
@@ -334,6 +366,10 @@ def in_language_models():
         "before it got none; truncated SVD of that size, distilled as well, "
         f"{percent(mean('SVD, K-FAC, distilled', 96, **sums))} %"
     )
+
+
+def of_exact_answers():
+    """Answers that are right to the last token."""
     exact = record("exact_answers")["rows"]
     problems = [row for row in exact if row["task"] == "arithmetic"]
     lora, *forms = (row["exact"] for row in problems)
@@ -356,7 +392,11 @@ def in_language_models():
         f"a LoRA of extraction gets none of {extraction['problems']} answers right to the last "
         "token"
     )
-    # E2E, r = 16 on all linear layers
+
+
+def of_all_linear_layers(suite):
+    """E2E, r = 16 on all linear layers."""
+    mean, loras = suite.mean, suite.loras
     big = {"lora": "r16-all"}
     files = {
         (row["parameters"], row["file_bytes"])
@@ -370,8 +410,8 @@ def in_language_models():
         f"{joined(loras('e2e', 'trained', 'loss', **big), 3)}"
     )
     yield (
-        f"Distilled, {mean(small, 9000, 'file_bytes', **big) / 1000:.1f} kB in few bits keep "
-        f"{suite.spread(small, 9000, **big)} of the gain of {size / 1e6:.1f} MB; without "
+        f"Distilled, {mean(LSR, 9000, 'file_bytes', **big) / 1000:.1f} kB in few bits keep "
+        f"{suite.spread(LSR, 9000, **big)} of the gain of {size / 1e6:.1f} MB; without "
         f"distillation {short(mean('LSR, bits', 9000, **big))}"
     )
     ends = {
@@ -493,15 +533,22 @@ def on_gemma():
     )
 
 
+def kept(method, budget, task="E2E"):
+    """Return the mean share that a method keeps in so many bytes, at its best rates."""
+    return short(fmean(row["kept"] for row in rivals(method, budget, task)), 3)
+
+
 def in_small_adapters():
     yield from on_gemma()
+    yield from of_e2e_in_bytes()
+    yield from of_other_tasks_in_bytes()
+    yield from of_methods_behind()
+    yield from of_learning_rates()
+    yield from of_published_rows()
 
-    def kept(method, budget, task="E2E"):
-        return short(fmean(row["kept"] for row in rivals(method, budget, task)), 3)
 
-    def before(method):
-        return short(rivals(method, 30_000, "extraction")[0]["before"], 3)
-
+def of_e2e_in_bytes():
+    """E2E, in 30, 10, 3 and 1 kB."""
     first, *others = (
         sorted({row["seed"] for row in rivals(name, 3000, task)})
         for name in ("LSR", "Fisher core", "Uni-LoRA")
@@ -541,6 +588,14 @@ def in_small_adapters():
         f"{kept('LSR', 1000)}. What opens an LSR directory takes 419 of its "
         f"{rivals('LSR', 1000)[0]['bytes']} bytes"
     )
+
+
+def of_other_tasks_in_bytes():
+    """Extraction and sums."""
+
+    def before(method):
+        return short(rivals(method, 30_000, "extraction")[0]["before"], 3)
+
     for task in ("extraction", "sums"):
         for budget in (10_000, 3000, 1000):
             yield f"{budget // 1000} kB: {ranking(budget, task)}"
@@ -548,6 +603,10 @@ def in_small_adapters():
         f"30 kB: LSR {kept('LSR', 30_000, 'extraction')}, truncated SVD "
         f"{kept('SVD', 30_000, 'extraction')}; before training {before('LSR')} and {before('SVD')}"
     )
+
+
+def of_methods_behind():
+    """Methods that come after those above, the best first."""
     names = {
         "XS": "LoRA-XS",
         "LoRAQuant": "LoRAQuant's split",
@@ -564,6 +623,10 @@ def in_small_adapters():
         (share, name), *more, (least, last) = sorted(behind, reverse=True)
         between = ", ".join(f"{name} {share}" for share, name in more)
         yield f"In {budget // 1000} kB of {task} {name} keeps {share}, {between} and {last} {least}"
+
+
+def of_learning_rates():
+    """Rates that were tried, and what each brought."""
     rows = [row for row in record("rivals")["rows"] if row["task"] == "E2E"]
 
     def at(method, rate, budget=3000):
@@ -599,6 +662,10 @@ def in_small_adapters():
     best = [row for row in rows if "held_out" not in row and row["kept"] > 0.0]
     lost = max(row["trained"] - row["kept"] for row in best if "trained" in row)
     yield f"lose up to {short(lost, 3)} by it"
+
+
+def of_published_rows():
+    """PEFT's rows of Llama-3.2-3B on GSM8K."""
     published = json.loads(
         (ROOT / "benchmarks" / "gpu" / "peft_arena.json").read_text(encoding="utf-8")
     )["rows"]
@@ -639,7 +706,14 @@ def column(rows, name):
 
 
 def in_compress_a_lora():
-    # How far to trust it
+    yield from of_estimates()
+    yield from of_more_time()
+    yield from of_files_as_they_came()
+    yield from of_experts()
+
+
+def of_estimates():
+    """How far to trust it."""
     promises = record("promise")
     for task in promises["prompted"].values():
         draws = [draw["apart"] for draw in task["draws"]]
@@ -653,7 +727,10 @@ def in_compress_a_lora():
     every = [draw["apart"] for task in promises["prompted"].values() for draw in task["draws"]]
     low = sum(draw["promised"] < draw["fresh"] for draw in every)
     yield f"Of the {len(every)} promises {low} were too low and {len(every) - low} too high"
-    # Smaller, for more time
+
+
+def of_more_time():
+    """Smaller, for more time."""
     rows = by_seed("smollm2 keep .95 distil 60")
     yield (
         f"weight files of {listed(f'{size:,}' for size in column(rows, 'weight_bytes'))} bytes, "
@@ -670,7 +747,10 @@ def in_compress_a_lora():
         f"config, that keeps {percent(large['kept'], 1)} ± {percent(large['standard_error'], 1)} "
         f"%, after {large['cpu_seconds'] / 60:.1f} minutes"
     )
-    # A LoRA file smaller, as it came
+
+
+def of_files_as_they_came():
+    """A LoRA file smaller, as it came."""
     sdxl, wan = record("resize")["rows"]
     assert (sdxl["layers"], wan["layers"], sdxl["rank"], wan["rank"]) == (1500, 1500, 64, 64)
     yield (
@@ -678,14 +758,17 @@ def in_compress_a_lora():
         f"{sdxl['peak_mb']:.0f} MB, as many of Wan's in {wan['cpu_seconds']:.0f} and "
         f"{wan['peak_mb']:.0f} MB"
     )
-    # Mixtures of experts
+
+
+def of_experts():
+    """Mixtures of experts."""
     experts = record("experts")
     rows = {(row["way"], row["ratio"]): row for row in experts["rows"]}
 
-    def kept(way, ratios=(2, 4, 8)):
+    def percents_kept(way, ratios=(2, 4, 8)):
         return [percent(rows[way, ratio]["kept"]) for ratio in ratios]
 
-    calibrated, plain_ones = kept("each, calibrated"), kept("each, LSR")
+    calibrated, plain_ones = percents_kept("each, calibrated"), percents_kept("each, LSR")
     yield (
         f"statistics of every expert keep {calibrated[0]} % of what the LoRA does at half the "
         f"parameters, {calibrated[1]} % at a quarter and {calibrated[2]} % at an eighth; without "
@@ -697,8 +780,8 @@ def in_compress_a_lora():
     )
     yield (
         f"they are {half[0]} of ΔW away where each expert alone is {half[1]}, and keep "
-        f"{kept(ways[0])[0]} %; bases shared by all experts, with a core for each, {half[2]} and "
-        f"{kept(ways[2])[0]} %. At a quarter: {quarter[0]}, {quarter[1]} and {quarter[2]}"
+        f"{percents_kept(ways[0])[0]} %; bases shared by all experts, with a core for each, {half[2]} and "
+        f"{percents_kept(ways[2])[0]} %. At a quarter: {quarter[0]}, {quarter[1]} and {quarter[2]}"
     )
     yield f"the cosine of two ΔW is {short(experts['overlap_of_experts'], 3)} in the mean"
     lsr, svd = (rows[way, 4]["bytes"] / 1000 for way in ("each, LSR", "each, truncated SVD"))
@@ -706,7 +789,7 @@ def in_compress_a_lora():
 
 
 def in_fine_tuning():
-    # A language model: from its LoRA, and from scratch
+    """A language model: from its LoRA, and from scratch."""
     rows = record("from_lora")["rows"]
 
     def mean(task, arm, figure="loss"):
