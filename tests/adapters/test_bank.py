@@ -169,7 +169,7 @@ def test_transposed_weights(tmp_path):
     )
 
 
-def test_what_a_bank_cannot_hold_is_refused_and_nothing_changes(folders, tmp_path, bank):
+def test_names_and_slots_that_are_not_there_are_refused(bank):
     with pytest.raises(LsrError, match=r"no adapter 'z' among the 5"):
         bank.activate("z")
     with pytest.raises(LsrError, match=r"3 adapters at once, but the bank has 2 slots"):
@@ -178,25 +178,36 @@ def test_what_a_bank_cannot_hold_is_refused_and_nothing_changes(folders, tmp_pat
         _ = AdapterBank(base()).model
     with pytest.raises(ValueError, match="at least one slot, got 0"):
         AdapterBank(base(), slots=0)
+
+
+def test_a_lora_is_refused(folders, bank):
     with pytest.raises(CheckpointError, match="is no LSR adapter"):
         bank.add("f", folders / "lora")
-    write_lsr_directory(tmp_path / "wide", {Q.format(0): ((6, 6), (2, 2), (6, 4))})
-    with pytest.raises(
-        CheckpointError,
-        match=r"layers.0.self_attn.q_proj is 36 x 24, but 24 x 24 in the base model",
-    ):
-        bank.add("f", tmp_path / "wide")
-    write_lsr_directory(tmp_path / "far", {"model.layers.7.mlp.up_proj": ((6, 6), (2, 2), (6, 4))})
-    with pytest.raises(
-        CheckpointError, match=r"the base model has no linear layer model.layers.7.mlp.up_proj"
-    ):
-        bank.add("f", tmp_path / "far")
+    assert list(bank) == list("abcde")
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (Q.format(0), r"layers.0.self_attn.q_proj is 36 x 24, but 24 x 24 in the base model"),
+        ("model.layers.7.mlp.up_proj", "has no linear layer model.layers.7.mlp.up_proj"),
+    ],
+)
+def test_layers_that_the_base_has_not_are_refused_and_nothing_changes(
+    layer, message, tmp_path, bank
+):
+    write_lsr_directory(tmp_path / "other", {layer: ((6, 6), (2, 2), (6, 4))})
+    with pytest.raises(CheckpointError, match=message):
+        bank.add("f", tmp_path / "other")
+    assert list(bank) == list("abcde")
+
+
+def test_a_head_beside_the_factors_is_refused_and_nothing_changes(tmp_path, bank):
     settings = LsrConfig(
         r=4, separation_rank=2, target_modules=["q_proj"], modules_to_save=["lm_head"]
     )
     get_peft_model(base(), settings).save_pretrained(tmp_path / "head")
-    with pytest.raises(
-        UnsupportedLayerError, match="Kronecker factors alone, but there is also .*lm_head"
-    ):
+    beside = "Kronecker factors alone, but there is also .*lm_head"
+    with pytest.raises(UnsupportedLayerError, match=beside):
         bank.add("f", tmp_path / "head")
     assert list(bank) == list("abcde")

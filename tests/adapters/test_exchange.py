@@ -13,7 +13,7 @@ from peft import (
 )
 from torch import nn
 
-from lsrdecomp.adapters import LsrConfig, rescale, save_pretrained, to_lora
+from lsrdecomp.adapters import LsrConfig, LsrLayer, rescale, save_pretrained, to_lora
 from lsrdecomp.adapters.config import write_card
 from lsrdecomp.adapters.errors import MergeError, UnsupportedLayerError
 from lsrdecomp.precision import unit_roundoff
@@ -155,29 +155,16 @@ def test_servers_with_one_global_scale_read_the_export():
 
     The scale is ``lora_alpha / r``.
     """
-    config = LsrConfig(
-        target_modules=["query", "dense"],
-        r=4,
-        init_weights=False,
-        alpha_pattern={"query": 3},
-        rank_pattern={"query": 6},
-    )
+    patterns = {"alpha_pattern": {"query": 3}, "rank_pattern": {"query": 6}}
+    config = LsrConfig(target_modules=["query", "dense"], r=4, init_weights=False, **patterns)
     model = randomised(get_peft_model(tiny_bert(), config))
     lora, tensors = to_lora(model)
-    assert (lora.bias, lora.use_dora, lora.use_rslora, lora.rank_pattern, lora.alpha_pattern) == (
-        "none",
-        False,
-        False,
-        {},
-        {},
-    )
-    assert {key.rpartition(".lora_")[2] for key in tensors} == {"A.weight", "B.weight"}
-    layers = {
-        name: layer for name, layer in model.named_modules() if getattr(layer, "layout", None)
-    }
+    assert (lora.bias, lora.use_dora, lora.use_rslora) == ("none", False, False)
+    assert lora.rank_pattern == lora.alpha_pattern == {}
+    layers = [item for item in model.named_modules() if isinstance(item[1], LsrLayer)]
     assert len(tensors) == 2 * len(layers)
-    for name, layer in layers.items():
+    for name, layer in layers:
+        assert name.startswith("base_model.model.")
         a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
         assert a.shape[0] == b.shape[1] == lora.r == 6
-        assert name.startswith("base_model.model.")
         torch.testing.assert_close(lora.lora_alpha / lora.r * b @ a, layer.delta_matrix("default"))

@@ -161,30 +161,41 @@ def test_merge_adapter_and_back():
     assert same(logits(model), expected)
 
 
-def test_two_adapters_side_by_side(tmp_path):
+@pytest.fixture
+def two_adapters():
+    """A model with the adapters "default" and "second", which is active, and the logits of each."""
     model = trained(seed=0)
-    one = logits(model)
-    model.add_adapter(
-        "second", LsrConfig(r=9, order=2, separation_rank=1, init_weights=False, **TARGETS)
-    )
-    assert torch.equal(logits(model), one)
+    first = logits(model)
+    config = LsrConfig(r=9, order=2, separation_rank=1, init_weights=False, **TARGETS)
+    model.add_adapter("second", config)
+    assert torch.equal(logits(model), first)
     model.set_adapter("second")
-    two = logits(model)
-    assert not same(one, two)
-    rows = token_batch()["input_ids"]
+    return model, first, logits(model)
+
+
+def test_rows_of_a_batch_go_through_the_adapters_they_name(two_adapters):
+    model, first, second = two_adapters
+    assert not same(first, second)
+    names = ["default", "second", "__base__", "second", "default"]
     with torch.no_grad():
-        mixed = model(
-            input_ids=rows, adapter_names=["default", "second", "__base__", "second", "default"]
-        ).logits
-    assert same(mixed[[0, 4]], one[[0, 4]])
-    assert same(mixed[[1, 3]], two[[1, 3]])
+        mixed = model(**token_batch(), adapter_names=names).logits
+    assert same(mixed[[0, 4]], first[[0, 4]])
+    assert same(mixed[[1, 3]], second[[1, 3]])
+
+
+def test_a_second_adapter_is_saved_into_a_folder_of_its_name(two_adapters, tmp_path):
+    model, _, second = two_adapters
     model.save_pretrained(tmp_path)
-    assert same(logits(PeftModel.from_pretrained(tiny_bert(), tmp_path / "second")), two)
+    assert same(logits(PeftModel.from_pretrained(tiny_bert(), tmp_path / "second")), second)
+
+
+def test_a_deleted_adapter_leaves_the_first_as_it_was(two_adapters):
+    model, first, _ = two_adapters
     model.delete_adapter("second")
     model.set_adapter("default")
-    assert torch.equal(logits(model), one)
+    assert torch.equal(logits(model), first)
     with pytest.raises(ValueError, match="non-existing adapter"):
-        model(input_ids=rows, adapter_names=["second"] * 5)
+        model(**token_batch(), adapter_names=["second"] * 5)
 
 
 def test_modules_to_save_travel_with_the_adapter(tmp_path):

@@ -56,34 +56,52 @@ def relative(left: torch.Tensor, right: torch.Tensor) -> float:
     return float((left - right).norm() / right.norm())
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_dora_scales_the_rows_of_the_sum(kind):
+@pytest.fixture(params=LAYERS)
+def dora(request):
+    """A layer with DoRA in double precision, and an input."""
     torch.manual_seed(0)
-    layer, x = LAYERS[kind]()
+    layer, x = LAYERS[request.param]()
     config = LsrConfig(target_modules=["layer"], r=4, init_weights=False, use_dora=True)
-    adapted = (
-        get_peft_model(nn.ModuleDict({"layer": layer}), config).double().base_model.model["layer"]
-    )
-    x = x.double() if x.is_floating_point() else x
-    base = adapted.get_base_layer()
+    model = get_peft_model(nn.ModuleDict({"layer": layer}), config).double()
+    return model.base_model.model["layer"], x.double() if x.is_floating_point() else x
+
+
+def scale_magnitudes(layer) -> None:
+    """Give the rows other norms than those they start with."""
     with torch.no_grad():
-        plain = base(x) + adapted.delta_output("default", x)
-        assert (
-            relative(adapted(x), plain) < 1e-6
-        )  # the magnitude starts at the norm (kept in float32 until .double())
-        adapted.lsr_magnitude_vector["default"].mul_(torch.linspace(0.5, 2, adapted.out_features))
-        result = adapted(x)
-        total = adapted.geometry.to_matrix(base.weight) + adapted.delta_matrix("default")
-        rows = adapted.lsr_magnitude_vector["default"] / total.norm(dim=1)
-        weight = base.weight.clone()
-        base.weight.copy_(adapted.geometry.to_weight(rows[:, None] * total))
-        assert relative(result, base(x)) < 1e-12
-        base.weight.copy_(weight)
-        for safe in (False, True):
-            adapted.merge(safe_merge=safe)
-            assert relative(adapted(x), result) < 1e-12
-            adapted.unmerge()
-            assert relative(base.weight, weight) < 1e-12
+        layer.lsr_magnitude_vector["default"].mul_(torch.linspace(0.5, 2, layer.out_features))
+
+
+@torch.no_grad()
+def test_dora_starts_at_the_norms_of_the_sum(dora):
+    layer, x = dora
+    plain = layer.get_base_layer()(x) + layer.delta_output("default", x)
+    assert relative(layer(x), plain) < 1e-6  # the norms were kept in float32 until .double()
+
+
+@torch.no_grad()
+def test_dora_scales_the_rows_of_the_sum(dora):
+    layer, x = dora
+    scale_magnitudes(layer)
+    base = layer.get_base_layer()
+    result = layer(x)
+    total = layer.geometry.to_matrix(base.weight) + layer.delta_matrix("default")
+    rows = layer.lsr_magnitude_vector["default"] / total.norm(dim=1)
+    base.weight.copy_(layer.geometry.to_weight(rows[:, None] * total))
+    assert relative(result, base(x)) < 1e-12
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("safe", [False, True])
+def test_dora_is_merged_and_taken_out_again(dora, safe):
+    layer, x = dora
+    scale_magnitudes(layer)
+    weight = layer.get_base_layer().weight.clone()
+    result = layer(x)
+    layer.merge(safe_merge=safe)
+    assert relative(layer(x), result) < 1e-12
+    layer.unmerge()
+    assert relative(layer.get_base_layer().weight, weight) < 1e-12
 
 
 def test_a_dora_and_a_plain_adapter_merge_together_and_apart():
@@ -159,45 +177,54 @@ def test_replicated_layers_have_adapters_of_their_own():
     assert not torch.equal(first, copy)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_stacked_experts_get_a_delta_each(tmp_path, transposed):
+@pytest.fixture(params=[False, True], ids=["as stored", "transposed"])
+def experts(request) -> tuple[PeftModel, dict[str, torch.Tensor], torch.Tensor]:
+    """A model with both stacks of experts adapted, the stacks before, and an input."""
     torch.manual_seed(0)
-    base = nn.ModuleDict({"experts": Experts(transposed)})
-    start = {name: value.clone() for name, value in base.state_dict().items()}
+    base = nn.ModuleDict({"experts": Experts(request.param)})
+    stacks = {name: value.clone() for name, value in base["experts"].state_dict().items()}
     names = ["experts.up", "experts.down"]
     config = LsrConfig(
         target_parameters=names, target_modules=[], r=2, separation_rank=3, init_weights=False
     )
-    model = get_peft_model(base, config)
+    return get_peft_model(base, config), stacks, torch.randn(3, 4, 6)
+
+
+def test_each_expert_of_a_stack_gets_a_delta_of_its_own(experts):
+    model, stacks, x = experts
     outer = model.base_model.model["experts"]
-    x = torch.randn(3, 4, 6)
-    assert {outer.parameter_name, outer.base_layer.parameter_name} == {"up", "down"}
-    result = outer(x)
-    plain = Experts(transposed)
+    wrappers = {wrapper.parameter_name: wrapper for wrapper in (outer, outer.base_layer)}
+    assert wrappers.keys() == stacks.keys()
+    summed = Experts(outer.get_base_layer().is_transposed)
     with torch.no_grad():
-        for wrapper in (outer, outer.base_layer):
+        for name, wrapper in wrappers.items():
             delta = wrapper.get_delta_weight("default")
             assert torch.linalg.matrix_rank(delta).tolist() == [2, 2, 2]
-            getattr(plain, wrapper.parameter_name).copy_(
-                start[f"experts.{wrapper.parameter_name}"] + delta
-            )
-        assert relative(result, plain(x)) < 1e-5
-        assert torch.equal(outer.get_base_layer().up, start["experts.up"])
-    result.sum().backward()
-    assert all(
-        factor.grad.any()
-        for side in (outer.lsr_A, outer.lsr_B)
-        for factor in side["default"].factors
-    )
+            getattr(summed, name).copy_(stacks[name] + delta)
+        assert relative(outer(x), summed(x)) < 1e-5
+        assert torch.equal(outer.get_base_layer().up, stacks["up"])
+
+
+def test_every_factor_of_adapted_experts_gets_a_gradient(experts):
+    model, _, x = experts
+    outer = model.base_model.model["experts"]
+    outer(x).sum().backward()
+    sides = (outer.lsr_A["default"], outer.lsr_B["default"])
+    assert all(factor.grad.any() for side in sides for factor in side.factors)
+
+
+def test_adapted_experts_save_load_and_merge(experts, tmp_path):
+    model, stacks, x = experts
+    expected = model.base_model.model["experts"](x)
     model.save_pretrained(tmp_path)
-    again = PeftModel.from_pretrained(nn.ModuleDict({"experts": Experts(transposed)}), tmp_path)
-    again.base_model.model["experts"].get_base_layer().load_state_dict(
-        {name.removeprefix("experts."): value for name, value in start.items()}
-    )
-    torch.testing.assert_close(again.base_model.model["experts"](x), result)
+    transposed = model.base_model.model["experts"].get_base_layer().is_transposed
+    fresh = Experts(transposed)
+    fresh.load_state_dict(stacks)
+    again = PeftModel.from_pretrained(nn.ModuleDict({"experts": fresh}), tmp_path)
+    torch.testing.assert_close(again.base_model.model["experts"](x), expected)
     merged = model.merge_and_unload(safe_merge=True)["experts"]
     assert isinstance(merged, Experts)
-    assert relative(merged(x), result) < 1e-5
+    assert relative(merged(x), expected) < 1e-5
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -248,24 +275,16 @@ def half_precision(ratio: float, dtype: torch.dtype = torch.bfloat16) -> PeftMod
     return peft
 
 
+def base_weights(model: PeftModel) -> list[torch.Tensor]:
+    return [layer.get_base_layer().weight.clone() for layer in model.base_model.model]
+
+
 @pytest.mark.parametrize(
     ("ratio", "least", "most"), [(1e-1, 0.99, 1.01), (2e-3, 0.6, 0.95), (1e-4, 0.0, 0.2)]
 )
 def test_a_merge_into_bfloat16_says_what_survived(ratio, least, most):
     model = half_precision(ratio)
-    before = [layer.get_base_layer().weight.clone() for layer in model.base_model.model]
-    if most < 0.5:
-        with pytest.raises(
-            MergeError,
-            match=r"^0: only \d+% of the update of adapter default would survive in bfloat16",
-        ):
-            model.merge_adapter()
-        with pytest.raises(MergeError, match="less than the 50% asked for"):
-            model.merge_and_unload()
-        assert all(
-            torch.equal(layer.get_base_layer().weight, weight)
-            for layer, weight in zip(model.base_model.model, before, strict=True)
-        )
+    before = base_weights(model)
     model.merge_adapter(min_share=0.0)
     shares = model.base_model.merge_shares
     assert shares.keys() == {"0", "1"}
@@ -273,9 +292,19 @@ def test_a_merge_into_bfloat16_says_what_survived(ratio, least, most):
         assert least <= share["default"] <= most
         update = layer.delta_matrix("default")
         change = layer.get_base_layer().weight.float() - weight.float()
-        assert share["default"] == pytest.approx(
-            float((change * update).sum() / update.square().sum()), rel=1e-4
-        )
+        survived = float((change * update).sum() / update.square().sum())
+        assert share["default"] == pytest.approx(survived, rel=1e-4)
+
+
+def test_a_merge_into_bfloat16_that_loses_most_is_refused_and_changes_nothing():
+    model = half_precision(1e-4)
+    before = base_weights(model)
+    lost = r"^0: only \d+% of the update of adapter default would survive in bfloat16"
+    with pytest.raises(MergeError, match=lost):
+        model.merge_adapter()
+    with pytest.raises(MergeError, match="less than the 50% asked for"):
+        model.merge_and_unload()
+    assert all(map(torch.equal, base_weights(model), before))
 
 
 def test_a_merge_into_float32_loses_nothing():

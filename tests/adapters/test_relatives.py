@@ -115,42 +115,69 @@ def test_the_default_start_is_the_base_model_and_trains(name):
     assert all(parameter.grad.any() for parameter in model.parameters() if parameter.requires_grad)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_two_adapters_save_load_switch_and_delete(tmp_path, name):
+ROWS = ["default", "second", "__base__", "second", "default"]
+"""Which adapter each row of a mixed batch is for."""
+
+
+def make_two_adapters(name: str) -> tuple[PeftModel, torch.Tensor, torch.Tensor]:
+    """Make a model with the adapters "default" and "second"; return it with the logits of each."""
     config_cls, settings = CONFIGS[name]
     config = config_cls(target_modules=["query", "dense"], init_weights=False, **settings)
     model = get_peft_model(tiny_bert(), config)
     model.add_adapter("second", config)
-    one = logits(model)
+    first = logits(model)
     model.set_adapter("second")
-    two = logits(model)
-    assert not torch.allclose(one, two)
+    return model, first, logits(model)
+
+
+@pytest.fixture(params=CONFIGS)
+def two_adapters(request):
+    return make_two_adapters(request.param)
+
+
+def test_of_two_adapters_the_active_one_acts_and_trains(two_adapters):
+    model, first, second = two_adapters
+    assert not torch.allclose(first, second)
     trainable = [key for key, value in model.named_parameters() if value.requires_grad]
     assert trainable
     assert all("second" in key for key in trainable)
+
+
+def test_rows_of_a_batch_name_their_adapters(two_adapters):
+    model, first, second = two_adapters
     with torch.no_grad():
-        mixed = model(
-            **token_batch(), adapter_names=["default", "second", "__base__", "second", "default"]
-        ).logits
-    torch.testing.assert_close(mixed[[0, 4]], one[[0, 4]])
-    torch.testing.assert_close(mixed[[1, 3]], two[[1, 3]])
+        mixed = model(**token_batch(), adapter_names=ROWS).logits
+    torch.testing.assert_close(mixed[[0, 4]], first[[0, 4]])
+    torch.testing.assert_close(mixed[[1, 3]], second[[1, 3]])
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_each_of_two_adapters_is_saved_and_loaded(two_adapters, tmp_path, low_memory):
+    model, first, second = two_adapters
     model.save_pretrained(tmp_path)
-    for folder, expected in ((tmp_path, one), (tmp_path / "second", two)):
-        for low in (False, True):
-            again = PeftModel.from_pretrained(
-                tiny_bert(), folder, adapter_name="x", low_cpu_mem_usage=low
-            )
-            torch.testing.assert_close(
-                logits(again), expected
-            )  # equal weights elsewhere in memory: BLAS rounds anew
+    for folder, expected in ((tmp_path, first), (tmp_path / "second", second)):
+        again = PeftModel.from_pretrained(
+            tiny_bert(), folder, adapter_name="x", low_cpu_mem_usage=low_memory
+        )
+        # Equal weights lie elsewhere in memory, and BLAS rounds anew.
+        torch.testing.assert_close(logits(again), expected)
+
+
+def test_an_adapter_is_scaled_to_nothing_and_merged(two_adapters):
+    model, _, second = two_adapters
     with rescale(model, 0.0):
         torch.testing.assert_close(logits(model), logits(tiny_bert()))
-    torch.testing.assert_close(logits(model.merge_and_unload()), two, rtol=1e-4, atol=1e-4)
-    model = PeftModel.from_pretrained(tiny_bert(), tmp_path)
-    model.load_adapter(tmp_path / "second", "second")
-    model.delete_adapter("default")
-    model.set_adapter("second")
-    assert torch.equal(logits(model), two)
+    torch.testing.assert_close(logits(model.merge_and_unload()), second, rtol=1e-4, atol=1e-4)
+
+
+def test_one_of_two_loaded_adapters_is_deleted(two_adapters, tmp_path):
+    model, _, second = two_adapters
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(tiny_bert(), tmp_path)
+    again.load_adapter(tmp_path / "second", "second")
+    again.delete_adapter("default")
+    again.set_adapter("second")
+    assert torch.equal(logits(again), second)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -235,7 +262,10 @@ def test_a_method_written_from_contributing_alone_lives_in_peft(monkeypatch, tmp
         test_forward_is_base_plus_delta_and_merging_is_undone("outer", kind)
         test_gradients_of_every_parameter("outer", kind)
     test_the_default_start_is_the_base_model_and_trains("outer")
-    test_two_adapters_save_load_switch_and_delete(tmp_path, "outer")
+    test_of_two_adapters_the_active_one_acts_and_trains(make_two_adapters("outer"))
+    test_rows_of_a_batch_name_their_adapters(make_two_adapters("outer"))
+    test_each_of_two_adapters_is_saved_and_loaded(make_two_adapters("outer"), tmp_path, False)
+    test_an_adapter_is_scaled_to_nothing_and_merged(make_two_adapters("outer"))
     test_peft_converts_them_to_lora_of_full_rank("outer")
     assert adapter_config("outer", {"alpha": 2.0}, target_modules=["query"]).alpha == 2.0
 
