@@ -1,4 +1,4 @@
-"""A grammar of faults: adapters broken in every way we could name, as code that writes each one into a directory.
+"""A grammar of faults: adapters broken in every way we could name, each written by code.
 
 `FAULTS` maps a name to a function that fills a directory and returns what to open there. Every one
 must end in a `CheckpointError` of one line, when opened or at the latest when its layers are
@@ -83,7 +83,7 @@ HEAD = f"{PREFIX}head.weight"
 
 
 def beside(header: Mapping[str, Any], data: bytes) -> bytes:
-    """A sound safetensors file with more header entries, their offsets counted from the end of its own data."""
+    """Return a sound safetensors file with more header entries, offset from the end of its data."""
     length = int.from_bytes(VALID[:8], "little")
     own, payload = json.loads(VALID[8 : 8 + length]), VALID[8 + length :]
     return raw_safetensors({**own, **header}, payload + data)
@@ -283,10 +283,10 @@ def _config_text() -> Iterator[tuple[str, Fault]]:
 
 
 OTHER_TYPES = (
-    "ADALORA ADAMSS BOFT ADAPTION_PROMPT IA3 BEFT LILY OFT POLY LN_TUNING VERA FROD PVERA FOURIERFT "
-    "GLORA XLORA HRA VBLORA UNILORA CPT MISS RANDLORA ROAD TRAINABLE_TOKENS HIRA SHIRA C3A WAVEFT OSF DELORA "
-    "GRALORA CARTRIDGE TINYLORA PSOFT PEANUT SHADOW SUPERTUNING DEFT PROMPT_TUNING MULTITASK_PROMPT_TUNING "
-    "P_TUNING PREFIX_TUNING"
+    "ADALORA ADAMSS BOFT ADAPTION_PROMPT IA3 BEFT LILY OFT POLY LN_TUNING VERA FROD PVERA "
+    "FOURIERFT GLORA XLORA HRA VBLORA UNILORA CPT MISS RANDLORA ROAD TRAINABLE_TOKENS HIRA "
+    "SHIRA C3A WAVEFT OSF DELORA GRALORA CARTRIDGE TINYLORA PSOFT PEANUT SHADOW SUPERTUNING "
+    "DEFT PROMPT_TUNING MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING"
 )
 
 

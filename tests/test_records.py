@@ -780,8 +780,9 @@ def of_experts():
     )
     yield (
         f"they are {half[0]} of ΔW away where each expert alone is {half[1]}, and keep "
-        f"{percents_kept(ways[0])[0]} %; bases shared by all experts, with a core for each, {half[2]} and "
-        f"{percents_kept(ways[2])[0]} %. At a quarter: {quarter[0]}, {quarter[1]} and {quarter[2]}"
+        f"{percents_kept(ways[0])[0]} %; bases shared by all experts, with a core for each, "
+        f"{half[2]} and {percents_kept(ways[2])[0]} %. "
+        f"At a quarter: {quarter[0]}, {quarter[1]} and {quarter[2]}"
     )
     yield f"the cosine of two ΔW is {short(experts['overlap_of_experts'], 3)} in the mean"
     lsr, svd = (rows[way, 4]["bytes"] / 1000 for way in ("each, LSR", "each, truncated SVD"))

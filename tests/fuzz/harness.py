@@ -1,4 +1,4 @@
-"""One reader under atheris: python tests/fuzz/harness.py READER [libFuzzer options] [corpus folder].
+"""One reader under atheris: python tests/fuzz/harness.py READER [libFuzzer options] [corpus].
 
 Also replays a find: python tests/fuzz/harness.py READER crash-file
 """

@@ -1,4 +1,4 @@
-"""Blind mutation of seeds: for the short run of the tests, and for the long one where atheris is not installed."""
+"""Blind mutation of seeds: for the short run, and for the long one without atheris."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ NUMBERS = (
 
 
 def mutated(seeds: Sequence[bytes], seed: int, longest: int) -> Iterator[bytes]:
-    """The seeds, then endless changes of them: bits, bytes, pieces cut, doubled, swapped between seeds, odd numbers."""
+    """Yield the seeds, then endless changes of them.
+
+    Bits, bytes, pieces cut, doubled, swapped between seeds, odd numbers.
+    """
     yield from seeds
     chance = random.Random(seed)
     while True:

@@ -126,7 +126,10 @@ def sound_headers() -> list[bytes]:
 
 @reader(sound_headers)
 def header(content: bytes, folder: Path) -> None:
-    """The header alone, with as many bytes behind it as it asks for: reaches the formats behind the layout check."""
+    """The header alone, with as many bytes behind it as it asks for.
+
+    So the formats behind the check of the layout are reached.
+    """
     size = max((int(text) for text in re.findall(rb"\d{1,4}(?=\])", content)), default=0)
     path = folder / "h.safetensors"
     path.write_bytes(raw_safetensors(content, b"\0\0\x80\x3f" * (size // 4) + bytes(size % 4)))
@@ -387,7 +390,7 @@ def sound_records() -> list[bytes]:
 
 @reader(sound_records)
 def record(content: bytes, folder: Path) -> None:
-    """Where an adapter says it came from and what it measured, as `verify` reads it: two JSON texts."""
+    """Two JSON texts: where an adapter came from and what it measured, as `verify` reads it."""
     own, _, report = content.partition(b"\0")
     source, written = folder / "source", folder / "written"
     for place in (source, written):
@@ -413,7 +416,10 @@ def _lsr_tensors() -> dict[str, np.ndarray]:
 
 
 def sound_statistics() -> list[bytes]:
-    """Headers for numbers that are all zero: without eigenpairs they are sound, with one they are not orthonormal."""
+    """Return headers for numbers that are all zero.
+
+    Without eigenpairs they are sound, with one they are not orthonormal.
+    """
     headers = []
     for kept in (0, 1):
         tensors = {}

@@ -1,4 +1,4 @@
-"""Fuzz every reader: python tests/fuzz/run.py --executions 1000000 [--only READER] [--finds FOLDER].
+"""Fuzz every reader: python tests/fuzz/run.py --executions N [--only READER] [--finds FOLDER].
 
 With atheris installed the executions are guided by coverage, else they are blind mutations of the
 seeds. Exit code 1 if anything was found; each find is a file to replay with harness.py.
@@ -84,10 +84,9 @@ def main() -> int:
         done, bad = fuzz(name, -(-options.executions // len(names)), options.finds, options.seed)
         total += done
         found += [name] if bad else []
-        print(
-            f"{name}: {done:,} executions, {time.perf_counter() - begun:.0f} s{', FOUND' if bad else ''}",
-            flush=True,
-        )
+        note = ", FOUND" if bad else ""
+        seconds = time.perf_counter() - begun
+        print(f"{name}: {done:,} executions, {seconds:.0f} s{note}", flush=True)
     print(f"{total:,} executions ({fuzz.__name__}); finds: {', '.join(found) or 'none'}")
     if not any(options.finds.iterdir()):
         options.finds.rmdir()

@@ -1,4 +1,4 @@
-"""TensorLy's constrained factors and missing entries: kept by the factors, measured like every result."""
+"""TensorLy's constrained factors and missing entries, measured like every result."""
 
 import numpy as np
 import pytest
