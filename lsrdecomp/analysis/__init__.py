@@ -1,4 +1,4 @@
-"""Records to understand an approximation by: error curves, Pareto fronts, spectra, limits, grids of layers."""
+"""Records to understand an approximation by: error curves, Pareto fronts, spectra, limits, grids."""
 
 from lsrdecomp._renamed import attach
 

@@ -1,4 +1,7 @@
-"""Error curves: how the error falls with separation rank, parameters and bytes, and where rounding stops it."""
+"""Error curves: how the error falls with separation rank, parameters and bytes.
+
+They also say where rounding stops it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp import markup
+from lsrdecomp.analysis.records import lists_for_tuples
 from lsrdecomp.arrays import as_double, namespace, tail_norms, to_numpy
 from lsrdecomp.decompose import decompose
 from lsrdecomp.errors import BudgetError
@@ -41,7 +45,7 @@ class ErrorCurve:
     (3, 96, 192)
     >>> [f"{error:.3f}" for error in curve.relative_errors[:4]]
     ['1.000', '0.212', '0.013', '0.000']
-    >>> curve.floor("float16")                                      # rounding: no stored sum comes nearer
+    >>> curve.floor("float16")  # rounding: no stored sum comes nearer
     0.00048828125
     """
 
@@ -51,12 +55,10 @@ class ErrorCurve:
     relative_errors: tuple[float, ...]
     norm: float
     condition: float = 1.0  # the largest γ on the curve
-    conditions: tuple[
-        float, ...
-    ] = ()  # γ of each point, where a solver measured it; empty: all one
+    conditions: tuple[float, ...] = ()  # γ of each point, where a solver measured it; empty: one
 
     def rank_for(self, rtol: float) -> int:
-        """Fewest terms with relative error ≤ ``rtol``.
+        """Return the fewest terms with relative error ≤ ``rtol``.
 
         Raises `BudgetError`, which names the smallest error on the curve, if no point reaches it.
         """
@@ -64,74 +66,68 @@ class ErrorCurve:
             if error <= rtol:
                 return rank
         raise BudgetError(
-            f"{self.label}: the smallest error on the curve is {min(self.relative_errors):.3g}, not {rtol:g}"
+            f"{self.label}: the smallest error on the curve is {min(self.relative_errors):.3g}, "
+            f"not {rtol:g}"
         )
 
     def parameters_for(self, rtol: float) -> int:
-        """Fewest parameters with relative error ≤ ``rtol``."""
+        """Return the fewest parameters with relative error ≤ ``rtol``."""
         return self.parameters[self.ranks.index(self.rank_for(rtol))]
 
     def floor(self, storage: str) -> float:
-        """γ·μ, the relative error below which rounding to ``storage`` stops the curve."""
+        """Return γ·μ, the relative error below which rounding to ``storage`` stops the curve."""
         return self.condition * unit_roundoff(storage)
 
     def bytes(self, storage: str) -> tuple[int, ...]:
-        """Bytes of the factors at each point, without headers."""
+        """Return the bytes of the factors at each point, without headers."""
         return tuple(round(count * precision(storage).bytes) for count in self.parameters)
 
     def plot(self, **options: Any) -> Any:
-        """Draw the curve with `lsrdecomp.plots.plot_error_curves`, whose options these are; returns matplotlib's Axes.
+        """Draw the curve by `lsrdecomp.plots.plot_error_curves`, and return matplotlib's Axes.
 
-        Needs matplotlib. More than one curve: call that function with all of them.
+        The options are those of that function, which takes several curves too. Needs matplotlib.
         """
-        import lsrdecomp  # pictures stand a floor above this file, and are reached by the front door
+        import lsrdecomp  # pictures stand a floor above this file: by the front door
 
         return lsrdecomp.plots.plot_error_curves([self], **options)
 
     def __repr__(self) -> str:
-        """Label, sizes, and the fewest terms for each power of ten, in a line or two."""
+        """Return label, sizes, and the fewest terms for each power of ten, in a line or two."""
         least = min(self.relative_errors, default=0.0)
-        steps = [
-            f"{10.0**-k:.0e} with {self.rank_for(10.0**-k)}"
-            for k in range(1, 16)
-            if least <= 10.0**-k
-        ]
-        reached = (
-            f": {', '.join(steps[:6])} terms{', …' if len(steps) > 6 else ''}" if steps else ""
-        )
+        reached = [10.0**-k for k in range(1, 16) if 10.0**-k >= least]
+        terms = [f"{error:.0e} with {self.rank_for(error)}" for error in reached[:6]]
+        more = ", …" if len(reached) > 6 else ""
+        listing = f": {', '.join(terms)} terms{more}" if terms else ""
         return (
             f"ErrorCurve({self.label}, up to {max(self.ranks, default=0)} terms and "
-            f"{max(self.parameters, default=0):,} parameters, least relative error {least:.3g}{reached})"
+            f"{max(self.parameters, default=0):,} parameters, "
+            f"least relative error {least:.3g}{listing})"
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists and numbers."""
-        return {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in asdict(self).items()
-        }
+        """Return plain lists and numbers."""
+        return lists_for_tuples(asdict(self))
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """One plain record a point, for a table."""
-        points = zip(self.ranks, self.parameters, self.relative_errors, strict=True)
-        gammas = self.conditions or (self.condition,) * len(self.ranks)
+        """Return one plain record a point, for a table."""
+        conditions = self.conditions or (self.condition,) * len(self.ranks)
+        points = zip(self.ranks, self.parameters, self.relative_errors, conditions, strict=True)
         return [
             {
                 "curve": self.label,
-                "rank": s,
+                "rank": rank,
                 "parameters": count,
                 "relative_error": error,
-                "condition": gamma,
+                "condition": condition,
             }
-            for (s, count, error), gamma in zip(points, gammas, strict=True)
+            for rank, count, error, condition in points
         ]
 
     def _repr_html_(self) -> str:
         points = zip(self.ranks, self.parameters, self.relative_errors, strict=True)
-        rows = [(f"{s}", f"{count:,}", f"{error:.3g}") for s, count, error in points]
-        return markup.table(
-            self.label, ("terms", "parameters", "relative error"), markup.shortened(rows)
-        )
+        rows = [(f"{rank}", f"{count:,}", f"{error:.3g}") for rank, count, error in points]
+        columns = ("terms", "parameters", "relative error")
+        return markup.table(self.label, columns, markup.shortened(rows))
 
 
 @accepts_settings()
@@ -142,7 +138,9 @@ def error_curve(
     rank: int | None = None,
     on_sweep: Callable[[Sweep], Any] | None = None,
 ) -> ErrorCurve:
-    """The error of the best approximation of every separation rank, from the spectrum of the rearrangement.
+    """Return the error of the best approximation of every separation rank.
+
+    It follows from the spectrum of the rearrangement.
 
     Parameters
     ----------
@@ -183,7 +181,7 @@ def error_curve(
 
 @accepts_settings()
 def error_curves(matrix: Any, shapes: Iterable[KroneckerShape]) -> tuple[ErrorCurve, ...]:
-    """`error_curve` for many shapes of one matrix; the matrix is read and checked once.
+    """Return the `error_curve` of one matrix for each of many shapes; it is checked once.
 
     Parameters
     ----------
@@ -221,12 +219,13 @@ def solver_curve(
     storage: str | None = None,
     label: str | None = None,
 ) -> ErrorCurve:
-    """What a solver reaches for each number of terms, for any number of factors: the error of the stored factors.
+    """Return the error of the stored factors that a solver reaches for each number of terms.
 
     Parameters
     ----------
     matrix : array_like (m, n) or Target
     shape : KroneckerShape
+        Of any number of factors.
     ranks : sequence of int
         Ascending.
     solver : Solver, optional
@@ -245,8 +244,8 @@ def solver_curve(
     >>> import numpy as np
     >>> i = np.arange(16.0)
     >>> hilbert = 1.0 / (1.0 + i[:, None] + i[None, :])
-    >>> curve = solver_curve(hilbert, "4x4, 4x4", [1, 2, 3, 4], storage="bfloat16", label="as stored")
-    >>> [f"{error:.0e}" for error in curve.relative_errors]         # from 3 terms on it is rounding
+    >>> curve = solver_curve(hilbert, "4x4, 4x4", [1, 2, 3, 4], storage="bfloat16")
+    >>> [f"{error:.0e}" for error in curve.relative_errors]  # from 3 terms on it is rounding
     ['2e-01', '1e-02', '2e-03', '2e-03']
     """
     target, shape = as_target(matrix), KroneckerShape.parse(shape)
@@ -254,21 +253,21 @@ def solver_curve(
         results = [
             decompose(target, shape, rank=rank, solver=solver, storage=storage) for rank in ranks
         ]
-    gammas = tuple(result.condition for result in results)
+    conditions = tuple(result.condition for result in results)
     return ErrorCurve(
         label=label if label is not None else str(shape),
         ranks=tuple(ranks),
         parameters=tuple(result.parameters for result in results),
         relative_errors=tuple(result.relative_error for result in results),
         norm=target.norm,
-        condition=max(gammas, default=1.0),
-        conditions=gammas,
+        condition=max(conditions, default=1.0),
+        conditions=conditions,
     )
 
 
 @accepts_settings()
 def low_rank_curve(matrix: Any) -> ErrorCurve:
-    """The reference: truncated SVD of the matrix itself, m + n parameters a rank.
+    """Return the curve of truncated SVD of the matrix itself, m + n parameters a rank.
 
     Parameters
     ----------
@@ -284,8 +283,10 @@ def low_rank_curve(matrix: Any) -> ErrorCurve:
     >>> import numpy as np
     >>> i = np.arange(16.0)
     >>> hilbert = 1.0 / (1.0 + i[:, None] + i[None, :])
-    >>> low_rank_curve(hilbert).parameters_for(1e-3), error_curve(hilbert, "4x4, 4x4").parameters_for(1e-3)
-    (128, 96)
+    >>> low_rank_curve(hilbert).parameters_for(1e-3)
+    128
+    >>> error_curve(hilbert, "4x4, 4x4").parameters_for(1e-3)
+    96
     """
     target = as_target(matrix)
     m, n = target.shape
@@ -298,9 +299,11 @@ def low_rank_curve(matrix: Any) -> ErrorCurve:
         return _from_tails("truncated SVD", tail_norms(sigma), target.norm, m + n)
 
 
-def _from_tails(label: str, tails: list[float], norm: float, parameters: int) -> ErrorCurve:
+def _from_tails(
+    label: str, tails: list[float], norm: float, parameters_per_term: int
+) -> ErrorCurve:
     scale = norm if norm > 0.0 else 1.0
     ranks = tuple(range(len(tails)))
-    return ErrorCurve(
-        label, ranks, tuple(s * parameters for s in ranks), tuple(t / scale for t in tails), norm
-    )
+    parameters = tuple(rank * parameters_per_term for rank in ranks)
+    relative_errors = tuple(tail / scale for tail in tails)
+    return ErrorCurve(label, ranks, parameters, relative_errors, norm)

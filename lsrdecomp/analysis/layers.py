@@ -17,7 +17,9 @@ _NUMBER = re.compile(r"(?<=[._])(\d+)(?=[._])")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LayerGrid:
-    """Values by block (rows) and module within a block (columns); ``nan`` where a block has no such module.
+    """Values by block (rows) and module within a block (columns).
+
+    They are ``nan`` where a block has no such module.
 
     Examples
     --------
@@ -36,35 +38,43 @@ class LayerGrid:
     def __repr__(self) -> str:
         finite = [value for row in self.values for value in row if not math.isnan(value)]
         span = f", {min(finite):.3g} to {max(finite):.3g}" if finite else ""
-        return f"LayerGrid({self.quantity}: {len(self.blocks)} blocks × {len(self.modules)} modules{span})"
+        size = f"{len(self.blocks)} blocks × {len(self.modules)} modules"
+        return f"LayerGrid({self.quantity}: {size}{span})"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists; ``None`` where there is no module."""
-        values = [[None if math.isnan(v) else v for v in row] for row in self.values]
+        """Return plain lists; ``None`` where there is no module."""
         return {
-            "quantity": self.quantity, "blocks": list(self.blocks), "modules": list(self.modules), "values": values
-        }  # fmt: skip
+            "quantity": self.quantity,
+            "blocks": list(self.blocks),
+            "modules": list(self.modules),
+            "values": [list(map(_none_for_nan, row)) for row in self.values],
+        }
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """One plain record a layer."""
-        return [
-            {"block": block, "module": module, self.quantity: value}
-            for block, row in zip(self.blocks, self.values, strict=True)
-            for module, value in zip(self.modules, row, strict=True)
-            if not math.isnan(value)
-        ]
+        """Return one plain record a layer."""
+        records = []
+        for block, row in zip(self.blocks, self.values, strict=True):
+            for module, value in zip(self.modules, row, strict=True):
+                if not math.isnan(value):
+                    records.append({"block": block, "module": module, self.quantity: value})
+        return records
+
+
+def _none_for_nan(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 def layer_grid(values: Mapping[str, float], quantity: str = "relative error") -> LayerGrid:
-    """Lay out values by layer name: the first number in a name is the block, what follows it the module.
+    """Lay out values by the names of their layers.
 
-    Names without a number form a block of their own, in front.
+    The first number in a name is the block, what follows it the module. Names without a number
+    form a block of their own, in front.
 
     Parameters
     ----------
     values : mapping from names of layers to numbers
     quantity : str
-        What the numbers are: a label.
+        A label that says what the numbers are.
 
     Returns
     -------
@@ -79,12 +89,21 @@ def layer_grid(values: Mapping[str, float], quantity: str = "relative error") ->
     """
     cells: dict[tuple[str, str], float] = {}
     for name, value in values.items():
-        number = _NUMBER.search(name)
-        block, module = (name[: number.end()], name[number.end() + 1 :]) if number else ("", name)
-        cells[block, module] = value
+        cells[_split_name(name)] = value
     blocks = sorted({block for block, _ in cells}, key=natural_key)
-    modules = dict.fromkeys(module for _, module in sorted(cells, key=lambda cell: cell[0] != ""))
-    rows = tuple(
-        tuple(cells.get((block, module), math.nan) for module in modules) for block in blocks
-    )
-    return LayerGrid(quantity, tuple(blocks), tuple(modules), rows)
+    # Modules of names without a number stand first
+    ordered = sorted(cells, key=lambda cell: cell[0] != "")
+    modules = tuple(dict.fromkeys(module for _, module in ordered))
+
+    def row(block: str) -> tuple[float, ...]:
+        return tuple(cells.get((block, module), math.nan) for module in modules)
+
+    return LayerGrid(quantity, tuple(blocks), modules, tuple(map(row, blocks)))
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """Return block and module of the name of a layer."""
+    number = _NUMBER.search(name)
+    if number is None:
+        return "", name
+    return name[: number.end()], name[number.end() + 1 :]

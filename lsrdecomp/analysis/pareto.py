@@ -31,18 +31,20 @@ class ParetoPoint:
     relative_error: float
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self)
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """One plain record."""
+        """Return one plain record."""
         return [asdict(self)]
 
 
 def pareto_front(
     curves: Iterable[ErrorCurve], *, storage: str | None = None
 ) -> tuple[ParetoPoint, ...]:
-    """Points of the curves with no other of at most their size and at most their error, ascending in size.
+    """Return the points of the curves that no other beats in both size and error.
+
+    They ascend in size.
 
     Parameters
     ----------
@@ -62,16 +64,11 @@ def pareto_front(
     >>> [(point.label, point.size) for point in pareto_front([flat, steep])]
     [('flat', 0), ('flat', 10), ('steep', 15)]
     """
-    points = [
-        ParetoPoint(curve.label, rank, size, error)
-        for curve in curves
-        for rank, size, error in zip(
-            curve.ranks,
-            curve.parameters if storage is None else curve.bytes(storage),
-            curve.relative_errors,
-            strict=True,
-        )
-    ]
+    points = []
+    for curve in curves:
+        sizes = curve.parameters if storage is None else curve.bytes(storage)
+        for rank, size, error in zip(curve.ranks, sizes, curve.relative_errors, strict=True):
+            points.append(ParetoPoint(curve.label, rank, size, error))
     front: list[ParetoPoint] = []
     for point in sorted(points, key=lambda point: (point.size, point.relative_error)):
         if not front or point.relative_error < front[-1].relative_error:

@@ -1,4 +1,4 @@
-"""Spectra of rearrangements: how many Kronecker terms a matrix asks for, before anything is decided."""
+"""Spectra of rearrangements: how many Kronecker terms a matrix asks for."""
 
 from __future__ import annotations
 
@@ -31,13 +31,17 @@ class Spectrum:
 
     @property
     def relative(self) -> tuple[float, ...]:
-        """Divided by the largest."""
-        top = self.values[0] if self.values and self.values[0] > 0.0 else 1.0
-        return tuple(value / top for value in self.values)
+        """The values divided by the largest."""
+        scale = self.values[0] if self.values else 0.0
+        if scale <= 0.0:
+            scale = 1.0
+        return tuple(value / scale for value in self.values)
 
     @property
     def effective_rank(self) -> float:
-        """exp of the entropy of σ²/Σσ²: one for a single Kronecker product, the full rank for a flat spectrum [1]_.
+        """The exponential of the entropy of σ²/Σσ² [1]_.
+
+        It is one for a single Kronecker product, and the full rank for a flat spectrum.
 
         .. [1] O. Roy and M. Vetterli, The effective rank, EUSIPCO 2007; there of σ, here of the
                energies σ².
@@ -46,27 +50,32 @@ class Spectrum:
         total = sum(energies)
         if total == 0.0:
             return 0.0
-        return math.exp(-sum(e / total * math.log(e / total) for e in energies if e > 0.0))
+        shares = [energy / total for energy in energies if energy > 0.0]
+        return math.exp(-sum(share * math.log(share) for share in shares))
 
     def plot(self, **options: Any) -> Any:
-        """Draw the spectrum with `lsrdecomp.plots.plot_spectra`, whose options these are; returns matplotlib's Axes."""
-        import lsrdecomp  # pictures stand a floor above this file, and are reached by the front door
+        """Draw the spectrum by `lsrdecomp.plots.plot_spectra`, and return matplotlib's Axes.
+
+        The options are those of that function.
+        """
+        import lsrdecomp  # pictures stand a floor above this file: by the front door
 
         return lsrdecomp.plots.plot_spectra([self], **options)
 
     def __repr__(self) -> str:
         first = ", ".join(f"{value:.3g}" for value in self.values[:6])
+        more = ", …" if len(self.values) > 6 else ""
         return (
-            f"Spectrum({self.label}, {len(self.values)} values: {first}{', …' if len(self.values) > 6 else ''}; "
+            f"Spectrum({self.label}, {len(self.values)} values: {first}{more}; "
             f"effective rank {self.effective_rank:.3g})"
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists and numbers."""
+        """Return plain lists and numbers."""
         return {**asdict(self), "values": list(self.values), "effective_rank": self.effective_rank}
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """One plain record a singular value."""
+        """Return one plain record a singular value."""
         return [
             {"shape": self.label, "index": i, "value": value}
             for i, value in enumerate(self.values, 1)
@@ -74,12 +83,13 @@ class Spectrum:
 
 
 def rearranged_spectrum(matrix: Any, shape: KroneckerShape | None = None) -> Spectrum:
-    """The singular values of R(M) for a shape of two factors, the balanced one if absent.
+    """Return the singular values of R(M) for a shape of two factors.
 
     Parameters
     ----------
     matrix : array_like (m, n) or Target
     shape : KroneckerShape or sizes, optional
+        Absent, the balanced one.
 
     Returns
     -------
@@ -89,8 +99,8 @@ def rearranged_spectrum(matrix: Any, shape: KroneckerShape | None = None) -> Spe
     Examples
     --------
     >>> import numpy as np
-    >>> flat = rearranged_spectrum(np.kron(np.eye(2), np.ones((3, 3))), KroneckerShape(((2, 2), (3, 3))))
-    >>> round(flat.effective_rank, 6)
+    >>> product = np.kron(np.eye(2), np.ones((3, 3)))
+    >>> round(rearranged_spectrum(product, "2x2, 3x3").effective_rank, 6)
     1.0
     """
     target = as_target(matrix)
