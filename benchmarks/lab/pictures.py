@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lsrdecomp.plots.pictures import COLOURS, GREY, MARKERS, TEXT, dress, name_lines, new_axes
+from lsrdecomp.plots.pictures import COLOURS, FONT_SIZE, GREY, MARKERS, dress, name_lines, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -116,7 +116,7 @@ def plot_stages(
         list(named.values()),
         list(named),
         frameon=False,
-        fontsize=TEXT,
+        fontsize=FONT_SIZE,
         loc="outside lower center",
         ncols=3,
     )
@@ -142,7 +142,7 @@ def _levels(ax: Axes, references: Mapping[str, float], named: bool) -> None:
                 label,
                 (1.01, value),
                 xycoords=at,
-                fontsize=TEXT,
+                fontsize=FONT_SIZE,
                 color=GREY,
                 va="center",
                 annotation_clip=False,

@@ -14,7 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from lsrdecomp import plots
-from lsrdecomp.plots.pictures import COLOURS, GREY, MARKERS, TEXT, dress
+from lsrdecomp.plots.pictures import COLOURS, FONT_SIZE, GREY, MARKERS, dress
 
 TITLES = {"e2e": "E2E: a sentence from facts", "sst2": "SST-2: the mood of a sentence"}
 
@@ -45,7 +45,9 @@ def main(source: Path, out: Path) -> None:
             loss = record["tasks"][task][name]
             axes.axvline(loss, color=GREY, linewidth=1.0, linestyle="--")
             text = {"lora": " LoRA, r = 8", "base": "base "}[name]
-            axes.text(loss, len(arms) - 0.2, text, color=GREY, fontsize=TEXT, ha=side, va="bottom")
+            axes.text(
+                loss, len(arms) - 0.2, text, color=GREY, fontsize=FONT_SIZE, ha=side, va="bottom"
+            )
         axes.set_xscale("log")
         dress(axes, "", "")
         axes.set_yticks(range(len(arms)), arms)

@@ -1,4 +1,4 @@
-"""Records to understand an approximation by: error curves, Pareto fronts, spectra, limits, grids."""
+"""Records to understand an approximation by: error curves, fronts, spectra, limits, grids."""
 
 from lsrdecomp._renamed import attach
 

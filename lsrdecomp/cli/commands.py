@@ -314,4 +314,4 @@ def _inspection(checkpoint: Checkpoint, ranks: list[tuple[float, int]]) -> dict[
 
 def _save(axes: Any, out: Path) -> None:
     with checkpoints.new_file(out, force=True) as part:
-        plots.save_figure(axes, part, form=out.suffix[1:])
+        plots.save_figure(axes, part, out.suffix[1:])

@@ -1,17 +1,24 @@
-"""Pictures of what `analysis` computed: each function draws on axes and returns them; it computes and saves nothing."""
+"""Pictures of what `analysis` computed.
+
+Each function draws on axes and returns them; it computes and saves nothing.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Any
 
+from lsrdecomp._renamed import warn_of_old_name
 from lsrdecomp.analysis import ErrorCurve, LayerGrid, Limit, ParetoPoint, Spectrum
 from lsrdecomp.errors import needs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    import numpy as np
     from matplotlib.axes import Axes
+    from matplotlib.image import AxesImage
+    from numpy.typing import NDArray
 
     from lsrdecomp.solvers.base import Sweep
 
@@ -20,8 +27,10 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 """A second sign beside the colour, for print without colour."""
 GREY = "0.45"
-TEXT = 8.5
-"""Points, for words within the axes."""
+FONT_SIZE = 8.5
+"""Points of the words within the axes."""
+DOUBLE_ROUNDING = 1e-16
+"""Relative errors below it are not drawn on a logarithmic axis."""
 
 
 def plot_error_curves(
@@ -33,7 +42,7 @@ def plot_error_curves(
     limits: Iterable[Limit] = (),
     ax: Axes | None = None,
 ) -> Axes:
-    """Relative error against separation rank, parameters or bytes, one line a curve.
+    """Draw relative errors against separation rank, parameters or bytes, one line a curve.
 
     Parameters
     ----------
@@ -57,29 +66,33 @@ def plot_error_curves(
     >>> from lsrdecomp.analysis import error_curves
     >>> i = np.arange(16.0)
     >>> hilbert = 1.0 / (1.0 + i[:, None] + i[None, :])
-    >>> axes = plot_error_curves(error_curves(hilbert, ["4x4, 4x4", "16x1, 1x16"]), storages=["float16"])
+    >>> curves = error_curves(hilbert, ["4x4, 4x4", "16x1, 1x16"])
+    >>> axes = plot_error_curves(curves, storages=["float16"])
     >>> axes.get_xlabel(), [line.get_label() for line in axes.get_lines()[:2]]
     ('parameters', ['4×4 ⊗ 4×4', '16×1 ⊗ 1×16'])
     """
     ax = ax if ax is not None else new_axes()
-    drawn = [curves] if isinstance(curves, ErrorCurve) else list(curves)
-    for i, curve in enumerate(drawn):
+    listed = [curves] if isinstance(curves, ErrorCurve) else list(curves)
+    # 1. The curves, on logarithmic axes.
+    for i, curve in enumerate(listed):
         x, y = _positive(_sizes(curve, against, storage), curve.relative_errors)
         _line(ax, x, y, i, curve.label)
     ax.set_yscale("log")
     if against != "ranks":
         ax.set_xscale("log")
-    _floors(ax, drawn, storages)
-    if against == "bytes" and drawn and not storages:
-        ax.set_ylim(bottom=0.5 * max(curve.floor(storage) for curve in drawn))
-    if any(errors := [error for curve in drawn for error in curve.relative_errors]):
-        ax.set_ylim(
-            top=1.6 * max(errors)
-        )  # margins of a logarithmic axis grow with what lies below the picture
+    # 2. Where rounding stops them: below it there is nothing to see.
+    _floors(ax, listed, storages)
+    if against == "bytes" and listed and not storages:
+        ax.set_ylim(bottom=0.5 * max(curve.floor(storage) for curve in listed))
+    # 3. The top: margins of a logarithmic axis grow with what lies below the picture.
+    largest = max((max(curve.relative_errors, default=0.0) for curve in listed), default=0.0)
+    if largest > 0.0:
+        ax.set_ylim(top=1.6 * largest)
+    # 4. Reference lines within these axes, and names.
     for limit in limits:
         _reference(ax, limit)
-    words = {"ranks": "separation rank s", "bytes": f"bytes in {storage}"}
-    dress(ax, words.get(against, against), "relative Frobenius error")
+    names = {"ranks": "separation rank s", "bytes": f"bytes in {storage}"}
+    dress(ax, names.get(against, against), "relative Frobenius error")
     name_lines(ax)
     return ax
 
@@ -87,7 +100,7 @@ def plot_error_curves(
 def plot_pareto(
     points: Sequence[ParetoPoint], *, size: str = "parameters", ax: Axes | None = None
 ) -> Axes:
-    """The Pareto front as steps; each run of points of one curve has that curve's name.
+    """Draw a Pareto front as steps; each run of points of one curve has that curve's name.
 
     Parameters
     ----------
@@ -112,28 +125,14 @@ def plot_pareto(
     ('parameters', 'log')
     """
     ax = ax if ax is not None else new_axes()
-    shown = [point for point in points if point.size > 0 and point.relative_error > _LEAST]
-    ax.step(
-        [p.size for p in shown],
-        [p.relative_error for p in shown],
-        where="post",
-        color=GREY,
-        linewidth=1.0,
-        zorder=1,
-    )
-    labels = list(dict.fromkeys(point.label for point in shown))
+    shown = [point for point in points if point.size > 0 and point.relative_error > DOUBLE_ROUNDING]
+    ax.step(*_sizes_and_errors(shown), where="post", color=GREY, linewidth=1.0, zorder=1)
+    labels = dict.fromkeys(point.label for point in shown)
     for i, label in enumerate(labels):
-        own = [point for point in shown if point.label == label]
-        x, y = [p.size for p in own], [p.relative_error for p in own]
-        ax.plot(
-            x,
-            y,
-            linestyle="none",
-            marker=MARKERS[i % 7],
-            markersize=5,
-            color=COLOURS[i % 7],
-            label=label,
-        )
+        run = [point for point in shown if point.label == label]
+        x, y = _sizes_and_errors(run)
+        marker, colour = _cycled(MARKERS, i), _cycled(COLOURS, i)
+        ax.plot(x, y, marker=marker, linestyle="none", markersize=5, color=colour, label=label)
     ax.set(xscale="log", yscale="log")
     dress(ax, size, "relative Frobenius error")
     name_lines(ax)
@@ -141,7 +140,7 @@ def plot_pareto(
 
 
 def plot_spectra(spectra: Spectrum | Iterable[Spectrum], *, ax: Axes | None = None) -> Axes:
-    """Singular values of rearrangements, relative to the largest, against their number.
+    """Draw singular values of rearrangements, relative to the largest, against their number.
 
     Parameters
     ----------
@@ -175,7 +174,7 @@ def plot_spectra(spectra: Spectrum | Iterable[Spectrum], *, ax: Axes | None = No
 def plot_sweeps(
     sweeps: Mapping[str, Sequence[Sweep]], *, quantity: str = "condition", ax: Axes | None = None
 ) -> Axes:
-    """How γ ("condition") or the error ("relative_error") went along the sweeps of solvers, one line a solve.
+    """Draw how γ or the error went along the sweeps of solvers, one line a solve.
 
     Parameters
     ----------
@@ -193,16 +192,15 @@ def plot_sweeps(
     Examples
     --------
     >>> from lsrdecomp.solvers import Sweep
-    >>> sweeps = [Sweep(1, 0.5, condition=1.0), Sweep(2, 0.2, condition=1.4), Sweep(3, 0.1, condition=1.5)]
+    >>> sweeps = [Sweep(1, 0.5, condition=1.0), Sweep(2, 0.2, condition=1.4)]
     >>> plot_sweeps({"a solve": sweeps}).get_ylabel()
     'condition γ'
     """
     ax = ax if ax is not None else new_axes()
     for i, (label, steps) in enumerate(sweeps.items()):
+        numbers = [step.index + 1 for step in steps]
         values = [getattr(step, quantity) for step in steps]
-        x, y = _positive(
-            [step.index + 1 for step in steps], [v if math.isfinite(v) else 0.0 for v in values]
-        )
+        x, y = _positive(numbers, [value if math.isfinite(value) else 0.0 for value in values])
         _line(ax, x, y, i, label, marker=len(x) <= 40)
     ax.set_yscale("log")
     dress(ax, "sweep", "condition γ" if quantity == "condition" else "relative Frobenius error")
@@ -216,7 +214,9 @@ def plot_shares(
     whole: float | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Share of what an adapter does that is kept, against its size; a line for each way of making it smaller.
+    """Draw the kept share of what an adapter does against its size.
+
+    Each way of making it smaller is a line.
 
     Parameters
     ----------
@@ -233,7 +233,8 @@ def plot_shares(
 
     Examples
     --------
-    >>> axes = plot_shares({"LSR": [(96, 0.9), (48, 0.8)], "SVD": [(96, 0.6), (48, 0.2)]}, whole=4608)
+    >>> shares = {"LSR": [(96, 0.9), (48, 0.8)], "SVD": [(96, 0.6), (48, 0.2)]}
+    >>> axes = plot_shares(shares, whole=4608)
     >>> axes.get_xscale(), [text.get_text() for text in axes.texts if "LoRA" in text.get_text()]
     ('log', ['the LoRA itself, 4,608 parameters'])
     """
@@ -248,7 +249,7 @@ def plot_shares(
             f"the LoRA itself, {whole:,} parameters",
             (0.01, 1.01),
             xycoords=("axes fraction", "data"),
-            fontsize=TEXT,
+            fontsize=FONT_SIZE,
         )
     ax.set_ylim(0.0, 1.1)
     dress(ax, "parameters", "share of what it does that is kept")
@@ -256,12 +257,14 @@ def plot_shares(
     return ax
 
 
-def plot_layer_grid(grid: LayerGrid, *, ax: Axes | None = None) -> Axes:
-    """A figure for every layer as a heat map: blocks down, modules across, values written where they fit.
+def plot_layer_grid(grid: LayerGrid, *, max_written: int = 150, ax: Axes | None = None) -> Axes:
+    """Draw a figure for every layer as a heat map: blocks down, modules across.
 
     Parameters
     ----------
     grid : LayerGrid
+    max_written : int
+        Cells up to which their values are written into them; by hand.
     ax : Axes, optional
         Absent, one of a new figure.
 
@@ -272,9 +275,12 @@ def plot_layer_grid(grid: LayerGrid, *, ax: Axes | None = None) -> Axes:
     Examples
     --------
     >>> from lsrdecomp.analysis import layer_grid
-    >>> axes = plot_layer_grid(layer_grid({"h.0.attn.q": 0.1, "h.1.attn.q": 0.2, "h.1.mlp.up": 0.3}))
-    >>> [tick.get_text() for tick in axes.get_xticklabels()], [text.get_text() for text in axes.texts]
-    (['attn.q', 'mlp.up'], ['0.1', '0.2', '0.3'])
+    >>> grid = layer_grid({"h.0.attn.q": 0.1, "h.1.attn.q": 0.2, "h.1.mlp.up": 0.3})
+    >>> axes = plot_layer_grid(grid)
+    >>> [tick.get_text() for tick in axes.get_xticklabels()]
+    ['attn.q', 'mlp.up']
+    >>> [text.get_text() for text in axes.texts]
+    ['0.1', '0.2', '0.3']
     """
     import numpy as np
 
@@ -284,40 +290,38 @@ def plot_layer_grid(grid: LayerGrid, *, ax: Axes | None = None) -> Axes:
         ax = new_axes(min(12.0, 2.6 + 0.9 * columns), min(12.0, 1.8 + 0.32 * rows))
     image = ax.imshow(np.ma.masked_invalid(values), aspect="auto", cmap="cividis")
     ax.set_xticks(
-        range(columns), grid.modules, rotation=30, ha="right", rotation_mode="anchor", fontsize=TEXT
+        range(columns),
+        grid.modules,
+        rotation=30,
+        ha="right",
+        rotation_mode="anchor",
+        fontsize=FONT_SIZE,
     )
     step = max(1, math.ceil(rows / 40))
-    ax.set_yticks(range(0, rows, step), grid.blocks[::step], fontsize=TEXT)
+    ax.set_yticks(range(0, rows, step), grid.blocks[::step], fontsize=FONT_SIZE)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    if rows * columns <= _WRITTEN_CELLS:
-        for (i, j), value in np.ndenumerate(values):
-            if math.isfinite(value):
-                shade = float(np.interp(value, image.get_clim(), (0.0, 1.0)))
-                ax.text(
-                    j,
-                    i,
-                    f"{value:.2g}",
-                    ha="center",
-                    va="center",
-                    fontsize=TEXT - 1,
-                    color="w" if shade < 0.5 else "k",
-                )
+    if rows * columns <= max_written:
+        _write_values(ax, image, values)
     figure = ax.get_figure(root=True)
     if figure is not None:
         figure.colorbar(image, ax=ax, label=grid.quantity, fraction=0.05, pad=0.02)
     return ax
 
 
-def save_figure(ax: Axes, path: Any, form: str | None = None) -> None:
-    """Write the figure of ``ax`` as PNG or SVG, by ``form`` or the ending of ``path``, without a date inside.
+def save_figure(
+    ax: Axes, path: Any, file_format: str | None = None, *, form: str | None = None
+) -> None:
+    """Write the figure of ``ax`` as PNG or SVG, without a date inside.
 
     Parameters
     ----------
     ax : Axes
     path : path or binary file
+    file_format : str, optional
+        ``"png"`` or ``"svg"``; absent, the ending of ``path``.
     form : str, optional
-        ``"png"`` or ``"svg"``.
+        The old name of ``file_format``, until version 0.5.
 
     Examples
     --------
@@ -328,30 +332,41 @@ def save_figure(ax: Axes, path: Any, form: str | None = None) -> None:
     >>> picture.getvalue()[1:4]
     b'PNG'
     """
+    if form is not None:
+        warn_of_old_name("form=", "file_format=")
+    file_format = file_format or form or str(path).rpartition(".")[2]
+    metadata = {"Date": None} if file_format == "svg" else None
     figure = ax.get_figure(root=True)
-    form = form or str(path).rpartition(".")[2]
-    metadata = {"Date": None} if form == "svg" else None
-    figure.savefig(path, format=form, dpi=150, bbox_inches="tight", metadata=metadata)  # type: ignore[union-attr]
-
-
-_LEAST = 1e-16
-"""Errors below double rounding are not drawn on a logarithmic axis."""
-_WRITTEN_CELLS = 150
+    assert figure is not None
+    figure.savefig(path, format=file_format, dpi=150, bbox_inches="tight", metadata=metadata)
 
 
 def _line(
     ax: Axes, x: Sequence[float], y: Sequence[float], i: int, label: str, marker: bool = True
 ) -> None:
-    sign = MARKERS[i % len(MARKERS)] if marker else ""
-    ax.plot(
-        x,
-        y,
-        marker=sign,
-        markersize=3.5,
-        linewidth=1.5,
-        color=COLOURS[i % len(COLOURS)],
-        label=label,
-    )
+    sign = _cycled(MARKERS, i) if marker else ""
+    colour = _cycled(COLOURS, i)
+    ax.plot(x, y, marker=sign, markersize=3.5, linewidth=1.5, color=colour, label=label)
+
+
+def _cycled(values: Sequence[str], i: int) -> str:
+    return values[i % len(values)]
+
+
+def _sizes_and_errors(points: Sequence[ParetoPoint]) -> tuple[list[int], list[float]]:
+    return [point.size for point in points], [point.relative_error for point in points]
+
+
+def _write_values(ax: Axes, image: AxesImage, values: NDArray[np.float64]) -> None:
+    """Write the value of each cell of a heat map, light on dark and dark on light."""
+    import numpy as np
+
+    for (i, j), value in np.ndenumerate(values):
+        if math.isfinite(value):
+            shade = float(np.interp(value, image.get_clim(), (0.0, 1.0)))
+            colour = "w" if shade < 0.5 else "k"
+            text = f"{value:.2g}"
+            ax.text(j, i, text, ha="center", va="center", fontsize=FONT_SIZE - 1, color=colour)
 
 
 def _floors(ax: Axes, curves: Sequence[ErrorCurve], storages: Sequence[str]) -> None:
@@ -361,40 +376,48 @@ def _floors(ax: Axes, curves: Sequence[ErrorCurve], storages: Sequence[str]) -> 
     for storage, floor in floors.items():
         ax.axhline(floor, linestyle=":", linewidth=1.0, color=GREY, zorder=1)
         ax.annotate(
-            f"{storage} rounding", (0.01, floor), xycoords=("axes fraction", "data"), va="bottom", fontsize=TEXT - 0.5,
+            f"{storage} rounding",
+            (0.01, floor),
+            xycoords=("axes fraction", "data"),
+            va="bottom",
+            fontsize=FONT_SIZE - 0.5,
             color="0.3",
-        )  # fmt: skip
-    ax.set_ylim(
-        bottom=0.5 * min(floors.values())
-    )  # below the finest floor there is nothing left to store
+        )
+    # Below the finest floor there is nothing left to store
+    ax.set_ylim(bottom=0.5 * min(floors.values()))
 
 
 def _reference(ax: Axes, limit: Limit) -> None:
+    """Draw a limit within the axes as they are."""
     low, high = ax.get_xlim()
-    x, y = _positive(limit.bytes, limit.relative_errors)
-    inside = [(a, b) for a, b in zip(x, y, strict=True) if low <= a <= high]
-    x, y = [a for a, _ in inside], [b for _, b in inside]
+    x, y = [], []
+    for size, error in zip(*_positive(limit.bytes, limit.relative_errors), strict=True):
+        if low <= size <= high:
+            x.append(size)
+            y.append(error)
     ax.plot(x, y, linestyle="--", linewidth=1.0, color=GREY, label=limit.label)
 
 
 def _sizes(curve: ErrorCurve, against: str, storage: str) -> Sequence[float]:
     if against not in ("parameters", "ranks", "bytes"):
         raise ValueError(f"against: expected parameters, ranks or bytes, got {against!r}")
-    sizes: Sequence[float] = curve.bytes(storage) if against == "bytes" else getattr(curve, against)
-    return sizes
+    if against == "bytes":
+        return curve.bytes(storage)
+    return curve.parameters if against == "parameters" else curve.ranks
 
 
 def _positive(x: Iterable[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Points a log–log plot can show: errors above double rounding, counts above zero."""
-    points = [(a, b) for a, b in zip(x, y, strict=True) if a > 0 and b > _LEAST]
-    return [a for a, _ in points], [b for _, b in points]
+    """Return points that a log–log plot can show: counts above zero, errors above rounding."""
+    points = zip(x, y, strict=True)
+    shown = [(size, error) for size, error in points if size > 0 and error > DOUBLE_ROUNDING]
+    return [size for size, _ in shown], [error for _, error in shown]
 
 
 # -- what all pictures share -----------------------------------------------------------------------
 
 
 def new_axes(width: float = 6.4, height: float = 4.2) -> Axes:
-    """Axes of a figure of their own, which no window shows."""
+    """Return axes of a figure of their own, which no window shows."""
     with needs("a picture", "plots"):
         from matplotlib.figure import Figure
 
@@ -402,7 +425,7 @@ def new_axes(width: float = 6.4, height: float = 4.2) -> Axes:
 
 
 def dress(ax: Axes, xlabel: str, ylabel: str) -> None:
-    """The one style: light grid, no box, labels with units."""
+    """Give axes the one style: light grid, no box, labels with units."""
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
     ax.grid(True, which="major", linewidth=0.4, alpha=0.5)
@@ -413,24 +436,24 @@ def dress(ax: Axes, xlabel: str, ylabel: str) -> None:
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
         if axis.get_scale() == "log":
-            decades = math.log10(high / low) if 0.0 < low < high else 1.0  # nothing is drawn yet
+            # Where nothing is drawn yet there is no range
+            decades = math.log10(high / low) if 0.0 < low < high else 1.0
             axis.set_minor_formatter(NullFormatter())
             if decades < 3.0:
-                axis.set_major_locator(
-                    LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2.0 else (1.0, 3.0))
-                )
+                steps = (1.0, 2.0, 5.0) if decades < 2.0 else (1.0, 3.0)
+                axis.set_major_locator(LogLocator(subs=steps))
             if axis is ax.xaxis or decades < 3.0:
                 axis.set_major_formatter(FuncFormatter(lambda value, _: _count(value)))
 
 
 def name_lines(ax: Axes) -> None:
-    """A legend in the colours of the lines, where it covers least."""
+    """Add a legend in the colours of the lines, where it covers least."""
     if ax.get_legend_handles_labels()[0]:
-        ax.legend(frameon=False, fontsize=TEXT, labelcolor="linecolor")
+        ax.legend(frameon=False, fontsize=FONT_SIZE, labelcolor="linecolor")
 
 
 def _count(value: float) -> str:
-    """500, 20k, 3M."""
+    """Return a number as ticks show it: 500, 20k, 3M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if value >= size:
             unit = 1e3 if letter == "k" else size
