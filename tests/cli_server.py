@@ -96,13 +96,14 @@ def _serve() -> None:
     from lsrdecomp import analysis, checkpoints, cli, compression, fleet, plots
     from lsrdecomp.cli.app import app
 
+    # Loaded here once, not by every child.
     for room in (
         analysis,
         checkpoints,
         compression,
         fleet,
         plots,
-    ):  # loaded here once, not by every child
+    ):
         for name in room.__all__:
             getattr(room, name)
     CliRunner().invoke(app, ["inspect", str(Path(cli.__file__).parent / "demo_adapter")])

@@ -191,9 +191,8 @@ def drawn_sums(count: int, seed: int = 0) -> Iterator[DrawnSum]:
                 alike * c + math.sqrt(1.0 - alike**2) * f
                 for c, f in zip(common, draw(), strict=True)
             ]
-            if (
-                kind == DRAWN_KINDS[3]
-            ):  # Σ C ⊗ … ⊗ A_i ⊗ … ⊗ C, whose first two terms come as near as one likes
+            # Σ C ⊗ … ⊗ A_i ⊗ … ⊗ C: its first two terms come as near as one likes.
+            if kind == DRAWN_KINDS[3]:
                 factors = [
                     f if i == term else c
                     for i, (c, f) in enumerate(zip(common, factors, strict=True))

@@ -182,9 +182,8 @@ def test_a_start_saves_sweeps_and_reaches_the_same(rng):
     more = lsr.decompose(hilbert, shape, rank=6, init=cold.approximation)
     assert (more.separation_rank, more.relative_error < cold.relative_error / 10) == (6, True)
     assert lsr.decompose(near, shape, rtol=2 * warm.relative_error, init=cold).separation_rank == 4
-    assert (
-        lsr.decompose(hilbert, rank=2, init=lsr.decompose(hilbert, rank=3)).separation_rank == 2
-    )  # needs no start
+    # Two factors need no start.
+    assert lsr.decompose(hilbert, rank=2, init=lsr.decompose(hilbert, rank=3)).separation_rank == 2
     with pytest.raises(
         lsr.errors.ShapeError,
         match="init has the shape 4×4 ⊗ 4×4 ⊗ 4×4, but the factors are 8×8 ⊗ 8×8",

@@ -19,9 +19,8 @@ FOUND = {  # what fuzzing has found, kept as bytes
     "manifest": [
         b'{"plan": {"rtol": 0.1, "storage": "float32"}}\n{"name": "a/b", "3tate": "done"}\n'
     ],
-    "packed_index": [
-        b'[["a","terms",[2],[1],[2],[4,0,1],[4,0,1]]]\0' + bytes(8)
-    ],  # a scale of zero
+    # A scale of zero.
+    "packed_index": [b'[["a","terms",[2],[1],[2],[4,0,1],[4,0,1]]]\0' + bytes(8)],
 }
 
 

@@ -335,9 +335,8 @@ PUBLIC = {
     ],
 )
 def test_a_name_that_is_not_here_is_told_where_it_is_or_what_it_is_like(name, words, monkeypatch):
-    monkeypatch.delitem(
-        lsrdecomp.__dict__, name, raising=False
-    )  # a module that another test imported
+    # A module that another test imported.
+    monkeypatch.delitem(lsrdecomp.__dict__, name, raising=False)
     with pytest.raises(AttributeError, match=words):
         getattr(lsrdecomp, name)
 

@@ -161,9 +161,8 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     errors = []
     for number in chosen:
         times["bank"].append(seconds(lambda number=number: from_bank(number)))
-        times["same"].append(
-            seconds(lambda: bank.model(prompt))
-        )  # no switch: what is left is the forward pass
+        # No switch: what is left is the forward pass.
+        times["same"].append(seconds(lambda: bank.model(prompt)))
         times["disk"].append(seconds(lambda number=number: from_disk(number)))
         beside.delete_adapter(f"n{number}")
         beside.set_adapter("first")

@@ -106,9 +106,8 @@ def case(
                     times[name].append(
                         seconds(lambda model=model, call=call: call(model, x), device, repeats)
                     )
-            if (
-                number == 0
-            ):  # it warms up, and says how often to repeat short calls: for 5 ms at least
+            # The first round warms up, and says how often to repeat short calls: for 5 ms at least.
+            if number == 0:
                 repeats = max(1, min(200, round(0.005 / max(times["LoRA"][0], 1e-9))))
         least = {name: min(each[1:]) for name, each in times.items()}
         row[way] = {

@@ -267,9 +267,8 @@ def _loss(scores: Scores) -> float:
 
 
 def distilled(arguments: argparse.Namespace, record: Record) -> None:
-    subjects: dict[
-        str, tuple[Subject, Judge]
-    ] = {}  # of the last seed; the demo's are those of every seed
+    # Of the last seed; the demo's are those of every seed.
+    subjects: dict[str, tuple[Subject, Judge]] = {}
     for seed in arguments.seeds:
         for task in arguments.tasks:
             name = task if task == DEMO else f"{task}-{seed}"

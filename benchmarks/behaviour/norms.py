@@ -52,11 +52,12 @@ from lsrdecomp.targets.base import LowRank
 BUDGETS = (64, 128, 320, 640, 1408)  # parameters per matrix of 384 × 384; the LoRA has 6,144
 SAMPLES = 1024
 JUDGED = 1200  # held-out examples, the published dev split first
+# The task whose texts tell of behaviour out of distribution.
 OUTSIDE = {
     "SST-2": "MRPC",
     "MRPC": "SST-2",
     "CoLA": "SST-2",
-}  # whose text tells of behaviour out of distribution
+}
 SOLVER = JointALS(sweeps=8, trials=1)
 Factors = tuple[np.ndarray, np.ndarray]
 

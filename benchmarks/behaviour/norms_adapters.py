@@ -56,9 +56,8 @@ def train(subject: Subject, choices: Training, seed: int) -> PeftModel:
         layers_to_transform=[FIRST_LAYER, FIRST_LAYER + 1, FIRST_LAYER + 2],
         layers_pattern="layer",
     )
-    model = get_peft_model(
-        subject.model, config
-    ).eval()  # no dropout: the start and the end are one function apart
+    # No dropout: the start and the end are one function apart.
+    model = get_peft_model(subject.model, config).eval()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=choices.rate, weight_decay=0.0)
     schedule = get_linear_schedule_with_warmup(optimizer, choices.steps // 20, choices.steps)
@@ -94,9 +93,8 @@ def main() -> None:
             out = arguments.work / task / f"seed-{seed}"
             if (out / "run.json").exists():
                 continue
-            subject = prepare(
-                arguments.data, arguments.work, task
-            )  # afresh: training wraps the model
+            # Prepared afresh: training wraps the model.
+            subject = prepare(arguments.data, arguments.work, task)
             before, started = score(subject.model, subject.held_out), time.process_time()
             model = train(subject, CHOICES[task], seed)
             after = score(model, subject.held_out)

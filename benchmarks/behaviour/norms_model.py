@@ -23,16 +23,18 @@ from lsrdecomp.training.tasks import TASKS
 
 FIRST_LAYER = 3  # adapters sit on layers 3, 4 and 5 of 6
 TARGETS = ("query", "key", "value", "attention.output.dense")
+# Rows of train that are never trained on, besides dev.
 HELD_OUT = {
     "SST-2": 1600,
     "MRPC": 600,
     "CoLA": 1000,
-}  # rows of train that are never trained on, besides dev
+}
+# Rows trained on at most; SST-2 has far more than the steps can see.
 TRAINED_ON = {
     "SST-2": 12000,
     "MRPC": 3068,
     "CoLA": 7551,
-}  # at most; SST-2 has far more than the steps can see
+}
 SPLIT_SEED = 20260101
 
 

@@ -468,9 +468,8 @@ def extrapolated(run: Row, fits: Row, rows: list[Row]) -> Row:
     for name, names in MODELS.items():
         values = fits[name]
         coefficients = np.array(list(values["coefficients"].values()))
-        spread = float(
-            np.exp(misses(rows, names, coefficients)).mean()
-        )  # the mean lies above exp of the mean logarithm
+        # The mean lies above exp of the mean logarithm.
+        spread = float(np.exp(misses(rows, names, coefficients)).mean())
         missed = math.sqrt(np.mean([left["mean"] ** 2 for left in values["left_out"].values()]))
         distance = float(np.mean([size(row) for row in own]) - np.mean([size(row) for row in rows]))
         beyond = values["standard_errors"].get("size", 0.0) * distance

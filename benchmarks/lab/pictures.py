@@ -89,9 +89,8 @@ def plot_stages(
     panels = figure.subplots(1, len(stages), sharex=True, sharey=True, squeeze=False)[0]
     for panel, stage in zip(panels, stages, strict=True):
         for i, (structure, path) in enumerate(paths.items()):
-            aside = 1.0 + 0.05 * (
-                i - (len(paths) - 1) / 2
-            )  # bars of one size must not cover each other
+            # Bars of one size must not cover each other.
+            aside = 1.0 + 0.05 * (i - (len(paths) - 1) / 2)
             points = [
                 Point(structure, aside * point.size, point.mean, point.deviation)
                 for point in sorted(path.get(stage, ()), key=lambda point: point.size)

@@ -119,9 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "exact_answers.json")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    with Journal(
-        options.work / "journal"
-    ) as journal:  # statistics are read from it as they are needed
+    # Statistics are read from it as they are needed.
+    with Journal(options.work / "journal") as journal:
         make_rows(options, journal)
 
 

@@ -421,9 +421,10 @@ def _split(
 def add_rounded(
     columns: Sequence[Tensor], rows: Sequence[Tensor], widths: Sequence[int]
 ) -> Callable[..., Tensor]:
+    # The gradient passes the rounding as if it were not there.
     def coded(
         vectors: Sequence[Tensor],
-    ) -> Tensor:  # the gradient passes the rounding as if it were not there
+    ) -> Tensor:
         return torch.stack(
             [v + (rounded(v, bits) - v).detach() for v, bits in zip(vectors, widths, strict=True)]
         )

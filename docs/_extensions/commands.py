@@ -23,9 +23,8 @@ class Shell:
     """A directory, and the commands of `lsrdecomp` run in it."""
 
     def __init__(self) -> None:
-        self._held = tempfile.TemporaryDirectory(
-            prefix="lsrdecomp-docs-"
-        )  # removed with this object
+        # Removed with this object.
+        self._held = tempfile.TemporaryDirectory(prefix="lsrdecomp-docs-")
         self.folder = Path(self._held.name)
         for name in ("adapter", "statistics"):
             with as_file(files("lsrdecomp.cli") / f"demo_{name}") as source:

@@ -147,9 +147,8 @@ def test_on_a_cpu_passes_of_a_peft_model_form_pairs_again_only_when_numbers_chan
     formed = len(calls)
     assert torch.equal(model(**token_batch()).logits, first)
     assert (formed > 0, len(calls)) == (True, formed)
-    next(p for n, p in model.named_parameters() if "lsr_B" in n).data.add_(
-        1.0
-    )  # PyTorch counts no change
+    # A change of `.data`, which PyTorch does not count.
+    next(p for n, p in model.named_parameters() if "lsr_B" in n).data.add_(1.0)
     assert not torch.equal(model(**token_batch()).logits, first)
     assert len(calls) == formed + 1
 

@@ -252,9 +252,8 @@ def test_a_method_written_from_contributing_alone_lives_in_peft(monkeypatch, tmp
     module = ModuleType("lsrdecomp.adapters.outer")  # edit 1: the file
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(code, "outer.py", "exec"), module.__dict__)
-    monkeypatch.setattr(
-        lsrdecomp.adapters, "OuterConfig", module.OuterConfig, raising=False
-    )  # edit 2: its name
+    # Edit 2: its name.
+    monkeypatch.setattr(lsrdecomp.adapters, "OuterConfig", module.OuterConfig, raising=False)
     table = {**METHODS, "outer": eval(row, {"Method": Method})}  # edit 3: its row
     monkeypatch.setattr(methods, "METHODS", table)
     monkeypatch.setitem(CONFIGS, "outer", configs(table)["outer"])

@@ -105,9 +105,8 @@ def test_lokr_finds_a_planted_product_and_prices_its_truncation(rng: np.random.G
     layer = Layer.of("q", LowRank(u[:, :9] * sigma[:9], vh[:9]))
     fit = arms._LokrFit.of(layer, lambda size, factor: {40: (4, 10), 48: (3, 16)}[size], -1)
     assert fit.parameters(3) == 12 + 3 * 26
-    assert (
-        fit.parameters(None) == fit.parameters(8) == 12 + 160
-    )  # LyCORIS keeps W2 whole from half its size on
+    # LyCORIS keeps W2 whole from half its size on.
+    assert fit.parameters(None) == fit.parameters(8) == 12 + 160
     assert errors([layer], [fit.form(3)])[0] < 1e-5 * layer.squared_norm
     for dim in (1, 2):
         assert layer.squared_error(fit.form(dim)) == pytest.approx(fit.squared_error(dim), rel=1e-2)

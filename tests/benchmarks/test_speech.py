@@ -40,9 +40,8 @@ def as_ctranslate2(model):
                     f"{old}.{attention}.{'out' if letter == 'o' else letter}_proj"
                     for letter in letters
                 ]
-                biases = [
-                    state.get(f"{name}.bias", np.zeros(64, np.float16)) for name in names
-                ]  # k has none
+                # k has no bias.
+                biases = [state.get(f"{name}.bias", np.zeros(64, np.float16)) for name in names]
                 tensors[f"{layer}/{block}/linear_{number}/weight"] = np.concatenate(
                     [state[f"{name}.weight"] for name in names]
                 )
@@ -63,9 +62,8 @@ def as_ctranslate2(model):
     def text(words):
         return struct.pack("<H", len(words) + 1) + words.encode() + b"\0"
 
-    settings = (
-        text("decoder/activation") + struct.pack("<BBI", 0, 1, 1) + b"\2"
-    )  # one byte, no tensor
+    # A setting of one byte, which is no tensor.
+    settings = text("decoder/activation") + struct.pack("<BBI", 0, 1, 1) + b"\2"
     content = (
         struct.pack("<I", 6)
         + text("WhisperSpec")

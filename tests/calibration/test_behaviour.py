@@ -165,9 +165,8 @@ def test_verify_on_the_command_line(classifier, tmp_path):
     done = CliRunner().invoke(app, [*map(str, arguments), "--text", str(lines), "--json", "-"])
     answers = json.loads(done.stdout)["answers"]
     assert answers["kl"] == pytest.approx(found.kl, rel=1e-6)
-    assert answers["kept"] == pytest.approx(
-        found.kept, abs=2e-6
-    )  # one minus a ratio of two such figures
+    # It is one minus a ratio of two such figures.
+    assert answers["kept"] == pytest.approx(found.kept, abs=2e-6)
 
 
 def test_a_base_without_texts_is_refused(classifier):

@@ -49,9 +49,8 @@ def classifier():
         "intermediate_size": 40,
     }
     config = transformers.BertConfig(**sizes, vocab_size=50, num_labels=3, initializer_range=0.3)
-    return transformers.BertForSequenceClassification(
-        config
-    ).train()  # dropout stays off all the same
+    # Dropout stays off all the same.
+    return transformers.BertForSequenceClassification(config).train()
 
 
 def translator():
@@ -191,16 +190,14 @@ def test_groups_of_layers_give_the_statistics_of_one_pass(tmp_path):
         calibrate(
             base, batches(3), out=tmp_path / "three", max_memory=limit, on_step=stop, **common
         )
-    assert (
-        len(list((tmp_path / ".three.journal").glob("*.safetensors"))) == 2
-    )  # the first group, sums of the second
+    # The journal holds the first group, and sums of the second.
+    assert len(list((tmp_path / ".three.journal").glob("*.safetensors"))) == 2
     steps = []
     calibrate(
         base, batches(3), out=tmp_path / "three", max_memory=limit, on_step=steps.append, **common
     )
-    assert steps == [
-        ProgressUpdate("calibrating", 24, 24, "examples")
-    ]  # the batch that was not saved
+    # Only the batch that was not saved is left.
+    assert steps == [ProgressUpdate("calibrating", 24, 24, "examples")]
     for name in ("statistics.json", "statistics.safetensors"):
         assert (tmp_path / "three" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     assert len(list((tmp_path / "three").iterdir())) == 2

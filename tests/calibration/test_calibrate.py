@@ -160,9 +160,8 @@ def test_what_lies_in_padding_does_not_count(classifier, tmp_path):
         )
     layers = json.loads((tmp_path / "noisy" / "statistics.json").read_text())["layers"]
     assert layers[QUERY]["tokens"] == sum(int(batch["attention_mask"].sum()) for batch in clean)
-    assert (
-        layers[DENSE]["tokens"] == 24
-    )  # after the last layer only the first token feeds the answer
+    # After the last layer only the first token feeds the answer.
+    assert layers[DENSE]["tokens"] == 24
     first, second = (
         read_statistics(tmp_path / name).measured(QUERY) for name in ("clean", "noisy")
     )
@@ -257,9 +256,8 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(classifier, tmp_path):
         others.append(step.done)
         stop(step)
 
-    with pytest.raises(
-        StopHereError
-    ):  # with another seed: it goes on from nothing, and takes nothing away
+    # With another seed: it goes on from nothing, and takes nothing away.
+    with pytest.raises(StopHereError):
         calibrate(
             base, texts(5), out=tmp_path / "a", on_step=stop_others, **{**settings, "seed": 4}
         )

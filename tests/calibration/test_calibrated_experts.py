@@ -200,9 +200,8 @@ def test_statistics_of_an_expert_are_those_of_its_gradient(mixture, tmp_path):
         _, _, kind, number = name.rsplit(".", 3)
         layer = statistics.measured(name)
         fisher = layer.input.trace * layer.output.trace
-        assert fisher == pytest.approx(
-            float(squares[kind][int(number)]) / answers, rel=5e-3
-        )  # stored in half precision
+        # Stored in half precision.
+        assert fisher == pytest.approx(float(squares[kind][int(number)]) / answers, rel=5e-3)
 
 
 def test_an_expert_that_no_token_reached_counts_as_the_one_that_fewest_did(mixture, tmp_path):
@@ -215,9 +214,8 @@ def test_an_expert_that_no_token_reached_counts_as_the_one_that_fewest_did(mixtu
         == "experts.2.up"
     )
     assert least_used_expert("v_proj", tokens) is None
-    short = [
-        {"input_ids": BATCHES[0]["input_ids"][:, :2]}
-    ]  # one answer: at least two experts are not asked
+    # One answer: at least two experts are not asked.
+    short = [{"input_ids": BATCHES[0]["input_ids"][:, :2]}]
     statistics = measured(mixture, tmp_path / "statistics", short, "down_proj")
     traces = [
         statistics.measured(f"model.layers.0.mlp.experts.down_proj.{expert}").output.trace

@@ -84,10 +84,11 @@ def test_what_the_assistant_says_counts_in_every_turn(tmp_path, tokenizer):
     )
     assert prompt_text(example, tokenizer).split() == given.split()
     assert completion_text(example) == "five six"
+    # Parted as TRL's conversational datasets are.
     parted = {
         "prompt": SPOKEN[:-1],
         "completion": SPOKEN[-1:],
-    }  # as TRL's conversational datasets have it
+    }
     assert read_examples(file(tmp_path, parted)) == [example]
 
 

@@ -40,9 +40,8 @@ def test_many_forms_are_compared_with_one_set_of_answers(pair):
     source, written = pair
     kept = Reference(source, all_batches(source))
     assert kept.compare(source).kl == pytest.approx(0.0, abs=1e-12)
-    assert kept.compare(written) == Reference(source, all_batches(source)).compare(
-        written
-    )  # those before change nothing
+    # Comparisons before this one change nothing.
+    assert kept.compare(written) == Reference(source, all_batches(source)).compare(written)
     assert kept.compare(written).effect == kept.effect
 
 
@@ -58,9 +57,8 @@ def test_rows_of_trained_tokens_are_no_part_of_delta(tmp_path):
     config = LoraConfig(
         target_modules=["c_attn"], task_type="CAUSAL_LM", trainable_token_indices=[3, 7]
     )
-    get_peft_model(make_model("CAUSAL_LM")[0], config).save_pretrained(
-        tmp_path / "tokens"
-    )  # ΔW = 0 at its start
+    # An adapter whose ΔW is 0 at its start.
+    get_peft_model(make_model("CAUSAL_LM")[0], config).save_pretrained(tmp_path / "tokens")
     source = load_base(tmp_path / "base", tmp_path / "tokens")
     for name, parameter in source.model.named_parameters():
         if "trainable_tokens_delta" in name:

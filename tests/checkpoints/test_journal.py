@@ -70,9 +70,8 @@ def test_of_four_runs_at_one_output_one_works_and_three_are_told_by_which(tmp_pa
         try:
             with Journal.beside(tmp_path / "out") as journal:
                 for _ in range(3):
-                    assert refused.acquire(
-                        timeout=60
-                    )  # the others are all refused while this one works
+                    # The others are all refused while this one works.
+                    assert refused.acquire(timeout=60)
                 journal.put(str(number), ARRAYS)
                 raise KeyboardInterrupt  # as if stopped: its results stay
         except KeyboardInterrupt:

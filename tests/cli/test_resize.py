@@ -262,9 +262,8 @@ def test_verify_knows_the_layers_that_a_cut_left_out(tmp_path):
     for key in HALVES["diffusers"]:
         del tensors[key.format(cut.ranks.index(1))]
     save_file(tensors, tmp_path / "lost.safetensors", metadata=metadata)
-    assert not verify(
-        source, open_checkpoint(tmp_path / "lost.safetensors")
-    ).passed  # one that is lost is no such layer
+    # A layer that was lost is not one of rank zero.
+    assert not verify(source, open_checkpoint(tmp_path / "lost.safetensors")).passed
 
 
 @pytest.mark.parametrize("ratio", [1.2, 2, 5, 9])
@@ -282,9 +281,8 @@ def test_one_rank_for_all_layers_is_the_best_of_those_that_fit(tmp_path, ratio):
         sum(layer[:rank].sum() for layer, rank in zip(squares, chosen, strict=True))
         for chosen in (*fitting, ranks)
     ]
-    assert kept[-1] >= 0.9 * max(
-        kept
-    )  # layers are taken in the order of their gain, not by trying all sets
+    # Layers are taken in the order of their gain, not by trying all sets.
+    assert kept[-1] >= 0.9 * max(kept)
 
 
 def test_a_file_that_must_have_every_layer_is_not_asked_for_fewer(tmp_path):

@@ -135,9 +135,8 @@ def test_never_worse_than_the_best_truncated_svd_at_the_same_budget_and_norm(
     assert fit.parameters <= budget
     assert fit.relative_error <= _best_truncation(some, budget) * (1 + 1e-12)
     assert fit.low_rank_error == pytest.approx(_best_truncation(some, budget), rel=1e-9)
-    if ranks == 0.5 or (
-        weighted and ranks % 1.0
-    ):  # strictly below the staircase between whole ranks
+    # Strictly below the staircase between whole ranks.
+    if ranks == 0.5 or (weighted and ranks % 1.0):
         assert fit.relative_error < 0.999 * _best_truncation(some, budget)
     _check_errors(fit)
 

@@ -87,9 +87,8 @@ def test_every_layer_meets_its_tolerance_as_written(few, tmp_path, rtol, storage
         present = layer.name in {other.name for other in written.layers}
         update = layer_product(written.layer(layer.name)).to_matrix() if present else 0.0 * source
         assert np.linalg.norm(source - update) <= rtol * np.linalg.norm(source) * (1 + 1e-9)
-        sigma = np.linalg.svd(
-            source, compute_uv=False
-        )  # and never at a higher price than plain truncated SVD
+        # And never at a higher price than plain truncated SVD.
+        sigma = np.linalg.svd(source, compute_uv=False)
         rank = next(
             k
             for k in range(9)

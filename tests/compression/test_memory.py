@@ -73,10 +73,11 @@ def peak(
     [
         (CompressionPlan(separation_rank=2, storage="float16"), 0.45),
         (CompressionPlan(separation_rank=1, storage="int4"), 0.2),
+        # Every layer is kept: its factors are as large as the layer.
         (
             CompressionPlan(rtol=0.1),
             0.2,
-        ),  # every layer is kept: its factors are as large as the layer
+        ),
         (CompressionPlan(ratio=4, storage="float16"), 0.4),  # a table of prices for every layer
     ],
     ids=["terms", "terms-int4", "rtol", "ratio"],

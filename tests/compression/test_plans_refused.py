@@ -90,9 +90,8 @@ def test_a_name_on_the_hub_is_told_how_to_get_it(
         assert "hf download someone/adapter --local-dir adapter" in done.stderr
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "adapters").mkdir()
-    assert (
-        "hf download" not in run_command("inspect", "adapters/style").stderr
-    )  # a directory here, and a word misspelt
+    # A directory, and a word misspelt.
+    assert "hf download" not in run_command("inspect", "adapters/style").stderr
 
 
 def test_a_rank_bound_holds_in_what_is_written(tmp_path: Path) -> None:

@@ -100,9 +100,8 @@ def test_codes_are_no_worse_than_plain_rounding(bits: int, seed: int) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 5, 24])
 def test_levels_tried_together_give_the_same_codes(at_once: int, rng: np.random.Generator) -> None:
-    rows = np.concatenate(
-        [rng.standard_normal((40, 4)), np.zeros((40, 1))], axis=1
-    ).T  # not contiguous, a row of zeros
+    # Not contiguous, with a row of zeros.
+    rows = np.concatenate([rng.standard_normal((40, 4)), np.zeros((40, 1))], axis=1).T
     each = [nearest_codes(row[None], 4) for row in rows]
     codes, steps = nearest_codes(rows, 4, max_entries=at_once * rows.size)
     np.testing.assert_array_equal(codes, np.concatenate([one for one, _ in each]))

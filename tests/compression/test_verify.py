@@ -175,12 +175,13 @@ def test_a_head_that_the_config_declares_and_the_file_lacks_is_named(tmp_path):
 
 def test_the_two_heads_that_peft_names_are_one(tmp_path):
     head = {f"{PREFIX}classifier.weight": np.ones((2, 4), np.float32)}
+    # A pair more each time that PEFT opens a classifier.
     named = [
         "classifier",
         "score",
         "classifier",
         "score",
-    ]  # a pair more each time that PEFT opens a classifier
+    ]
     source = write_lora_directory(tmp_path / "a", {**lora_pair("q"), **head}, modules_to_save=named)
     assert open_checkpoint(source).notes == ()
     small = compress(open_checkpoint(source), CompressionPlan(separation_rank=1)).save(

@@ -95,9 +95,8 @@ def test_a_distilled_adapter_keeps_more_and_says_how_much(
     again = Evaluator(
         folder / "base", folder / "lora", TEXTS, EvaluatorSettings(batch=8, max_length=16)
     ).measure(tmp_path / "distilled")
-    assert again.kept == pytest.approx(
-        done.fidelity.kept, abs=1e-6
-    )  # of the files, not of the training run
+    # Figures are of the files, not of the training run.
+    assert again.kept == pytest.approx(done.fidelity.kept, abs=1e-6)
     record = json.loads((tmp_path / "distilled" / "compression.json").read_text())
     assert record["promise"]["kept"] == done.fidelity.kept
     assert done.fidelity.sentence() in (tmp_path / "distilled" / "README.md").read_text()
@@ -485,6 +484,5 @@ def test_distil_on_the_command_line(classifier, tmp_path):
     assert facts["promise"]["sentence"] in done.stdout.replace("\n", " ")
     assert facts["promise"]["data"] == "lines.txt"
     assert 0.0 < facts["distillation"]["before"]["kept"] < facts["distillation"]["after"]["kept"]
-    assert isinstance(
-        CliRunner().invoke(app, given).exception, CheckpointError
-    )  # the output is there already
+    # The output is there already.
+    assert isinstance(CliRunner().invoke(app, given).exception, CheckpointError)

@@ -239,11 +239,12 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
     )
     told = []
     whole = compress_searching(folder / "lora", **settings, on_step=told.append)
+    # Calibration, search, training.
     assert {step.unit for step in told} >= {
         "examples",
         "layers × shapes",
         "steps",
-    }  # calibration, search, training
+    }
     calibrated = [step.done for step in told if step.stage.endswith("· calibrating") and step.total]
     assert calibrated[-1] == len(TEXTS) * 3 // 4
     numbers = [
@@ -267,9 +268,8 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
     monkeypatch.setattr(Evaluator, "fidelity", kill)
     with pytest.raises(Killed), Journal.beside(out) as journal:  # when all of them are done
         compress_searching(folder / "lora", **settings, journal=journal, on_step=steps.append)
-    assert (
-        next(step.done for step in steps if step.unit == "steps") == first_saved + 1
-    )  # not from its beginning
+    # Not from its beginning.
+    assert next(step.done for step in steps if step.unit == "steps") == first_saved + 1
     trainings.clear()
     monkeypatch.setattr(Evaluator, "measure", kill)  # nothing is measured again either
     monkeypatch.setattr(Evaluator, "fidelity", end)
@@ -425,9 +425,8 @@ def test_a_second_pass_in_the_norm_around_the_first_is_taken_where_it_is_better(
         lsr.compress(lora, ratio=4, **settings),
         lsr.compress(lora, keep=0.7, **settings),
     )
-    assert [modules for _, modules in active] == [
-        active[0][1]
-    ] * 4  # all layers of the LoRA, left out or not
+    # All layers of the LoRA, left out or not.
+    assert [modules for _, modules in active] == [active[0][1]] * 4
     assert active[0][0] == active[2][0] == lora.source_sha256 not in (active[1][0], active[3][0])
     assert len(of_ratio.tried) > 1 < len(of_share.tried)
     assert of_ratio.fidelity.kept >= quarter.fidelity.kept - 1e-6

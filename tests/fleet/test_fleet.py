@@ -156,9 +156,8 @@ def test_what_has_lost_its_line_is_made_again(fleet, undisturbed, tmp_path):
     out = tmp_path / "out"
     run_fleet(fleet, out, PLAN, runner=in_process)
     lines = (out / MANIFEST).read_text().splitlines(keepends=True)
-    (out / MANIFEST).write_text(
-        "".join(lines[:4]) + lines[4][:20]
-    )  # killed in mid-line; five outputs have no line
+    # As if killed in mid-line: five outputs have no line.
+    (out / MANIFEST).write_text("".join(lines[:4]) + lines[4][:20])
 
     steps = []
     outcomes = run_fleet(fleet, out, PLAN, runner=in_process, on_step=steps.append)

@@ -33,9 +33,8 @@ def test_a_fleet_that_ends_leaves_nothing_behind(tmp_path: Path, seconds: float)
     write_lora_directory(tmp_path / "in" / "team" / "a", lora_pair("l.0", 16, 12, 2), r=2)
     plan = CompressionPlan(separation_rank=1)
     done = run_fleet(tmp_path / "in", tmp_path / "out", plan, runner=in_this_process)
-    left = leftover(
-        tmp_path / "out" / "team" / "a", seconds
-    )  # of another run, killed before it could record anything
+    # Of another run, killed before it could record anything.
+    left = leftover(tmp_path / "out" / "team" / "a", seconds)
     again = run_fleet(tmp_path / "in", tmp_path / "out", plan, runner=in_this_process)
     assert [outcome.state for outcome in (*done, *again)] == ["done", "done"]
     assert not left.exists()

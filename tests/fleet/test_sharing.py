@@ -199,9 +199,8 @@ def test_shapes_of_each_layer_and_the_commonest_of_its_size() -> None:
         == [even, tall]
     )
     assert [chain.shape for chain in found["e"]] == [even, tall, rare]
-    assert found["a"][0] == ShapeRequest(
-        even, ((1, 1), (2, 2), (3, 2), (4, 3))
-    )  # those that were taken, and one more of each
+    # Those that were taken, and one more of each.
+    assert found["a"][0] == ShapeRequest(even, ((1, 1), (2, 2), (3, 2), (4, 3)))
     assert [chain.shape for chain in found["f"]] == [wide]
     assert found["g"] == found["a"]  # left out, or low rank, in the other adapter
     assert found["h"] == ()

@@ -284,9 +284,8 @@ def test_every_library_agrees_on_the_protocols(xp, rng):
     dense = sum_of_terms(a.to_numpy())
     x, y = rng.standard_normal((6, 2)), rng.standard_normal((3, 6))
     reflected = [(a + xp.asarray(dense), 2 * dense)]
-    if (
-        xp.__name__ != "array_api_strict"
-    ):  # whose arrays raise where others leave the right operand its turn
+    # These arrays raise where others leave the right operand its turn.
+    if xp.__name__ != "array_api_strict":
         reflected += [(xp.asarray(y) @ a, y @ dense), (xp.asarray(dense) * a, dense**2)]
     for ours, theirs in (
         *reflected,

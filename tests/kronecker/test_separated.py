@@ -38,9 +38,8 @@ def test_norm_resolves_cancellation_that_a_gram_matrix_cannot(rng):
     bump = rng.standard_normal((4, 4))
     case = SeparatedMatrix.from_factors((np.stack((a + e * bump, -a)), np.stack((b, b))))
     expected = e * np.linalg.norm(bump) * np.linalg.norm(b)
-    assert case.norm == pytest.approx(
-        expected, rel=1e-3
-    )  # through the Gram matrix this reads zero or 1e-7
+    # Through the Gram matrix this reads zero or 1e-7.
+    assert case.norm == pytest.approx(expected, rel=1e-3)
     assert case.condition > 1e10
 
 

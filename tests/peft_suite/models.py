@@ -58,11 +58,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "peft-internal-testing/opt-125m": (
         "OPTForCausalLM",
         "opt",
+        # Tests count its layers, and name the sixth.
         {
             **OPT,
             "word_embed_proj_dim": 32,
             "num_hidden_layers": 12,
-        },  # tests count its layers, and name the sixth
+        },
     ),
     "peft-internal-testing/tiny-random-GPT2LMHeadModel": ("GPT2LMHeadModel", "gpt2", GPT),
     "hf-internal-testing/tiny-random-gpt2": ("GPT2LMHeadModel", "gpt2", GPT),
@@ -149,9 +150,8 @@ def make_models(folder: Path) -> None:
         )
         model: PreTrainedModel = getattr(transformers, architecture)(config)
         for parameter in model.parameters():
-            if (
-                parameter.ndim > 1
-            ):  # some architectures leave theirs unfilled, and 0.02 makes every layer negligible
+            # Some architectures leave theirs unfilled, and 0.02 makes every layer negligible.
+            if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.1)
         model.save_pretrained(target)
         tokenizer().save_pretrained(target)

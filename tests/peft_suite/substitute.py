@@ -68,10 +68,11 @@ OF_LORA = {
     "test_targeting_trainable_tokens_raises",
 }
 FIXTURES = {"model", "lokr_model"}  # of those files, made of that name
+# Our row among those of test_quantization.
 QUANTIZED = {
     "r": 8,
     "target_modules": ["q_proj", "v_proj"],
-}  # our row among those of test_quantization
+}
 
 
 def rewritten(row: Any) -> Any | None:

@@ -9,9 +9,8 @@ from lsrdecomp.solvers import ALS, SVD, BatchedKrylov, BlockGolubKahan, Gram, Te
 
 torch = pytest.importorskip("torch")
 
-SHAPE = KroneckerShape(
-    ((10, 8), (8, 12))
-)  # R(M) is 80 × 96: beyond the sides of which the full SVD is taken
+# R(M) is 80 × 96: beyond the sides of which the full SVD is taken.
+SHAPE = KroneckerShape(((10, 8), (8, 12)))
 RANK = 3
 
 

@@ -194,9 +194,8 @@ def test_an_estimated_gap_is_not_below_the_excess_once_it_is_small(name, rank, k
         captured.append(certificate.captured)
         excess, _ = certificate.excess(rank)
         _, _, vh = space.triples(rank)
-        v = np.linalg.qr(vh.astype(np.float64).T)[
-            0
-        ]  # half a step nearer than the space, known to more digits
+        # Half a step nearer than the space, known to more digits.
+        v = np.linalg.qr(vh.astype(np.float64).T)[0]
         error = (
             certificate.error(rank)
             if kind is np.float64
@@ -204,20 +203,18 @@ def test_an_estimated_gap_is_not_below_the_excess_once_it_is_small(name, rank, k
         )
         if len(captured) > 2 and excess < 1e-2:
             optimum = np.linalg.norm(sigma[rank:])
-            rounding = (
-                64 * unit_roundoff("float64") + certificate.roundoff**2 / optimum
-            )  # of vectors, squared
-            assert (
-                error <= optimum * (1.0 + excess + 1e-11) + rounding
-            )  # the optimum comes from another factorization
-            last = (
-                captured[-1][rank] - captured[-2][rank]
-            )  # no extrapolation is below what was gained last
+            # Bounds of vectors are squared.
+            rounding = 64 * unit_roundoff("float64") + certificate.roundoff**2 / optimum
+            # The optimum comes from another factorization.
+            assert error <= optimum * (1.0 + excess + 1e-11) + rounding
+            # No extrapolation is below what was gained last.
+            last = captured[-1][rank] - captured[-2][rank]
             sharper |= excess < 0.5 * last / (2.0 * certificate.squared_errors[rank])
+    # Spectra whose values are repeated, or come to rest at once.
     assert sharper or name in (
         "cliff",
         "flat",
-    )  # whose values are repeated, or come to rest at once
+    )
 
 
 @pytest.mark.parametrize("rtol", [0.5, 3e-2, 1e-4, 1e-11])

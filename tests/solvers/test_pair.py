@@ -107,9 +107,8 @@ def test_the_end_is_the_best_of_brute_force_fits(weighted: bool, rng: np.random.
 def test_monotone_measured_and_equal_on_every_library(
     kind: str, xp: ModuleType, rng: np.random.Generator
 ) -> None:
-    shape = (
-        CUBE if xp.__name__.endswith("numpy") else SMALL
-    )  # the other libraries on the cheaper one
+    # The other libraries on the cheaper one.
+    shape = CUBE if xp.__name__.endswith("numpy") else SMALL
     target = low_rank(rng, shape, 5, xp)
     weights = None if kind == "frobenius" else norms(rng, shape, kind, xp)
     solution = JointALS(sweeps=6, tolerance=0.0).solve(target, shape, (3, 4), weights=weights)
@@ -188,9 +187,8 @@ def test_weighted_is_frobenius_of_the_transformed_problem_where_the_weights_are_
     transformed = LowRank(weights.output.root(target.left), weights.input.root(target.right.T).T)
     many = JointALS(sweeps=40, tolerance=0.0, trials=0)  # trials may end in another local optimum
     weighted = many.solve(target, SMALL, (3, 3), weights=weights)
-    identity = NormWeights(
-        *(weight_of(np.eye(size)) for size in SMALL.matrix_shape)
-    )  # starts as the other one does
+    # Starts as the other one does.
+    identity = NormWeights(*(weight_of(np.eye(size)) for size in SMALL.matrix_shape))
     plain = many.solve(transformed, SMALL, (3, 3), weights=identity)
     assert weighted.norm == pytest.approx(plain.norm, rel=1e-12)
     assert weighted.relative_error == pytest.approx(plain.relative_error, rel=1e-3)
@@ -211,9 +209,8 @@ def test_never_worse_than_the_start_on_any_layer_of_a_batch(
         for solution in solutions:
             assert solution.relative_error <= solution.start_error * (1 + 1e-12) + 1e-14
             steering = [sweep.relative_error for sweep in solution.sweeps]
-            assert np.all(
-                np.diff(steering) <= 1e-7
-            )  # inner products resolve some √μ near an exact fit
+            # Inner products resolve some √μ near an exact fit.
+            assert np.all(np.diff(steering) <= 1e-7)
         assert solutions[-1].error == 0.0
 
 

@@ -98,11 +98,12 @@ def test_every_library_agrees(xp, rng):
     batch = a_batch(rng)
     theirs = krylov().solve_batch(batch, SHAPE, rank=3)
     ours = krylov().solve_batch(xp.asarray(batch), SHAPE, rank=3)
+    # The others have repeated or close singular values, and so many best answers.
     for i in (
         0,
         1,
         2,
-    ):  # the others have repeated or close singular values, and so many best answers
+    ):
         ours_formed = ours[i].approximation.to_matrix()
         assert_close(ours_formed, theirs[i].approximation.to_matrix(), size=1000, dtype="float32")
     check(batch, [Solution(in_numpy(o.approximation), o.status) for o in ours], 3, 1e-4)

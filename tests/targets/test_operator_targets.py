@@ -100,9 +100,8 @@ def test_a_sum_of_kronecker_products_in_its_own_and_in_any_other_shape(matrix, d
 
 def test_own_shape_is_never_formed(rng):
     factors = [rng.standard_normal((3, 250, 200)), rng.standard_normal((3, 200, 150))]
-    matrix = SeparatedMatrix.from_factors(
-        factors, np.array([4.0, 2.0, 1.0])
-    )  # 50,000 × 30,000, 12 GB
+    # 50,000 × 30,000, 12 GB.
+    matrix = SeparatedMatrix.from_factors(factors, np.array([4.0, 2.0, 1.0]))
     target, shape = Separated(matrix), matrix.kronecker_shape
     exact = matrix.canonical()
     solution = BlockGolubKahan().solve(target, shape, rank=2)

@@ -201,9 +201,8 @@ def test_a_killed_run_goes_on_and_ends_as_an_uninterrupted_one(common, tmp_path)
         raise KeyboardInterrupt
 
     seen = []
-    with pytest.raises(
-        KeyboardInterrupt
-    ):  # with other settings: from its first step, and nothing of this run goes
+    # With other settings: from its first step, and nothing of this run goes.
+    with pytest.raises(KeyboardInterrupt):
         finetune(settings.replace(learning_rate=0.02), tmp_path / "out", on_step=stop)
     assert seen == [1]
     seen.clear()
@@ -327,9 +326,8 @@ def test_what_is_trained_on_stays_in_the_bits_it_came_in(common, lora, tmp_path,
     trained = open_checkpoint(tmp_path / "more" / "adapter")
     assert {layer.name: layer.dtype for layer in trained.layers} == storages
     assert record.file_bytes == (start / WEIGHTS).stat().st_size
-    assert record.dev == evaluate(
-        settings.replace(init=str(tmp_path / "more" / "adapter"))
-    )  # what was written is judged
+    # What was written is judged.
+    assert record.dev == evaluate(settings.replace(init=str(tmp_path / "more" / "adapter")))
     wide = finetune(settings.replace(storage="float32"), tmp_path / "wide")
     assert {layer.dtype for layer in open_checkpoint(tmp_path / "wide" / "adapter").layers} == {
         "float32"

@@ -29,10 +29,11 @@ from lsrdecomp.training.record import read_record  # noqa: E402
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError  # noqa: E402
 from lsrdecomp.training.trainer import check_sharding  # noqa: E402
 
+# Relative differences of losses and gradients.
 BOUNDS = {
     torch.float32: (1e-5, 1e-4),
     torch.float64: (1e-12, 1e-11),
-}  # of losses and gradients, relative
+}
 
 if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
     pytest.skip("this build of torch has no gloo", allow_module_level=True)

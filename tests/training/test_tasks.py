@@ -79,9 +79,8 @@ def test_lone_quotes_and_byte_order_marks_are_text(tmp_path):
         (('he said " yes', '" no quotation ends here'),)
     ] * 2
     assert examples[0].label == 1.0
-    assert (
-        TASKS["MRPC"].read(tmp_path / "MRPC", "dev") == examples
-    )  # the task's own directory will do
+    # The task's own directory will do.
+    assert TASKS["MRPC"].read(tmp_path / "MRPC", "dev") == examples
     assert find_task(tmp_path / "MRPC") is TASKS["MRPC"]
 
 

@@ -68,9 +68,8 @@ def walk(work: Callable[[], Any], root: Path) -> list[Opened]:
         name = code.co_filename.removeprefix(inside)
         here = walked.setdefault(name, Opened(name))
         here.calls += calls
-        if code.co_name.startswith(
-            "<"
-        ):  # a comprehension or a lambda is read with what it stands in
+        # A comprehension or a lambda is read with what it stands in.
+        if code.co_name.startswith("<"):
             continue
         here.opened += name != before
         before = name

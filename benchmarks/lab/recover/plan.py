@@ -153,9 +153,8 @@ class RecoverPlan(Settings):
             raise SuiteError(
                 f"tune_budget {self.tune_budget} is not one of the budgets {list(self.budgets)}"
             )
-        strange = [
-            task for task in self.lora_of if task not in TASKS
-        ]  # the suite may have been cut to some of its own
+        # The suite may have been cut to some of its own.
+        strange = [task for task in self.lora_of if task not in TASKS]
         if strange:
             raise SuiteError(
                 f"lora_of: no task is called {strange[0]!r}; there are: {', '.join(TASKS)}"
@@ -225,9 +224,8 @@ def _settings(
     suite: Suite, task: str, *own: Mapping[str, Any], plain: bool = False
 ) -> FinetuneSettings:
     tables = [suite.common, suite.tasks[task], {"task": task}, *own]
-    left: set[str] = (
-        {"target_modules", "layers", "options"} if plain else set()
-    )  # an adapter brings its own layers
+    # An adapter brings its own layers.
+    left: set[str] = {"target_modules", "layers", "options"} if plain else set()
     if any("steps" in table for table in own):
         left |= {"epochs"}
     tables = [

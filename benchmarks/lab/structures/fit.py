@@ -58,9 +58,8 @@ class Fit:
     """All layers under one budget."""
 
     layers: tuple[FittedLayer, ...]
-    low_rank_error: (
-        float | None
-    )  # the best truncated SVD found for the same budget and norm; None: none fits
+    low_rank_error: float | None
+    """Of the best truncated SVD found for the same budget and norm; None where none fits."""
 
     @classmethod
     def of(cls, layers: Sequence[Layer], fitted: FittedLayers) -> Fit:

@@ -191,9 +191,8 @@ def test_a_method_is_judged_against_another_seed_by_seed(file, runs, tmp_path):
     results = compare(read_suite(file()), tmp_path / "out")
     found = compare_table.lines(results)[1].difference
     assert found.mean == pytest.approx(0.19)
-    assert found.interval == pytest.approx(
-        (0.19, 0.19)
-    )  # the spread between seeds is common to both
+    # The spread between seeds is common to both.
+    assert found.interval == pytest.approx((0.19, 0.19))
     assert found.verdict == "better"
     one = compare(read_suite(file(SUITE.replace("[0, 1, 2]", "[0]"))), tmp_path / "one")
     assert compare_table.lines(one)[1].difference.verdict == "one seed"

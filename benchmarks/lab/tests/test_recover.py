@@ -375,9 +375,8 @@ def test_experiments_that_ship_can_be_read():
     from benchmarks.lab.compare.comparison import check_options
 
     folder = Path(__file__).resolve().parents[2] / "experiments"
-    files = [
-        file for file in sorted(folder.glob("*.toml")) if "[loras." not in file.read_text()
-    ]  # not our driver's
+    # Suites with [loras.…] are the language driver's.
+    files = [file for file in sorted(folder.glob("*.toml")) if "[loras." not in file.read_text()]
     assert len(files) >= 4
     for file in files:
         suite = read_suite(file)
