@@ -150,6 +150,24 @@ def is_differentiated(array: Array) -> bool:
     return bool(getattr(array[:1, ...] * 1, "requires_grad", False))
 
 
+def is_traced_by_jax(array: Array) -> bool:
+    """Return whether an array stands for numbers that ``jax.jit`` or ``jax.vmap`` has yet to see."""
+    if not array_api_compat.is_jax_array(array):
+        return False
+    import jax
+
+    return isinstance(array, jax.core.Tracer)
+
+
+def refuse_traced(array: Array, work: str) -> None:
+    """Raise `LsrError` for an array under ``jax.jit``, where what ``work`` decides depends on values."""
+    if is_traced_by_jax(array):
+        raise LsrError(
+            f"{work} depends on the values of the matrix, which jax.jit does not know yet: do it "
+            "outside, and pass the SeparatedMatrix that comes of it to the compiled function"
+        )
+
+
 def require_finite(array: Array, name: str = "matrix") -> None:
     """Raise `PrecisionError`, with a count and the first place, unless every entry is finite."""
     # A norm takes half the time of a look at every entry

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import lsrdecomp as lsr
-from lsrdecomp.errors import PrecisionError
+from lsrdecomp.errors import LsrError, PrecisionError
 from lsrdecomp.testing import check_kron
 
 if importlib.util.find_spec("jax") is None:
@@ -65,6 +65,42 @@ def a_compiled_product_and_its_derivative(jax):
     )
 
 
+def a_separated_matrix_is_an_argument_of_compiled_functions(jax):
+    with jax.enable_x64(True):
+        factors = [jax.numpy.asarray(RNG.standard_normal((2, n, n))) for n in (4, 5)]
+        operator = lsr.SeparatedMatrix.from_factors(factors)
+        vectors = jax.numpy.asarray(RNG.random((3, 20)))
+        formed = np.asarray(operator.to_matrix())
+        product = jax.jit(lambda matrix, x: matrix @ x)
+        np.testing.assert_allclose(product(operator, vectors[0]), formed @ vectors[0], rtol=1e-12)
+        np.testing.assert_allclose(jax.jit(lambda matrix: matrix.T.to_matrix())(operator), formed.T)
+        rows = jax.vmap(lambda x: operator @ x)(vectors)
+        np.testing.assert_allclose(rows, vectors @ formed.T, rtol=1e-12)
+
+
+def the_derivative_by_a_separated_matrix_has_its_shape(jax):
+    with jax.enable_x64(True):
+        factors = [jax.numpy.asarray(RNG.standard_normal((1, n, n))) for n in (2, 3)]
+        operator = lsr.SeparatedMatrix.from_factors(factors)
+        derivative = jax.grad(lambda matrix: matrix.to_matrix().sum())(operator)
+        # The sum of all entries of λ A ⊗ B is λ (Σ A)(Σ B).
+        first, second = (factor.sum() for factor in operator.factors)
+        np.testing.assert_allclose(derivative.weights, [first * second], rtol=1e-12)
+        np.testing.assert_allclose(
+            derivative.factors[0], np.full((1, 2, 2), operator.weights[0] * second), rtol=1e-12
+        )
+
+
+def what_depends_on_values_is_refused_in_words_under_jit(jax):
+    with jax.enable_x64(True):
+        matrix = jax.numpy.asarray(MATRIX)
+        with pytest.raises(LsrError, match=r"a decomposition depends on the values of the matrix"):
+            jax.jit(lambda m: lsr.decompose(m, SHAPE, rank=2).factors)(matrix)
+        operator = lsr.decompose(matrix, SHAPE, rank=2).approximation
+        with pytest.raises(LsrError, match=r"the order and number of terms depends on the values"):
+            jax.jit(lambda m: (m + m).to_matrix())(operator)
+
+
 def without_float64_the_error_says_how_to_have_it(jax):
     with pytest.raises(PrecisionError, match="jax_enable_x64"):
         lsr.decompose(jax.numpy.asarray(MATRIX), SHAPE, rank=3)
@@ -78,6 +114,9 @@ CHECKS = (
     decompose_finds_the_shape_and_the_error_that_numpy_finds_in_terms_of_jax,
     the_error_curve_is_that_of_numpy,
     a_compiled_product_and_its_derivative,
+    a_separated_matrix_is_an_argument_of_compiled_functions,
+    the_derivative_by_a_separated_matrix_has_its_shape,
+    what_depends_on_values_is_refused_in_words_under_jit,
     without_float64_the_error_says_how_to_have_it,
     its_kronecker_product_passes_the_laws,
 )

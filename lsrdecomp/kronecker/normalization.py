@@ -16,6 +16,7 @@ from lsrdecomp.arrays import (
     like,
     namespace,
     real_part,
+    refuse_traced,
     to_numpy,
     triangular_factor,
 )
@@ -54,6 +55,7 @@ def normalized_terms(
     """
     stacks = with_common_dtype(*(as_floating(f, f"factor {i}") for i, f in enumerate(factors, 1)))
     factor_shape(stacks)  # raises where the stacks are not of one sum
+    refuse_traced(stacks[0], "the order and number of terms")
     xp = namespace(*stacks)
     if weights is not None:
         weights = as_floating(weights, "weights")

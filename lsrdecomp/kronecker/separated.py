@@ -32,6 +32,7 @@ from lsrdecomp.kronecker.normalization import (
     triangular_core,
     with_common_dtype,
 )
+from lsrdecomp.kronecker.pytree import register_pytree
 from lsrdecomp.kronecker.rearrange import (
     apply_sum_of_kroneckers,
     factor_columns,
@@ -109,6 +110,8 @@ class SeparatedMatrix:
 
     def __post_init__(self) -> None:
         check_weights(self.kronecker_shape, self.factors, self.weights)
+        if array_api_compat.is_jax_array(self.weights):
+            register_pytree(SeparatedMatrix)
 
     @staticmethod
     def from_factors(factors: Sequence[Array], weights: Array | None = None) -> SeparatedMatrix:

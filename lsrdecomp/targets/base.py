@@ -16,6 +16,7 @@ from lsrdecomp.arrays import (
     finite_norm,
     namespace,
     norm,
+    refuse_traced,
     require_finite,
     require_matrix,
     triangular_factor,
@@ -93,6 +94,7 @@ class Dense:
     def __post_init__(self) -> None:
         matrix = as_floating(self.matrix)
         require_matrix(matrix)
+        refuse_traced(matrix, "a decomposition")
         object.__setattr__(self, "matrix", matrix)
         with one_blas_thread_for(math.prod(self.shape)):
             self.norm  # noqa: B018 - refuses entries that are not finite
