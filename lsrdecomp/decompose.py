@@ -22,7 +22,7 @@ from lsrdecomp.solvers.choice import choose_solver as choose_solver
 from lsrdecomp.solvers.choice import named_solver, with_start
 from lsrdecomp.solvers.decomposition import Decomposition
 from lsrdecomp.solvers.progress import SolveProgress
-from lsrdecomp.solvers.stored import Problem, fewest_bytes, measured, within
+from lsrdecomp.solvers.stored import StorageProblem, fewest_bytes, fewest_terms, measure
 from lsrdecomp.solvers.svd.batched import BatchedKrylov
 from lsrdecomp.targets.base import Dense, Target
 from lsrdecomp.targets.convert import as_target
@@ -171,13 +171,13 @@ def _in_shape(
     max_terms = goal.max_terms
     if max_terms is not None:
         max_terms = min(max_terms, shape.max_separation_rank)
-    problem = Problem(target, shape, solver, max_terms, SolveProgress(solving.on_sweep))
+    problem = StorageProblem(target, shape, solver, max_terms, SolveProgress(solving.on_sweep))
     if goal.budget is not None:
         return fewest_bytes(problem, goal.budget, throw)
     if goal.atol is not None:
-        record = within(problem, goal.atol, goal.storage)
+        record = fewest_terms(problem, goal.atol, goal.storage)
     else:
-        record = measured(target, problem.solve(rank=max_terms), goal.storage, None)
+        record = problem.measure(problem.solve(rank=max_terms), goal.storage)
     if throw and not record.status.met:
         raise ConvergenceError(record.summary, record)
     return record
@@ -267,7 +267,7 @@ def _together(
     matrices = [target.matrix for target in targets]
     solutions = solver.solve_batch(matrices, shape, rank=goal.max_terms)
     return tuple(
-        measured(target, solution, goal.storage, None)
+        measure(target, solution, goal.storage)
         for target, solution in zip(targets, solutions, strict=True)
     )
 

@@ -1,9 +1,9 @@
-"""Solvers: frozen values to pass as ``solver=``; each turns a target into a separated matrix or product.
+"""Solvers: frozen values to pass as ``solver=``, which turn a target into a separated matrix.
 
 Two factors
     `SVD`              full singular value decomposition of the rearrangement; the best answer
     `Gram`             through the smaller Gram matrix; cheaper while the error is above about 1e-5
-    `BlockGolubKahan`  Krylov spaces, for large matrices and few terms; states by how much it may exceed the optimum
+    `BlockGolubKahan`  Krylov spaces, for large matrices and few terms; bounds its excess
     `BatchedKrylov`    many small matrices of one size at once
     `Greedy`           terms of different shapes
 

@@ -1,4 +1,4 @@
-"""The contract of solvers of a matrix and of a pair: their arguments, their records, and how they end."""
+"""The contract of solvers, of a matrix and of a pair: arguments, records, and how a solve ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class Status(Enum):
         "Every allowed term was used and the error is still above the budget. "
         "Allow more terms, loosen the tolerance, or try another Kronecker shape."
     )
-    precision_exhausted = "Rounding to the storage type alone exceeds the budget. Store in a finer type, or loosen the tolerance."
+    precision_exhausted = (
+        "Rounding to the storage type alone exceeds the budget. "
+        "Store in a finer type, or loosen the tolerance."
+    )
     ill_conditioned = (
         "Terms cancel: γ·μ·‖M‖ is above the budget, so the stored error would be rounding. "
         "Raise the penalty on λ, store in a finer type, or use fewer terms."
@@ -67,7 +70,7 @@ class ErrorKind(Enum):
 
 
 class Event(Enum):
-    """The part of a solve that a record begins, which tells an observer the records that can be compared.
+    """The part of a solve that a record begins: between two such events records can be compared.
 
     Examples
     --------
@@ -243,7 +246,7 @@ class PairSolver(Protocol):
         shape : ProductShape
             Splits of m, of the inner rank and of n.
         ranks : int or (int, int)
-            Terms of the out side and of the in side; more than a side can need are clipped.
+            Terms of the output side and of the input side; more than a side can need are clipped.
         weights : NormWeights, optional
             G and C of the norm ‖G^½ X C^½‖ in which the error is reported; absent, the Frobenius
             norm.
@@ -312,7 +315,7 @@ def validate_rank(rank: Any) -> int:
 def validate_pair_request(
     target: LowRank, shape: ProductShape, ranks: int | tuple[int, int], name: str = "the target"
 ) -> tuple[int, int]:
-    """Make the checks that every `PairSolver` makes; return the terms of out and in side, clipped."""
+    """Make the checks that every `PairSolver` makes; return the terms of both sides, clipped."""
     if target.shape != shape.matrix_shape:
         rows, columns = shape.matrix_shape
         raise ShapeError(

@@ -1,7 +1,7 @@
-"""Tensor operations on a batch of separated matrices of one shape, in the array API standard (which has no einsum).
+"""Tensor operations on a batch of separated matrices of one shape, in the array API standard.
 
-Factors are held as stacks (L, m_i·n_i, s): L problems, the entries of a factor row by row, the
-terms.
+The standard has no einsum. Factors are held as stacks (L, m_i·n_i, s): L problems, the entries of a
+factor row by row, the terms.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def to_matrices(stacks: Stacks, shape: KroneckerShape) -> Array:
 
 
 def mttkrp(tensor: Array, stacks: Stacks, skip: int) -> Array:
-    """Contract each rearranged matrix with all stacks but one: (L, p_1, …, p_d) to (L, p_skip, s)."""
+    """Contract rearranged matrices (L, p_1, …, p_d) with all stacks but one: (L, p_skip, s)."""
     xp = namespace(tensor)
     others = [j for j in range(tensor.ndim - 1) if j != skip]
     flat = xp.permute_dims(tensor, (0, skip + 1, *(j + 1 for j in others)))
@@ -47,7 +47,7 @@ def mttkrp(tensor: Array, stacks: Stacks, skip: int) -> Array:
 
 
 def contraction(matrices: Array, shape: KroneckerShape) -> Callable[[Stacks, int], Array]:
-    """Return `mttkrp` of the rearranged matrices (L, m, n), as a function of stacks and the one left out.
+    """Return `mttkrp` of the rearranged matrices (L, m, n), as a function of stacks and ``skip``.
 
     With two factors the matrices are not rearranged, but contracted slice by slice of their
     transpose.
@@ -133,7 +133,7 @@ def scaled(stacks: Stacks, factor: Array) -> Stacks:
 
 
 def select(condition: Array, first: Sequence[Array], second: Sequence[Array]) -> list[Array]:
-    """Take arrays of ``first`` for the problems where ``condition`` (L,) holds, else of ``second``."""
+    """Take arrays of ``first`` for problems where ``condition`` (L,) holds, else of ``second``."""
     xp = namespace(condition)
     selected = []
     for a, b in zip(first, second, strict=True):
@@ -167,7 +167,10 @@ def identity_like(matrices: Array) -> Array:
 
 
 def damped(matrices: Array, fraction: float) -> Array:
-    """Add ``fraction`` of its mean eigenvalue to each positive semidefinite matrix; one to a zero matrix."""
+    """Add ``fraction`` of its mean eigenvalue to each positive semidefinite matrix.
+
+    To a zero matrix one is added.
+    """
     xp = namespace(matrices)
     mean = xp.linalg.trace(matrices) / matrices.shape[1]
     shift = xp.where(mean > 0, fraction * mean, xp.ones_like(mean))
@@ -177,7 +180,7 @@ def damped(matrices: Array, fraction: float) -> Array:
 def conjugate_gradients(
     apply: Operator, precondition: Operator, right_hand: Array, steps: int
 ) -> Array:
-    """Take ``steps`` preconditioned conjugate gradient steps from zero, for every problem of the batch.
+    """Take preconditioned conjugate gradient steps from zero, for every problem of the batch.
 
     A problem whose search direction has no curvature stays where it is.
     """

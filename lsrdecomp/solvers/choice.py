@@ -1,9 +1,9 @@
-"""Which solver: the usual one for a target, one by its name, one with another seed or start."""
+"""The choice of a solver: the usual one for a target, one by its name, one with another seed."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from lsrdecomp.arrays import is_differentiated
@@ -25,17 +25,6 @@ if TYPE_CHECKING:
     from lsrdecomp.kronecker.shape import KroneckerShape
     from lsrdecomp.solvers.base import Solver
 
-DENSE_SVD_LIMIT = 32
-"""Up to this many rows or columns of the rearrangement the full SVD is the fastest solver."""
-
-GRAM_LIMIT = 192
-"""Up to this many `Gram` is the fastest, of a matrix in memory."""
-
-SMALL_ENTRIES = 2**20
-"""Entries of a matrix in memory below which `BatchedKrylov`, which measures least on its way, finds
-a few terms."""
-
-
 SOLVERS: dict[str, Callable[[], Solver]] = {
     "svd": SVD,
     "gram": Gram,
@@ -46,8 +35,28 @@ SOLVERS: dict[str, Callable[[], Solver]] = {
 """Solvers by name, with their usual settings; "krylov" is another word for block Golub–Kahan."""
 
 
+@dataclass(frozen=True, slots=True)
+class SolverLimits:
+    """The sizes at which one solver of two factors becomes faster than the next.
+
+    Set by hand on the timings of ``benchmarks/solvers/two_factors.py``, whose records are
+    ``benchmarks/results/solvers-*.json``.
+    """
+
+    # Rows or columns of the rearrangement, the fewer, up to which the full SVD is the fastest
+    max_svd_side: int = 32
+    # The same up to which `Gram` is the fastest for a matrix in memory
+    max_gram_side: int = 192
+    # Entries of a matrix in memory up to which `BatchedKrylov`, which measures least on its way,
+    # finds a few terms; and how many rows or columns there must be for each of these terms
+    max_batched_entries: int = 2**20
+    batched_sides_per_term: int = 16
+    # Allowed excess over the optimum of the solvers that stop before it
+    tolerance: float = 1e-3
+
+
 def named_solver(solver: Any) -> Solver:
-    """A solver from its name or its class; a value stays as it is.
+    """Return a solver by its name or its class; a value stays as it is.
 
     Raises `BudgetError`, with the names there are, for anything without ``solve``.
     """
@@ -62,44 +71,55 @@ def named_solver(solver: Any) -> Solver:
         return SOLVERS[name]()
     if not callable(getattr(solver, "solve", None)):
         raise BudgetError(
-            f"solver: {type(solver).__name__} has no method solve; see lsrdecomp.solvers.base.Solver"
+            f"solver: {type(solver).__name__} has no method solve; "
+            "see lsrdecomp.solvers.base.Solver"
         )
     return solver  # type: ignore[no-any-return]
 
 
 def choose_solver(
-    target: Target, shape: KroneckerShape, storage: str | None = None, *, rank: int | None = None
+    target: Target,
+    shape: KroneckerShape,
+    storage: str | None = None,
+    *,
+    rank: int | None = None,
+    limits: SolverLimits | None = None,
 ) -> Solver:
-    """The solver that `decompose` takes when none is given, for so many terms, or by a tolerance if ``rank`` is None.
+    """Return the solver that `decompose` takes when none is given.
+
+    For so many terms, or for a tolerance if ``rank`` is None.
 
     Two factors: the full SVD while the smaller side of the rearrangement is at most
-    `DENSE_SVD_LIMIT`, the Gram matrix of a small array up to `GRAM_LIMIT`, `BatchedKrylov` for up
-    to a sixteenth of all terms of a larger one; else block Golub–Kahan, which never forms a
-    low-rank target and turns to the Gram matrix where that is cheaper. Their error may exceed the
-    optimum by a thousandth; the record states by how much. Any other number of factors: alternating
-    least squares, with the penalty of the storage type. Factors of 1×1 do not count. `KnownEntries`:
-    `TensorLyCP`, which fits those alone.
+    ``limits.max_svd_side``, the Gram matrix of a small array up to ``limits.max_gram_side``,
+    `BatchedKrylov` for up to a sixteenth of all terms of a larger one; else block Golub–Kahan,
+    which never forms a low-rank target and turns to the Gram matrix where that is cheaper. Their
+    error may exceed the optimum by a thousandth; the record states by how much. Any other number of
+    factors: alternating least squares, with the penalty of the storage type. Factors of 1×1 do not
+    count. `KnownEntries`: `TensorLyCP`, which fits those alone.
     """
     if isinstance(target, KnownEntries):
         return TensorLyCP()
+    limits = limits or SolverLimits()
     shape = shape.essential
     if shape.order != 2:
-        return ALS(storage=storage if storage is None or storage in PRECISIONS else "float32")
+        is_precision = storage is None or storage in PRECISIONS
+        return ALS(storage=storage if is_precision else "float32")
     side = min(shape.sizes)
-    if side <= DENSE_SVD_LIMIT:
+    if side <= limits.max_svd_side:
         return SVD()
-    if isinstance(target, Dense) and math.prod(shape.sizes) < SMALL_ENTRIES:
-        if side <= GRAM_LIMIT:
-            return Gram(tolerance=1e-3)
-        if rank is not None and 16 * rank <= side and not is_differentiated(target.matrix):
-            return BatchedKrylov(tolerance=1e-3)
-    return BlockGolubKahan()
+    if isinstance(target, Dense) and math.prod(shape.sizes) < limits.max_batched_entries:
+        if side <= limits.max_gram_side:
+            return Gram(tolerance=limits.tolerance)
+        has_few_terms = rank is not None and limits.batched_sides_per_term * rank <= side
+        if has_few_terms and not is_differentiated(target.matrix):
+            return BatchedKrylov(tolerance=limits.tolerance)
+    return BlockGolubKahan(tolerance=limits.tolerance)
 
 
 def with_start(
     solver: Solver, seed: int | None, init: SeparatedMatrix | None, shape: KroneckerShape
 ) -> Solver:
-    """The solver with the seed and the start asked for, where it has such settings."""
+    """Return the solver with another seed and start, where it has such settings."""
     if init is not None and not isinstance(init, SeparatedMatrix):
         raise ShapeError(
             f"init: expected a SeparatedMatrix or a Decomposition, got {type(init).__name__}"

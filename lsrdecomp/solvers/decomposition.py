@@ -1,4 +1,4 @@
-"""What `decompose` returns: a separated matrix with the figures it can be trusted for, and how it prints."""
+"""The record that `decompose` returns: a separated matrix, and figures measured on it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,12 @@ from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import PRECISIONS, unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Status, Sweep
 
-LARGE_CONDITION = 10.0
-"""A γ above this is looked at: whether a tenth of it would have done."""
-WORTH = 1.1
-"""A tenth of γ at less than this many times the error: the larger γ bought next to nothing."""
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Decomposition(SeparatedMatrix):
-    """M̂ as it is stored, used as any `SeparatedMatrix` is, with the figures it can be trusted for.
+    """M̂ as it is stored, used as any `SeparatedMatrix` is, with its measured figures.
 
-    What is computed from it (``result.T``, ``result - H``, ``result.truncate(2)``) is a plain
+    Anything computed from it (``result.T``, ``result - H``, ``result.truncate(2)``) is a plain
     `SeparatedMatrix`.
 
     Parameters
@@ -44,7 +39,7 @@ class Decomposition(SeparatedMatrix):
         known.
     gap_kind : ErrorKind
     stored : StoredMatrix, optional
-        What is written, where a budget was given.
+        The number formats and codes that are written, where a budget was given.
 
     Examples
     --------
@@ -85,7 +80,8 @@ class Decomposition(SeparatedMatrix):
         if self.stored is not None:
             return int(self.stored.bytes)
         parts = 2 if is_complex(self.factors[0]) else 1
-        return -(-parts * self.parameters * storage_format(self.storage).bits // 8)
+        bits = parts * self.parameters * storage_format(self.storage).bits
+        return -(-bits // 8)
 
     @property
     def summary(self) -> str:
@@ -93,76 +89,97 @@ class Decomposition(SeparatedMatrix):
         return (
             f"{self.separation_rank} terms of {self.kronecker_shape}, "
             f"{self.parameters:,} parameters in {self.storage}: "
-            f"relative error {self.relative_error:.3g} ({self.error_kind.name}), γ = {self.condition:.3g}. "
-            f"{self.status.value}{self.remark}"
+            f"relative error {self.relative_error:.3g} ({self.error_kind.name}), "
+            f"γ = {self.condition:.3g}. {self.status.value}{self.remark}"
         )
 
     @property
     def remark(self) -> str:
-        """Sentences where the answer has no fewer numbers than the matrix itself, or γ buys little; else nothing."""
+        """Sentences where the matrix itself has no more numbers, or γ buys little; else empty."""
         rows, columns = self.shape
         remark = ""
         if self.parameters >= rows * columns:
             remark = (
-                f" The matrix itself has {rows * columns:,} numbers: nothing is gained in this shape; see "
-                'shape="search", or best_shape(pad=True) where sizes are prime.'
+                f" The matrix itself has {rows * columns:,} numbers: nothing is gained in this "
+                'shape; see shape="search", or best_shape(pad=True) where sizes are prime.'
             )
-        return remark + self._worth_of_condition
+        return remark + self._remark_on_condition()
 
-    @property
-    def _worth_of_condition(self) -> str:
-        """A sentence where the solver passed about the same error at a tenth of γ; else nothing."""
-        near = [
-            sweep
-            for sweep in self.sweeps
-            if sweep.relative_error <= WORTH * self.relative_error
-            and sweep.condition <= self.condition / 10.0
-        ]
-        if self.condition <= LARGE_CONDITION or not near:
+    def _remark_on_condition(
+        self, min_condition: float = 10.0, error_ratio: float = 1.1, condition_ratio: float = 10.0
+    ) -> str:
+        """Return a sentence where a far smaller γ came with about the same error, else nothing.
+
+        Parameters
+        ----------
+        min_condition : float
+            A γ up to this is not remarked on.
+        error_ratio, condition_ratio : float
+            A sweep is told of that had at most so many times the error at γ divided by so much: the
+            larger γ bought next to nothing. All three values are by hand.
+        """
+        if self.condition <= min_condition:
             return ""
-        passed = min(near, key=lambda sweep: sweep.condition)
-        # The penalty of a coarser type keeps γ small; by the rule γ·μ·‖M‖ ≤ ε this error can bear
-        # these.
-        coarser = [
-            name
-            for name in ("bfloat16", "float16")
-            if passed.condition * unit_roundoff(name) <= passed.relative_error
-            and self.storage in PRECISIONS
-            and unit_roundoff(name) > unit_roundoff(self.storage)
-        ]
-        advice = f'; solver=ALS(storage="{coarser[0]}") keeps γ low' if coarser else ""
+        max_error = error_ratio * self.relative_error
+        max_condition = self.condition / condition_ratio
+        near = [sweep for sweep in self.sweeps if sweep.relative_error <= max_error]
+        cheaper = [sweep for sweep in near if sweep.condition <= max_condition]
+        if not cheaper:
+            return ""
+        best = min(cheaper, key=lambda sweep: sweep.condition)
+        advice = ""
+        coarser = self._coarser_storage(best)
+        if coarser is not None:
+            advice = f'; solver=ALS(storage="{coarser}") keeps γ low'
         return (
-            f" γ is large for what it is worth: the fit passed an error of about {passed.relative_error:.2g} at "
-            f"γ = {passed.condition:.2g}{advice}."
+            f" γ is large for what it is worth: the fit passed an error of about "
+            f"{best.relative_error:.2g} at γ = {best.condition:.2g}{advice}."
         )
+
+    def _coarser_storage(self, sweep: Sweep) -> str | None:
+        """Return the coarsest type that a sweep's error can bear by the rule γ·μ·‖M‖ ≤ ε.
+
+        The penalty of a coarser type keeps γ small.
+        """
+        if self.storage not in PRECISIONS:
+            return None
+        for name in ("bfloat16", "float16"):
+            is_coarser = unit_roundoff(name) > unit_roundoff(self.storage)
+            if is_coarser and sweep.condition * unit_roundoff(name) <= sweep.relative_error:
+                return name
+        return None
 
     def __repr__(self) -> str:
         return f"Decomposition({self.summary})"
 
     def __str__(self) -> str:
-        """A table of the terms, with error, γ and bytes."""
+        """Return a table of the terms, with error, γ and bytes."""
         rows, columns = self.shape
-        weights, size = to_numpy(self.weights).tolist(), self.target_norm or 1.0
+        weights = to_numpy(self.weights).tolist()
+        size = self.target_norm or 1.0
+        terms = []
+        for k, weight in enumerate(weights, 1):
+            terms.append((f"{k}", f"{weight:.4g}", f"{weight / size:.2e}"))
+        table = []
+        for number, weight, share in markup.shortened(terms):
+            table.append(f"{number:>6}  {weight:>11}  {share:>9}")
+        stored = f"{self.bytes:,} in {self.storage}"
         lines = [
-            (f"{k}", f"{value:.4g}", f"{value / size:.2e}") for k, value in enumerate(weights, 1)
+            f"{rows} × {columns} as {self.separation_rank} × [{self.kronecker_shape}]",
+            "  term            λ    λ / ‖M‖",
+            "\n".join(table),
+            f"relative error   {self.relative_error:.3g}, {self.error_kind.value}",
+            f"condition γ      {self.condition:.3g}",
+            f"bytes            {stored}, {self.parameters:,} of {rows * columns:,} numbers",
+            f"{self.status.value}{self.remark}",
         ]
-        table = "\n".join(
-            f"{k:>6}  {value:>11}  {share:>9}" for k, value, share in markup.shortened(lines)
-        )
-        return (
-            f"{rows} × {columns} as {self.separation_rank} × [{self.kronecker_shape}]\n"
-            f"  term            λ    λ / ‖M‖\n{table}\n"
-            f"relative error   {self.relative_error:.3g}, {self.error_kind.value}\n"
-            f"condition γ      {self.condition:.3g}\n"
-            f"bytes            {self.bytes:,} in {self.storage}, {self.parameters:,} of {rows * columns:,} numbers\n"
-            f"{self.status.value}{self.remark}"
-        )
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        pairs = (
+        figures = (
             ("terms", f"{self.separation_rank} of {self.kronecker_shape}"),
             ("parameters", f"{self.parameters:,} in {self.storage}"),
             ("relative error", f"{self.relative_error:.3g}, {self.error_kind.value}"),
             ("condition γ", f"{self.condition:.3g}"),
         )
-        return markup.facts("Decomposition", pairs, self.status.value + self.remark)
+        return markup.facts("Decomposition", figures, self.status.value + self.remark)

@@ -1,4 +1,4 @@
-"""The base class of solvers of a matrix: one signature, one set of checks, one record of the problem."""
+"""The base class of solvers of a matrix: its signature, its checks, the record of the problem."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ class MatrixSolver(ABC):
         atol: float | None = None,
         on_sweep: Callable[[Sweep], Any] | None = None,
     ) -> Solution:
+        """See `Solver.solve`, whose docstring this method gets."""
         essential = shape.essential
         max_terms = validate_request(target.shape, essential, rank, atol, order=self.order)
         progress = SolveProgress(on_sweep)
@@ -70,7 +71,7 @@ class MatrixSolver(ABC):
 
     @abstractmethod
     def _solve(self, problem: MatrixProblem) -> Solution:
-        """Find the terms of a problem that has been checked; tell ``problem.progress`` each step."""
+        """Find the terms of a checked problem; tell ``problem.progress`` each step."""
 
 
 def without_unit_factors(matrix: SeparatedMatrix) -> SeparatedMatrix:

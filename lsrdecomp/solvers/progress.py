@@ -1,4 +1,4 @@
-"""The one loop of all solvers: it counts steps, tells callbacks, and ends an iteration at its limit."""
+"""The one loop of all solvers: it counts steps, tells callbacks, and stops at a limit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SolveProgress:
         return len(self._sweeps) >= self.max_sweeps
 
     def mark(self, event: Event) -> None:
-        """Say what the next record begins; a change of solver is never overwritten by another event."""
+        """Say what the next record begins; a change of solver is not overwritten."""
         if self._next_event is not Event.hand_over:
             self._next_event = event
 

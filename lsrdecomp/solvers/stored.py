@@ -1,9 +1,9 @@
-"""A solver's answer as it will be stored: the fewest terms of a number type, or the fewest bytes, within an error."""
+"""A solver's answer as it will be stored: the fewest terms, or bytes, within an error."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lsrdecomp.arrays import dtype_name
@@ -25,80 +25,90 @@ if TYPE_CHECKING:
     from lsrdecomp.solvers.progress import SolveProgress
     from lsrdecomp.targets.base import Target
 
-CANCELLING = 10.0
-"""A γ above this is what keeps a rounded sum from its tolerance; below it the type itself is too
-coarse."""
-HOPELESS = 100.0
-"""Rounding that exceeds the tolerance by more than this is not to be mended by other terms of the
-same type."""
-PATIENCE = 3
-"""Further numbers of terms that are tried without the stored error, or the bytes, falling."""
-FALLS = 0.7
-"""By what factor the stored error of one more term must fall to count as progress."""
-TRUNCATION_SHARE = {2: 0.25, 3: 0.8}
-"""Share of a budget that the first candidates may use before rounding. Two factors: orthogonal
-terms are nested, so one accurate solve serves. More factors: few terms, then one more at a time."""
+
+@dataclass(frozen=True, slots=True)
+class StorageSearchOptions:
+    """The search for the fewest terms, or bytes, whose stored error keeps a goal.
+
+    All values were set by hand on the problems of ``tests/problems.py``.
+    """
+
+    # A γ above this is what keeps a rounded sum from its tolerance; below it the type itself is
+    # too coarse
+    large_condition: float = 10.0
+    # Rounding that exceeds the tolerance by more than this factor is not to be mended by other
+    # terms of the same type
+    max_rounding_ratio: float = 100.0
+    # The stored error of one more term must fall to this share of the best to count as progress
+    progress_share: float = 0.7
+    # Further numbers of terms that are tried without progress, or without fewer bytes
+    patience: int = 3
+    # Times that the allowed truncation is tightened for terms that are nested
+    max_tightenings: int = 8
+    # Share of a budget that the first candidates may use before rounding. Nested terms: one
+    # accurate solve serves. Others: few terms, then one more at a time.
+    nested_truncation_share: float = 0.25
+    fitted_truncation_share: float = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """What is to be solved, again and again with other numbers of terms."""
+class StorageProblem:
+    """A matrix that is solved again and again, for other numbers of terms."""
 
     target: Target
     shape: KroneckerShape
     solver: Solver
-    most: int | None  # terms
+    max_terms: int | None  # as it was requested
     progress: SolveProgress  # of all solves together
+    options: StorageSearchOptions = field(default_factory=StorageSearchOptions)
 
     @property
-    def nested(self) -> bool:
+    def is_nested(self) -> bool:
         """Whether the best s terms are the first s of the best s + 1."""
         return self.shape.essential.order <= 2
 
     @property
-    def last(self) -> int:
-        """The most terms worth asking for."""
-        return self.shape.max_separation_rank if self.most is None else self.most
+    def last_rank(self) -> int:
+        """The most terms worth a solve."""
+        return self.shape.max_separation_rank if self.max_terms is None else self.max_terms
 
     def solve(self, *, rank: int | None = None, atol: float | None = None) -> Solution:
-        most = self.most if rank is None else rank
+        """Solve for a number of terms, or for a tolerance with at most the requested terms."""
+        max_terms = self.max_terms if rank is None else rank
         return self.progress.solve(
-            self.solver, self.target, self.shape, rank=most, atol=atol, event=Event.start
+            self.solver, self.target, self.shape, rank=max_terms, atol=atol, event=Event.start
         )
 
+    def measure(
+        self, solution: Solution, storage: str | None, goal: float | None = None
+    ) -> Decomposition:
+        """Return the record of a solution as it is stored: see the function of this name."""
+        return measure(self.target, solution, storage, goal, self.options)
 
-def measured(
-    target: Target, solution: Solution, storage: str | None, goal: float | None
+
+def measure(
+    target: Target,
+    solution: Solution,
+    storage: str | None,
+    goal: float | None = None,
+    options: StorageSearchOptions | None = None,
 ) -> Decomposition:
-    """The record of a solution rounded to ``storage`` (None: as computed), its error measured after rounding.
+    """Round a solution to ``storage``, measure its error after rounding, and return the record.
 
-    The status is judged by that error: what the solver thought of its own tolerance or storage type
-    counts only where the error is above ``goal``.
+    With ``storage`` None nothing is rounded. The status is judged by the measured error: the
+    solver's own verdict on its tolerance or storage type counts only where that is above ``goal``.
     """
+    norm = target.norm
     computed = solution.approximation
     stored = computed if storage is None else as_stored(computed, storage)
-    norm = target.norm
-    if (
-        stored is computed and solution.relative_error is not None
-    ):  # measured already, and nothing rounded since
-        error = solution.relative_error * norm
+    if stored is computed and solution.relative_error is not None:
+        error = solution.relative_error * norm  # measured already, and nothing rounded since
     else:
         error = target.residual_norm(stored)
-    status = solution.status
-    if goal is not None and error <= goal * (1.0 + 1e-12):
-        status = Status.converged
-    elif goal is not None and status in (
-        Status.converged,
-        Status.ill_conditioned,
-        Status.rank_reached,
-    ):
-        status = (
-            Status.ill_conditioned if stored.condition > CANCELLING else Status.precision_exhausted
-        )
     return Decomposition(
         approximation=stored,
         relative_error=error / norm if norm > 0.0 else error,
-        status=status,
+        status=_status(solution.status, stored.condition, error, goal, options),
         storage=storage or precision(dtype_name(stored.factors[0])).name,
         target_norm=norm,
         sweeps=solution.sweeps,
@@ -107,133 +117,182 @@ def measured(
     )
 
 
-def within(problem: Problem, goal: float, storage: str | None) -> Decomposition:
-    """The fewest terms found whose stored error is at most ``goal``; else the nearest record, with the reason.
+def _status(
+    status: Status,
+    condition: float,
+    error: float,
+    goal: float | None,
+    options: StorageSearchOptions | None,
+) -> Status:
+    """Judge a solver's status by the measured error of the stored terms and their γ."""
+    if goal is None:
+        return status
+    if error <= goal * (1.0 + 1e-12):
+        return Status.converged
+    if status not in (Status.converged, Status.ill_conditioned, Status.rank_reached):
+        return status
+    options = options or StorageSearchOptions()
+    is_ill_conditioned = condition > options.large_condition
+    return Status.ill_conditioned if is_ill_conditioned else Status.precision_exhausted
 
-    Where the first answer is lost to rounding, one term more is tried, then less truncation; terms
-    that are not nested are fitted anew for each number of them, since a sum that was grown term by
-    term may cancel where another does not.
+
+def fewest_terms(problem: StorageProblem, goal: float, storage: str | None) -> Decomposition:
+    """Return the fewest terms found whose stored error is at most ``goal``.
+
+    Else the nearest record, with the reason. Where the first answer is lost to rounding, one term
+    more is tried, then less truncation; terms that are not nested are fitted anew for each number
+    of them, since a sum that was grown term by term may cancel where another does not.
     """
     # Stored 1: as few terms as reach the goal before rounding; mostly they do after it too.
     first = problem.solve(atol=goal)
-    best = measured(problem.target, first, storage, goal)
+    best = problem.measure(first, storage, goal)
     if best.status.met:
         return best
     # Stored 2: where rounding took too much, other terms may bear it, unless it took far too much.
-    lost = _lost_to_rounding(first, best)
-    if lost > HOPELESS * goal:
+    rounding = _rounding_error(first, best)
+    if rounding > problem.options.max_rounding_ratio * goal:
         return best
-    return (
-        _less_truncation(problem, goal, storage, best)
-        if problem.nested
-        else _anew(problem, goal, storage, best)
-    )
+    if problem.is_nested:
+        return _with_less_truncation(problem, goal, storage, best)
+    return _with_fresh_fits(problem, goal, storage, best)
 
 
-def _lost_to_rounding(solution: Solution, record: Decomposition) -> float:
-    """‖M̂ − stored M̂‖_F."""
+def _rounding_error(solution: Solution, record: Decomposition) -> float:
+    """Return ‖M̂ − stored M̂‖_F."""
     if record.approximation is solution.approximation:
         return 0.0
     return (solution.approximation - record.approximation).norm
 
 
-def _less_truncation(
-    problem: Problem, goal: float, storage: str | None, best: Decomposition
+def _with_less_truncation(
+    problem: StorageProblem, goal: float, storage: str | None, best: Decomposition
 ) -> Decomposition:
-    """One more term, then tighter and tighter tolerances, until truncation and rounding together meet the goal."""
-    if best.status is Status.rank_exhausted or best.separation_rank >= problem.last:
+    """Take one more term, then tighter tolerances, until truncation and rounding meet the goal."""
+    if best.status is Status.rank_exhausted or best.separation_rank >= problem.last_rank:
         return best
-    more = problem.solve(rank=best.separation_rank + 1)
-    tried = measured(problem.target, more, storage, goal)
+    one_more = problem.solve(rank=best.separation_rank + 1)
+    trial = problem.measure(one_more, storage, goal)
     allowed = goal
-    for _ in range(8):
-        if tried.status.met:
-            return tried
-        if tried.error > 0.999 * best.error:
-            return best if best.error <= tried.error else tried
-        best, allowed = tried, allowed * min(0.9, goal / tried.error)
-        if allowed == 0.0 or best.separation_rank >= problem.last:
+    for _ in range(problem.options.max_tightenings):
+        if trial.status.met:
+            return trial
+        if trial.error > 0.999 * best.error:
+            return best if best.error <= trial.error else trial
+        best = trial
+        allowed *= min(0.9, goal / trial.error)
+        if allowed == 0.0 or best.separation_rank >= problem.last_rank:
             break
-        tried = measured(problem.target, problem.solve(atol=allowed), storage, goal)
-    return tried if tried.error <= best.error else best
+        trial = problem.measure(problem.solve(atol=allowed), storage, goal)
+    return trial if trial.error <= best.error else best
 
 
-def _anew(problem: Problem, goal: float, storage: str | None, best: Decomposition) -> Decomposition:
-    """A fresh fit of each number of terms in turn, while the stored error falls."""
-    idle = 0
-    for rank in range(max(best.separation_rank, 1), problem.last + 1):
-        tried = measured(problem.target, problem.solve(rank=rank), storage, goal)
-        if tried.status.met:
-            return tried
-        idle = 0 if tried.error < FALLS * best.error else idle + 1
-        best = min(best, tried, key=lambda record: record.error)
-        if idle == PATIENCE:
+def _with_fresh_fits(
+    problem: StorageProblem, goal: float, storage: str | None, best: Decomposition
+) -> Decomposition:
+    """Fit each number of terms afresh, while the stored error falls."""
+    n_without_progress = 0
+    for rank in range(max(best.separation_rank, 1), problem.last_rank + 1):
+        trial = problem.measure(problem.solve(rank=rank), storage, goal)
+        if trial.status.met:
+            return trial
+        if trial.error < problem.options.progress_share * best.error:
+            n_without_progress = 0
+        else:
+            n_without_progress += 1
+        best = min(best, trial, key=lambda record: record.error)
+        if n_without_progress == problem.options.patience:
             break
     return best
 
 
-def fewest_bytes(problem: Problem, budget: ErrorBudget, throw: bool) -> Decomposition:
-    """The record with the fewest bytes whose certified error keeps the budget.
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A solution and its smallest stored form, or the reason why there is none."""
 
-    Raises `ConvergenceError` with ``throw`` if none does; else the record in float32, without
-    ``stored``.
+    solution: Solution
+    stored: StoredMatrix | None
+    refusal: str = ""
+
+    def is_smaller(self, other: _Candidate) -> bool:
+        if self.stored is None:
+            return False
+        return other.stored is None or self.stored.bytes < other.stored.bytes
+
+
+def fewest_bytes(problem: StorageProblem, budget: ErrorBudget, throw: bool) -> Decomposition:
+    """Return the record with the fewest bytes whose certified error keeps the budget.
+
+    Raises `ConvergenceError` with ``throw`` if none does; else returns the record in float32,
+    without ``stored``.
     """
-    target, goal = problem.target, budget.allowed(problem.target.norm)
+    options = problem.options
+    target = problem.target
+    goal = budget.allowed(target.norm)
     formats = SMALL_FORMATS if budget.storage is None else (budget.storage,)
     # Bytes 1: terms that leave room for rounding.
-    first = problem.solve(atol=TRUNCATION_SHARE[2 if problem.nested else 3] * goal)
-    solution, (best, refusal) = first, _stored(target, first.approximation, goal, formats)
+    share = options.nested_truncation_share
+    if not problem.is_nested:
+        share = options.fitted_truncation_share
+    first = _candidate(target, problem.solve(atol=share * goal), goal, formats)
+    best = first
     # Bytes 2: a sum in this very shape may be stored as it is.
-    separated = getattr(target, "matrix", None)
-    if isinstance(separated, SeparatedMatrix) and separated.kronecker_shape == problem.shape:
-        exact = Solution(separated.truncate(problem.last), Status.converged)
-        own, _ = _stored(target, exact.approximation, goal, formats)
-        if own is not None and (best is None or own.bytes < best.bytes):
-            best, solution = own, exact
+    matrix = getattr(target, "matrix", None)
+    if isinstance(matrix, SeparatedMatrix) and matrix.kronecker_shape == problem.shape:
+        exact = Solution(matrix.truncate(problem.last_rank), Status.converged)
+        candidate = _candidate(target, exact, goal, formats)
+        if candidate.is_smaller(best):
+            best = candidate
     # Bytes 3: fresh fits of more terms, which may be rounded more coarsely, until they cannot have
     # fewer bytes.
-    if not problem.nested:
-        idle, rank = 0, max(first.approximation.separation_rank, 1)
-        while idle < PATIENCE and rank <= problem.last:
-            if best is not None and least_bytes(problem.shape, rank, formats) >= best.bytes:
+    refusal = first.refusal
+    if not problem.is_nested:
+        n_without_progress = 0
+        rank = max(first.solution.approximation.separation_rank, 1)
+        while n_without_progress < options.patience and rank <= problem.last_rank:
+            min_bytes = least_bytes(problem.shape, rank, formats)
+            if best.stored is not None and min_bytes >= best.stored.bytes:
                 break
-            tried = problem.solve(rank=rank)
-            stored, words = _stored(target, tried.approximation, goal, formats)
-            if stored is not None and (best is None or stored.bytes < best.bytes):
-                best, solution, idle = stored, tried, 0
+            candidate = _candidate(target, problem.solve(rank=rank), goal, formats)
+            if candidate.is_smaller(best):
+                best = candidate
+                n_without_progress = 0
             else:
-                refusal, idle = words or refusal, idle + 1
+                refusal = candidate.refusal or refusal
+                n_without_progress += 1
             rank += 1
-    if best is not None:
-        return _record(target, solution, best, budget)
-    record = measured(target, solution, "float32", goal)
+    if best.stored is not None:
+        return _record(target, best.solution, best.stored, budget)
+    record = problem.measure(best.solution, "float32", goal)
     if throw:
         raise ConvergenceError(refusal, record)
     return record
 
 
-def _stored(
-    target: Target, approximation: SeparatedMatrix, goal: float, formats: tuple[str, ...]
-) -> tuple[StoredMatrix | None, str]:
-    """The fewest bytes that keep the goal, or why there are none."""
+def _candidate(
+    target: Target, solution: Solution, goal: float, formats: tuple[str, ...]
+) -> _Candidate:
+    """Store a solution in the fewest bytes that keep the goal."""
     try:
-        return smallest(target, approximation, atol=goal, formats=formats), ""
+        stored = smallest(target, solution.approximation, atol=goal, formats=formats)
     except BudgetError as error:
-        return None, str(error)
+        return _Candidate(solution, None, str(error))
+    return _Candidate(solution, stored)
 
 
 def _record(
     target: Target, solution: Solution, stored: StoredMatrix, budget: ErrorBudget
 ) -> Decomposition:
+    """Return the record of a stored matrix; its status says if computing with it loses too much."""
+    norm = target.norm
     approximation = stored.approximation
-    computed = approximation.condition * unit_roundoff(budget.compute) * target.norm
-    enough = computed <= budget.allowed(target.norm) or math.isclose(target.norm, 0.0)
+    rounding = approximation.condition * unit_roundoff(budget.compute) * norm
+    is_enough = rounding <= budget.allowed(norm) or math.isclose(norm, 0.0)
     return Decomposition(
         approximation=approximation,
         relative_error=stored.relative_error,
-        status=Status.converged if enough else Status.ill_conditioned,
+        status=Status.converged if is_enough else Status.ill_conditioned,
         storage=budget.storage or "mixed",
-        target_norm=target.norm,
+        target_norm=norm,
         error_kind=ErrorKind.bounded,
         sweeps=solution.sweeps,
         optimality_gap=solution.optimality_gap,

@@ -1,1 +1,1 @@
-"""Three and more factors: canonical polyadic decompositions by alternating least squares and Levenberg–Marquardt."""
+"""Three and more factors: canonical polyadic decompositions (CP) by alternating least squares."""

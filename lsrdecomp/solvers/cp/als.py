@@ -1,4 +1,4 @@
-"""Any number of factors: alternating least squares on a compressed core, its penalty tied to the storage precision."""
+"""Any number of factors: alternating least squares, its penalty tied to the storage type."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class ALS(MatrixSolver):
                 raise BudgetError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     def alpha(self, order: int, goal: float = 0.0) -> float:
-        """Return α for a matrix of norm one with ``order`` factors and an allowed error of ``goal``."""
+        """Return α for a matrix of norm one, ``order`` factors and an allowed error of ``goal``."""
         if self.ridge is not None:
             return self.ridge
         rounding = storage_ridge(self.storage or "float32", order)
@@ -279,7 +279,7 @@ class ALS(MatrixSolver):
     def _compressed(
         self, tensor: Array, start: CPTerms | None, max_terms: int, goal: float, rounding: float
     ) -> CompressedTensor:
-        """Compress to a core for as many terms as the goal seems to need, for all without a goal."""
+        """Compress to a core for as many terms as the goal seems to need; for all without one."""
         options = self.core
         rank = max_terms
         atol = 0.0

@@ -1,4 +1,4 @@
-"""Compression of a tensor to a small core by a sketched, sequentially truncated higher-order SVD."""
+"""Compression of a tensor to a small core by a sketched, sequentially truncated HOSVD."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def compress(
     atol: float = 0.0,
     oversampling: int = 8,
 ) -> CompressedTensor:
-    """Truncate every mode in turn to at most ``ranks[i]`` directions [1]_, found by a random sketch [2]_.
+    """Truncate every mode in turn to at most ``ranks[i]`` directions [1]_.
 
-    One power step with orthogonalisation in between keeps directions down to the unit roundoff,
-    where a Gram matrix would lose those below its root.
+    They are found by a random sketch [2]_. One power step with orthogonalisation in between keeps
+    directions down to the unit roundoff, where a Gram matrix would lose those below its root.
 
     Parameters
     ----------

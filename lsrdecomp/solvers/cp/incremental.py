@@ -1,4 +1,4 @@
-"""Fitting a small core with more and more terms: each new term starts from the residual of the ones before."""
+"""The fit of a small core by more and more terms, each started from the residual of the others."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class CoreFit:
         return best
 
     def _along_path(self, terms: CPTerms, goal: float = 0.0) -> CPTerms:
-        """Follow the minimiser while the penalty falls to α, by Levenberg–Marquardt at each value."""
+        """Follow the minimiser while the penalty falls to α, by Newton steps at each value."""
         # A large penalty first: it holds γ low where the terms still have far to go, and steps are
         # long.
         guide = max(self.ridge, (self.growth.guide_share * self.misfit(terms)) ** 2)

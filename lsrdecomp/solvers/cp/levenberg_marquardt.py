@@ -1,4 +1,4 @@
-"""Levenberg–Marquardt for all factors of a small core at once: the finisher that alternating sweeps lack."""
+"""Levenberg–Marquardt for all factors of a small core at once, to finish alternating sweeps."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def _normal_matrix(
 
 
 def _factor(normal: np.ndarray, damping: np.ndarray) -> np.ndarray | None:
-    """Return the upper Cholesky factor of JᴴJ + damping, None where that is not positive definite."""
+    """Return the upper Cholesky factor of JᴴJ + damping, None where there is none."""
     damped = normal.copy()
     damped[np.diag_indices_from(damped)] += damping
     # LAPACK itself: on cores of a few dozen unknowns the checks of cho_factor and cho_solve take

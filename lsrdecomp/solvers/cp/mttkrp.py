@@ -1,4 +1,4 @@
-"""Products of a tensor with all factors but one (MTTKRP), by a dimension tree: two passes over the tensor a sweep."""
+"""Products of a tensor with all factors but one (MTTKRP), by two passes over the tensor a sweep."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ use."""
 
 
 def sweep(tensor: Array, columns: Sequence[Array], update: Update) -> tuple[Array, ...]:
-    """Visit every mode once with its product T_(i) conj(⊙_{m≠i} F_m), always with the newest factors.
+    """Visit every mode once with its product T_(i) conj(⊙_{m≠i} F_m) of the newest factors.
 
     The modes hang on a binary tree [1]_: the tensor is contracted once with the right half of the
     factors and once with the left half, and the partial products below cost little. So a sweep

@@ -1,4 +1,4 @@
-"""Options of `ALS` that seldom need a change: their meaning, their unit, and the source of their value."""
+"""Options of `ALS` that seldom need a change: their meaning, unit, and source."""
 
 from __future__ import annotations
 

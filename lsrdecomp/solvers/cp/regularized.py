@@ -1,4 +1,4 @@
-"""Alternating least squares with a penalty on λ: the sweep that every solver for three and more factors is made of."""
+"""Alternating least squares with a penalty on λ, the sweep for three and more factors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""R(M) of a target with one axis a factor, for any number of factors: formed, or exactly as a small core."""
+"""R(M) of a target with one axis a factor: formed, or exactly as a small core."""
 
 from __future__ import annotations
 

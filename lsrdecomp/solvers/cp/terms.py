@@ -43,9 +43,10 @@ class CPTerms:
 
     @classmethod
     def fibres(cls, tensor: Array) -> CPTerms:
-        """Write a tensor as Σ e_i ∘ e_j ∘ t_ij, over its fibres along the longest mode that are not zero.
+        """Write a tensor as Σ e_i ∘ e_j ∘ t_ij, the sum of its fibres.
 
-        The sum is exact and its terms are orthogonal.
+        They lie along the longest mode; those that are zero are left out. The sum is exact and its
+        terms are orthogonal.
         """
         xp = namespace(tensor)
         longest, occupied = _occupied_fibres(tensor)

@@ -1,4 +1,4 @@
-"""One side of the joint least squares problem: block updates of the factors of a batch of separated matrices.
+"""One side of the joint least squares problem: block updates of its factors, for a batch.
 
 The side X = Σ_k F_k⁽¹⁾ ⊗ … ⊗ F_k⁽ᵈ⁾, m × r, minimises tr(Xᵀ W X H) − 2⟨X, K⟩ over one stack of
 factors at a time. A stack is held as an array (L, m_i·r_i, s): L problems, the entries of a factor,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The fixed part of one side's problem: shape, weight W, partial traces, and how blocks are solved."""
+    """The fixed part of one side's problem: its shape, its weight W, and options."""
 
     shape: KroneckerShape
     weight: Weight
@@ -56,7 +56,7 @@ class Side:
         traces: PartialTraces,
         options: BlockOptions | None = None,
     ) -> Side:
-        """Prepare a side of a batch, given the partial traces of its weight at the rows of the shape."""
+        """Prepare a side, given the partial traces of its weight at the rows of the shape."""
         bases: tuple[Array, ...] = ()
         if not isinstance(weight, Identity):
             bases = tuple(basis_for(weight, shape.rows, i) for i in range(shape.order))

@@ -1,4 +1,4 @@
-"""The descent of joint least squares: sweeps, now and then an extrapolated step, until nothing more is gained."""
+"""The descent of joint least squares: sweeps and extrapolated steps until nothing is gained."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 def steps(
     problem: PairProblem, state: PairState, tolerance: float, min_square_gain: float = 0.0
 ) -> Iterator[IterationStep[PairState]]:
-    """Sweep from ``state`` until a sweep lowers the error of no problem by more than ``tolerance`` of it.
+    """Sweep from ``state`` until every problem has converged.
 
-    A problem whose squared error falls by no more than ``min_square_gain`` has converged too.
+    A problem has converged when a sweep lowers its error by no more than ``tolerance`` of it. A
+    problem whose squared error falls by no more than ``min_square_gain`` has converged too.
     """
     xp = namespace(state.error)
     length = xp.ones_like(state.error)

@@ -43,8 +43,10 @@ class FactorwiseSVD:
     --------
     >>> import numpy as np
     >>> from lsrdecomp import LowRank, ProductShape
-    >>> pair = LowRank(np.kron(np.eye(4, 2), np.ones((4, 2))), np.kron(np.ones((2, 4)), np.eye(2, 4)))
-    >>> solution = FactorwiseSVD().solve(pair, ProductShape(out=(4, 4), inner=(2, 2), into=(4, 4)), 1)
+    >>> left = np.kron(np.eye(4, 2), np.ones((4, 2)))
+    >>> right = np.kron(np.ones((2, 4)), np.eye(2, 4))
+    >>> shape = ProductShape(out=(4, 4), inner=(2, 2), into=(4, 4))
+    >>> solution = FactorwiseSVD().solve(LowRank(left, right), shape, 1)
     >>> solution.product
     SeparatedProduct(16×16 as 1 × [4×2 ⊗ 4×2] times 1 × [2×4 ⊗ 2×4], 32 parameters)
     >>> round(solution.relative_error, 6)
@@ -126,7 +128,7 @@ class Truncations:
         return self.shape.left.max_separation_rank, self.shape.right.max_separation_rank
 
     def truncate(self, left_rank: int, right_rank: int | None = None) -> SeparatedProduct:
-        """Return the product of the first terms of each side; ranks above `max_ranks` are clipped."""
+        """Return the product of the first terms of each side, at most `max_ranks`."""
         if right_rank is None:
             right_rank = left_rank
         left = _terms(self.left, self.shape.left, left_rank)

@@ -1,4 +1,4 @@
-"""Where joint least squares starts: orthogonal Kronecker terms of each side, in the singular gauge of the norm.
+"""The start of joint least squares: orthogonal terms of each side, in a singular gauge.
 
 The first singular triples of a batch of matrices come in little memory beside them where they are
 large. These are starts, computed by the thousand, and nobody is told how near the optimum they are.
@@ -135,10 +135,10 @@ def _by_krylov_space(matrix: Array, rank: int, solver: BlockGolubKahan) -> Tripl
 
 
 def gauge_transforms(triangles: tuple[Array, Array], rank: int) -> tuple[Array, Array]:
-    """Return S and T (L, r, rank) that transform a pair into its singular gauge, truncated or padded.
+    """Return S and T (L, r, rank) that transform a pair into its singular gauge.
 
-    U√σ = B S and V√σ = Aᵀ T. ``triangles`` are R of thin QR factorizations of B and Aᵀ, or of G^½ B
-    and C^½ Aᵀ for the gauge of that norm.
+    Truncated or padded to ``rank`` components. U√σ = B S and V√σ = Aᵀ T. ``triangles`` are R of
+    thin QR factorizations of B and Aᵀ, or of G^½ B and C^½ Aᵀ for the gauge of that norm.
     """
     xp = namespace(*triangles)
     columns, sigma, rows = gauge_of(*triangles)
@@ -149,7 +149,7 @@ def gauge_transforms(triangles: tuple[Array, Array], rank: int) -> tuple[Array, 
 
 
 def first_factor_fastest(transforms: Array, inner: tuple[int, ...]) -> Array:
-    """Reorder components (L, R, r): ascending along the first inner factor, then along the second, ….
+    """Reorder components (L, R, r): along the first inner factor, then along the second, ….
 
     The other order is as good a gauge. On real adapters this one starts nearer, by up to a tenth,
     and joint least squares ends as near or nearer on average (ranks 4 to 16), single layers by a
@@ -183,7 +183,7 @@ def side_terms(
 def orthogonal_terms(
     tensor: Array, rank: int, options: LeadingTripleOptions | None = None
 ) -> Stacks:
-    """Return the ``rank`` largest of mutually orthogonal rank-one terms of each tensor (L, p_1, …, p_d).
+    """Return the largest of mutually orthogonal rank-one terms of each tensor (L, p_1, …, p_d).
 
     The first axis is split off by its `leading_triples` and each right singular vector is split in
     turn, so for two axes this is close to the best approximation there is (Eckart–Young), and for

@@ -1,4 +1,4 @@
-"""Joint least squares for a separated product (Σ B1 ⊗ B2)(Σ A1 ⊗ A2) against a low-rank target, in a weighted norm."""
+"""Joint least squares for a product (Σ B1 ⊗ B2)(Σ A1 ⊗ A2), in a weighted norm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class JointALS:
-    """Alternating least squares over all factors of both sides, from the singular gauge of the norm.
+    """Alternating least squares over all factors of both sides, from the singular gauge.
 
     Both sides of a pair B A are known only up to B G · G⁻¹ A, so the pair is first moved into the
     gauge of its singular values in the norm; each side starts as its largest orthogonal Kronecker
@@ -68,7 +68,7 @@ class JointALS:
     >>> i, k = np.arange(16.0), np.arange(1.0, 5.0)
     >>> pair = LowRank(np.cos(np.outer(i, k)), np.sin(np.outer(k, i)))         # 16 × 4 and 4 × 16
     >>> shape = ProductShape(out=(4, 4), inner=(2, 2), into=(4, 4))
-    >>> for solver in (FactorwiseSVD(), JointALS()):                           # each side alone, both together
+    >>> for solver in (FactorwiseSVD(), JointALS()):             # each side alone, both together
     ...     print(f"{solver.solve(pair, shape, 2).relative_error:.2f}")
     0.76
     0.62
@@ -94,7 +94,7 @@ class JointALS:
         start: SeparatedProduct | None = None,
         on_sweep: Callable[[Sweep], Any] | None = None,
     ) -> PairSolution:
-        """Solve for one pair; the contract is `PairSolver.solve`, method and cost stand at `solve_batch`.
+        """Solve for one pair: see `PairSolver.solve`, and `solve_batch` for method and cost.
 
         Unlike an SVD of each side (`FactorwiseSVD`) it minimises the error of the *product*, in the
         norm of ``weights``; unlike ``parafac`` it never forms the target.
@@ -266,7 +266,7 @@ class JointALS:
 
 @dataclass(frozen=True, slots=True)
 class _Descent:
-    """The end of a descent: its state and error, the error of the start, and whether it converged."""
+    """The end of a descent: its state, its error, and the error of the start."""
 
     state: PairState
     errors: Array

@@ -1,4 +1,4 @@
-"""Options of joint least squares that seldom need a change: their meaning, their unit, and the source of their value."""
+"""Options of joint least squares that seldom need a change: their meaning, unit, and source."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class PartialTraceOptions:
     # Size above which a partial trace is taken as isotropic, since its root would cost more than it
     # saves. By hand.
     max_size: int = 1024
-    # Damping of a partial trace, in units of its mean eigenvalue, so that it has an inverse. By hand.
+    # Damping of a partial trace, in units of its mean eigenvalue, so that it has an inverse. By
+    # hand.
     damping: float = 1e-6
     # The same for the inverses that precondition a block's solve. By hand.
     inverse_damping: float = 1e-8

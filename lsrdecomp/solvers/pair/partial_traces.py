@@ -1,4 +1,4 @@
-"""Partial traces: a small matrix a factor that stands for a weight in preconditioners and starts."""
+"""Partial traces: small matrices that stand for a weight in preconditioners and starts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class PartialTraces:
-    """W ≈ mean · W_1 ⊗ … ⊗ W_d with W_i the trace of W over the other indices, of mean eigenvalue one.
+    """W ≈ mean · W_1 ⊗ … ⊗ W_d with W_i the trace of W over the other indices.
 
-    Exact where W is such a product. Used where an approximation costs only speed: preconditioners
-    and starts.
+    The mean eigenvalue of each W_i is one. Exact where W is such a product. Used where an
+    approximation costs only speed: preconditioners and starts.
     """
 
     mean: Array  # tr W / size, (L,)
@@ -67,7 +67,7 @@ class PartialTraces:
         return self._inverses.get(i)
 
     def inverse_of(self, matrices: Array) -> Array:
-        """Return the inverses of positive definite matrices (L, n, n), symmetric and slightly damped."""
+        """Return the inverses of positive definite matrices (L, n, n), slightly damped."""
         xp = namespace(matrices)
         inverses = xp.linalg.inv(damped(matrices, self.options.inverse_damping))
         return 0.5 * (inverses + xp.matrix_transpose(inverses))
@@ -96,7 +96,7 @@ class PartialTraces:
 
 
 def apply_to_rows(stacks: Stacks, matrices: Sequence[Array | None]) -> Stacks:
-    """Multiply each factor of each term from the left: stacks (L, m_i·r_i, s) by matrices (L, m_i, m_i)."""
+    """Multiply each factor of each term, in stacks (L, m_i·r_i, s), by a matrix (L, m_i, m_i)."""
     products = []
     for stack, matrix in zip(stacks, matrices, strict=True):
         products.append(stack if matrix is None else _rows_product(matrix, stack))

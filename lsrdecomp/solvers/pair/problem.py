@@ -1,4 +1,4 @@
-"""A batch of joint least squares problems of one shape: its starts, sweeps over both sides, and errors."""
+"""A batch of joint least squares problems of one shape: its starts, sweeps, and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SideMoments:
-    """The part of a side X that the other side's problem needs: its Gram matrix, cross term and size."""
+    """The figures of a side X that the other side's problem needs."""
 
     gram: Array  # XᵀWX, (L, r, r)
     cross: Array  # Xᵀ against the target's own side in the norm, (L, R, r)
@@ -47,7 +47,7 @@ class SideMoments:
 
 @dataclass(frozen=True, slots=True)
 class PairState:
-    """A pair with both sides of equal norm, the moments of its input side, and its distance from the target."""
+    """A pair with both sides of equal norm, and its distance from the target."""
 
     pair: Pair
     input_moments: SideMoments
@@ -84,7 +84,7 @@ class PairProblem:
         cg_steps: int = 8,
         options: PairOptions | None = None,
     ) -> PairProblem:
-        """Prepare the problem at a shape: its weights' partial traces and eigenpairs, block by block."""
+        """Prepare the problem at a shape: partial traces and eigenpairs of its weights."""
         options = options or PairOptions()
         norms = targets.norms
         sides = []
@@ -388,6 +388,6 @@ class PairProblem:
 
 
 def _by_columns(x: Array, y: Array) -> Array:
-    """Return x y as the transpose of an array that lies column by column, as `contraction` reads it."""
+    """Return x y as the transpose of an array in C order, as `contraction` reads it."""
     xp = namespace(x, y)
     return xp.matrix_transpose(xp.matrix_transpose(y) @ xp.matrix_transpose(x))

@@ -1,4 +1,4 @@
-"""Joint least squares onto integer codes: blocks are rounded one by one, and the free ones make up for it."""
+"""Joint least squares onto integer codes: blocks are rounded one by one, others solved again."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def quantize_sequentially(
     weights: NormWeights | None = None,
     schedule: RoundingSchedule | None = None,
 ) -> tuple[CodedSide, CodedSide]:
-    """Find a product with integer factors near a low-rank target, from one with real factors near it.
+    """Find a product with integer factors near a low-rank target.
 
-    The block with most entries a term is rounded first and fixed, the others are solved again, the
-    next is rounded, and so on: what rounding one block loses the later ones win back in part, as in
-    the sequential rounding of [1]_. Then each block in turn is freed, solved and rounded again, and
-    the better of the two is kept. Nothing says that the result is nearer than plain rounding of the
-    start; compare the two.
+    It starts from one with real factors near it. The block with most entries a term is rounded
+    first and fixed, the others are solved again, the next is rounded, and so on: what rounding one
+    block loses the later ones win back in part, as in the sequential rounding of [1]_. Then each
+    block in turn is freed, solved and rounded again, and the better of the two is kept. Nothing
+    says that the result is nearer than plain rounding of the start; compare the two.
 
     Parameters
     ----------

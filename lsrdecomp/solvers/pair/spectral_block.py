@@ -1,9 +1,9 @@
-"""One block's problem in a weight of few eigenpairs, contracted with the other factors: small, whatever the width.
+"""One block's problem in a weight of few eigenpairs, contracted with the other factors.
 
-With V diag(λ) Vᵀ + ρ(I − VVᵀ) as weight all that block i needs of V is S = V contracted with the
-Kronecker products of the other factors of each term. One pass over V makes it; then the normal
-matrix is formed from it, or conjugate gradient steps are taken with it, as many times cheaper than
-with V as the other factors have rows for a term.
+It is small, whatever the width. With V diag(λ) Vᵀ + ρ(I − VVᵀ) as weight all that block i needs of
+V is S = V contracted with the Kronecker products of the other factors of each term. One pass over V
+makes it; then the normal matrix is formed from it, or conjugate gradient steps are taken with it,
+as many times cheaper than with V as the other factors have rows for a term.
 """
 
 from __future__ import annotations
@@ -180,7 +180,10 @@ class SpectralBlock:
 
 
 def basis_for(weight: LowRankPlusIdentity, sizes: Sequence[int], i: int) -> Array:
-    """Return V (…, n, q) as (L, o, m_i·q), rows of the other factors first; of the last factor a view."""
+    """Return V (…, n, q) as (L, o, m_i·q), rows of the other factors first.
+
+    For the last factor it is a view.
+    """
     xp = namespace(weight.basis)
     d = len(sizes)
     q = int(weight.basis.shape[-1])
@@ -191,7 +194,7 @@ def basis_for(weight: LowRankPlusIdentity, sizes: Sequence[int], i: int) -> Arra
 
 
 def is_spectral_cheaper(shape: KroneckerShape, i: int, terms: int, cg_steps: int) -> bool:
-    """Return whether so many products with N cost less through S, counted in multiplications, than with V."""
+    """Return whether a block's products with N cost fewer multiplications through S than with V."""
     rows_of_others = shape.matrix_shape[0] // shape.rows[i]
     products = 2 * (cg_steps + 1) * shape.columns[i]
     return terms * (rows_of_others + products) < products * rows_of_others

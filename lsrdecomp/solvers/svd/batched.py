@@ -1,4 +1,4 @@
-"""Two factors, many matrices of one size at once: block Krylov spaces of a whole batch grown together."""
+"""Two factors, many matrices of one size: block Krylov spaces of a whole batch grown together."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BatchedKrylov(MatrixSolver):
-    """Leading singular triples of each R(M) of a batch, by block Lanczos on R Rᴴ, fully reorthogonalised.
+    """Leading singular triples of each R(M) of a batch, by block Lanczos on R Rᴴ.
 
     All matrices take the same steps, as batched products in single precision; a Rayleigh–Ritz step
     in the precision of the input ends it, so what single precision costs is the square of its
@@ -192,7 +192,7 @@ class BatchedKrylov(MatrixSolver):
     def _alone(
         self, matrix: Array, request: _Request, common_sweeps: tuple[Sweep, ...] = ()
     ) -> Solution:
-        """Solve for one matrix by `Gram` or `BlockGolubKahan`, its records behind the common ones."""
+        """Solve for one matrix by `Gram` or `BlockGolubKahan`, after common steps or without."""
         is_moderate = request.shape.max_separation_rank <= self.gram_limit
         solver: Solver
         if request.atol is None and (not common_sweeps or is_moderate):
@@ -253,7 +253,7 @@ class BatchedKrylov(MatrixSolver):
     def _from_random_columns(
         self, operator: Array, size: float, request: _Request
     ) -> Solution | None:
-        """Find the terms of one matrix in the range of random columns, where its spectrum falls fast."""
+        """Find the terms of one matrix by random columns, if its spectrum falls fast."""
         matrix = Rearrangement.of(operator, size, request.shape)
         solution = matrix.from_random_columns(
             request.max_terms, self.tolerance, self.seed, self.sketch
@@ -264,7 +264,7 @@ class BatchedKrylov(MatrixSolver):
         return replace(solution, sweeps=request.progress.sweeps[-1:])
 
     def _near(self, operators: Array, norms: np.ndarray, request: _Request) -> dict[int, Solution]:
-        """Return solutions, by position, for those whose error common steps bring near the optimum."""
+        """Return solutions, by position, where common steps bring the error near the optimum."""
         xp = namespace(operators)
         progress = request.progress
         n_earlier = len(progress.sweeps)
@@ -297,7 +297,7 @@ class BatchedKrylov(MatrixSolver):
     def _steps(
         self, operators: Array, norms: np.ndarray, rank: int
     ) -> Iterator[IterationStep[tuple[Array, np.ndarray]]]:
-        """Yield the leading ``rank`` Ritz vectors (L, p, rank) of each R Rᴴ, and the excess of the errors."""
+        """Yield the leading Ritz vectors (L, p, rank) of each R Rᴴ, and the excess of errors."""
         xp = namespace(operators)
         block = self._block_size(rank)
         single = xp.astype(operators, xp.complex64 if is_complex(operators) else xp.float32)

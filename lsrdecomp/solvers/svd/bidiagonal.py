@@ -1,4 +1,4 @@
-"""Block Golub–Kahan bidiagonalisation, fully reorthogonalised; small matrices on the host, in double precision."""
+"""Block Golub–Kahan bidiagonalisation, fully reorthogonalised; its small matrices on the host."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class AdjointOperator:
 
 
 class Bidiagonal:
-    """R V = U B and Rᴴ U = V Bᴴ + W N, with U, [V W] orthonormal; every step adds one block to U and V [1]_.
+    """R V = U B and Rᴴ U = V Bᴴ + W N, with orthonormal U and [V W].
 
-    ``small`` is B (k, k) and ``coupling`` is N (b, k), NumPy arrays in double precision; ``left``
-    is U, ``right`` is V and ``following`` is W. The operator is divided by ``norm``, so that B is
-    at most one in Frobenius norm. The first block is spanned by ``start``, of at most ``block``
-    columns, and by random ones.
+    Every step adds one block to U and V [1]_. ``small`` is B (k, k) and ``coupling`` is N (b, k),
+    NumPy arrays in double precision; ``left`` is U, ``right`` is V and ``following`` is W. The
+    operator is divided by ``norm``, so that B is at most one in Frobenius norm. The first block is
+    spanned by ``start``, of at most ``block`` columns, and by random ones.
 
     References
     ----------
@@ -98,7 +98,7 @@ class Bidiagonal:
         return unit_roundoff(self.left.dtype)
 
     def step(self) -> None:
-        """Add a block by one product with R and one with Rᴴ, reorthogonalised against all earlier ones."""
+        """Add a block by products with R and Rᴴ, reorthogonalised against all earlier ones."""
         xp = namespace(self.following)
         # Bidiagonal 1: R W = U C + (new block of U) T, C and T the new columns of B.
         image = self.operator.matmat(self.following) / self.norm

@@ -1,4 +1,4 @@
-"""The certificate of a Krylov space: errors of all truncations, and how much better the optimum may be."""
+"""The certificate of a Krylov space: errors of all truncations, and bounds on the optimum."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Certificate:
-    """Squared errors of rank-s truncations from one space, and bounds on the optimum, for ‖R‖_F = 1.
+    """Squared errors of truncations from one space, and bounds on the optimum, for ‖R‖_F = 1.
 
     Write R = [[Θ₁, 0, F₁], [0, Θ₂, F₂], [0, 0, R₂₂]] in the Ritz vectors of the space, Θ₁ holding
     the first s Ritz values θ. For every δ > 0 the coupling [F₁] of R Rᴴ is dominated by block
@@ -72,7 +72,7 @@ class Certificate:
 
     @property
     def noise(self) -> float:
-        """Rounding of the difference between two checks; in single precision less than that of either."""
+        """Rounding of the difference between two checks; in float32 less than that of either."""
         return self.roundoff / 16.0 if self.roundoff > 1e-10 else self.roundoff
 
     @cached_property
@@ -119,12 +119,12 @@ class Certificate:
         return error <= self.roundoff
 
     def measured_excess(self, rank: int, error: float) -> float:
-        """Bound error/optimum − 1 by a measured error, sharp below the rounding of ‖R‖² − Σσ² too."""
+        """Bound error/optimum − 1 by a measured error, however small that is."""
         bound = self._optimum_bound(rank, error) - 0.25 * self.roundoff * math.sqrt(self.size)
         return max(error / bound - 1.0, 0.0) if bound > 0.0 else math.inf
 
     def is_within_rounding(self, rank: int, error: float) -> bool:
-        """Return whether a measured error exceeds the optimum by no more than the rounding of the products."""
+        """Return whether a measured error exceeds the optimum by no more than rounding."""
         return error - self._optimum_bound(rank, error) <= self.roundoff
 
     def _optimum_bound(self, rank: int, error: float) -> float:
@@ -206,7 +206,7 @@ class Certificate:
         return last_gain**2 / previous_gain / float(self.squared_errors[rank])
 
     def columns_needed(self, error: float) -> float:
-        """Return the columns a space needs at least for that error, at the rate of the last ones."""
+        """Return the columns that a space needs for an error, at the rate of the last ones."""
         if not self.earlier:
             return 0.0
         previous = self.earlier[-1]
@@ -224,7 +224,7 @@ class Certificate:
         return coupling * tau_squared / delta if delta > 0.0 else math.inf
 
     def _extrapolated_gain(self, rank: int) -> float:
-        """Return what further steps may add: a geometric series through the last two gains, twice over."""
+        """Extrapolate further gains as a geometric series through the last two, twice over."""
         seen = [float(captured[rank]) for captured in self.earlier if captured.size > rank]
         if not seen:
             return math.inf

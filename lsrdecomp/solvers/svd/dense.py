@@ -1,4 +1,4 @@
-"""Two factors, dense: the truncated SVD of the rearrangement, which is the best approximation there is."""
+"""Two factors, dense: the truncated SVD of the rearrangement, the best approximation there is."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class SVD(MatrixSolver):
     --------
     >>> import numpy as np
     >>> import lsrdecomp as lsr
-    >>> result = lsr.decompose(np.kron(np.eye(4), np.ones((3, 3))), "4x4, 3x3", rank=1, solver=lsr.SVD())
+    >>> matrix = np.kron(np.eye(4), np.ones((3, 3)))
+    >>> result = lsr.decompose(matrix, "4x4, 3x3", rank=1, solver=lsr.SVD())
     >>> bool(result.relative_error < 1e-12)
     True
     """
@@ -183,9 +184,9 @@ def as_separated(
 
 
 def signed(left: Array, right: Array) -> tuple[Array, Array]:
-    """Make the largest entry of each left singular vector (…, s, p) positive, the right ones with it.
+    """Make the largest entry of each left singular vector positive; turn the right ones with it.
 
-    SVD libraries disagree on signs.
+    Shapes (…, s, p) and (…, s, q). SVD libraries disagree on signs.
     """
     xp = namespace(left)
     if 0 in left.shape:

@@ -1,4 +1,4 @@
-"""Two factors, matrix-free: block Golub–Kahan on the rearranged target, with a certificate of its optimality."""
+"""Two factors, matrix-free: block Golub–Kahan on the rearranged target, with a certificate."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ class BlockGolubKahan(MatrixSolver):
     >>> import numpy as np
     >>> import lsrdecomp as lsr
     >>> solver = lsr.solvers.BlockGolubKahan()
-    >>> result = lsr.decompose(np.kron(np.eye(4), np.ones((3, 3))), "4x4, 3x3", rank=1, solver=solver)
+    >>> matrix = np.kron(np.eye(4), np.ones((3, 3)))
+    >>> result = lsr.decompose(matrix, "4x4, 3x3", rank=1, solver=solver)
     >>> bool(result.relative_error < 1e-6)
     True
     """

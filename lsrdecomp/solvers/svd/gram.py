@@ -1,4 +1,4 @@
-"""Two factors of a matrix in memory: leading eigenvectors of the Gram matrix of the smaller side instead of an SVD."""
+"""Two factors of a matrix in memory: eigenvectors of the smaller Gram matrix instead of an SVD."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Gram(MatrixSolver):
-    """Eigenvectors of R Rᴴ (or Rᴴ R, the smaller) in double precision, then one Rayleigh–Ritz step with R itself.
+    """Eigenvectors of R Rᴴ or Rᴴ R, the smaller, then one Rayleigh–Ritz step with R itself.
 
-    A few terms, to a ``tolerance`` of 1e-5 or more, are sought in the range of R times random
-    columns [1]_ where its size falls fast from column to column: a few products with blocks. All
-    others, and those that it leaves open, cost O(p·q·min(p, q)) in matrix products and O(min(p, q)³) in
-    the eigenproblem, of which LAPACK computes the leading vectors alone where few terms are asked
-    for: several times less than the SVD.
+    All in double precision. A few terms, to a ``tolerance`` of 1e-5 or more, are sought in the
+    range of R times random columns [1]_ where its size falls fast from column to column: a few
+    products with blocks. All others, and those that it leaves open, cost O(p·q·min(p, q)) in matrix
+    products and O(min(p, q)³) in the eigenproblem, of which LAPACK computes the leading vectors
+    alone where few terms are asked for: several times less than the SVD.
 
     The error and what couples the terms to the residual are measured, and bound how far the error
     may be above the optimum: however small it is, where the terms stand apart from the rest.
@@ -69,7 +69,8 @@ class Gram(MatrixSolver):
     --------
     >>> import numpy as np
     >>> import lsrdecomp as lsr
-    >>> result = lsr.decompose(np.kron(np.eye(4), np.ones((3, 3))), "4x4, 3x3", rank=1, solver=lsr.solvers.Gram())
+    >>> matrix = np.kron(np.eye(4), np.ones((3, 3)))
+    >>> result = lsr.decompose(matrix, "4x4, 3x3", rank=1, solver=lsr.solvers.Gram())
     >>> bool(result.relative_error < 1e-6)
     True
     """
@@ -80,7 +81,7 @@ class Gram(MatrixSolver):
     sketch: SketchOptions = field(default_factory=SketchOptions)
 
     def _solve(self, problem: MatrixProblem) -> Solution:
-        """Find the first singular triples of R(M) by its Gram matrix; the contract is `Solver.solve`.
+        """Find the first singular triples of R(M) by its Gram matrix; see `Solver.solve`.
 
         Unlike an SVD by ``eigh`` of R Rᴴ alone it knows when squaring has cost the digits that were
         asked for, and hands over to `SVD` then.
@@ -129,7 +130,7 @@ class Gram(MatrixSolver):
 
 @dataclass(frozen=True, slots=True)
 class Rearrangement:
-    """R(M) in double precision with its shorter side first, and the terms in the span of a basis."""
+    """R(M) in double precision with its shorter side first, and terms in the span of a basis."""
 
     rows: Array  # R(M), or its adjoint where that has fewer rows
     is_adjoint: bool

@@ -1,4 +1,4 @@
-"""Terms of different Kronecker shapes, the paper's general definition: greedy choice of shapes, block backfitting."""
+"""Terms of different Kronecker shapes: a greedy choice of shapes, then backfitting of blocks."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class MixedSolution(Solution):
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """Choose the shape of each term by what it gains per parameter, then refit whole blocks in turn [1]_.
+    """Greedy choice of each term's shape by its gain per parameter, with backfitting [1]_.
 
     A block is all terms of one shape; refitting it to what the other blocks leave is a truncated
     SVD, so the error never rises. Without refitting, greedy terms are far from optimal: that is
@@ -158,8 +158,9 @@ class Greedy:
     ) -> MixedSolution:
         """Find terms of several shapes; arguments and errors are those of `Solver.solve`.
 
-        ``rank`` counts the terms of all shapes together. The record differs from a `Solution` in its approximation alone, a `MixedSum`: it has no one
-        Kronecker shape, so `decompose` does not take this solver.
+        ``rank`` counts the terms of all shapes together. The record differs from a `Solution` in
+        its approximation alone, a `MixedSum`: it has no one Kronecker shape, so `decompose` does
+        not take this solver.
 
         Returns
         -------

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """The terms that a space holds at one check, with their error and its excess over the optimum."""
+    """The terms that a space holds at one check, their error and its excess over the optimum."""
 
     approximation: SeparatedMatrix
     error: float  # relative

@@ -1,4 +1,4 @@
-"""Options of the two-factor solvers that seldom need a change: their meaning, their unit, and the source of their value."""
+"""Options of two-factor solvers that seldom need a change: their meaning, unit, and source."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SinglePrecisionOptions:
 
 @dataclass(frozen=True, slots=True)
 class SpaceOptions:
-    """The size of a Krylov space, and the steps after which its certificate is computed. By hand."""
+    """The size of a Krylov space, and the intervals of its certificate; all values by hand."""
 
     # Columns of the smaller side of R(M) for each column of the space, at least: a larger space
     # would cost more than the Gram matrix

@@ -1,4 +1,4 @@
-"""Two factors of a float64 matrix: a Krylov space grown in single precision, its answer finished in double."""
+"""Two factors of a float64 matrix: a Krylov space in single precision, finished in double."""
 
 from __future__ import annotations
 
@@ -89,23 +89,19 @@ def in_single(target: Dense, shape: KroneckerShape, rows: Rearranged) -> Rearran
 
 @dataclass(slots=True)
 class SingleGrowth(Growth):
-    """A space in single precision: products take half the time, and cost the square of its rounding.
+    """A space in single precision, whose rounding costs the answer no more than its square.
 
-    The leading right vectors of the space are multiplied by R once more in double precision: error
-    and terms are those of that projection, half a step further than the certificate. Where gains
-    have been falling fourfold a step or faster, the gain of that half step is an estimate of all
-    that is missing, so that one step less is taken.
+    Products take half the time. The leading right vectors of the space are multiplied by R once
+    more in double precision: error and terms are those of that projection, half a step further than
+    the certificate. Where gains have been falling fourfold a step or faster, the gain of that half
+    step is an estimate of all that is missing, so that one step less is taken.
     """
 
     rows: Rearranged = field(kw_only=True)  # R(M) in double precision
     is_blind: bool = False  # single precision sees no further, though more may be gained
 
-    def _is_hopeless(
-        self,
-        certificate: Certificate,
-        rank: int,
-        side: int,
-    ) -> bool:
+    def _is_hopeless(self, certificate: Certificate, rank: int, side: int) -> bool:
+        del side  # the limit here is what single precision can see
         if self._sees_tolerance(certificate, rank):
             return False
         earlier = [captured for captured in certificate.earlier if captured.size > rank]
@@ -127,12 +123,8 @@ class SingleGrowth(Growth):
         """Return whether an excess of ``tolerance`` shows in squared errors."""
         return certificate.noise <= self.tolerance * float(certificate.squared_errors[rank])
 
-    def _is_accepted(
-        self,
-        certificate: Certificate,
-        rank: int,
-        projection: Projection,
-    ) -> bool:
+    def _is_accepted(self, certificate: Certificate, rank: int, projection: Projection) -> bool:
+        del certificate, rank  # the projection comes from double precision
         return projection.excess <= self.tolerance
 
     def _projection(self, certificate: Certificate, rank: int) -> Projection:
