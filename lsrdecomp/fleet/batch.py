@@ -1,8 +1,12 @@
-"""Fleets: thousands of adapters under one plan, on this host or on a Ray cluster, resumable, none lost."""
+"""Fleets: thousands of adapters under one plan, resumable, and none is lost.
+
+They run on this host or on a Ray cluster.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter as Counts
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +19,12 @@ from lsrdecomp.checkpoints.writing import remove_leftovers
 from lsrdecomp.compression.compress import search_adapter
 from lsrdecomp.compression.settings import CompressionPlan, Resources, Search
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.fleet.manifest import MANIFEST, Manifest, Outcome
+from lsrdecomp.fleet.manifest import MANIFEST, Manifest, Outcome, State
 
 FILE = ".safetensors"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "pytorch_lora_weights.safetensors")
+CONFIGS = (CONFIG, "config.json", METADATA)
+"""Of an adapter, of a model and of statistics: a file beside one is no adapter of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +41,11 @@ class Job:
 
 
 Runner = Callable[[Sequence[Job], CompressionPlan], Iterator[Outcome]]
+"""Runs jobs somewhere, and yields their outcomes as they end."""
 
 
 def find_adapters(folder: Path) -> list[str]:
-    """Names, relative to ``folder``, of all directories below it that hold adapter weights, and of LoRA files; sorted.
+    """Find all directories below a folder that hold adapter weights, and all LoRA files.
 
     A file is one where no config lies beside it, of an adapter, a model or statistics. Hidden
     directories are left out: what a killed run left half written is one.
@@ -50,6 +57,7 @@ def find_adapters(folder: Path) -> list[str]:
     Returns
     -------
     list of str
+        Paths relative to ``folder``, sorted.
 
     Raises
     ------
@@ -64,20 +72,20 @@ def find_adapters(folder: Path) -> list[str]:
     """
     if not folder.is_dir():
         raise CheckpointError("is not a directory of adapters", path=folder)
-    names = {
-        path.parent.relative_to(folder).as_posix()
-        for name in WEIGHTS
-        for path in folder.rglob(name)
-    }
-    configs = (CONFIG, "config.json", METADATA)
+    found: set[Path] = set()
+    for name in WEIGHTS:
+        found |= {path.parent for path in folder.rglob(name)}
     for path in folder.rglob(f"*{FILE}"):
-        if path.name not in WEIGHTS and not any(
-            (path.parent / config).exists() for config in configs
-        ):
-            names.add(path.relative_to(folder).as_posix())
-    return sorted(
-        name for name in names - {"."} if not any(part.startswith(".") for part in name.split("/"))
-    )
+        beside_config = any((path.parent / config).exists() for config in CONFIGS)
+        if path.name not in WEIGHTS and not beside_config:
+            found.add(path)
+    relative = [path.relative_to(folder) for path in found - {folder}]
+    visible = [path for path in relative if not _is_hidden(path)]
+    return sorted(path.as_posix() for path in visible)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def run_fleet(
@@ -142,112 +150,128 @@ def run_fleet(
     ...     for name in ("first", "second"):
     ...         _ = copytree(files("lsrdecomp.cli") / "demo_adapter", Path(folder) / "in" / name)
     ...     plan = CompressionPlan(separation_rank=1)
-    ...     done = run_fleet(Path(folder) / "in", Path(folder) / "out", plan, runner=joblib_runner(1))
+    ...     runner = joblib_runner(workers=1)
+    ...     done = run_fleet(Path(folder) / "in", Path(folder) / "out", plan, runner=runner)
     >>> [(end.name, end.state, end.parameters_before // end.parameters) for end in done]
     [('first', 'done', 24), ('second', 'done', 24)]
     """
     plan = plan.with_default_storage()
-    folder, out = Path(folder).resolve(), Path(out).resolve()
+    folder = Path(folder).resolve()
+    out = Path(out).resolve()
     if out == folder or folder in out.parents:
-        raise CheckpointError(f"lies inside the input {folder}; choose another output", path=out)
-    # Fleet 1: what there is, and what of it has no line in the manifest yet.
+        raise CheckpointError(
+            f"the output must not be inside the input {folder}; choose another", path=out
+        )
+    # 1. What there is, and what of it has no line in the manifest yet.
     names = find_adapters(folder)
     if not names:
         raise CheckpointError(
             f"holds no adapters (directories with {' or '.join(WEIGHTS)})", path=folder
         )
-    measured = _statistics_of(names, statistics)
+    statistics_of = _statistics_of(names, statistics)
     out.mkdir(parents=True, exist_ok=True)
-    manifest = Manifest(
-        out / MANIFEST, plan, None if statistics is None else str(Path(statistics).resolve())
-    )
-    jobs = [
-        Job(name, str(folder / name), str(_place(out, name)), max_memory, measured.get(name))
-        for name in names
-    ]
-    left = {
-        job.name: job
-        for job in jobs
-        if not _settled(manifest.outcomes.get(job.name), Path(job.out))
-    }
-    ended = Counter(on_step, "compressing", len(left), "adapters")
+    calibrated = None if statistics is None else str(Path(statistics).resolve())
+    manifest = Manifest(out / MANIFEST, plan, calibrated)
+    pending = {}
+    for name in names:
+        place = _output_directory(out, name)
+        if not _is_finished(manifest.outcomes.get(name), place):
+            source = str(folder / name)
+            pending[name] = Job(name, source, str(place), max_memory, statistics_of.get(name))
+    ended = Counter(on_step, "compressing", len(pending), "adapters")
 
-    def work(jobs: Sequence[Job]) -> None:
+    def run(jobs: Sequence[Job]) -> None:
         for outcome in _outcomes(jobs, plan, runner, retries):
             manifest.append(outcome)
             ended.add()
 
-    searches = plan.separation_rank is None and plan.rtol is None
-    groups = (
-        _like_adapters({job.name: job.source for job in jobs}, max_memory)
-        if share and searches and left
-        else []
-    )
-
-    def leader(names: Sequence[str]) -> str:
-        """The first of a group that is done, or still left to be tried; no name if there is none."""
-        done = (name for name, outcome in manifest.outcomes.items() if outcome.state == "done")
-        able = {*left, *done}
-        return next((name for name in names if name in able), "")
-
-    # Fleet 2: of each group of like adapters one, until one is done or none is left; then the
-    # others, in its shapes.
-    while first := {leader(group) for group in groups} & left.keys():
-        work([left.pop(name) for name in sorted(first)])
+    # 2. Of each group of like adapters one, until one is done or none is left.
+    searches_shapes = plan.separation_rank is None and plan.rtol is None
+    groups = []
+    if share and searches_shapes and pending:
+        groups = _like_adapters({name: str(folder / name) for name in names}, max_memory)
+    while True:
+        leaders = {_leader(group, manifest, pending) for group in groups} & pending.keys()
+        if not leaders:
+            break
+        run([pending.pop(name) for name in sorted(leaders)])
+    # 3. The others, those of a group in the shapes of its leader.
     for group in groups:
-        lead = leader(group)
-        left |= {
-            name: replace(left[name], like=str(_place(out, lead))) for name in group if name in left
-        }
-    work(list(left.values()))
-    for (
-        name
-    ) in names:  # what workers that were killed, in this run or an earlier one, left half written
-        remove_leftovers(_place(out, name), age=0.0)
+        like = str(_output_directory(out, _leader(group, manifest, pending)))
+        for name in group:
+            if name in pending:
+                pending[name] = replace(pending[name], like=like)
+    run(list(pending.values()))
+    # 4. What workers that were killed, in this run or an earlier one, left half written.
+    for name in names:
+        remove_leftovers(_output_directory(out, name), age=0.0)
     return [manifest.outcomes[name] for name in names]
+
+
+def _leader(group: Sequence[str], manifest: Manifest, pending: Collection[str]) -> str:
+    """Return the first of a group that is done or still pending; an empty name if there is none."""
+    for name in group:
+        outcome = manifest.outcomes.get(name)
+        if name in pending or (outcome is not None and outcome.state == "done"):
+            return name
+    return ""
 
 
 def run_job(job: Job, plan: CompressionPlan) -> Outcome:
     """Compress one adapter; every fault becomes an outcome of one line."""
     try:
-        source = open_checkpoint(job.source, max_memory=job.max_memory)
-        statistics = None if job.statistics is None else read_statistics(job.statistics)
-        search = None if job.like is None else Search.like(open_checkpoint(job.like))
-        resources = Resources(device=job.device)
-        searched = search_adapter(
-            source, [plan], statistics=statistics, search=search, resources=resources
-        )
-        result = searched.compress(plan)
-        total = result.totals
-        figures = total.parameters_before, total.parameters, result.error
-        if not result.met:
-            worst = f"{total.worst_layer} at {total.worst_error:.3g}"
-            text = f"{total.missed} of {total.layers} layers above the tolerance, {worst}"
-            return Outcome(job.name, "missed", text, *figures)
-        result.save(job.out, force=True)
-        return Outcome(job.name, "done", "", *figures)
+        return _compress(job, plan)
     except (LsrError, OSError, ArithmeticError, ValueError, MemoryError) as error:
-        return Outcome(job.name, "failed", " ".join(str(error).split()) or type(error).__name__)
+        message = " ".join(str(error).split())
+        return Outcome(job.name, "failed", message or type(error).__name__)
+
+
+def _compress(job: Job, plan: CompressionPlan) -> Outcome:
+    source = open_checkpoint(job.source, max_memory=job.max_memory)
+    searched = search_adapter(
+        source,
+        [plan],
+        statistics=None if job.statistics is None else read_statistics(job.statistics),
+        search=None if job.like is None else Search.like(open_checkpoint(job.like)),
+        resources=Resources(device=job.device),
+    )
+    result = searched.compress(plan)
+    total = result.totals
+    if result.met:
+        result.save(job.out, force=True)
+        state: State = "done"
+        message = ""
+    else:
+        state = "missed"
+        worst = f"{total.worst_layer} at {total.worst_error:.3g}"
+        message = f"{total.missed} of {total.layers} layers above the tolerance, {worst}"
+    sizes = total.parameters_before, total.parameters
+    return Outcome(job.name, state, message, *sizes, result.error)
 
 
 def _outcomes(
     jobs: Sequence[Job], plan: CompressionPlan, runner: Runner, retries: int
 ) -> Iterator[Outcome]:
-    """What becomes of jobs; those whose worker died are tried again, each alone, so that it takes no other with it."""
-    by_name, rounds = {job.name: job for job in jobs}, [list(jobs)] if jobs else []
+    """Yield what becomes of jobs.
+
+    Those whose worker died are tried again, each alone, so that it takes no other with it.
+    """
+    by_name = {job.name: job for job in jobs}
+    batches = [list(jobs)] if jobs else []
     for attempt in range(1, retries + 2):
         died: list[Job] = []
-        for outcome in (outcome for group in rounds for outcome in runner(group, plan)):
-            if outcome.state == "died" and attempt <= retries:
-                died.append(by_name[outcome.name])
-            else:
-                state = "failed" if outcome.state == "died" else outcome.state
-                yield replace(outcome, state=state, attempts=attempt)
-        rounds = [[job] for job in died]
+        for batch in batches:
+            for outcome in runner(batch, plan):
+                if outcome.state == "died" and attempt <= retries:
+                    died.append(by_name[outcome.name])
+                else:
+                    state = "failed" if outcome.state == "died" else outcome.state
+                    yield replace(outcome, state=state, attempts=attempt)
+        batches = [[job] for job in died]
 
 
 def _like_adapters(sources: Mapping[str, str], max_memory: int | None = None) -> list[list[str]]:
-    """Names of adapters of one base with the same layers, where there are several.
+    """Group the names of adapters of one base with the same layers, where there are several.
 
     Reads the headers of their files, and leaves out what cannot be read: its job will say why.
     """
@@ -257,18 +281,17 @@ def _like_adapters(sources: Mapping[str, str], max_memory: int | None = None) ->
             adapter = open_checkpoint(source, max_memory=max_memory)
         except (LsrError, OSError):
             continue
-        layers = (
+        layers = sorted(
             (layer.name, layer.out_features, layer.in_features, layer.rank)
             for layer in adapter.layers
         )
-        groups.setdefault(
-            (adapter.config.get("base_model_name_or_path"), tuple(sorted(layers))), []
-        ).append(name)
+        group_key = adapter.config.get("base_model_name_or_path"), tuple(layers)
+        groups.setdefault(group_key, []).append(name)
     return [names for names in groups.values() if len(names) > 1]
 
 
 def _statistics_of(names: Sequence[str], folder: str | Path | None) -> dict[str, str]:
-    """The directory of statistics of each adapter."""
+    """Return the directory of statistics of each adapter."""
     if folder is None:
         return {}
     folder = Path(folder).resolve()
@@ -276,27 +299,31 @@ def _statistics_of(names: Sequence[str], folder: str | Path | None) -> dict[str,
         return dict.fromkeys(names, str(folder))
     missing = [name for name in names if not (folder / name / METADATA).is_file()]
     if missing:
-        text = f"has no statistics for {len(missing)} of {len(names)} adapters, and none for all of them"
         raise CheckpointError(
-            f"{text}; calibrate {missing[0]} with --out {folder / missing[0]}", path=folder
+            f"has no statistics for {len(missing)} of {len(names)} adapters, and none for all of "
+            f"them; calibrate {missing[0]} with --out {folder / missing[0]}",
+            path=folder,
         )
     return {name: str(folder / name) for name in names}
 
 
-def _place(out: Path, name: str) -> Path:
-    """The directory that an adapter is written to: of a file its name without the ending."""
+def _output_directory(out: Path, name: str) -> Path:
+    """Return the directory that an adapter is written to, a file's without its ending."""
     return out / name.removesuffix(FILE)
 
 
-def _settled(outcome: Outcome | None, out: Path) -> bool:
-    """Whether nothing is left to do: done and still there as written, or not to be had under this plan."""
+def _is_finished(outcome: Outcome | None, out: Path) -> bool:
+    """Return whether nothing is left to do for an adapter.
+
+    It is done and still there as written, or it cannot be had under this plan.
+    """
     if outcome is None or outcome.state == "failed":
         return False
     return outcome.state == "missed" or (out.is_dir() and changed_files(out) == ())
 
 
 def summary(outcomes: Iterable[Outcome]) -> dict[str, Any]:
-    """Counts and sums for the last line of a run.
+    """Count outcomes, and add up their parameters, for the last line of a run.
 
     Parameters
     ----------
@@ -305,7 +332,7 @@ def summary(outcomes: Iterable[Outcome]) -> dict[str, Any]:
     Returns
     -------
     dict
-        Numbers of adapters by their state, and of parameters before and after.
+        Number of adapters in each state, and of parameters before and after.
 
     Examples
     --------
@@ -315,13 +342,13 @@ def summary(outcomes: Iterable[Outcome]) -> dict[str, Any]:
     (1, 1, 1536)
     """
     listed = list(outcomes)
+    counts = Counts(outcome.state for outcome in listed)
     done = [outcome for outcome in listed if outcome.state == "done"]
     return {
         "adapters": len(listed),
-        **{
-            state: sum(outcome.state == state for outcome in listed)
-            for state in ("done", "missed", "failed")
-        },
+        "done": counts["done"],
+        "missed": counts["missed"],
+        "failed": counts["failed"],
         "parameters_before": sum(outcome.parameters_before for outcome in done),
         "parameters": sum(outcome.parameters for outcome in done),
     }

@@ -16,16 +16,17 @@ if TYPE_CHECKING:
     from lsrdecomp.compression.settings import CompressionPlan
 
 MANIFEST = "fleet.jsonl"
-FIRST = b'{"plan":'
-WORDS = {"plan": "plan", "calibrated": "norm: statistics"}
+FIRST_BYTES = b'{"plan":'
+MEANING = {"plan": "plan", "calibrated": "norm: statistics"}
+"""What the fields of the first line are called in errors."""
 State = Literal["done", "missed", "failed", "died"]
-"""Of these only the last is for runners: its worker was killed or ran out of memory, and it is to
-be tried again."""
+"""The last is for runners alone: the worker was killed or ran out of memory, and the job is to be
+tried again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one adapter ended.
+    """The end of one adapter: written, missed or failed.
 
     Examples
     --------
@@ -52,49 +53,59 @@ class Manifest:
     def __init__(self, path: Path, plan: CompressionPlan, calibrated: str | None = None) -> None:
         self.path = path
         self.outcomes: dict[str, Outcome] = {}
-        wanted = {
-            "plan": json.loads(json.dumps(plan.to_json())),
-            "calibrated": calibrated,
-        }  # as it reads it back
+        # The plan as it is read back
+        requested = {"plan": json.loads(json.dumps(plan.to_json())), "calibrated": calibrated}
         lines = self._sound_lines()
         if lines:
-            for name, value in wanted.items():
-                recorded = lines[0].get(name)
-                if recorded != value:
-                    text = f"belongs to another {WORDS[name]}, {json.dumps(recorded)[:400]}; choose another output"
-                    raise CheckpointError(text, path=path)
+            self._check_first_line(lines[0], requested)
         else:
-            self._write(
-                json.dumps({name: value for name, value in wanted.items() if value is not None})
-            )
+            given = {name: value for name, value in requested.items() if value is not None}
+            self._write(json.dumps(given))
         for line in lines[1:]:
             outcome = _outcome(line)
             if outcome is None:
-                text = f"{json.dumps(line)[:200]} is not an outcome written here; choose another output"
-                raise CheckpointError(text, path=path)
+                raise CheckpointError(
+                    f"{json.dumps(line)[:200]} is not an outcome written here; "
+                    "choose another output",
+                    path=path,
+                )
             self.outcomes[outcome.name] = outcome
 
+    def _check_first_line(self, line: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
+        """Raise `CheckpointError` unless the manifest belongs to this plan and norm."""
+        for name, value in requested.items():
+            recorded = line.get(name)
+            if recorded != value:
+                raise CheckpointError(
+                    f"belongs to another {MEANING[name]}, {json.dumps(recorded)[:400]}; "
+                    "choose another output",
+                    path=self.path,
+                )
+
     def append(self, outcome: Outcome) -> None:
+        """Add an outcome, and flush its line to disk."""
         self.outcomes[outcome.name] = outcome
         self._write(json.dumps(asdict(outcome)))
 
     def _sound_lines(self) -> list[dict[str, Any]]:
+        """Return all lines but one that a kill cut short, which is taken off the file."""
         if not self.path.exists():
             return []
         content = self.path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
+        complete = content[: content.rfind(b"\n") + 1]
         try:
-            lines = [json.loads(line) for line in whole.splitlines()]
+            lines = [json.loads(line) for line in complete.splitlines()]
         except (ValueError, RecursionError):
             lines = [None]
-        if not all(isinstance(line, dict) for line in lines) or (
-            not lines and content[:8] != FIRST[: len(content)]
-        ):
+        # Of a first line that was cut short the first bytes tell whose it is
+        cut_short = not lines and content[:8] == FIRST_BYTES[: len(content)]
+        is_ours = bool(lines) or cut_short
+        if not is_ours or not all(isinstance(line, dict) for line in lines):
             raise CheckpointError(
                 "is not a manifest written here; choose another output", path=self.path
             )
-        if len(whole) < len(content):
-            os.truncate(self.path, len(whole))
+        if len(complete) < len(content):
+            os.truncate(self.path, len(complete))
         return lines
 
     def _write(self, line: str) -> None:
@@ -105,8 +116,11 @@ class Manifest:
 
 
 def _outcome(line: Mapping[str, Any]) -> Outcome | None:
-    """The outcome of a line of a manifest, if it is one."""
-    kinds = {"name": str, "state": str, "message": str, "relative_error": int | float}
-    fits = set(line) <= set(Outcome.__slots__) and {"name", "state"} <= set(line)
-    fits = fits and all(isinstance(value, kinds.get(key, int)) for key, value in line.items())
-    return Outcome(**line) if fits and line["state"] in get_args(State) else None
+    """Return the outcome of a line of a manifest, or None if it is none."""
+    types = {"name": str, "state": str, "message": str, "relative_error": int | float}
+    names = set(line)
+    if not {"name", "state"} <= names <= set(Outcome.__slots__):
+        return None
+    if not all(isinstance(value, types.get(name, int)) for name, value in line.items()):
+        return None
+    return Outcome(**line) if line["state"] in get_args(State) else None

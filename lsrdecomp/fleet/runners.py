@@ -1,8 +1,9 @@
-"""Where the jobs of a fleet run: processes of this host through joblib, or the workers of a Ray cluster."""
+"""Where the jobs of a fleet run: processes of this host, or the workers of a Ray cluster."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.arrays import check_device
@@ -15,12 +16,14 @@ if TYPE_CHECKING:
 
     from lsrdecomp.compression.settings import CompressionPlan
 
-IN_FLIGHT = 1000
-"""Jobs handed to a Ray cluster at a time."""
+
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 def joblib_runner(workers: int = -1, device: str | None = None, per_gpu: int = 1) -> Runner:
-    """Processes of this host, one linear-algebra thread each so that the bytes do not depend on their number.
+    """Return a runner in processes of this host, through joblib.
+
+    Each has one linear-algebra thread, so that the bytes do not depend on their number.
 
     Parameters
     ----------
@@ -44,7 +47,7 @@ def joblib_runner(workers: int = -1, device: str | None = None, per_gpu: int = 1
 
     Examples
     --------
-    >>> runner = joblib_runner(workers=2)                                  # for `run_fleet`, which shows it at work
+    >>> runner = joblib_runner(workers=2)  # for `run_fleet`, which shows it at work
     >>> callable(runner)
     True
     """
@@ -54,29 +57,33 @@ def joblib_runner(workers: int = -1, device: str | None = None, per_gpu: int = 1
         with needs("a fleet", "fleet"):
             from joblib import Parallel, delayed, parallel_config
             from joblib.externals.loky.process_executor import BrokenProcessPool
-        left = {job.name for job in jobs}
-        placed = [replace(job, device=devices[k % len(devices)]) for k, job in enumerate(jobs)]
+        unfinished = {job.name for job in jobs}
+        placed = [
+            replace(job, device=device) for job, device in zip(jobs, cycle(devices), strict=False)
+        ]
         # A single worker is a process too: a job that takes its process down must not take the
         # fleet with it.
-        count = max(workers, 2) if workers > 0 else workers
-        with parallel_config(backend="loky", n_jobs=count, inner_max_num_threads=1):
+        processes = max(workers, 2) if workers > 0 else workers
+        dispatched = workers if workers > 0 else "2*n_jobs"
+        with parallel_config(backend="loky", n_jobs=processes, inner_max_num_threads=1):
             try:
-                parallel = Parallel(
-                    return_as="generator_unordered",
-                    pre_dispatch=max(workers, 1) if workers > 0 else "2*n_jobs",
-                )
+                parallel = Parallel(return_as="generator_unordered", pre_dispatch=dispatched)
                 for outcome in parallel(delayed(run_job)(job, plan) for job in placed):
-                    left.remove(outcome.name)
+                    unfinished.remove(outcome.name)
                     yield outcome
             except BrokenProcessPool as error:
-                reason = f"its worker died: {str(error).splitlines()[0]}"
-                yield from (Outcome(name, "died", reason) for name in left)
+                for name in unfinished:
+                    yield _died(name, error)
 
     return run
 
 
+def _died(name: str, error: Exception) -> Outcome:
+    return Outcome(name, "died", f"its worker died: {str(error).splitlines()[0]}")
+
+
 def _devices(workers: int, device: str | None, per_gpu: int) -> tuple[int, list[str | None]]:
-    """How many processes, and the devices that their jobs take in turn."""
+    """Return the number of processes, and the devices that their jobs take in turn."""
     if device is None:
         return workers, [None]
     check_device(device)
@@ -85,11 +92,18 @@ def _devices(workers: int, device: str | None, per_gpu: int) -> tuple[int, list[
     import torch
 
     count = torch.cuda.device_count()
-    return workers if workers > 0 else count * per_gpu, [f"cuda:{i}" for i in range(count)]
+    processes = workers if workers > 0 else count * per_gpu
+    return processes, [f"cuda:{i}" for i in range(count)]
 
 
-def ray_runner(address: str = "auto", device: str | None = None, per_gpu: int = 1) -> Runner:
-    """Workers of a Ray cluster that share the file system.
+def ray_runner(
+    address: str = "auto",
+    device: str | None = None,
+    per_gpu: int = 1,
+    *,
+    max_submitted: int = 1000,
+) -> Runner:
+    """Return a runner on the workers of a Ray cluster, which share the file system.
 
     Parameters
     ----------
@@ -100,6 +114,8 @@ def ray_runner(address: str = "auto", device: str | None = None, per_gpu: int = 
         GPU.
     per_gpu : int
         Jobs that share a GPU.
+    max_submitted : int
+        Jobs handed to the cluster at a time; by hand.
 
     Returns
     -------
@@ -117,24 +133,17 @@ def ray_runner(address: str = "auto", device: str | None = None, per_gpu: int = 
             import ray
         if not ray.is_initialized():
             ray.init(address=address, log_to_driver=False)
-        environment = {
-            "env_vars": {
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-                "MKL_NUM_THREADS": "1",
-            }
-        }
         gpus = 1.0 / per_gpu if device == "cuda" else 0.0
         resources: Any = ray.cluster_resources
         if resources().get("GPU", 0.0) < gpus:
             raise LsrError(f"device {device!r}: no node of the Ray cluster has a GPU")
-        remote = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0, runtime_env=environment)(
-            run_job
-        )
+        environment = {"env_vars": ONE_THREAD}
+        on_a_worker = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0, runtime_env=environment)
+        remote = on_a_worker(run_job)
         waiting = [replace(job, device=device) for job in reversed(jobs)]
         running: dict[Any, Job] = {}
         while waiting or running:
-            while waiting and len(running) < IN_FLIGHT:
+            while waiting and len(running) < max_submitted:
                 job = waiting.pop()
                 running[remote.remote(job, plan)] = job
             ready, _ = ray.wait(list(running), num_returns=1)
@@ -143,8 +152,6 @@ def ray_runner(address: str = "auto", device: str | None = None, per_gpu: int = 
                 try:
                     yield ray.get(reference)
                 except ray.exceptions.RayError as error:
-                    yield Outcome(
-                        job.name, "died", f"its worker died: {str(error).splitlines()[0]}"
-                    )
+                    yield _died(job.name, error)
 
     return run
