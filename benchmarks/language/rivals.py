@@ -80,7 +80,7 @@ from lsrdecomp.compression import CompressionPlan
 from lsrdecomp.compression.layers import layer_pair
 from lsrdecomp.compression.settings import Search
 from lsrdecomp.fidelity.distil import distil
-from lsrdecomp.formats.allocation import Options, within_cost
+from lsrdecomp.formats.allocation import PartOptions, within_cost
 from lsrdecomp.formats.number_formats import nearest_codes
 from lsrdecomp.training.record import commit
 
@@ -296,7 +296,7 @@ def cores(
         total = float((wanted**2).sum())
         shapes = [(k, n) for k in SIDES for n in SIDES]
         losses = [max(0.0, total - float((inside[:k, :n] ** 2).sum())) for k, n in shapes]
-        options.append(Options.of([0.0, *(k * n / 2 + 2 for k, n in shapes)], [total, *losses]))
+        options.append(PartOptions.of([0.0, *(k * n / 2 + 2 for k, n in shapes)], [total, *losses]))
     model, parameters = copy.deepcopy(subject.plain), []
     for name, choice, (inside, r, s) in zip(
         subject.modules, within_cost(options, budget - CONFIG), projections, strict=True
@@ -405,7 +405,7 @@ def _split(
                     for side in sides
                 )
             )
-        options.append(Options.of(costs, losses))
+        options.append(PartOptions.of(costs, losses))
         layers.append((layer.name, sides))
     choices = within_cost(options, budget)
     used = []

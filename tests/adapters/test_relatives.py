@@ -180,6 +180,15 @@ def test_one_of_two_loaded_adapters_is_deleted(two_adapters, tmp_path):
     assert torch.equal(logits(again), second)
 
 
+def check_two_adapters(name: str, folder: Path) -> None:
+    """Put two adapters of a method that is not in the table through the tests of those that are."""
+    test_of_two_adapters_the_active_one_acts_and_trains(make_two_adapters(name))
+    test_rows_of_a_batch_name_their_adapters(make_two_adapters(name))
+    test_each_of_two_adapters_is_saved_and_loaded(make_two_adapters(name), folder, False)
+    test_an_adapter_is_scaled_to_nothing_and_merged(make_two_adapters(name))
+    test_one_of_two_loaded_adapters_is_deleted(make_two_adapters(name), folder)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_peft_converts_them_to_lora_of_full_rank(name):
     config_cls, settings = CONFIGS[name]
@@ -261,10 +270,7 @@ def test_a_method_written_from_contributing_alone_lives_in_peft(monkeypatch, tmp
         test_forward_is_base_plus_delta_and_merging_is_undone("outer", kind)
         test_gradients_of_every_parameter("outer", kind)
     test_the_default_start_is_the_base_model_and_trains("outer")
-    test_of_two_adapters_the_active_one_acts_and_trains(make_two_adapters("outer"))
-    test_rows_of_a_batch_name_their_adapters(make_two_adapters("outer"))
-    test_each_of_two_adapters_is_saved_and_loaded(make_two_adapters("outer"), tmp_path, False)
-    test_an_adapter_is_scaled_to_nothing_and_merged(make_two_adapters("outer"))
+    check_two_adapters("outer", tmp_path)
     test_peft_converts_them_to_lora_of_full_rank("outer")
     assert adapter_config("outer", {"alpha": 2.0}, target_modules=["query"]).alpha == 2.0
 

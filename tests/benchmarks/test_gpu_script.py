@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,127 +29,83 @@ def sums(path, count):
 
 
 def arguments(folder, *more):
-    """Of a run that takes seconds."""
+    """Return the arguments of a run that takes seconds, and write the files that it needs."""
     task = folder / "task"
     task.mkdir()
-    pairs = [(first, second) for first in WORDS for second in WORDS]
     rows = [
         json.dumps({"prompt": f"user {first} {second}", "completion": second})
-        for first, second in pairs
+        for first in WORDS
+        for second in WORDS
     ]
     (task / "train.jsonl").write_text("\n".join(rows))
     (task / "held.jsonl").write_text("\n".join(rows[:8]))
-    base = str(make_base(folder, layers=1))
-    of_small = [
-        "--model",
-        base,
-        "--task",
-        str(task),
-        "--steps",
-        "4",
-        "--recover",
-        "2",
-        "--batch",
-        "4",
-        "--ratio",
-        "4",
-    ]
-    of_large = [
-        "--llm",
-        base,
-        "--data",
-        sums(folder / "sums.jsonl", 12),
-        "--test",
-        sums(folder / "test.jsonl", 6),
-    ]
-    of_large += [
-        "--rank",
-        "4",
-        "--llm-steps",
-        "2",
-        "--samples",
-        "8",
-        "--new-tokens",
-        "3",
-        "--max-length",
-        "32",
-    ]
-    of_large += [
-        "--ratios",
-        "2",
-        "8",
-        "--test-examples",
-        "6",
-        "--answer-batch",
-        "4",
-        "--metric",
-        "exact",
-    ]
-    return [
-        *of_small,
-        *of_large,
-        "--tiny",
-        "--device",
-        "cpu",
-        "--work",
-        str(folder / "work"),
-        *more,
-    ]
+    base = make_base(folder, layers=1)
+    data, test = sums(folder / "sums.jsonl", 12), sums(folder / "test.jsonl", 6)
+    paths = ["--model", base, "--task", task, "--llm", base, "--data", data, "--test", test]
+    small = "--steps 4 --recover 2 --batch 4 --ratio 4"
+    large = "--rank 4 --llm-steps 2 --samples 8 --new-tokens 3 --max-length 32 --ratios 2 8"
+    answers = "--test-examples 6 --answer-batch 4 --metric exact"
+    options = f"{small} {large} {answers} --tiny --device cpu".split()
+    return [*map(str, paths), *options, "--work", str(folder / "work"), *more]
 
 
-def test_every_stage_runs_small_and_is_not_done_again(tmp_path, capsys):
-    given = arguments(tmp_path, "--out", str(tmp_path / "gpu.json"))
-    record = script.main(given)
-    stages = record["stages"]
-    assert list(stages) == [
-        "layers",
-        "lora",
-        "distil",
-        "train",
-        "answers",
-        "large lora",
-        "large forms",
-        "large answers 1",
-    ]
-    assert record == json.loads((tmp_path / "gpu.json").read_text())
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A whole run, small: its folder, the arguments, the record, and what was printed."""
+    folder = tmp_path_factory.mktemp("gpu")
+    given = arguments(folder, "--out", str(folder / "gpu.json"))
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        record = script.main(given)
+    return SimpleNamespace(folder=folder, given=given, record=record, printed=printed.getvalue())
+
+
+def test_every_stage_runs_small_and_is_in_the_record(run):
+    stages = run.record["stages"]
+    small = ["layers", "lora", "distil", "train", "answers"]
+    assert list(stages) == [*small, "large lora", "large forms", "large answers 1"]
+    assert run.record == json.loads((run.folder / "gpu.json").read_text())
     assert all(stage["seconds"] > 0 and stage["estimated"] > 0 for stage in stages.values())
+    assert "| large lora | PEFT's LoRA, r = 4 |" in run.printed
+
+
+def test_a_small_adapter_has_a_quarter_of_the_loras_numbers(run):
+    stages = run.record["stages"]
     assert [row["tokens"] for row in stages["layers"]["rows"]] == [1, 8]
     assert stages["lora"]["steps"] == 4
     assert 4 * stages["distil"]["parameters"] <= stages["lora"]["parameters"]
     assert 4 * stages["train"]["parameters"] <= stages["lora"]["parameters"]
     assert list(stages["answers"]) == ["LoRA", "distilled", "trained on", "seconds", "estimated"]
     assert stages["answers"]["LoRA"]["loss"] == stages["lora"]["loss"]
-    rows = stages["large answers 1"]["rows"]
-    assert [(row["structure"], row["ratio"]) for row in rows] == [
-        ("LoRA", 1.0),
-        ("LSR", 2.0),
-        ("SVD", 2.0),
-        ("LSR", 8.0),
-        ("SVD", 8.0),
-    ]
-    assert {row["ratio"]: (row["peft_rank"], row["peft_points"]) for row in rows[1:]} == {
-        2.0: ("rank 32", -1.44),
-        8.0: ("rank 8", -9.55),
-    }
-    for row in rows[1:]:
-        assert row["parameters"] * row["ratio"] <= stages["large lora"]["parameters"]
+
+
+def test_rows_of_the_large_model_stand_beside_pefts_of_their_size(run):
+    first, *rows = run.record["stages"]["large answers 1"]["rows"]
+    assert (first["structure"], first["ratio"]) == ("LoRA", 1.0)
+    found = [(row["structure"], row["ratio"]) for row in rows]
+    assert found == [("LSR", 2.0), ("SVD", 2.0), ("LSR", 8.0), ("SVD", 8.0)]
+    published = {row["ratio"]: (row["peft_rank"], row["peft_points"]) for row in rows}
+    assert published == {2.0: ("rank 32", -1.44), 8.0: ("rank 8", -9.55)}
+    whole = run.record["stages"]["large lora"]["parameters"]
+    for row in rows:
+        assert row["parameters"] * row["ratio"] <= whole
         assert row["kl"] > -1e-6  # rounding apart
-    config = json.loads(
-        (tmp_path / "work" / "large" / "lora" / "adapter" / "adapter_config.json").read_text()
-    )
+
+
+def test_the_large_lora_is_trained_as_peft_trained_its_own(run):
+    adapter = run.folder / "work" / "large" / "lora" / "adapter"
+    config = json.loads((adapter / "adapter_config.json").read_text())
     assert config["use_rslora"]
     assert sorted(config["target_modules"]) == ["q_proj", "v_proj"]
-    printed = capsys.readouterr().out
-    assert "| large lora | PEFT's LoRA, r = 4 |" in printed
-    before = {
-        path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*") if path.is_file()
-    }
-    assert script.main(given)["stages"] == stages  # what is finished is not done again
-    assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert (
-        "| layers | an LSR layer beside LoRA and LoKr, 1 to 4,096 tokens | 1.0 | done |"
-        in capsys.readouterr().out
-    )
+
+
+def test_what_is_finished_is_not_done_again(run, capsys):
+    files = [path for path in (run.folder / "work").rglob("*") if path.is_file()]
+    before = {path: path.stat().st_mtime_ns for path in files}
+    assert script.main(run.given)["stages"] == run.record["stages"]
+    assert {path: path.stat().st_mtime_ns for path in files} == before
+    layers = "| layers | an LSR layer beside LoRA and LoKr, 1 to 4,096 tokens | 1.0 | done |"
+    assert layers in capsys.readouterr().out
 
 
 def test_the_plan_fits_its_minutes_and_says_what_is_left_out(tmp_path, capsys):

@@ -25,7 +25,7 @@ from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory, new_file
 from lsrdecomp.compression.layers import StatisticsByLayer, layer_pair
 from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.formats.allocation import Options, within_cost
+from lsrdecomp.formats.allocation import PartOptions, within_cost
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.training.record import Scores
 
@@ -38,7 +38,7 @@ SHAPES = {
     ),
     "direct": ("separation_rank", "separation_rank_pattern", "shape_pattern", "alpha"),
 }
-"""Options of a method that say what its factors look like."""
+"""PartOptions of a method that say what its factors look like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def direct_sums(
         most = max(1, layer.parameters // KroneckerShape.balanced(layer.pair.shape).parameters(1))
         table.append(direct_sums_of(layer, {2**k for k in range(12) if 2**k <= most}))
     options = [
-        Options.of(
+        PartOptions.of(
             [0, *(s.parameters for s in sums)],
             [layer.squared_norm, *(s.squared_error for s in sums)],
         )

@@ -30,7 +30,7 @@ def test_forward_and_gradients_on_every_layer_that_its_terms_divide(kind):
 
 def test_it_starts_saves_loads_and_converts_as_the_others(tmp_path):
     relatives.test_the_default_start_is_the_base_model_and_trains("kadaptation")
-    relatives.test_two_adapters_save_load_switch_and_delete(tmp_path, "kadaptation")
+    relatives.check_two_adapters("kadaptation", tmp_path)
     relatives.test_peft_converts_them_to_lora_of_full_rank("kadaptation")
 
 
