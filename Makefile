@@ -34,7 +34,7 @@ servers: .venv/servers
 	$(PYTEST) tests/adapters/test_diffusers.py
 
 llm: .venv/llm
-	$(BIN)/python -c "from lsrdecomp.calibration.bases import find_base; print('smollm2 is', find_base('smollm2'))"
+	$(BIN)/python -c "from lsrdecomp.calibration.base_files import find_base; print('smollm2 is', find_base('smollm2'))"
 	@echo "Next: $(BIN)/lsrdecomp finetune --model smollm2 --data FILE.jsonl --out my-lora, as docs/language-models.md goes on"
 
 docs: .venv/docs

@@ -47,7 +47,7 @@ from benchmarks.lab.suite import read_suite
 from lsrdecomp.calibration.base_model import Base, load_base
 from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.dataset import Text, read_examples, task_texts
+from lsrdecomp.calibration.dataset import TextPair, read_examples, task_texts
 from lsrdecomp.calibration.divergence import Reference, ratio_standard_error, without_delta
 from lsrdecomp.checkpoints import Journal, open_checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
@@ -143,10 +143,10 @@ class Subject:
     lora: Path
     statistics: Path
     work: Path
-    texts: list[Text]  # to calibrate and distil on
+    texts: list[TextPair]  # to calibrate and distil on
     max_length: int
 
-    def sample(self, seed: int) -> list[Text]:
+    def sample(self, seed: int) -> list[TextPair]:
         return random.Random(seed).sample(self.texts, min(TEXTS, len(self.texts)))
 
     def form(self, structure: str, ratio: float) -> Path:
@@ -238,7 +238,7 @@ class Judge:
         return judge(self.task, logits.numpy(), self.labels)
 
     def judge(self, written: Path) -> dict[str, Any]:
-        opened = self.evaluator.base.adapted(written)
+        opened = self.evaluator.base.with_adapter(written)
         behaviour: Behaviour = self.reference.compare(opened)
         scores = self._scores(opened)
         share = (_loss(self.none) - _loss(scores)) / self.gain
@@ -366,7 +366,9 @@ def promises(arguments: argparse.Namespace, record: Record) -> None:
     order = sorted(sample[:FRESH], key=lambda text: len(text[0]))
     reference = Reference(evaluator.source, evaluator.batches(order, 64))
     losses = {
-        ratio: reference.compare_examples(evaluator.base.adapted(subject.form("LSR", ratio)))[0]
+        ratio: reference.compare_examples(evaluator.base.with_adapter(subject.form("LSR", ratio)))[
+            0
+        ]
         for ratio in LADDER
     }
     record.value |= {
@@ -430,7 +432,7 @@ def prompted(arguments: argparse.Namespace, record: Record) -> None:
             if file.exists():
                 continue
             made = searched.compress(plan, fill=False).save(work / f"form-{plan.bytes}", force=True)
-            np.save(file, reference.compare_examples(evaluator.base.adapted(made))[0].numpy())
+            np.save(file, reference.compare_examples(evaluator.base.with_adapter(made))[0].numpy())
     losses = {}
     for plan, file in files.items():
         size = bytes_to_open(work / f"form-{plan.bytes}" / WEIGHTS)

@@ -18,7 +18,7 @@ import torch
 from sklearn.linear_model import LogisticRegressionCV
 from transformers import AutoModel, AutoTokenizer
 
-from lsrdecomp.calibration.dataset import Example
+from lsrdecomp.calibration.dataset import LabelledExample
 from lsrdecomp.training.tasks import TASKS
 
 FIRST_LAYER = 3  # adapters sit on layers 3, 4 and 5 of 6
@@ -46,7 +46,7 @@ def base_directory() -> Path:
     return Path(found.submodule_search_locations[0]) / "model"
 
 
-def splits(data: Path, task: str) -> tuple[list[Example], list[Example]]:
+def splits(data: Path, task: str) -> tuple[list[LabelledExample], list[LabelledExample]]:
     """Examples to train on, and examples no training ever sees; the same for every seed."""
     train, dev = (TASKS[task].read(data, split) for split in ("train", "dev"))
     order = np.random.default_rng(SPLIT_SEED).permutation(len(train))
@@ -124,7 +124,7 @@ class Subject:
 
 
 @torch.no_grad()
-def encode(examples: Sequence[Example], encoder: torch.nn.Module, tokenizer) -> Inputs:
+def encode(examples: Sequence[LabelledExample], encoder: torch.nn.Module, tokenizer) -> Inputs:
     """Run embeddings and lower layers once."""
     states: list[torch.Tensor | None] = [None] * len(examples)
     order = sorted(

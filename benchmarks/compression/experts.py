@@ -38,7 +38,7 @@ import lsrdecomp as lsr
 from benchmarks import RESULTS, provenance
 from lsrdecomp.calibration.base_model import Base, adapted_modules
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.experts import with_lora
+from lsrdecomp.calibration.experts import attach_adapter
 from lsrdecomp.calibration.heads import Head
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import read_statistics
@@ -222,7 +222,7 @@ def main() -> None:
 
 def measure(base: Any, folder: Path, texts: list[str]) -> None:
     """Statistics of the experts with the LoRA on them."""
-    model = with_lora(copy.deepcopy(base), folder / "lora").eval()
+    model = attach_adapter(copy.deepcopy(base), folder / "lora").eval()
     adapted = Base("", model, None, Head.causal_lm, adapted_modules(model))
     rows = ({"input_ids": rows} for rows in batches(texts, SEED + 2))
     calibrate(adapted, rows, out=folder / "statistics", seed=SEED, samples=256)

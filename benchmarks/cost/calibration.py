@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks import RESULTS
+from lsrdecomp.calibration.base_files import find_base
 from lsrdecomp.calibration.base_model import Base, adapted_modules
-from lsrdecomp.calibration.bases import find_base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.heads import Head
 from lsrdecomp.training.record import commit, versions

@@ -157,13 +157,16 @@ def make_rows(options: argparse.Namespace, journal: Journal) -> None:
         shutil.rmtree(form, ignore_errors=True)
         searched.compress(plan).save(form)
         if not rows(**about, steps=0):
-            add({**about, "steps": 0, **judge.judge(evaluator.base.adapted(form))})
+            add({**about, "steps": 0, **judge.judge(evaluator.base.with_adapter(form))})
         # 3. Distilled, with own continuations or without.
         for share in options.own:
             key = {**about, "steps": options.steps, "own": share}
             if rows(**key):
                 continue
-            student, data = evaluator.base.adapted(form), evaluator.distillation_data(options.steps)
+            student, data = (
+                evaluator.base.with_adapter(form),
+                evaluator.distillation_data(options.steps),
+            )
             since = time.process_time()
             if share:
                 parts = data.teacher, data.batches, data.validation

@@ -181,7 +181,7 @@ def main() -> None:
             train(base, lora, seed, arguments.steps, arguments.rate)
             model = open_whisper(arguments.model, seconds=SECONDS)
             base = Base(base.name, model, base.tokenizer, base.head)
-        source = base.adapted(lora)
+        source = base.with_adapter(lora)
         if not (statistics / METADATA).exists():
             calibrate(source, batches(base.tokenizer, 2, 64, 8), out=statistics, seed=0, samples=64)
         # 2. What it does, on sounds that neither saw.
@@ -215,13 +215,13 @@ def main() -> None:
                 plan = CompressionPlan(bytes=budget, storage="auto")
                 compress(open_checkpoint(lora), plan, statistics=weights, search=search).save(form)
             if not trained.exists():
-                student = base.adapted(form)
+                student = base.with_adapter(form)
                 distil_factors(student, data, steps=arguments.distil, seed=seed)
                 rewrite(
                     trained, form, open_checkpoint(lora), products_of(student), statistics=weights
                 )
             for steps, directory in ((0, form), (arguments.distil, trained)):
-                opened = base.adapted(directory)
+                opened = base.with_adapter(directory)
                 answers, size = reference.compare(opened), bytes_to_open(directory / WEIGHTS)
                 row = {
                     "method": method,

@@ -1,4 +1,4 @@
-"""Opening a base with an adapter, and turning texts into the batches that it reads."""
+"""A base model of transformers for the task of an adapter, opened plain or with an adapter on it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from transformers import (
 
 import lsrdecomp.adapters  # noqa: F401 (teaches PEFT to open LSR directories)
 from lsrdecomp.adapters.geometry import LINEAR
-from lsrdecomp.calibration.bases import find_base, open_tokenizer
-from lsrdecomp.calibration.experts import with_lora
+from lsrdecomp.calibration.base_files import find_base, open_tokenizer
+from lsrdecomp.calibration.experts import attach_adapter
 from lsrdecomp.calibration.heads import Head
 from lsrdecomp.checkpoints.files import sha256
 from lsrdecomp.checkpoints.tensors import first_line, read_header
@@ -38,18 +38,22 @@ LOADERS = {
 }
 """Class of transformers and head of a base, by the task type in an adapter's config."""
 DTYPES = ("float32", "bfloat16")
+"""Precisions a base may be opened in."""
 HEAD_WEIGHTS = (
     "classifier.weight",
     "score.weight",
     "classifier.out_proj.weight",
     "classification_head.out_proj.weight",
 )
-"""Endings of the names of a classifier's last weight."""
+"""Endings of the names of a classifier's last weight, which adapters for classification bring."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A base model for the task of an adapter, plain or with an adapter active."""
+    """A base model for the task of an adapter, plain or with an adapter active.
+
+    The last three fields are empty for a plain base.
+    """
 
     name: str
     model: nn.Module
@@ -59,29 +63,32 @@ class Base:
     adapter_base: str = ""  # what the adapter's config calls its base
     adapter_sha256: str = ""  # of the adapter's weight file
 
-    def adapted(self, adapter: str | Path) -> Base:
-        """Return the base with an adapter of any kind that PEFT opens; its weights are shared.
+    def with_adapter(self, adapter: str | Path) -> Base:
+        """Return the base with an adapter on it, of any kind that PEFT opens.
+
+        The two share their large weights; this one stays plain.
 
         Raises
         ------
         CheckpointError
             If the adapter does not fit.
         """
-        # 1. Copy what an adapter may overwrite, heads and biases, and share the rest of the base.
-        shared = {}
+        # 1. Copy the model. An adapter may overwrite heads and biases; all other parameters are
+        #    shared: deepcopy takes what its memo holds, by id, in place of a copy.
+        memo = {}
         for name, parameter in self.model.named_parameters():
             if parameter.ndim > 1 and not name.endswith(HEAD_WEIGHTS):
-                shared[id(parameter)] = parameter
-        # 2. Put the adapter on it.
+                memo[id(parameter)] = parameter
+        # 2. Put the adapter on the copy.
         try:
-            copied = copy.deepcopy(self.model, shared)
-            model = with_lora(copied, adapter)
+            copied = copy.deepcopy(self.model, memo)
+            model = attach_adapter(copied, adapter)
         except (ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"does not fit {self.name}: {first_line(error)}", path=adapter
             ) from error
         model = model.to(next(self.model.parameters()).device).eval()
-        # 3. Say whose layers it adapts.
+        # 3. Record which adapter it is, and the layers that it adapts.
         weights = Path(adapter) / WEIGHTS
         return replace(
             self,
@@ -95,24 +102,24 @@ class Base:
 def load_base(
     base: str | Path, adapter: str | Path, *, dtype: str = "float32", device: str = "cpu"
 ) -> Base:
-    """Open a base by name or directory, with an adapter on it.
+    """Open a base with an adapter on it.
 
     Parameters
     ----------
     base : str or path
-        As `transformers` takes it, a GGUF file, or ``"smollm2"``; see
-        `calibration.bases.find_base`.
+        A name or directory that transformers opens, a GGUF file, or ``"smollm2"``; see
+        `calibration.base_files.find_base`.
     adapter : path
         A PEFT directory: LoRA, LSR or any other kind PEFT opens.
     dtype, device : str
-        Precision and place of the base.
+        Precision and device of the base.
 
     Raises
     ------
     CheckpointError
         If the adapter's head does not fit, or its task type is none of `LOADERS`.
     """
-    return open_base(base, adapter, dtype=dtype, device=device).adapted(adapter)
+    return open_base(base, adapter, dtype=dtype, device=device).with_adapter(adapter)
 
 
 def load_pair(
@@ -132,43 +139,44 @@ def load_pair(
     source, compressed : path
         PEFT directories of one task type, of any kinds PEFT opens.
     dtype, device : str
-        Precision and place of the base.
+        Precision and device of the base.
 
     Raises
     ------
     CheckpointError
-        As `load_base`; and if ``source`` brings a head that ``compressed`` lacks, so that its
-        outputs would be noise.
+        As `load_base`; and if ``source`` brings a head that ``compressed`` lacks: its outputs would
+        be noise.
     """
-    n_source, n_compressed = _saved_classes(source), _saved_classes(compressed)
+    n_source = _n_saved_classes(source)
+    n_compressed = _n_saved_classes(compressed)
     if n_source != n_compressed:
         raise CheckpointError(
             "the adapters have different heads, "
             f"{n_source or 'no'} labels in {source} and {n_compressed or 'no'} labels in "
-            f"{compressed}; their answers cannot be compared"
+            f"{compressed}; their outputs cannot be compared"
         )
-    opened = open_base(base, source, dtype=dtype, device=device)
-    return opened.adapted(source), opened.adapted(compressed)
+    plain = open_base(base, source, dtype=dtype, device=device)
+    return plain.with_adapter(source), plain.with_adapter(compressed)
 
 
 def open_base(
     base: str | Path, adapter: str | Path, *, dtype: str = "float32", device: str = "cpu"
 ) -> Base:
-    """Open the plain base for adapters of the task of ``adapter``.
+    """Open the plain base, with the kind of head that ``adapter`` was trained for.
 
     Parameters and errors are those of `load_base`.
     """
-    # 1. The task, from the adapter's own config, says which class of model reads the base's files.
+    # 1. The task type in the adapter's config says which class of transformers opens the base.
     task_type = _task_type(Path(adapter))
     loader, head = LOADERS[task_type]
-    # 2. The base, with a head of as many classes as the adapter brings, or its own.
-    options = {}
-    if head not in (Head.causal_lm, Head.seq2seq):
-        n_classes = _saved_classes(adapter)
-        if n_classes is not None:
-            options["num_labels"] = n_classes
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", path=base)
+    # 2. A classifier gets as many classes as the adapter brings, if it brings a head.
+    options = {}
+    if head not in (Head.causal_lm, Head.seq2seq):
+        n_classes = _n_saved_classes(adapter)
+        if n_classes is not None:
+            options["num_labels"] = n_classes
     model, tokenizer = load_model(loader, base, dtype=getattr(torch, dtype), **options)
     if head is Head.classification and model.config.num_labels == 1:
         head = Head.regression  # one class is a score
@@ -181,12 +189,12 @@ def _task_type(adapter: Path) -> str:
     Raises
     ------
     CheckpointError
-        If there is no config, or the task is none of `LOADERS`; with a way out.
+        If there is no config, or the task type is none of `LOADERS`.
     """
     if not (adapter / "adapter_config.json").is_file():
         raise CheckpointError(
-            "has no adapter_config.json, so it is no adapter of PEFT, and bases are run for PEFT's "
-            "of text models only; make a LoRA file smaller without one: lsrdecomp compress "
+            "has no adapter_config.json, so it is no adapter of PEFT, and only PEFT adapters of "
+            "text models can be run on a base; compress a LoRA file without one: lsrdecomp compress "
             f"{shlex.quote(str(adapter))} --ratio 4 --out small.safetensors",
             path=adapter,
         )
@@ -194,7 +202,7 @@ def _task_type(adapter: Path) -> str:
         config = PeftConfig.from_pretrained(str(adapter))
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
-            f"is no adapter that PEFT opens: {first_line(error)}", path=adapter
+            f"is not an adapter that PEFT opens: {first_line(error)}", path=adapter
         ) from error
     task_type = str(getattr(config.task_type, "value", config.task_type))
     if task_type not in LOADERS:
@@ -207,8 +215,8 @@ def _task_type(adapter: Path) -> str:
     return task_type
 
 
-def _saved_classes(adapter: str | Path) -> int | None:
-    """Return how many classes the head has that an adapter brings; None if it brings none."""
+def _n_saved_classes(adapter: str | Path) -> int | None:
+    """Return the number of classes of the head in an adapter's file; None if it has no head."""
     weights = Path(adapter) / WEIGHTS
     if not weights.exists():
         return None
@@ -219,7 +227,7 @@ def _saved_classes(adapter: str | Path) -> int | None:
 
 
 def load_model(loader: Any, base: str | Path, **options: Any) -> tuple[Any, Any]:
-    """Open a base and its tokenizer, with the padding token that batches need.
+    """Open a base and its tokenizer; both know the padding token that batches need.
 
     Parameters
     ----------
@@ -248,17 +256,16 @@ def load_model(loader: Any, base: str | Path, **options: Any) -> tuple[Any, Any]
 
 def adapted_modules(model: PeftModel) -> tuple[str, ...]:
     """Return the names, in the plain base, of the Linear layers that a PEFT model adapts."""
-    named = model.get_base_model().named_modules(remove_duplicate=False)
-    return tuple(
-        name
-        for name, module in named
-        if has_delta(module) and isinstance(module.get_base_layer(), LINEAR)
-    )
+    names = []
+    for name, module in model.get_base_model().named_modules(remove_duplicate=False):
+        if has_delta(module) and isinstance(module.get_base_layer(), LINEAR):
+            names.append(name)
+    return tuple(names)
 
 
 def has_delta(module: nn.Module) -> TypeGuard[BaseTunerLayer]:
     """Return whether an adapter adds a ΔW to a module.
 
-    Rows of single tokens, which PEFT trains beside one, are none.
+    Embeddings of single tokens, which PEFT can train beside a LoRA, do not count as one.
     """
     return isinstance(module, BaseTunerLayer) and not isinstance(module, TrainableTokensLayer)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lsrdecomp.calibration.dataset import DataError, PromptExample, Text
+from lsrdecomp.calibration.dataset import DataError, PromptExample, TextPair
 from lsrdecomp.calibration.errors import CalibrationError
 from lsrdecomp.calibration.heads import IGNORED_LABEL, Head
 from lsrdecomp.calibration.tokens import LOSS_TOKENS, token_batches, tokenize
@@ -22,7 +22,7 @@ DEFAULT_TEXT_LENGTH = 128
 
 
 def text_batches(
-    base: Base, texts: Sequence[Text], *, size: int, max_length: int | None = None, seed: int
+    base: Base, texts: Sequence[TextPair], *, size: int, max_length: int | None = None, seed: int
 ) -> Iterator[dict[str, Tensor]]:
     """Yield batches of texts in random order, as the model reads them.
 
@@ -112,7 +112,7 @@ def prompt_batches(
         return token_batches(rows, size=size, seed=seed, pad=base.tokenizer.pad_token_id)
     if answers not in LOSS_TOKENS:
         raise DataError(f"answers must be one of {', '.join(LOSS_TOKENS)}, got {answers!r}")
-    texts: list[Text] = []
+    texts: list[TextPair] = []
     for example in examples:
         if example.messages:
             raise DataError(

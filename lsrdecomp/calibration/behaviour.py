@@ -1,4 +1,4 @@
-"""How far the outputs of two adapters on one base differ, as figures."""
+"""The record of how far the outputs of two adapters on one base differ."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from lsrdecomp._renamed import keep_old_attributes
 class Behaviour:
     """Divergence and agreement of two adapters on one base, as means over predictions.
 
-    A prediction, here called an answer, is the class of an example or the next token at one
-    position. ``kl`` is KL(source ‖ compressed) in nats; for a regression head, half the squared
-    difference of the scores. ``effect`` is the same divergence with no ΔW in place of the
-    compressed one, and so the size of what the source does.
+    A prediction, called an answer in records, is the class of an example or the next token at one
+    position. ``source`` is the adapter that was compressed, ``compressed`` what became of it.
 
     Examples
     --------
@@ -25,15 +23,22 @@ class Behaviour:
     """
 
     examples: int
-    answers: int  # predictions
-    unit: str  # what a prediction belongs to: "example" or "token"
+    answers: int
+    """Number of predictions."""
+    unit: str
+    """What a prediction is made for: "example" or "token"."""
     kl: float
-    agreement: float | None  # share of predictions with the same top class; None for a regression
+    """KL(source ‖ compressed) per prediction in nats; half the squared difference of the scores
+    for a regression."""
+    agreement: float | None
+    """Share of predictions with the same top class; None for a regression."""
     effect: float
-    standard_error: float | None = None  # of `kept`, over examples; None for fewer than two
-    exact_match_rate: float | None = (
-        None  # share of examples with the same top class at every token
-    )
+    """KL(source ‖ no adapter), in the units of ``kl``: the size of what the source does."""
+    standard_error: float | None = None
+    """Standard error of ``kept`` over examples; None for fewer than two."""
+    exact_match_rate: float | None = None
+    """Share of examples with the same top class at every token; None if an example has one
+    prediction."""
 
     @property
     def kept(self) -> float | None:
@@ -41,4 +46,6 @@ class Behaviour:
 
         1 if nothing changed, 0 if the source might as well be left out; None if it has no effect.
         """
-        return 1.0 - self.kl / self.effect if self.effect > 0.0 else None
+        if self.effect > 0.0:
+            return 1.0 - self.kl / self.effect
+        return None

@@ -1,15 +1,15 @@
-"""Examples as people have them: JSON lines with prompts and completions, conversations or texts.
+"""Data files of examples: JSON lines with prompts and completions, conversations or texts.
 
 Each line of a file, or each entry of a list in a .json file, or each row of a .csv file with a
 header, has one of
 
-- ``prompt`` and ``completion``: what is given, and what is to follow;
+- ``prompt`` and ``completion``: what the model is given, and what it is to say;
 - ``messages``: a conversation, ``[{"role": "user", "content": "…"}, {"role": "assistant",
-  "content": "…"}]``, written out by the tokenizer's chat template; what the assistant says is what
-  is to follow. It may be parted in two lists, ``prompt`` and ``completion``;
-- ``text``: all of it is to follow.
+  "content": "…"}]``, written out by the tokenizer's chat template; the model is to say what the
+  assistant says. It may be split in two lists, ``prompt`` and ``completion``;
+- ``text``: the model is to say all of it.
 
-``references``, a list of texts, may say beside any of these what else would be right.
+Any of these may have ``references`` beside it, a list of other right completions.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ TABLES: Mapping[str, Mapping[str, Any]] = {
     ".csv": {},
     ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE},
 }
-"""Endings of tables, and how `csv` reads them. A .tsv table has no quotation marks, since sentences
-hold lone ones."""
+"""Endings of tables, and the options `csv` reads them with. Quotation marks mean nothing in a .tsv
+table: its sentences may have an odd number of them."""
 EXTRA_COLUMNS = "further columns"
-"""Key of `csv` for the cells of a row beyond the header."""
+"""Key under which `csv` puts the cells of a row beyond the header."""
 T = TypeVar("T")
-Text = tuple[str, str | None]
-"""A text, and a second one for pairs."""
-Choices = tuple[Text, ...]
+TextPair = tuple[str, str | None]
+"""A text and a second one that the model reads with it, or None."""
+Choices = tuple[TextPair, ...]
+"""What the model reads of one row: a pair for a classification, one per answer for a multiple
+choice."""
 
 
 class DataError(LsrError, ValueError):
@@ -48,31 +50,27 @@ class DataError(LsrError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
-    """One row of a task.
-
-    ``choices`` holds what the model reads: one ``(text, second text or None)`` for a
-    classification, one per answer for a multiple choice. ``label`` is an index into the task's
-    labels (or choices), a score for a regression.
-    """
-
-    choices: Choices
-    label: float
-
-
-@dataclass(frozen=True, slots=True)
 class PromptExample:
     """One line of a data file: a prompt with its completion, a text, or a conversation.
 
-    ``prompt`` is empty for a plain text. ``messages`` is given instead of both where the line had a
-    conversation, which a chat template has yet to write.
+    A conversation has ``messages``, which a chat template has yet to write out, and neither prompt
+    nor completion.
     """
 
-    prompt: str
+    prompt: str  # empty for a plain text
     completion: str
-    where: str  # file and line, for messages of errors
+    where: str  # file and line, for error messages
     messages: tuple[Mapping[str, str], ...] = ()
-    references: tuple[str, ...] = ()  # other right answers, for metrics that compare texts
+    references: tuple[str, ...] = ()  # other right completions, for metrics that compare texts
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledExample:
+    """One row of a task with labels, such as those of GLUE."""
+
+    choices: Choices
+    label: float
+    """Index of the right label, or of the right choice; the score, for a regression."""
 
 
 def read_examples(file: str | Path) -> list[PromptExample]:
@@ -94,7 +92,7 @@ def read_examples(file: str | Path) -> list[PromptExample]:
     Raises
     ------
     DataError
-        If a line is no JSON object, lacks its fields, or has an empty completion.
+        If a line is not a JSON object, lacks its fields, or has an empty completion.
     CheckpointError
         If the file is missing, not a regular file or a Git-LFS pointer.
 
@@ -115,7 +113,7 @@ def read_examples(file: str | Path) -> list[PromptExample]:
             f"python -c \"import pandas; pandas.read_parquet('{path}')"
             f".to_json('{converted}', orient='records', lines=True)\""
         )
-    examples = [_example(row, where) for row, where in read_rows(path)]
+    examples = [_parse_example(row, where) for row, where in read_rows(path)]
     if not examples:
         raise DataError(f"{path}: no line has an example")
     return examples
@@ -124,14 +122,20 @@ def read_examples(file: str | Path) -> list[PromptExample]:
 def read_rows(
     path: Path, columns: Sequence[str] | None = None
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield each line of JSON, entry of a list in a .json file or row of a table, and where it is.
+    """Yield the rows of a data file: lines of JSON, entries of a JSON list, or rows of a table.
 
     Parameters
     ----------
     path : Path
-        A table if it ends in .csv or .tsv. A .tsv table has all its columns in every row.
+        A table if it ends in .csv or .tsv; every row of a .tsv table must have all its columns.
     columns : sequence of str, optional
         Names of the columns of a table without a header.
+
+    Yields
+    ------
+    row : dict
+    where : str
+        File and line, for error messages.
 
     Raises
     ------
@@ -151,11 +155,11 @@ def read_rows(
             f"{path}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
         ) from None
     except csv.Error as error:
-        raise DataError(f"{path}: no table ({error})") from None
+        raise DataError(f"{path}: not a valid table ({error})") from None
 
 
 def _rows(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[Any, str]]:
-    """Yield the rows of a file by its format, each with where it is."""
+    """Yield the rows of a file by its format, each with its file and line."""
     is_table = path.suffix in TABLES
     # utf-8-sig: Windows programs write a byte-order mark.
     with path.open(encoding="utf-8-sig", newline="" if is_table else None) as lines:
@@ -165,7 +169,8 @@ def _rows(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[Any, str]
         is_list = path.suffix == ".json" and lines.read(64).lstrip().startswith("[")
         lines.seek(0)
         if is_list:
-            for number, row in enumerate(_parse_json(lines.read(), f"{path}"), start=1):
+            entries = _parse_json(lines.read(), f"{path}")
+            for number, row in enumerate(entries, start=1):
                 yield row, f"{path}, entry {number}"
             return
         for number, line in enumerate(lines, start=1):
@@ -177,7 +182,7 @@ def _rows(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[Any, str]
 def _table_rows(
     path: Path, lines: TextIO, columns: Sequence[str] | None
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the rows of a .csv or .tsv table, each with where it is."""
+    """Yield the rows of a .csv or .tsv table, each with its file and line."""
     table = csv.DictReader(lines, columns, restkey=EXTRA_COLUMNS, **TABLES[path.suffix])
     for row in table:
         where = f"{path}, line {table.line_num}"
@@ -192,79 +197,44 @@ def _parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise DataError(f"{where}: no JSON ({error}); each example must be a JSON object") from None
+        message = f"{where}: not JSON ({error}); each example must be a JSON object"
+        raise DataError(message) from None
 
 
-def _example(row: dict[str, Any], where: str) -> PromptExample:
+def _parse_example(row: dict[str, Any], where: str) -> PromptExample:
     """Return a row as an example; raise `DataError` if it lacks its fields."""
     references = _references(row, where)
-    # 1. A conversation, perhaps parted in two lists.
-    prompt, completion = row.get("prompt"), row.get("completion")
-    messages = row.get("messages")
+    prompt = row.get("prompt")
+    completion = row.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list):
-        messages = prompt + completion
-    if messages is not None or "messages" in row:
-        return PromptExample("", "", where, _conversation(messages, where), references)
-    # 2. A prompt with its completion, or a text, all of which is to follow.
+        return _chat_example(prompt + completion, where, references)
+    if "messages" in row:
+        return _chat_example(row["messages"], where, references)
     if "prompt" in row or "completion" in row:
-        return PromptExample(
-            _text(row, "prompt", where),
-            _filled(row, "completion", where),
-            where,
-            references=references,
-        )
-    return PromptExample("", _filled(row, "text", where), where, references=references)
+        prompt = _text_field(row, "prompt", where)
+        completion = _non_empty_field(row, "completion", where)
+        return PromptExample(prompt, completion, where, references=references)
+    text = _non_empty_field(row, "text", where)
+    return PromptExample("", text, where, references=references)
 
 
-def _references(row: dict[str, Any], where: str) -> tuple[str, ...]:
-    """Return the other right answers of a row."""
-    references = row.get("references", [])
-    is_list = isinstance(references, list)
-    if not is_list or not all(isinstance(text, str) and text.strip() for text in references):
-        raise DataError(f'{where}: "references" must be a list of texts that are not empty')
-    return tuple(references)
-
-
-def _text(row: dict[str, Any], field: str, where: str) -> str:
-    """Return a field of a row that must be text."""
-    value = row.get(field)
-    if isinstance(value, str):
-        return value
-    problem = "is no text"
-    if field not in row:
-        problem = f"is missing; it has {', '.join(map(str, row)) or 'no fields'}"
-    raise DataError(
-        f'{where}: "{field}" {problem}; give "prompt" and "completion", "messages", or "text"'
-    )
-
-
-def _filled(row: dict[str, Any], field: str, where: str) -> str:
-    """Return a field of a row that must be text and not empty."""
-    text = _text(row, field, where)
-    if not text.strip():
-        raise DataError(
-            f'{where}: "{field}" is empty, so there is nothing to answer; '
-            "fill it or remove the line"
-        )
-    return text
-
-
-def _conversation(messages: Any, where: str) -> tuple[Mapping[str, str], ...]:
-    """Return the messages of a conversation, of which the assistant says some."""
+def _chat_example(messages: Any, where: str, references: tuple[str, ...]) -> PromptExample:
+    """Return a conversation as an example; raise `DataError` if it has nothing to answer."""
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise DataError(
             f'{where}: "messages" must be a list of objects with the texts "role" and "content"'
         )
     completions = [message["content"] for message in messages if message["role"] == "assistant"]
+    problem = None
     if not completions:
-        problem = "no message is of the assistant"
+        problem = "no message is from the assistant"
     elif not all(text.strip() for text in completions):
-        problem = "a message of the assistant is empty"
-    else:
-        return tuple(messages)
-    raise DataError(
-        f"{where}: {problem}, so there is nothing to answer; mend it or remove the line"
-    )
+        problem = "a message from the assistant is empty"
+    if problem is not None:
+        raise DataError(
+            f"{where}: {problem}, so there is nothing to answer; correct it or remove the line"
+        )
+    return PromptExample("", "", where, messages=tuple(messages), references=references)
 
 
 def _is_message(value: Any) -> bool:
@@ -273,31 +243,75 @@ def _is_message(value: Any) -> bool:
     return isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
+def _references(row: dict[str, Any], where: str) -> tuple[str, ...]:
+    """Return the other right completions of a row."""
+    references = row.get("references", [])
+    if not isinstance(references, list) or not all(map(_is_filled_text, references)):
+        raise DataError(f'{where}: "references" must be a list of texts that are not empty')
+    return tuple(references)
+
+
+def _is_filled_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _text_field(row: dict[str, Any], field: str, where: str) -> str:
+    """Return a field of a row that must be text."""
+    value = row.get(field)
+    if isinstance(value, str):
+        return value
+    problem = "is not text"
+    if field not in row:
+        problem = f"is missing; it has {', '.join(map(str, row)) or 'no fields'}"
+    raise DataError(
+        f'{where}: "{field}" {problem}; give "prompt" and "completion", "messages", or "text"'
+    )
+
+
+def _non_empty_field(row: dict[str, Any], field: str, where: str) -> str:
+    """Return a field of a row that must be text and not empty."""
+    text = _text_field(row, field, where)
+    if not text.strip():
+        raise DataError(
+            f'{where}: "{field}" is empty, so there is nothing to answer; '
+            "fill it or remove the line"
+        )
+    return text
+
+
 def hold_out(rows: Sequence[T], count: int, *, seed: int) -> tuple[list[T], list[T]]:
-    """Draw ``count`` rows; return the others and the drawn ones, both in their order.
+    """Draw ``count`` rows at random, to be held out.
+
+    Returns
+    -------
+    remaining, held_out : list
+        Both in the order of ``rows``.
 
     Raises
     ------
     DataError
-        If nothing would be left.
+        If nothing would remain.
     """
     if not 0 <= count < len(rows):
         raise DataError(
             f"{count} of {len(rows)} examples cannot be held out; fewer than all must be"
         )
-    drawn = set(np.random.default_rng(seed).permutation(len(rows))[:count].tolist())
-    left = [row for i, row in enumerate(rows) if i not in drawn]
-    return left, [rows[i] for i in sorted(drawn)]
+    order = np.random.default_rng(seed).permutation(len(rows))
+    drawn = set(order[:count].tolist())
+    remaining = [row for i, row in enumerate(rows) if i not in drawn]
+    held_out = [row for i, row in enumerate(rows) if i in drawn]
+    return remaining, held_out
 
 
 def subsample(rows: Sequence[T], count: int | None, *, seed: int) -> list[T]:
-    """Return at most ``count`` rows in their order, drawn by ``seed``: always the same ones."""
+    """Return at most ``count`` rows in their order; the same seed draws the same rows."""
     if count is None or count >= len(rows):
         return list(rows)
-    return hold_out(rows, count, seed=seed)[1]
+    _, drawn = hold_out(rows, count, seed=seed)
+    return drawn
 
 
-def read_text_pairs(file: str | Path) -> list[Text]:
+def read_text_pairs(file: str | Path) -> list[TextPair]:
     """Read one text per line, or two with a tab between; empty lines are left out.
 
     Raises
@@ -305,13 +319,13 @@ def read_text_pairs(file: str | Path) -> list[Text]:
     CheckpointError
         As `lsrdecomp.checkpoints.files.read_text_lines`.
     """
-    parted = [line.partition("\t") for line in read_text_lines(Path(file))]
-    return [(first, second or None) for first, _, second in parted]
+    pairs: list[TextPair] = []
+    for line in read_text_lines(Path(file)):
+        first, _, second = line.partition("\t")
+        pairs.append((first, second or None))
+    return pairs
 
 
-def task_texts(examples: Sequence[Example]) -> list[Text]:
-    """Return what a classification task's examples say.
-
-    Choices of one question count as texts of their own.
-    """
+def task_texts(examples: Sequence[LabelledExample]) -> list[TextPair]:
+    """Return the texts of a task's examples, without labels; every choice is a text of its own."""
     return [choice for example in examples for choice in example.choices]

@@ -90,7 +90,7 @@ class UnstackedExperts(nn.Module):
         return total
 
 
-def with_lora(model: nn.Module, adapter: str | Path) -> PeftModel:
+def attach_adapter(model: nn.Module, adapter: str | Path) -> PeftModel:
     """Return a base with an adapter, as PEFT opens it.
 
     Experts that the adapter has layers of are Linear layers from then on.

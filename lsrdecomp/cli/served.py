@@ -18,11 +18,11 @@ from lsrdecomp.errors import LsrError
 
 def base_files(base: str) -> Path:
     """Return where the names of a base are read: its path, or the file packaged for a short name."""
-    from lsrdecomp.calibration import bases
+    from lsrdecomp.calibration import base_files
 
     path = Path(base)
-    if base == bases.SMOLLM2 and not path.exists():
-        return bases.packaged_file()
+    if base == base_files.SMOLLM2 and not path.exists():
+        return base_files.packaged_file()
     return path
 
 

@@ -167,10 +167,10 @@ def _behaviour(
     step: OnStep,
 ) -> Behaviour:
     with needs("a base", "peft"):
-        from lsrdecomp.calibration import base_model as bases
+        from lsrdecomp.calibration import base_model
         from lsrdecomp.calibration.divergence import Reference
     with tables.quiet():
-        first, second = bases.load_pair(base, source, written, device=device, dtype=dtype)
+        first, second = base_model.load_pair(base, source, written, device=device, dtype=dtype)
     rounds, count = questions.batches(first, size=size, seed=0)
     answered = Counter(step, "comparing answers", count, "examples")
 

@@ -19,7 +19,7 @@ from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import (
     DataError,
     PromptExample,
-    Text,
+    TextPair,
     read_examples,
     read_text_pairs,
     task_texts,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from lsrdecomp.calibration.base_model import Base
     from lsrdecomp.calibration.behaviour import Behaviour
 
-Item = Text | PromptExample
+Item = TextPair | PromptExample
 Texts = Sequence[str | Item]
 
 MIN_EFFECT = 1e-9
@@ -187,7 +187,7 @@ class Evaluator:
         self.announce("opening the base")
         try:
             self.base = open_base(base, lora, dtype=settings.dtype, device=settings.device or "cpu")
-            self.source = self.base.adapted(lora)
+            self.source = self.base.with_adapter(lora)
         except (OSError, ValueError, RuntimeError) as error:
             if isinstance(error, LsrError):
                 raise
@@ -233,12 +233,12 @@ class Evaluator:
 
     def measure(self, written: Path) -> Behaviour:
         """Return how a written variant answers the texts that variants are selected by."""
-        return self.selection_reference.compare(self.base.adapted(written))
+        return self.selection_reference.compare(self.base.with_adapter(written))
 
     def measure_held_out(self, written: Path) -> Behaviour:
         """Return how a written variant answers the held-out texts."""
         self.announce("measuring what it keeps on held-out texts")
-        return self.reference.compare(self.base.adapted(written))
+        return self.reference.compare(self.base.with_adapter(written))
 
     def compare_answers(self, written: Path, limit: int = 32) -> list[AnswerPair]:
         """Return what the LoRA and a written variant answer to the first held-out texts.
@@ -247,7 +247,7 @@ class Evaluator:
         regression.
         """
         self.announce("answering in words")
-        models = (self.source, self.base.adapted(written))
+        models = (self.source, self.base.with_adapter(written))
         texts = self.held_out[:limit]
         if self.source.head is Head.classification:
             questions, answers = self._classes(models, texts)
@@ -333,7 +333,7 @@ class Evaluator:
         else:
             stage = "calibrating with the compressed adapter"
             # A variant may have left layers out, which then act as they do in the base.
-            base = replace(self.base.adapted(written), modules=self.source.modules)
+            base = replace(self.base.with_adapter(written), modules=self.source.modules)
         self.announce(stage)
 
         def announce_step(step: ProgressUpdate) -> None:

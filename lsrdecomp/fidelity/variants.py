@@ -265,7 +265,7 @@ def distil_variant(
     ``stage_prefix`` goes before the name of each part of the work.
     """
     # 1. Training.
-    student = evaluator.base.adapted(written)
+    student = evaluator.base.with_adapter(written)
     stage = f"{stage_prefix}distilling, at most {steps} steps of {evaluator.batch_size} examples"
     evaluator.announce(stage)
 

@@ -11,9 +11,9 @@ import torch
 from scipy.special import log_softmax
 from torch import Tensor
 
-from lsrdecomp.calibration.bases import find_base
+from lsrdecomp.calibration.base_files import find_base
 from lsrdecomp.calibration.batches import text_batches
-from lsrdecomp.calibration.dataset import Example, subsample, task_texts
+from lsrdecomp.calibration.dataset import LabelledExample, subsample, task_texts
 from lsrdecomp.training.embedded import embedded
 from lsrdecomp.training.language import LanguageDataset, read_language
 from lsrdecomp.training.record import Sample, Scores
@@ -37,9 +37,9 @@ class TaskDataset:
     settings: FinetuneSettings
     task: Task
     base: str
-    train: list[Example]
-    validation: list[Example]
-    dev: list[Example]
+    train: list[LabelledExample]
+    validation: list[LabelledExample]
+    dev: list[LabelledExample]
 
     @property
     def lengths(self) -> list[int]:
@@ -79,7 +79,7 @@ class TaskDataset:
             base, task_texts(self.train), size=size, max_length=self.settings.max_length, seed=seed
         )
 
-    def _judged(self, trainer: Trainer, examples: list[Example]) -> Scores:
+    def _judged(self, trainer: Trainer, examples: list[LabelledExample]) -> Scores:
         answered = trainer.predict(examples)  # type: ignore[arg-type]
         return judge(self.task, np.asarray(answered.predictions), np.asarray(answered.label_ids))
 
@@ -150,7 +150,7 @@ def read_dataset(settings: FinetuneSettings) -> TaskDataset | LanguageDataset:
     data = settings.data if settings.data is not None or own is None else str(own.data)
     assert data is not None
     train = subsample(task.read(data, "train"), settings.train_examples, seed=SPLIT_SEED)
-    validation: list[Example] = []
+    validation: list[LabelledExample] = []
     if settings.patience is not None:
         train, validation = split(train, settings.validation)
     dev = sorted(
@@ -159,7 +159,9 @@ def read_dataset(settings: FinetuneSettings) -> TaskDataset | LanguageDataset:
     return TaskDataset(settings, task, base, train, sorted(validation, key=length), dev)
 
 
-def split(examples: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
+def split(
+    examples: Sequence[LabelledExample], share: float
+) -> tuple[list[LabelledExample], list[LabelledExample]]:
     """Examples to train on and a ``share`` of them apart, always the same ones.
 
     Raises
@@ -176,13 +178,13 @@ def split(examples: Sequence[Example], share: float) -> tuple[list[Example], lis
     return [examples[i] for i in order[count:]], [examples[i] for i in order[:count]]
 
 
-def length(example: Example) -> int:
+def length(example: LabelledExample) -> int:
     """Characters of the longest choice: near enough to its tokens to sort by, and free."""
     return max(len(first) + len(second or "") for first, second in example.choices)
 
 
 def collated(
-    examples: Sequence[Example], *, tokenizer: Any, length: int, regression: bool
+    examples: Sequence[LabelledExample], *, tokenizer: Any, length: int, regression: bool
 ) -> dict[str, Tensor]:
     """Examples as a classifier reads them: one row per choice, ``labels`` one per example.
 

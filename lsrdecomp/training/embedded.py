@@ -19,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
-from lsrdecomp.calibration.bases import cache_directory, make_once
+from lsrdecomp.calibration.base_files import cache_directory, make_once
 from lsrdecomp.training.settings import EMBEDDED
 from lsrdecomp.training.tasks import TASKS
 

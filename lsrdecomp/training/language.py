@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from lsrdecomp.calibration.base_files import find_base, open_tokenizer
 from lsrdecomp.calibration.base_model import Base
-from lsrdecomp.calibration.bases import find_base, open_tokenizer
 from lsrdecomp.calibration.dataset import PromptExample, hold_out, read_examples, subsample
 from lsrdecomp.calibration.forward import forward
 from lsrdecomp.calibration.generation import evaluation_mode, generate

@@ -17,8 +17,8 @@ from transformers import (
     BitsAndBytesConfig,
 )
 
+from lsrdecomp.calibration.base_files import PUBLISHED_NAMES
 from lsrdecomp.calibration.base_model import load_model
-from lsrdecomp.calibration.bases import PUBLISHED_NAMES
 from lsrdecomp.checkpoints.tensors import read_header
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.errors import CheckpointError, needs

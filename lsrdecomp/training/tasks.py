@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lsrdecomp.calibration.dataset import Choices, DataError, Example, read_rows
+from lsrdecomp.calibration.dataset import Choices, DataError, LabelledExample, read_rows
 from lsrdecomp.errors import needs
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Task:
         directory = data if data.name == self.name else data / self.name
         return directory / f"{split}.{self.suffix}"
 
-    def read(self, data: str | Path, split: str) -> list[Example]:
+    def read(self, data: str | Path, split: str) -> list[LabelledExample]:
         """All examples of a split.
 
         Raises
@@ -76,7 +76,7 @@ class Task:
             raise DataError(f"{path}: no examples")
         return examples
 
-    def _example(self, row: Row, where: str) -> Example:
+    def _example(self, row: Row, where: str) -> LabelledExample:
         try:
             choices, value = self.example(row)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -90,12 +90,12 @@ class Task:
                 score = float("nan")
             if not np.isfinite(score):
                 raise DataError(f"{where}: score {str(value)[:80]!r} is not a finite number")
-            return Example(choices, score)
+            return LabelledExample(choices, score)
         label = str(value).lower() if isinstance(value, bool) else str(value)
         if label not in self.labels:
             labels = ", ".join(self.labels)
             raise DataError(f"{where}: label {label[:80]!r} is not one of {labels}")
-        return Example(choices, float(self.labels.index(label)))
+        return LabelledExample(choices, float(self.labels.index(label)))
 
     def score(self, labels: ArrayLike, answers: ArrayLike) -> dict[str, float]:
         """Every metric of the task for ``answers``: class indices, or scores for a regression; one to each label."""
@@ -103,7 +103,7 @@ class Task:
         functions = metric_functions()
         return {name: float(functions[name](expected, answered)) for name in self.metrics}
 
-    def baseline(self, examples: Sequence[Example]) -> dict[str, float]:
+    def baseline(self, examples: Sequence[LabelledExample]) -> dict[str, float]:
         """Every metric for always answering the commonest label (the mean score for a regression)."""
         labels = np.array([example.label for example in examples])
         constant = (

@@ -17,7 +17,7 @@ from lsrdecomp import compress
 from lsrdecomp.calibration.base_model import load_base, open_base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.errors import CalibrationError
-from lsrdecomp.calibration.experts import least_used_expert, with_lora
+from lsrdecomp.calibration.experts import attach_adapter, least_used_expert
 from lsrdecomp.calibration.gradients import sampled_log_likelihood
 from lsrdecomp.calibration.heads import Head
 from lsrdecomp.checkpoints import open_checkpoint
@@ -132,7 +132,7 @@ def test_experts_by_name_say_what_they_say_where_peft_stacks_them(named, tmp_pat
     theirs = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(named / "base"), tmp_path / "back"
     ).eval()
-    written = open_base(named / "base", named / "lora").adapted(small).model
+    written = open_base(named / "base", named / "lora").with_adapter(small).model
     torch.testing.assert_close(written(**rows).logits, theirs(**rows).logits)
 
 
@@ -169,7 +169,7 @@ def test_an_lsr_of_experts_says_what_it_says_as_a_lora_in_peft(mixture, tmp_path
     source = open_checkpoint(mixture / "lora")
     small = compress(source, separation_rank=2, inner_shape=(1, 2)).save(tmp_path / "small")
     export_lora(open_checkpoint(small), tmp_path / "back", to="same", like=source)
-    ours = open_base(mixture / "base", mixture / "lora").adapted(small).model
+    ours = open_base(mixture / "base", mixture / "lora").with_adapter(small).model
     base = Qwen3MoeForCausalLM.from_pretrained(mixture / "base")
     theirs = PeftModel.from_pretrained(base, tmp_path / "back").eval()
     torch.testing.assert_close(ours(**BATCHES[0]).logits, theirs(**BATCHES[0]).logits)
@@ -238,4 +238,4 @@ def test_experts_of_another_kind_are_refused(mixture):
     with pytest.raises(
         CalibrationError, match="mlp.experts is a OddExperts, whose experts are not computed as"
     ):
-        with_lora(model, mixture / "lora")
+        attach_adapter(model, mixture / "lora")

@@ -84,12 +84,9 @@ def test_what_the_assistant_says_counts_in_every_turn(tmp_path, tokenizer):
     )
     assert prompt_text(example, tokenizer).split() == given.split()
     assert completion_text(example) == "five six"
-    # Parted as TRL's conversational datasets are.
-    parted = {
-        "prompt": SPOKEN[:-1],
-        "completion": SPOKEN[-1:],
-    }
-    assert read_examples(file(tmp_path, parted)) == [example]
+    # As TRL's conversational datasets have it.
+    split_conversation = {"prompt": SPOKEN[:-1], "completion": SPOKEN[-1:]}
+    assert read_examples(file(tmp_path, split_conversation)) == [example]
 
 
 def test_a_list_and_a_table_hold_the_same_examples(tmp_path):
@@ -119,13 +116,13 @@ def test_a_list_and_a_table_hold_the_same_examples(tmp_path):
             '[{"text": "one"}, 3]',
             "a.json, entry 2: a int; each example must be a JSON object",
         ),
-        ("a.json", '[{"text": "one"}', "a.json: no JSON"),
+        ("a.json", '[{"text": "one"}', "a.json: not JSON"),
         (
             "a.csv",
             "question,answer\none,two\n",
             'line 2: "text" is missing; it has question, answer; give "prompt"',
         ),
-        ("a.csv", "prompt,completion\none\n", 'line 2: "completion" is no text'),
+        ("a.csv", "prompt,completion\none\n", 'line 2: "completion" is not text'),
         ("a.csv", "prompt,completion\none,two,three\n", None),
         ("a.csv", "prompt,completion\n", "no line has an example"),
         (
@@ -158,24 +155,24 @@ def test_a_tokenizer_without_chat_template_is_named(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ('{"prompt": ', "line 2: no JSON .*each example must be a JSON object"),
+        ('{"prompt": ', "line 2: not JSON .*each example must be a JSON object"),
         ("[1, 2]", "line 2: a list; each example must be a JSON object"),
         ({"prompt": "one"}, 'line 2: "completion" is missing; it has prompt; give'),
         (
             {"question": "one", "answer": "two"},
             'line 2: "text" is missing; it has question, answer; give',
         ),
-        ({"prompt": "one", "completion": 3}, 'line 2: "completion" is no text; give'),
+        ({"prompt": "one", "completion": 3}, 'line 2: "completion" is not text; give'),
         (
             {"prompt": "one", "completion": " \n"},
             'line 2: "completion" is empty, .* fill it or remove the line',
         ),
         ({"text": ""}, 'line 2: "text" is empty'),
-        ({"prompt": SPOKEN, "completion": "x"}, 'line 2: "prompt" is no text'),
-        ({"messages": []}, "line 2: no message is of the assistant"),
+        ({"prompt": SPOKEN, "completion": "x"}, 'line 2: "prompt" is not text'),
+        ({"messages": []}, "line 2: no message is from the assistant"),
         (
             {"messages": [{"role": "assistant", "content": ""}]},
-            "line 2: a message of the assistant is empty",
+            "line 2: a message from the assistant is empty",
         ),
         ({"messages": ["hello"]}, 'line 2: "messages" must be a list of objects'),
     ],

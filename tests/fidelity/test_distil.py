@@ -218,7 +218,7 @@ def test_of_a_classifier_what_its_last_layer_reads_is_learned_too(classifier):
     """Before the first step the loss is the divergence and a share of the feature distance."""
     settings = EvaluatorSettings(batch=8, max_length=16)
     evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, settings)
-    student, data = evaluator.base.adapted(classifier / "lsr"), evaluator.distillation_data(1)
+    student, data = evaluator.base.with_adapter(classifier / "lsr"), evaluator.distillation_data(1)
     (micro,) = data.teacher_batches(0)
     plain, weighted = (
         Trainer(student, data, 1, DistillationSchedule(feature_weight=weight), 0, None)
@@ -262,7 +262,7 @@ def test_a_training_that_ended_early_goes_on_where_more_is_enough(
     monkeypatch.setattr(Reference, "compare", lambda *_: SimpleNamespace(kept=next(shares) / 10.0))
     with Journal.beside(tmp_path / "out") as journal:
         for enough in (0.15, math.inf):
-            student = evaluator.base.adapted(classifier / "lsr")
+            student = evaluator.base.with_adapter(classifier / "lsr")
             about = {
                 "data": data,
                 "steps": 24,
@@ -345,7 +345,7 @@ def test_factors_of_an_open_model_are_those_of_its_file(language_model):
         TEXTS,
         EvaluatorSettings(batch=8, max_length=16),
     )
-    student = evaluator.base.adapted(language_model / "lsr")
+    student = evaluator.base.with_adapter(language_model / "lsr")
     for module in student.model.modules():
         if isinstance(module, LsrLayer):
             module.scaling["default"] = (
@@ -370,7 +370,7 @@ def test_only_lsr_factors_are_trained(classifier):
     evaluator = Evaluator(
         classifier / "base", classifier / "lora", TEXTS, EvaluatorSettings(batch=8, max_length=16)
     )
-    student = evaluator.base.adapted(classifier / "lsr")
+    student = evaluator.base.with_adapter(classifier / "lsr")
     count = sum(p.numel() for p in trainable_factors(student.model))
     assert count == open_checkpoint(classifier / "lsr").adapter_parameters
     assert sum(p.numel() for p in student.model.parameters() if p.requires_grad) == count

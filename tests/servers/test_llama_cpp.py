@@ -115,9 +115,9 @@ def adapters(
 @pytest.fixture(scope="module")
 def gguf_file() -> Path:
     pytest.importorskip("xllamacpp")
-    from lsrdecomp.calibration import bases
+    from lsrdecomp.calibration import base_files
 
-    return bases.packaged_file()
+    return base_files.packaged_file()
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def ask(address: str) -> Callable[..., Any]:
 @pytest.fixture(scope="module")
 def prompts() -> np.ndarray:
     """Return token numbers, (64, 8): sentences cut to one length, so that nothing is padded."""
-    from lsrdecomp.calibration.bases import SMOLLM2, open_tokenizer
+    from lsrdecomp.calibration.base_files import SMOLLM2, open_tokenizer
 
     rng, tokenizer = np.random.default_rng(7), open_tokenizer(SMOLLM2)
     texts = [" ".join(rng.choice(VOCABULARY.split(), 2 * LENGTH)) for _ in range(PROMPTS)]
@@ -177,7 +177,7 @@ def wanted(
     from transformers import AutoModelForCausalLM
 
     import lsrdecomp.adapters  # noqa: F401  (teaches PEFT the type)
-    from lsrdecomp.calibration.bases import SMOLLM2, find_base
+    from lsrdecomp.calibration.base_files import SMOLLM2, find_base
 
     base = AutoModelForCausalLM.from_pretrained(find_base(SMOLLM2), dtype=torch.float32).eval()
     end = base.generation_config.eos_token_id

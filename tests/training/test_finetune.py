@@ -27,7 +27,7 @@ from transformers import Trainer  # noqa: E402
 
 from lsrdecomp import compress  # noqa: E402
 from lsrdecomp.adapters import LsrConfig  # noqa: E402
-from lsrdecomp.calibration.dataset import Example  # noqa: E402
+from lsrdecomp.calibration.dataset import LabelledExample  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.checkpoints.packed import NUMBERS  # noqa: E402
 from lsrdecomp.compression.layers import layer_product  # noqa: E402
@@ -486,7 +486,7 @@ def test_what_cannot_be_trained_is_refused_by_name(common, tmp_path, monkeypatch
 
 def test_texts_are_cut_to_what_the_base_can_read(common, place):
     _, tokenizer = open_model(common, place.model, 10)
-    long = Example(((" ".join(["3"] * 90), None),), 3.0)
+    long = LabelledExample(((" ".join(["3"] * 90), None),), 3.0)
     for length, width in ((128, 17), (9, 9)):
         collator = read_dataset(common.replace(max_length=length)).collator(tokenizer)
         assert collator([long])["input_ids"].shape == (1, width)

@@ -112,12 +112,14 @@ def test_rows_of_tokens_in_the_output_layer_are_refused(place, tmp_path):
 
 def test_an_adapter_names_its_base_as_others_know_it(place, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        import_module("lsrdecomp.calibration.bases"),
+        import_module("lsrdecomp.calibration.base_files"),
         "packaged_file",
         lambda: place / "base" / "x.gguf",
     )
     monkeypatch.setattr(
-        import_module("lsrdecomp.calibration.bases"), "_dequantized", lambda file: file.parent
+        import_module("lsrdecomp.calibration.base_files"),
+        "_dequantized_directory",
+        lambda file: file.parent,
     )
     finetune(settings(place, model="smollm2", steps=1, samples=0), tmp_path / "run")
     config = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())

@@ -121,7 +121,7 @@ def test_boolean_labels_and_choices(tmp_path):
         (
             "CB",
             '{"premise": "a", "hypothesis": "b", "label": "neutral"}\n{"prem\n',
-            "line 2: no JSON",
+            "line 2: not JSON",
         ),
         ("CB", "[1]\n", "line 1: a list; each example must be a JSON object"),
         (

@@ -80,7 +80,7 @@ def test_adapters_of_other_models_than_text_are_refused_in_one_line(tmp_path):
     ):
         load_base("unused", tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "SORCERY"}))
-    with pytest.raises(CheckpointError, match="is no adapter that PEFT opens"):
+    with pytest.raises(CheckpointError, match="is not an adapter that PEFT opens"):
         load_base("unused", tmp_path)
 
 

