@@ -1,5 +1,4 @@
-"""Two caches: values that stay read while they fit, and values put away in memory or in a temporary
-file."""
+"""Caches of values that stay read while they fit, and of values in a temporary file."""
 
 from __future__ import annotations
 
@@ -51,10 +50,11 @@ class LRUCache(Generic[T]):
 
 
 class SpillCache:
-    """Values put away and read back with the same bits: in memory while they are few, else in a temporary file.
+    """Values put away and read back with the same bits.
 
-    The file has no name (it vanishes with the process, also when that is killed) and nobody else
-    can write to it: that is why it may hold pickles. It lies where ``TMPDIR`` says.
+    They lie in memory while they are few, else in a temporary file. The file has no name (it
+    vanishes with the process, also when that is killed) and nobody else can write to it: that is
+    why it may hold pickles. It lies where ``TMPDIR`` says.
 
     Parameters
     ----------

@@ -75,14 +75,14 @@ class Candidate(ABC):
 
     @abstractmethod
     def stored(self, layer: Layer) -> Stored | None:
-        """Make what is stored of the layer in the candidate's storage; None leaves the layer out."""
+        """Make what is stored of the layer; None leaves the layer out."""
 
     def alternatives(self, layer: Layer) -> Iterable[Stored]:
         """Make further forms of the same price, of which the nearest to the layer is taken."""
         return ()
 
     def exists_in(self, storage: str) -> bool:
-        """Return whether the structure can be stored so; integers are only for those that say so."""
+        """Return whether the structure can be stored so; by default in every floating type."""
         return storage not in INTEGER_BITS
 
     def unrounded_bytes(self) -> int:
@@ -186,7 +186,7 @@ def _drop_or_keep(layer: Layer, max_parameters: float) -> list[Candidate]:
 
 
 def low_rank_candidates(layer: Layer, max_parameters: float = math.inf) -> list[LowRankCandidate]:
-    """Return the best approximation of every rank in the layer's norm, of at most so many parameters."""
+    """Return the best approximation of every rank in the layer's norm."""
     errors = tail_norms(layer.gauge[1])
     parameters_per_rank = sum(layer.shape)
     candidates = []
@@ -211,7 +211,9 @@ wanted."""
 def water_filled_candidates(
     layer: Layer, max_bytes: float = math.inf, effort: SearchEffort = DEFAULT_EFFORT
 ) -> list[LowRankCandidate]:
-    """Return SVD with bits spread over its components, from the smallest useful size to eight bits each.
+    """Return SVD with bits spread over its components, at several sizes.
+
+    From the smallest useful size to eight bits each.
 
     Parameters
     ----------
@@ -258,11 +260,11 @@ def equal_bits_candidates(
 
 
 def unrotated_candidates(layer: Layer) -> list[LowRankCandidate]:
-    """Return the pair's own columns and rows as components of eight bits; nothing for a layer of zeros.
+    """Return the pair's own columns and rows as components of eight bits.
 
-    LoRA starts one side uniformly at random and most of that start is still there. In eight bits
-    uniform numbers lose about half as much as Gaussian ones, which singular vectors resemble; with
-    fewer bits, components by size are ahead.
+    Nothing for a layer of zeros. LoRA starts one side uniformly at random and most of that start is
+    still there. In eight bits uniform numbers lose about half as much as Gaussian ones, which
+    singular vectors resemble; with fewer bits, components by size are ahead.
     """
     if layer.squared_norm == 0.0:
         return []
@@ -344,6 +346,6 @@ C = TypeVar("C", bound=Candidate)
 
 
 def _priced(layer: Layer, candidate: C, stored: Stored) -> C:
-    """Return the candidate at the price of what is stored of it: its bytes, and the error of what a reader gets."""
+    """Return the candidate at the bytes and the error of what is stored of it."""
     error = layer.squared_error(stored.dequantized())
     return replace(candidate, bytes=stored.bytes, storage=stored.storage, squared_error=error)

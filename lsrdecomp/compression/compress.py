@@ -66,7 +66,7 @@ def search_adapter(
     search: Search | None = None,
     resources: Resources | None = None,
 ) -> SearchedAdapter:
-    """Solve the shapes that these plans could want, once; any number of budgets is then drawn from the answer.
+    """Solve the shapes that these plans could want, once, for any number of budgets.
 
     Parameters
     ----------
@@ -218,11 +218,11 @@ class SearchedAdapter:
 
     @one_blas_thread
     def expected_error(self, plan: CompressionPlan) -> float:
-        """Return the squared relative error of a plan by the prices of what was solved: the same table answers for every size.
+        """Return the squared relative error of a plan by the prices of what was solved.
 
-        In the norm that was searched in, before refining, so somewhat above what `compress` comes
-        to; milliseconds. The plan has a number of parameters or bytes. Raises `BudgetError` as
-        `compress`.
+        The same table answers for every size. In the norm that was searched in, before refining, so
+        somewhat above what `compress` comes to; milliseconds. The plan has a number of parameters
+        or bytes. Raises `BudgetError` as `compress`.
         """
         plan = self._checked(plan)
         return self._searched.expected_error(self._budget(plan))
@@ -257,7 +257,7 @@ class SearchedAdapter:
         return replace(budget, bytes=size)
 
     def _fit(self, plan: CompressionPlan, size: float | None = None) -> FittedLayers:
-        """Compress 2 and 3, fit and materialize: choose what each layer becomes, make its factors and measure them."""
+        """Compress 2 and 3: choose what each layer becomes, make its factors and measure them."""
         if plan.separation_rank is None:
             return fit_budget(self._searched, self._budget(plan, size))
         materialized = at_given_terms(
@@ -363,9 +363,10 @@ def at_given_terms(
     limits: ResourceLimits = DEFAULT_LIMITS,
     on_step: OnStep | None = None,
 ) -> tuple[Materialized, ...]:
-    """Return every layer as an LSR product of balanced shape, of so many terms a side or as many as it can need.
+    """Return every layer as an LSR product of balanced shape, of so many terms a side.
 
-    Layers that can be solved together are; their factors wait in the cache.
+    A shape that needs fewer gets as many as it needs. Layers that can be solved together are; their factors wait
+    in the cache.
     """
     cache = cache or SpillCache()
     groups: dict[Any, list[int]] = {}

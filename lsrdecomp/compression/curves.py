@@ -1,5 +1,4 @@
-"""Error curves of a whole adapter: every layer cut alike, errors and parameters summed over the
-layers."""
+"""Error curves of a whole adapter: every layer cut alike, errors and parameters summed."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ Points = dict[int, tuple[int, float]]
 def adapter_curves(
     checkpoint: Checkpoint, *, on_step: OnStep | None = None
 ) -> tuple[ErrorCurve, ...]:
-    """Relative error over all layers against the number of terms, for each structure a layer can be stored in.
+    """Return relative errors over all layers against the number of terms, a curve a structure.
 
     The curves: truncated SVD, at 1, 2, … ranks a layer; and the LSR product at 1, 2, 3, 4, 6, 8,
     12, … terms a side in the balanced shape, each side by its own SVD in the balanced gauge.
@@ -71,9 +70,7 @@ def adapter_curves(
     for layer in checkpoint.layers:
         pair = layer_pair(checkpoint, layer)
         norms.append(pair.norm)
-        low_rank.append(
-            {k: (k * sum(pair.shape), tail) for k, tail in enumerate(tail_norms(pair.svd[1]))}
-        )
+        low_rank.append(_truncations(pair))
         factorwise.append(_factorwise(pair))
         measured.add()
     # Curves 2: all layers cut alike; errors add up as squares.
@@ -81,29 +78,42 @@ def adapter_curves(
     return _summed("truncated SVD", low_rank, norm), _summed("LSR, side by side", factorwise, norm)
 
 
+def _truncations(pair: LowRank) -> Points:
+    """Return the points of truncated SVD at every rank."""
+    errors = tail_norms(pair.svd[1])
+    return {rank: (rank * sum(pair.shape), error) for rank, error in enumerate(errors)}
+
+
 def _factorwise(pair: LowRank) -> Points:
+    """Return the points of an LSR product of balanced shape, each side truncated by its own SVD."""
     shape = ProductShape.balanced(pair.shape, balanced_split(min(pair.rank, *pair.shape)))
     # Both sides are decomposed once; a number of terms then costs a truncation and a residual.
     sides = FactorwiseSVD().truncations(pair, shape)
     points: Points = {0: (0, pair.norm)}
-    for rank in _terms(max(sides.max_ranks)):
+    for rank in _term_counts(max(sides.max_ranks)):
         product = sides.truncate(rank)
         points[rank] = (product.parameters, pair.residual_norm(product))
     return points
 
 
-def _terms(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, … up to ``most``."""
-    counts = sorted({2**k for k in range(20)} | {3 * 2**k for k in range(20)})
-    return [count for count in counts if count < most] + [most]
+def _term_counts(max_terms: int) -> list[int]:
+    """Return 1, 2, 3, 4, 6, 8, 12, 16, … and the largest number of terms."""
+    powers = [2**k for k in range(20)]
+    counts = sorted({*powers, *(3 * power for power in powers)})
+    return [*(count for count in counts if count < max_terms), max_terms]
 
 
 def _summed(label: str, layers: list[Points], norm: float) -> ErrorCurve:
-    """A layer that has no point for so many terms takes part with its last one."""
+    """Return the curve of all layers cut alike.
+
+    A layer that has no point for so many terms takes part with its last one.
+    """
     ranks = sorted(set().union(*layers))
-    points = [[layer[max(k for k in layer if k <= rank)] for layer in layers] for rank in ranks]
-    parameters = tuple(sum(count for count, _ in column) for column in points)
-    errors = tuple(math.hypot(*(lost for _, lost in column)) for column in points)
-    return ErrorCurve(
-        label, tuple(ranks), parameters, tuple(e / norm if norm > 0.0 else e for e in errors), norm
-    )
+    parameters = []
+    errors = []
+    for rank in ranks:
+        points = [points[max(k for k in points if k <= rank)] for points in layers]
+        parameters.append(sum(count for count, _ in points))
+        error = math.hypot(*(lost for _, lost in points))
+        errors.append(error / norm if norm > 0.0 else error)
+    return ErrorCurve(label, tuple(ranks), tuple(parameters), tuple(errors), norm)

@@ -1,4 +1,4 @@
-"""Choices of a search, each with its unit and where its value comes from: what is solved, how hard, and how much fits.
+"""Choices of a search, each with its unit and where its value comes from.
 
 Numbers only, so that settings are read without NumPy. Values are by hand unless a line says where
 they were measured.
@@ -53,7 +53,7 @@ class ShapeGrid:
 
 @dataclass(frozen=True, slots=True)
 class SolveEffort:
-    """How hard one shape is solved for.
+    """Sweeps and starts that one shape is given, and when they stop.
 
     Attributes
     ----------
@@ -81,7 +81,7 @@ class SolveEffort:
 
 @dataclass(frozen=True, slots=True)
 class SearchEffort:
-    """How far a search looks beyond its first choice, and when it stops.
+    """The steps of a search beyond its first choice, and when they stop.
 
     Attributes
     ----------
@@ -160,7 +160,7 @@ DEFAULT_EFFORT = SearchEffort()
 
 @dataclass(frozen=True, slots=True)
 class ResourceLimits:
-    """How much of an adapter is held at a time, in numbers of eight bytes unless it says otherwise.
+    """Limits of memory and workers, in numbers of eight bytes unless it says otherwise.
 
     Attributes
     ----------
@@ -199,7 +199,7 @@ DEFAULT_LIMITS = ResourceLimits()
 
 @dataclass(frozen=True, slots=True)
 class FileFilling:
-    """How nearly a file of so many bytes is filled.
+    """The files that are tried for a number of bytes.
 
     Attributes
     ----------

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from lsrdecomp.checkpoints.tensors import Array
 
-FORMATS = ("lora", "same", "gguf", "kohya", "diffusers")
+EXPORT_FORMATS = ("lora", "same", "gguf", "kohya", "diffusers")
 
 
 @one_blas_thread
@@ -99,17 +99,19 @@ def export_lora(
     >>> import tempfile
     >>> from importlib.resources import files
     >>> from lsrdecomp import compress, open_checkpoint
-    >>> made = compress(files("lsrdecomp.cli") / "demo_adapter", separation_rank=2, inner_shape=(2, 2))
+    >>> demo = files("lsrdecomp.cli") / "demo_adapter"
+    >>> result = compress(demo, separation_rank=2, inner_shape=(2, 2))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     small = open_checkpoint(made.save(f"{folder}/small"))
+    ...     small = open_checkpoint(result.save(f"{folder}/small"))
     ...     lora = open_checkpoint(export_lora(small, f"{folder}/lora"))
     >>> small.format, lora.format, lora.layers[0].rank
     ('lsr', 'peft-lora', 4)
     """
     changed = changed_files(checkpoint.weights.parent)
     if changed:
-        text = f"{', '.join(changed)} changed since it was written: its SHA-256 is not the one in {SUMS}"
-        raise CheckpointError(f"{text}; copy or compress it again", path=checkpoint.weights.parent)
+        text = f"{', '.join(changed)} changed since it was written: its SHA-256 is not the one in"
+        text = f"{text} {SUMS}; copy or compress it again"
+        raise CheckpointError(text, path=checkpoint.weights.parent)
     # Export 1: every layer as a pair; layers called by position get the base's names.
     names = {}
     if base is not None and to in ("kohya", "diffusers"):
@@ -118,9 +120,11 @@ def export_lora(
         (names.get(layer.name, layer.name), *layer_product(layer).to_lora())
         for layer in checkpoint.layers
     )
-    extras: dict[str, StoredTensor] | None = (
-        {} if without_heads or (to == "lora" and profile != "peft") else None
-    )
+    if profile == "lorax" and to == "lora":
+        layers = chain(layers, _zeros_of_dropped(checkpoint))
+    is_for_server = to == "lora" and profile != "peft"
+    extras: dict[str, StoredTensor] | None = {} if without_heads or is_for_server else None
+    # Export 2: what was recorded of the source, so that `verify` can hold the file to it.
     record: dict[str, Any] = {
         "derived_from": read_provenance(checkpoint),
         "recorded": recorded_errors(checkpoint),
@@ -129,54 +133,62 @@ def export_lora(
         record["left_out"] = sorted(checkpoint.extras)
     if names:
         record["renamed"] = {new: old for old, new in names.items()}
-    # Export 2: the format. What was recorded of the source goes along, so that `verify` can hold
-    # the file to it.
-    if profile == "lorax" and to == "lora":
-        layers = chain(layers, _zeros(checkpoint))
+    # Export 3: the format.
     written: dict[str, Any] = {"layers": layers, "extras": extras, "force": force}
     if to == "gguf":
-        storage = {"float16": "f16", "float32": "f32"}.get(storage or "float16", storage or "f16")
-        return write_gguf(
-            out, base=_base(checkpoint, base), source=checkpoint, storage=storage, **written
-        )
+        written["storage"] = _gguf_storage(storage)
+        return write_gguf(out, base=_base(checkpoint, base), source=checkpoint, **written)
     written["provenance"] = record
     if to == "same":
         return write_pairs(out, source=like or checkpoint, storage=storage, **written)
-    written |= {"source": checkpoint, "storage": storage or checkpoint.storage}
+    written["source"] = checkpoint
+    written["storage"] = storage or checkpoint.storage
     if to == "lora":
         return write_lora(out, profile=profile, **written)
     if to in ("kohya", "diffusers"):
         return write_pairs(out, names=to, **written)
-    raise UnsupportedError(f"cannot write {unknown(to, FORMATS)}")
+    raise UnsupportedError(f"cannot write {unknown(to, EXPORT_FORMATS)}")
 
 
-def _zeros(checkpoint: Checkpoint) -> Iterator[tuple[str, Array, Array]]:
-    """Rank one and zero for each dropped layer: a server that stacks a type of layer misses none."""
+def _zeros_of_dropped(checkpoint: Checkpoint) -> Iterator[tuple[str, Array, Array]]:
+    """Yield rank one and zero for each dropped layer.
+
+    A server that stacks all layers of a type then misses none.
+    """
     sizes: dict[str, set[tuple[int, int]]] = {}
     for layer in checkpoint.layers:
-        sizes.setdefault(layer.name.rpartition(".")[2], set()).add(
-            (layer.out_features, layer.in_features)
-        )
+        of_type = sizes.setdefault(layer.name.rpartition(".")[2], set())
+        of_type.add((layer.out_features, layer.in_features))
     for name in read_provenance(checkpoint).get("dropped", ()):
-        like = sizes.get(name.rpartition(".")[2], set())
-        if len(like) != 1:
-            text = f"{name} was dropped, and its size is not known from {len(like)} sizes of layers like it"
-            raise UnsupportedError(f"{text}; export with the profile server", path=checkpoint.path)
-        m, n = next(iter(like))
+        of_type = sizes.get(name.rpartition(".")[2], set())
+        if len(of_type) != 1:
+            raise UnsupportedError(
+                f"{name} was dropped, and its size is not known from {len(of_type)} sizes of "
+                "layers like it; export with the profile server",
+                path=checkpoint.path,
+            )
+        ((m, n),) = of_type
         yield name, np.zeros((m, 1), np.float32), np.zeros((1, n), np.float32)
 
 
+def _gguf_storage(storage: str | None) -> str:
+    """Return llama.cpp's word for a type; half precision if none is asked for."""
+    words = {None: "f16", "float16": "f16", "float32": "f32"}
+    return words.get(storage, storage or "f16")
+
+
 def _base(checkpoint: Checkpoint, base: str | Path | None) -> GgufBase:
+    """Return the base that a GGUF file follows: as given, or the one that the adapter names."""
     named = checkpoint.config.get("base_model_name_or_path")
     if base is None and isinstance(named, str) and (Path(named) / "config.json").is_file():
         base = named
-    if base is None:
-        text = (
-            "names no base"
-            if named is None
-            else f"its base {ascii(named)[:80]} is no directory here"
-        )
-        text += ", and a GGUF file follows its base's names and heads"
-        way_out = "name it by --base: a GGUF file, a model directory or its config.json"
-        raise CheckpointError(f"{text}; {way_out}", path=checkpoint.path)
-    return read_base(base)
+    if base is not None:
+        return read_base(base)
+    text = "names no base"
+    if named is not None:
+        text = f"its base {ascii(named)[:80]} is no directory here"
+    raise CheckpointError(
+        f"{text}, and a GGUF file follows its base's names and heads; name it by --base: "
+        "a GGUF file, a model directory or its config.json",
+        path=checkpoint.path,
+    )

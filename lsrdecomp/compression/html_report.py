@@ -1,5 +1,4 @@
-"""The report of a compression as one HTML file: opens without a network, light or dark, on phone
-and desk."""
+"""The report of a compression as one HTML file, which opens without a network."""
 
 from __future__ import annotations
 

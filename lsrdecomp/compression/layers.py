@@ -1,4 +1,4 @@
-"""The layers of an adapter: ΔW of each, the norm its error counts in, and how many of them fit in memory together.
+"""The layers of an adapter: ΔW of each, and the norm its error counts in.
 
 The numbers of a stored layer are read when they are asked for and forgotten when those of others
 are, so that an adapter of any length takes a few layers' memory. What is small and wanted often
@@ -47,7 +47,9 @@ one's own."""
 
 
 class Layer:
-    """A LoRA layer to compress, and the norm its error counts in: known by its sizes, its numbers read when asked for.
+    """A LoRA layer to compress, and the norm its error counts in.
+
+    It is known by its sizes; its numbers are read when they are asked for.
 
     Parameters
     ----------
@@ -112,7 +114,7 @@ class Layer:
 
     @property
     def gauge(self) -> tuple[Array, Array, Array]:
-        """S, σ, T of the SVD (B S, σ, T A) in the layer's norm: small, where U and V are as large as the pair."""
+        """S, σ, T of the SVD (B S, σ, T A) in the layer's norm; U and V would be larger."""
         if self._gauge is None:
             pair = self.pair
             left, right = as_double(pair.left), as_double(pair.right)
@@ -120,7 +122,7 @@ class Layer:
         return self._gauge()
 
     def truncated(self, rank: int) -> tuple[Array, Array]:
-        """Return U√σ (m, rank) and √σ Vᵀ (rank, n): the best approximation of that rank in the layer's norm."""
+        """Return U√σ (m, rank) and √σ Vᵀ (rank, n), the best approximation in the norm."""
         columns, sigma, rows = self.gauge
         root = namespace(sigma).sqrt(sigma[:rank])
         pair = self.pair
@@ -206,10 +208,10 @@ def open_layers(
     statistics: StatisticsByLayer | None = None,
     limits: ResourceLimits = DEFAULT_LIMITS,
 ) -> list[Layer]:
-    """Return the layers of a checkpoint, each read when its numbers are asked for and forgotten when others are.
+    """Return the layers of a checkpoint, each read when its numbers are asked for.
 
-    Raises `CheckpointError` for a layer that is not a LoRA, `BudgetError` naming a layer that the
-    statistics lack.
+    They are forgotten when others are read. Raises `CheckpointError` for a layer that is not a
+    LoRA, `BudgetError` naming a layer that the statistics lack.
     """
     # What cannot be compressed is said of all layers before the first is read; errors in different
     # norms cannot share a budget.
@@ -278,7 +280,7 @@ def _require_lora(checkpoint: Checkpoint, layer: Any) -> None:
 
 
 def layer_product(layer: Any) -> SeparatedProduct:
-    """Return ΔW of any layer as a separated product: an LSR layer as stored, a LoRA layer as one term a side."""
+    """Return ΔW of any layer as a separated product; of a LoRA layer one term a side."""
     if isinstance(layer, LoraLayer):
         up, down = layer.load()
         return low_rank_product(up.astype(np.float64) * layer.scale, down.astype(np.float64))

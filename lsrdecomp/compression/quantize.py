@@ -1,4 +1,4 @@
-"""Factors in few bits: integer codes of the sides of a product, and of the components of a truncated SVD.
+"""Factors in few bits: codes of the sides of a product, and of the components of an SVD.
 
 An LSR product has codes of one width and a float16 scale a term, rounded one factor after the other
 while the others are solved again. Truncated SVD is stored by reverse water-filling [1]_: component
@@ -73,16 +73,20 @@ def stored_product(product: SeparatedProduct, storage: str) -> FloatProduct | Qu
 
 
 def quantized_product(product: SeparatedProduct, bits: int) -> QuantizedProduct:
-    """Round both sides to codes, in canonical form for two factors: orthogonal terms do not amplify rounding."""
+    """Round both sides to codes, in canonical form for two factors.
+
+    Orthogonal terms do not amplify rounding.
+    """
     if product.left.order == 2:
         product = product.canonical()
     return QuantizedProduct(quantize(product.left, bits), quantize(product.right, bits))
 
 
 def refitted_product(layer: Layer, product: SeparatedProduct, bits: int) -> QuantizedProduct:
-    """Find codes near a layer in its norm: each factor is rounded in turn and the others are solved again.
+    """Find codes near a layer in its norm.
 
-    By `quantize_sequentially`. Of as many bytes as `quantized_product`, and seldom farther.
+    Each factor is rounded in turn and the others are solved again. By `quantize_sequentially`. Of
+    as many bytes as `quantized_product`, and seldom farther.
     """
     if 0 in product.separation_ranks:
         return quantized_product(product, bits)
@@ -97,7 +101,7 @@ def refitted_product(layer: Layer, product: SeparatedProduct, bits: int) -> Quan
 def coded_product(
     product: SeparatedProduct, bits: int, norms: NormWeights | None = None
 ) -> QuantizedProduct | SpectralCode:
-    """Find codes near ``product``: solved for in the norm, or rounded as they are, whichever is nearer.
+    """Find codes near a product: solved for in the norm, or rounded, whichever is nearer.
 
     Rounded, since training may have left numbers that lie near codes already. A product of one
     factor a side is a matrix of low rank, and its singular vectors are coded.
@@ -116,7 +120,7 @@ def stored_like(
     product: SeparatedProduct,
     norms: NormWeights | None = None,
 ) -> Stored:
-    """Store a product as ``old`` is stored: in its structure and storage, near the product in the norm.
+    """Store a product in the structure and storage of ``old``, near the product in the norm.
 
     Raises `UnsupportedError` for a structure that no function is registered for.
     """
@@ -151,9 +155,9 @@ def _components_like(
 
 
 def quantize(matrix: SeparatedMatrix, bits: int) -> QuantizedMatrix:
-    """Round each factor to the nearest integers at the scale of least squared error; terms in their given order.
+    """Round each factor to the nearest integers at the scale of least squared error.
 
-    Raises `PrecisionError` unless 2 ≤ bits ≤ 8.
+    Terms stay in their order. Raises `PrecisionError` unless 2 ≤ bits ≤ 8.
     """
     if not 2 <= bits <= MAX_BITS:
         raise PrecisionError(f"codes have 2 to {MAX_BITS} bits, got {bits}")
@@ -168,7 +172,10 @@ def quantize(matrix: SeparatedMatrix, bits: int) -> QuantizedMatrix:
 
 
 def _float16(scales: Doubles) -> tuple[NDArray[np.float16], int]:
-    """Return scales as float16 times a power of two that brings the largest to between a half and one."""
+    """Return scales as float16, and the power of two they are multiplied by.
+
+    It brings the largest to between a half and one.
+    """
     exponent = math.frexp(float(np.max(np.abs(scales), initial=0.0)))[1]
     return np.ldexp(scales, -exponent).astype(np.float16), exponent
 
@@ -204,7 +211,7 @@ def layer_svd(layer: Layer) -> tuple[Doubles, Doubles, Doubles]:
 
 
 def water_fill(layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles) -> list[tuple[int, ...]]:
-    """Return the bits of every component after each step of greedy reverse water-filling, from the first component on.
+    """Return the bits of every component after each step of greedy reverse water-filling.
 
     Returns
     -------
@@ -244,9 +251,10 @@ def water_fill(layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles) -> list[tu
 def _next_width(
     k: int, width: int, sigma: Doubles, noise: Doubles
 ) -> tuple[float, int, int] | None:
-    """Return (−loss removed per bit, k, bits) of the best next width of component k; None if none lowers its loss.
+    """Return (−loss removed per bit, k, bits) of the best next width of component k.
 
-    Several bits at once where that removes more per bit than one: a first bit alone codes nothing.
+    None if none lowers its loss. Several bits at once where that removes more per bit than one: a
+    first bit alone codes nothing.
     """
     energy = float(sigma[k] ** 2)
 
@@ -268,7 +276,9 @@ def _next_width(
 def spectral_code(
     layer: Layer, svd: Sequence[Doubles], bits: Sequence[int], *, rounds: int = 2
 ) -> SpectralCode:
-    """Find codes of columns and rows near the layer in its norm: rounded in turn, each side fitted to the other's codes.
+    """Find codes of columns and rows near the layer in its norm.
+
+    They are rounded in turn, each side fitted to the other's codes.
 
     Parameters
     ----------

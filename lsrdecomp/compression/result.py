@@ -1,4 +1,4 @@
-"""The result of `compress`: what each layer became, cost and lost, their sums, and factors that can be written.
+"""The result of `compress`: a report of every layer, sums, and factors that can be written.
 
 `recorded_errors` reads the errors back from disk.
 """
@@ -36,11 +36,28 @@ REPORT = "compression.json"
 class Compression:
     """The result of `compress`: a report, and the factors ready to be written.
 
+    Attributes
+    ----------
+    source : Checkpoint
+    plan : CompressionPlan
+    layers : tuple of LayerReport
+    chosen : tuple of Materialized
+        The factors of each layer.
+    low_rank_error : float, optional
+        Of the best truncated SVD for the same budget, in the plan's norm.
+    effect : float, optional
+        KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA.
+    fidelity : Fidelity, optional
+        Of an adapter that was measured on its base: what it keeps.
+    tried, mismatches, truncated_svd
+        What was measured beside it: other sizes, texts answered differently, truncated SVD.
+
     Examples
     --------
     >>> from importlib.resources import files
     >>> from lsrdecomp import compress
-    >>> result = compress(files("lsrdecomp.cli") / "demo_adapter", separation_rank=2, inner_shape=(2, 4))
+    >>> demo = files("lsrdecomp.cli") / "demo_adapter"
+    >>> result = compress(demo, separation_rank=2, inner_shape=(2, 4))
     >>> result.met, result.totals.parameters, result.totals.parameters_before
     (True, 5376, 73728)
     >>> result.layers[0].name, result.layers[0].parameters, result.layers[0].relative_error < 1.0
@@ -51,13 +68,8 @@ class Compression:
     plan: CompressionPlan
     layers: tuple[LayerReport, ...]
     chosen: tuple[Materialized, ...] = field(repr=False)
-    low_rank_error: float | None = (
-        None  # of the best truncated SVD for the same budget, in the plan's norm
-    )
-    effect: float | None = (
-        None  # KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA
-    )
-    # Of one that was measured on its base: what it keeps, and what was measured beside it.
+    low_rank_error: float | None = None
+    effect: float | None = None
     fidelity: Any = None
     tried: tuple[Any, ...] = ()
     mismatches: tuple[Any, ...] = ()
@@ -65,6 +77,7 @@ class Compression:
 
     @property
     def totals(self) -> Totals:
+        """All layers together."""
         return totals(self.layers, self.source.extra_parameters, self.low_rank_error, self.effect)
 
     @property
@@ -74,82 +87,99 @@ class Compression:
 
     @property
     def met(self) -> bool:
-        """Whether every layer meets the plan."""
+        """True if every layer meets the plan."""
         return self.totals.missed == 0
 
     def to_json(self, *, every_layer: bool = True) -> dict[str, Any]:
-        """The report with plan and source, as plain values: of every layer, or the sums alone."""
-        facts = {"plan": self.plan.to_json(), "source": self.source.path.name}
-        return to_json(self.layers, self.totals, every_layer=every_layer, **facts)
+        """Return plan, source and report as plain values: of every layer, or the sums alone."""
+        return to_json(
+            self.layers,
+            self.totals,
+            every_layer=every_layer,
+            plan=self.plan.to_json(),
+            source=self.source.path.name,
+        )
 
     def __repr__(self) -> str:
-        """Goal, sizes and errors in a few lines, and what to do next."""
-        total, goal = self.totals, self.plan.to_json()
-        name = next(name for name in GOALS if name in goal)
+        """Return goal, sizes and errors in a few lines, and what to do next."""
+        total = self.totals
+        plan = self.plan.to_json()
+        goal = next(name for name in GOALS if name in plan)
         left_out = f", {total.dropped} of them left out" if total.dropped else ""
         norm = "Frobenius" if total.functional_error is None else "Fisher"
-        svd = (
-            ""
-            if total.low_rank_error is None
-            else f"; best truncated SVD of that size {total.low_rank_error:.3g}"
-        )
+        svd = ""
+        if total.low_rank_error is not None:
+            svd = f"; best truncated SVD of that size {total.low_rank_error:.3g}"
         missed = "" if self.met else f"\n   {total.missed} layers miss the tolerance"
         return (
-            f"Compression of {self.source.path.name}, {name} = {goal[name]:,}\n"
-            f"   {total.layers} layers{left_out}: {total.parameters:,} of {total.parameters_before:,} parameters "
+            f"Compression of {self.source.path.name}, {goal} = {plan[goal]:,}\n"
+            f"   {total.layers} layers{left_out}: "
+            f"{total.parameters:,} of {total.parameters_before:,} parameters "
             f"({total.ratio:.3g} times fewer), {total.bytes:,} bytes as {self.plan.storage}\n"
             f"   relative error {self.error:.3g} in the {norm} norm{svd}{missed}\n"
             "   not on disk before save(directory)"
         )
 
     def sentences(self, unit: str = "example") -> Iterator[str]:
-        """What one can act on; ``unit`` is what a network answers once for.
+        """Yield what one can act on; ``unit`` is what a network answers once for.
 
-        A divergence is estimated where none was measured. Of a form that was trained since, errors
-        of its numbers say nothing any more.
+        A divergence is estimated where none was measured. Of an adapter that was trained since,
+        errors of its numbers say nothing any more.
         """
         total = self.totals
-        extra = f"; {total.extra_parameters:,} numbers of other modules are kept as they are"
-        dropped = f" {total.dropped} of {total.layers} layers left out." if total.dropped else ""
-        yield (
-            f"{total.parameters:,} parameters instead of {total.parameters_before:,}, {total.ratio:.3g} times fewer"
-            f"{extra if total.extra_parameters else ''}.{dropped}"
-        )
+        yield self._size_sentence()
         if self.fidelity is not None and self.fidelity.distilled:
             return
         yield (
-            f"Relative Frobenius error {total.relative_error:.3g} over all layers, measured on what is written: "
-            "how close the numbers are."
+            f"Relative Frobenius error {total.relative_error:.3g} over all layers, "
+            "measured on what is written: how close the numbers are."
         )
         if total.functional_error is not None:
-            words = f"Relative error in the Fisher norm {total.functional_error:.3g}: how close the answers are."
-            if self.fidelity is None:  # nothing was measured
-                of_all = "" if total.effect is None else f"of {total.effect:.3g} "
-                how = (
-                    ", to second order and often several times too low"
-                    if total.effect is None
-                    else ""
-                )
-                words += f" Estimated divergence from the LoRA's answers: {total.kl:.3g} {of_all}nats per {unit}{how}."
-            yield words
+            yield self._fisher_sentence(unit)
         if total.low_rank_error is not None:
-            yield f"Truncated SVD at the same budget and in the same norm: {total.low_rank_error:.3g}."
+            error = total.low_rank_error
+            yield f"Truncated SVD at the same budget and in the same norm: {error:.3g}."
+
+    def _size_sentence(self) -> str:
+        total = self.totals
+        text = (
+            f"{total.parameters:,} parameters instead of {total.parameters_before:,}, "
+            f"{total.ratio:.3g} times fewer"
+        )
+        if total.extra_parameters:
+            text += f"; {total.extra_parameters:,} numbers of other modules are kept as they are"
+        text += "."
+        if total.dropped:
+            text += f" {total.dropped} of {total.layers} layers left out."
+        return text
+
+    def _fisher_sentence(self, unit: str) -> str:
+        total = self.totals
+        text = (
+            f"Output error (Fisher norm) {total.functional_error:.3g}: "
+            "a proxy for the change of the outputs."
+        )
+        if self.fidelity is not None:  # the change itself was measured
+            return text
+        estimate = f" Estimated divergence from the LoRA's answers: {total.kl:.3g} "
+        if total.effect is None:
+            how = "to second order and often several times too low"
+            return f"{text}{estimate}nats per {unit}, {how}."
+        return f"{text}{estimate}of {total.effect:.3g} nats per {unit}."
 
     def _repr_html_(self) -> str:
-        """The same for a notebook."""
+        """Return the same for a notebook."""
         total = self.totals
-        pairs = [
-            ("parameters", f"{total.parameters:,} of {total.parameters_before:,}"),
-            *total.facts,
-        ]
+        parameters = f"{total.parameters:,} of {total.parameters_before:,}"
+        pairs = [("parameters", parameters), *total.facts]
         return markup.facts(f"Compression of {self.source.path.name}", pairs, total.verdict)
 
     @one_blas_thread
     def save(self, out: str | Path, *, force: bool = False, record: bool = False) -> Path:
-        """Write the LSR directory that PEFT opens; other tensors of the source are carried along bit for bit.
+        """Write the LSR directory that PEFT opens.
 
-        With ``record`` its compression.json tells of every layer what `to_json` tells, else the
-        sums alone.
+        Other tensors of the source are carried along bit for bit. With ``record`` its
+        compression.json tells of every layer what `to_json` tells, else the sums alone.
 
         Raises `CheckpointError` if ``out`` exists (unless ``force``) or lies in the source; nothing
         is half written.
@@ -166,26 +196,52 @@ class Compression:
         )
 
     def _stored_layers(self) -> Iterator[tuple[str, Stored]]:
-        """Yield names and layers as they are stored, each read when it is written; integer codes after floats.
+        """Yield names and layers as they are stored, each read when it is written.
 
-        Like numbers side by side make the index small.
+        Integer codes come after floats: like numbers side by side make the index small.
         """
         pairs = list(zip(self.layers, self.chosen, strict=True))
-        for row, made in sorted(pairs, key=lambda pair: pair[0].storage not in PRECISIONS):
-            if made.stored is not None:
-                yield row.name, made.stored()
+        for row, materialized in sorted(pairs, key=lambda pair: pair[0].storage not in PRECISIONS):
+            if materialized.stored is not None:
+                yield row.name, materialized.stored()
 
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
     """One layer, before and after; errors are measured on the tensors as written.
 
+    Attributes
+    ----------
+    name, kind : str
+    rows, columns, source_rank : int
+        Of the layer of the LoRA.
+    structure : str
+        ``"LSR"``, ``"low rank"``, ``"keep"``, ``"drop"``, or the name of another structure.
+    shape : str
+        The Kronecker sizes of both sides.
+    separation_ranks : (int, int)
+        Terms of the out side and of the in side.
+    parameters_before, parameters, bytes : int
+    norm : float
+        ‖ΔW‖_F.
+    relative_error : float
+        ‖ΔW − ΔŴ‖_F / ‖ΔW‖_F.
+    functional_norm : float, optional
+        ‖G^½ ΔW C^½‖_F in the Fisher norm, where there are statistics.
+    functional_error : float, optional
+        ‖G^½ (ΔW − ΔŴ) C^½‖_F / ‖G^½ ΔW C^½‖_F.
+    condition : float
+        γ, the larger of the two sides.
+    storage : str
+    met : bool
+        Whether the plan's tolerance is met.
+
     Examples
     --------
     >>> from importlib.resources import files
     >>> from lsrdecomp import compress
-    >>> result = compress(files("lsrdecomp.cli") / "demo_adapter", separation_rank=2, inner_shape=(2, 4))
-    >>> layer = result.layers[0]
+    >>> demo = files("lsrdecomp.cli") / "demo_adapter"
+    >>> layer = compress(demo, separation_rank=2, inner_shape=(2, 4)).layers[0]
     >>> layer.structure, layer.separation_ranks, layer.shape
     ('LSR', (2, 2), '(24×2 ⊗ 16×4)(2×24 ⊗ 4×16)')
     """
@@ -195,19 +251,19 @@ class LayerReport:
     rows: int
     columns: int
     source_rank: int
-    structure: str  # "LSR", "low rank", "keep" or "drop"
-    shape: str  # the Kronecker sizes of both sides
+    structure: str
+    shape: str
     separation_ranks: tuple[int, int]
     parameters_before: int
     parameters: int
     bytes: int
-    norm: float  # ‖ΔW‖_F
-    relative_error: float  # ‖ΔW − ΔŴ‖_F / ‖ΔW‖_F
-    functional_norm: float | None  # ‖G^½ ΔW C^½‖_F in the Fisher norm, where there are statistics
-    functional_error: float | None  # ‖G^½ (ΔW − ΔŴ) C^½‖_F / ‖G^½ ΔW C^½‖_F
-    condition: float  # γ, the larger of the two sides
+    norm: float
+    relative_error: float
+    functional_norm: float | None
+    functional_error: float | None
+    condition: float
     storage: str
-    met: bool = True  # the plan's tolerance
+    met: bool = True
 
     @property
     def plan_error(self) -> float:
@@ -216,21 +272,47 @@ class LayerReport:
 
     @property
     def terms(self) -> str:
-        """Of the out side and of the in side, where they differ; nothing for a layer left out."""
+        """Terms of both sides, such as ``"3"`` or ``"3+2"``; nothing for a layer left out."""
+        if self.structure == "drop":
+            return ""
         left, right = self.separation_ranks
-        return "" if self.structure == "drop" else f"{left}" if left == right else f"{left}+{right}"
+        return f"{left}" if left == right else f"{left}+{right}"
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
     """All layers together.
 
+    Attributes
+    ----------
+    layers, dropped : int
+    parameters_before, parameters : int
+    extra_parameters : int
+        Of heads and other saved modules, carried along untouched.
+    bytes : int
+        Of the factors, without headers and extras.
+    relative_error : float
+        (Σ‖ΔW − ΔŴ‖²)^½ / (Σ‖ΔW‖²)^½.
+    functional_error : float, optional
+        The same in the Fisher norm.
+    kl : float, optional
+        Estimated divergence from the LoRA's answers, nats an answer; see `totals`.
+    worst_error : float
+        Of the layer ``worst_layer``, in the norm of the plan.
+    missed : int
+        Layers above the tolerance.
+    low_rank_error : float, optional
+        Of the best truncated SVD found for the same budget, in the norm of the plan.
+    effect : float, optional
+        KL(LoRA ‖ no adapter) in nats an answer, where calibration measured it.
+
     Examples
     --------
     >>> from importlib.resources import files
     >>> from lsrdecomp import compress
-    >>> result = compress(files("lsrdecomp.cli") / "demo_adapter", separation_rank=2, inner_shape=(2, 4))
-    >>> result.totals.parameters_before, result.totals.parameters, round(result.totals.ratio, 1)
+    >>> demo = files("lsrdecomp.cli") / "demo_adapter"
+    >>> total = compress(demo, separation_rank=2, inner_shape=(2, 4)).totals
+    >>> total.parameters_before, total.parameters, round(total.ratio, 1)
     (73728, 5376, 13.7)
     """
 
@@ -238,22 +320,20 @@ class Totals:
     dropped: int
     parameters_before: int
     parameters: int
-    extra_parameters: int  # heads and other saved modules, carried along untouched
-    bytes: int  # of the factors, without headers and extras
-    relative_error: float  # (Σ‖ΔW − ΔŴ‖²)^½ / (Σ‖ΔW‖²)^½
-    functional_error: float | None  # the same in the Fisher norm
-    kl: float | None  # estimated divergence from the LoRA's answers, nats an answer; see `totals`
-    worst_error: float  # of a layer, in the norm of the plan
+    extra_parameters: int
+    bytes: int
+    relative_error: float
+    functional_error: float | None
+    kl: float | None
+    worst_error: float
     worst_layer: str
-    missed: int  # layers above the tolerance
-    low_rank_error: (
-        float | None
-    )  # the best truncated SVD found for the same budget, in the norm of the plan
-    effect: float | None  # KL(LoRA ‖ no adapter) in nats an answer, where calibration measured it
+    missed: int
+    low_rank_error: float | None
+    effect: float | None
 
     @property
     def ratio(self) -> float:
-        """How many times fewer parameters."""
+        """Parameters before by parameters now."""
         return self.parameters_before / self.parameters if self.parameters else math.inf
 
     @property
@@ -263,7 +343,7 @@ class Totals:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """What a page or a notebook shows: words and values."""
+        """Names and values that a page or a notebook shows."""
         pairs = [
             ("times fewer parameters", f"{self.ratio:.2f}"),
             ("relative error, all layers", f"{self.relative_error:.3g}"),
@@ -280,7 +360,7 @@ class Totals:
 
     @property
     def verdict(self) -> str:
-        """Whether the plan is met, in a sentence."""
+        """A sentence that says whether the plan is met."""
         if self.missed:
             return f"{self.missed} of {self.layers} layers miss the tolerance."
         return "Every layer meets the plan."
@@ -314,12 +394,16 @@ def report_layer(
         ‖G^½ (ΔW − ΔŴ) C^½‖_F, absolute, where it was measured before.
     """
     product = None if stored is None else stored.dequantized()
-    norm, size, functional = layer.pair.norm, math.sqrt(layer.squared_norm), not layer.is_frobenius
+    norm = layer.pair.norm
+    norm_of_plan = math.sqrt(layer.squared_norm)
     if error is None:
-        error = size if product is None else math.sqrt(layer.squared_error(product))
-    frobenius = error
-    if functional:
-        frobenius = norm if product is None else layer.pair.residual_norm(product)
+        error = norm_of_plan if product is None else math.sqrt(layer.squared_error(product))
+    frobenius_error = error
+    functional_norm = functional_error = None
+    if not layer.is_frobenius:
+        frobenius_error = norm if product is None else layer.pair.residual_norm(product)
+        functional_norm = norm_of_plan
+        functional_error = _ratio(error, norm_of_plan)
     return LayerReport(
         name=layer.name,
         kind=source_layer.layer_type,
@@ -333,9 +417,9 @@ def report_layer(
         parameters=0 if stored is None else stored.parameters,
         bytes=0 if stored is None else stored.bytes,
         norm=norm,
-        relative_error=frobenius / norm if norm > 0.0 else frobenius,
-        functional_norm=size if functional else None,
-        functional_error=(error / size if size > 0.0 else error) if functional else None,
+        relative_error=_ratio(frobenius_error, norm),
+        functional_norm=functional_norm,
+        functional_error=functional_error,
         condition=1.0 if product is None else product.condition,
         storage=storage if stored is None else stored.storage,
         met=met,
@@ -348,17 +432,27 @@ def totals(
     low_rank_error: float | None = None,
     effect: float | None = None,
 ) -> Totals:
-    """Sum up; relative errors combine through the absolute ones.
+    """Sum up all layers; relative errors combine through the absolute ones.
 
     The divergence is the squared error in the Fisher norm times ``effect``, KL(LoRA ‖ no adapter)
     as measured in calibration. Without one it is the norm's own second-order value ½ Σ‖G^½ (ΔW −
     ΔŴ) C^½‖², which is several times too low where a LoRA changes much.
     """
-    functional = all(layer.functional_error is not None for layer in layers)
+    norms = [layer.norm for layer in layers]
+    errors = [layer.norm * layer.relative_error for layer in layers]
     worst = max(layers, key=lambda layer: layer.plan_error)
-    lost = [(layer.functional_norm or 0.0) * (layer.functional_error or 0.0) for layer in layers]
-    error = _share(lost, [layer.functional_norm or 0.0 for layer in layers])
-    kl = 0.5 * math.fsum(value**2 for value in lost) if effect is None else error**2 * effect
+    functional_error = kl = None
+    if all(layer.functional_error is not None for layer in layers):
+        functional_norms = [layer.functional_norm or 0.0 for layer in layers]
+        lost = [
+            norm * (x.functional_error or 0.0)
+            for norm, x in zip(functional_norms, layers, strict=True)
+        ]
+        functional_error = _ratio(math.hypot(*lost), math.hypot(*functional_norms))
+        if effect is None:
+            kl = 0.5 * math.fsum(value**2 for value in lost)
+        else:
+            kl = functional_error**2 * effect
     return Totals(
         layers=len(layers),
         dropped=sum(layer.structure == "drop" for layer in layers),
@@ -366,11 +460,9 @@ def totals(
         parameters=sum(layer.parameters for layer in layers),
         extra_parameters=extra_parameters,
         bytes=sum(layer.bytes for layer in layers),
-        relative_error=_share(
-            [x.norm * x.relative_error for x in layers], [x.norm for x in layers]
-        ),
-        functional_error=error if functional else None,
-        kl=kl if functional else None,
+        relative_error=_ratio(math.hypot(*errors), math.hypot(*norms)),
+        functional_error=functional_error,
+        kl=kl,
         worst_error=worst.plan_error,
         worst_layer=worst.name,
         missed=sum(not layer.met for layer in layers),
@@ -380,50 +472,63 @@ def totals(
 
 
 def to_json(
-    layers: Sequence[LayerReport], summary: Totals, *, every_layer: bool, **facts: Any
+    layers: Sequence[LayerReport], summary: Totals, *, every_layer: bool, **others: Any
 ) -> dict[str, Any]:
-    """Plain values for a JSON file: of every layer, or the sums alone."""
-    ratio = summary.ratio if math.isfinite(summary.ratio) else None
-    rows = {"layers": [asdict(layer) for layer in layers]} if every_layer else {}
-    return {**facts, "totals": {**asdict(summary), "ratio": ratio}, **rows}
+    """Return plain values for a JSON file: of every layer, or the sums alone."""
+    sums = asdict(summary)
+    sums["ratio"] = summary.ratio if math.isfinite(summary.ratio) else None
+    report = {**others, "totals": sums}
+    if every_layer:
+        report["layers"] = [asdict(layer) for layer in layers]
+    return report
 
 
 def report_text(report: dict[str, Any]) -> str:
-    """`to_json` as the text of the record: a line a value where it has every layer, else in few bytes."""
-    return json.dumps(report, indent=1 if "layers" in report else None, allow_nan=False) + "\n"
+    """Return a report as the text of the record.
+
+    A line a value where it has every layer, else in few bytes.
+    """
+    indent = 1 if "layers" in report else None
+    return json.dumps(report, indent=indent, allow_nan=False) + "\n"
 
 
 def recorded_errors(written: Checkpoint) -> dict[str, Any]:
-    """``{"total": …, "layers": {name: …}}``, relative errors as far as a written adapter records them.
+    """Return relative errors as far as a written adapter records them.
 
     The report of a directory holds them, and an export of that directory repeats them in its
     header.
+
+    Returns
+    -------
+    dict
+        ``{"total": …, "layers": {name: …}}``; the total is None if there is none.
     """
     path = written.weights.parent / REPORT
     if path.is_file():
         report = read_json(path)
-        layers = report.get("layers")
-        rows = [mapping(row) for row in layers] if isinstance(layers, list) else []
-        errors = {
-            row["name"]: row["relative_error"]
-            for row in rows
-            if {"name", "relative_error"} <= row.keys()
-        }
         total = mapping(report.get("totals")).get("relative_error")
+        errors = {}
+        layers = report.get("layers")
+        for row in layers if isinstance(layers, list) else []:
+            error = mapping(row).get("relative_error")
+            if "name" in mapping(row):
+                errors[row["name"]] = error
     else:
         record = mapping(read_provenance(written).get("recorded"))
-        errors, total = mapping(record.get("layers")), record.get("total")
-    numbers = {
-        str(name): float(error) for name, error in errors.items() if isinstance(error, int | float)
-    }
+        total = record.get("total")
+        errors = mapping(record.get("layers"))
+    numbers = {}
+    for name, error in errors.items():
+        if isinstance(error, int | float):
+            numbers[str(name)] = float(error)
     return {"total": float(total) if isinstance(total, int | float) else None, "layers": numbers}
 
 
-def _share(lost: list[float], sizes: list[float]) -> float:
-    size = math.hypot(*sizes)
-    return math.hypot(*lost) / size if size > 0.0 else math.hypot(*lost)
+def _ratio(lost: float, size: float) -> float:
+    """Return an error relative to a size; as it is where the size is zero."""
+    return lost / size if size > 0.0 else lost
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """The value if it is a JSON object, else an empty one: files may say anything."""
+    """Return the value if it is a JSON object, else an empty one: files may say anything."""
     return value if isinstance(value, dict) else {}

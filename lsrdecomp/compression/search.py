@@ -141,7 +141,7 @@ def _can_be_solved(layer: Layer) -> bool:
 
 
 def _grid(table: SearchTable, indices: Sequence[int], limit: float) -> list[ShapeRequest]:
-    """Return the grid for layers of one size, whole or coarse, as far as a budget of so many parameters could want it."""
+    """Return the grid for layers of one size, whole or coarse, as far as a budget could want it."""
     search = table.search
     grid = search.effort.grid
     first = table.layers[indices[0]]
@@ -156,7 +156,10 @@ def _grid(table: SearchTable, indices: Sequence[int], limit: float) -> list[Shap
 def _shapes_of_another(
     table: SearchTable, groups: Mapping[tuple[object, ...], Sequence[int]]
 ) -> list[SolveTask]:
-    """Return tasks for the shapes that were passed for each layer; layers of one group side by side where they share one."""
+    """Return tasks for the shapes that were passed for each layer.
+
+    Layers of one group are solved together where they share one.
+    """
     search = table.search
     sizes = {layer.name: layer.shape for layer in table.layers}
     requests = shapes_like(search.shapes, sizes, search.effort.common_shapes)
@@ -221,7 +224,7 @@ def fit_budget(table: SearchTable, budget: Budget) -> FittedLayers:
 
 
 def solve_fine_grid(table: SearchTable, sizes: Sequence[int]) -> bool:
-    """Solve every layer at the fine grid of shapes up to about so many parameters; return whether there were any.
+    """Solve every layer at the fine grid up to about its size; return whether there was any.
 
     Parameters
     ----------
@@ -272,7 +275,7 @@ def _coarse_grid_suffices(table: SearchTable, i: int) -> bool:
 
 
 def try_neighbours(table: SearchTable, chosen: Sequence[TableEntry], rate: float) -> bool:
-    """Solve for neighbours of the chosen shapes where they pay; return whether anything new was solved.
+    """Solve for neighbours of the chosen shapes where they pay; return whether there was any.
 
     Parameters
     ----------
@@ -335,7 +338,7 @@ def _largest_groups(
 
 
 def _gain(worths: Sequence[float], solved: SolvedShape, rate: float) -> float:
-    """Return by how much a solved shape is worth more than what the layers have, over those where it is."""
+    """Return by how much a solved shape is worth more, over the layers where it is."""
     new_worths: list[float] = (
         solved.errors**2 + rate * solved.shape.parameters(*solved.ranks)
     ).tolist()
@@ -366,7 +369,7 @@ def _more_terms(
 def _trials(
     table: SearchTable, group: ShapeGroup, chosen: Sequence[TableEntry], indices: Sequence[int]
 ) -> list[SolveTask]:
-    """Return tasks for neighbouring shapes of a group, on a few of its layers from all depths of the network."""
+    """Return tasks for neighbouring shapes of a group, on a few of its layers."""
     key, shape = group
     search = table.search
     trial_layers = search.effort.trial_layers
@@ -387,7 +390,7 @@ def _trials(
 
 
 def exchange_shapes(table: SearchTable, chosen: Sequence[TableEntry]) -> None:
-    """Solve what was chosen most often for a size of layer for the layers of that size that lack it.
+    """Solve what was chosen most often for a size of layer for those that lack it.
 
     At numbers of terms that some layer took, up to a factor `SearchEffort.size_step` from the size
     that a layer was given.
@@ -444,10 +447,10 @@ class _Refining:
 
 
 def refine(table: SearchTable, chosen: Sequence[TableEntry], *, together: bool = True) -> bool:
-    """Sweep more over the chosen LSR products, measured in the whole norm; return whether there were any.
+    """Refine the chosen LSR products by more sweeps; return whether there were any.
 
-    With ``together`` it is the loss of all layers that counts, and sweeps stop where they lower
-    that by little.
+    They are measured in the whole norm. With ``together`` it is the loss of all layers that counts,
+    and sweeps stop where they lower that by little.
     """
     search = table.search
     effort = search.effort
@@ -503,7 +506,7 @@ def _refining_tasks(
     refining: Mapping[int, _Refining],
     to_the_end: SolveEffort,
 ) -> list[SolveTask]:
-    """Return tasks of some sweeps for layers that are alike, and of all that are left for one that is alone."""
+    """Return tasks of one round for layers that are alike, and of all rounds for one alone."""
     sweeps = min(table.search.effort.sweeps_per_round, to_the_end.sweeps)
     one_round = replace(to_the_end, sweeps=sweeps)
     alike: dict[tuple[tuple[object, ...], Configuration], list[int]] = defaultdict(list)

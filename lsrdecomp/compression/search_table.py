@@ -1,4 +1,4 @@
-"""What a search knows: the candidates of every layer so far, which of them a budget takes, how more are solved for.
+"""The table of a search: candidates of every layer so far, and which of them a budget takes.
 
 References
 ----------
@@ -55,7 +55,10 @@ bounds errors expects nothing.
 
 @dataclass(eq=False)
 class TableEntry:
-    """A candidate before rounding, its versions in the storages, and those of them whose factors were made."""
+    """A candidate before rounding, and its versions in the storages.
+
+    Of those that were chosen, the factors are there too.
+    """
 
     exact: Candidate
     priced: dict[bool, list[Candidate]] = field(
@@ -76,7 +79,7 @@ class TableEntry:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What a budget takes.
+    """The candidates that a budget takes.
 
     Attributes
     ----------
@@ -98,7 +101,10 @@ class Allocation:
 
     @property
     def exchange_rate(self) -> float:
-        """Loss that one more parameter removes at the margin: of the steps not taken, nearly the best."""
+        """Loss that one more parameter removes at the margin.
+
+        It is nearly the best of the steps not taken.
+        """
         slopes = []
         for row, (_, picked) in zip(self.rows, self.chosen, strict=True):
             steepest = _steepest_step(picked, [candidate for _, candidate in row])
@@ -110,7 +116,7 @@ class Allocation:
 
 
 def _steepest_step(picked: Candidate, others: Sequence[Candidate]) -> float | None:
-    """Return the most loss that a larger candidate removes a parameter; None if none removes any."""
+    """Return the most loss that a larger candidate removes a parameter; None if none does."""
     slopes = []
     for other in others:
         is_larger = other.parameters > picked.parameters
@@ -172,7 +178,7 @@ class SearchTable:
         return [entry.exact for entry in self.rows[i] if isinstance(entry.exact, LsrCandidate)]
 
     def low_rank_wins(self, i: int) -> bool:
-        """Return whether every LSR product of a layer lies above the line through its truncated SVDs."""
+        """Return whether a layer's LSR products all lie above the line of its truncated SVDs."""
         low_rank = [
             (entry.exact.parameters, entry.exact.squared_error)
             for entry in self.rows[i]
@@ -189,7 +195,10 @@ class SearchTable:
     def candidates(
         self, i: int, budget: Budget, losses: Losses
     ) -> Iterator[tuple[TableEntry, Candidate]]:
-        """Yield the candidates of a layer in their storages that a budget may take and no cheaper one beats."""
+        """Yield the candidates of a layer in their storages that a budget may take.
+
+        Those that a cheaper one beats are left out.
+        """
         measured = budget.bounds_error
         for entry in self._worth_trying(i, budget, losses):
             if measured not in entry.priced:
@@ -207,7 +216,10 @@ class SearchTable:
                     yield entry, entry.exact
 
     def _worth_trying(self, i: int, budget: Budget, losses: Losses) -> list[TableEntry]:
-        """Return a row without products that a cheaper one beats; for integers only those near the hull."""
+        """Return a row without products that a cheaper one beats.
+
+        For integers only those near the hull stay.
+        """
         others = [entry for entry in self.rows[i] if not entry.is_lsr]
         falling = self._falling_products(i, budget, losses)
         if self.has_integers and falling:
@@ -248,7 +260,10 @@ class SearchTable:
         ]
 
     def _coded_low_rank(self, i: int, budget: Budget) -> list[TableEntry]:
-        """Return low rank in integers: bits spread over the components where bytes count, else as fine as allowed."""
+        """Return low rank in integers.
+
+        Bits are spread over the components where bytes count, else as fine as allowed.
+        """
         layer = self.layers[i]
         max_width = max(INTEGER_BITS.get(storage, 0) for storage in self.storages)
         # Limits in powers of two, so that budgets near each other share what was coded.
@@ -277,11 +292,11 @@ class SearchTable:
         return replace(candidate, squared_error=expected)
 
     def allocated(self, budget: Budget, losses: Losses = "solved") -> Allocation:
-        """Return the candidate that each layer takes under a budget; truncated SVD alone, in that norm, is never better.
+        """Return the candidate that each layer takes under a budget.
 
-        By the steepest steps along the lower convex hulls of all layers [1]_, then single changes
-        and exchanges with what is left. Raises `BudgetError` if no choice meets the budget; says
-        what is reachable.
+        Truncated SVD alone, in that norm, is never better. By the steepest steps along the lower
+        convex hulls of all layers [1]_, then single changes and exchanges with what is left. Raises
+        `BudgetError` if no choice meets the budget; says what is reachable.
         """
         rows = [list(self.candidates(i, budget, losses)) for i in range(len(self.layers))]
         candidates = [[candidate for _, candidate in row] for row in rows]
@@ -299,7 +314,7 @@ class SearchTable:
     def _allocate(
         self, candidates: Sequence[Sequence[Candidate]], budget: Budget
     ) -> tuple[Choice, float | None]:
-        """Return one candidate a layer under a budget over all of them, and the error of truncated SVD alone."""
+        """Return one candidate a layer under a budget, and the error of truncated SVD alone."""
         # Allocation 1: points of cost and loss, in parameters or bytes and in squared error.
         options = [_cost_and_loss(row, budget) for row in candidates]
         # Allocation 2: what truncated SVD alone can do. Where it cannot meet the budget, all candidates
@@ -321,9 +336,10 @@ class SearchTable:
         return _allocate_within(options, budget, starts), low_rank_error
 
     def expected_error(self, budget: Budget) -> float:
-        """Return the squared relative error of what a budget takes, as priced: nothing is made or refined.
+        """Return the squared relative error of what a budget takes, as priced.
 
-        Raises `BudgetError` as `allocated`, and if it takes no layer at all.
+        Nothing is made or refined. Raises `BudgetError` as `allocated`, and if it takes no layer at
+        all.
         """
         chosen = [candidate for _, candidate in self.allocated(budget).chosen]
         if not any(candidate.parameters for candidate in chosen):
@@ -332,7 +348,7 @@ class SearchTable:
         return lost / math.fsum(layer.squared_norm for layer in self.layers)
 
     def materialized(self, allocation: Allocation) -> tuple[Materialized, ...]:
-        """Return the factors of what every layer takes, in its storage; each is made and measured once."""
+        """Return the factors of what every layer takes; each is made and measured once."""
         results = []
         for layer, (entry, candidate) in zip(self.layers, allocation.chosen, strict=True):
             if candidate.storage not in entry.materialized:
@@ -348,7 +364,10 @@ class SearchTable:
             self.add(task, shapes)
 
     def add(self, task: SolveTask, shapes: Sequence[SolvedShape]) -> None:
-        """Put the solved shapes of a task into the rows of its layers, but those that one of no more parameters beats."""
+        """Put the solved shapes of a task into the rows of its layers.
+
+        Those that one of no more parameters beats are left out.
+        """
         for solved in shapes:
             for position, i in enumerate(task.indices):
                 ranks = solved.ranks_of(position)
@@ -397,12 +416,15 @@ class SearchTable:
 
 
 def _product_later(factors: Callable[[], Factors]) -> SeparatedProduct:
-    """Return the product of factors that wait: most of what is solved is never chosen, and no product is made of it."""
+    """Return the product of factors that wait.
+
+    Most of what is solved is never chosen, and no product is made of it.
+    """
     return product_of(factors())
 
 
 def _cost_and_loss(candidates: Sequence[Candidate], budget: Budget) -> PartOptions:
-    """Return what the candidates of a layer cost, in the units of the budget, and what they lose."""
+    """Return costs of the candidates of a layer, in the units of the budget, and losses."""
     if budget.counts_bytes:
         costs = [candidate.bytes for candidate in candidates]
     else:
@@ -420,7 +442,7 @@ def _allocate_within(
 
 
 def _within_tolerance(layer: Layer, candidates: Sequence[Candidate], rtol: float) -> int:
-    """Return the index of fewest parameters within a relative error; where none is, that of the least error."""
+    """Return the index of fewest parameters within a relative error, else of the least error."""
     allowed = rtol**2 * layer.squared_norm
     good = [k for k, candidate in enumerate(candidates) if candidate.squared_error <= allowed]
     if good:

@@ -48,7 +48,7 @@ SPLIT = list_of(whole_number(1), "two or more whole numbers, r1, r2, …", min_l
 
 @settings
 class CompressionPlan(Settings):
-    """What is asked: one goal, and how factors are stored.
+    """A goal, and how factors are stored.
 
     Errors are in the Frobenius norm of ΔW or, if `compress` is given statistics, in the Fisher
     norm, where they measure the change of the network's answers.
@@ -111,7 +111,7 @@ class CompressionPlan(Settings):
     ] = None
 
     def check_together(self) -> None:
-        """One goal, and what goes with it."""
+        """Refuse more than one goal, and what does not go with it."""
         goals = [name for name in GOALS if getattr(self, name) is not None]
         if len(goals) != 1:
             raise BudgetError(
@@ -170,7 +170,7 @@ class CompressionPlan(Settings):
         )
 
     def budget(self, layers: Sequence[Layer], effect: float | None = None) -> Budget:
-        """What the goal allows these layers; not for ``separation_rank``.
+        """Return what the goal allows these layers; not for ``separation_rank``.
 
         Parameters
         ----------
@@ -203,7 +203,7 @@ class CompressionPlan(Settings):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as written into the provenance."""
+        """Return the plan as it is written into the provenance."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
@@ -259,12 +259,12 @@ class Budget:
 
     @property
     def bounds_error(self) -> bool:
-        """Whether the error is bounded; it is then measured on rounded factors before it is compared."""
+        """True if the error is bounded; it is then measured on rounded factors."""
         return self.squared_error is not None or self.layer_rtol is not None
 
 
 class PlanKeywords(TypedDict, total=False):
-    """The fields of a `CompressionPlan` as keyword arguments, for type checkers and editors; storage is one anyway."""
+    """The fields of a `CompressionPlan` as keyword arguments, but storage, which is one anyway."""
 
     rtol: float | None
     separation_rank: int | None
@@ -277,7 +277,7 @@ class PlanKeywords(TypedDict, total=False):
 
 
 def share_of_effect(kl: float, effect: float) -> float:
-    """Return a divergence by that without the adapter, both in nats; `BudgetError` unless it is less."""
+    """Return a divergence by that without the adapter; `BudgetError` unless it is less."""
     if kl >= effect:
         text = f"a divergence of {kl:g} nats is no less than that without the adapter, {effect:.3g}"
         raise BudgetError(f"{text}: ask for less")
@@ -286,7 +286,7 @@ def share_of_effect(kl: float, effect: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """How far to look for shapes.
+    """The shapes that a search looks for.
 
     Parameters
     ----------
@@ -320,7 +320,7 @@ class Search:
 
     @classmethod
     def like(cls, compressed: Checkpoint) -> Search:
-        """Return a search of the shapes that serve another adapter of the same base and layers, as it was written.
+        """Return a search of the shapes that serve another adapter of the same base and layers.
 
         On LoRAs of a language model errors come within 3 % of those of a search of its own, in half
         the time (``benchmarks/cost/fleet.py``).
@@ -354,7 +354,7 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Where a search solves, what it keeps, whom it tells, and how much it holds at a time.
+    """The workers, device, journal and listener of a search, and its limits.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""The grid of shapes for each size of layer, and the neighbours of a shape that was chosen. Integers only.
+"""The grid of shapes for each size of layer, and the neighbours of a shape. Integers only.
 
 Which shapes are worth solving for hardly depends on the adapter: the most even splits into two and
 three factors where there are few parameters, tall ones (low rank of a reshaped side) where there
@@ -67,7 +67,10 @@ def coarse_grid(
     max_parameters: float,
     grid: ShapeGrid = DEFAULT_GRID,
 ) -> list[ShapeRequest]:
-    """Return the even splits without an inner rank: cheap to solve, near enough to see what a budget gives a layer."""
+    """Return the even splits without an inner rank.
+
+    They are cheap to solve, and near enough to see what a budget gives a layer.
+    """
     rows, columns = matrix_shape
     requests = []
     for order in sorted(orders, reverse=True):
@@ -84,7 +87,7 @@ def fine_grid(
     max_parameters: float,
     grid: ShapeGrid = DEFAULT_GRID,
 ) -> list[ShapeRequest]:
-    """Return even and tall shapes of two factors with an inner rank, of at most so many parameters."""
+    """Return even and tall shapes of two factors with an inner rank."""
     if 2 not in orders:
         return []
     rows, columns = matrix_shape
@@ -127,7 +130,7 @@ def shapes_like(
     sizes: Mapping[str, tuple[int, int]],
     common_shapes: int = DEFAULT_EFFORT.common_shapes,
 ) -> dict[str, tuple[ShapeRequest, ...]]:
-    """Return for each layer the shape that was chosen for it, if any, and those chosen most often for its size.
+    """Return for each layer the shape chosen for it, and those chosen most often for its size.
 
     Every shape at the numbers of terms that any layer of that size took, and at one more.
 
@@ -153,7 +156,7 @@ def shapes_like(
 
 
 def _requests_for(chosen: Iterable[Configuration]) -> dict[ProductShape, ShapeRequest]:
-    """Return every shape that was chosen, at the numbers of terms it was chosen at and at one more of each."""
+    """Return every chosen shape at the numbers of terms it was chosen at, and at one more."""
     terms: dict[ProductShape, set[Ranks]] = {}
     for shape, ranks in chosen:
         one_more = clipped(shape, more_terms(ranks)[-1])
@@ -166,7 +169,10 @@ def _requests_for(chosen: Iterable[Configuration]) -> dict[ProductShape, ShapeRe
 
 
 def neighbours(configuration: Configuration, max_rank: int) -> Iterator[Configuration]:
-    """Yield shapes one step away: an inner factor one more or less, a factor of a side moved, a split exchanged."""
+    """Yield shapes one step away.
+
+    An inner factor one more or less, a factor of a side moved, a split exchanged.
+    """
     shape, ranks = configuration
     near = [(shape.out, inner, shape.into) for inner in _steps(shape.inner, max_rank)]
     near += [(out, shape.inner, shape.into) for out in _moves(shape.out)]
@@ -206,7 +212,7 @@ def _even_split(size: int, order: int) -> tuple[int, ...]:
 
 
 def _tall_shape(matrix_shape: tuple[int, int], near: int, inner: Ranks) -> ProductShape:
-    """Return a shape whose small factor of both sides is where the inner rank is: outermost or innermost."""
+    """Return a shape whose small factor is outermost or innermost, where the inner rank is."""
     out, into = (_tall_split(size, near) for size in matrix_shape)
     if inner[0] > 1:
         return ProductShape(out, inner, into)
@@ -231,7 +237,7 @@ def _steps(inner: tuple[int, ...], max_rank: int) -> Iterator[tuple[int, ...]]:
 
 
 def _moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield other splits of the product: two factors exchanged, or a prime of one given to another."""
+    """Yield other splits: two factors exchanged, or a prime of one given to another."""
     for i in range(len(sizes)):
         for j in range(len(sizes)):
             if i < j:

@@ -1,5 +1,4 @@
-"""Solving many shapes for many layers: tasks that share what their layers share, in one process or
-several."""
+"""Tasks that solve many shapes for many layers, in one process or several."""
 
 from __future__ import annotations
 
@@ -107,7 +106,7 @@ def _count_terms(side: Sequence[NDArray[np.float64]], position: int) -> int:
 
 
 def product_of(factors: Factors) -> SeparatedProduct:
-    """Return the product of two sides of factors (s, m_i, r_i) and (t, r_i, n_i), its terms normalised."""
+    """Return the product of factors (s, m_i, r_i) and (t, r_i, n_i), its terms normalised."""
     left, right = (SeparatedMatrix.from_factors(side) for side in factors)
     return SeparatedProduct(left, right)
 
@@ -123,7 +122,7 @@ class _TaskInProgress(NamedTuple):
 
 
 class TaskRunner:
-    """Makes tasks of layers and solves them, here or in processes of one thread each, which end with the runner.
+    """Solver of tasks, here or in processes of one thread each, which end with it.
 
     Raises `LsrError` if several workers are asked for and joblib is missing.
     """
@@ -148,7 +147,7 @@ class TaskRunner:
         starts: Mapping[int, SeparatedProduct] | None = None,
         effort: SolveEffort = DEFAULT_EFFORT.solve,
     ) -> list[SolveTask]:
-        """Return the same requests for any number of layers of one group, in parts that fit in memory together.
+        """Return the same requests for layers of one group, in parts that fit in memory together.
 
         Layers whose norms need as many coordinates lie side by side. With ``starts`` each goes on
         from its own product.
@@ -226,7 +225,10 @@ class TaskRunner:
 
 @one_blas_thread
 def solve(task: SolveTask) -> list[SolvedShape]:
-    """Solve all requests of a task in turn; each number of terms starts from the largest solved one that it holds."""
+    """Solve all requests of a task in turn.
+
+    Each number of terms starts from the largest solved one that it holds.
+    """
     # Targets are placed on the device and weighted once, for all shapes of the task.
     batch = WeightedTargets.of(task.targets, task.weights, task.device)
     shapes: list[SolvedShape] = []
@@ -270,7 +272,10 @@ def task_key(task: SolveTask) -> str:
 
 
 def _pack(shapes: Sequence[SolvedShape]) -> tuple[dict[str, NDArray[np.float64]], list[Any]]:
-    """Return arrays by name, the factors of all layers of a shape stacked; and sizes and terms of each shape."""
+    """Return arrays by name, and sizes and terms of each shape.
+
+    The factors of all layers of a shape are stacked.
+    """
     arrays = {}
     values = []
     for i, solved in enumerate(shapes):

@@ -1,5 +1,4 @@
-"""Curves of errors or of shares kept as inline SVG for the HTML report; needs no drawing
-library."""
+"""Curves of errors or of shares kept as inline SVG for the HTML report, without a library."""
 
 from __future__ import annotations
 

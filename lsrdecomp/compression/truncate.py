@@ -1,8 +1,8 @@
-"""Truncated SVD of a whole adapter with one threshold over all layers, in the source's own format: seconds, no base.
+"""Truncated SVD of a whole adapter with one threshold over all layers, in the source's own format.
 
-Without a base, closeness of numbers is all there is, and there low rank is hard to beat; so nothing
-else is worked out. Each layer is read twice, once for its singular values and once to be written,
-and no layer stays in memory.
+It takes seconds and no base. Without one, closeness of numbers is all there is, and there low rank
+is hard to beat; so nothing else is worked out. Each layer is read twice, once for its singular
+values and once to be written, and no layer stays in memory.
 """
 
 from __future__ import annotations
@@ -29,15 +29,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-RATIOS = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
-"""Of the curve that a dry run shows."""
-HEADER = 2048
-"""Bytes for our record in the header of the file."""
+RECORD_BYTES = 2048
+"""Room for our record in the header of the file."""
 
 
 @dataclass(frozen=True)
 class Truncation:
     """An adapter cut to a plan, ready to be written.
+
+    Attributes
+    ----------
+    source : Checkpoint
+    plan : CompressionPlan
+    layers : tuple of Layer
+    sigma : tuple of Array
+        The singular values of each layer.
+    ranks : tuple of int
+        What is kept of each.
 
     Examples
     --------
@@ -56,52 +64,56 @@ class Truncation:
     source: Checkpoint
     plan: CompressionPlan
     layers: tuple[Layer, ...]
-    sigma: tuple[Array, ...]  # the singular values of each
+    sigma: tuple[Array, ...]
     ranks: tuple[int, ...]
 
     @property
     def parameters(self) -> int:
-        return sum(
-            rank * sum(layer.shape) for layer, rank in zip(self.layers, self.ranks, strict=True)
-        )
+        """Numbers in the pairs of all layers."""
+        pairs = zip(self.layers, self.ranks, strict=True)
+        return sum(rank * sum(layer.shape) for layer, rank in pairs)
 
     @property
     def relative_error(self) -> float:
-        """Over all layers, before rounding to the storage type."""
+        """The error over all layers, before rounding to the storage type."""
         tails = [tail_norms(sigma) for sigma in self.sigma]
         size = math.hypot(*(tail[0] for tail in tails))
         lost = math.hypot(*(tail[rank] for tail, rank in zip(tails, self.ranks, strict=True)))
         return lost / size if size > 0.0 else 0.0
 
-    def curve(self) -> Iterator[tuple[float, int, float]]:
-        """(ratio, parameters, relative error) of the whole adapter at other sizes."""
+    def curve(
+        self, ratios: Sequence[float] = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+    ) -> Iterator[tuple[float, int, float]]:
+        """Yield (ratio, parameters, relative error) of the whole adapter at other sizes."""
         rule = rank_rule(self.source)
-        for ratio in RATIOS:
-            ranks = _ranks_within(
-                self.layers, self.sigma, self.source.adapter_parameters / ratio, rule
-            )
+        for ratio in ratios:
+            max_parameters = self.source.adapter_parameters / ratio
+            ranks = _ranks_within(self.layers, self.sigma, max_parameters, rule)
             if any(ranks):
                 other = replace(self, ranks=ranks)
                 yield ratio, other.parameters, other.relative_error
 
     @one_blas_thread
     def save(self, out: str | Path, *, force: bool = False, on_step: OnStep | None = None) -> Path:
-        """Write it as the source came, by `lsrdecomp.checkpoints.write_pairs`; layers of rank 0 are left out."""
+        """Write it as the source came; layers of rank 0 are left out.
+
+        By `lsrdecomp.checkpoints.write_pairs`.
+        """
         record = {
             "plan": self.plan.to_json(),
             "recorded": {"total": self.relative_error, "layers": {}},
         }
-        pairs = self._pairs(on_step)
         return write_pairs(
             out,
             source=self.source,
-            layers=pairs,
+            layers=self._pairs(on_step),
             storage=self.plan.storage,
             force=force,
             provenance=record,
         )
 
     def _pairs(self, on_step: OnStep | None) -> Iterator[tuple[str, Array, Array]]:
+        """Yield what is written of each layer: the pair as it is, or cut."""
         written = Counter(on_step, "writing", len(self.layers), "layers")
         for layer, rank in zip(self.layers, self.ranks, strict=True):
             if rank == layer.rank:
@@ -163,68 +175,67 @@ def truncate(
     assert plan is not None
     file_or_directory(checkpoint)
     # Truncate 1: the singular values of every layer; they wait in its cache.
-    layers, singular_values = tuple(open_layers(checkpoint)), []
+    layers = tuple(open_layers(checkpoint))
+    sigma = []
     read = Counter(on_step, "reading", len(layers), "layers")
     for layer in layers:
-        singular_values.append(to_numpy(layer.gauge[1]))
+        sigma.append(to_numpy(layer.gauge[1]))
         read.add()
     # Truncate 2: the rank of each layer, by a tolerance of its own or by one threshold over all of
     # them.
-    sigma, rule = tuple(singular_values), rank_rule(checkpoint)
+    rule = rank_rule(checkpoint)
     if plan.rtol is not None:
         ranks = _ranks_for(sigma, plan.rtol, rule)
     else:
-        whole = checkpoint.adapter_parameters
-        most = whole / plan.ratio if plan.ratio else plan.parameters or _room(checkpoint, plan)
-        ranks = _ranks_within(layers, sigma, most, rule)
+        ranks = _ranks_within(layers, sigma, _max_parameters(checkpoint, plan), rule)
     if plan.max_rank is not None:
         ranks = tuple(min(rank, plan.max_rank) for rank in ranks)
     if not any(ranks):
-        text = "nothing of the adapter fits into this budget; allow more"
-        if rule.min_rank:
-            every = sum(sum(layer.shape) for layer in layers)
-            text += (
-                f": a file of {checkpoint.format} has every layer, {every:,} parameters at rank 1"
-            )
-        raise BudgetError(text + ", or store smaller numbers (--bytes, with --storage float16)")
-    return Truncation(checkpoint, plan, layers, sigma, ranks)
+        raise BudgetError(_nothing_fits(checkpoint, layers, rule))
+    return Truncation(checkpoint, plan, layers, tuple(sigma), ranks)
+
+
+def _nothing_fits(checkpoint: Checkpoint, layers: Sequence[Layer], rule: RankRule) -> str:
+    """Return what is said where no rank fits."""
+    text = "nothing of the adapter fits into this budget; allow more"
+    if rule.min_rank:
+        smallest = sum(sum(layer.shape) for layer in layers)
+        text += (
+            f": a file of {checkpoint.format} has every layer, {smallest:,} parameters at rank 1"
+        )
+    return text + ", or store smaller numbers (--bytes, with --storage float16)"
 
 
 def _ranks_for(sigma: Sequence[Array], rtol: float, rule: RankRule) -> tuple[int, ...]:
-    """The least ranks within a relative error of each layer."""
-    ranks = [
-        max(rule.min_rank, next(i for i, lost in enumerate(tails) if lost <= rtol * tails[0]))
-        for tails in map(tail_norms, sigma)
-    ]
-    for group in [range(len(ranks))] if rule.is_common else rule.groups:
-        most = max(ranks[i] for i in group)
+    """Return the smallest ranks within a relative error of each layer."""
+    ranks = []
+    for tails in map(tail_norms, sigma):
+        smallest = next(rank for rank, lost in enumerate(tails) if lost <= rtol * tails[0])
+        ranks.append(max(rule.min_rank, smallest))
+    # Layers that must have one rank get the largest.
+    groups = [range(len(ranks))] if rule.is_common else rule.groups
+    for group in groups:
+        largest = max(ranks[i] for i in group)
         for i in group:
-            ranks[i] = most
+            ranks[i] = largest
     return tuple(ranks)
 
 
 def _ranks_within(
-    layers: Sequence[Layer], sigma: Sequence[Array], most: float, rule: RankRule
+    layers: Sequence[Layer], sigma: Sequence[Array], max_parameters: float, rule: RankRule
 ) -> tuple[int, ...]:
-    """Components in the order of what each removes a parameter, for as long as they fit; none if the least does not."""
-    squares = [[sigma[i] ** 2 for i in group] for group in rule.groups]
-    gains = [
-        np.sum([np.pad(s, (0, max(map(len, group)) - len(s))) for s in group], axis=0)
-        for group in squares
-    ]
+    """Return ranks by components in the order of what each removes a parameter, while they fit.
+
+    Zeros if the smallest ranks that the format allows do not fit.
+    """
+    gains = [_gains_of([sigma[i] for i in group]) for group in rule.groups]
     sizes = [sum(sum(layers[i].shape) for i in group) for group in rule.groups]
     if rule.is_common:  # the rank with which most is kept
-        fills = [
-            _fill_with(rank, gains, sizes, most) for rank in range(1, max(map(len, gains)) + 1)
-        ]
-        chosen = max(
-            fills,
-            key=lambda fill: sum(
-                float(gain[:r].sum()) for gain, r in zip(gains, fill, strict=True)
-            ),
-        )
+        max_rank = max(len(gain) for gain in gains)
+        fills = [_fill_with(rank, gains, sizes, max_parameters) for rank in range(1, max_rank + 1)]
+        chosen = max(fills, key=lambda fill: _kept(gains, fill))
     else:
-        chosen = _fill(gains, sizes, most, rule.min_rank)
+        chosen = _fill(gains, sizes, max_parameters, rule.min_rank)
     ranks = [0] * len(layers)
     for group, rank in zip(rule.groups, chosen, strict=True):
         for i in group:
@@ -232,39 +243,69 @@ def _ranks_within(
     return tuple(ranks)
 
 
-def _fill(gains: Sequence[Array], sizes: Sequence[int], most: float, least: int = 0) -> list[int]:
-    """How many components of each group fit, those first that remove most a parameter; ``gains`` fall in each."""
-    counts, used = [least] * len(gains), least * sum(sizes)
-    if used > most:
+def _gains_of(sigma: Sequence[Array]) -> Array:
+    """Return what each component of a group removes of the squared error, layers together."""
+    length = max(len(values) for values in sigma)
+    squares = [np.pad(values**2, (0, length - len(values))) for values in sigma]
+    return np.asarray(np.sum(squares, axis=0))
+
+
+def _kept(gains: Sequence[Array], counts: Sequence[int]) -> float:
+    """Return what so many components of each group remove of the squared error."""
+    return sum(float(gain[:count].sum()) for gain, count in zip(gains, counts, strict=True))
+
+
+def _fill(
+    gains: Sequence[Array], sizes: Sequence[int], max_parameters: float, min_rank: int = 0
+) -> list[int]:
+    """Return how many components of each group fit, those first that remove most a parameter.
+
+    Parameters
+    ----------
+    gains : sequence of Array
+        What each component of a group removes, falling.
+    sizes : sequence of int
+        Parameters of one component of a group.
+    max_parameters : float
+    min_rank : int
+        Components of every group at least; if those do not fit, none does.
+    """
+    counts = [min_rank] * len(gains)
+    used = min_rank * sum(sizes)
+    if used > max_parameters:
         return [0] * len(gains)
-    slopes = [gain[least:] / size for gain, size in zip(gains, sizes, strict=True)]
-    owners, steepness = (
-        np.repeat(np.arange(len(gains)), list(map(len, slopes))),
-        np.concatenate(slopes),
-    )
+    slopes = [gain[min_rank:] / size for gain, size in zip(gains, sizes, strict=True)]
+    owners = np.repeat(np.arange(len(gains)), [len(slope) for slope in slopes])
+    steepness = np.concatenate(slopes)
     for component in np.argsort(-steepness, kind="stable"):
         i = int(owners[component])
-        if steepness[component] > 0.0 and used + sizes[i] <= most:
+        if steepness[component] > 0.0 and used + sizes[i] <= max_parameters:
             counts[i] += 1
             used += sizes[i]
     return counts
 
 
-def _fill_with(rank: int, gains: Sequence[Array], sizes: Sequence[int], most: float) -> list[int]:
-    """``rank`` for the groups that fit with it, and none for the others."""
+def _fill_with(
+    rank: int, gains: Sequence[Array], sizes: Sequence[int], max_parameters: float
+) -> list[int]:
+    """Return ``rank`` for the groups that fit with it, and none for the others."""
     kept = [gain[:rank].sum(keepdims=True) for gain in gains]
-    return [rank * count for count in _fill(kept, [rank * size for size in sizes], most)]
+    counts = _fill(kept, [rank * size for size in sizes], max_parameters)
+    return [rank * count for count in counts]
 
 
-def _room(checkpoint: Checkpoint, plan: CompressionPlan) -> float:
-    """Numbers of factors in a file of so many bytes: header, alphas and other tensors go off first."""
+def _max_parameters(checkpoint: Checkpoint, plan: CompressionPlan) -> float:
+    """Return how many numbers a plan allows in all pairs together."""
+    if plan.ratio is not None:
+        return checkpoint.adapter_parameters / plan.ratio
+    if plan.parameters is not None:
+        return plan.parameters
+    # Of a file of so many bytes, header, alphas and other tensors go off first.
     assert plan.bytes is not None
-    width = int(DTYPES[plan.storage or checkpoint.storage].itemsize)
-    factors = sum(layer.up.nbytes + layer.down.nbytes for layer in checkpoint.layers)
-    others = checkpoint.weights.stat().st_size - factors + HEADER
+    number_bytes = int(DTYPES[plan.storage or checkpoint.storage].itemsize)
+    pairs = sum(layer.up.nbytes + layer.down.nbytes for layer in checkpoint.layers)
+    others = checkpoint.weights.stat().st_size - pairs + RECORD_BYTES
     if plan.bytes <= others:
-        raise BudgetError(
-            f"header and other tensors alone take {others:,} bytes; allow more than {plan.bytes:,}"
-        )
-    room: float = (plan.bytes - others) / width
-    return room
+        text = f"header and other tensors alone take {others:,} bytes; allow more than"
+        raise BudgetError(f"{text} {plan.bytes:,}")
+    return float(plan.bytes - others) / number_bytes

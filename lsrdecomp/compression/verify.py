@@ -23,29 +23,44 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
 
 AGREEMENT = 1e-9
-"""Measured and recorded errors are the same computation on the same stored numbers; this much may
-differ by library."""
+"""Relative difference of a measured and a recorded error that agree.
+
+Both are the same computation on the same stored numbers, and libraries differ by so much.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCheck:
     """One layer measured anew.
 
+    Attributes
+    ----------
+    name : str
+    parameters : int
+        As written.
+    norm : float
+        ‖ΔW‖_F of the source.
+    relative_error : float
+        Measured now.
+    recorded_error : float or None
+        As the writer measured it, if it said.
+
     Examples
     --------
-    >>> LayerCheck("encoder.0.query", parameters=88, norm=9.1, relative_error=0.31, recorded_error=0.25).agrees
+    >>> check = LayerCheck("encoder.0.query", 88, 9.1, relative_error=0.31, recorded_error=0.25)
+    >>> check.agrees
     False
     """
 
     name: str
     parameters: int
-    norm: float  # ‖ΔW‖_F of the source
-    relative_error: float  # measured now
-    recorded_error: float | None  # as the writer measured it, if it said
+    norm: float
+    relative_error: float
+    recorded_error: float | None
 
     @property
     def agrees(self) -> bool:
-        """Whether the error is a number, and the writer's figure, if there is one, is what is measured now."""
+        """True if the error is a number, and the writer's figure, if there is one."""
         return _agree(self.relative_error, self.recorded_error)
 
 
@@ -53,46 +68,60 @@ class LayerCheck:
 class Verification:
     """All layers of a written adapter against its source.
 
+    Attributes
+    ----------
+    layers : tuple of LayerCheck
+    relative_error : float
+        Over all layers together.
+    recorded_error : float or None
+        The same as the writer measured it, if it said.
+    source_matches : bool or None
+        Whether the source has the bytes it had when this was made; None: not recorded.
+    changed_files : tuple of str
+        Files that are not what was written, by their recorded digests.
+    changed_tensors : tuple of str
+        Tensors carried along that differ from the source's.
+    rounding : float
+        Of the exports since the error was recorded, over all layers.
+    recorded : bool
+        Whether anything was written of what this should be; without, nothing is vouched for.
+
     Examples
     --------
-    >>> layer = LayerCheck("encoder.0.query", parameters=88, norm=9.1, relative_error=0.31, recorded_error=None)
-    >>> Verification((layer,), 0.31, None, source_matches=False, changed_files=(), changed_tensors=()).passed
+    >>> layer = LayerCheck("encoder.0.query", 88, 9.1, relative_error=0.31, recorded_error=None)
+    >>> Verification((layer,), 0.31, None, False, changed_files=(), changed_tensors=()).passed
     False
     """
 
     layers: tuple[LayerCheck, ...]
-    relative_error: float  # over all layers together
-    recorded_error: float | None  # the same as the writer measured it, if it said
-    source_matches: (
-        bool | None
-    )  # the source has the bytes it had when this was made; None: not recorded
-    changed_files: tuple[str, ...]  # files that are not what was written, by their recorded digests
-    changed_tensors: tuple[str, ...]  # tensors carried along that differ from the source's
-    rounding: float = 0.0  # of the exports since the error was recorded, over all layers
-    recorded: bool = (
-        True  # whether anything was written of what this should be; without, nothing is vouched for
-    )
+    relative_error: float
+    recorded_error: float | None
+    source_matches: bool | None
+    changed_files: tuple[str, ...]
+    changed_tensors: tuple[str, ...]
+    rounding: float = 0.0
+    recorded: bool = True
 
     @property
     def agrees(self) -> bool:
-        """Whether the error over all layers is a number, and the writer's figure if there is one."""
+        """True if the error over all layers is a number, and the writer's figure if any."""
         return _agree(self.relative_error, self.recorded_error, self.rounding)
 
     @property
     def passed(self) -> bool:
-        sound = not self.changed_files and not self.changed_tensors and self.agrees
-        return (
-            sound
-            and self.source_matches is not False
-            and all(layer.agrees for layer in self.layers)
-        )
+        """True if everything is as it was recorded."""
+        if self.changed_files or self.changed_tensors or self.source_matches is False:
+            return False
+        return self.agrees and all(layer.agrees for layer in self.layers)
 
 
 @one_blas_thread
 def verify(
     source: Checkpoint, written: Checkpoint, *, on_step: OnStep | None = None
 ) -> Verification:
-    """Measure ‖ΔW − ΔŴ‖_F / ‖ΔW‖_F of every layer of ``written`` against ``source``, and look for changes since.
+    """Measure the errors of ``written`` against ``source`` anew, and look for changes since.
+
+    The error of a layer is ‖ΔW − ΔŴ‖_F / ‖ΔW‖_F.
 
     Parameters
     ----------
@@ -136,134 +165,198 @@ def verify(
             "is an LSR adapter: name first the LoRA that it was made from", path=source.path
         )
     # 1. What was recorded of the written one, and of what it was made from.
-    record, errors = read_provenance(written), recorded_errors(written)
-    recorded, recorded_total = errors["layers"], errors["total"]
-    chain = tuple(_chain(record))
-    origins = {mapping(entry.get("source")).get("sha256") for entry in chain} - {None}
-    exported = "rounding" in record
-    if (
-        exported and len(chain) == 1 and source.source_sha256 in origins
-    ):  # an export of the source itself
-        recorded_total = recorded_total or 0.0
-    dropped = {
-        name
-        for entry in chain
-        if isinstance(entry.get("dropped"), list)
-        for name in map(str, entry["dropped"])
-    }
-    whole = (
-        "sha256" in record
-    )  # of all tensors as they were written: what is not among them was left out then
+    record = _Recorded.of(written)
     # 2. Every layer of the source: what is there in its place, or that it was left out on purpose.
-    names = _source_names(source, written, record)
+    names = _source_names(source, written, record.names)
     check_layers(written, source, names)
     present = {names.get(layer.name, layer.name): layer for layer in written.layers}
-    checks, size, lost = [], 0.0, 0.0
+    checks = []
+    size = lost = 0.0
     measured = Counter(on_step, "measuring", len(source.layers), "layers")
     for layer in source.layers:
-        pair, left_out = (
-            layer_pair(source, layer),
-            layer.name not in present and (whole or layer.name in dropped),
-        )
-        error, parameters = pair.norm, 0
-        if not left_out:
+        pair = layer_pair(source, layer)
+        error = pair.norm
+        parameters = 0
+        was_left_out = layer.name not in present and record.allows_to_leave_out(layer.name)
+        if not was_left_out:
             other = present.get(layer.name) or written.layer(layer.name)
-            error, parameters = pair.residual_norm(layer_product(other)), other.parameters
-        size, lost = math.hypot(size, pair.norm), math.hypot(lost, error)
+            error = pair.residual_norm(layer_product(other))
+            parameters = other.parameters
+        size = math.hypot(size, pair.norm)
+        lost = math.hypot(lost, error)
         relative = error / pair.norm if pair.norm > 0.0 else error
-        before = None if exported and not left_out else recorded.get(layer.name)
-        checks.append(LayerCheck(layer.name, parameters, pair.norm, relative, before))
+        # An export rounds again, so its layers have other errors than were recorded before it.
+        recorded = record.layers.get(layer.name)
+        if record.is_export and not was_left_out:
+            recorded = None
+        checks.append(LayerCheck(layer.name, parameters, pair.norm, relative, recorded))
         measured.add()
     # 3. Files and tensors that are not what was written.
     changed = changed_files(written.weights.parent)
-    altered = whole and record["sha256"] != data_sha256(written.weights)
-    exports = takewhile(lambda entry: "rounding" in entry, chain)
-    rounding = sum(_rounding(entry) for entry in exports)
+    changed_names = list(changed or ())
+    if record.sha256 is not None and record.sha256 != data_sha256(written.weights):
+        changed_names.append(written.weights.name)
+    recorded_total = record.total_for(source)
+    has_digests = changed == () or record.sha256 is not None
+    is_the_source = written.source_sha256 == source.source_sha256
     return Verification(
         tuple(checks),
         lost / size if size > 0.0 else lost,
         recorded_total,
-        source_matches=source.source_sha256 in origins if origins else None,
-        changed_files=tuple(
-            dict.fromkeys([*(changed or ()), *([written.weights.name] if altered else [])])
-        ),
-        changed_tensors=tuple(
-            _changed_tensors(source, written, set(map(str, record.get("left_out") or ())))
-        ),
-        rounding=rounding / size if size > 0.0 else 0.0,
-        recorded=recorded_total is not None
-        or bool(
-            changed == () or "sha256" in record or written.source_sha256 == source.source_sha256
-        ),
+        source_matches=source.source_sha256 in record.origins if record.origins else None,
+        changed_files=tuple(dict.fromkeys(changed_names)),
+        changed_tensors=tuple(_changed_tensors(source, written, record.left_out)),
+        rounding=record.rounding / size if size > 0.0 else 0.0,
+        recorded=recorded_total is not None or has_digests or is_the_source,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """The record of a written adapter, and the records of what it was made from.
+
+    Attributes
+    ----------
+    layers : dict
+        Relative error of each layer, as far as it was recorded.
+    total : float or None
+        Over all layers.
+    origins : set of str
+        Digests of the files that it was made from.
+    made_in_steps : int
+        Records in the chain.
+    dropped : set of str
+        Layers that were left out on purpose.
+    left_out : set of str
+        Other tensors that were.
+    names : dict
+        The source's name of each layer that was given another.
+    sha256 : str or None
+        Of all tensors as they were written: what is not among them was left out then.
+    is_export : bool
+    rounding : float
+        By how much the exports since the error was recorded moved ΔW, absolute.
+    """
+
+    layers: Mapping[str, float]
+    total: float | None
+    origins: set[str]
+    made_in_steps: int
+    dropped: set[str]
+    left_out: set[str]
+    names: Mapping[str, str]
+    sha256: str | None
+    is_export: bool
+    rounding: float
+
+    @classmethod
+    def of(cls, written: Checkpoint) -> _Recorded:
+        record = read_provenance(written)
+        errors = recorded_errors(written)
+        chain = list(_chain(record))
+        origins: set[str] = set()
+        dropped: set[str] = set()
+        for entry in chain:
+            digest = mapping(entry.get("source")).get("sha256")
+            if digest is not None:
+                origins.add(digest)
+            names = entry.get("dropped")
+            if isinstance(names, list):
+                dropped.update(map(str, names))
+        exports = takewhile(lambda entry: "rounding" in entry, chain)
+        return cls(
+            layers=errors["layers"],
+            total=errors["total"],
+            origins=origins,
+            made_in_steps=len(chain),
+            dropped=dropped,
+            left_out=set(map(str, record.get("left_out") or ())),
+            names={str(new): str(old) for new, old in mapping(record.get("renamed")).items()},
+            sha256=record.get("sha256"),
+            is_export="rounding" in record,
+            rounding=sum(_rounding(entry) for entry in exports),
+        )
+
+    def total_for(self, source: Checkpoint) -> float | None:
+        """Return the recorded error over all layers; 0 of an export of the source itself."""
+        if self.total is None and self.is_export and self.made_in_steps == 1:
+            return 0.0 if source.source_sha256 in self.origins else None
+        return self.total
+
+    def allows_to_leave_out(self, name: str) -> bool:
+        """Return whether a layer may be missing."""
+        return self.sha256 is not None or name in self.dropped
 
 
 def check_layers(
     written: Checkpoint, source: Checkpoint, names: Mapping[str, str] | None = None
 ) -> None:
-    """Raise `CheckpointError` unless the layers of ``written`` are layers of ``source``, of the same sizes.
+    """Raise `CheckpointError` unless all layers are of the source, and of the same sizes.
 
     ``names`` are the source's of layers that were given others.
     """
-    of_source = {layer.name: layer for layer in source.layers}
+    names = names or {}
+    by_name = {layer.name: layer for layer in source.layers}
     for layer in written.layers:
-        other = of_source.get((names or {}).get(layer.name, layer.name))
+        other = by_name.get(names.get(layer.name, layer.name))
         if other is None:
-            raise CheckpointError(
-                f"layer {layer.name!r} is not in the source {source.path}", path=written.path
-            )
-        ours, theirs = ((each.out_features, each.in_features) for each in (layer, other))
-        if ours != theirs:
-            text = f"{ours[0]} x {ours[1]}, but {theirs[0]} x {theirs[1]} in {source.path}"
+            text = f"layer {layer.name!r} is not in the source {source.path}"
+            raise CheckpointError(text, path=written.path)
+        size = f"{layer.out_features} x {layer.in_features}"
+        source_size = f"{other.out_features} x {other.in_features}"
+        if size != source_size:
+            text = f"{size}, but {source_size} in {source.path}"
             raise CheckpointError(text, path=written.path, tensor=layer.name)
 
 
 def _source_names(
-    source: Checkpoint, written: Checkpoint, record: dict[str, Any]
+    source: Checkpoint, written: Checkpoint, recorded: Mapping[str, str]
 ) -> dict[str, str]:
-    """The source's name of each layer that was given another: by the record, or flattened for kohya."""
-    names = {str(new): str(old) for new, old in mapping(record.get("renamed")).items()}
-    if written.format == "kohya":
-        for sdxl in (False, True):
-            flat = {flat_name(layer.name, sdxl=sdxl): layer.name for layer in source.layers}
-            names |= {new: old for new, old in flat.items() if new is not None}
-        names = {
-            new: old for new, old in names.items() if old in {layer.name for layer in source.layers}
-        }
-    return names
+    """Return the source's name of each layer that was given another.
+
+    By the record, or flattened for kohya.
+    """
+    names = dict(recorded)
+    if written.format != "kohya":
+        return names
+    for sdxl in (False, True):
+        for layer in source.layers:
+            flat = flat_name(layer.name, sdxl=sdxl)
+            if flat is not None:
+                names[flat] = layer.name
+    in_source = {layer.name for layer in source.layers}
+    return {new: old for new, old in names.items() if old in in_source}
 
 
 def _agree(measured: float, recorded: float | None, rounding: float = 0.0) -> bool:
+    """Return whether an error is a number and, if one was recorded, the recorded one."""
     if recorded is None:
         return math.isfinite(measured)
-    return math.isclose(
-        measured, recorded, rel_tol=AGREEMENT, abs_tol=1e-12 + (1.0 + AGREEMENT) * rounding
-    )
+    slack = 1e-12 + (1.0 + AGREEMENT) * rounding
+    return math.isclose(measured, recorded, rel_tol=AGREEMENT, abs_tol=slack)
 
 
 def _changed_tensors(source: Checkpoint, written: Checkpoint, left_out: set[str]) -> Iterator[str]:
-    for name in sorted((set(source.extras) - left_out) | set(written.extras)):
-        both = [
-            checkpoint.extras[name].read()
-            for checkpoint in (source, written)
-            if name in checkpoint.extras
-        ]
-        if (
-            len(both) < 2
-            or both[0].dtype != both[1].dtype
-            or both[0].tobytes() != both[1].tobytes()
-        ):
+    """Yield the names of other tensors that were not carried along bit for bit."""
+    expected = set(source.extras) - left_out
+    for name in sorted(expected | set(written.extras)):
+        if name not in source.extras or name not in written.extras:
+            yield name
+            continue
+        before = source.extras[name].read()
+        after = written.extras[name].read()
+        if before.dtype != after.dtype or before.tobytes() != after.tobytes():
             yield name
 
 
 def _rounding(record: dict[str, Any]) -> float:
-    """Return by how much rounding moved ΔW when a file was written, all layers together; 0 where it does not say."""
+    """Return by how much rounding moved ΔW when a file was written; 0 where it does not say."""
     moved = record.get("rounding")
     return float(moved) if isinstance(moved, int | float) else 0.0
 
 
 def _chain(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The record of a file, of the file it was made from, and so on."""
+    """Yield the record of a file, of the file it was made from, and so on."""
     while record:
         yield record
         record = mapping(record.get("derived_from"))

@@ -1,4 +1,4 @@
-"""Number formats of stored factors: rounding, bit packing, quantized codes, and which format pays where.
+"""Number formats of stored factors: rounding, bit packing, codes, and which pays where.
 
 `smallest` stores a separated matrix in the fewest bytes within an error; `FORMATS` lists the
 formats.

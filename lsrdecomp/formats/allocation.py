@@ -1,4 +1,4 @@
-"""One budget over many parts, layers of a network or terms of a sum: which of its options each part takes.
+"""One budget over many parts, layers or terms: which of its options each takes.
 
 Every part offers options with a cost (parameters, bytes) and a loss (absolute squared error in one
 norm, so that parts can be compared and losses add). On the lower convex hull of each part's options
@@ -36,14 +36,17 @@ Choice: TypeAlias = list[int]
 
 @dataclass(frozen=True, slots=True)
 class PartOptions:
-    """What one part can become: costs and losses, index by index."""
+    """Costs and losses of the options of one part, index by index."""
 
     costs: Doubles
     losses: Doubles
 
     @classmethod
     def of(cls, costs: Sequence[float], losses: Sequence[float]) -> PartOptions:
-        """Return checked options; `BudgetError` unless there is one and all numbers are finite and not negative."""
+        """Return checked options.
+
+        Raises `BudgetError` unless there is one and all numbers are finite and not negative.
+        """
         cost = np.asarray(costs, dtype=np.float64)
         loss = np.asarray(losses, dtype=np.float64)
         if cost.shape != loss.shape or cost.ndim != 1 or cost.size == 0:
@@ -70,7 +73,10 @@ class PartOptions:
         return int(np.lexsort((self.costs, self.losses))[0])
 
     def hull(self) -> list[int]:
-        """Return indices on the lower convex hull, from the cheapest option to the best: costs rise and slopes flatten."""
+        """Return indices on the lower convex hull, from the cheapest option to the best.
+
+        Costs rise and slopes flatten.
+        """
         chain: list[int] = []
         for i in np.lexsort((self.losses, self.costs)):
             if chain and self.losses[i] >= self.losses[chain[-1]]:
@@ -102,7 +108,7 @@ def within_cost(
     *,
     max_exchanges: int = 200,
 ) -> Choice:
-    """Return the option of each part that makes the total loss small at a total cost of at most ``budget``.
+    """Return the option of each part that makes the total loss small within a total cost.
 
     Parameters
     ----------
@@ -141,7 +147,7 @@ def within_cost(
 
 
 def _along_hulls(parts: Sequence[PartOptions], cheapest: Choice, budget: float) -> Choice:
-    """Return the choice after all steps along the hulls that the budget pays for, steepest first."""
+    """Return the choice after all steps along the hulls that a budget pays for."""
     choice = list(cheapest)
     spent = total_cost(parts, choice)
     for i, option, cost, _ in _greedy_steps(parts):
@@ -159,7 +165,7 @@ def within_loss(
     *,
     max_exchanges: int = 200,
 ) -> Choice:
-    """Return the option of each part that makes the total cost small at a total loss of at most ``max_loss``.
+    """Return the option of each part that makes the total cost small within a total loss.
 
     ``starts`` and ``max_exchanges`` as in `within_cost`. Raises `BudgetError` if even the best
     options lose more.
@@ -182,7 +188,7 @@ def within_loss(
 
 
 def _down_hulls(parts: Sequence[PartOptions], max_loss: float, best: Choice) -> Choice:
-    """Return the choice after as many steps along the hulls, steepest first, as bring the loss down far enough."""
+    """Return the choice after as many steps along the hulls as bring the loss down far enough."""
     choice = [part.cheapest for part in parts]
     lost = total_loss(parts, choice)
     for i, option, _, loss in _greedy_steps(parts):
@@ -283,7 +289,7 @@ def _improves(
     picks: Sequence[int],
     budget: float,
 ) -> bool:
-    """Return whether moves keep the budget and lower the loss in exact sums, not only in differences."""
+    """Return whether moves keep the budget and lower the loss, in exact sums."""
     changed = list(choice)
     for pick in picks:
         changed[moves.part[pick]] = int(moves.option[pick])

@@ -1,5 +1,4 @@
-"""The smallest stored form of a separated matrix: a number format for each factor of each term, its
-error certified."""
+"""The smallest stored form of a separated matrix, with its error certified."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ do not need."""
 
 @dataclass(frozen=True, eq=False)
 class StoredTerm:
-    """One term as written: a float32 weight, which absorbs the scales of the factors, and the factors' codes.
+    """One term as written: a float32 weight, which absorbs all scales, and the factors' codes.
 
     Examples
     --------
@@ -202,11 +201,11 @@ def smallest(
 
 
 def as_stored(matrix: SeparatedMatrix, storage: str) -> SeparatedMatrix:
-    """Return what a reader gets of a matrix whose factors are all stored in one format, λ beside them in its own type.
+    """Return what a reader gets of a matrix whose factors are all stored in one format.
 
-    Every factor of every term is first scaled to the upper end of the format's range, so that
-    neither large nor small matrices overflow or vanish; integer codes carry the scale of their
-    factor. Held in the library and type of ``matrix``. See
+    λ lies beside them in its own type. Every factor of every term is first scaled to the upper end
+    of the format's range, so that neither large nor small matrices overflow or vanish; integer
+    codes carry the scale of their factor. Held in the library and type of ``matrix``. See
     `lsrdecomp.formats.number_formats.storage_format` for names, and for the error of unknown ones.
     """
     chosen = storage_format(storage)
@@ -230,10 +229,10 @@ def least_bytes(shape: KroneckerShape, rank: int, formats: Sequence[str] = SMALL
 
 
 def certified(target: Target, approximation: SeparatedMatrix) -> float:
-    """Return an upper bound on ‖M − M̃‖_F: the residual formed in double precision, and a bound on the rounding of that.
+    """Return an upper bound on ‖M − M̃‖_F: the residual, and a bound on its rounding.
 
-    Forming Σ_k λ_k ⊗_i F_k⁽ⁱ⁾ and subtracting errs by at most a small multiple of s·d·2⁻⁵³(‖λ‖₁ +
-    ‖M‖).
+    The residual is formed in double precision. Forming Σ_k λ_k ⊗_i F_k⁽ⁱ⁾ and subtracting errs by
+    at most a small multiple of s·d·2⁻⁵³(‖λ‖₁ + ‖M‖).
     """
     size = float(np.sum(to_numpy(as_double(approximation.weights)))) + target.norm
     if size == 0.0:
@@ -308,7 +307,7 @@ class _Rounding:
         return cheapest_formats(self.weights, self.squares, self.bytes, budget, self.overhead)
 
     def store(self, choices: Sequence[FormatChoice]) -> tuple[StoredTerm, ...]:
-        """Return the chosen codes, with weights refitted to them by least squares and rounded to float32."""
+        """Return the chosen codes, with weights refitted to them and rounded to float32."""
         factors = []
         for k, choice in enumerate(choices):
             if choice is not None:
@@ -323,7 +322,7 @@ class _Rounding:
         return tuple(terms)
 
     def _refitted(self, factors: list[tuple[StoredFactor, ...]]) -> np.ndarray:
-        """Return the weights of least squares for rounded factors: of the Gram matrix and the cross terms."""
+        """Return the weights of least squares for rounded factors."""
         gram: np.ndarray | float = 1.0
         cross: np.ndarray | float = 1.0
         scale = np.ones(len(factors))

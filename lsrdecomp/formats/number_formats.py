@@ -1,5 +1,4 @@
-"""Number formats of stored factors, from float64 to int4: rounding one unit factor, with its error
-measured."""
+"""Number formats of stored factors, from float64 to int4, with the error of rounding."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ Codes: TypeAlias = NDArray[np.int8]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How the entries of one factor are written; any scale of theirs is free, for the term's weight absorbs it.
+    """A format for the entries of one factor; the term's weight absorbs any scale of theirs.
 
     Attributes
     ----------
@@ -56,7 +55,10 @@ class Format:
 
     @property
     def unit(self) -> float:
-        """The number that the code 1 stands for: a power of two that puts the largest code between 1 and 2."""
+        """The number that the code 1 stands for, a power of two.
+
+        It puts the largest code between 1 and 2.
+        """
         return float(2.0 ** -np.floor(np.log2(self.top)))
 
 
@@ -93,7 +95,7 @@ FORMATS = {row.name: row for row in _ROWS}
 
 
 def storage_format(storage: Any) -> Format:
-    """Return the row of the table for a name or a dtype: ``"float16"``, ``"fp16"``, ``numpy.float16``, ``torch.float16``.
+    """Return the format of a name or a dtype, such as ``"fp16"`` or ``torch.float16``.
 
     Parameters
     ----------
@@ -121,7 +123,7 @@ def storage_format(storage: Any) -> Format:
 
 @dataclass(frozen=True, eq=False)
 class StoredFactor:
-    """One factor as codes: the factor is ``scale`` times what they say, and the scale lives in the term's weight.
+    """One factor as codes; its scale lives in the term's weight.
 
     Examples
     --------
@@ -153,7 +155,7 @@ class StoredFactor:
 
 
 def round_factor(factor: np.ndarray, name: str) -> tuple[StoredFactor, float]:
-    """Return the best codes for a unit factor, and the relative error they leave once their scale is free.
+    """Return the best codes for a unit factor, and the relative error with a free scale.
 
     Parameters
     ----------
@@ -193,7 +195,7 @@ def _best_integers(flat: np.ndarray, chosen: Format) -> tuple[np.ndarray, float]
 
 
 def _best_floats(flat: np.ndarray, chosen: Format) -> tuple[np.ndarray, float]:
-    """Return the numbers rounded at the best of the format's scales, the first of equals, and their error."""
+    """Return the numbers rounded at the best of the format's scales, and their error."""
     peak = float(np.max(np.abs(flat)))
     best_codes = _rounded(flat, chosen, peak, chosen.scales[0])
     best_error = _misfit(flat, best_codes.astype(np.float64))
@@ -209,7 +211,9 @@ def _best_floats(flat: np.ndarray, chosen: Format) -> tuple[np.ndarray, float]:
 def nearest_codes(
     rows: NDArray[np.float64], bits: int, *, clip_levels: int = 24, max_entries: int = 2**17
 ) -> tuple[Codes, NDArray[np.float64]]:
-    """Return integer codes and a scale for each row x: step·code with ‖x − step·code‖ least over some clipping levels.
+    """Return integer codes and a step for each row x, with ‖x − step·code‖ least.
+
+    Over some clipping levels.
 
     Parameters
     ----------
@@ -273,7 +277,10 @@ def _misfit(flat: np.ndarray, values: np.ndarray) -> float:
 
 
 def pack(codes: Codes, bits: int) -> NDArray[np.uint8]:
-    """Return codes as a dense run of ``bits``-bit numbers, offset to be unsigned, most significant bit first."""
+    """Return codes as a dense run of ``bits``-bit numbers.
+
+    They are offset to be unsigned, most significant bit first.
+    """
     unsigned = (codes.reshape(-1).astype(np.int16) + 2 ** (bits - 1)).astype(np.uint8)
     return np.packbits(np.unpackbits(unsigned[:, None], axis=1)[:, 8 - bits :])
 
@@ -284,7 +291,10 @@ def packed_size(count: int, bits: int) -> int:
 
 
 def unpack(packed: NDArray[np.uint8], bits: int, shape: tuple[int, ...]) -> Codes:
-    """Return the codes that `pack` was given. Raises `PrecisionError` if the bytes are not as many as the shape needs."""
+    """Return the codes that `pack` was given.
+
+    Raises `PrecisionError` if the bytes are not as many as the shape needs.
+    """
     count = math.prod(shape)
     needed = packed_size(count, bits)
     if packed.size != needed:

@@ -1,5 +1,4 @@
-"""Layers stored as small integers: the codes of a product or of an SVD, their bytes, and what a
-reader gets."""
+"""Layers stored as small integers: their codes, their bytes, and what a reader gets."""
 
 from __future__ import annotations
 
@@ -117,7 +116,7 @@ class QuantizedProduct:
 
 @dataclass(frozen=True, eq=False)
 class SpectralCode:
-    """Kept components of an SVD in integer codes: Σ_k 2^e · scale_k · u_k v_kᵀ, each component in its own bits.
+    """Components of an SVD in integer codes, each in its own bits: Σ_k 2^e · scale_k · u_k v_kᵀ.
 
     Examples
     --------

@@ -1,5 +1,4 @@
-"""A layer as it is stored: one protocol for every structure, and its implementation in
-floating-point numbers."""
+"""Layers as they are stored: one protocol for every structure, and the one in floats."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ class Stored(Protocol):
         """Return the product that a reader gets, in float64."""
 
     def factors(self) -> tuple[Factors, Factors]:
-        """Return factors (s, m_i, r_i) of the out side and (t, r_i, n_i) of the in side, weights folded in.
+        """Return factors (s, m_i, r_i) and (t, r_i, n_i) of both sides, weights folded in.
 
         As many terms as `terms` says: one that rounded to zero stays, as zeros. `padded_factors`
         makes them of `dequantized`.
@@ -108,7 +107,10 @@ class FloatProduct:
 
     @classmethod
     def of(cls, product: SeparatedProduct, storage: str) -> Self:
-        """Fold the weights of a product into its factors; a side without terms gets one of zeros."""
+        """Fold the weights of a product into its factors.
+
+        A side without terms gets one of zeros.
+        """
         terms = tuple(max(1, count) for count in product.separation_ranks)
         return cls(*padded_factors(product, (terms[0], terms[1])), storage)
 
@@ -153,7 +155,7 @@ class FloatProduct:
 
 
 def padded_factors(product: SeparatedProduct, terms: tuple[int, int]) -> tuple[Factors, Factors]:
-    """Return the factors of both sides, weights folded in, with terms of zeros up to so many a side."""
+    """Return the folded factors of both sides, with terms of zeros up to so many a side."""
     left, right = (
         tuple(np.asarray(zero_padded(factor, 0, count)) for factor in side)
         for side, count in zip(product.folded(), terms, strict=True)

@@ -17,7 +17,7 @@ from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.cli.app import app
 from lsrdecomp.compression import export_lora
-from lsrdecomp.compression.export import FORMATS
+from lsrdecomp.compression.export import EXPORT_FORMATS
 from lsrdecomp.errors import UnsupportedError
 from lsrdecomp.serving import check_served
 
@@ -205,7 +205,7 @@ def recommended(export):
         export()
     except UnsupportedError as error:
         return re.findall(
-            rf"(?:--to |write |or |did you mean ')({'|'.join(FORMATS)})\b", str(error)
+            rf"(?:--to |write |or |did you mean ')({'|'.join(EXPORT_FORMATS)})\b", str(error)
         ) or ["none"]
     return ()
 

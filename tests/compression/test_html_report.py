@@ -118,7 +118,7 @@ def test_an_error_in_the_norm_of_behaviour_has_its_column():
     page = Page(html_report(compression(layers)))
     text = " ".join(page.texts)
     assert "Fisher error" in text
-    assert "Relative error in the Fisher norm 0.125" in text
+    assert "Output error (Fisher norm) 0.125" in text
     assert page.texts.count("0.125") == 4, "each layer, the worst and the total"
     assert sum(tag == "td" for tag, _ in page.tags) == 22
 
