@@ -149,55 +149,78 @@ def test_a_curve_to_some_terms_is_the_beginning_of_the_whole_and_tells_its_progr
     assert seen
 
 
-def test_a_stack_of_matrices_is_decomposed_one_by_one_or_together(rng):
+def test_a_stack_of_matrices_is_decomposed_together_as_one_by_one(rng):
     stack = rng.standard_normal((3, 16, 16))
-    together = lsr.decompose_each(stack, rank=5)
-    for matrix, record in zip(stack, together, strict=True):
+    for matrix, record in zip(stack, lsr.decompose_each(stack, rank=5), strict=True):
         alone = lsr.decompose(matrix, rank=5)
         assert record.relative_error == pytest.approx(alone.relative_error, rel=1e-3)
         actual = np.linalg.norm(matrix - record.approximation.to_matrix()) / np.linalg.norm(matrix)
         assert record.relative_error == pytest.approx(actual, rel=1e-9)
+
+
+def test_each_of_several_matrices_keeps_the_goal_and_the_storage(rng):
+    stack = rng.standard_normal((3, 16, 16))
     rounded = lsr.decompose_each(stack, "4x4, 4x4", rank=5, storage="int8")
     assert [record.storage for record in rounded] == ["int8"] * 3
-    kept = lsr.decompose_each([stack[0], stack[1][:12]], rtol=0.3)
-    assert all(record.relative_error <= 0.3 for record in kept)
+    of_two_sizes = lsr.decompose_each([stack[0], stack[1][:12]], rtol=0.3)
+    assert all(record.relative_error <= 0.3 for record in of_two_sizes)
+
+
+def test_a_stack_is_for_decompose_each_and_may_be_empty(rng):
     assert lsr.decompose_each(np.zeros((0, 4, 4)), rank=1) == ()
     with pytest.raises(lsr.errors.ShapeError, match="decompose_each takes a stack"):
-        lsr.decompose(stack, rank=5)
+        lsr.decompose(rng.standard_normal((3, 16, 16)), rank=5)
 
 
-def test_a_start_saves_sweeps_and_reaches_the_same(rng):
+CUBE = lsr.KroneckerShape(((4, 4), (4, 4), (4, 4)))
+
+
+@pytest.fixture(scope="module")
+def hilbert():
+    """The Hilbert matrix, and its decomposition into four terms of three factors."""
     i = np.arange(64.0)
-    hilbert, shape = (
-        1.0 / (1.0 + i[:, None] + i[None, :]),
-        lsr.KroneckerShape(((4, 4), (4, 4), (4, 4))),
-    )
-    cold = lsr.decompose(hilbert, shape, rank=4)
-    near = hilbert * (1.0 + 1e-4 * rng.standard_normal((64, 64)))
-    warm = lsr.decompose(near, shape, rank=4, init=cold)
-    assert warm.relative_error == pytest.approx(
-        lsr.decompose(near, shape, rank=4).relative_error, rel=1e-2
-    )
+    matrix = 1.0 / (1.0 + i[:, None] + i[None, :])
+    return matrix, lsr.decompose(matrix, CUBE, rank=4)
+
+
+def test_a_start_saves_sweeps_and_reaches_the_same(hilbert, rng):
+    matrix, cold = hilbert
+    near = matrix * (1.0 + 1e-4 * rng.standard_normal((64, 64)))
+    warm = lsr.decompose(near, CUBE, rank=4, init=cold)
+    afresh = lsr.decompose(near, CUBE, rank=4)
+    assert warm.relative_error == pytest.approx(afresh.relative_error, rel=1e-2)
     assert len(warm.sweeps) < len(cold.sweeps) / 2
-    more = lsr.decompose(hilbert, shape, rank=6, init=cold.approximation)
-    assert (more.separation_rank, more.relative_error < cold.relative_error / 10) == (6, True)
-    assert lsr.decompose(near, shape, rtol=2 * warm.relative_error, init=cold).separation_rank == 4
-    # Two factors need no start.
-    assert lsr.decompose(hilbert, rank=2, init=lsr.decompose(hilbert, rank=3)).separation_rank == 2
-    with pytest.raises(
-        lsr.errors.ShapeError,
-        match="init has the shape 4×4 ⊗ 4×4 ⊗ 4×4, but the factors are 8×8 ⊗ 8×8",
-    ):
-        lsr.decompose(hilbert, rank=2, init=cold)
+    by_tolerance = lsr.decompose(near, CUBE, rtol=2 * warm.relative_error, init=cold)
+    assert by_tolerance.separation_rank == 4
+
+
+def test_a_start_may_have_fewer_terms_than_are_asked_for(hilbert):
+    matrix, cold = hilbert
+    more = lsr.decompose(matrix, CUBE, rank=6, init=cold.approximation)
+    assert more.separation_rank == 6
+    assert more.relative_error < cold.relative_error / 10
+
+
+def test_two_factors_need_no_start_and_take_one(hilbert):
+    matrix, _ = hilbert
+    start = lsr.decompose(matrix, rank=3)
+    assert lsr.decompose(matrix, rank=2, init=start).separation_rank == 2
+
+
+def test_a_start_of_another_shape_or_none_at_all_is_refused(hilbert):
+    matrix, cold = hilbert
+    other = "init has the shape 4×4 ⊗ 4×4 ⊗ 4×4, but the factors are 8×8 ⊗ 8×8"
+    with pytest.raises(lsr.errors.ShapeError, match=other):
+        lsr.decompose(matrix, rank=2, init=cold)
     with pytest.raises(lsr.errors.ShapeError, match="init: expected a SeparatedMatrix"):
-        lsr.decompose(hilbert, shape, rank=2, init=hilbert)
+        lsr.decompose(matrix, CUBE, rank=2, init=matrix)
 
 
 def test_a_seed_is_the_solvers(rng):
-    matrix, shape = rng.standard_normal((64, 64)), lsr.KroneckerShape(((4, 4), (4, 4), (4, 4)))
-    errors = [lsr.decompose(matrix, shape, rank=3, seed=seed).relative_error for seed in (0, 0, 1)]
+    matrix = rng.standard_normal((64, 64))
+    errors = [lsr.decompose(matrix, CUBE, rank=3, seed=seed).relative_error for seed in (0, 0, 1)]
     assert errors[0] == errors[1] != errors[2]
-    assert errors[0] == lsr.decompose(matrix, shape, rank=3).relative_error
+    assert errors[0] == lsr.decompose(matrix, CUBE, rank=3).relative_error
 
 
 @pytest.mark.parametrize("rank", [3, 7, 11])
