@@ -108,7 +108,7 @@ def measure(
     return Decomposition(
         approximation=stored,
         relative_error=error / norm if norm > 0.0 else error,
-        status=_status(solution.status, stored.condition, error, goal, options),
+        status=_status(solution.status, stored, error, goal, options),
         storage=storage or precision(dtype_name(stored.factors[0])).name,
         target_norm=norm,
         sweeps=solution.sweeps,
@@ -119,12 +119,12 @@ def measure(
 
 def _status(
     status: Status,
-    condition: float,
+    stored: SeparatedMatrix,
     error: float,
     goal: float | None,
     options: StorageSearchOptions | None,
 ) -> Status:
-    """Judge a solver's status by the measured error of the stored terms and their γ."""
+    """Judge a solver's status by the measured error of the stored terms and, if missed, their γ."""
     if goal is None:
         return status
     if error <= goal * (1.0 + 1e-12):
@@ -132,7 +132,7 @@ def _status(
     if status not in (Status.converged, Status.ill_conditioned, Status.rank_reached):
         return status
     options = options or StorageSearchOptions()
-    is_ill_conditioned = condition > options.large_condition
+    is_ill_conditioned = stored.condition > options.large_condition  # costs three QR factorizations
     return Status.ill_conditioned if is_ill_conditioned else Status.precision_exhausted
 
 
