@@ -1,8 +1,9 @@
-"""What comes after a decomposition: exact where a closed form exists, iterative and measured elsewhere.
+"""What comes after a decomposition: exact in closed form where one exists, else by iteration.
 
 Solve
-    `solve`            A x = b: by factors, common bases, generalised Schur forms, or CG, MINRES, GMRES
-    `logdet`, `slogdet`, `eigenvalues`, `expm_multiply`    of one term, Kronecker sums, commuting terms, two terms
+    `solve`    A x = b: by factors, common bases, generalised Schur forms, or CG, MINRES, GMRES
+    `logdet`, `slogdet`, `eigenvalues`, `expm_multiply`
+               of one term, Kronecker sums, commuting terms, two terms
 
 One term
     `inv`, `pinv`, `det`, `eigh`, `svd`, `cholesky`, `sqrtm`
@@ -10,7 +11,7 @@ One term
 Preconditioners
     `nearest_kronecker`               the nearest single product, positive definite if the matrix is
     `nearest_kronecker_of_samples`    of Σ (a aᵀ) ⊗ (g gᵀ), which is never formed
-    `approximate_inverse`             an inverse of few terms, by alternating least squares on ‖I − A X‖
+    `approximate_inverse`             an inverse of few terms that makes ‖I − A X‖ small
 
 Structures
     `kronecker_sum`, `blur`, `covariance_on_grid`

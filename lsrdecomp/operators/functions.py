@@ -8,7 +8,7 @@ import numpy as np
 
 from lsrdecomp.arrays import Array, as_double, as_floating, is_complex, like, to_numpy
 from lsrdecomp.operators.diagonal import along, diagonalize
-from lsrdecomp.operators.host import check_sides, detached, host, wide
+from lsrdecomp.operators.host import as_solution, check_sides, to_host, without_gradient
 from lsrdecomp.operators.threads import one_thread_for_small_factors
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @one_thread_for_small_factors
 def expm_multiply(matrix: SeparatedMatrix, x: Any, t: complex = 1.0) -> Array:
-    """exp(t A) x, never forming A.
+    """Return exp(t A) x, never forming A.
 
     Kronecker sums by exp(A ⊕ B) = exp(A) ⊗ exp(B), commuting Hermitian factors by their
     eigenvalues, other sums by ``scipy.sparse.linalg.expm_multiply``, whose error is of the size of
@@ -48,8 +48,8 @@ def expm_multiply(matrix: SeparatedMatrix, x: Any, t: complex = 1.0) -> Array:
     >>> from lsrdecomp.operators import kronecker_sum
     >>> second = 2 * np.eye(3) - np.eye(3, k=1) - np.eye(3, k=-1)
     >>> laplacian = kronecker_sum(second, second)
-    >>> heat = expm_multiply(laplacian, np.ones(9), t=-0.1)                         # diffusion for a time of 0.1
-    >>> bool(heat[4] > heat[1] > heat[0] > 0.0)                                     # warm inside, cold at the corners
+    >>> heat = expm_multiply(laplacian, np.ones(9), t=-0.1)  # diffusion for a time of 0.1
+    >>> bool(heat[4] > heat[1] > heat[0] > 0.0)  # warm inside, cold at the corners
     True
     """
     x = as_floating(x, "x")
@@ -57,39 +57,47 @@ def expm_multiply(matrix: SeparatedMatrix, x: Any, t: complex = 1.0) -> Array:
     import scipy.linalg
     import scipy.sparse.linalg
 
-    terms, values = host(matrix), to_numpy(as_double(detached(x)))
-    shape = matrix.kronecker_shape.factors
-    split = _kronecker_sum(terms) if all(m == n for m, n in shape) else None
-    if split is not None:
-        image = along(tuple(scipy.linalg.expm(t * part) for part in split), values)
-    elif (flat := diagonalize(terms, unitary=True)) is not None:
-        image = flat.apply(np.exp(t * flat.values), values)
-    else:
-        operator = terms.to_linear_operator() * t
-        trace = (
-            complex(terms.trace()) * t if is_complex(terms.factors[0]) else float(terms.trace()) * t
-        )
-        image = scipy.sparse.linalg.expm_multiply(operator, values, traceA=trace)
-    return like(image, wide(x, 1j * matrix if np.iscomplexobj(t) else matrix))
+    terms = to_host(matrix)
+    values = to_numpy(as_double(without_gradient(x)))
+    prototype = as_solution(x, 1j * matrix if np.iscomplexobj(t) else matrix)
+
+    summands = _kronecker_summands(terms)
+    if summands is not None:
+        exponentials = tuple(scipy.linalg.expm(t * summand) for summand in summands)
+        return like(along(exponentials, values), prototype)
+    common = diagonalize(terms, unitary=True)
+    if common is not None:
+        return like(common.apply(np.exp(t * common.values), values), prototype)
+    trace = complex(terms.trace()) if is_complex(terms.factors[0]) else float(terms.trace())
+    operator = terms.to_linear_operator() * t
+    image = scipy.sparse.linalg.expm_multiply(operator, values, traceA=trace * t)
+    return like(image, prototype)
 
 
-def _kronecker_sum(matrix: SeparatedMatrix) -> list[np.ndarray] | None:
-    """A_i with A = Σ_i I ⊗ … ⊗ A_i ⊗ … ⊗ I, if every term has at most one factor that is no multiple of I."""
+def _kronecker_summands(matrix: SeparatedMatrix) -> list[np.ndarray] | None:
+    """Return A_i with A = Σ_i I ⊗ … ⊗ A_i ⊗ … ⊗ I.
+
+    None where a term has several factors that are no multiples of I.
+    """
+    if any(m != n for m, n in matrix.kronecker_shape.factors):
+        return None
     sizes = matrix.kronecker_shape.rows
-    kind = np.result_type(*matrix.factors)
-    parts = [np.zeros((m, m), dtype=kind) for m in sizes]
+    dtype = np.result_type(*matrix.factors)
+    summands = [np.zeros((m, m), dtype=dtype) for m in sizes]
     for k, weight in enumerate(matrix.weights):
-        scale, index = complex(weight), None
-        for i, factor in enumerate(matrix.factors):
-            value = factor[k, 0, 0]
-            if np.linalg.norm(factor[k] - value * np.eye(sizes[i])) <= 2.0**-50:
+        scale = complex(weight)
+        place = None
+        for i, stack in enumerate(matrix.factors):
+            value = stack[k, 0, 0]
+            if np.linalg.norm(stack[k] - value * np.eye(sizes[i])) <= 2.0**-50:
                 scale *= value
-            elif index is None:
-                index = i
+            elif place is None:
+                place = i
             else:
                 return None
-        term = np.eye(sizes[0]) if index is None else matrix.factors[index][k]
-        parts[index or 0] = (
-            parts[index or 0] + (scale if np.iscomplexobj(parts[0]) else scale.real) * term
-        )
-    return parts
+        coefficient = scale if np.iscomplexobj(summands[0]) else scale.real
+        if place is None:  # a multiple of I, which goes to the first
+            summands[0] = summands[0] + coefficient * np.eye(sizes[0])
+        else:
+            summands[place] = summands[place] + coefficient * matrix.factors[place][k]
+    return summands

@@ -1,4 +1,6 @@
-"""Gaussian process on a grid: the marginal likelihood of K₁ ⊗ … ⊗ K_d + σ² I and its gradient, exact by eigenvalues.
+"""Gaussian process on a grid: the marginal likelihood of K₁ ⊗ … ⊗ K_d + σ² I and its gradient.
+
+Exact by eigenvalues.
 
 Source: Y. Saatçi, Scalable inference for structured Gaussian process models, PhD thesis, Cambridge
 (2011), ch. 5.
@@ -22,25 +24,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GridLikelihood:
-    """log p(y) and what it changes by.
+    """The logarithm of p(y), its gradient, and the weights of predictions.
+
+    Attributes
+    ----------
+    value : float
+        −½ yᵀ(K + σ²I)⁻¹y − ½ log det(K + σ²I) − ½ n log 2π.
+    covariance_gradients : tuple of arrays, shapes (m_i, m_i)
+        ∂ value / ∂ K_i, symmetric; chain with ∂K_i/∂θ by Σ G ∘ ∂K.
+    noise_gradient : float
+        ∂ value / ∂ σ².
+    weights : array, shape (n,)
+        α = (K + σ²I)⁻¹ y: predictions are K(∗, grid) α.
 
     Examples
     --------
     >>> likelihood = log_marginal_likelihood([np.eye(2), np.eye(3)], 1.0, np.zeros(6))
-    >>> [gradient.shape for gradient in likelihood.covariance_gradients], round(likelihood.noise_gradient, 6)
-    ([(2, 2), (3, 3)], -1.5)
+    >>> [gradient.shape for gradient in likelihood.covariance_gradients]
+    [(2, 2), (3, 3)]
+    >>> round(likelihood.noise_gradient, 6)
+    -1.5
     """
 
-    value: float  # −½ yᵀ(K + σ²I)⁻¹y − ½ log det(K + σ²I) − ½ n log 2π
-    covariance_gradients: tuple[
-        np.ndarray, ...
-    ]  # ∂ value / ∂ K_i, symmetric; chain with ∂K_i/∂θ by Σ G ∘ ∂K
-    noise_gradient: float  # ∂ value / ∂ σ²
-    weights: np.ndarray  # α = (K + σ²I)⁻¹ y: predictions are K(∗, grid) α
+    value: float
+    covariance_gradients: tuple[np.ndarray, ...]
+    noise_gradient: float
+    weights: np.ndarray
 
 
 def log_marginal_likelihood(covariances: Sequence[Any], noise: float, y: Any) -> GridLikelihood:
-    """Of observations y on a full grid under the covariance ⊗ K_i and independent noise.
+    """Return log p(y) of observations on a full grid under ⊗ K_i and independent noise.
 
     Parameters
     ----------
@@ -68,54 +81,73 @@ def log_marginal_likelihood(covariances: Sequence[Any], noise: float, y: Any) ->
     --------
     >>> import numpy as np
     >>> likelihood = log_marginal_likelihood([np.eye(2), np.eye(3)], 1.0, np.zeros((2, 3)))
-    >>> bool(np.isclose(likelihood.value, -3.0 * np.log(4.0 * np.pi)))                   # six values of variance 1 + 1
+    >>> bool(np.isclose(likelihood.value, -3.0 * np.log(4.0 * np.pi)))  # six of variance 1 + 1
     True
     """
-    parts = [np.asarray(k, dtype=np.float64) for k in covariances]
-    sizes = tuple(len(k) for k in parts)
+    matrices = [np.asarray(k, dtype=np.float64) for k in covariances]
     values = np.asarray(y, dtype=np.float64).reshape(-1)
-    for i, part in enumerate(parts, 1):
-        if part.ndim != 2 or part.shape[0] != part.shape[1]:
-            raise ShapeError(f"covariance {i} must be square, it has shape {part.shape}")
-        require_hermitian(part, f"covariance {i}")
-    if values.size != math.prod(sizes):
-        raise ShapeError(
-            f"{values.size:,} observations on a grid of {sizes}, which has {math.prod(sizes):,} points"
-        )
-    if not (math.isfinite(noise) and noise > 0.0):
-        raise MatrixError(f"the variance of the noise must be positive, got {noise}")
-    # Likelihood 1: the eigenvalues of the sum are all products of those of the factors, and the
-    # noise.
-    spectra = [np.linalg.eigh(part) for part in parts]
-    eigen, vectors = [pair[0] for pair in spectra], tuple(pair[1] for pair in spectra)
-    total = np.asarray(outer(eigen)) + noise
+    _check_grid(matrices, noise, values)
+
+    # Step 1: the eigenvalues of the sum are all products of those of the factors, and the noise.
+    decompositions = [np.linalg.eigh(matrix) for matrix in matrices]
+    spectra = [eigenvalues for eigenvalues, _ in decompositions]
+    vectors = tuple(eigenvectors for _, eigenvectors in decompositions)
+    total = np.asarray(outer(spectra)) + noise
     if total.min() <= 0.0:
         raise MatrixError(
             f"the covariance with noise {noise:.3g} is not positive definite: {total.min():.3g}"
         )
-    # Likelihood 2: α = (K + σ²I)⁻¹ y and the value, in the common eigenvectors.
-    turned = along(tuple(v.T for v in vectors), values)
-    weighted = turned / total
+
+    # Step 2: α = (K + σ²I)⁻¹ y and the value, in the common eigenvectors.
+    coordinates = along(tuple(v.T for v in vectors), values)
+    weighted = coordinates / total
     alpha = along(vectors, weighted)
-    value = -0.5 * (
-        float(turned @ weighted)
-        + float(np.sum(np.log(total)))
-        + values.size * math.log(2.0 * math.pi)
-    )
-    # Likelihood 3: along K_i the gradient is ½ (α αᵀ − (K + σ²I)⁻¹) contracted with the other
-    # factors.
-    inverse = (1.0 / total).reshape(sizes)
+    misfit = float(coordinates @ weighted)
+    log_det = float(np.sum(np.log(total)))
+    value = -0.5 * (misfit + log_det + values.size * math.log(2.0 * math.pi))
+
+    # Step 3: the gradient ½ (α αᵀ − (K + σ²I)⁻¹), contracted with all factors but one.
+    inverse = 1.0 / total
     gradients = []
-    for i, (v, lam) in enumerate(zip(vectors, eigen, strict=True)):
-        rest = np.asarray(
-            outer([np.ones_like(lam) if j == i else e for j, e in enumerate(eigen)])
-        ).reshape(sizes)
-        axes = tuple(j for j in range(len(parts)) if j != i)
-        spread = np.sum(inverse * rest, axis=axes)  # diagonal of V_iᵀ (∂ log det / ∂ K_i) V_i
-        state = weighted.reshape(sizes)
-        left = np.moveaxis(state, i, 0).reshape(len(v), -1)
-        right = np.moveaxis(state * rest, i, 0).reshape(len(v), -1)
-        inner = 0.5 * (left @ right.T) - 0.5 * np.diag(spread)
-        gradients.append(v @ (0.5 * (inner + inner.T)) @ v.T)
+    for i, v in enumerate(vectors):
+        diagonal_basis = _gradient_in_eigenvectors(i, spectra, inverse, weighted)
+        gradients.append(v @ diagonal_basis @ v.T)
     noise_gradient = 0.5 * (float(weighted @ weighted) - float(np.sum(inverse)))
     return GridLikelihood(value, tuple(gradients), noise_gradient, alpha)
+
+
+def _check_grid(covariances: Sequence[np.ndarray], noise: float, values: np.ndarray) -> None:
+    """Raise unless covariances are symmetric, the noise positive, and values fill their grid."""
+    for i, covariance in enumerate(covariances, 1):
+        if covariance.ndim != 2 or covariance.shape[0] != covariance.shape[1]:
+            raise ShapeError(f"covariance {i} must be square, it has shape {covariance.shape}")
+        require_hermitian(covariance, f"covariance {i}")
+    sizes = tuple(len(covariance) for covariance in covariances)
+    n_points = math.prod(sizes)
+    if values.size != n_points:
+        raise ShapeError(
+            f"{values.size:,} observations on a grid of {sizes}, which has {n_points:,} points"
+        )
+    if not (math.isfinite(noise) and noise > 0.0):
+        raise MatrixError(f"the variance of the noise must be positive, got {noise}")
+
+
+def _gradient_in_eigenvectors(
+    i: int, spectra: Sequence[np.ndarray], inverse: np.ndarray, weighted: np.ndarray
+) -> np.ndarray:
+    """Return V_iᵀ (∂ value / ∂ K_i) V_i, symmetric.
+
+    ``inverse`` and ``weighted`` hold (K + σ²I)⁻¹ and α in the eigenvectors of the grid.
+    """
+    sizes = tuple(len(spectrum) for spectrum in spectra)
+    others = list(spectra)
+    others[i] = np.ones(sizes[i])
+    product_of_others = np.asarray(outer(others)).reshape(sizes)
+    other_axes = tuple(j for j in range(len(sizes)) if j != i)
+    log_det = np.sum(inverse.reshape(sizes) * product_of_others, axis=other_axes)
+    alpha = weighted.reshape(sizes)
+    left = np.moveaxis(alpha, i, 0).reshape(sizes[i], -1)
+    right = np.moveaxis(alpha * product_of_others, i, 0).reshape(sizes[i], -1)
+    gradient = 0.5 * (left @ right.T) - 0.5 * np.diag(log_det)
+    symmetric: np.ndarray = 0.5 * (gradient + gradient.T)
+    return symmetric

@@ -1,4 +1,7 @@
-"""Separated matrices brought to NumPy in double precision, and results back; no gradient is lost on the way."""
+"""What every operator checks of a matrix and its right-hand side, and how these come to NumPy.
+
+No gradient is lost on the way: a tensor that requires one is refused.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from lsrdecomp.kronecker.separated import SeparatedMatrix
 
 
 def check_separated(matrix: object) -> SeparatedMatrix:
-    """The matrix; `MatrixError` for an array or sparse matrix, which is to be decomposed first."""
+    """Return the matrix; raise `MatrixError` for an array or sparse matrix."""
     if not isinstance(matrix, SeparatedMatrix):
-        words = "make one of it by lsrdecomp.decompose(matrix, shape, rtol=1e-12)"
+        advice = "make one of it by lsrdecomp.decompose(matrix, shape, rtol=1e-12)"
         raise MatrixError(
-            f"expected a sum of Kronecker products, got a {type(matrix).__name__}: {words}"
+            f"expected a sum of Kronecker products, got a {type(matrix).__name__}: {advice}"
         )
     return matrix
 
@@ -29,15 +32,15 @@ def check_sides(matrix: SeparatedMatrix, b: Array) -> None:
     finite_norm(b, "b")  # refuses entries that are not finite
 
 
-def host(matrix: SeparatedMatrix) -> SeparatedMatrix:
-    """The same terms as NumPy arrays in double precision."""
+def to_host(matrix: SeparatedMatrix) -> SeparatedMatrix:
+    """Return the same terms as NumPy arrays in double precision."""
     for factor in matrix.factors:
-        detached(factor)
+        without_gradient(factor)
     return matrix.to_numpy().in_double()
 
 
-def detached(array: Array) -> Array:
-    """The array, unless it requires a gradient, which would be lost."""
+def without_gradient(array: Array) -> Array:
+    """Return the array; raise `MatrixError` if it requires a gradient, which would be lost."""
     if getattr(array, "requires_grad", False):
         raise MatrixError(
             "gradients are followed through one term only; detach the tensors of this sum first"
@@ -45,8 +48,8 @@ def detached(array: Array) -> Array:
     return array
 
 
-def wide(b: Array, matrix: SeparatedMatrix) -> Array:
-    """A prototype of the solution: the type that holds b and the matrix."""
+def as_solution(b: Array, matrix: SeparatedMatrix) -> Array:
+    """Return b in the element type of a solution, which holds b and the matrix."""
     xp = namespace(b, matrix.factors[0])
     if dtype_name(b) == dtype_name(matrix.factors[0]):
         return b

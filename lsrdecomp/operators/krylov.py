@@ -1,7 +1,8 @@
-"""CG, MINRES or GMRES of SciPy on a separated matrix, a column at a time, restarted until the true residual is met."""
+"""CG, MINRES or GMRES of SciPy on a separated matrix, restarted until the true residual is met."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,117 +17,194 @@ if TYPE_CHECKING:
 
     from lsrdecomp.kronecker.separated import SeparatedMatrix
 
-RESTART = 60
-"""Vectors that GMRES keeps."""
+
+@dataclass(frozen=True, slots=True)
+class KrylovMethod:
+    """An iterative method and how far it goes.
+
+    Attributes
+    ----------
+    name : str
+        ``"cg"``, ``"minres"``, ``"gmres"``, or ``"auto"`` for the one that fits the matrix.
+    rtol : float
+        Goal for ‖b − A x‖ / ‖b‖ of each column.
+    preconditioner : "auto", None, or anything SciPy takes as ``M``
+    max_iterations : int
+        Products with the matrix, for each column.
+    on_iteration : callable, optional
+        Called with the number of products so far.
+    restart : int
+        Vectors that GMRES keeps, by hand.
+    min_progress : float
+        Share by which a solve must lower the true residual for another to follow it. Less is
+        rounding, or a matrix that the method cannot serve.
+    """
+
+    name: str
+    rtol: float
+    preconditioner: Any = "auto"
+    max_iterations: int = 2000
+    on_iteration: Callable[[int], Any] | None = None
+    restart: int = 60
+    min_progress: float = 0.1
+
+
+class CountedProducts:
+    """The products with a matrix in a form that SciPy takes, and their number so far."""
+
+    def __init__(
+        self, matrix: SeparatedMatrix, dtype: Any, on_iteration: Callable[[int], Any] | None
+    ) -> None:
+        import scipy.sparse.linalg as sparse
+
+        self.count = 0
+        self._on_iteration = on_iteration
+        self._matrix = matrix.to_linear_operator()
+        self.operator = sparse.LinearOperator(matrix.shape, matvec=self._product, dtype=dtype)
+
+    def _product(self, x: np.ndarray) -> np.ndarray:
+        self.count += 1
+        if self._on_iteration is not None:
+            self._on_iteration(self.count)
+        return np.asarray(self._matrix @ x)
 
 
 def krylov(
-    matrix: SeparatedMatrix,
-    b: np.ndarray,
-    rtol: float,
-    method: str,
-    preconditioner: Any,
-    max_iterations: int,
-    on_iteration: Callable[[int], Any] | None,
+    matrix: SeparatedMatrix, b: np.ndarray, method: KrylovMethod
 ) -> tuple[np.ndarray, str, int]:
-    """(x, method, products with A of the column that needed most); NumPy arrays in double precision."""
+    """Solve A x = b, a column at a time, on NumPy arrays in double precision.
+
+    Returns
+    -------
+    x : array, like b
+    name : str
+        The method that was used.
+    iterations : int
+        Products with A of the column that needed most.
+    """
     import scipy.sparse.linalg as sparse
 
-    chosen = choose(matrix) if method in ("auto", "exact") else method
+    name = choose(matrix) if method.name in ("auto", "exact") else method.name
+    # SciPy's MINRES compares with absolute numbers: at 1e-14 it gives up.
     norm = matrix.norm or 1.0
-    matrix = matrix * (
-        1.0 / norm
-    )  # SciPy's MINRES compares with absolute numbers: at 1e-14 it gives up
+    matrix = matrix * (1.0 / norm)
+    preconditioner = method.preconditioner
     if isinstance(preconditioner, str) and preconditioner == "auto":
-        preconditioner = automatic(matrix, chosen)
+        preconditioner = automatic_preconditioner(matrix, name)
     elif preconditioner is not None:
         preconditioner = sparse.aslinearoperator(preconditioner) * norm
-    operator = matrix.to_linear_operator()
-    count = 0
 
-    def product(x: np.ndarray) -> np.ndarray:
-        nonlocal count
-        count += 1
-        if on_iteration is not None:
-            on_iteration(count)
-        return np.asarray(operator @ x)
-
-    counted = sparse.LinearOperator(
-        matrix.shape, matvec=product, dtype=np.result_type(operator.dtype, b.dtype)
-    )
-    columns, worst = [], 0
-    used = lambda: count  # noqa: E731
+    dtype = np.result_type(matrix.dtype, b.dtype)
+    products = CountedProducts(matrix, dtype, method.on_iteration)
+    columns = []
+    most_products = 1
     for column in b.reshape(len(b), -1).T:
-        count = 0
-        columns.append(_column(counted, column, rtol, chosen, preconditioner, max_iterations, used))
-        worst = max(worst, count)
-    return np.stack(columns, axis=1).reshape(b.shape) / norm, chosen, max(worst, 1)
+        products.count = 0
+        columns.append(_solve_column(products, column, name, preconditioner, method))
+        most_products = max(most_products, products.count)
+    x = np.stack(columns, axis=1).reshape(b.shape) / norm
+    return x, name, most_products
 
 
 def choose(matrix: SeparatedMatrix) -> str:
-    """The method for a matrix: CG where the factors prove it positive, MINRES where it is symmetric, else GMRES."""
-    if (matrix - matrix.mH).norm > 1e-14 * max(matrix.norm, float(np.sum(matrix.weights))):
+    """Return the method for a matrix.
+
+    CG where the factors prove it positive, MINRES where it is real and symmetric, else GMRES.
+    """
+    skew = (matrix - matrix.mH).norm
+    if skew > 1e-14 * max(matrix.norm, float(np.sum(matrix.weights))):
         return "gmres"
-    if all(deviation(f) <= 1e-14 * len(f) for stack in matrix.factors for f in stack):
-        lowest = [
-            np.array([np.linalg.eigvalsh(f)[[0, -1]] for f in stack]) for stack in matrix.factors
-        ]
-        signs = np.ones(matrix.separation_rank)
-        for ends in lowest:
-            semidefinite = (ends[:, 0] >= -1e-14) | (ends[:, 1] <= 1e-14)
-            signs *= np.where(semidefinite, np.where(ends[:, 0] >= -1e-14, 1.0, -1.0), np.nan)
-        if np.all(signs == 1.0):
-            return "cg"
+    if _is_sum_of_positive_terms(matrix):
+        return "cg"
     return "gmres" if is_complex(matrix.factors[0]) else "minres"
 
 
-def automatic(matrix: SeparatedMatrix, method: str) -> Any:
-    """The inverse of the nearest Kronecker product, where it is invertible and fits the method; else None."""
+def _is_sum_of_positive_terms(matrix: SeparatedMatrix) -> bool:
+    """Return whether every term is positive semidefinite, up to rounding, by its factors."""
+    for stack in matrix.factors:
+        if any(deviation(factor) > 1e-14 * len(factor) for factor in stack):
+            return False
+    signs = np.ones(matrix.separation_rank)
+    for stack in matrix.factors:
+        spectra = np.array([np.linalg.eigvalsh(factor) for factor in stack])
+        is_positive = spectra[:, 0] >= -1e-14
+        is_negative = spectra[:, -1] <= 1e-14
+        signs *= np.where(is_positive, 1.0, np.where(is_negative, -1.0, np.nan))
+    return bool(np.all(signs == 1.0))
+
+
+def automatic_preconditioner(matrix: SeparatedMatrix, name: str) -> Any:
+    """Return the inverse of the nearest Kronecker product; None where the method bars it."""
     try:
         nearest = nearest_kronecker(matrix, matrix.kronecker_shape)
-        if method in ("cg", "minres"):
-            for stack in nearest.factors:
-                if deviation(stack[0]) > 1e-12 or np.linalg.eigvalsh(stack[0])[0] <= 1e-12:
-                    return None
+        if name in ("cg", "minres") and not _has_positive_factors(nearest):
+            return None
         return inv(nearest).to_linear_operator()
     except LsrError:
         return None
 
 
-def _column(
+def _has_positive_factors(term: SeparatedMatrix) -> bool:
+    """Return whether every factor of a term is positive definite, clear of rounding."""
+    for stack in term.factors:
+        factor = stack[0]
+        if deviation(factor) > 1e-12 or np.linalg.eigvalsh(factor)[0] <= 1e-12:
+            return False
+    return True
+
+
+def _solve_column(
+    products: CountedProducts, b: np.ndarray, name: str, preconditioner: Any, method: KrylovMethod
+) -> np.ndarray:
+    """Solve for one right-hand side.
+
+    A method stops by its own estimate, of a preconditioned residual: the true one is formed, and
+    solved again.
+    """
+    operator = products.operator
+    b_norm = float(np.linalg.norm(b))
+    x = np.zeros(len(b), dtype=operator.dtype)
+    residual = b.astype(operator.dtype)
+    previous_norm = np.inf
+    while b_norm > 0.0 and products.count < method.max_iterations:
+        residual_norm = float(np.linalg.norm(residual))
+        if residual_norm <= method.rtol * b_norm:
+            break
+        if residual_norm > (1.0 - method.min_progress) * previous_norm:
+            break
+        previous_norm = residual_norm
+        goal = 0.5 * method.rtol * b_norm / residual_norm
+        remaining = method.max_iterations - products.count
+        step = _scipy_solve(
+            name, operator, residual, goal, remaining, preconditioner, method.restart
+        )
+        new_residual = b - operator @ (x + step)
+        new_norm = np.linalg.norm(new_residual)
+        if not np.isfinite(new_norm) or new_norm >= residual_norm:
+            break
+        x = x + step
+        residual = new_residual
+    return x
+
+
+def _scipy_solve(
+    name: str,
     operator: Any,
     b: np.ndarray,
     rtol: float,
-    method: str,
+    max_iterations: int,
     preconditioner: Any,
-    most: int,
-    count: Callable[[], int],
+    restart: int,
 ) -> np.ndarray:
-    """Solve for one right-hand side; what a method calls converged is checked, and continued from the residual."""
+    """Return SciPy's solution of one system by one of its methods."""
     import scipy.sparse.linalg as sparse
 
-    x, size = np.zeros(len(b), dtype=operator.dtype), float(np.linalg.norm(b))
-    rest, before = b.astype(operator.dtype), np.inf
-    while size > 0.0 and np.linalg.norm(rest) > rtol * size and count() < most:
-        now = float(np.linalg.norm(rest))
-        if now > 0.9 * before:
-            break  # rounding, or a matrix the method cannot serve
-        before, left = now, most - count()
-        # A method stops by its own estimate, of a preconditioned residual: the true one is formed,
-        # and solved again.
-        goal = 0.5 * rtol * size / now
-        if method == "gmres":
-            inner = min(RESTART, left, len(b))
-            cycles = max(1, left // inner)
-            step, _ = sparse.gmres(
-                operator, rest, rtol=goal, restart=inner, maxiter=cycles, M=preconditioner
-            )
-        elif method == "minres":
-            step, _ = sparse.minres(operator, rest, rtol=goal * 0.1, maxiter=left, M=preconditioner)
-        else:
-            step, _ = sparse.cg(operator, rest, rtol=goal, maxiter=left, M=preconditioner)
-        fresh = b - operator @ (x + step)
-        if not np.all(np.isfinite(fresh)) or np.linalg.norm(fresh) >= now:
-            break
-        x, rest = x + step, fresh
-    return x
+    if name == "gmres":
+        inner = min(restart, max_iterations, len(b))
+        cycles = max(1, max_iterations // inner)
+        x, _ = sparse.gmres(operator, b, rtol=rtol, restart=inner, maxiter=cycles, M=preconditioner)
+    elif name == "minres":
+        x, _ = sparse.minres(operator, b, rtol=rtol * 0.1, maxiter=max_iterations, M=preconditioner)
+    else:
+        x, _ = sparse.cg(operator, b, rtol=rtol, maxiter=max_iterations, M=preconditioner)
+    return np.asarray(x)

@@ -1,4 +1,4 @@
-"""solve: A x = b exactly where a closed form exists, else by a Krylov method; the residual is measured either way."""
+"""`solve`: A x = b in closed form where one exists, else by a Krylov method; always measured."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 
 from lsrdecomp.arrays import Array, as_double, as_floating, is_complex, like, norm, to_numpy
 from lsrdecomp.errors import BudgetError, ConvergenceError, MatrixError
-from lsrdecomp.operators.diagonal import diagonalize
-from lsrdecomp.operators.host import check_sides, detached, host, wide
-from lsrdecomp.operators.krylov import krylov
+from lsrdecomp.operators.diagonal import Diagonalized, diagonalize
+from lsrdecomp.operators.host import as_solution, check_sides, to_host, without_gradient
+from lsrdecomp.operators.krylov import KrylovMethod, krylov
 from lsrdecomp.operators.single import solve_single
 from lsrdecomp.operators.threads import one_thread_for_small_factors
-from lsrdecomp.operators.triangular import triangularize
+from lsrdecomp.operators.triangular import Triangularized, triangularize
 from lsrdecomp.precision import tolerance
 
 if TYPE_CHECKING:
@@ -31,36 +31,51 @@ Method = Literal["auto", "exact", "cg", "minres", "gmres"]
 class LinearSolution:
     """x with A x ≈ b, and how near it is.
 
+    Attributes
+    ----------
+    x : Array, like b
+    relative_residual : float
+        ‖b − A x‖ / ‖b‖, measured afresh; of the worst column.
+    backward_error : float
+        ‖b − A x‖ / (‖A‖‖x‖ + ‖b‖), Frobenius: at rounding level no method can do better.
+    method : str
+        ``"factors"``, ``"diagonal"``, ``"triangular"``, ``"cg"``, ``"minres"`` or ``"gmres"``.
+    iterations : int
+        Products with A in the Krylov method; 0 for the exact ones.
+    rtol : float
+        The goal.
+
     Examples
     --------
     >>> import numpy as np
     >>> from lsrdecomp.operators import kronecker_sum
-    >>> solution = solve(kronecker_sum(np.diag([1.0, 2.0]), np.diag([3.0, 4.0])), np.array([4.0, 5.0, 5.0, 6.0]))
+    >>> matrix = kronecker_sum(np.diag([1.0, 2.0]), np.diag([3.0, 4.0]))
+    >>> solution = solve(matrix, np.array([4.0, 5.0, 5.0, 6.0]))
     >>> np.round(solution.x, 6).tolist(), solution.converged, solution.iterations
     ([1.0, 1.0, 1.0, 1.0], True, 0)
     """
 
-    x: Array  # like b
-    relative_residual: float  # ‖b − A x‖ / ‖b‖, measured afresh; of the worst column
-    backward_error: (
-        float  # ‖b − A x‖ / (‖A‖‖x‖ + ‖b‖), Frobenius: at rounding level no method can do better
-    )
-    method: str  # "factors", "diagonal", "triangular", "cg", "minres" or "gmres"
-    iterations: int  # products with A in the Krylov method; 0 for the exact ones
+    x: Array
+    relative_residual: float
+    backward_error: float
+    method: str
+    iterations: int
     rtol: float
 
     @property
     def converged(self) -> bool:
-        """Whether the residual met ``rtol``, or rounding."""
-        return self.relative_residual <= self.rtol or (
-            not self.iterations
-            and self.backward_error <= tolerance(self.x.dtype, int(self.x.shape[0]))
-        )
+        """Whether the residual met ``rtol``, or rounding where the method is exact."""
+        if self.relative_residual <= self.rtol:
+            return True
+        if self.iterations:
+            return False
+        return self.backward_error <= tolerance(self.x.dtype, int(self.x.shape[0]))
 
     def __str__(self) -> str:
         return (
-            f"{self.method}: ‖b − Ax‖ / ‖b‖ = {self.relative_residual:.3g} (asked {self.rtol:.3g}), backward error "
-            f"{self.backward_error:.3g}, {self.iterations} iterations"
+            f"{self.method}: ‖b − Ax‖ / ‖b‖ = {self.relative_residual:.3g} "
+            f"(asked {self.rtol:.3g}), backward error {self.backward_error:.3g}, "
+            f"{self.iterations} iterations"
         )
 
 
@@ -139,58 +154,77 @@ def solve(
         raise BudgetError(f"method {method!r} is none of auto, exact, cg, minres, gmres")
     if not rtol > 0.0:
         raise BudgetError(f"rtol must be positive, got {rtol}")
-    exact = method in ("auto", "exact")
-    if exact and matrix.separation_rank == 0:
+    wants_exact = method in ("auto", "exact")
+    if wants_exact and matrix.separation_rank == 0:
         raise MatrixError("the matrix is zero: no solution")
-    if exact and matrix.separation_rank == 1:
-        return _finish(matrix, b, solve_single(matrix, b), "factors", 0, rtol, throw)
-    terms, right = host(matrix), to_numpy(as_double(detached(b)))
-    solved = _by_common_bases(terms, right) if exact else None
-    if solved is None and method == "exact":
+    if wants_exact and matrix.separation_rank == 1:
+        record = _measured(matrix, b, solve_single(matrix, b), "factors", 0, rtol)
+        return _converged(record, throw)
+
+    terms = to_host(matrix)
+    right_hand = to_numpy(as_double(without_gradient(b)))
+    iterations = 0
+    solved = _by_common_bases(terms, right_hand) if wants_exact else None
+    if solved is not None:
+        x, name = solved
+    elif method == "exact":
         raise MatrixError(
-            f"{matrix.separation_rank} terms of {matrix.kronecker_shape} are not triangular in common bases: no "
-            'exact method; method="auto" iterates'
+            f"{matrix.separation_rank} terms of {matrix.kronecker_shape} are not triangular in "
+            'common bases: no exact method; method="auto" iterates'
         )
-    if solved is None:
-        solved = krylov(terms, right, rtol, method, preconditioner, max_iterations, on_iteration)
-    x, used, steps = solved
-    return _finish(matrix, b, like(x, wide(b, matrix)), used, steps, rtol, throw)
+    else:
+        krylov_method = KrylovMethod(method, rtol, preconditioner, max_iterations, on_iteration)
+        x, name, iterations = krylov(terms, right_hand, krylov_method)
+    record = _measured(matrix, b, like(x, as_solution(b, matrix)), name, iterations, rtol)
+    return _converged(record, throw)
 
 
-def _by_common_bases(matrix: SeparatedMatrix, b: np.ndarray) -> tuple[np.ndarray, str, int] | None:
-    """(x, method, 0), or None where the factors have no common bases; NumPy arrays in double precision."""
-    for build, name in ((diagonalize, "diagonal"), (triangularize, "triangular")):
-        form: Any = build(matrix)
-        if form is None:
-            continue
-        x = form.solve(b)
-        x = x + form.solve(b - matrix @ x)  # one step of refinement
-        return x if is_complex(matrix.factors[0]) or np.iscomplexobj(b) else x.real, name, 0
-    return None
+def _by_common_bases(matrix: SeparatedMatrix, b: np.ndarray) -> tuple[np.ndarray, str] | None:
+    """Return (x, method) of NumPy arrays in double precision; None without common bases."""
+    form: Diagonalized | Triangularized | None = diagonalize(matrix)
+    name = "diagonal"
+    if form is None:
+        form = triangularize(matrix)
+        name = "triangular"
+    if form is None:
+        return None
+    x = form.solve(b)
+    x = x + form.solve(b - matrix @ x)  # one step of refinement
+    is_real = not is_complex(matrix.factors[0]) and not np.iscomplexobj(b)
+    return (x.real if is_real else x), name
 
 
-def _finish(
-    matrix: SeparatedMatrix,
-    b: Array,
-    x: Array,
-    method: str,
-    iterations: int,
-    rtol: float,
-    throw: bool,
+def _measured(
+    matrix: SeparatedMatrix, b: Array, x: Array, method: str, iterations: int, rtol: float
 ) -> LinearSolution:
-    right, solution, rest = (to_numpy(q).reshape(q.shape[0], -1) for q in (b, x, b - matrix @ x))
-    sizes = [np.linalg.norm(q.astype(complex), axis=0) for q in (rest, right)]
-    relative = float(np.max(sizes[0] / np.where(sizes[1] > 0, sizes[1], 1.0), initial=0.0))
+    """Return the record of a solution, its residual formed afresh."""
+    n = b.shape[0]
+    residual = to_numpy(b - matrix @ x).reshape(n, -1)
+    right_hand = to_numpy(b).reshape(n, -1)
+    solution = to_numpy(x).reshape(n, -1)
+
+    residual_norms = np.linalg.norm(residual.astype(complex), axis=0)
+    column_norms = np.linalg.norm(right_hand.astype(complex), axis=0)
+    scale = np.where(column_norms > 0, column_norms, 1.0)
+    relative = float(np.max(residual_norms / scale, initial=0.0))
     if not math.isfinite(relative):
         relative = math.inf
-    total = matrix.to_numpy().norm * norm(solution) + norm(right)
-    record = LinearSolution(
-        x, relative, norm(rest) / total if total else 0.0, method, iterations, rtol
+
+    size = matrix.to_numpy().norm * norm(solution) + norm(right_hand)
+    backward_error = norm(residual) / size if size else 0.0
+    return LinearSolution(x, relative, backward_error, method, iterations, rtol)
+
+
+def _converged(record: LinearSolution, throw: bool) -> LinearSolution:
+    """Return the record; warn, or raise with ``throw``, where it missed its goal."""
+    if record.converged:
+        return record
+    message = (
+        f"{record}; allow more iterations, pass a better preconditioner (approximate_inverse) "
+        "or loosen rtol"
     )
-    if not record.converged:
-        text = f"{record}; allow more iterations, pass a better preconditioner (approximate_inverse) or loosen rtol"
-        if throw:
-            raise ConvergenceError(text, record)
-        # Tell the caller of `solve`, which is wrapped once
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+    if throw:
+        raise ConvergenceError(message, record)
+    # Tell the caller of `solve`, which is wrapped once.
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
     return record

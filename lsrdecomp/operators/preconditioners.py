@@ -1,4 +1,4 @@
-"""The nearest single Kronecker product: of a matrix, or of a sum over samples that is never formed; positive if it is.
+"""The single Kronecker product nearest to a matrix; positive if the matrix is.
 
 For a positive semidefinite A the nearest B ⊗ C has positive semidefinite factors (theorem 5.8): a
 contraction of A with such a factor is one again, so the iterations here never leave them; rounding
@@ -28,7 +28,7 @@ from lsrdecomp.decompose import decompose
 from lsrdecomp.errors import MatrixError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.operators.host import host
+from lsrdecomp.operators.host import to_host
 from lsrdecomp.operators.threads import one_thread_for_small_factors
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.targets.convert import as_target
@@ -36,18 +36,14 @@ from lsrdecomp.targets.convert import as_target
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ROUNDS = 500
-"""Most rounds of an alternating iteration for one term."""
-
-GAP = 1e-13
-"""Change of the factors, of norm one, at which such an iteration on a matrix ends."""
-
 
 @one_thread_for_small_factors
 def nearest_kronecker(
     matrix: Any, shape: KroneckerShape | Sequence[Sequence[int]] | str
 ) -> SeparatedMatrix:
-    """The one Kronecker product nearest to a matrix in the Frobenius norm; `inv` of it is a preconditioner.
+    """Return the one Kronecker product nearest to a matrix in the Frobenius norm.
+
+    `inv` of it is a preconditioner.
 
     Parameters
     ----------
@@ -81,112 +77,153 @@ def nearest_kronecker(
         nearest = matrix.canonical().truncate(1) if matrix.order == 2 else _nearest_term(matrix)
     elif shape.order == 2:
         target = as_target(matrix)
-        nearest = _polished(
-            target.rearranged(shape), decompose(target, shape, rank=1).approximation, shape
-        )
+        found = decompose(target, shape, rank=1).approximation
+        nearest = _polished(target.rearranged(shape), found, shape)
     else:
         nearest = decompose(matrix, shape, rank=1).approximation
     if nearest.separation_rank == 0:
         raise MatrixError("the matrix is zero: no Kronecker product is nearest")
-    return positive(nearest)
+    return with_positive_factors(nearest)
 
 
 def _nearest_term(matrix: SeparatedMatrix) -> SeparatedMatrix:
-    """The nearer of two ends: from identities, which suit positive definite sums, and from what ALS finds."""
-    starts = [[np.eye(m, n) / min(m, n) ** 0.5 for m, n in matrix.kronecker_shape.factors]]
-    by_als = decompose(host(matrix), matrix.kronecker_shape, rank=1).approximation
+    """Return a term near a sum of any number of factors: the nearer of two ends of an iteration.
+
+    It starts from identities, which suit positive definite sums, and from what ALS finds.
+    """
+    identities = [np.eye(m, n) / min(m, n) ** 0.5 for m, n in matrix.kronecker_shape.factors]
+    starts = [identities]
+    by_als = decompose(to_host(matrix), matrix.kronecker_shape, rank=1).approximation
     if by_als.separation_rank:
         starts.append([stack[0] for stack in by_als.factors])
+    ends = [_alternate(matrix, start) for start in starts]
     # Of projections of one matrix the longer is the nearer.
-    return max(
-        (_power(matrix, start) for start in starts), key=lambda nearest: norm(nearest.weights)
-    )
+    return max(ends, key=lambda nearest: norm(nearest.weights))
 
 
-def _power(matrix: SeparatedMatrix, start: Sequence[np.ndarray]) -> SeparatedMatrix:
-    """One term near a sum of any number of factors: each factor in turn, from factors of norm one, until they rest."""
-    factors = [to_numpy(as_double(f)) for f in matrix.factors]
+def _alternate(
+    matrix: SeparatedMatrix,
+    start: Sequence[np.ndarray],
+    max_rounds: int = 500,
+    min_change: float = 1e-13,
+) -> SeparatedMatrix:
+    """Return one term near a sum, improving each factor in turn.
+
+    Parameters
+    ----------
+    matrix : SeparatedMatrix
+    start : sequence of arrays
+        A factor of norm one for each place.
+    max_rounds : int
+        By hand.
+    min_change : float
+        Change of the factors, of norm one, at which it ends: some 500 unit roundoffs.
+    """
+    stacks = [to_numpy(as_double(f)) for f in matrix.factors]
     weights = to_numpy(as_double(matrix.weights))
-    now = [first.astype(stack.dtype) for first, stack in zip(start, factors, strict=True)]
-    for _ in range(ROUNDS):
-        # Each factor in turn: the sum contracted with all others, which is the best one beside
-        # them.
-        change = 0.0
-        for i, stack in enumerate(factors):
-            shares = weights.astype(stack.dtype)
-            for j, other in enumerate(factors):
+    factors = [first.astype(stack.dtype) for first, stack in zip(start, stacks, strict=True)]
+    for _ in range(max_rounds):
+        largest_change = 0.0
+        for i, stack in enumerate(stacks):
+            # The sum contracted with all other factors, which is the best one beside them.
+            coefficients = weights.astype(stack.dtype)
+            for j, other in enumerate(stacks):
                 if j != i:
-                    shares = shares * np.einsum("mn,kmn->k", now[j].conj(), other)
-            image = np.tensordot(shares, stack, axes=1)
+                    products = np.einsum("mn,kmn->k", factors[j].conj(), other)
+                    coefficients = coefficients * products
+            image = np.tensordot(coefficients, stack, axes=1)
             size = float(np.linalg.norm(image))
             if size == 0.0:  # orthogonal to this start: the heaviest term is one to go on from
-                return SeparatedMatrix(
-                    matrix.weights[:1], tuple(f[:1, :, :] for f in matrix.factors)
-                )
-            change = max(change, float(np.linalg.norm(image / size - now[i])))
-            now[i] = image / size
-        if change <= GAP:
+                heaviest = tuple(f[:1, :, :] for f in matrix.factors)
+                return SeparatedMatrix(matrix.weights[:1], heaviest)
+            change = float(np.linalg.norm(image / size - factors[i]))
+            largest_change = max(largest_change, change)
+            factors[i] = image / size
+        if largest_change <= min_change:
             break
     xp = namespace(*matrix.factors)
-    where = device(matrix.factors[0])
-    made = [xp.asarray(f[None], dtype=matrix.dtype, device=where) for f in now]
-    return SeparatedMatrix.from_factors(
-        made, xp.asarray([size], dtype=matrix.weights.dtype, device=where)
-    )
+    place = device(matrix.factors[0])
+    result = [xp.asarray(f[None], dtype=matrix.dtype, device=place) for f in factors]
+    weight = xp.asarray([size], dtype=matrix.weights.dtype, device=place)
+    return SeparatedMatrix.from_factors(result, weight)
 
 
-def _polished(rearranged: Any, nearest: SeparatedMatrix, shape: KroneckerShape) -> SeparatedMatrix:
-    """Alternate R(A) and its adjoint from what a solver found, which was judged by its error and not by its factors."""
+def _polished(
+    rearranged: Any,
+    nearest: SeparatedMatrix,
+    shape: KroneckerShape,
+    max_rounds: int = 20,
+    min_change: float = 1e-13,
+) -> SeparatedMatrix:
+    """Return a term improved by products with R(A) and its adjoint in turn.
+
+    A solver judged it by its error; its factors are sensitive to what is left of that.
+    """
     if nearest.separation_rank == 0:
         return nearest
     xp = namespace(*nearest.factors)
     column = as_double(xp.reshape(nearest.factors[1], (-1, 1)))
     column = xp.astype(column, xp.result_type(column.dtype, rearranged.prototype.dtype))
     column = conjugate(column)
-    for _ in range(20):
+    for _ in range(max_rounds):
         left = rearranged.matmat(column)
         left = left / norm(left)
         image = rearranged.rmatmat(left)
         size = norm(image)
-        gap = norm(image / size - column)
+        change = norm(image / size - column)
         column = image / size
-        if gap <= GAP:
+        if change <= min_change:
             break
     (m, n), (p, q) = shape.factors
-    made = [xp.reshape(left, (1, m, n)), xp.reshape(conjugate(column), (1, p, q))]
-    return SeparatedMatrix.from_factors(
-        made, xp.asarray([size], dtype=xp.float64, device=device(made[0]))
-    )
+    first = xp.reshape(left, (1, m, n))
+    second = xp.reshape(conjugate(column), (1, p, q))
+    weight = xp.asarray([size], dtype=xp.float64, device=device(first))
+    return SeparatedMatrix.from_factors([first, second], weight)
 
 
-def positive(term: SeparatedMatrix) -> SeparatedMatrix:
-    """The same term with Hermitian positive factors, where only signs and rounding stand in the way; else as it is."""
-    made: list[Array] = []
-    xp, signs = namespace(*term.factors), 1.0
+def with_positive_factors(term: SeparatedMatrix) -> SeparatedMatrix:
+    """Return the same term with Hermitian positive factors.
+
+    The term itself where more than signs and rounding stand in the way.
+    """
+    factors: list[Array] = []
+    sign_of_term = 1.0
     for stack in term.factors:
-        factor = stack[0, :, :]
-        if factor.shape[0] != factor.shape[1]:
+        found = _positive_factor(stack[0, :, :])
+        if found is None:
             return term
-        skew = norm(factor - adjoint(factor))
-        mu = unit_roundoff(factor.dtype)
-        if skew > mu**0.5:
-            return term
-        # Signs may stand in any factor; they cancel, or the term is not positive.
-        factor = 0.5 * (factor + adjoint(factor))
-        sign = 1.0 if float(to_numpy(xp.linalg.trace(factor)).real) >= 0.0 else -1.0
-        values, vectors = xp.linalg.eigh(sign * factor)
-        smallest = float(to_numpy(values)[0])
-        if smallest < -(mu**0.5):
-            return term
-        # Eigenvalues that are rounding are raised to it, so that the factor has an inverse.
-        floor = 4.0 * mu * int(factor.shape[0]) * float(to_numpy(values)[-1])
-        if smallest < floor:
-            factor = sign * (
-                (vectors * xp.where(values < floor, floor * xp.ones_like(values), values))
-                @ adjoint(vectors)
-            )
-            factor = 0.5 * (factor + adjoint(factor))
-        signs, made = signs * sign, [*made, (sign * factor)[None, :, :]]
-    if signs < 0:
+        factor, sign = found
+        factors.append(factor[None, :, :])
+        sign_of_term *= sign
+    # Signs may stand in any factor; they cancel, or the term is not positive.
+    if sign_of_term < 0:
         return term
-    return SeparatedMatrix.from_factors(made, term.weights)
+    return SeparatedMatrix.from_factors(factors, term.weights)
+
+
+def _positive_factor(factor: Array) -> tuple[Array, float] | None:
+    """Return a Hermitian positive factor and the sign that was taken off it.
+
+    Eigenvalues that are rounding are raised to it, so that the factor has an inverse. None for a
+    factor, of norm one, that is farther from positive than half of its digits.
+    """
+    if factor.shape[0] != factor.shape[1]:
+        return None
+    xp = namespace(factor)
+    roundoff = unit_roundoff(factor.dtype)
+    skew = norm(factor - adjoint(factor))
+    if skew > roundoff**0.5:
+        return None
+    factor = 0.5 * (factor + adjoint(factor))
+    sign = 1.0 if float(to_numpy(xp.linalg.trace(factor)).real) >= 0.0 else -1.0
+    values, vectors = xp.linalg.eigh(sign * factor)
+    smallest = float(to_numpy(values)[0])
+    largest = float(to_numpy(values)[-1])
+    if smallest < -(roundoff**0.5):
+        return None
+    floor = 4.0 * roundoff * int(factor.shape[0]) * largest
+    if smallest < floor:
+        raised = xp.where(values < floor, floor * xp.ones_like(values), values)
+        factor = sign * ((vectors * raised) @ adjoint(vectors))
+        factor = 0.5 * (factor + adjoint(factor))
+    return sign * factor, sign

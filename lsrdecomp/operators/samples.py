@@ -1,4 +1,4 @@
-"""The nearest Kronecker product of a sum over samples that is never formed: K-FAC from inputs and gradients."""
+"""The Kronecker product nearest to a sum over samples, never formed: K-FAC from samples."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ from lsrdecomp.arrays import (
 )
 from lsrdecomp.errors import ConvergenceError, MatrixError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.operators.preconditioners import ROUNDS, positive
+from lsrdecomp.operators.preconditioners import with_positive_factors
 
 
 def nearest_kronecker_of_samples(
-    a: Array, g: Array, *, weights: Array | None = None, rtol: float = 1e-8
+    a: Array,
+    g: Array,
+    *,
+    weights: Array | None = None,
+    rtol: float = 1e-8,
+    max_rounds: int = 500,
 ) -> SeparatedMatrix:
-    """The nearest A ⊗ G to Σ_j w_j (a_j a_jᴴ) ⊗ (g_j g_jᴴ), which is never formed: K-FAC from inputs and gradients.
+    """Return the nearest A ⊗ G to Σ_j w_j (a_j a_jᴴ) ⊗ (g_j g_jᴴ), which is never formed.
+
+    K-FAC from the inputs and the gradients of a layer.
 
     Parameters
     ----------
@@ -32,6 +39,8 @@ def nearest_kronecker_of_samples(
         Not negative; all ones if absent.
     rtol : float
         Estimated distance of the factors, of norm one, from the nearest ones.
+    max_rounds : int
+        After so many it is an error.
 
     Returns
     -------
@@ -53,60 +62,66 @@ def nearest_kronecker_of_samples(
     --------
     >>> import numpy as np
     >>> inputs, gradients = np.random.default_rng(0).standard_normal((2, 500, 3))
-    >>> nearest = nearest_kronecker_of_samples(inputs, gradients)                   # of E[a aᵀ ⊗ g gᵀ]·500, 9 × 9
+    >>> nearest = nearest_kronecker_of_samples(inputs, gradients)  # of E[a aᵀ ⊗ g gᵀ]·500, 9 × 9
     >>> nearest.shape, bool(np.linalg.eigvalsh(nearest.to_matrix())[0] > 0.0)
     ((9, 9), True)
     """
-    a, g = (as_double(as_floating(q, name)) for q, name in ((a, "a"), (g, "g")))
+    a = as_double(as_floating(a, "a"))
+    g = as_double(as_floating(g, "g"))
     if a.ndim != 2 or g.ndim != 2 or a.shape[0] != g.shape[0] or 0 in (*a.shape, *g.shape):
         raise ShapeError(
-            f"samples are the rows of two matrices of equal height, got {tuple(a.shape)} and {tuple(g.shape)}"
+            "samples are the rows of two matrices of equal height, "
+            f"got {tuple(a.shape)} and {tuple(g.shape)}"
         )
     require_finite(a, "a")
     require_finite(g, "g")
     xp = namespace(a, g)
-    counts = (
-        xp.ones(a.shape[0], dtype=xp.float64, device=device(a))
-        if weights is None
-        else as_double(weights)
-    )
-    if bool(xp.any(counts < 0)):
+    if weights is None:
+        weights = xp.ones(a.shape[0], dtype=xp.float64, device=device(a))
+    weights = as_double(weights)
+    if bool(xp.any(weights < 0)):
         raise MatrixError("weights of samples must not be negative")
-    first = _covariance(a, counts * _form(g, None))
+
+    first = _covariance(a, weights * _quadratic_forms(g, None))
     size = norm(first)
     if size == 0.0:
         raise MatrixError("all samples are zero: no Kronecker product is nearest")
-    first, change = first / size, 1.0
-    for _ in range(ROUNDS):
+    first = first / size
+    last_change = 1.0
+    for _ in range(max_rounds):
         # Each factor in turn: the sum contracted with the other one, a covariance of weighted
         # samples.
-        second = _covariance(g, counts * _form(a, first))
+        second = _covariance(g, weights * _quadratic_forms(a, first))
         second = second / norm(second)
-        image = _covariance(a, counts * _form(g, second))
+        image = _covariance(a, weights * _quadratic_forms(g, second))
         size = norm(image)
+        change = norm(image / size - first)
+        first = image / size
         # The change falls geometrically: what is still to come is told from the last two.
-        gap = norm(image / size - first)
-        ratio, change, first = gap / change, gap, image / size
-        if gap <= 1e-15 or (ratio < 1.0 and gap * ratio / (1.0 - ratio) <= rtol):
-            return positive(
-                SeparatedMatrix.from_factors(
-                    [first[None, :, :], second[None, :, :]], size * xp.ones_like(counts[:1])
-                )
-            )
+        ratio = change / last_change
+        last_change = change
+        if change <= 1e-15 or (ratio < 1.0 and change * ratio / (1.0 - ratio) <= rtol):
+            factors = [first[None, :, :], second[None, :, :]]
+            scale = size * xp.ones_like(weights[:1])
+            return with_positive_factors(SeparatedMatrix.from_factors(factors, scale))
     raise ConvergenceError(
-        f"two Kronecker products are almost equally near: after {ROUNDS} rounds the factors still change by {gap:.3g}",
+        f"two Kronecker products are almost equally near: after {max_rounds} rounds the factors "
+        f"still change by {change:.3g}",
         SeparatedMatrix.from_factors([first[None, :, :], second[None, :, :]]),
     )
 
 
-def _form(samples: Array, matrix: Array | None) -> Array:
-    """s_jᴴ X s_j of each row for a Hermitian X, the identity if absent."""
+def _quadratic_forms(samples: Array, matrix: Array | None) -> Array:
+    """Return s_jᴴ X s_j of each row for a Hermitian X, the identity if absent."""
     image = samples if matrix is None else samples @ conjugate(matrix)
     return real_part(namespace(samples).sum(conjugate(samples) * image, axis=1))
 
 
 def _covariance(samples: Array, weights: Array) -> Array:
-    """Σ_j w_j s_j s_jᴴ, as a product Sᵀ S̄ that libraries form at half the cost, and positive whatever the rounding."""
+    """Return Σ_j w_j s_j s_jᴴ, positive semidefinite whatever the rounding.
+
+    As a product Sᵀ S̄, which libraries form at half the cost.
+    """
     xp = namespace(samples)
     roots = xp.sqrt(xp.where(weights > 0, weights, xp.zeros_like(weights)))
     scaled = samples * xp.astype(roots, samples.dtype)[:, None]

@@ -1,7 +1,7 @@
-"""One Kronecker term in closed form: inverse, determinant, eigenvalues, singular values, roots, in any array library.
+"""One Kronecker term in closed form: inverse, determinant, eigenvalues, singular values, roots.
 
-Everything follows from the factors: cost Σ m_i³ where a formed matrix would cost Π m_i³. On torch
-tensors the results are differentiable in the factors.
+Everything follows from the factors, in any array library: cost Σ m_i³ where a formed matrix would
+cost Π m_i³. On torch tensors the results are differentiable in the factors.
 
 Source: C. F. Van Loan, The ubiquitous Kronecker product, J. Comput. Appl. Math. 123
 (2000). doi:10.1016/S0377-0427(00)00393-9
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lsrdecomp.arrays import Array, adjoint, as_double, namespace, to_numpy
 from lsrdecomp.errors import MatrixError, ShapeError
@@ -20,9 +20,18 @@ from lsrdecomp.operators.host import check_separated
 from lsrdecomp.operators.threads import one_thread_for_small_factors
 from lsrdecomp.precision import tolerance
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 class Eigen(NamedTuple):
     """A = V diag(λ) Vᴴ; values in the order of the Kronecker product, not sorted.
+
+    Attributes
+    ----------
+    eigenvalues : Array, shape (n,)
+    eigenvectors : SeparatedMatrix, shape (n, n)
+        One term, unitary.
 
     Examples
     --------
@@ -35,8 +44,8 @@ class Eigen(NamedTuple):
     True
     """
 
-    eigenvalues: Array  # (n,)
-    eigenvectors: SeparatedMatrix  # one term, unitary
+    eigenvalues: Array
+    eigenvectors: SeparatedMatrix
 
 
 class Svd(NamedTuple):
@@ -58,7 +67,7 @@ class Svd(NamedTuple):
 
 @one_thread_for_small_factors
 def inv(matrix: SeparatedMatrix) -> SeparatedMatrix:
-    """The inverse, (A ⊗ B)⁻¹ = A⁻¹ ⊗ B⁻¹.
+    """Return the inverse, (A ⊗ B)⁻¹ = A⁻¹ ⊗ B⁻¹.
 
     Parameters
     ----------
@@ -81,8 +90,9 @@ def inv(matrix: SeparatedMatrix) -> SeparatedMatrix:
     Examples
     --------
     >>> import numpy as np
-    >>> from lsrdecomp import decompose
-    >>> matrix = decompose(np.kron(np.diag([1.0, 2.0]), np.diag([3.0, 5.0])), "2x2, 2x2", rank=1).approximation
+    >>> from lsrdecomp import SeparatedMatrix
+    >>> A, B = np.diag([1.0, 2.0]), np.diag([3.0, 5.0])
+    >>> matrix = SeparatedMatrix.from_factors([A[None], B[None]])
     >>> np.round(np.diag(inv(matrix).to_matrix()), 3).tolist()
     [0.333, 0.2, 0.167, 0.1]
     """
@@ -90,12 +100,12 @@ def inv(matrix: SeparatedMatrix) -> SeparatedMatrix:
     for i, factor in enumerate(factors, 1):
         require_invertible(factor, f"factor {i}")
     xp = namespace(*factors)
-    return _of([xp.linalg.inv(f) for f in factors], 1.0 / matrix.weights)
+    return _term([xp.linalg.inv(f) for f in factors], 1.0 / matrix.weights)
 
 
 @one_thread_for_small_factors
 def pinv(matrix: SeparatedMatrix, *, rtol: float | None = None) -> SeparatedMatrix:
-    """The pseudo-inverse, (A ⊗ B)⁺ = A⁺ ⊗ B⁺; factors of any shape.
+    """Return the pseudo-inverse, (A ⊗ B)⁺ = A⁺ ⊗ B⁺; factors of any shape.
 
     Parameters
     ----------
@@ -124,31 +134,33 @@ def pinv(matrix: SeparatedMatrix, *, rtol: float | None = None) -> SeparatedMatr
     """
     factors = one_term(matrix, "a pseudo-inverse")
     xp = namespace(*factors)
-    allowed = [tolerance(f.dtype, max(f.shape)) / 4.0 if rtol is None else rtol for f in factors]
-    return _of(
-        [xp.linalg.pinv(f, rtol=r) for f, r in zip(factors, allowed, strict=True)],
-        1.0 / matrix.weights,
-    )
+    inverses = []
+    for factor in factors:
+        cutoff = tolerance(factor.dtype, max(factor.shape)) / 4.0 if rtol is None else rtol
+        inverses.append(xp.linalg.pinv(factor, rtol=cutoff))
+    return _term(inverses, 1.0 / matrix.weights)
 
 
 def slogdet_of_term(matrix: SeparatedMatrix) -> tuple[Any, Any]:
-    """(sign, log|det|) of one term; see `lsrdecomp.operators.slogdet`."""
+    """Return (sign, log|det|) of one term; see `lsrdecomp.operators.slogdet`."""
     if check_separated(matrix).separation_rank == 0 and matrix.shape[0] == matrix.shape[1]:
         return 0.0, -math.inf
     factors = square_factors(matrix, "a determinant")
     size = matrix.shape[0]
     xp = namespace(*factors)
-    sign, total = 1.0, size * xp.log(as_double(matrix.weights)[0])
+    sign = 1.0
+    log_det = size * xp.log(as_double(matrix.weights)[0])
     for factor in factors:
-        phase, log = xp.linalg.slogdet(as_double(factor))
-        times = size // factor.shape[0]
-        sign, total = sign * phase**times, total + times * log
-    return sign, total
+        factor_sign, factor_log = xp.linalg.slogdet(as_double(factor))
+        power = size // factor.shape[0]
+        sign = sign * factor_sign**power
+        log_det = log_det + power * factor_log
+    return sign, log_det
 
 
 @one_thread_for_small_factors
 def det(matrix: SeparatedMatrix) -> Any:
-    """The determinant of one term; it over- and underflows early, `slogdet` does not.
+    """Return the determinant of one term; it over- and underflows early, `slogdet` does not.
 
     Parameters
     ----------
@@ -167,20 +179,21 @@ def det(matrix: SeparatedMatrix) -> Any:
     Examples
     --------
     >>> import numpy as np
-    >>> from lsrdecomp import decompose
-    >>> matrix = decompose(np.kron(np.diag([1.0, 2.0]), np.diag([3.0, 5.0])), "2x2, 2x2", rank=1).approximation
+    >>> from lsrdecomp import SeparatedMatrix
+    >>> A, B = np.diag([1.0, 2.0]), np.diag([3.0, 5.0])
+    >>> matrix = SeparatedMatrix.from_factors([A[None], B[None]])
     >>> round(float(det(matrix)), 6)
     900.0
     """
-    sign, log = slogdet_of_term(matrix)
-    if isinstance(log, float) and log == -math.inf:
+    sign, log_det = slogdet_of_term(matrix)
+    if isinstance(log_det, float) and log_det == -math.inf:
         return 0.0
-    return sign * namespace(matrix.weights).exp(log)
+    return sign * namespace(matrix.weights).exp(log_det)
 
 
 @one_thread_for_small_factors
 def eigh(matrix: SeparatedMatrix) -> Eigen:
-    """Eigenvalues and orthonormal eigenvectors of one Hermitian term: products of those of the factors.
+    """Return eigenvalues and orthonormal eigenvectors of one Hermitian term, from the factors'.
 
     Parameters
     ----------
@@ -209,13 +222,18 @@ def eigh(matrix: SeparatedMatrix) -> Eigen:
     factors = square_factors(matrix, "an eigendecomposition")
     for i, factor in enumerate(factors, 1):
         require_hermitian(factor, f"factor {i}")
-    pairs = [namespace(f).linalg.eigh(f) for f in factors]
-    return Eigen(matrix.weights[0] * outer([q[0] for q in pairs]), _of([q[1] for q in pairs]))
+    values = []
+    vectors = []
+    for factor in factors:
+        factor_values, factor_vectors = namespace(factor).linalg.eigh(factor)
+        values.append(factor_values)
+        vectors.append(factor_vectors)
+    return Eigen(matrix.weights[0] * outer(values), _term(vectors))
 
 
 @one_thread_for_small_factors
 def svd(matrix: SeparatedMatrix) -> Svd:
-    """The thin singular value decomposition of one term: products of those of the factors, of any shape.
+    """Return the thin singular value decomposition of one term, with factors of any shape.
 
     Parameters
     ----------
@@ -236,19 +254,26 @@ def svd(matrix: SeparatedMatrix) -> Svd:
     --------
     >>> import numpy as np
     >>> from lsrdecomp import SeparatedMatrix
-    >>> matrix = SeparatedMatrix.from_factors([np.diag([2.0, 1.0])[None], np.diag([5.0, -3.0])[None]])
+    >>> A, B = np.diag([2.0, 1.0]), np.diag([5.0, -3.0])
+    >>> matrix = SeparatedMatrix.from_factors([A[None], B[None]])
     >>> np.round(svd(matrix).S, 6).tolist()
     [10.0, 6.0, 5.0, 3.0]
     """
     factors = one_term(matrix, "a singular value decomposition")
-    parts = [namespace(f).linalg.svd(f, full_matrices=False) for f in factors]
-    values = matrix.weights[0] * outer([q[1] for q in parts])
-    return Svd(_of([q[0] for q in parts]), values, _of([q[2] for q in parts]))
+    left, values, right = [], [], []
+    for factor in factors:
+        u, sigma, vh = namespace(factor).linalg.svd(factor, full_matrices=False)
+        left.append(u)
+        values.append(sigma)
+        right.append(vh)
+    return Svd(_term(left), matrix.weights[0] * outer(values), _term(right))
 
 
 @one_thread_for_small_factors
 def cholesky(matrix: SeparatedMatrix) -> SeparatedMatrix:
-    """L lower triangular with L Lᴴ = A, for one positive definite term: ⊗ of the Cholesky factors.
+    """Return lower triangular L with L Lᴴ = A, for one positive definite term.
+
+    The Kronecker product of the Cholesky factors.
 
     Parameters
     ----------
@@ -268,19 +293,22 @@ def cholesky(matrix: SeparatedMatrix) -> SeparatedMatrix:
     Examples
     --------
     >>> import numpy as np
-    >>> from lsrdecomp import decompose
-    >>> matrix = decompose(np.kron(np.diag([1.0, 2.0]), np.diag([3.0, 5.0])), "2x2, 2x2", rank=1).approximation
+    >>> from lsrdecomp import SeparatedMatrix
+    >>> A, B = np.diag([1.0, 2.0]), np.diag([3.0, 5.0])
+    >>> matrix = SeparatedMatrix.from_factors([A[None], B[None]])
     >>> lower = cholesky(matrix).to_matrix()
     >>> bool(np.allclose(lower @ lower.T, matrix.to_matrix()))
     True
     """
     factors = positive_factors(matrix, "a Cholesky factor", strictly=True)
-    return _of([namespace(f).linalg.cholesky(f) for f in factors], matrix.weights**0.5)
+    return _term([namespace(f).linalg.cholesky(f) for f in factors], matrix.weights**0.5)
 
 
 @one_thread_for_small_factors
 def sqrtm(matrix: SeparatedMatrix) -> SeparatedMatrix:
-    """The positive semidefinite square root of one positive semidefinite term: ⊗ of those of the factors.
+    """Return the positive semidefinite square root of one positive semidefinite term.
+
+    The Kronecker product of those of the factors.
 
     Parameters
     ----------
@@ -311,78 +339,86 @@ def sqrtm(matrix: SeparatedMatrix) -> SeparatedMatrix:
     for factor in positive_factors(matrix, "a square root", strictly=False):
         xp = namespace(factor)
         values, vectors = xp.linalg.eigh(factor)
-        roots.append(
-            (vectors * xp.sqrt(xp.where(values > 0, values, xp.zeros_like(values))))
-            @ adjoint(vectors)
-        )
-    return _of(roots, matrix.weights**0.5)
+        values = xp.where(values > 0, values, xp.zeros_like(values))
+        roots.append((vectors * xp.sqrt(values)) @ adjoint(vectors))
+    return _term(roots, matrix.weights**0.5)
 
 
 def solve_single(matrix: SeparatedMatrix, b: Array) -> Array:
-    """A⁻¹ b of one term by a factorization of each factor; b of shape (n,) or (n, k)."""
+    """Return A⁻¹ b of one term by a factorization of each factor; b of shape (n,) or (n, k)."""
     factors = square_factors(matrix, "a solution")
     xp = namespace(b, *factors)
-    state = xp.reshape(
-        b / matrix.weights[0], (1, b.shape[0], -1 if b.ndim == 1 else int(b.shape[1]))
-    )
-    before = 1
+    entries = math.prod(b.shape)
+    # The state has shape (solved for, of this factor, not yet solved for and columns of b).
+    state = b / matrix.weights[0]
+    solved = 1
     for i, factor in enumerate(factors, 1):
         require_invertible(factor, f"factor {i}")
         m = int(factor.shape[0])
-        state = xp.reshape(state, (before, m, math.prod(b.shape) // (before * m)))
-        flat = xp.reshape(xp.permute_dims(state, (1, 0, 2)), (m, -1))
-        state = xp.permute_dims(
-            xp.reshape(xp.linalg.solve(factor, flat), (m, before, -1)), (1, 0, 2)
-        )
-        before *= m
+        state = xp.reshape(state, (solved, m, entries // (solved * m)))
+        columns = xp.reshape(xp.permute_dims(state, (1, 0, 2)), (m, entries // m))
+        solution = xp.reshape(xp.linalg.solve(factor, columns), (m, solved, -1))
+        state = xp.permute_dims(solution, (1, 0, 2))
+        solved *= m
     return xp.reshape(state, tuple(b.shape))
 
 
-def outer(values: list[Array]) -> Array:
-    """Products of one entry of each, the last one fast."""
-    return reduce(lambda a, b: namespace(a, b).reshape(a[:, None] * b[None, :], (-1,)), values)
+def outer(values: Sequence[Array]) -> Array:
+    """Return the products of one entry of each array, the last one fast."""
+
+    def pairs(a: Array, b: Array) -> Array:
+        return namespace(a, b).reshape(a[:, None] * b[None, :], (-1,))
+
+    return reduce(pairs, values)
 
 
 def one_term(matrix: SeparatedMatrix, what: str) -> list[Array]:
-    """The factors of the only term, each a matrix."""
+    """Return the factors of the only term, each a matrix."""
     if check_separated(matrix).separation_rank != 1:
         raise ShapeError(
-            f"{what} is a Kronecker product for one term; this matrix has {matrix.separation_rank}. "
-            "`solve`, `logdet` and `eigenvalues` take sums, `nearest_kronecker` and `approximate_inverse` approximate"
+            f"{what} is a Kronecker product for one term; this matrix has "
+            f"{matrix.separation_rank}. `solve`, `logdet` and `eigenvalues` take sums, "
+            "`nearest_kronecker` and `approximate_inverse` approximate"
         )
     return [factor[0, :, :] for factor in matrix.factors]
 
 
 def square_factors(matrix: SeparatedMatrix, what: str) -> list[Array]:
-    """The factors of the only term, which must be square."""
+    """Return the factors of the only term, which must be square."""
     factors = one_term(matrix, what)
     for i, factor in enumerate(factors, 1):
-        if factor.shape[0] != factor.shape[1]:
-            raise ShapeError(
-                f"factor {i} is {factor.shape[0]}×{factor.shape[1]}; {what} needs square factors"
-            )
+        rows, columns = factor.shape
+        if rows != columns:
+            raise ShapeError(f"factor {i} is {rows}×{columns}; {what} needs square factors")
     return factors
 
 
 def positive_factors(matrix: SeparatedMatrix, what: str, *, strictly: bool) -> list[Array]:
-    """The factors of a positive (semi)definite term, each made positive: signs of a term may be anywhere in it."""
+    """Return the factors of a positive (semi)definite term, each made positive.
+
+    The signs of a term may stand anywhere in it.
+    """
     factors = square_factors(matrix, what)
-    signs = 1.0
-    made: list[Array] = []
+    sign_of_term = 1.0
+    positive: list[Array] = []
     for i, factor in enumerate(factors, 1):
         require_hermitian(factor, f"factor {i}")
-        sign = 1.0 if float(to_numpy(namespace(factor).linalg.trace(factor)).real) >= 0.0 else -1.0
-        smallest = float(to_numpy(namespace(factor).linalg.eigvalsh(sign * factor))[0])
-        floor = tolerance(factor.dtype, factor.shape[0])
-        if smallest < -floor or (strictly and smallest <= floor / 8.0):
+        xp = namespace(factor)
+        trace = float(to_numpy(xp.linalg.trace(factor)).real)
+        sign = 1.0 if trace >= 0.0 else -1.0
+        smallest = float(to_numpy(xp.linalg.eigvalsh(sign * factor))[0])
+        rounding = tolerance(factor.dtype, factor.shape[0])
+        if smallest < -rounding or (strictly and smallest <= rounding / 8.0):
+            needed = "positive definite" if strictly else "positive semidefinite"
             raise MatrixError(
-                f"factor {i} is not {'positive definite' if strictly else 'positive semidefinite'}: its smallest "
-                f"eigenvalue is {smallest:.3g} for a factor of norm one; {what} needs that"
+                f"factor {i} is not {needed}: its smallest eigenvalue is {smallest:.3g} "
+                f"for a factor of norm one; {what} needs that"
             )
-        signs, made = signs * sign, [*made, sign * factor]
-    if signs < 0:
+        positive.append(sign * factor)
+        sign_of_term *= sign
+    if sign_of_term < 0:
         raise MatrixError(f"the matrix is negative definite: {what} needs a positive one")
-    return made
+    return positive
 
 
 def require_hermitian(factor: Array, name: str) -> None:
@@ -393,10 +429,11 @@ def require_hermitian(factor: Array, name: str) -> None:
 
 
 def deviation(factor: Array) -> float:
-    """‖M − Mᴴ‖ / ‖M‖."""
+    """Return ‖M − Mᴴ‖ / ‖M‖."""
     values = to_numpy(factor)
     size = float((abs(values) ** 2).sum()) ** 0.5
-    return float((abs(values - values.conj().T) ** 2).sum()) ** 0.5 / size if size else 0.0
+    skew = float((abs(values - values.conj().T) ** 2).sum()) ** 0.5
+    return skew / size if size else 0.0
 
 
 def require_invertible(factor: Array, name: str) -> None:
@@ -404,11 +441,13 @@ def require_invertible(factor: Array, name: str) -> None:
     sigma = to_numpy(namespace(factor).linalg.svdvals(factor))
     rcond = float(sigma[-1] / sigma[0]) if sigma[0] > 0 else 0.0
     if rcond <= tolerance(factor.dtype, 1) / 8.0:
+        size = factor.shape[0]
         raise MatrixError(
-            f"{name} ({factor.shape[0]}×{factor.shape[0]}) is singular: σ_min / σ_max = {rcond:.3g}. "
+            f"{name} ({size}×{size}) is singular: σ_min / σ_max = {rcond:.3g}. "
             "`pinv` gives the least-squares solution"
         )
 
 
-def _of(factors: list[Array], weights: Array | None = None) -> SeparatedMatrix:
+def _term(factors: list[Array], weights: Array | None = None) -> SeparatedMatrix:
+    """Return one term of these matrices."""
     return SeparatedMatrix.from_factors([f[None, :, :] for f in factors], weights)

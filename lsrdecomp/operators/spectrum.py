@@ -1,4 +1,4 @@
-"""log-determinants and eigenvalues of sums with common bases, from the factors alone."""
+"""Log-determinants and eigenvalues of sums with common bases, from the factors alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lsrdecomp.arrays import Array, is_complex, like, namespace
 from lsrdecomp.errors import MatrixError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.operators.diagonal import diagonalize
-from lsrdecomp.operators.host import check_separated, host
+from lsrdecomp.operators.host import check_separated, to_host
 from lsrdecomp.operators.single import slogdet_of_term
 from lsrdecomp.operators.threads import one_thread_for_small_factors
 from lsrdecomp.operators.triangular import triangularize
@@ -18,9 +18,10 @@ from lsrdecomp.operators.triangular import triangularize
 
 @one_thread_for_small_factors
 def slogdet(matrix: SeparatedMatrix) -> tuple[Any, Any]:
-    """(sign, log|det A|) of any sum that `solve` solves exactly; the sign is a complex phase for complex factors.
+    """Return (sign, log|det A|) of any sum that `solve` solves exactly.
 
-    Of one term, det(A ⊗ B) = det(A)^p · det(B)^m; of the zero matrix (0, −∞).
+    The sign is a complex phase for complex factors. Of one term,
+    det(A ⊗ B) = det(A)^p · det(B)^m; of the zero matrix (0, −∞).
 
     Parameters
     ----------
@@ -41,24 +42,26 @@ def slogdet(matrix: SeparatedMatrix) -> tuple[Any, Any]:
     --------
     >>> import numpy as np
     >>> from lsrdecomp import SeparatedMatrix
-    >>> matrix = SeparatedMatrix.from_factors([np.diag([10.0] * 100)[None], np.diag([10.0] * 100)[None]])
-    >>> sign, log = slogdet(matrix)                                                 # the determinant is 10^20000
+    >>> ten_fold = 10.0 * np.eye(100)[None]
+    >>> sign, log = slogdet(SeparatedMatrix.from_factors([ten_fold, ten_fold]))  # of 10^20000
     >>> float(sign), round(float(log / np.log(10.0)), 6)
     (1.0, 20000.0)
     """
     if check_separated(matrix).separation_rank <= 1:
         return slogdet_of_term(matrix)
-    terms = host(matrix)
+    terms = to_host(matrix)
     form = diagonalize(terms) or triangularize(terms)
     if form is None:
-        raise _no_form(matrix, "log-determinant")
-    sign, log = form.slogdet()
-    return (sign if is_complex(matrix.factors[0]) else float(np.sign(np.real(sign)))), log
+        raise _no_closed_form(matrix, "log-determinant")
+    sign, log_det = form.slogdet()
+    if not is_complex(matrix.factors[0]):
+        sign = float(np.sign(np.real(sign)))
+    return sign, log_det
 
 
 @one_thread_for_small_factors
 def logdet(matrix: SeparatedMatrix) -> Any:
-    """log det A of any sum that `solve` solves exactly, where the determinant is positive.
+    """Return log det A of any sum that `solve` solves exactly, where the determinant is positive.
 
     Parameters
     ----------
@@ -80,20 +83,21 @@ def logdet(matrix: SeparatedMatrix) -> Any:
     >>> from lsrdecomp.operators import kronecker_sum
     >>> second = 2 * np.eye(3) - np.eye(3, k=1) - np.eye(3, k=-1)
     >>> laplacian = kronecker_sum(second, second)
-    >>> bool(np.isclose(logdet(laplacian), np.linalg.slogdet(laplacian.to_matrix())[1]))
+    >>> _, exact = np.linalg.slogdet(laplacian.to_matrix())
+    >>> bool(np.isclose(logdet(laplacian), exact))
     True
     """
-    sign, log = slogdet(matrix)
+    sign, log_det = slogdet(matrix)
     if not abs(complex(sign) - 1.0) <= 1e-8:
         raise MatrixError(
             f"the determinant has the sign {sign:.3g}, and no real logarithm: see slogdet"
         )
-    return log
+    return log_det
 
 
 @one_thread_for_small_factors
 def eigenvalues(matrix: SeparatedMatrix, mass: SeparatedMatrix | None = None) -> Array:
-    """All eigenvalues of a sum whose factors commute, or of the pencil A x = λ B x with ``mass`` B of one term.
+    """Return all eigenvalues of a sum whose factors commute, or of a pencil A x = λ B x.
 
     Kronecker sums of any number of factors, a covariance plus noise, finite elements with their
     mass matrix; A₁ ⊗ B₁ + A₂ ⊗ B₂ with ``mass`` A₂ ⊗ B₁. Real and ascending where the factors are
@@ -117,53 +121,54 @@ def eigenvalues(matrix: SeparatedMatrix, mass: SeparatedMatrix | None = None) ->
     Examples
     --------
     >>> import numpy as np
-    >>> from lsrdecomp import decompose
-    >>> matrix = decompose(np.kron(np.diag([1.0, 2.0]), np.diag([3.0, 5.0])), "2x2, 2x2", rank=1).approximation
+    >>> from lsrdecomp import SeparatedMatrix
+    >>> A, B = np.diag([1.0, 2.0]), np.diag([3.0, 5.0])
+    >>> matrix = SeparatedMatrix.from_factors([A[None], B[None]])
     >>> np.round(eigenvalues(matrix), 6).tolist()
     [3.0, 5.0, 6.0, 10.0]
     """
     shape = check_separated(matrix).kronecker_shape
     if mass is not None and (mass.separation_rank != 1 or mass.kronecker_shape != shape):
-        raise ShapeError(
-            f"a mass is one term of {shape}; this has {mass.separation_rank} of {mass.kronecker_shape}"
-        )
+        found = f"{mass.separation_rank} of {mass.kronecker_shape}"
+        raise ShapeError(f"a mass is one term of {shape}; this has {found}")
     if any(m != n for m, n in shape.factors):
         raise ShapeError(f"eigenvalues need square factors, these are {shape}")
-    terms = host(matrix)
-    unit = (
-        SeparatedMatrix.from_factors([np.eye(m)[None] for m in shape.rows])
-        if mass is None
-        else host(mass)
-    )
-    both = _joined(terms, unit)
-    flat = diagonalize(both, unitary=mass is None)
-    if flat is not None and np.all(flat.terms[-1] > 0):
-        return like(np.sort(flat.terms[:-1].sum(axis=0) / flat.terms[-1]), matrix.weights)
-    bent = triangularize(both)
-    if bent is None:
-        raise _no_form(matrix, "eigenvalues")
-    if np.min(np.abs(bent.terms[-1])) <= 2.0**-50 * np.max(np.abs(bent.terms[-1])):
+    terms = to_host(matrix)
+    if mass is None:
+        mass_term = SeparatedMatrix.from_factors([np.eye(m)[None] for m in shape.rows])
+    else:
+        mass_term = to_host(mass)
+    pencil = _with_last_term(terms, mass_term)
+
+    diagonal = diagonalize(pencil, unitary=mass is None)
+    if diagonal is not None and np.all(diagonal.terms[-1] > 0):
+        values = diagonal.terms[:-1].sum(axis=0) / diagonal.terms[-1]
+        return like(np.sort(values), matrix.weights)
+
+    triangular = triangularize(pencil)
+    if triangular is None:
+        raise _no_closed_form(matrix, "eigenvalues")
+    mass_values = triangular.terms[-1]
+    sizes = np.abs(mass_values)
+    if np.min(sizes) <= 2.0**-50 * np.max(sizes):
         raise MatrixError("the mass is singular: the pencil has infinite eigenvalues")
-    values = bent.terms[:-1].sum(axis=0) / bent.terms[-1]
-    return (
-        values
-        if isinstance(matrix.weights, np.ndarray)
-        else namespace(matrix.weights).asarray(values)
-    )
+    values = triangular.terms[:-1].sum(axis=0) / mass_values
+    if isinstance(matrix.weights, np.ndarray):
+        return values
+    return namespace(matrix.weights).asarray(values)
 
 
-def _joined(matrix: SeparatedMatrix, last: SeparatedMatrix) -> SeparatedMatrix:
-    """The terms of both in this order, not sorted by size."""
+def _with_last_term(matrix: SeparatedMatrix, last: SeparatedMatrix) -> SeparatedMatrix:
+    """Return the terms of both in this order, not sorted by size."""
+    weights = np.concatenate([matrix.weights, last.weights])
     pairs = zip(matrix.factors, last.factors, strict=True)
-    return SeparatedMatrix(
-        np.concatenate([matrix.weights, last.weights]),
-        tuple(np.concatenate([f, g]) for f, g in pairs),
-    )
+    return SeparatedMatrix(weights, tuple(np.concatenate([f, g]) for f, g in pairs))
 
 
-def _no_form(matrix: SeparatedMatrix, what: str) -> MatrixError:
+def _no_closed_form(matrix: SeparatedMatrix, what: str) -> MatrixError:
+    """Return the error for a sum without common bases."""
     return MatrixError(
-        f"{matrix.separation_rank} terms of {matrix.kronecker_shape} share no bases: no closed form of the {what} "
-        "(one term, Kronecker sums, commuting factors and two terms with a mass have one); NumPy takes A.to_matrix(), "
-        "SciPy's eigsh and eigs take A as it is"
+        f"{matrix.separation_rank} terms of {matrix.kronecker_shape} share no bases: no closed "
+        f"form of the {what} (one term, Kronecker sums, commuting factors and two terms with a "
+        "mass have one); NumPy takes A.to_matrix(), SciPy's eigsh and eigs take A as it is"
     )

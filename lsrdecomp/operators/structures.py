@@ -1,4 +1,4 @@
-"""Matrices people have, as sums of Kronecker products: Kronecker sums, blurs with boundaries, covariances on grids.
+"""Kronecker sums, blurs with boundaries and covariances on grids as sums of Kronecker products.
 
 A sum that comes as a sparse matrix (finite differences or elements on a tensor grid) needs none of
 these: ``decompose(sparse, shape, rtol=1e-12)`` finds its terms.
@@ -24,7 +24,7 @@ Boundary = Literal["zero", "periodic", "reflective"]
 
 
 def kronecker_sum(*parts: Any) -> SeparatedMatrix:
-    """A₁ ⊕ A₂ ⊕ … = A₁ ⊗ I ⊗ … + I ⊗ A₂ ⊗ … + …, one term for each square matrix (dense or sparse).
+    """Return A₁ ⊕ A₂ ⊕ … = A₁ ⊗ I ⊗ … + I ⊗ A₂ ⊗ … + …, one term for each square matrix.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def kronecker_sum(*parts: Any) -> SeparatedMatrix:
     Examples
     --------
     >>> second = 2 * np.eye(3) - np.eye(3, k=1) - np.eye(3, k=-1)
-    >>> kronecker_sum(second, second, second)                                   # the Laplacian of a 3 × 3 × 3 grid
+    >>> kronecker_sum(second, second, second)  # the Laplacian of a 3 × 3 × 3 grid
     SeparatedMatrix(27×27 as 3 × [3×3 ⊗ 3×3 ⊗ 3×3], 81 parameters, γ = 0.632)
     """
     for i, part in enumerate(parts, 1):
@@ -50,26 +50,29 @@ def kronecker_sum(*parts: Any) -> SeparatedMatrix:
             raise ShapeError(
                 f"part {i} of a Kronecker sum is a list of matrices; write kronecker_sum(A, B)"
             )
-    matrices = [np.asarray(part.toarray() if hasattr(part, "toarray") else part) for part in parts]
-    for i, matrix in enumerate(matrices, 1):
+    matrices = []
+    for i, part in enumerate(parts, 1):
+        matrix = np.asarray(part.toarray() if hasattr(part, "toarray") else part)
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
             raise ShapeError(
                 f"part {i} of a Kronecker sum must be square, it has shape {matrix.shape}"
             )
-    kind = np.result_type(*matrices, np.float32)
-    stacks = [
-        np.stack([matrix if k == i else np.eye(len(matrix)) for k in range(len(matrices))]).astype(
-            kind
-        )
-        for i, matrix in enumerate(matrices)
-    ]
+        matrices.append(matrix)
+    dtype = np.result_type(*matrices, np.float32)
+    stacks = []
+    for i, matrix in enumerate(matrices):
+        stack = np.stack([np.eye(len(matrix), dtype=dtype)] * len(matrices))
+        stack[i] = matrix
+        stacks.append(stack)
     return SeparatedMatrix.from_factors(stacks)
 
 
 def blur(
     kernel: Any, sizes: Sequence[int], boundary: Boundary = "zero", *, rtol: float = 1e-14
 ) -> SeparatedMatrix:
-    """Convolution of an image, read row by row, with a point spread function; terms as the kernel has rank.
+    """Return the convolution of an image, read row by row, with a point spread function.
+
+    As many terms as the kernel has rank.
 
     Parameters
     ----------
@@ -96,8 +99,9 @@ def blur(
     --------
     >>> image = np.zeros((5, 5))
     >>> image[2, 2] = 9.0
-    >>> mean = blur(np.full((3, 3), 1 / 9), image.shape)                            # a kernel of rank one: one term
-    >>> mean.separation_rank, np.round(mean @ image.reshape(-1), 6).reshape(5, 5)[2].tolist()
+    >>> mean = blur(np.full((3, 3), 1 / 9), image.shape)  # a kernel of rank one: one term
+    >>> blurred = (mean @ image.reshape(-1)).reshape(5, 5)
+    >>> mean.separation_rank, np.round(blurred[2], 6).tolist()
     (1, [0.0, 1.0, 1.0, 1.0, 0.0])
 
     References
@@ -113,17 +117,20 @@ def blur(
     for side, size in zip(kernel.shape, sizes, strict=True):
         if side > size:
             raise ShapeError(f"the kernel {kernel.shape} is larger than the image {tuple(sizes)}")
+    rows, columns = sizes
     u, sigma, vh = np.linalg.svd(kernel)
     rank = max(1, int(np.sum(sigma > rtol * sigma[0])))
-    first = np.stack([_convolution(u[:, k], sizes[0], boundary) for k in range(rank)])
-    second = np.stack([_convolution(vh[k], sizes[1], boundary) for k in range(rank)])
+    first = np.stack([_convolution(u[:, k], rows, boundary) for k in range(rank)])
+    second = np.stack([_convolution(vh[k], columns, boundary) for k in range(rank)])
     return SeparatedMatrix.from_factors([first, second], sigma[:rank])
 
 
 def covariance_on_grid(
     kernel: Callable[[np.ndarray, np.ndarray], np.ndarray], axes: Sequence[Any]
 ) -> RowStream:
-    """A covariance function on the points of a tensor grid, a block of rows at a time: a target for `decompose`.
+    """Return a covariance function on a tensor grid as a target for `decompose`.
+
+    A block of rows at a time.
 
     Parameters
     ----------
@@ -149,7 +156,8 @@ def covariance_on_grid(
     >>> target.shape, decompose(target, "3x3, 4x4", rank=1).relative_error < 1e-10
     ((12, 12), True)
     """
-    grids = np.meshgrid(*(np.asarray(axis, dtype=float) for axis in axes), indexing="ij")
+    coordinates = [np.asarray(axis, dtype=float) for axis in axes]
+    grids = np.meshgrid(*coordinates, indexing="ij")
     points = np.stack([grid.reshape(-1) for grid in grids], axis=-1)
     n = math.prod(len(axis) for axis in axes)
 
@@ -161,12 +169,11 @@ def covariance_on_grid(
 
 
 def _convolution(weights: np.ndarray, size: int, boundary: Boundary) -> np.ndarray:
-    """The matrix of a convolution along one side: its images of the columns of the identity."""
+    """Return the matrix of a convolution along one side: its images of the columns of I."""
     from scipy.ndimage import convolve1d
 
     modes = {"zero": "constant", "periodic": "wrap", "reflective": "reflect"}
     if boundary not in modes:
         raise BudgetError(f"boundary {boundary!r} is none of zero, periodic, reflective")
-    return np.asarray(
-        convolve1d(np.eye(size, dtype=weights.dtype), weights, axis=0, mode=modes[boundary])
-    )
+    identity = np.eye(size, dtype=weights.dtype)
+    return np.asarray(convolve1d(identity, weights, axis=0, mode=modes[boundary]))
