@@ -23,6 +23,7 @@ NAMES: dict[str, str] = {
     "lsrdecomp.checkpoints.check_place": "lsrdecomp.checkpoints.check_output_path",
     "lsrdecomp.checkpoints.same_form": "lsrdecomp.checkpoints.file_or_directory",
     "lsrdecomp.compression.Step": "lsrdecomp.compression.ProgressUpdate",
+    "lsrdecomp.serving.Asked": "lsrdecomp.serving.ServerMeasurement",
     "lsrdecomp.training.Record": "lsrdecomp.training.FinetuneRecord",
 }
 """Old to new, both with their room: ``"lsrdecomp.room.Old": "lsrdecomp.room.New"``."""
@@ -45,6 +46,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "KroneckerLayer": {"kind": "layer_type"},
     "LoraLayer": {"kind": "layer_type"},
     "Reference": {"losses": "compare_examples"},
+    "ServerMeasurement": {"wanted_scale": "requested_scale"},
 }
 """By the name of a class: old attribute, or method, to the new one."""
 

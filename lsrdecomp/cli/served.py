@@ -99,7 +99,7 @@ def by_asking(
         raise typer.Exit(1)
 
 
-def _reply_sentences(reply: serving.Asked, url: str) -> Iterator[str]:
+def _reply_sentences(reply: serving.ServerMeasurement, url: str) -> Iterator[str]:
     """Yield whether the adapter acts, and at which scale."""
     verdict = "acts" if reply.acts else "does NOT act"
     yield (
@@ -113,7 +113,7 @@ def _reply_sentences(reply: serving.Asked, url: str) -> Iterator[str]:
     if reply.fitted_scale is not None:
         wrong = ""
         if not reply.scaled_right:
-            wrong = f", NOT the {reply.wanted_scale:g} that was asked for"
+            wrong = f", NOT the {reply.requested_scale:g} that was asked for"
         yield (
             f"PEFT is nearest at scale {reply.fitted_scale:.3g}{wrong}: {reply.fit:.3g} nats from "
             f"the server there, {reply.misfit:.3g} without the adapter."

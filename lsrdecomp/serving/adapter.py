@@ -21,7 +21,7 @@ MISSING = "the base has no module of that name"
 
 
 def read_adapter(path: str | Path) -> Checkpoint:
-    """The adapter at a path; a GGUF file of llama.cpp too. Errors are those of `open_checkpoint`."""
+    """Open the adapter at a path, a GGUF file of llama.cpp too; errors as of `open_checkpoint`."""
     path = Path(path)
     return _gguf(path) if path.suffix == ".gguf" else open_checkpoint(path)
 
@@ -29,22 +29,31 @@ def read_adapter(path: str | Path) -> Checkpoint:
 def misfit(
     layer: Layer, module: str | None, shapes: Mapping[str, tuple[int, ...] | None]
 ) -> str | None:
-    """What is wrong with the module that a layer is for: there is none, or its weight, if known, has another size."""
+    """Return what is wrong with the module that a layer is for; None if nothing is.
+
+    There is none, or its weight, where its shape is known, has another size.
+    """
     if module is None:
         return MISSING
-    m, n, weight = layer.out_features, layer.in_features, shapes[module]
+    m, n = layer.out_features, layer.in_features
+    weight = shapes[module]
     if weight is None:
         return None
     if len(weight) > 2:
         kernel = layer.kernel or (1,) * (len(weight) - 2)
         fits = weight[0] == m and weight[2:] == kernel and weight[1] * math.prod(kernel) == n
+    elif layer.layer_type in ("conv1d", "embedding"):
+        fits = weight == (n, m)
     else:
-        fits = weight == ((n, m) if layer.layer_type in ("conv1d", "embedding") else (m, n))
+        fits = weight == (m, n)
     return None if fits else f"{m} x {n}, but its weight is {weight} in the base"
 
 
 def export_command(adapter: Checkpoint, to: str, ending: str, name_of: Callable[[str], Any]) -> str:
-    """The command that writes a file which is loaded, or why there is none: a layer that it has no name for."""
+    """Return the command that writes a file which is loaded.
+
+    Where a layer has no name there, return why there is none. ``name_of`` gives the name.
+    """
     if adapter.format == GGUF:
         return "a GGUF file is for llama.cpp; export what it was made from"
     try:
@@ -53,20 +62,21 @@ def export_command(adapter: Checkpoint, to: str, ending: str, name_of: Callable[
     except UnsupportedError as error:
         return str(error)
     heads = " --without-heads" if adapter.extras and "profile" not in to else ""
-    out = adapter.path.with_name(f"{adapter.path.name.removesuffix('.safetensors')}{ending}")
+    stem = adapter.path.name.removesuffix(".safetensors")
+    out = adapter.path.with_name(f"{stem}{ending}")
     return f"`lsrdecomp export {quote(str(adapter.path))} {to}{heads} --out {quote(str(out))}`"
 
 
 def task_type(adapter: Checkpoint) -> str | None:
-    """What PEFT would open the base as."""
+    """Return the task that PEFT would open the base for."""
     task = adapter.config.get("task_type")
     return task if isinstance(task, str) else None
 
 
 def _gguf(path: Path) -> Checkpoint:
-    """Pairs of ``.lora_a`` (r, n) and ``.lora_b`` (m, r); llama.cpp scales by alpha / r, by 1 where alpha is 0.
+    """Open a GGUF file of pairs ``.lora_a`` (r, n) and ``.lora_b`` (m, r).
 
-    The config is the fields of the file.
+    llama.cpp scales by alpha / r, and by 1 where alpha is 0. The config is the file's fields.
     """
     gguf = import_gguf()
     if not path.is_file():
@@ -75,36 +85,42 @@ def _gguf(path: Path) -> Checkpoint:
         reader = gguf.GGUFReader(path)
         names = ("general.type", "general.architecture", "adapter.type", "adapter.lora.alpha")
         fields = {name: reader.fields[name].contents() for name in names if name in reader.fields}
-        tensors = {
-            stored.name: StoredTensor(
-                stored.name,
-                tuple(int(side) for side in stored.shape[::-1]),
-                "float32",
-                path,
-                partial(gguf.dequantize, stored.data, stored.tensor_type),
-            )
-            for stored in reader.tensors
-        }
+        tensors = {}
+        for stored in reader.tensors:
+            shape = tuple(int(side) for side in stored.shape[::-1])
+            read = partial(gguf.dequantize, stored.data, stored.tensor_type)
+            tensors[stored.name] = StoredTensor(stored.name, shape, "float32", path, read)
     except (OSError, KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
         raise CheckpointError(f"is no GGUF file: {str(error)[:200]}", path=path) from None
-    alpha, layers, others = float(fields.get("adapter.lora.alpha", 0.0)), [], {}
-    for name, down in tensors.items():
+    alpha = float(fields.get("adapter.lora.alpha", 0.0))
+    layers = []
+    others = {}
+    for name, tensor in tensors.items():
         module, _, half = name.rpartition(".")
-        up = tensors.get(f"{module}.lora_b")
-        table = module == "token_embd.weight"  # of an embedding the first half is stored transposed
-        fits = (
-            up is not None
-            and len(down.shape) == len(up.shape) == 2
-            and up.shape[1] == down.shape[int(table)]
-        )
-        if half == "lora_a" and up is not None and fits:
-            (m, rank), n = up.shape, down.shape[int(not table)]
-            kind, scale = "embedding" if table else "linear", alpha / rank if alpha else 1.0
-            layers.append(
-                LoraLayer(
-                    module.removesuffix(".weight"), kind, m, n, rank, scale, down.dtype, up, down
-                )
-            )
-        elif not (half == "lora_b" and f"{module}.lora_a" in tensors):
-            others[name] = down
+        if half == "lora_b" and f"{module}.lora_a" in tensors:
+            continue  # it goes with that half
+        up = tensors.get(f"{module}.lora_b") if half == "lora_a" else None
+        layer = None if up is None else _gguf_layer(module, up, tensor, alpha)
+        if layer is None:
+            others[name] = tensor
+        else:
+            layers.append(layer)
     return Checkpoint(path, GGUF, fields, tuple(layers), others, path)
+
+
+def _gguf_layer(
+    module: str, up: StoredTensor, down: StoredTensor, alpha: float
+) -> LoraLayer | None:
+    """Return the layer of two halves; None where they do not fit each other."""
+    if len(down.shape) != 2 or len(up.shape) != 2:
+        return None
+    m, rank = up.shape
+    is_table = module == "token_embd.weight"
+    # Of an embedding the first half is stored transposed
+    n, down_rank = down.shape if is_table else down.shape[::-1]
+    if down_rank != rank:
+        return None
+    name = module.removesuffix(".weight")
+    layer_type = "embedding" if is_table else "linear"
+    scale = alpha / rank if alpha else 1.0
+    return LoraLayer(name, layer_type, m, n, rank, scale, down.dtype, up, down)

@@ -1,7 +1,7 @@
-"""An adapter by the rules of a server, without running it: which of its layers would act, and why the others would not.
+"""An adapter by the rules of a server, without running it.
 
-Each rule says what was read to write it. Servers change: a check that passes is a reason to try,
-not a proof.
+They tell which of its layers would act, and why the others would not. Each rule says what was read
+to write it. Servers change: a check that passes is a reason to try, not a proof.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ and the rule."""
 
 
 def check_served(adapter: str | Path, server: str, base: str | Path) -> ServingCheck:
-    """Which layers of an adapter a server would apply to a base.
+    """Return which layers of an adapter a server would apply to a base.
 
     Parameters
     ----------
@@ -73,9 +73,12 @@ def check_served(adapter: str | Path, server: str, base: str | Path) -> ServingC
     checkpoint = read_adapter(adapter)
     if checkpoint.config.get("target_parameters"):
         # What vLLM makes of them depends on the class of the model and on how it was started.
-        text = f"its experts are stored stacked (target_parameters), and what {server} makes of those is not known here"
-        way_out = "it may answer as the base alone, without a word: run it and ask by --server (ask_server)"
-        raise UnsupportedError(f"{text}; {way_out}", path=checkpoint.path)
+        raise UnsupportedError(
+            f"its experts are stored stacked (target_parameters), and what {server} makes of those "
+            "is not known here; it may answer as the base alone, without a word: "
+            "run it and ask by --server (ask_server)",
+            path=checkpoint.path,
+        )
     modules = read_modules(base, task_type=task_type(checkpoint))
     source, rule = SERVERS[server]
     check = ServingCheck(server, source, checkpoint.path, modules.path)

@@ -1,4 +1,7 @@
-"""Asking a running server over HTTP for the log-probabilities of the next token, with and without an adapter."""
+"""Clients that ask a running server for log-probabilities of the next token.
+
+Each request is with the adapter or without it.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,15 @@ from lsrdecomp.errors import LsrError
 Prompt = str | Sequence[int]
 Token = int | str
 """A number where the server gives it, else the token's text."""
-TOP = 20
-FEW = 5
-"""Most log-probabilities that some OpenAI servers give."""
-PATIENCE = 300.0
+MAX_LOGPROBS = 20
+"""Tokens whose log-probabilities are asked for, the likeliest ones; by hand."""
+FEWEST_LOGPROBS = 5
+"""The most that some OpenAI servers give."""
 
 
-def connect(url: str, adapter: str | None, file: Path) -> LlamaCpp | OpenAi:
+def connect(
+    url: str, adapter: str | None, file: Path, *, timeout: float = 300.0
+) -> LlamaCpp | OpenAi:
     """Find out which server answers, and which of its adapters is meant.
 
     Parameters
@@ -33,6 +38,8 @@ def connect(url: str, adapter: str | None, file: Path) -> LlamaCpp | OpenAi:
         name.
     file : Path
         The adapter as it lies here.
+    timeout : float
+        Seconds to wait for each reply: by hand, for a large model on a CPU.
 
     Raises
     ------
@@ -45,12 +52,13 @@ def connect(url: str, adapter: str | None, file: Path) -> LlamaCpp | OpenAi:
             f"{ascii(url)[:100]} is no address of a server, such as http://127.0.0.1:8080"
         )
     try:
-        listed = _request(f"{root}/lora-adapters")
-    except _NoPlaceError:
-        listed = None
-    if isinstance(listed, list):
-        return _llama_cpp(root, listed, adapter, file)
-    return _openai(root, _request(f"{root}/v1/models"), adapter, file)
+        adapters = _request(f"{root}/lora-adapters", timeout)
+    except _NotFoundError:
+        adapters = None
+    if isinstance(adapters, list):
+        return _llama_cpp(root, adapters, adapter, file, timeout)
+    models = _request(f"{root}/v1/models", timeout)
+    return _openai(root, models, adapter, file, timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,31 +73,27 @@ class LlamaCpp:
     number: int
     adapter: str
     scale: float | None
+    timeout: float
     server: str = "llama.cpp"
 
     def ask(self, prompt: Prompt, *, adapted: bool) -> Mapping[Token, float]:
-        """Log-probabilities of the likeliest next tokens."""
-        # An adapter that is off in the server is asked for at full scale, for it is the adapter
-        # that is looked at.
-        chosen = (self.scale or 1.0) if adapted else 0.0
-        lora = [
-            {"id": number, "scale": chosen if number == self.number else 0.0}
-            for number in self.numbers
-        ]
+        """Return log-probabilities of the likeliest next tokens."""
+        scales = dict.fromkeys(self.numbers, 0.0)
+        if adapted:
+            # One that is off in the server is asked for at full scale
+            scales[self.number] = self.scale or 1.0
         fields = {
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "n_predict": 1,
             "temperature": 0,
+            "n_probs": MAX_LOGPROBS,
+            "cache_prompt": False,
+            "lora": [{"id": number, "scale": scale} for number, scale in scales.items()],
         }
-        reply = _request(
-            f"{self.root}/completion",
-            fields | {"n_probs": TOP, "cache_prompt": False, "lora": lora},
-        )
+        reply = _request(f"{self.root}/completion", self.timeout, fields)
         try:
-            return {
-                token["id"]: float(token["logprob"])
-                for token in reply["completion_probabilities"][0]["top_logprobs"]
-            }
+            tokens = reply["completion_probabilities"][0]["top_logprobs"]
+            return {token["id"]: float(token["logprob"]) for token in tokens}
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise LsrError(f"{self.root}/completion: no log-probabilities in its answer") from error
 
@@ -101,31 +105,20 @@ class OpenAi:
     root: str
     base: str
     adapter: str
+    timeout: float
     scale: float | None = None
     server: str = "OpenAI-compatible"
 
     def ask(self, prompt: Prompt, *, adapted: bool) -> Mapping[Token, float]:
-        """As `LlamaCpp.ask`."""
+        """Return log-probabilities of the likeliest next tokens."""
         fields = {
             "model": self.adapter if adapted else self.base,
             "max_tokens": 1,
             "temperature": 0,
             "seed": 0,
+            "prompt": prompt if isinstance(prompt, str) else list(prompt),
         }
-        fields |= {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
-        # vLLM gives token numbers on request; servers that know less refuse the word or the count.
-        attempts = (
-            {"logprobs": TOP, "return_tokens_as_token_ids": True},
-            {"logprobs": TOP},
-            {"logprobs": FEW},
-        )
-        for attempt in attempts:
-            try:
-                reply = _request(f"{self.root}/v1/completions", fields | attempt)
-                break
-            except _RefusedError as error:
-                if attempt is attempts[-1]:
-                    raise LsrError(str(error)) from None
+        reply = self._complete(fields)
         try:
             likeliest = reply["choices"][0]["logprobs"]["top_logprobs"][0]
             return {_token(key): float(value) for key, value in likeliest.items()}
@@ -134,63 +127,77 @@ class OpenAi:
                 f"{self.root}/v1/completions: no log-probabilities in its answer"
             ) from error
 
+    def _complete(self, fields: Mapping[str, Any]) -> Any:
+        """Return the reply to the first request that the server does not refuse.
+
+        vLLM gives token numbers on request; servers that know less refuse the word or the count.
+        """
+        attempts = (
+            {"logprobs": MAX_LOGPROBS, "return_tokens_as_token_ids": True},
+            {"logprobs": MAX_LOGPROBS},
+            {"logprobs": FEWEST_LOGPROBS},
+        )
+        refusal = ""
+        for attempt in attempts:
+            try:
+                return _request(f"{self.root}/v1/completions", self.timeout, {**fields, **attempt})
+            except _RefusedError as error:
+                refusal = str(error)
+        raise LsrError(refusal)
+
 
 def _token(key: str) -> Token:
+    """Return the number of a token that is named by it, else its text."""
     number = key.removeprefix("token_id:")
     return int(number) if number != key and number.isdecimal() else key
 
 
-def _llama_cpp(root: str, listed: list[Any], adapter: str | None, file: Path) -> LlamaCpp:
-    loras = {
-        int(lora["id"]): lora
-        for lora in listed
-        if isinstance(lora, dict) and isinstance(lora.get("id"), int)
-    }
-    names = {number: str(lora.get("path", number)) for number, lora in loras.items()}
-    chosen = _chosen(root, names, adapter, file)
-    scale = loras[chosen].get("scale")
-    return LlamaCpp(
-        root,
-        tuple(loras),
-        chosen,
-        names[chosen],
-        float(scale) if isinstance(scale, int | float) else None,
-    )
+def _llama_cpp(
+    root: str, adapters: list[Any], adapter: str | None, file: Path, timeout: float
+) -> LlamaCpp:
+    by_number = {entry["id"]: entry for entry in adapters if _has_id(entry, int)}
+    names = {number: str(entry.get("path", number)) for number, entry in by_number.items()}
+    number = _choose(root, names, adapter, file)
+    scale = by_number[number].get("scale")
+    set_scale = float(scale) if isinstance(scale, int | float) else None
+    return LlamaCpp(root, tuple(names), number, names[number], set_scale, timeout)
 
 
-def _openai(root: str, reply: Any, adapter: str | None, file: Path) -> OpenAi:
-    listed = reply.get("data") if isinstance(reply, dict) else None
-    models = [
-        model
-        for model in listed or ()
-        if isinstance(model, dict) and isinstance(model.get("id"), str)
-    ]
+def _openai(root: str, reply: Any, adapter: str | None, file: Path, timeout: float) -> OpenAi:
+    data = reply.get("data") if isinstance(reply, dict) else None
+    models = [entry for entry in data or () if _has_id(entry, str)]
     if len(models) < 2:
-        text = f"{root}/v1/models names {len(models)} models; an adapter that is served is named beside its base"
-        raise LsrError(text)
+        raise LsrError(
+            f"{root}/v1/models names {len(models)} models; "
+            "an adapter that is served is named beside its base"
+        )
     parents = {model["id"]: model.get("parent") for model in models}
+    # Adapters have a parent; of a server that names none the first model is the base
     adapters = [name for name, parent in parents.items() if parent] or list(parents)[1:]
-    chosen = _chosen(root, dict(enumerate(adapters)), adapter, file)
-    parent = parents[adapters[chosen]]
-    base = (
-        parent
-        if isinstance(parent, str) and parent in parents
-        else next(name for name in parents if name not in adapters)
-    )
-    return OpenAi(root, base, adapters[chosen])
+    chosen = adapters[_choose(root, dict(enumerate(adapters)), adapter, file)]
+    base = parents[chosen]
+    if not isinstance(base, str) or base not in parents:
+        base = next(name for name in parents if name not in adapters)
+    return OpenAi(root, base, chosen, timeout)
 
 
-def _chosen(root: str, names: Mapping[int, str], wanted: str | None, file: Path) -> int:
-    """The number of the adapter that is meant."""
+def _has_id(entry: Any, type_: type) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("id"), type_)
+
+
+def _choose(root: str, names: Mapping[int, str], requested: str | None, file: Path) -> int:
+    """Return the number of the adapter that is meant."""
     listing = ", ".join(f"{number} ({name})" for number, name in names.items()) or "none"
-    if wanted is not None:
-        matches = [
-            n
-            for n, name in names.items()
-            if wanted in (str(n), name, Path(name).name, Path(name).stem)
-        ]
+    if requested is not None:
+        matches = []
+        for number, name in names.items():
+            path = Path(name)
+            if requested in (str(number), name, path.name, path.stem):
+                matches.append(number)
         if len(matches) != 1:
-            raise LsrError(f"{root} has no one adapter {ascii(wanted)[:80]}; there are: {listing}")
+            raise LsrError(
+                f"{root} has no one adapter {ascii(requested)[:80]}; there are: {listing}"
+            )
         return matches[0]
     if len(names) == 1:
         return next(iter(names))
@@ -204,20 +211,24 @@ class _RefusedError(LsrError):
     """The server does not take this request."""
 
 
-class _NoPlaceError(_RefusedError):
+class _NotFoundError(_RefusedError):
     """There is nothing at this address of the server."""
 
 
-def _request(address: str, fields: object = None) -> Any:
+NOT_FOUND = (404, 405, 501)
+"""Status codes of an address that a server does not have."""
+
+
+def _request(address: str, timeout: float, fields: object = None) -> Any:
     body = None if fields is None else json.dumps(fields).encode()
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=PATIENCE) as reply:
+        with urllib.request.urlopen(request, timeout=timeout) as reply:
             return json.load(reply)
     except urllib.error.HTTPError as error:
-        said = error.read(300).decode("utf-8", "replace").strip().partition("\n")[0]
-        kind = _NoPlaceError if error.code in (404, 405, 501) else _RefusedError
-        raise kind(f"{address}: status {error.code} {said}".strip()) from None
+        message = error.read(300).decode("utf-8", "replace").strip().partition("\n")[0]
+        error_type = _NotFoundError if error.code in NOT_FOUND else _RefusedError
+        raise error_type(f"{address}: status {error.code} {message}".strip()) from None
     except (urllib.error.URLError, OSError) as error:
         raise LsrError(f"{address} cannot be reached: {getattr(error, 'reason', error)}") from None
     except ValueError:

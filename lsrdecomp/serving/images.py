@@ -1,4 +1,4 @@
-"""How loaders of diffusion models find the modules of an adapter: diffusers and kohya-ss's sd-scripts."""
+"""How diffusers and kohya-ss's sd-scripts find the modules of an adapter of a diffusion model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lsrdecomp.serving.adapter import export_command, misfit
 from lsrdecomp.serving.report import ModuleFate, ServingCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from lsrdecomp.checkpoints import BaseModules, Checkpoint
 
@@ -22,7 +22,11 @@ TEXT_PARTS = ("self_attn", "mlp")
 
 
 def diffusers(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
-    """Names begin with a component, or are kohya's; a name that no module has is passed over with a warning."""
+    """Fill a check by the rules of diffusers.
+
+    Names begin with a component, or are kohya's; a name that no module has is passed over with a
+    warning.
+    """
     if adapter.format not in ("diffusers", "kohya"):
         way_out = export_command(
             adapter, "--to diffusers", "-diffusers.safetensors", diffusers_name
@@ -38,27 +42,32 @@ def diffusers(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> No
     if _unreadable(adapter, base, check):
         return
     if adapter.format == "kohya":
-        modules = _flattened(base, lambda name: True)
+        modules = _flattened(base, base.shapes)
     else:
         modules = {_without_level(name): name for name in base.shapes}
-    flattened = False
+    lacks_level = False
     for layer in adapter.layers:
-        name, of_text = _without_level(layer.name), layer.name.startswith("text_encoder")
-        flattened |= of_text and name == layer.name
+        name = _without_level(layer.name)
+        is_text = layer.name.startswith("text_encoder")
+        lacks_level |= is_text and name == layer.name
         fault = misfit(layer, modules.get(name), base.shapes)
-        if fault is None and of_text and not name.endswith(TEXT_WORDS):
+        if fault is None and is_text and not name.endswith(TEXT_WORDS):
             fault = f"diffusers loads only {', '.join(TEXT_WORDS)} of a text encoder"
         if fault is not None and name in modules:
             check.refuse("diffusers raises where a size differs")
         check.modules.append(ModuleFate(layer.name, layer.rank, fault))
-    if flattened and adapter.format == "diffusers":
+    if lacks_level and adapter.format == "diffusers":
         check.notes.append(
             "names without the level text_model fit text encoders of transformers 5 alone"
         )
 
 
 def kohya(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
-    """Flattened names of the linear and convolution layers in the classes that kohya-ss visits; others go unseen."""
+    """Fill a check by the rules of kohya-ss.
+
+    It knows layers by flattened names, of the linear and convolution layers in the classes that it
+    visits; others go unseen.
+    """
     if adapter.format not in ("kohya", "lycoris"):
         way_out = export_command(adapter, "--to kohya", "-kohya.safetensors", kohya_name)
         check.refuse(
@@ -66,7 +75,7 @@ def kohya(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
         )
     if _unreadable(adapter, base, check):
         return
-    modules = _flattened(base, _visited)
+    modules = _flattened(base, filter(_is_visited, base.shapes))
     for layer in adapter.layers:
         fault = misfit(layer, modules.get(layer.name), base.shapes)
         if fault is not None and layer.name in modules:
@@ -75,7 +84,10 @@ def kohya(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
 
 
 def _unreadable(adapter: Checkpoint, base: BaseModules, check: ServingCheck) -> bool:
-    """Whether names need not be compared: the file is refused for its form, or the base is none of such a model."""
+    """Return whether names need not be compared.
+
+    The file is refused for its format, or the base is none of such a model.
+    """
     if not base.components:
         check.refuse(
             "the base is no diffusers pipeline, nor a component of one with its config.json"
@@ -86,26 +98,25 @@ def _unreadable(adapter: Checkpoint, base: BaseModules, check: ServingCheck) -> 
 
 
 def _without_level(name: str) -> str:
-    """A name of a module; of text encoders without their level text_model, which loaders take away."""
-    component, _, rest = name.partition(".")
-    return (
-        f"{component}.{rest.removeprefix(TEXT_LEVEL)}"
-        if component.startswith("text_encoder")
-        else name
-    )
+    """Return a name without the level text_model of text encoders, which loaders take away."""
+    component, _, path = name.partition(".")
+    if not component.startswith("text_encoder"):
+        return name
+    return f"{component}.{path.removeprefix(TEXT_LEVEL)}"
 
 
-def _flattened(base: BaseModules, wanted: Callable[[str], bool]) -> Mapping[str, str]:
+def _flattened(base: BaseModules, names: Iterable[str]) -> Mapping[str, str]:
+    """Return names of modules by their flattened names, where they have one."""
     sdxl = "text_encoder_2" in base.components
-    stored = {}
-    for name in base.shapes:
-        if wanted(name):
-            flat = flat_name(name, sdxl=sdxl)
-            if flat is not None:
-                stored[flat] = name
-    return stored
+    modules = {}
+    for name in names:
+        flat = flat_name(name, sdxl=sdxl)
+        if flat is not None:
+            modules[flat] = name
+    return modules
 
 
-def _visited(name: str) -> bool:
-    parts = name.split(".")
-    return bool(set(parts) & set(TEXT_PARTS if name.startswith("text_encoder") else UNET_PARTS))
+def _is_visited(name: str) -> bool:
+    """Return whether a module lies in a class that kohya-ss visits."""
+    parts = TEXT_PARTS if name.startswith("text_encoder") else UNET_PARTS
+    return not set(parts).isdisjoint(name.split("."))

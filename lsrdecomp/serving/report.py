@@ -43,7 +43,7 @@ class ServingCheck:
     Attributes
     ----------
     server, rules : str
-        Which, and what was read to know its rules.
+        Its name, and what was read to know its rules.
     modules : list of ModuleFate
         A fate for each layer.
     refusals : list of str
@@ -54,9 +54,10 @@ class ServingCheck:
     Examples
     --------
     >>> from pathlib import Path
-    >>> fates = [ModuleFate("q_proj", rank=8), ModuleFate("lm_head", rank=8, fault="the server adapts no heads")]
-    >>> check = ServingCheck("vllm", "its loader", Path("small"), Path("base"), fates)
-    >>> [each.name for each in check.applied], [each.name for each in check.ignored]
+    >>> head = ModuleFate("lm_head", rank=8, fault="the server adapts no heads")
+    >>> modules = [ModuleFate("q_proj", rank=8), head]
+    >>> check = ServingCheck("vllm", "its loader", Path("small"), Path("base"), modules)
+    >>> [module.name for module in check.applied], [module.name for module in check.ignored]
     (['q_proj'], ['lm_head'])
     """
 
@@ -69,7 +70,7 @@ class ServingCheck:
     notes: list[str] = field(default_factory=list)
 
     def refuse(self, reason: str) -> None:
-        """A reason once, however many layers give it."""
+        """Add a reason for refusing the file, once, however many layers give it."""
         if reason not in self.refusals:
             self.refusals.append(reason)
 
@@ -89,7 +90,7 @@ class ServingCheck:
         return [module for module in self.applied if abs(module.factor - 1.0) > 1e-6]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, for machines."""
+        """Return all of it, for machines."""
         return {
             "server": self.server,
             "rules": self.rules,

@@ -11,7 +11,7 @@ from console import run_command
 
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.serving import ask_server
-from lsrdecomp.serving.asked import fitted_scale
+from lsrdecomp.serving.ask import fitted_scale
 
 WORDS = 30
 
@@ -135,7 +135,7 @@ def test_llama_cpp_tells_its_scale_and_whether_the_adapter_acts(adapter):
     assert found.effect > 0.01
     with running(FakeLlama({"mine": 0.0})) as url:
         found = ask_server(url, adapter)
-    assert (found.acts, found.set_scale, found.wanted_scale) == (True, 0.0, 1.0)
+    assert (found.acts, found.set_scale, found.requested_scale) == (True, 0.0, 1.0)
 
 
 def test_one_of_several_adapters_is_chosen_and_the_others_are_off(adapter):
@@ -196,12 +196,12 @@ def tiny(tmp_path_factory):
 @pytest.mark.parametrize("works", [1.0, 0.5, 0.0])
 def test_the_scale_that_a_server_works_at_is_fitted_beside_peft(tiny, works):
     """The server is PEFT itself at a scale it does not tell."""
-    from lsrdecomp.serving.asked import PROMPTS, ScaledModel
+    from lsrdecomp.serving.ask import PROMPTS, ScaledModel
 
     base, folder = tiny
     model = ScaledModel(base, folder, PROMPTS, "float32")
     place = {tuple(tokens): row for row, tokens in enumerate(model.tokens)}
-    replies = {scale: model.at(scale) for scale in (0.0, works)}
+    replies = {scale: model.logprobs_at(scale) for scale in (0.0, works)}
 
     def answer(path, fields):
         if path == "/lora-adapters":
