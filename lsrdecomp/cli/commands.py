@@ -22,19 +22,18 @@ from lsrdecomp.cli.layer_tables import checkpoint_table
 from lsrdecomp.cli.options import (
     Adapter,
     Alpha,
-    Each,
     Force,
     ForceFile,
     JsonFile,
     MaxMemory,
     Name,
     Quiet,
-    Wide,
 )
 from lsrdecomp.cli.outputs import NEW_FILE, PLACE, UNKNOWN, Input
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.recommendations import quoted
 from lsrdecomp.cli.requests import Display, Opening, Outputs
+from lsrdecomp.cli.settings import option_groups
 from lsrdecomp.cli.verify import verify
 from lsrdecomp.errors import CheckpointError, LsrError, needs
 from lsrdecomp.threads import one_blas_thread
@@ -43,35 +42,35 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
 
 
+@option_groups(opening=Opening, display=Display)
 def inspect(
     adapter: Adapter,
-    name: Name = None,
-    alpha: Alpha = None,
-    wide: Wide = False,
-    each: Each = False,
-    quiet: Quiet = False,
+    *,
+    opening: Opening,
+    display: Display,
     json: JsonFile = None,
     force: ForceFile = False,
-    max_memory: MaxMemory = None,
 ) -> None:
     """Show what an adapter holds.
 
     Its layers, their ranks and sizes, and how fast their spectra fall.
     """
-    checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha, max_memory=max_memory)
-    with follow(quiet=quiet) as step, one_blas_thread:
-        ranks, read = [], Counter(step, "reading", len(checkpoint.layers), "layers")
+    del force  # `outputs.checked` reads it
+    checkpoint = opening.open(adapter)
+    with follow(quiet=display.quiet) as step, one_blas_thread:
+        ranks = []
+        read = Counter(step, "reading", len(checkpoint.layers), "layers")
         for layer in checkpoint.layers:
             ranks.append(_norm_and_rank(checkpoint, layer))
             read.add()
     tables.show(
         json,
-        checkpoint_table(checkpoint, ranks, each=each),
+        checkpoint_table(checkpoint, ranks, each=display.each),
         f"\n{checkpoint.path}: {checkpoint.format}, {len(checkpoint.layers)} layers, "
         f"{checkpoint.adapter_parameters:,} parameters; {checkpoint.extra_parameters:,} numbers in "
         f"{len(checkpoint.extras)} other tensors.",
         *(f"Note: {note}." for note in checkpoint.notes),
-        wide=wide,
+        wide=display.wide,
     )
     if json is not None:  # with the digest of a file that may be large
         tables.write_json(_inspection(checkpoint, ranks), json)
@@ -92,6 +91,7 @@ def curve(
 
     The error of a whole adapter against its parameters, for each structure.
     """
+    del force  # `outputs.checked` reads it
     if out is not None:
         if out.suffix not in (".png", ".svg"):
             raise typer.BadParameter(
@@ -116,8 +116,12 @@ def curve(
         )
         _save(axes, out)
         tables.show(json, f"Wrote {out}.")
-    facts = {"adapter": str(adapter), "parameters": checkpoint.adapter_parameters}
-    tables.write_json({**facts, "curves": [curve.to_json() for curve in curves]}, json)
+    figures = {
+        "adapter": str(adapter),
+        "parameters": checkpoint.adapter_parameters,
+        "curves": [curve.to_json() for curve in curves],
+    }
+    tables.write_json(figures, json)
 
 
 def export(
@@ -127,7 +131,8 @@ def export(
         UNKNOWN,
         typer.Option(
             "--out",
-            help="Directory (lora) or file (gguf, kohya, diffusers; same: as it was); must not exist.",
+            help="Directory (lora) or file (gguf, kohya, diffusers; same: in its original format); "
+            "must not exist.",
         ),
     ],
     to: Annotated[
@@ -149,7 +154,8 @@ def export(
         str | None,
         Input,
         typer.Option(
-            help="Of gguf: its GGUF file, directory, config.json or smollm2. For unet:7 …: its pipeline."
+            help="Of gguf: its GGUF file, directory, config.json or smollm2. For unet:7 …: its "
+            "pipeline."
         ),
     ] = None,
     like: Annotated[
@@ -172,17 +178,15 @@ def export(
 
     The file is a LoRA of the same ΔW.
     """
-    checkpoint = checkpoints.open_checkpoint(
-        adapter, alpha=None if like else alpha, max_memory=max_memory
-    )
-    base_path = None if base is None else served.base_files(base)
     if like is not None and to != "same":
         raise typer.BadParameter("goes with --to same", param_hint="--like")
-    model = (
-        None
-        if like is None
-        else checkpoints.open_checkpoint(like, alpha=alpha, max_memory=max_memory)
-    )
+    # --alpha is that of the file which does not hold one: the LoRA, if there are two.
+    model = None
+    if like is not None:
+        model = checkpoints.open_checkpoint(like, alpha=alpha, max_memory=max_memory)
+        alpha = None
+    checkpoint = checkpoints.open_checkpoint(adapter, alpha=alpha, max_memory=max_memory)
+    base_path = None if base is None else served.base_path(base)
     compression.export_lora(
         checkpoint,
         out,
@@ -194,16 +198,15 @@ def export(
         like=model,
         without_heads=without_heads,
     )
-    if checkpoint.extras and (without_heads or (to == "lora" and profile != "peft")):
-        why = "as asked" if without_heads else f"as profile {profile} does"
-        typer.echo(f"Left out, {why}: {', '.join(checkpoint.extras)}.")
-    kind = checkpoint.format if model is None else model.format
-    stored = storage or (
-        "f16" if to == "gguf" else (checkpoint if model is None else model).storage
-    )
-    typer.echo(
-        f"Wrote {out}: a {kind if to == 'same' else to} adapter, exact up to rounding to {stored}."
-    )
+    leaves_heads_out = without_heads or (to == "lora" and profile != "peft")
+    if checkpoint.extras and leaves_heads_out:
+        reason = "as asked" if without_heads else f"as profile {profile} does"
+        typer.echo(f"Left out, {reason}: {', '.join(checkpoint.extras)}.")
+    like_or_source = checkpoint if model is None else model
+    written_format = like_or_source.format if to == "same" else to
+    if storage is None:
+        storage = "f16" if to == "gguf" else like_or_source.storage
+    typer.echo(f"Wrote {out}: a {written_format} adapter, exact up to rounding to {storage}.")
 
 
 def demo(
@@ -217,12 +220,13 @@ def demo(
     48 times; then export it, measure both again, draw what is kept.
     """
     room = files("lsrdecomp.cli")
-    scores = loads((room / "demo_kept.json").read_text(encoding="utf-8"))
     with as_file(room / "demo_adapter") as source, as_file(room / "demo_statistics") as statistics:
+        # 1. The adapter, compressed and exported.
         tables.show(
             None,
-            "The adapter: a LoRA (r = 8) for sentiment on a MiniLM encoder, trained by us, with statistics of what its "
-            "layers do. Forty-eight times fewer parameters, kept where they matter:\n",
+            "The adapter: a LoRA (r = 8) for sentiment on a MiniLM encoder, trained by us, with "
+            "statistics of what its layers do. Forty-eight times fewer parameters, kept where they "
+            "matter:\n",
         )
         compress(
             source,
@@ -235,59 +239,80 @@ def demo(
         )
         typer.echo("\nAs a plain LoRA, for every tool that loads LoRA:")
         export(out / "lsr", out / "lora", force=True)
+        # 2. Both, measured again from their files.
         checkpoint = checkpoints.open_checkpoint(source)
         for name in ("lsr", "lora"):
-            if not compression.verify(checkpoint, checkpoints.open_checkpoint(out / name)).passed:
+            written = checkpoints.open_checkpoint(out / name)
+            if not compression.verify(checkpoint, written).passed:
                 raise LsrError(f"{out / name} is not what was recorded when it was written")
         typer.echo("Measured again from the files, both are what was recorded.\n")
-        whole = checkpoint.adapter_parameters
+        # 3. What is kept at this size and at others, as measured by us on reviews.
+        kept = loads((room / "demo_kept.json").read_text(encoding="utf-8"))
+        full_size = checkpoint.adapter_parameters
         shares = {
-            label: {
-                whole / row["ratio"]: row["share"]
-                for row in scores["rows"]
-                if row["method"] == method
-            }
-            for label, method in (("LSR", "lsr-kfac"), ("truncated SVD", "svd-kfac"))
+            "LSR": _shares_by_size(kept, "lsr-kfac", full_size),
+            "truncated SVD": _shares_by_size(kept, "svd-kfac", full_size),
         }
-        ours, svd = (f"{100 * points[whole / 48]:.0f} %" for points in shares.values())
+        ours, svd = (f"{100 * share[full_size / 48]:.0f} %" for share in shares.values())
         tables.show(
             None,
-            f"It keeps {ours} of what the adapter gains, truncated SVD of that size in the same norm {svd}: "
-            f"measured on the {scores['examples']} reviews of {scores['task']}.\n"
+            f"It keeps {ours} of what the adapter gains, truncated SVD of that size in the same "
+            f"norm {svd}: measured on the {kept['examples']} reviews of {kept['task']}.\n"
             "Measured on texts of your own, without labels:\n"
-            f"  lsrdecomp compress {quoted(source)} --calibrated {quoted(statistics)} --ratio 48 \\\n"
-            f"    --base sentence-transformers/all-MiniLM-L6-v2 --data TEXTS.txt --out {quoted(out / 'measured')}",
+            f"  lsrdecomp compress {quoted(source)} --calibrated {quoted(statistics)} "
+            "--ratio 48 \\\n"
+            "    --base sentence-transformers/all-MiniLM-L6-v2 --data TEXTS.txt --out "
+            f"{quoted(out / 'measured')}",
         )
         if find_spec("matplotlib") is None:
             typer.echo("\nFor a picture of it: pip install 'lsrdecomp[plots]', and again.")
             return
-        axes = plots.plot_shares(
-            {label: points.items() for label, points in shares.items()}, whole=whole
-        )
-        _save(axes, out / "kept.png")
+        points = {label: share.items() for label, share in shares.items()}
+        _save(plots.plot_shares(points, whole=full_size), out / "kept.png")
         typer.echo(f"\nWrote {out / 'kept.png'}: what is kept at other sizes.")
 
 
 ALL = (inspect, calibrate, compress, distil, curve, verify, export, finetune, fleet, demo)
 
 
+def _shares_by_size(kept: dict[str, Any], method: str, full_size: int) -> dict[float, float]:
+    """Return the shares that a method keeps, by the parameters that are left."""
+    rows = [row for row in kept["rows"] if row["method"] == method]
+    return {full_size / row["ratio"]: row["share"] for row in rows}
+
+
 def _norm_and_rank(checkpoint: Checkpoint, layer: Any) -> tuple[float, int]:
-    """‖ΔW‖_F, and the rank a truncated SVD needs for 1 % of it."""
+    """Return ‖ΔW‖_F, and the rank a truncated SVD needs for 1 % of it."""
     from lsrdecomp.arrays import tail_norms
     from lsrdecomp.checkpoints import LoraLayer
     from lsrdecomp.compression.layers import layer_pair, layer_product
     from lsrdecomp.targets import LowRank
 
-    pair = (
-        layer_pair(checkpoint, layer)
-        if isinstance(layer, LoraLayer)
-        else LowRank(*layer_product(layer).to_lora())
-    )
+    if isinstance(layer, LoraLayer):
+        pair = layer_pair(checkpoint, layer)
+    else:
+        pair = LowRank(*layer_product(layer).to_lora())
     tails = tail_norms(pair.svd[1])
-    return pair.norm, next(k for k, tail in enumerate(tails) if tail <= 0.01 * tails[0])
+    rank = next(rank for rank, tail in enumerate(tails) if tail <= 0.01 * tails[0])
+    return pair.norm, rank
 
 
 def _inspection(checkpoint: Checkpoint, ranks: list[tuple[float, int]]) -> dict[str, Any]:
+    """Return what an adapter holds for a JSON file."""
+    layers = [
+        {
+            "name": layer.name,
+            "kind": layer.layer_type,
+            "rows": layer.out_features,
+            "columns": layer.in_features,
+            "rank": layer.rank,
+            "parameters": layer.parameters,
+            "dtype": layer.dtype,
+            "norm": norm,
+            "rank_for_1_percent": rank,
+        }
+        for layer, (norm, rank) in zip(checkpoint.layers, ranks, strict=True)
+    ]
     return {
         "path": str(checkpoint.path),
         "format": checkpoint.format,
@@ -295,23 +320,11 @@ def _inspection(checkpoint: Checkpoint, ranks: list[tuple[float, int]]) -> dict[
         "parameters": checkpoint.adapter_parameters,
         "extra_parameters": checkpoint.extra_parameters,
         "notes": list(checkpoint.notes),
-        "layers": [
-            {
-                "name": layer.name,
-                "kind": layer.layer_type,
-                "rows": layer.out_features,
-                "columns": layer.in_features,
-                "rank": layer.rank,
-                "parameters": layer.parameters,
-                "dtype": layer.dtype,
-                "norm": norm,
-                "rank_for_1_percent": enough,
-            }
-            for layer, (norm, enough) in zip(checkpoint.layers, ranks, strict=True)
-        ],
+        "layers": layers,
     }
 
 
 def _save(axes: Any, out: Path) -> None:
+    """Write a picture, whole or not at all."""
     with checkpoints.new_file(out, force=True) as part:
         plots.save_figure(axes, part, out.suffix[1:])

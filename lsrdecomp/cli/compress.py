@@ -31,6 +31,7 @@ from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import BudgetError
 
 if TYPE_CHECKING:
+    from lsrdecomp.analysis import ErrorCurve
     from lsrdecomp.checkpoints import Checkpoint
     from lsrdecomp.checkpoints.progress import OnStep
     from lsrdecomp.checkpoints.statistics import Statistics
@@ -38,13 +39,9 @@ if TYPE_CHECKING:
     from lsrdecomp.compression.request import Request
     from lsrdecomp.fidelity import Measurement
 
-SHOWN = 2
-"""Examples in a report that a measured form answers differently, where no other number is asked
-for."""
-
 
 def split_sizes(text: str) -> tuple[int, ...]:
-    """Sizes such as 4x2."""
+    """Return sizes such as 4x2."""
     parts = text.lower().replace("×", "x").split("x")
     if not all(part.isdecimal() for part in parts):
         raise typer.BadParameter(
@@ -54,7 +51,7 @@ def split_sizes(text: str) -> tuple[int, ...]:
 
 
 def split_ratios(text: str) -> list[float]:
-    """Of ``96,48,19``."""
+    """Return the ratios of ``96,48,19``."""
     try:
         ratios = [float(part) for part in text.split(",")]
     except ValueError as error:
@@ -100,18 +97,18 @@ def compress(
     display: Display,
     **options: Any,
 ) -> None:
-    """Make a LoRA adapter smaller; PEFT opens the result.
+    r"""Make a LoRA adapter smaller; PEFT opens the result.
 
-    With --base and --data a share is the goal: --keep 0.95 finds the smallest form that keeps 95 %
-    of what the adapter does on held-out texts, in as few bits as serve best. --distil 200 also
-    trains smaller ones on the LoRA's own answers, without labels.
+    With --base and --data a share is the goal: --keep 0.95 finds the smallest version that keeps
+    95 % of the LoRA's effect on held-out texts; bit widths are chosen automatically. --distil 200
+    also trains smaller ones on the LoRA's own answers, without labels.
 
     Without a base the goal is a size (--ratio, --params, --bytes) or an error (--rtol). With
-    --calibrated errors are in the Fisher norm, closeness of answers; without it in the Frobenius
-    norm, closeness of numbers, where truncated SVD is hard to beat, and is taken where it is
-    better.
+    --calibrated the error is a proxy for the change of the outputs (Fisher norm); without it only
+    the weights can be matched (Frobenius norm), where truncated SVD is hard to beat, and is taken
+    where it is better.
 
-    With --out small.safetensors a LoRA file comes back in its own format, in seconds.
+    With --out small.safetensors a LoRA file comes back in its original format, in seconds.
     \f
 
     Such a file is cut by truncated SVD, with one threshold over all layers. So is every file of a
@@ -137,7 +134,7 @@ def compress(
         **options,
     }
     if outputs.report is not None and base is not None:
-        given.setdefault("examples", SHOWN)
+        given.setdefault("examples", 2)  # that a report shows, where no other number is asked for
     door = DIRECTORY_OF_FILES if files else COMMAND_LINE
     requests = parse_requests(given, outputs, opening, display, to_file=to_file, door=door)
     outputs.check(requests)
@@ -150,7 +147,7 @@ def compress(
     # 4. Figures for machines, and the exit code.
     _write_figures(results, outputs.json)
     distilled = any(request.measured and request.measured.distil for request in requests)
-    if _kept_too_little(results, distilled) or not all(result.met for result in results):
+    if _warn_if_poor(results, distilled=distilled) or not all(result.met for result in results):
         raise typer.Exit(1)
 
 
@@ -199,7 +196,10 @@ def _to_directories(
 def _compressed(
     checkpoint: Checkpoint, requests: Sequence[Request], on_step: OnStep
 ) -> tuple[list[Compression], BudgetError | None]:
-    """Return the results up to a budget that cannot be met, and its refusal: what was drawn before is written all the same."""
+    """Return the results up to a budget that cannot be met, and its refusal.
+
+    What was drawn before is written all the same.
+    """
     if requests[0].measured is not None:
         # Here, since NumPy comes with it.
         from lsrdecomp.fidelity.compress import fulfil
@@ -223,83 +223,102 @@ def _compressed(
 
 
 def _show(result: Compression, json: Path | None, display: Display, unit: str) -> None:
+    """Show what each layer became, or which of them missed the tolerance."""
     table = layers_table(result.layers, result.totals, each=display.each)
     tables.show(json, table, wide=display.wide)
     if result.met:
         tables.show(json, "", *result.sentences(unit))
         return
-    total, plan = result.totals, result.plan
+    total = result.totals
+    plan = result.plan
     tables.say(
-        f"{total.missed} of {total.layers} layers stay above {plan.rtol:g} in {plan.storage}: {total.worst_layer} "
-        f"reaches {total.worst_error:.3g}. Nothing was written; allow a larger --rtol or a finer --storage."
+        f"{total.missed} of {total.layers} layers stay above {plan.rtol:g} in {plan.storage}: "
+        f"{total.worst_layer} reaches {total.worst_error:.3g}. Nothing was written; allow a larger "
+        "--rtol or a finer --storage."
     )
 
 
 def _write(result: Compression, outputs: Outputs, *, unit: str, alpha: float | None) -> None:
-    """Write the directory, its report and its figures: all appear, or none. Say what they are, and what comes next."""
-    directory, report, json = outputs.directory, outputs.report, outputs.json
-    curves = () if report is None else compression.adapter_curves(result.source)
-    pages = {} if report is None else {report: compression.html_report(result, curves, unit=unit)}
-    with tables.files(pages | tables.json_text(result.to_json(), json)) as waiting:
+    """Write the directory, its report and its figures: all appear, or none.
+
+    Says what they are, and what comes next.
+    """
+    directory = outputs.directory
+    report = outputs.report
+    json = outputs.json
+    # 1. All together; the report once more when the sizes of the files are known.
+    texts = tables.json_text(result.to_json(), json)
+    curves: Sequence[ErrorCurve] = ()
+    if report is not None:
+        curves = compression.adapter_curves(result.source)
+        texts[report] = compression.html_report(result, curves, unit=unit)
+    with tables.files(texts) as waiting:
         if directory is not None:
             result.save(directory, force=outputs.force, record=outputs.record)
-        if report is not None:  # again, now with the sizes of the files
+        if report is not None:
             page = compression.html_report(result, curves, out=directory, unit=unit)
             waiting[report].write_text(page, encoding="utf-8")
+    # 2. What was written.
     if directory is not None:
         tables.show(json, tables.file_sizes(result.source, directory))
         warn_of_growth(result.source, directory / checkpoints.WEIGHTS)
-        tables.show(json, f"Wrote {directory}. {next_command(result.source, directory, alpha)}")
+        command = next_command(result.source, directory, alpha)
+        tables.show(json, f"Wrote {directory}. {command}")
     if report is not None:
         tables.show(json, f"Wrote {report}.")
-    tables.show(json, *_promise(result))
+    tables.show(json, *_measured_sentences(result))
     warn_if_unusable(result, directory)
 
 
-def _promise(result: Compression) -> Iterator[str]:
-    """The promise, if there is one."""
-    if result.fidelity is not None:
-        forms = f"{_tried(result.tried)} " if len(result.tried) > 1 else ""
-        yield f"{forms}It {result.fidelity.sentence()}."
-        if result.truncated_svd is not None:
-            yield f"Truncated SVD in bits, on the same texts: {result.truncated_svd}."
-        for each in result.mismatches:
-            yield f"\n  {each.question}\n  LoRA: {each.lora}\n  form: {each.form}"
+def _measured_sentences(result: Compression) -> Iterator[str]:
+    """Yield what was measured on a base, if anything was."""
+    if result.fidelity is None:
+        return
+    tried = f"{_tried(result.tried)} " if len(result.tried) > 1 else ""
+    yield f"{tried}It {result.fidelity.sentence()}."
+    if result.truncated_svd is not None:
+        yield f"Quantized truncated SVD, on the same texts: {result.truncated_svd}."
+    for pair in result.mismatches:
+        yield f"\n  {pair.question}\n  LoRA: {pair.lora}\n  compressed: {pair.variant}"
 
 
 def _tried(tried: Sequence[Measurement]) -> str:
-    """How many forms were measured, and which of them were trained, with what each kept.
+    """Return how many versions were measured, and what those that were trained kept.
 
     >>> from lsrdecomp.fidelity import Measurement
-    >>> print(_tried([Measurement(30_000, 7_400, 0.951), Measurement(12_100, 2_900, 0.87, 0.943, 60)]))
-    2 forms were measured, 1 of them also trained for 60 steps: 12 kB 87.0 → 94.3 %.
+    >>> untrained = Measurement(30_000, 7_400, 0.951)
+    >>> print(_tried([untrained, Measurement(12_100, 2_900, 0.87, 0.943, 60)]))
+    Tried 2 compressed versions, 1 of them also trained for 60 steps: 12 kB 87.0 → 94.3 %.
     """
+    text = f"Tried {len(tried)} compressed versions"
     trained = [measurement for measurement in tried if measurement.steps]
     if not trained:
-        return f"{len(tried)} forms were measured."
+        return f"{text}."
     steps = max(measurement.steps for measurement in trained)
-    words = (
-        f"{len(tried)} forms were measured, {len(trained)} of them also trained for {steps} steps"
-    )
-    return f"{words}: {', '.join(map(str, trained))}."
+    shares = ", ".join(map(str, trained))
+    return f"{text}, {len(trained)} of them also trained for {steps} steps: {shares}."
 
 
-def _kept_too_little(results: Sequence[Compression], distilled: bool) -> bool:
-    """Say so where less than half is kept; whether that is a failure: not where the size was asked for by ratio."""
-    little = [
-        result for result in results if result.fidelity is not None and result.fidelity.is_poor
-    ]
-    for result in little:
+def _warn_if_poor(results: Sequence[Compression], *, distilled: bool) -> bool:
+    """Warn where little is kept; return whether that is a failure.
+
+    It is none where the size was asked for by ratio.
+    """
+    poor = [result for result in results if result.fidelity is not None and result.fidelity.is_poor]
+    for result in poor:
         more = "more room" if distilled else "--distil 200"
         tables.say(
-            f"WARNING: this form keeps only {100 * result.fidelity.kept:.0f} % of what the adapter does; "
-            f"try --keep 0.9, {more}, or texts nearer to its task"
+            f"WARNING: this version keeps only {100 * result.fidelity.kept:.0f} % of the LoRA's "
+            f"effect; try --keep 0.9, {more}, or texts nearer to its task"
         )
-    return any(result.plan.ratio is None for result in little)
+    return any(result.plan.ratio is None for result in poor)
 
 
 def _write_figures(results: Sequence[Compression], json: Path | None) -> None:
-    """What no directory stands for: standard output, a missed tolerance, several ratios."""
+    """Write figures that stand beside no directory.
+
+    Those are for standard output, of a missed tolerance, and of several ratios.
+    """
     if json is None:
         return
     if len(results) > 1:
@@ -309,7 +328,7 @@ def _write_figures(results: Sequence[Compression], json: Path | None) -> None:
 
 
 def _counts_tokens(statistics: Statistics | None) -> bool:
-    """Return whether there were more answers than examples: a language model answers at every token."""
+    """Return whether there were more answers than examples, as a language model gives them."""
     if statistics is None:
         return False
     metadata = statistics.metadata

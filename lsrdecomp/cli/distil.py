@@ -1,4 +1,4 @@
-"""The verb that trains a compressed adapter, without labels, on the answers of the LoRA it was made from."""
+"""The verb that trains a compressed adapter, without labels, on its LoRA's answers."""
 
 from __future__ import annotations
 
@@ -55,16 +55,18 @@ def distil(
             on_step=show,
             **options,
         )
-    before, after, training = done.variant.before, done.variant.after, done.variant.training
-    verdict = "" if done.variant.steps else "; no better, so the old form stays"
+    variant = done.variant
+    training = variant.training
+    verdict = "" if variant.steps else "; no better, so the old numbers stay"
     tables.show(
         json,
-        f"{training.steps} steps at a rate of {training.rate:g}: {_percent(before.kept)} before, "
-        f"{_percent(after.kept)} after{verdict}.",
+        f"{training.steps} steps at a rate of {training.rate:g}: {_percent(variant.before.kept)} "
+        f"before, {_percent(variant.after.kept)} after{verdict}.",
         f"Wrote {done.directory}: {done.fidelity.sentence()}.",
     )
     tables.write_json(done.to_json(), json)
 
 
 def _percent(share: float | None) -> str:
+    """Return a share in percent; it is none where nothing could be kept."""
     return "nothing" if share is None else f"{100 * share:.1f} %"

@@ -53,9 +53,10 @@ def finetune(
     It is judged on the task's dev set. Writes OUT/adapter, a PEFT directory, OUT/record.json with
     settings, versions and scores, and OUT/layers.jsonl with the spectra of the layers. Killed and
     started again, a run with --set save_every=100 or --set patience=3 goes on where it was. For
-    several devices: accelerate launch -m lsrdecomp.cli.main finetune ... Exit code 1 if the loss
-    was lost.
+    several devices: accelerate launch -m lsrdecomp.cli.main finetune ... Exit code 1 if training
+    diverged.
     """
+    del force  # `outputs.checked` reads it
     run_settings = _run_settings(config, options, option or [], settings or [])
     if out.exists():
         raise CheckpointError("already exists; choose another output, or remove it", path=out)

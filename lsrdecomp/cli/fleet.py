@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,12 +16,10 @@ from lsrdecomp.cli.compress import split_sizes
 from lsrdecomp.cli.options import ForceFile, JsonFile, MaxMemory, Quiet, SolveDevice, read_toml
 from lsrdecomp.cli.outputs import PLACE
 from lsrdecomp.cli.progress import follow
+from lsrdecomp.cli.requests import flag
 from lsrdecomp.cli.settings import options_of
 from lsrdecomp.compression.settings import GOALS
 from lsrdecomp.errors import LsrError
-
-MOST_ROWS = 20
-"""Of the table of adapters that did not end well."""
 
 
 @options_of(compression.CompressionPlan, parsers={"inner_shape": (split_sizes, "NxN")})
@@ -77,24 +76,25 @@ def fleet(
     Each to the size or error that is asked for. Started again after a kill it goes on where it was.
     Exit code 1 if any adapter failed or missed its tolerance; the others are done all the same.
     """
+    del force  # `outputs.checked` reads it
     if plan is not None and options:
-        beside = ", ".join(f"--{name.replace('_', '-')}" for name in options)
-        raise LsrError(f"the goal and how it is met are in {plan}: leave out --plan, or {beside}")
+        others = ", ".join(map(flag, options))
+        raise LsrError(f"the goal and how it is met are in {plan}: leave out --plan, or {others}")
     if plan is None and not set(options) & set(GOALS):
         raise LsrError(
-            "one goal for all adapters: --ratio N, --params N, --bytes N or --rtol E; such as --ratio 48"
+            "one goal for all adapters: --ratio N, --params N, --bytes N or --rtol E; such as "
+            "--ratio 48"
         )
-    settings = compression.CompressionPlan(**options) if plan is None else read_plan(plan)
-    runner = (
-        many.joblib_runner(workers, device, per_gpu)
-        if ray is None
-        else many.ray_runner(ray, device=device, per_gpu=per_gpu)
-    )
+    goal = compression.CompressionPlan(**options) if plan is None else read_plan(plan)
+    if ray is None:
+        runner = many.joblib_runner(workers, device, per_gpu)
+    else:
+        runner = many.ray_runner(ray, device=device, per_gpu=per_gpu)
     with follow(quiet=quiet) as step:
         outcomes = many.run_fleet(
             indir,
             outdir,
-            settings,
+            goal,
             runner=runner,
             retries=retries,
             max_memory=max_memory,
@@ -104,26 +104,38 @@ def fleet(
         )
     counts = many.summary(outcomes)
     tables.write_json({**counts, "outcomes": [asdict(outcome) for outcome in outcomes]}, json)
-    troubled = [outcome for outcome in outcomes if outcome.state != "done"]
-    if troubled:
-        tables.show(json, tables.outcome_table(troubled[:MOST_ROWS]))
-    if len(troubled) > MOST_ROWS:
-        tables.show(json, f"… and {len(troubled) - MOST_ROWS} more; --json lists all.")
+    _show_unfinished(outcomes, json)
     tables.show(
         json,
-        f"{counts['done']} of {counts['adapters']} adapters done, {counts['missed']} missed their tolerance, "
-        f"{counts['failed']} failed; {counts['parameters']:,} parameters instead of {counts['parameters_before']:,}.",
+        f"{counts['done']} of {counts['adapters']} adapters done, {counts['missed']} missed their "
+        f"tolerance, {counts['failed']} failed; {counts['parameters']:,} parameters instead of "
+        f"{counts['parameters_before']:,}.",
     )
     if counts["done"] < counts["adapters"]:
         raise typer.Exit(1)
 
 
+def _show_unfinished(
+    outcomes: Sequence[many.Outcome], json: Path | None, max_rows: int = 20
+) -> None:
+    """Show the adapters that did not end well, so many of them at most."""
+    unfinished = [outcome for outcome in outcomes if outcome.state != "done"]
+    if unfinished:
+        tables.show(json, tables.outcome_table(unfinished[:max_rows]))
+    if len(unfinished) > max_rows:
+        tables.show(json, f"… and {len(unfinished) - max_rows} more; --json lists all.")
+
+
 def read_plan(path: Path) -> compression.CompressionPlan:
-    """A plan from the table [compress] of a TOML file; a misspelt key is named with those that exist."""
+    """Return the plan in the table [compress] of a TOML file.
+
+    A misspelt key is refused with those that exist.
+    """
     table = read_toml(path).get("compress")
     if not isinstance(table, dict):
         raise LsrError(
-            f"{path}: has no table [compress]: a line [compress], then options of compress, as ratio = 48"
+            f"{path}: has no table [compress]: a line [compress], then options of compress, as "
+            "ratio = 48"
         )
     try:
         return compression.CompressionPlan.from_mapping(table)

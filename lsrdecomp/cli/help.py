@@ -73,7 +73,7 @@ PANELS = {
 
 
 class Command(TyperCommand):
-    """A verb whose help shows its panels; ``--help-all`` shows the rest, and text after a form feed."""
+    """A verb whose help shows its panels; ``--help-all`` shows the rest."""
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         """Write the text up to its form feed, or all of it."""
@@ -136,7 +136,7 @@ def epilog(verb: str) -> str | None:
 
 
 def flags(text: str) -> str:
-    """Return an error of the library in the words of the command line: ``alpha=`` is ``--alpha`` there.
+    """Return an error of the library in the words of the command line: ``--alpha`` for ``alpha=``.
 
     >>> flags("holds 2 adapters (a, b): say which by name=")
     'holds 2 adapters (a, b): say which by --name'

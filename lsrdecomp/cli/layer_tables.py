@@ -168,7 +168,8 @@ def verification_table(result: Verification, *, each: bool = False, fold_above: 
 def group_name(names: Sequence[str], cut: int) -> str:
     """Return the name of a layer without what all names share, or how many layers of what role.
 
-    >>> group_name(["model.layers.0.attn.q_proj", "model.layers.1.attn.q_proj"], len("model.layers."))
+    >>> names = ["model.layers.0.attn.q_proj", "model.layers.1.attn.q_proj"]
+    >>> group_name(names, len("model.layers."))
     '2 layers attn.q_proj'
     """
     if len(names) == 1:
@@ -202,7 +203,7 @@ def _sheet(
 
 
 def _combined_error(layers: Sequence[tuple[float | None, float | None]]) -> float:
-    """Return the relative error of layers as one, of the norm and the relative error of each."""
+    """Return the relative error of layers as one, from the norm and the error of each."""
     lost = math.hypot(*((norm or 0.0) * (error or 0.0) for norm, error in layers))
     size = math.hypot(*(norm or 0.0 for norm, _ in layers))
     return lost / size if size > 0.0 else lost

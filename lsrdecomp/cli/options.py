@@ -17,7 +17,7 @@ POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def assignment(text: str, hint: str) -> tuple[str, Any]:
-    """Return ``r=4`` as a name and a value in TOML's words, ``names=a,b`` as a list, others as text."""
+    """Return ``r=4`` as a name and a value of TOML, ``names=a,b`` as a list, others as text."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise typer.BadParameter(f"expected NAME=VALUE such as r=4, got {text!r}", param_hint=hint)

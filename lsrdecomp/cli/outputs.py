@@ -36,9 +36,9 @@ NEW_DIRECTORY = Output(
     lambda path, inputs, force: checkpoints.check_output_directory(path, inputs, force)
 )
 """An adapter directory; an existing one is replaced as a whole, and only with --force."""
-PLACE = Output(lambda path, inputs, force: _check_directory(path, inputs))
+PLACE = Output(lambda path, inputs, _: _check_directory(path, inputs))
 """A directory that the verb looks at itself: it may hold what an interrupted run left."""
-UNKNOWN = Output(lambda path, inputs, force: checkpoints.check_output_path(path, inputs))
+UNKNOWN = Output(lambda path, inputs, _: checkpoints.check_output_path(path, inputs))
 """A file or a directory; the verb knows which, and asks for the rest."""
 
 

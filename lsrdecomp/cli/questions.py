@@ -67,7 +67,7 @@ class Questions:
     def batches(
         self, base: Base, *, size: int, seed: int
     ) -> tuple[Iterator[dict[str, Tensor]], int]:
-        """Return batches for a model, in an order that ``seed`` decides, and the number of examples."""
+        """Return batches in an order drawn from ``seed``, and the number of examples."""
         from lsrdecomp.calibration.batches import prompt_batches, text_batches
         from lsrdecomp.calibration.dataset import read_examples, read_text_pairs, task_texts
         from lsrdecomp.training.tasks import find_task

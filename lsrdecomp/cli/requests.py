@@ -1,4 +1,4 @@
-"""What the command line adds to a request of compression: groups of options, their spelling, and the roads that read them."""
+"""Requests on the command line: groups of options, their spelling, and the roads that read them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
     from lsrdecomp.compression import CompressionPlan
 
-GOALS = "--keep SHARE with --base and --data, --ratio N, --params N, --bytes N or --rtol E; such as --ratio 48"
+GOALS = (
+    "--keep SHARE with --base and --data, --ratio N, --params N, --bytes N or --rtol E; such as "
+    "--ratio 48"
+)
 """What to ask for where no goal was given, or several."""
 
 SPELLED = {"statistics": "--calibrated", "parameters": "--params", "each": "--all"}
@@ -93,7 +96,7 @@ class Outputs:
         return None if self.dry_run else self.out
 
     def directories(self, plans: Sequence[CompressionPlan]) -> list[Path | None]:
-        """Return where each plan is written: the directory asked for, or one beside it for each of several ratios."""
+        """Return where each plan is written; several ratios have directories beside each other."""
         if self.directory is None or len(plans) < 2:
             return [self.directory] * max(1, len(plans))
         out = self.directory
@@ -123,7 +126,7 @@ OWN_OPTIONS = {
     "each": TO_DIRECTORY,
     "quiet": ALL_ROADS,
 }
-"""The roads that read each option of `Opening`, `Outputs` and `Display`: tables and records are of LSR."""
+"""The roads that read each option of the groups: tables and records are of LSR."""
 
 
 def flag(name: str) -> str:

@@ -16,8 +16,8 @@ from lsrdecomp.cli import tables
 from lsrdecomp.errors import LsrError
 
 
-def base_files(base: str) -> Path:
-    """Return where the names of a base are read: its path, or the file packaged for a short name."""
+def base_path(base: str) -> Path:
+    """Return where names of a base are read: its path, or the file packaged for a short name."""
     from lsrdecomp.calibration import base_files
 
     path = Path(base)
@@ -30,7 +30,7 @@ def by_rules(adapter: Path, server: str, base: str | None, json: Path | None) ->
     """Show `serving.check_served` in words; exit code 1 if no layer would apply."""
     if base is None:
         raise LsrError("--for compares names and sizes with a base's: name it by --base")
-    check = serving.check_served(adapter, server, base_files(base))
+    check = serving.check_served(adapter, server, base_path(base))
     tables.show(json, *_check_sentences(check))
     tables.write_json(check.to_json(), json)
     if not check.applied:
@@ -38,15 +38,13 @@ def by_rules(adapter: Path, server: str, base: str | None, json: Path | None) ->
 
 
 def _check_sentences(check: serving.ServingCheck, max_names: int = 8) -> Iterator[str]:
-    """Yield what would apply and what would not, with so many names for each fault; --json has all."""
+    """Yield what would apply and what would not, with a few names for each fault."""
     # 1. What would apply.
     largest = ""
     if check.applied:
         largest = f", the largest rank {max(module.rank for module in check.applied)}"
-    yield (
-        f"{check.server} on {check.base}: {len(check.applied)} of {len(check.modules)} layers would "
-        f"apply{largest}."
-    )
+    applied = f"{len(check.applied)} of {len(check.modules)} layers would apply"
+    yield f"{check.server} on {check.base}: {applied}{largest}."
     # 2. What would not, by fault.
     for reason in check.refusals:
         yield f"The file would be refused as a whole: {reason}."

@@ -68,6 +68,7 @@ def options_of(
         # 2. The verb is given those that were typed.
         @functools.wraps(verb)
         def run(*args: Any, help_all: bool = False, **kwargs: Any) -> Any:
+            del help_all  # its callback has shown all
             for name in names:
                 if name in kwargs and kwargs[name] in (None, []):
                     del kwargs[name]

@@ -1,4 +1,4 @@
-"""Tables that fit the terminal: columns leave by priority, names are shortened, digits never cut."""
+"""Tables that fit the terminal: columns leave by priority, names are cut, digits never."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def say(message: str) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what other libraries would say on standard error: it is not for readers of a table."""
+    """Silence what other libraries say on standard error: it is not for readers of a table."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with warnings.catch_warnings():
@@ -88,7 +88,7 @@ def quiet() -> Iterator[None]:
 
 
 def write_json(value: Any, path: Path | None) -> None:
-    """Write to a file as a whole, or to standard output for ``-``; nothing where no file was named."""
+    """Write to a file as a whole, to standard output for ``-``, or nowhere where none was named."""
     if str(path) == "-":
         sys.stdout.write(_json(value))
     with files(json_text(value, path)):
@@ -96,7 +96,7 @@ def write_json(value: Any, path: Path | None) -> None:
 
 
 def json_text(value: Any, path: Path | None) -> dict[Path, str]:
-    """Return the file that `write_json` would write with its text; nothing for standard output."""
+    """Return the file of `write_json` with its text; nothing for standard output."""
     if path is None or str(path) == "-":
         return {}
     return {path: _json(value)}
@@ -143,7 +143,7 @@ def curve_table(curves: Sequence[ErrorCurve], reference: int) -> Sheet:
 
 
 def file_sizes(source: Checkpoint, out: Path) -> str:
-    """Return a sentence on the bytes that open the adapters; heads, which are carried along, apart."""
+    """Return a sentence on the bytes that open the adapters, without heads, which are carried."""
     heads = source.extra_bytes
     before = bytes_to_open(source.weights) - heads
     after = bytes_to_open(out / checkpoints.WEIGHTS) - heads

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lsrdecomp import checkpoints, compression
+from lsrdecomp import compression
 from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.cli import served, tables
 from lsrdecomp.cli.layer_tables import verification_table
-from lsrdecomp.cli.options import Alpha, Each, ForceFile, JsonFile, MaxMemory, Name, Quiet, Wide
+from lsrdecomp.cli.options import ForceFile, JsonFile
 from lsrdecomp.cli.outputs import Input
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.questions import SETTINGS, AnswerTokens, DataFile, Questions
-from lsrdecomp.cli.settings import options_of
+from lsrdecomp.cli.requests import Display, Opening
+from lsrdecomp.cli.settings import option_groups, options_of
 from lsrdecomp.compression.measured_settings import EvaluatorSettings
 from lsrdecomp.errors import CheckpointError, LsrError, needs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lsrdecomp.calibration.base_model import Base
     from lsrdecomp.calibration.behaviour import Behaviour
     from lsrdecomp.checkpoints import Checkpoint
 
 
 @options_of(EvaluatorSettings, only=SETTINGS)
+@option_groups(opening=Opening, display=Display)
 def verify(
     source: Annotated[
         Path, typer.Argument(help="The adapter that was compressed.", show_default=False)
@@ -73,14 +76,10 @@ def verify(
     ] = None,
     batch: Annotated[int, typer.Option(help="Examples at a time.", min=1)] = 16,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
-    name: Name = None,
-    alpha: Alpha = None,
-    wide: Wide = False,
-    each: Each = False,
-    quiet: Quiet = False,
+    opening: Opening,
+    display: Display,
     json: JsonFile = None,
     force: ForceFile = False,
-    max_memory: MaxMemory = None,
     **options: Any,
 ) -> None:
     """Measure a written adapter against its source.
@@ -92,17 +91,11 @@ def verify(
     without running it; verify ADAPTER --server URL asks a running one whether the adapter acts, and
     with --base at which scale. Exit code 1 if it would not, or does not.
     """
+    del force  # `outputs.checked` reads it
     settings = EvaluatorSettings(**options)
     # 1. What a server makes of an adapter, by its rules or by asking it.
     if rules is not None or server is not None:
-        if written is not None:
-            raise LsrError(
-                "--for and --server look at one adapter: name the one that is served, and no other"
-            )
-        if rules is not None and server is not None:
-            raise LsrError(
-                "--for goes by a server's rules and --server asks one that runs: one at a time"
-            )
+        _refuse_two_views(written, rules, server)
         if rules is not None:
             served.by_rules(source, rules, base, json)
         else:
@@ -110,26 +103,27 @@ def verify(
         return
     if written is None:
         raise LsrError(
-            "name what was written from it too; or ask what a server makes of it, by --for or --server"
+            "name what was written from it too; or ask what a server makes of it, by --for or "
+            "--server"
         )
     questions = Questions(text, task, data, "dev", answers, settings.max_length, settings.truncate)
     if (base is None) != (questions.sources == 0):
         raise LsrError(
-            "answers are compared on a base: give --base with --data FILE.jsonl, --text FILE or --task DIR"
+            "answers are compared on a base: give --base with --data FILE.jsonl, --text FILE or "
+            "--task DIR"
         )
+    # 2. The numbers of what was written, and on a base its answers, against the source's.
     if base is not None:
         questions.check()
-    # 2. The numbers of what was written, and on a base its answers, against the source's.
-    original = checkpoints.open_checkpoint(source, name=name, alpha=alpha, max_memory=max_memory)
+    original = opening.open(source)
     behaviour = None
-    with follow(quiet=quiet) as step:
-        result = compression.verify(original, _opened(written, alpha, max_memory), on_step=step)
+    with follow(quiet=display.quiet) as step:
+        result = compression.verify(original, _opened(written, opening), on_step=step)
         if base is not None:
-            behaviour = _behaviour(
-                base, source, written, questions, batch, device, settings.dtype, step
-            )
+            pair = _model_pair(base, source, written, device, settings.dtype)
+            behaviour = _behaviour(pair, questions, batch, step)
     # 3. What came of it, for people, for machines, and as an exit code.
-    tables.show(json, verification_table(result, each=each), wide=wide)
+    tables.show(json, verification_table(result, each=display.each), wide=display.wide)
     tables.show(json, f"Relative error over all layers: {result.relative_error:.4g}.")
     if behaviour is not None:
         tables.show(json, *_sentences(behaviour))
@@ -140,93 +134,124 @@ def verify(
         raise typer.Exit(1)
     if not result.recorded:
         tables.say(
-            f"{written} has no record of what was written (in its header, SHA256SUMS or compression.json): the errors "
-            "above were measured, but nothing says that they are what they should be"
+            f"{written} has no record of what was written (in its header, SHA256SUMS or "
+            "compression.json): the errors above were measured, but nothing says that they are "
+            "what they should be"
         )
         raise typer.Exit(3)
 
 
-def _opened(written: Path, alpha: float | None, max_memory: int | None) -> Checkpoint:
-    """What was written; in the source's own format it may need the source's alpha too."""
+def _refuse_two_views(written: Path | None, rules: str | None, server: str | None) -> None:
+    """Raise `LsrError` where two adapters, or two views of one, were named."""
+    if written is not None:
+        raise LsrError(
+            "--for and --server look at one adapter: name the one that is served, and no other"
+        )
+    if rules is not None and server is not None:
+        raise LsrError(
+            "--for goes by a server's rules and --server asks one that runs: one at a time"
+        )
+
+
+def _opened(written: Path, opening: Opening) -> Checkpoint:
+    """Open what was written; in the source's own format it may need the source's alpha too."""
     try:
-        return checkpoints.open_checkpoint(written, max_memory=max_memory)
+        return replace(opening, name=None, alpha=None).open(written)
     except CheckpointError:
-        if alpha is None:
+        if opening.alpha is None:
             raise
-        return checkpoints.open_checkpoint(written, alpha=alpha, max_memory=max_memory)
+        return replace(opening, name=None).open(written)
 
 
-def _behaviour(
-    base: str,
-    source: Path,
-    written: Path,
-    questions: Questions,
-    size: int,
-    device: str,
-    dtype: str,
-    step: OnStep,
-) -> Behaviour:
+def _model_pair(
+    base: str, source: Path, written: Path, device: str, dtype: str
+) -> tuple[Base, Base]:
+    """Open the base with each of the two adapters."""
     with needs("a base", "peft"):
         from lsrdecomp.calibration import base_model
-        from lsrdecomp.calibration.divergence import Reference
     with tables.quiet():
-        first, second = base_model.load_pair(base, source, written, device=device, dtype=dtype)
-    rounds, count = questions.batches(first, size=size, seed=0)
+        return base_model.load_pair(base, source, written, device=device, dtype=dtype)
+
+
+def _behaviour(pair: tuple[Base, Base], questions: Questions, size: int, step: OnStep) -> Behaviour:
+    """Compare the answers of the second model with those of the first."""
+    from lsrdecomp.calibration.divergence import Reference
+
+    source, written = pair
+    batches, count = questions.batches(source, size=size, seed=0)
     answered = Counter(step, "comparing answers", count, "examples")
 
     def counted() -> Iterator[Mapping[str, Tensor]]:
-        for batch in rounds:
+        for batch in batches:
             yield batch
             answered.add(len(batch["input_ids"]))
 
-    return Reference(first, counted()).compare(second)
+    return Reference(source, counted()).compare(written)
 
 
 def _figures(
     result: compression.Verification, behaviour: Behaviour | None, base: str | None
 ) -> dict[str, Any]:
-    """The same for a JSON file."""
+    """Return what was found for a JSON file."""
     layers = [
-        {"name": c.name, "relative_error": c.relative_error, "recorded": c.recorded_error}
-        for c in result.layers
+        {
+            "name": layer.name,
+            "relative_error": layer.relative_error,
+            "recorded": layer.recorded_error,
+        }
+        for layer in result.layers
     ]
-    facts: dict[str, Any] = {"passed": result.passed, "relative_error": result.relative_error}
-    facts |= {"source_matches": result.source_matches, "layers": layers}
+    figures: dict[str, Any] = {
+        "passed": result.passed,
+        "relative_error": result.relative_error,
+        "source_matches": result.source_matches,
+        "layers": layers,
+    }
     if behaviour is not None:
-        facts["answers"] = {**asdict(behaviour), "kept": behaviour.kept, "base": base}
-    return facts
+        figures["answers"] = {**asdict(behaviour), "kept": behaviour.kept, "base": base}
+    return figures
 
 
-def _sentences(answers: Behaviour) -> Iterator[str]:
-    """The answers in words."""
-    what = f"{answers.answers:,} {answers.unit}s"
+def _sentences(behaviour: Behaviour) -> Iterator[str]:
+    """Yield how the answers differ, in words."""
     yield (
-        f"Divergence of the answers on {what}: {answers.kl:.4g} nats per {answers.unit}; "
-        f"without ΔW it would be {answers.effect:.4g}."
+        f"Divergence of the answers on {behaviour.answers:,} {behaviour.unit}s: "
+        f"{behaviour.kl:.4g} nats per {behaviour.unit}; without ΔW it would be "
+        f"{behaviour.effect:.4g}."
     )
-    if answers.kept is not None:
-        error = "" if answers.standard_error is None else f" ± {100 * answers.standard_error:.1f}"
-        yield f"It keeps {100 * answers.kept:.1f}{error} % of what the adapter does."
-    if answers.agreement is not None:
-        whole = (
-            ""
-            if answers.exact_match_rate is None
-            else f", all along in {answers.exact_match_rate:.2%} of the examples"
-        )
-        yield f"The likeliest answer is the same for {answers.agreement:.2%}{whole}."
+    if behaviour.kept is not None:
+        error = ""
+        if behaviour.standard_error is not None:
+            error = f" ± {100 * behaviour.standard_error:.1f}"
+        yield f"It keeps {100 * behaviour.kept:.1f}{error} % of the LoRA's effect."
+    if behaviour.agreement is not None:
+        exact = ""
+        if behaviour.exact_match_rate is not None:
+            exact = f", all along in {behaviour.exact_match_rate:.2%} of the texts"
+        yield f"The top prediction agrees on {behaviour.agreement:.2%}{exact}."
 
 
 def _complaints(result: compression.Verification, source: Path) -> Iterator[str]:
+    """Yield what is not as it was recorded."""
     if result.changed_files:
-        yield f"{', '.join(result.changed_files)} changed since it was written: its SHA-256 is not the recorded one"
-    differing = [layer.name for layer in result.layers if not layer.agrees]
-    if differing:
-        yield f"{len(differing)} layers are not what the writer measured, the first {differing[0]}"
+        files = ", ".join(result.changed_files)
+        yield f"{files} changed since it was written: its SHA-256 is not the recorded one"
+    mismatches = [layer.name for layer in result.layers if not layer.agrees]
+    if mismatches:
+        count = len(mismatches)
+        yield f"{count} layers are not what the writer measured, the first {mismatches[0]}"
     elif not result.agrees:
-        said = "unknown" if result.recorded_error is None else f"{result.recorded_error:.12g}"
-        yield f"the error over all layers is {result.relative_error:.12g}, but {said} when it was written"
+        recorded = "unknown"
+        if result.recorded_error is not None:
+            recorded = f"{result.recorded_error:.12g}"
+        yield (
+            f"the error over all layers is {result.relative_error:.12g}, but {recorded} when it "
+            "was written"
+        )
     if result.changed_tensors:
-        count, first = len(result.changed_tensors), result.changed_tensors[0]
-        yield f"{count} other tensors differ from the source's, the first {first}"
+        yield (
+            f"{len(result.changed_tensors)} other tensors differ from the source's, the first "
+            f"{result.changed_tensors[0]}"
+        )
     if result.source_matches is False:
         yield f"{source} is not the file this was made from: its SHA-256 is not the recorded one"

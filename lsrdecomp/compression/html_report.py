@@ -113,7 +113,7 @@ def _tiles(compression: Compression, unit: str) -> list[tuple[str, str]]:
         ("structures", ", ".join(f"{count} {kind}" for kind, count in kinds.items())),
     ]
     if fidelity is not None:
-        tiles.insert(0, ("kept of what the adapter does", f"{100 * fidelity.kept:.1f} %"))
+        tiles.insert(0, ("kept of the LoRA's effect", f"{100 * fidelity.kept:.1f} %"))
     elif total.kl is not None:
         tiles.insert(2, (f"estimated KL, nats per {unit}", f"{total.kl:.3g}"))
     return tiles

@@ -25,7 +25,8 @@ class EvaluatorSettings(Settings):
         int | None,
         ON_COMMAND_LINE,
         whole_number(8),
-        "Examples of the promise, at most a quarter; absent, 64 prompts or 128 texts.",
+        "Held-out examples for the final measurement, at most a quarter of the data; absent, 64 "
+        "prompts or 128 texts.",
     ] = None
     batch: Annotated[
         int | None,
@@ -37,7 +38,7 @@ class EvaluatorSettings(Settings):
         int | None,
         ON_COMMAND_LINE,
         whole_number(1),
-        "Most tokens of an example: 1024 with prompts, 128 of a text, if absent.",
+        "Maximum tokens per example [default: 1024 for prompts, 128 for plain text].",
     ] = None
     truncate: Annotated[
         bool, ON_COMMAND_LINE, "Cut longer prompts at their beginning, instead of refusing them."
@@ -51,7 +52,7 @@ class EvaluatorSettings(Settings):
     device: Annotated[
         str | None, ON_COMMAND_LINE, "cuda, cuda:1, …; absent, the CPU, where NumPy solves."
     ] = None
-    seed: Annotated[int, ON_COMMAND_LINE, "Of the split of the texts and their order."] = 0
+    seed: Annotated[int, ON_COMMAND_LINE, "Seed of the split of the texts and their order."] = 0
 
 
 @settings
@@ -68,7 +69,7 @@ class MeasuredSettings(EvaluatorSettings):
         float | None,
         ON_COMMAND_LINE,
         SHARE,
-        "With --base: the smallest form that keeps this share, such as 0.95.",
+        "With --base: the smallest version that keeps this share, such as 0.95.",
     ] = None
     distil: Annotated[
         int,
@@ -80,13 +81,13 @@ class MeasuredSettings(EvaluatorSettings):
         int,
         ON_COMMAND_LINE,
         whole_number(0),
-        "With --base: show so many examples that the form answers differently; SVD beside it.",
+        "With --base: show so many examples that are answered differently; SVD beside it.",
     ] = 0
     passes: Annotated[
         int,
         ON_COMMAND_LINE,
         whole_number(1),
-        "With --base: 2 searches again in the norm around the form that came of the first.",
+        "With --base: 2 searches again in the norm around the result of the first.",
     ] = 1
 
 

@@ -45,10 +45,9 @@ class Distilled:
     >>> variant = DistilledVariant(Path("was"), Path("small"), before, after, None)
     >>> Distilled(Path("small"), fidelity, variant)
     Distilled small, which kept 82.4 %
-       Promise: keeps 98.4 % of what the adapter does
-       divergence 0.022 of 1.36 nats per token; likeliest token the same for 95 %
+       Measured: keeps 98.4 % of the LoRA's effect on 96 held-out texts of e2e.jsonl
+       KL to the LoRA 0.022 nats per token, 1.36 without an adapter; top prediction agrees on 95 %
        files 3.7 MB → 39 kB
-       measured on 96 held-out examples of e2e.jsonl
     """
 
     directory: Path

@@ -209,7 +209,7 @@ class Evaluator:
             self.on_step(ProgressUpdate(stage, done, total, unit))
 
     def batches(self, texts: Sequence[Item], size: int | None = None) -> Iterator[Batch]:
-        """Yield texts of like length together, as the model reads them; equal texts, equal batches."""
+        """Yield batches of texts of like length; the same texts give the same batches."""
         size = size or self.batch_size
         seed = self.settings.seed
         order = sorted(texts, key=_n_letters)
@@ -243,8 +243,8 @@ class Evaluator:
     def compare_answers(self, written: Path, limit: int = 32) -> list[AnswerPair]:
         """Return what the LoRA and a written variant answer to the first held-out texts.
 
-        There are ``limit`` texts at most. Answers are classes, or greedy completions. Empty where texts have no prompt, and for a
-        regression.
+        There are ``limit`` texts at most. Answers are classes, or greedy completions. Empty where
+        texts have no prompt, and for a regression.
         """
         self.announce("answering in words")
         models = (self.source, self.base.with_adapter(written))
@@ -294,7 +294,7 @@ class Evaluator:
 
     @property
     def key(self) -> str:
-        """A digest of what its answers depend on: adapter, base, texts and settings but the device."""
+        """A digest of what its answers depend on: adapter, base, texts, settings but the device."""
         settings = {
             name: getattr(self.settings, name)
             for name in EvaluatorSettings.fields
@@ -314,8 +314,9 @@ class Evaluator:
     def statistics(self, journal: Journal, written: Path | None = None) -> Statistics:
         """Return statistics of the adapted layers: the norm in which shapes are searched.
 
-        The texts are not held out. They are measured with the LoRA at the strength of `NormCalibration`, or with a compressed
-        variant of it, as ``written``. Those that a run before finished in the journal are read.
+        They are measured on texts that are not held out, with the LoRA at the strength of
+        `NormCalibration`, or with a compressed variant of it, as ``written``. Those that a run
+        before finished in the journal are read.
         """
         # Few texts of a language model do: each has as many answers as tokens.
         many_tokens = self.source.head in TOKEN_HEADS
@@ -351,7 +352,7 @@ class Evaluator:
             )
 
     def distillation_data(self, steps: int, micro: int | None = None) -> DistillationData:
-        """Return a few batches to validate by, and as many to train on as so many steps go through."""
+        """Return a few batches to validate by, and those that so many steps go through."""
         limits = self.distillation
         # 1. Texts to validate by; so few that no batch would be left for training: every fourth.
         count = limits.validation_batches * self.batch_size
@@ -445,7 +446,8 @@ def split(
 ) -> tuple[list[Item], list[Item]]:
     """Return held-out texts, at most ``held_out`` and a quarter of all, and the others.
 
-    Both are in an order drawn from ``seed``. Texts that begin alike (the references of one prompt) stay on one side.
+    Both are in an order drawn from ``seed``. Texts that begin alike (the references of one prompt)
+    stay on one side.
 
     Raises
     ------
@@ -460,8 +462,8 @@ def split(
         groups.setdefault(_beginning(text), []).append(text)
     if len(groups) < rule.min_texts:
         raise LsrError(
-            f"{len(groups)} different texts are too few: {rule.min_texts} are needed, a few hundred "
-            "are better"
+            f"{len(groups)} different texts are too few: {rule.min_texts} are needed, a few "
+            "hundred are better"
         )
     # 2. Groups in an order by chance; each is held out if it still fits.
     limit = max(rule.min_held_out, min(held_out, len(texts) // 4))

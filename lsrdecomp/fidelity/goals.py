@@ -210,7 +210,7 @@ class SmallestVariant:
         return CompressionPlan(parameters=size, **self.plan_options)
 
     def _measure(self, size: float) -> CompressedVariant:
-        """Measure a size; where the file leaves no room for a layer, the next larger that has it."""
+        """Measure a size; where its file has no room for a layer, the next larger that has it."""
         while True:
             try:
                 # Any size near it will do, so the file need not be filled.

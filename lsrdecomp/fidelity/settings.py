@@ -19,7 +19,7 @@ class DistilSettings(EvaluatorSettings):
     """
 
     steps: Annotated[
-        int, ON_COMMAND_LINE, whole_number(1), "Training steps at most, trials of rates among them."
+        int, ON_COMMAND_LINE, whole_number(1), "Maximum steps, including the learning-rate search."
     ] = 200
     rate: Annotated[
         float | None, ON_COMMAND_LINE, POSITIVE, "Relative change a step; absent, tried out."
@@ -35,7 +35,7 @@ class DistilSettings(EvaluatorSettings):
         int | None,
         ON_COMMAND_LINE,
         whole_number(1),
-        "Of the examples of a step, so many at a time.",
+        "Examples of a step that are read at a time.",
     ] = None
 
 

@@ -1,7 +1,7 @@
 """The search over sizes of compressed variants: few are measured of the many there are.
 
-`SizeSearch` and `TrainedSizeSearch` hold the choices that steer it, `MeasuredSizes` what is known of
-sizes so far.
+`SizeSearch` and `TrainedSizeSearch` hold the choices that steer it, `MeasuredSizes` what is known
+of sizes so far.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class SizeSearch:
 class TrainedSizeSearch:
     """Choice of the variants that are trained.
 
-    Training one takes as long as all else together. The defaults were chosen by hand unless a measurement is named.
+    Training one takes as long as all else together. The defaults were chosen by hand unless a
+    measurement is named.
     """
 
     max_trained: int = 2
@@ -115,7 +116,8 @@ class MeasuredSizes:
     def smallest(self, target_share: float) -> CompressedVariant:
         """Return the smallest variant, of those measured, whose share is at least the target.
 
-        The target lies between 0 and 1. Sizes that pass and sizes that fail close in on the answer from both sides.
+        The target lies between 0 and 1. Sizes that pass and sizes that fail close in on the answer
+        from both sides.
 
         Raises
         ------
@@ -136,9 +138,9 @@ class MeasuredSizes:
         if not passing:
             best = 1.0 - min(map(loss_of, self.measured.values()))
             raise BudgetError(
-                f"no variant that was measured keeps {target_share:g} of what the adapter does: the "
-                f"best of {len(self.measured)} keeps {best:.3f}; ask for less, allow distillation, "
-                "or store in a finer type"
+                f"no compressed version that was measured keeps {target_share:g} of the LoRA's "
+                f"effect: the best of {len(self.measured)} keeps {best:.3f}; ask for less, allow "
+                "distillation, or store in a finer type"
             )
         return self.measured[min(passing)]
 
@@ -174,8 +176,8 @@ class MeasuredSizes:
     def variant_losing(self, loss: float, *, max_measured: int | None = None) -> CompressedVariant:
         """Return the measured variant that loses most, but hardly more than ``loss``.
 
-        New variants are measured for it. Measuring ends with a variant that loses about so much. Where all lose more it is the one
-        that loses least.
+        New variants are measured for it. Measuring ends with a variant that loses about so much.
+        Where all lose more it is the one that loses least.
         """
         training = self.training
         least = loss / training.max_loss_deficit

@@ -291,7 +291,7 @@ def distil_variant(
 
 
 def products_of(student: Base) -> dict[str, SeparatedProduct]:
-    """Return the products in the LSR layers of an open model, by the names of modules in its base."""
+    """Return the products in the LSR layers of an open model, by names of modules in its base."""
     products = {}
     for name, module in student.model.get_base_model().named_modules():  # type: ignore[operator]
         if not isinstance(module, LsrLayer):

@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import numpy as np
@@ -82,16 +83,16 @@ def test_a_promise_is_read_at_a_prompt(tmp_path):
     made = lsr.compress(DEMO, separation_rank=1)
     of_result = {"fidelity": told, "written": tmp_path, "annotations": {}, "_folder": None}
     result = MeasuredCompression(made.source, made.plan, made.layers, made.chosen, **of_result)
-    assert told.sentence() in result._repr_html_()
+    assert told.sentence() in unescape(result._repr_html_())
     lines = repr(result).splitlines()
     assert len(lines) <= 10
     assert max(map(len, lines)) <= 110
     assert lines[0] == "Compression of demo_adapter, separation_rank = 1"
-    assert [line.strip() for line in lines[-5:]] == [
-        "Promise: keeps 81.3 ± 2.5 % of what the adapter does",
-        "divergence 0.0463 of 0.248 nats per example; likeliest answer the same for 95 %",
-        "files 302 kB → 18 kB (each with a head of 3.1 kB)",
-        "measured on 128 held-out examples of reviews.txt",
+    kl = "KL to the LoRA 0.0463 nats per example, 0.248 without an adapter"
+    assert [line.strip() for line in lines[-4:]] == [
+        "Measured: keeps 81.3 ± 2.5 % of the LoRA's effect on 128 held-out texts of reviews.txt",
+        f"{kl}; top prediction agrees on 95 %",
+        "files 302 kB → 18 kB (both include a head of 3.1 kB)",
         "not on disk before save(directory)",
     ]
 
@@ -101,9 +102,9 @@ def test_a_promise_of_tokens_says_how_often_a_whole_answer_stays():
     told = Fidelity.of(
         behaviour, data="sums.jsonl", base="b", bytes_before=3_700_000, bytes_after=192_000
     )
-    assert "likeliest token the same for 97 %)" in told.sentence()
+    assert "top prediction agrees on 97 %)" in told.sentence()
     told = replace(told, exact_match_rate=0.04)
-    assert "likeliest token the same for 97 %, all along in 4 % of the examples)" in told.sentence()
+    assert "top prediction agrees on 97 %, all along in 4 % of the texts)" in told.sentence()
     assert told.to_json()["exact_match_rate"] == 0.04
 
 

@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import replace
 from functools import partial
+from html import unescape
 
 import pytest
 
@@ -304,7 +305,7 @@ def test_the_command_says_which_forms_were_trained(folder, lines, tmp_path, monk
     tried = json.loads((tmp_path / "out" / "compression.json").read_text())["tried"]
     trained = [one for one in tried if one["steps"]]
     said = " ".join(done.stdout.split())
-    assert f"{len(tried)} forms were measured, {len(trained)} of them also trained" in said
+    assert f"Tried {len(tried)} compressed versions, {len(trained)} of them also trained" in said
     for one in trained:
         assert f"{100 * one['kept']:.1f} → {100 * one['distilled']:.1f} %" in said
     assert not list(tmp_path.glob(".*"))
@@ -325,8 +326,8 @@ def test_keep_on_the_command_line(folder, lines, tmp_path):
     assert promise["kept"] >= 0.4
     shown = " ".join(done.stdout.split())
     assert promise["sentence"] in shown
-    assert "held-out examples of lines.txt" in promise["sentence"]
-    for text in (page.read_text(), (out / "README.md").read_text()):
+    assert "held-out texts of lines.txt" in promise["sentence"]
+    for text in (unescape(page.read_text()), (out / "README.md").read_text()):
         assert promise["sentence"] in text
     assert not list(tmp_path.glob(".*"))  # statistics and states are gone
 
@@ -334,7 +335,7 @@ def test_keep_on_the_command_line(folder, lines, tmp_path):
 def test_a_refusal_says_where_what_was_measured_waits(folder, lines, tmp_path):
     done = command(folder, lines, "--keep", 0.99999, "--storage", "int4", "--out", tmp_path / "out")
     assert isinstance(done.exception, lsr.errors.BudgetError)
-    assert "no variant that was measured keeps 0.99999" in str(done.exception)
+    assert "no compressed version that was measured keeps 0.99999" in str(done.exception)
     assert "What was done waits in" in done.exception.__notes__[0]
     assert list((tmp_path / ".out.journal").glob("statistics-*/statistics.json"))
     assert list((tmp_path / ".out.journal").glob("*/adapter_model.safetensors"))
@@ -497,15 +498,15 @@ def test_examples_that_are_answered_differently_are_shown_and_counted_with_svd_b
     record = json.loads((out / "compression.json").read_text())
     promise, rival = record["promise"], record["truncated_svd"]
     assert rival["bytes"] <= promise["bytes_after"]
-    assert f"Truncated SVD in bits, on the same texts: {Measurement(**rival)}." in " ".join(
+    assert f"Quantized truncated SVD, on the same texts: {Measurement(**rival)}." in " ".join(
         done.stdout.split()
     )
     assert f"truncated SVD in bits: {rival['bytes']:,} bytes" in page.read_text()
     assert promise["answered"] == 12  # all that are held out
     assert promise["alike"] == round(12 * promise["agreement"])
-    assert f"the same answer to {promise['alike']} of 12 examples" in " ".join(done.stdout.split())
+    assert f"the same answer to {promise['alike']} of 12 texts" in " ".join(done.stdout.split())
     differing = min(3, 12 - promise["alike"])
-    assert done.stdout.count("LoRA: LABEL_") == done.stdout.count("form: LABEL_") == differing
+    assert done.stdout.count("LoRA: LABEL_") == done.stdout.count("compressed: LABEL_") == differing
     assert page.read_text().count("<dt>this adapter</dt>") == differing
     for text, _ in TEXTS:  # what people wrote stays with them
         assert text not in (out / "compression.json").read_text()
