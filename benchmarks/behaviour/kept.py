@@ -59,7 +59,7 @@ from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.fidelity.compress import compress
 from lsrdecomp.fidelity.distil import distil
 from lsrdecomp.fidelity.evaluate import Evaluator, TextSplit
-from lsrdecomp.training.dataset import judge, read_dataset
+from lsrdecomp.training.dataset import read_dataset, score_outputs
 from lsrdecomp.training.record import ADAPTER, Scores, commit
 from lsrdecomp.training.tasks import TASKS
 
@@ -190,7 +190,7 @@ def trained(task: str, seed: int, data: Path, work: Path) -> Subject:
     dataset = read_dataset(settings)
     if not (paths.statistics / METADATA).exists():
         base = replace(load_base(dataset.base, paths.lora / ADAPTER), name=settings.model)
-        rounds = dataset.questions(base, size=16, seed=seed)
+        rounds = dataset.calibration_batches(base, size=16, seed=seed)
         calibrate(base, rounds, out=paths.statistics, seed=seed, samples=job.plan.samples)
     texts = task_texts(dataset.train)
     return Subject(
@@ -235,7 +235,7 @@ class Judge:
     def _scores(self, base: Base) -> Scores:
         with torch.no_grad():
             logits = torch.cat([base.model(**batch).logits for batch in self.batches])
-        return judge(self.task, logits.numpy(), self.labels)
+        return score_outputs(self.task, logits.numpy(), self.labels)
 
     def judge(self, written: Path) -> dict[str, Any]:
         opened = self.evaluator.base.with_adapter(written)

@@ -1,4 +1,4 @@
-"""Fine-tuning of adapters on a task: `finetune` with `FinetuneSettings` gives a `FinetuneRecord`; needs torch."""
+"""Fine-tuning of adapters: `finetune` with `FinetuneSettings` gives a `FinetuneRecord`."""
 
 from lsrdecomp._renamed import attach
 

@@ -1,4 +1,4 @@
-"""What runs beside the training loop: progress, the clock over interruptions, and the log of layers."""
+"""Callbacks of the training loop: progress, the clock over interruptions and the log of layers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
+from typing_extensions import override
 
 from lsrdecomp.adapters.factors import KroneckerFactors
 from lsrdecomp.calibration.base_model import has_delta
@@ -23,46 +24,70 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Progress(TrainerCallback):
+class ReportProgress(TrainerCallback):
     """Calls ``on_step`` after every step, in the main process."""
 
     def __init__(self, on_step: OnStep) -> None:
         self.on_step = on_step
 
+    @override
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Tell how many steps are done."""
         if state.is_world_process_zero:
-            self.on_step(ProgressUpdate("training", state.global_step, state.max_steps, "steps"))
+            update = ProgressUpdate("training", state.global_step, state.max_steps, "steps")
+            self.on_step(update)
 
 
 class Clock(TrainerCallback, ExportableState):
-    """Seconds of training with its reading of batches, but without judging, logging and saving; checkpoints hold them,
-    so that a resumed run counts on.
+    """Counts seconds of training, without evaluation, logging and saving.
+
+    Reading the batches is part of it. Checkpoints hold the seconds, so that a resumed run counts
+    on.
+
+    Attributes
+    ----------
+    seconds : float
+        Of all steps, over all resumptions.
+    steps : list of float
+        Seconds of each step since the start or the resumption.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.steps: list[float] = []
-        self._since = 0.0
+        self._last_event = 0.0
 
+    @override
     def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
         return {"args": {}, "attributes": {"seconds": self.seconds}}
 
+    @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._since = time.perf_counter()
+        """Start the clock."""
+        self._last_event = time.perf_counter()
 
-    on_evaluate = on_log = on_save = on_train_begin  # what lies between two steps is not theirs
+    # What lies between two steps is not theirs: the clock starts again after it.
+    on_evaluate = on_train_begin
+    on_log = on_train_begin
+    on_save = on_train_begin
 
+    @override
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count the step that ended."""
         now = time.perf_counter()
-        self.steps.append(now - self._since)
-        self.seconds += self.steps[-1]
-        self._since = now
+        step_seconds = now - self._last_event
+        self._last_event = now
+        self.steps.append(step_seconds)
+        self.seconds += step_seconds
 
 
-class StopWhenLost(TrainerCallback):
+class StopWhenDiverged(TrainerCallback):
     """Stops a run whose loss is no longer a number: it will not come back."""
 
+    @override
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Look at the loss that was logged."""
         if not math.isfinite((logs or {}).get("loss", 0.0)):
             control.should_training_stop = True
 
@@ -80,75 +105,94 @@ class LayerLog(TrainerCallback):
         self.file = file
 
     def resume(self, step: int) -> None:
-        """Forget what was logged after a checkpoint, and a line that a kill cut short."""
+        """Drop what was logged after a checkpoint, and a line that a kill cut short."""
         if not self.file.exists():
             return
         lines = []
         for line in self.file.read_text(encoding="utf-8").splitlines():
             try:
-                if json.loads(line)["step"] <= step:
-                    lines.append(line)
+                logged_step = json.loads(line)["step"]
             except ValueError:
                 continue
+            if logged_step <= step:
+                lines.append(f"{line}\n")
         with new_file(self.file, force=True) as part:
-            part.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            part.write_text("".join(lines), encoding="utf-8")
 
+    @override
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
     ) -> None:
+        """Log the figures of the start."""
         if state.global_step == 0:
             self._append(state, model)
 
+    @override
     def on_log(
-        self, args: Any, state: Any, control: Any, model: Any = None, logs: Any = None, **_: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        logs: Any = None,
+        **_: Any,
     ) -> None:
+        """Log the figures beside a loss."""
         if "loss" in (logs or {}):
             self._append(state, model)
 
     def _append(self, state: Any, model: Any) -> None:
         if model is None:
             return
-        lines = [
-            json.dumps({"step": state.global_step, **figures}) for figures in layer_figures(model)
-        ]  # collective
-        if not state.is_world_process_zero:
-            return
-        with self.file.open("a", encoding="utf-8") as log:
-            log.write("".join(f"{line}\n" for line in lines))
+        # Every process forms the figures, since sharded layers are gathered; the first writes.
+        lines = []
+        for figures in layer_figures(model):
+            entry = {"step": state.global_step, **figures}
+            lines.append(f"{json.dumps(entry)}\n")
+        if state.is_world_process_zero:
+            with self.file.open("a", encoding="utf-8") as log:
+                log.write("".join(lines))
 
 
 @torch.no_grad()
 def layer_figures(model: nn.Module, adapter: str = "default") -> Iterator[dict[str, Any]]:
-    """One record per adapted layer: ``layer``, ``norm`` = ‖ΔW‖_F and, of each sum of Kronecker products in it, the
-    ``weights`` λ_k in descending order and the ``condition`` γ = ‖λ‖₂ / ‖sum‖_F (None while the sum
-    is zero).
+    """Yield one record per adapted layer.
 
-    Costs one product of the formed pair per layer; ΔW itself is formed only for kinds that offer
+    Costs one product of the formed pair per layer; ΔW itself is formed only for layers that offer
     nothing smaller. Where parameters are sharded over processes (FSDP2), every process has to make
     this call: a layer's are gathered in turn.
+
+    Yields
+    ------
+    dict
+        ``layer``; ``norm`` = ‖ΔW‖_F; and of each sum of Kronecker products in the layer, under its
+        name, the ``weights`` λ_k in descending order and the ``condition`` γ = ‖λ‖₂ / ‖sum‖_F,
+        which is None while the sum is zero.
     """
     for name, module in model.named_modules():
-        if has_delta(module) and isinstance(module, nn.Module) and adapter in _adapters(module):
-            with _gathered(module):
-                sums = {
-                    part.removesuffix(f".{adapter}"): _sum_figures(child)
-                    for part, child in module.named_modules()
-                    if isinstance(child, KroneckerFactors) and part.endswith(f".{adapter}")
-                }
-                norm = _norm(module, adapter)
-            yield {"layer": name.removeprefix("base_model.model."), "norm": norm, **sums}
+        is_layer = isinstance(module, nn.Module) and has_delta(module)
+        if not is_layer or adapter not in _adapters(module):
+            continue
+        with _gathered(module):
+            sums = {
+                part.removesuffix(f".{adapter}"): _sum_figures(child)
+                for part, child in module.named_modules()
+                if isinstance(child, KroneckerFactors) and part.endswith(f".{adapter}")
+            }
+            norm = _update_norm(module, adapter)
+        yield {"layer": name.removeprefix("base_model.model."), "norm": norm, **sums}
 
 
 @contextmanager
 def _gathered(layer: nn.Module) -> Iterator[None]:
-    """While open, a layer holds its adapters' sharded parameters whole; its base layer stays as it is."""
-    sharded = [
-        (module._parameters, name, parameter)
-        for part, module in layer.named_modules()
-        if part.split(".")[0] != "base_layer"
-        for name, parameter in module._parameters.items()
-        if hasattr(parameter, "full_tensor")
-    ]
+    """Let a layer hold its adapters' sharded parameters whole; its base layer stays as it is."""
+    sharded = []
+    for part, module in layer.named_modules():
+        if part.split(".")[0] == "base_layer":
+            continue
+        for name, parameter in module._parameters.items():
+            if hasattr(parameter, "full_tensor"):
+                sharded.append((module._parameters, name, parameter))
     try:
         for parameters, name, parameter in sharded:
             parameters[name] = nn.Parameter(parameter.full_tensor(), requires_grad=False)
@@ -159,26 +203,33 @@ def _gathered(layer: nn.Module) -> Iterator[None]:
 
 
 def _adapters(module: Any) -> set[str]:
-    return {name for part in module.adapter_layer_names for name in getattr(module, part, {})}
+    """Return the names of the adapters of a layer."""
+    names: set[str] = set()
+    for part in module.adapter_layer_names:
+        names.update(getattr(module, part, {}))
+    return names
 
 
-def _norm(module: Any, adapter: str) -> float:
+def _update_norm(module: Any, adapter: str) -> float:
+    """Return ‖ΔW‖_F of a layer."""
     pair = getattr(module, "pair", None)
-    if pair is not None:
-        left, right = pair(adapter)
-        # ‖BA‖² = ⟨BᵀB, AAᵀ⟩ needs no m × n array, and neither Gram matrix is large.
-        return math.sqrt(
-            max(0.0, float(((left.T @ left).double() * (right @ right.T).double()).sum()))
-        )
-    return float(torch.linalg.vector_norm(module.get_delta_weight(adapter).double()))
+    if pair is None:
+        return float(torch.linalg.vector_norm(module.get_delta_weight(adapter).double()))
+    left, right = pair(adapter)
+    # ‖BA‖² = ⟨BᵀB, AAᵀ⟩ needs no m × n array, and neither Gram matrix is large.
+    left_gram = (left.T @ left).double()
+    right_gram = (right @ right.T).double()
+    squared_norm = float((left_gram * right_gram).sum())
+    return math.sqrt(max(0.0, squared_norm))
 
 
 def _sum_figures(sums: KroneckerFactors) -> dict[str, Any]:
+    """Return the weights and the condition of a sum of Kronecker products."""
     norms = [torch.linalg.vector_norm(factor.double(), dim=(1, 2)) for factor in sums.factors]
     weights = torch.stack(norms).prod(0)  # (s,)
-    size = float(torch.linalg.matrix_norm(sums.matrix().double()))
-    together = float(torch.linalg.vector_norm(weights))
+    sum_norm = float(torch.linalg.matrix_norm(sums.matrix().double()))
+    weight_norm = float(torch.linalg.vector_norm(weights))
     return {
         "weights": sorted(weights.tolist(), reverse=True),
-        "condition": together / size if size > 0.0 else None,
+        "condition": weight_norm / sum_norm if sum_norm > 0.0 else None,
     }

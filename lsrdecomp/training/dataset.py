@@ -1,4 +1,4 @@
-"""What a run reads: where its base is, the examples of its task, and how they become batches and scores."""
+"""The data of a run: where its base is, its examples, and how they become batches and scores."""
 
 from __future__ import annotations
 
@@ -43,13 +43,14 @@ class TaskDataset:
 
     @property
     def lengths(self) -> list[int]:
-        """Of the training examples, to sort by."""
+        """Lengths of the training examples, to sort by."""
         return [length(example) for example in self.train]
 
     @property
     def outputs(self) -> int:
-        """Numbers the head gives a row of tokens."""
-        return 1 if self.task.regression or len(self.dev[0].choices) > 1 else len(self.task.labels)
+        """How many numbers the head gives a row of tokens."""
+        has_one_output = self.task.regression or len(self.dev[0].choices) > 1
+        return 1 if has_one_output else len(self.task.labels)
 
     @property
     def baseline(self) -> dict[str, float]:
@@ -57,40 +58,45 @@ class TaskDataset:
         return self.task.baseline(self.dev)
 
     def collator(self, tokenizer: Any) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
-        length = min(
-            self.settings.max_length, tokenizer.model_max_length
-        )  # longer ones the base cannot read
+        """Return what makes a batch of examples."""
+        # Longer texts than the tokenizer says the base cannot read.
+        max_length = min(self.settings.max_length, tokenizer.model_max_length)
         return partial(
-            collated, tokenizer=tokenizer, length=length, regression=self.task.regression
+            collate, tokenizer=tokenizer, max_length=max_length, regression=self.task.regression
         )
 
-    def judge_dev(self, trainer: Trainer) -> Scores:
-        return self._judged(trainer, self.dev)
+    def evaluate_dev(self, trainer: Trainer) -> Scores:
+        """Score a model on the dev split."""
+        return self._evaluate(trainer, self.dev)
 
-    def judge_validation(self, trainer: Trainer) -> Scores | None:
-        return self._judged(trainer, self.validation) if self.validation else None
+    def evaluate_validation(self, trainer: Trainer) -> Scores | None:
+        """Score a model on the split of the training set, if there is one."""
+        return self._evaluate(trainer, self.validation) if self.validation else None
 
-    def samples(self, trainer: Trainer) -> tuple[Sample, ...]:
+    def samples(self, _trainer: Trainer) -> tuple[Sample, ...]:
+        """Return no samples: a task has labels, not texts."""
         return ()
 
-    def questions(self, base: Base, *, size: int, seed: int) -> Iterator[dict[str, Tensor]]:
-        """The training examples as a calibration reads them."""
-        return text_batches(
-            base, task_texts(self.train), size=size, max_length=self.settings.max_length, seed=seed
-        )
+    def calibration_batches(
+        self, base: Base, *, size: int, seed: int
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield the training examples as a calibration reads them."""
+        texts = task_texts(self.train)
+        return text_batches(base, texts, size=size, max_length=self.settings.max_length, seed=seed)
 
-    def _judged(self, trainer: Trainer, examples: list[LabelledExample]) -> Scores:
-        answered = trainer.predict(examples)  # type: ignore[arg-type]
-        return judge(self.task, np.asarray(answered.predictions), np.asarray(answered.label_ids))
+    def _evaluate(self, trainer: Trainer, examples: list[LabelledExample]) -> Scores:
+        prediction = trainer.predict(examples)  # type: ignore[arg-type]
+        outputs = np.asarray(prediction.predictions)
+        return score_outputs(self.task, outputs, np.asarray(prediction.label_ids))
 
 
 Dataset = TaskDataset | LanguageDataset
-"""What a run reads: both offer the same, and ``train`` and ``validation`` hold what ``collator``
+"""The data of a run: both offer the same, and ``train`` and ``validation`` hold what ``collator``
 takes."""
 
 
-def judge(task: Task, outputs: np.ndarray, labels: np.ndarray) -> Scores:
-    """Scores of a model's outputs.
+def score_outputs(task: Task, outputs: np.ndarray, labels: np.ndarray) -> Scores:
+    """Score a model's outputs.
 
     Parameters
     ----------
@@ -106,25 +112,25 @@ def judge(task: Task, outputs: np.ndarray, labels: np.ndarray) -> Scores:
     """
     outputs = np.asarray(outputs, dtype=np.float64)
     labels = np.asarray(labels)
-    finite = bool(np.isfinite(outputs).all())
+    is_finite = bool(np.isfinite(outputs).all())
     outputs = np.nan_to_num(outputs, nan=0.0, posinf=0.0, neginf=0.0)
     if task.regression:
-        answers = outputs[:, 0]
-        loss = float(np.mean((answers - labels) ** 2))
+        predictions = outputs[:, 0]
+        loss = float(np.mean((predictions - labels) ** 2))
         accuracy = None
     else:
-        answers = outputs.argmax(-1)
+        predictions = outputs.argmax(-1)
         # log_loss of scikit-learn cuts probabilities off at 2⁻⁵²; a sure and wrong answer costs
         # more than that.
-        loss = float(
-            -log_softmax(outputs, axis=-1)[np.arange(len(labels)), labels.astype(int)].mean()
-        )
-        accuracy = float(np.mean(answers == labels))
-    return Scores(task.score(labels, answers), accuracy, loss if finite else None, len(labels))
+        rows = np.arange(len(labels))
+        loss = float(-log_softmax(outputs, axis=-1)[rows, labels.astype(int)].mean())
+        accuracy = float(np.mean(predictions == labels))
+    metrics = task.score(labels, predictions)
+    return Scores(metrics, accuracy, loss if is_finite else None, len(labels))
 
 
 def read_dataset(settings: FinetuneSettings) -> TaskDataset | LanguageDataset:
-    """The examples of a run, and where its base is; the embedded ones are made if need be.
+    """Read the examples of a run and find its base; the embedded ones are made if need be.
 
     Raises
     ------
@@ -137,32 +143,39 @@ def read_dataset(settings: FinetuneSettings) -> TaskDataset | LanguageDataset:
         return read_language(settings)
     task = TASKS[settings.task]
     metric_functions()  # refuses, before any work, where they cannot be computed
-    own = (
-        embedded()
-        if settings.model == EMBEDDED or (settings.task == EMBEDDED and settings.data is None)
-        else None
-    )
-    base = (
-        str(own.model)
-        if own is not None and settings.model == EMBEDDED
-        else find_base(settings.model)
-    )
-    data = settings.data if settings.data is not None or own is None else str(own.data)
-    assert data is not None
+    base, data = _places(settings)
     train = subsample(task.read(data, "train"), settings.train_examples, seed=SPLIT_SEED)
     validation: list[LabelledExample] = []
     if settings.patience is not None:
-        train, validation = split(train, settings.validation)
-    dev = sorted(
-        subsample(task.read(data, "dev"), settings.dev_examples, seed=SPLIT_SEED), key=length
+        train, validation = split_off(train, settings.validation)
+    dev = subsample(task.read(data, "dev"), settings.dev_examples, seed=SPLIT_SEED)
+    return TaskDataset(
+        settings, task, base, train, sorted(validation, key=length), sorted(dev, key=length)
     )
-    return TaskDataset(settings, task, base, train, sorted(validation, key=length), dev)
 
 
-def split(
+def _places(settings: FinetuneSettings) -> tuple[str, str]:
+    """Return where the base of a run is, and where its task's files are."""
+    base = None
+    data = settings.data
+    if settings.model == EMBEDDED:
+        made = embedded()
+        base = str(made.model)
+        data = str(made.data) if data is None else data
+    elif data is None:  # which only the embedded task may leave out
+        data = str(embedded().data)
+    return base or find_base(settings.model), data
+
+
+def split_off(
     examples: Sequence[LabelledExample], share: float
 ) -> tuple[list[LabelledExample], list[LabelledExample]]:
-    """Examples to train on and a ``share`` of them apart, always the same ones.
+    """Split a share off the examples, always the same ones.
+
+    Returns
+    -------
+    (list, list)
+        What remains, and what was split off.
 
     Raises
     ------
@@ -172,36 +185,47 @@ def split(
     count = round(share * len(examples))
     if not 0 < count < len(examples):
         raise SettingsError(
-            f"validation = {share} of {len(examples)} training examples leaves {count} of them apart"
+            f"validation = {share} of {len(examples)} training examples leaves {count} of them "
+            "apart"
         )
     order = np.random.default_rng(SPLIT_SEED + 1).permutation(len(examples))
-    return [examples[i] for i in order[count:]], [examples[i] for i in order[:count]]
+    remaining = [examples[i] for i in order[count:]]
+    apart = [examples[i] for i in order[:count]]
+    return remaining, apart
 
 
 def length(example: LabelledExample) -> int:
-    """Characters of the longest choice: near enough to its tokens to sort by, and free."""
+    """Return the characters of the longest choice, to sort by: free, and near enough to tokens."""
     return max(len(first) + len(second or "") for first, second in example.choices)
 
 
-def collated(
-    examples: Sequence[LabelledExample], *, tokenizer: Any, length: int, regression: bool
+def collate(
+    examples: Sequence[LabelledExample], *, tokenizer: Any, max_length: int, regression: bool
 ) -> dict[str, Tensor]:
-    """Examples as a classifier reads them: one row per choice, ``labels`` one per example.
+    """Make a batch as a classifier reads it: one row per choice, ``labels`` one per example.
 
     Parameters
     ----------
+    examples : sequence of LabelledExample
     tokenizer
         Of the base.
-    length : int
-        Tokens of a row; longer ones are cut.
+    max_length : int
+        Maximum tokens of a row; longer ones are cut.
     regression : bool
         Whether labels are scores, float32, and not classes, int64.
     """
     rows = task_texts(examples)
-    first, second = [row[0] for row in rows], [row[1] for row in rows]
-    pairs = None if any(text is None for text in second) else second
-    read = tokenizer(
-        first, pairs, padding=True, truncation=True, max_length=length, return_tensors="pt"
+    first = [row[0] for row in rows]
+    second = [row[1] for row in rows]
+    has_pairs = all(text is not None for text in second)
+    tokens = tokenizer(
+        first,
+        second if has_pairs else None,
+        padding=True,
+        truncation=True,
+        max_length=max_length,
+        return_tensors="pt",
     )
-    kind = torch.float32 if regression else torch.int64
-    return {**read, "labels": torch.tensor([example.label for example in examples], dtype=kind)}
+    dtype = torch.float32 if regression else torch.int64
+    labels = torch.tensor([example.label for example in examples], dtype=dtype)
+    return {**tokens, "labels": labels}

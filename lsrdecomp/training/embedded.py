@@ -1,4 +1,4 @@
-"""The embedded task: a small transformer that reads digits, to be adapted to digits lying on their side.
+"""The embedded task: a small transformer that reads digits, to be adapted to digits on their side.
 
 It needs no download: the pictures come with scikit-learn, and the base is trained here, in about 15
 seconds on one core, the first time it is asked for. A picture is a sentence of 16 words, its grey
@@ -7,6 +7,7 @@ levels from 0 to 16.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,73 +27,101 @@ from lsrdecomp.training.tasks import TASKS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-VERSION = 1  # of the base and the data; a new one makes a new cache
-SIZE = 4  # a picture is SIZE × SIZE
+SIDE = 4  # a picture is SIDE × SIDE
 LEVELS = 17
-PAD, START, UNKNOWN = "[PAD]", "[CLS]", "[UNK]"
-PRETRAINED_ON, DEV = 897, 300  # of 1797 pictures; the rest is what the shifted task trains on
-STEPS, BATCH, RATE = 400, 64, 2e-3
-SEED = 20260101
+PAD = "[PAD]"
+START = "[CLS]"
+UNKNOWN = "[UNK]"
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedRecipe:
+    """How the embedded base and its task are made; all set by hand.
+
+    Attributes
+    ----------
+    version : int
+        Of base and data: a new one makes a new cache.
+    seed : int
+    pretraining_pictures, dev_pictures : int
+        Of 1797 pictures those that the base learns and those it is evaluated on; the rest is what
+        the shifted task trains on.
+    steps, batch : int
+        Of pretraining; a step takes 30 ms.
+    learning_rate, weight_decay : float
+        Of AdamW, the rate being the largest of its schedule.
+    """
+
+    version: int = 1
+    seed: int = 20260101
+    pretraining_pictures: int = 897
+    dev_pictures: int = 300
+    steps: int = 400
+    batch: int = 64
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.01
 
 
 class Embedded(NamedTuple):
-    """Where a base and its task's files are."""
+    """Places of a base and of its task's files."""
 
     model: Path
     data: Path
 
 
-def embedded(directory: str | Path | None = None, *, steps: int = STEPS) -> Embedded:
-    """Where the embedded base and its task are; they are made first if they are not there.
+def embedded(
+    directory: str | Path | None = None, *, recipe: EmbeddedRecipe = EmbeddedRecipe()
+) -> Embedded:
+    """Return where the embedded base and its task are; they are made first if they are not there.
 
     Parameters
     ----------
     directory : path, optional
         A directory of its own, instead of the cache.
-    steps : int
-        Of pretraining; 30 ms each.
+    recipe : EmbeddedRecipe
     """
-    directory = (
-        Path(directory) if directory is not None else cache_directory() / f"{EMBEDDED}-{VERSION}"
-    )
-    make_once(directory, lambda part: _make(Embedded(part / "model", part / EMBEDDED), steps))
+    if directory is None:
+        directory = cache_directory() / f"{EMBEDDED}-{recipe.version}"
+    directory = Path(directory)
+    make_once(directory, lambda part: _make(Embedded(part / "model", part / EMBEDDED), recipe))
     return Embedded(directory / "model", directory / EMBEDDED)
 
 
-def _make(paths: Embedded, steps: int) -> None:
-    pictures, labels = _digits()
+def _make(paths: Embedded, recipe: EmbeddedRecipe) -> None:
+    """Pretrain the base on upright pictures, and write the others, turned, as the task's files."""
+    pictures, labels = _digits(recipe.seed)
+    learned = slice(recipe.pretraining_pictures)
     _write_tokenizer(paths.model)
-    _pretrain(pictures[:PRETRAINED_ON], labels[:PRETRAINED_ON], steps).save_pretrained(paths.model)
+    _pretrain(pictures[learned], labels[learned], recipe).save_pretrained(paths.model)
     turned = np.rot90(pictures, axes=(1, 2))
+    splits = {
+        "train": slice(recipe.pretraining_pictures, -recipe.dev_pictures),
+        "dev": slice(-recipe.dev_pictures, None),
+    }
     paths.data.mkdir()
-    task = TASKS[EMBEDDED]
-    for split, rows in (("train", slice(PRETRAINED_ON, -DEV)), ("dev", slice(-DEV, None))):
-        lines = [
-            f"{' '.join(map(str, p.ravel()))}\t{label}"
-            for p, label in zip(turned[rows], labels[rows], strict=True)
-        ]
-        task.file(paths.data, split).write_text(
-            "\n".join(["pixels\tlabel", *lines, ""]), encoding="utf-8"
-        )
+    for split, rows in splits.items():
+        lines = ["pixels\tlabel"]
+        for picture, label in zip(turned[rows], labels[rows], strict=True):
+            pixels = " ".join(map(str, picture.ravel()))
+            lines.append(f"{pixels}\t{label}")
+        file = TASKS[EMBEDDED].file(paths.data, split)
+        file.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
-def _digits() -> tuple[np.ndarray, np.ndarray]:
-    """Pictures (1797, 4, 4) of grey levels and their labels, shuffled."""
+def _digits(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return pictures (1797, 4, 4) of grey levels and their labels, shuffled."""
     from sklearn.datasets import load_digits
 
     pictures, labels = load_digits(return_X_y=True)
-    order = np.random.default_rng(SEED).permutation(len(labels))
-    small = pictures.reshape(-1, SIZE, 2, SIZE, 2).mean((2, 4)).round().astype(np.int64)
+    order = np.random.default_rng(seed).permutation(len(labels))
+    blocks = pictures.reshape(-1, SIDE, 2, SIDE, 2)
+    small = blocks.mean((2, 4)).round().astype(np.int64)
     return small[order], labels[order]
 
 
 def _write_tokenizer(directory: Path) -> None:
-    words = [
-        *map(str, range(LEVELS)),
-        PAD,
-        START,
-        UNKNOWN,
-    ]  # so that the identifier of a grey level is itself
+    # In this order the identifier of a grey level is itself.
+    words = [*map(str, range(LEVELS)), PAD, START, UNKNOWN]
     tokenizer = Tokenizer(
         WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNKNOWN)
     )
@@ -105,21 +134,22 @@ def _write_tokenizer(directory: Path) -> None:
         pad_token=PAD,
         cls_token=START,
         unk_token=UNKNOWN,
-        model_max_length=SIZE**2 + 1,
+        model_max_length=SIDE**2 + 1,
     )
     fast.save_pretrained(directory)
 
 
 def _pretrain(
-    pictures: np.ndarray, labels: np.ndarray, steps: int
+    pictures: np.ndarray, labels: np.ndarray, recipe: EmbeddedRecipe
 ) -> BertForSequenceClassification:
+    """Train a small transformer to read digits."""
     sizes = BertConfig(
         vocab_size=LEVELS + 3,
         hidden_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         intermediate_size=128,
-        max_position_embeddings=SIZE**2 + 1,
+        max_position_embeddings=SIDE**2 + 1,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         initializer_range=0.1,
@@ -127,11 +157,13 @@ def _pretrain(
     )
     sizes.num_labels = 10
     with torch.random.fork_rng():
-        torch.manual_seed(SEED)
+        torch.manual_seed(recipe.seed)
         model = BertForSequenceClassification(sizes)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
-    for tokens, expected in _batches(pictures, labels, steps):
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=recipe.weight_decay)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, recipe.learning_rate, total_steps=recipe.steps
+    )
+    for tokens, expected in _batches(pictures, labels, recipe):
         loss = nn.functional.cross_entropy(model(input_ids=tokens).logits, expected)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -141,11 +173,13 @@ def _pretrain(
 
 
 def _batches(
-    pictures: np.ndarray, labels: np.ndarray, steps: int
+    pictures: np.ndarray, labels: np.ndarray, recipe: EmbeddedRecipe
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = np.random.default_rng(SEED)
-    tokens = torch.from_numpy(pictures.reshape(len(pictures), -1))
-    tokens = torch.cat((torch.full((len(tokens), 1), LEVELS + 1), tokens), dim=1)  # (N, 17)
-    for _ in range(steps):
-        rows = generator.integers(0, len(tokens), BATCH)
+    """Yield random batches of tokens, (batch, 17), and labels."""
+    generator = np.random.default_rng(recipe.seed)
+    pixels = torch.from_numpy(pictures.reshape(len(pictures), -1))
+    start = torch.full((len(pixels), 1), LEVELS + 1)  # the identifier of START
+    tokens = torch.cat((start, pixels), dim=1)
+    for _ in range(recipe.steps):
+        rows = generator.integers(0, len(tokens), recipe.batch)
         yield tokens[rows], torch.from_numpy(labels[rows])

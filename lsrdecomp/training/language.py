@@ -1,4 +1,4 @@
-"""Language models: examples as JSON lines, and answers judged by what they say.
+"""Language models: examples as JSON lines, and the scores of a model's answers.
 
 An answer is right when greedy decoding would give the completion word for word. That needs no
 decoding: it does so if and only if, given the true completion so far, every next token is the
@@ -42,14 +42,10 @@ if TYPE_CHECKING:
 
     from transformers import Trainer
 
-EVALUATION_BATCH = 16
-HELD_OUT = 0.1  # of the file, where no other file is given
-MOST_HELD_OUT = 200
-
 
 @dataclass(frozen=True)
 class LanguageDataset:
-    """Prompts and completions of a language model; rows are the examples as tokens, in the same order."""
+    """Prompts and completions of a language model; rows are the examples as tokens, in order."""
 
     settings: FinetuneSettings
     tokenizer: Any
@@ -60,64 +56,82 @@ class LanguageDataset:
     dev_rows: list[TokenizedExample]
 
     outputs = None
+    """A language model has no head of its own."""
 
     @property
     def baseline(self) -> dict[str, float]:
+        """No metrics: there is no commonest answer."""
         return {}
 
     @cached_property
     def train(self) -> Any:
-        """The rows as TRL reads them; with ``packing``, several in one as far as ``max_length`` goes."""
+        """The rows as TRL reads them; packed ones hold several examples up to ``max_length``."""
         table = _table(self.rows)
         return pack_dataset(table, self.settings.max_length) if self.settings.packing else table
 
     @cached_property
     def validation(self) -> Any:
+        """The rows of the split of the training set, or None."""
         return _table(self.validation_rows) if self.validation_rows else None
 
     @property
     def lengths(self) -> list[int]:
+        """Tokens of the training rows, to sort by."""
         return [len(ids) for ids in self.train["input_ids"]]
 
-    def collator(self, tokenizer: Any) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
-        return cast(
-            "Callable[[Sequence[Any]], dict[str, Tensor]]",
-            DataCollatorForLanguageModeling(
-                tokenizer.pad_token_id, padding_free=self.settings.packing
-            ),
-        )
+    @property
+    def uses_autocast(self) -> bool:
+        """Whether products are taken in bfloat16."""
+        return self.settings.precision != "float32"
 
-    def questions(self, base: Base, *, size: int, seed: int) -> Iterator[dict[str, Tensor]]:
+    def collator(self, tokenizer: Any) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
+        """Return what makes a batch of rows."""
+        collator = DataCollatorForLanguageModeling(
+            tokenizer.pad_token_id, padding_free=self.settings.packing
+        )
+        return cast("Callable[[Sequence[Any]], dict[str, Tensor]]", collator)
+
+    def calibration_batches(
+        self, base: Base, *, size: int, seed: int
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield the training examples as a calibration reads them."""
         return token_batches(self.rows, size=size, seed=seed, pad=base.tokenizer.pad_token_id)
 
-    def judge_dev(self, trainer: Trainer) -> Scores:
-        return judge_language(cast("nn.Module", trainer.model), self)
+    def evaluate_dev(self, trainer: Trainer) -> Scores:
+        """Score a model on the held-out examples."""
+        return evaluate_language(cast("nn.Module", trainer.model), self)
 
-    def judge_validation(self, trainer: Trainer) -> Scores | None:
+    def evaluate_validation(self, trainer: Trainer) -> Scores | None:
+        """Measure the loss on the split of the training set, if there is one."""
         if self.validation is None:
             return None
-        loss = trainer.evaluate()["eval_loss"]
-        return Scores({}, None, float(loss) if np.isfinite(loss) else None, len(self.validation))
+        loss = float(trainer.evaluate()["eval_loss"])
+        return Scores({}, None, loss if np.isfinite(loss) else None, len(self.validation))
 
     def samples(self, trainer: Trainer) -> tuple[Sample, ...]:
-        """The first held-out examples, and what the base and the adapted model say to them."""
+        """Generate what the base and the adapted model say to the first held-out examples."""
         model: Any = trainer.model
-        chosen = self.dev[: self.settings.samples]
-        prompts = [prompt_text(example, self.tokenizer) for example in chosen]
+        examples = self.dev[: self.settings.samples]
+        prompts = [prompt_text(example, self.tokenizer) for example in examples]
+        completions = [completion_text(example).strip() for example in examples]
         adapted = self.generate(model, prompts)
         with model.disable_adapter():
             base = self.generate(model, prompts)
-        completions = [completion_text(example).strip() for example in chosen]
         return tuple(map(Sample, prompts, completions, base, adapted))
 
     def generate(self, model: Any, prompts: Sequence[str]) -> list[str]:
-        """`generate` with the settings of the run."""
-        tokens, autocast = self.settings.new_tokens, self.settings.precision != "float32"
-        return generate(model, self.tokenizer, prompts, new_tokens=tokens, autocast=autocast)
+        """Generate answers with the settings of the run."""
+        return generate(
+            model,
+            self.tokenizer,
+            prompts,
+            new_tokens=self.settings.new_tokens,
+            autocast=self.uses_autocast,
+        )
 
 
 def read_language(settings: FinetuneSettings) -> LanguageDataset:
-    """The examples of a run: those of ``data``, and those of ``dev_data`` or a split of ``data`` to judge by.
+    """Read the examples of a run; without ``dev_data`` it is evaluated on a split of ``data``.
 
     Raises
     ------
@@ -132,116 +146,167 @@ def read_language(settings: FinetuneSettings) -> LanguageDataset:
         with needs(f"metric {settings.metric}", "llm"):  # before any work
             import sacrebleu  # noqa: F401
     assert settings.data is not None
-    tokenizer, train = open_tokenizer(settings.model), read_examples(settings.data)
+    seed = settings.split_seed
+    tokenizer = open_tokenizer(settings.model)
+    # 1. Examples to train on, and examples to evaluate on.
+    train = read_examples(settings.data)
     if settings.dev_data is not None:
         dev = read_examples(settings.dev_data)
     else:
-        share = min(MOST_HELD_OUT, round(HELD_OUT * len(train)))
-        if share < 1:
-            raise SettingsError(
-                f"{settings.data} has {len(train)} examples, too few to hold some out; give dev_data"
-            )
-        train, dev = hold_out(train, share, seed=settings.split_seed)
-    train = subsample(train, settings.train_examples, seed=settings.split_seed)
-    dev = subsample(dev, settings.dev_examples, seed=settings.split_seed)
+        train, dev = _hold_out_dev(train, settings)
+    train = subsample(train, settings.train_examples, seed=seed)
+    dev = subsample(dev, settings.dev_examples, seed=seed)
 
-    def tokens(examples: Sequence[PromptExample]) -> list[TokenizedExample]:
-        length, cut = settings.max_length, settings.truncate
+    # 2. The same as tokens, and with early stopping a split of the training set.
+    def to_tokens(examples: Sequence[PromptExample]) -> list[TokenizedExample]:
         return tokenize(
-            examples, tokenizer, max_length=length, answers=settings.answers, truncate=cut
+            examples,
+            tokenizer,
+            max_length=settings.max_length,
+            answers=settings.answers,
+            truncate=settings.truncate,
         )
 
-    validation: list[TokenizedExample] = []
-    rows = tokens(train)
+    rows = to_tokens(train)
+    validation_rows: list[TokenizedExample] = []
     if settings.patience is not None:
-        rows, validation = hold_out(
-            rows, round(settings.validation * len(rows)), seed=settings.split_seed
-        )
-        if not validation:
+        count = round(settings.validation * len(rows))
+        rows, validation_rows = hold_out(rows, count, seed=seed)
+        if not validation_rows:
             raise SettingsError(
-                f"validation = {settings.validation} of {len(train)} examples leaves none of them apart"
+                f"validation = {settings.validation} of {len(train)} examples leaves none of them "
+                "apart"
             )
-    return LanguageDataset(
-        settings, tokenizer, find_base(settings.model), rows, validation, dev, tokens(dev)
-    )
+    base = find_base(settings.model)
+    return LanguageDataset(settings, tokenizer, base, rows, validation_rows, dev, to_tokens(dev))
+
+
+def _hold_out_dev(
+    examples: list[PromptExample],
+    settings: FinetuneSettings,
+    *,
+    share: float = 0.1,
+    max_examples: int = 200,
+) -> tuple[list[PromptExample], list[PromptExample]]:
+    """Split the examples of a file where no other file is given to evaluate on.
+
+    Parameters
+    ----------
+    examples : list of PromptExample
+    settings : FinetuneSettings
+    share : float
+        Share of the examples that is held out; by hand, as is the next.
+    max_examples : int
+        Maximum of examples that are held out.
+    """
+    count = min(max_examples, round(share * len(examples)))
+    if count < 1:
+        raise SettingsError(
+            f"{settings.data} has {len(examples)} examples, too few to hold some out; give dev_data"
+        )
+    return hold_out(examples, count, seed=settings.split_seed)
 
 
 def _table(rows: Sequence[TokenizedExample]) -> Table:
-    """Rows under TRL's names; nothing comes before a first token, so it is never an answer."""
-    labels = [
-        [
-            token if counts and i else IGNORED_LABEL
-            for i, (token, counts) in enumerate(zip(row.ids, row.loss_mask, strict=True))
+    """Return rows under TRL's names; a first token follows nothing, so it is never predicted."""
+    labels = []
+    for row in rows:
+        tokens = [
+            token if counts else IGNORED_LABEL
+            for token, counts in zip(row.ids, row.loss_mask, strict=True)
         ]
-        for row in rows
-    ]
+        labels.append([IGNORED_LABEL, *tokens[1:]])
     return Table.from_dict({"input_ids": [list(row.ids) for row in rows], "labels": labels})
 
 
 @torch.no_grad()
-def judge_tokens(
-    model: nn.Module, rows: Sequence[TokenizedExample], pad: int, *, autocast: bool
+def evaluate_tokens(
+    model: nn.Module,
+    rows: Sequence[TokenizedExample],
+    pad: int,
+    *,
+    autocast: bool,
+    batch_size: int = 16,
 ) -> tuple[Scores, list[bool]]:
-    """Loss and accuracy per completion token, and which examples greedy decoding would answer word for word.
+    """Measure the loss and the accuracy of completions, by token and word for word.
 
     Parameters
     ----------
+    model : nn.Module
     rows : sequence of TokenizedExample
-        Judged in batches of like length.
+        Evaluated in batches of like length.
     pad : int
         Token that fills short rows up.
     autocast : bool
         Whether products are taken in bfloat16.
+    batch_size : int
+        Rows of a batch; by hand.
+
+    Returns
+    -------
+    Scores
+    list of bool
+        Of each example, whether greedy decoding would give its completion.
     """
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    total, hits, count, right = 0.0, 0, 0, [False] * len(rows)
     base = Base("", model, None, Head.causal_lm)
+    total_loss = 0.0
+    n_correct = 0
+    n_tokens = 0
+    is_exact = [False] * len(rows)
     with evaluation_mode(model, autocast=autocast) as device:
-        for start in range(0, len(order), EVALUATION_BATCH):
-            chosen = order[start : start + EVALUATION_BATCH]
+        for start in range(0, len(order), batch_size):
+            indices = order[start : start + batch_size]
             (inputs,) = token_batches(
-                [rows[i] for i in chosen], size=len(chosen), seed=None, pad=pad, device=device
+                [rows[i] for i in indices], size=len(indices), seed=None, pad=pad, device=device
             )
-            answers = forward(base, inputs)
-            wanted = inputs["input_ids"][:, 1:][inputs[LOSS_MASK][:, 1:].bool()]
-            total += float(F.cross_entropy(answers.logits, wanted, reduction="sum"))
-            same = (answers.logits.argmax(-1) == wanted).cpu()
-            hits, count = hits + int(same.sum()), count + len(wanted)
-            for i, part in zip(chosen, torch.split(same, answers.counts.tolist()), strict=True):
-                right[i] = bool(part.all())
-    loss = total / count
-    return Scores({}, hits / count, loss if np.isfinite(loss) else None, len(rows)), right
+            output = forward(base, inputs)
+            is_completion = inputs[LOSS_MASK][:, 1:].bool()
+            targets = inputs["input_ids"][:, 1:][is_completion]
+            total_loss += float(F.cross_entropy(output.logits, targets, reduction="sum"))
+            is_correct = (output.logits.argmax(-1) == targets).cpu()
+            n_correct += int(is_correct.sum())
+            n_tokens += len(targets)
+            by_example = torch.split(is_correct, output.counts.tolist())
+            for i, correct_tokens in zip(indices, by_example, strict=True):
+                is_exact[i] = bool(correct_tokens.all())
+    loss = total_loss / n_tokens
+    accuracy = n_correct / n_tokens
+    return Scores({}, accuracy, loss if np.isfinite(loss) else None, len(rows)), is_exact
 
 
-def judge_language(model: nn.Module, data: LanguageDataset) -> Scores:
-    """Scores on the held-out examples of a run.
+def evaluate_language(model: nn.Module, data: LanguageDataset) -> Scores:
+    """Score a model on the held-out examples of a run.
 
     Beside the loss stands what the setting ``metric`` asks for: the share of examples that greedy
     decoding would answer word for word, or BLEU or chrF of what it says (by sacrebleu, from 0 to
     100, against all ``references`` of a line or its completion).
     """
-    metric, autocast = data.settings.metric, data.settings.precision != "float32"
-    scores, right = judge_tokens(
-        model, data.dev_rows, data.tokenizer.pad_token_id, autocast=autocast
+    metric = data.settings.metric
+    scores, is_exact = evaluate_tokens(
+        model, data.dev_rows, data.tokenizer.pad_token_id, autocast=data.uses_autocast
     )
     assert scores.accuracy is not None
-    metrics = {"token_accuracy": scores.accuracy}
+    metrics = {}
     if metric == "exact":
-        metrics = {"exact": float(np.mean(right))} | metrics
+        metrics["exact"] = float(np.mean(is_exact))
     elif metric in ("bleu", "chrf"):
-        said = data.generate(model, [prompt_text(example, data.tokenizer) for example in data.dev])
-        metrics = {metric: overlap(metric, said, data.dev)} | metrics
+        prompts = [prompt_text(example, data.tokenizer) for example in data.dev]
+        metrics[metric] = overlap(metric, data.generate(model, prompts), data.dev)
+    metrics["token_accuracy"] = scores.accuracy
     return Scores(metrics, scores.accuracy, scores.loss, scores.examples)
 
 
-def overlap(metric: str, said: Sequence[str], examples: Sequence[PromptExample]) -> float:
-    """BLEU or chrF of texts against the references of their examples, 0 to 100."""
+def overlap(metric: str, texts: Sequence[str], examples: Sequence[PromptExample]) -> float:
+    """Return BLEU or chrF of texts against the references of their examples, 0 to 100."""
     import sacrebleu
 
     references = [example.references or (completion_text(example).strip(),) for example in examples]
-    most = max(map(len, references))
-    columns: Any = [
-        [each[k] if k < len(each) else None for each in references] for k in range(most)
+    most_references = max(map(len, references))
+    # sacrebleu takes the first references of all texts, then the second ones, …, None where absent.
+    streams: list[list[str | None]] = [
+        [given[k] if k < len(given) else None for given in references]
+        for k in range(most_references)
     ]
-    measure = sacrebleu.corpus_bleu if metric == "bleu" else sacrebleu.corpus_chrf
-    return float(measure(list(said), columns).score)
+    corpus_score = sacrebleu.corpus_bleu if metric == "bleu" else sacrebleu.corpus_chrf
+    return float(corpus_score(list(texts), streams).score)

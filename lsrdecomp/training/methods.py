@@ -1,4 +1,4 @@
-"""The methods a base can be fine-tuned by: PEFT's, ours, and the head alone; from a name and options to a config."""
+"""Methods of fine-tuning by name, PEFT's, ours and the head alone, and their PEFT configs."""
 
 from __future__ import annotations
 
@@ -30,48 +30,65 @@ NOT_OPTIONS = (
     "load_with",
 )
 """Fields of a config that settings of a run decide, or PEFT itself."""
-MARKS = ("use_dora", "use_rslora")
-"""Fields by which methods of one kind of adapter are told apart."""
+TELLING_FIELDS = ("use_dora", "use_rslora")
+"""Fields by which methods of one PEFT type are told apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One way to fine-tune: its PEFT config, what that is given always, and what it is given unless told otherwise."""
+    """One way to fine-tune, by a PEFT config.
 
-    home: str  # the module and class of its config, loaded when it is first wanted
+    Attributes
+    ----------
+    config_path : str
+        Module and class of its config, ``"module:Class"``, loaded when it is first asked for.
+    defaults : mapping
+        Fields of the config unless options say otherwise.
+    fixed : mapping
+        Fields that no option changes.
+    four_bit : bool
+        Whether the base is held in 4 bits.
+    """
+
+    config_path: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    four_bit: bool = False  # the base is held in 4 bits
+    four_bit: bool = False
 
     @property
     def config(self) -> type[PeftConfig]:
         """The class of its config."""
-        module, _, name = self.home.partition(":")
-        config: type[PeftConfig] = getattr(importlib.import_module(module), name)
+        module, _, class_name = self.config_path.partition(":")
+        config: type[PeftConfig] = getattr(importlib.import_module(module), class_name)
         return config
+
+    @property
+    def peft_type(self) -> str:
+        """The type that an adapter_config.json of it names."""
+        class_name = self.config_path.partition(":")[2]
+        if class_name == "DirectConfig":
+            return "DLSR"
+        return class_name.removesuffix("Config").upper()
 
     @property
     def options(self) -> tuple[str, ...]:
         """Names a user may set."""
-        taken = {*NOT_OPTIONS, *self.fixed}
-        return tuple(
-            entry.name for entry in dataclasses.fields(self.config) if entry.name not in taken
-        )
+        not_options = {*NOT_OPTIONS, *self.fixed}
+        names = [entry.name for entry in dataclasses.fields(self.config)]
+        return tuple(name for name in names if name not in not_options)
 
     def fits(self, config: Mapping[str, Any]) -> bool:
-        """Whether an adapter_config.json with these values may be of this method."""
-        kind = self.home.partition(":")[2].removesuffix("Config").upper().replace("DIRECT", "DLSR")
-        marked = all(bool(config.get(mark)) == (mark in self.fixed) for mark in MARKS)
-        return config.get("peft_type") == kind and marked
+        """Return whether an adapter_config.json with these values may be of this method."""
+        if config.get("peft_type") != self.peft_type:
+            return False
+        return all(bool(config.get(name)) == (name in self.fixed) for name in TELLING_FIELDS)
 
 
 LORA = {"r": 8, "lora_alpha": 16}
 # r = 2·2 with 4 terms, scaled by 2 as LoRA's default is: docs/fine-tune.md has the comparison.
 LSR = {"inner_shape": [2, 2], "separation_rank": 4, "lsr_alpha": 8}
-HEAD = {
-    "target_modules": "dummy-target-modules",
-    "r": 1,
-}  # PEFT's DUMMY_TARGET_MODULES: no layer is adapted
+# PEFT's DUMMY_TARGET_MODULES: no layer is adapted.
+HEAD = {"target_modules": "dummy-target-modules", "r": 1}
 
 METHODS: dict[str, Method] = {
     "lora": Method("peft:LoraConfig", LORA),
@@ -91,11 +108,11 @@ METHODS: dict[str, Method] = {
     "lsr-dora": Method("lsrdecomp.adapters:LsrConfig", LSR, {"use_dora": True}),
     "head": Method("peft:LoraConfig", fixed=HEAD),
 }
-"""What ``--method`` may be; a method is all here in its row. Who has one more adds its row."""
+"""What ``--method`` may be. All that a method is stands in its row; one more is one more row."""
 
 
 def find_method(name: str) -> Method:
-    """The method of this name.
+    """Return the method of this name.
 
     Raises
     ------
@@ -108,12 +125,15 @@ def find_method(name: str) -> Method:
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
-    """The first method of `METHODS` that an adapter_config.json with these values fits; None if it fits none.
+    """Return the first of `METHODS` that an adapter_config.json with these values fits, or None.
 
-    >>> method_of({"peft_type": "LSR"}), method_of({"peft_type": "LORA", "use_dora": True}), method_of({})
-    ('lsr', 'dora', None)
+    >>> method_of({"peft_type": "LSR"}), method_of({"peft_type": "LORA", "use_dora": True})
+    ('lsr', 'dora')
     """
-    return next((name for name, method in METHODS.items() if method.fits(config)), None)
+    for name, method in METHODS.items():
+        if method.fits(config):
+            return name
+    return None
 
 
 def adapter_config(
@@ -125,7 +145,7 @@ def adapter_config(
     task_type: str = "SEQ_CLS",
     modules_to_save: Sequence[str] | None = None,
 ) -> PeftConfig:
-    """The PEFT config of a method.
+    """Make the PEFT config of a method.
 
     Parameters
     ----------
@@ -153,27 +173,23 @@ def adapter_config(
     chosen = find_method(method)
     unknown = [str(name) for name in options if name not in chosen.options]
     if unknown:
+        known = ", ".join(chosen.options) or "none"
         raise SettingsError(
-            f"{method} has no option {', '.join(unknown)}; its options are: {', '.join(chosen.options) or 'none'}"
+            f"{method} has no option {', '.join(unknown)}; its options are: {known}"
         )
-    own = {**chosen.defaults, **options}
+    defaults = dict(chosen.defaults)
     if chosen.defaults is LSR and "r" in options and "inner_shape" not in options:
-        del own["inner_shape"]  # an inner rank of its own gets its most even split
-    places: dict[str, Any] = {
+        del defaults["inner_shape"]  # an inner rank that is given gets its most even split
+    fields: dict[str, Any] = {
         "target_modules": None if target_modules is None else list(target_modules)
     }
-    if layers is not None:
-        places["layers_to_transform"] = list(layers)
-    saved = None if modules_to_save is None else list(modules_to_save)
-    fields = {
-        **places,
-        **own,
-        **chosen.fixed,
-        "task_type": TaskType(task_type),
-        "modules_to_save": saved,
-    }
-    if method == "head":
-        fields.pop("layers_to_transform", None)
+    if layers is not None and method != "head":
+        fields["layers_to_transform"] = list(layers)
+    fields |= defaults
+    fields |= options
+    fields |= chosen.fixed
+    fields["task_type"] = TaskType(task_type)
+    fields["modules_to_save"] = None if modules_to_save is None else list(modules_to_save)
     try:
         return chosen.config(**fields)
     except (ValueError, TypeError) as error:

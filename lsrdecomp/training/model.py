@@ -1,4 +1,4 @@
-"""From settings to a base with an adapter ready to train, its head where it should start, and the counts of both."""
+"""A base with an adapter ready to train, as settings say, and the counts of its parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import psutil
 import torch
 import transformers
 from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
-from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -28,7 +27,7 @@ from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SAVED = ".modules_to_save."
+SAVED_MODULE = ".modules_to_save."
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEADS = ["classifier", "score"]  # what transformers calls the heads of its classifiers
 
@@ -58,10 +57,9 @@ def open_model(
         If a 4-bit base is asked for without bitsandbytes.
     """
     # 1. The base, in the precision of the run, with a head of the task's size; the seed decides how
-    # a new head starts.
+    #    a new head starts.
     transformers.set_seed(settings.seed)
-    method = find_method(settings.method)
-    four_bit = method.four_bit or settings.four_bit
+    four_bit = settings.four_bit or find_method(settings.method).four_bit
     options = _loading_options(settings, four_bit)
     if outputs is None:
         model, tokenizer = load_model(AutoModelForCausalLM, base, **options)
@@ -70,44 +68,53 @@ def open_model(
         model, tokenizer = load_model(AutoModelForSequenceClassification, base, **head, **options)
     model.config.use_cache = False
     # What an adapter's config records: a name that means something elsewhere, too.
-    model.config._name_or_path = model.name_or_path = PUBLISHED_NAMES.get(
-        settings.model, settings.model
-    )
+    published_name = PUBLISHED_NAMES.get(settings.model, settings.model)
+    model.name_or_path = published_name
+    model.config._name_or_path = published_name
     if four_bit:
         model = prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
             model, use_gradient_checkpointing=bool(settings.gradient_checkpointing)
         )
-    # 2. The adapter, new or from a directory, and the head it starts with; what is trained is in
-    # float32.
-    adapted = _start(settings, model) if settings.init is None else _continue(settings, model)
+    # 2. The adapter, new or from a directory, and the head it starts with.
+    if settings.init is None:
+        adapted = _new_adapter(settings, model)
+    else:
+        adapted = _adapter_to_go_on_from(settings, model)
     if settings.head is not None:
-        _take_head(adapted, Path(settings.head))
+        _load_head(adapted, Path(settings.head))
+    # 3. What is trained is in float32.
     for name, parameter in adapted.named_parameters():
-        if SAVED in name:
-            parameter.requires_grad_(settings.train_head and "original_module" not in name)
+        if SAVED_MODULE in name:
+            is_original = "original_module" in name
+            parameter.requires_grad_(settings.train_head and not is_original)
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return adapted, tokenizer
 
 
-def trained(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, bool]]:
-    """Parameters that are trained, with their names, and whether they are the adapter's."""
+def trainable_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, bool]]:
+    """Yield parameters that are trained, with their names and whether they are the adapter's."""
     prefix = str(model.base_model.prefix)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            yield name, parameter, prefix in name and SAVED not in name
+            is_adapter = prefix in name and SAVED_MODULE not in name
+            yield name, parameter, is_adapter
 
 
-def counts(model: PeftModel) -> tuple[int, int]:
-    """Trained numbers of the adapter, and of everything else."""
-    sizes = [(parameter.numel(), adapters) for _, parameter, adapters in trained(model)]
-    return sum(size for size, adapters in sizes if adapters), sum(
-        size for size, adapters in sizes if not adapters
-    )
+def count_trainable(model: PeftModel) -> tuple[int, int]:
+    """Return how many trained numbers the adapter has, and how many there are elsewhere."""
+    adapter = 0
+    elsewhere = 0
+    for _, parameter, is_adapter in trainable_parameters(model):
+        if is_adapter:
+            adapter += parameter.numel()
+        else:
+            elsewhere += parameter.numel()
+    return adapter, elsewhere
 
 
 def written_bytes(directory: Path) -> tuple[int, int]:
-    """Bytes of the tensors in a written directory that are no head's, and of the whole weight file."""
+    """Return the bytes of a directory's tensors that are no head's, and of its weight file."""
     file = directory / WEIGHTS
     tensors = read_header(file).tensors
     heads = tuple(f"base_model.model.{name}." for name in HEADS)
@@ -116,9 +123,7 @@ def written_bytes(directory: Path) -> tuple[int, int]:
 
 
 def needs_checkpointing(model: nn.Module, tokens: int) -> bool:
-    """Whether activations of so many tokens would fill more than half of the memory that is free now.
-
-    Counted are 34 numbers of the model's width a token and layer, attention scores left out [1]_.
+    """Return whether activations of so many tokens would fill more than half of the free memory.
 
     References
     ----------
@@ -129,69 +134,75 @@ def needs_checkpointing(model: nn.Module, tokens: int) -> bool:
     config = config.get_text_config()
     parameter = next(model.parameters())
     layers = getattr(config, "num_hidden_layers", 0)
-    activations = (
-        17 * tokens * layers * getattr(config, "hidden_size", 0) * parameter.element_size()
-    )
+    width = getattr(config, "hidden_size", 0)
+    # Without attention scores, a layer keeps 34 bytes per token and unit of width in 16 bits [1]_.
+    activations = 17 * tokens * layers * width * parameter.element_size()
+    free = psutil.virtual_memory().available
     if parameter.is_cuda or torch.cuda.is_available():
-        return bool(activations > torch.cuda.mem_get_info()[0] / 2)
-    return bool(activations > psutil.virtual_memory().available / 2)
+        free, _ = torch.cuda.mem_get_info()
+    return bool(activations > free / 2)
 
 
 def _loading_options(settings: FinetuneSettings, four_bit: bool) -> dict[str, Any]:
-    """Precision and place of the base, for ``from_pretrained``."""
-    device_map = {} if settings.device_map is None else {"device_map": settings.device_map}
+    """Return precision and place of the base, for ``from_pretrained``."""
+    options: dict[str, Any] = {}
+    if settings.device_map is not None:
+        options["device_map"] = settings.device_map
     if not four_bit:
-        return {
-            "dtype": torch.bfloat16 if settings.precision == "bfloat16" else torch.float32
-        } | device_map
+        in_bfloat16 = settings.precision == "bfloat16"
+        options["dtype"] = torch.bfloat16 if in_bfloat16 else torch.float32
+        return options
     with needs("a base in 4 bits", "quantized"):
         import bitsandbytes  # noqa: F401
-    return device_map | {
-        "quantization_config": BitsAndBytesConfig(  # type: ignore[no-untyped-call]
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=torch.float32
-            if settings.precision == "float32"
-            else torch.bfloat16,
-            llm_int8_skip_modules=HEADS,
-        )
-    }
+    in_float32 = settings.precision == "float32"
+    options["quantization_config"] = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32 if in_float32 else torch.bfloat16,
+        llm_int8_skip_modules=HEADS,
+    )
+    return options
 
 
-def _start(settings: FinetuneSettings, model: nn.Module) -> PeftModel:
-    heads = [name for name in HEADS if any(part == name for part, _ in model.named_children())]
-    language = settings.is_language
+def _new_adapter(settings: FinetuneSettings, model: nn.Module) -> PeftModel:
+    """Put a new adapter on a base, of the method and options that settings give."""
+    children = {name for name, _ in model.named_children()}
+    heads = [name for name in HEADS if name in children]
+    targets = settings.target_modules
+    if targets is None and settings.is_language:
+        targets = _attention_modules(model)
     config = adapter_config(
         settings.method,
         settings.options,
-        target_modules=settings.target_modules or (_attention(model) if language else None),
+        target_modules=targets,
         layers=settings.layers,
-        task_type="CAUSAL_LM" if language else "SEQ_CLS",
-        modules_to_save=None if language else heads,
+        task_type="CAUSAL_LM" if settings.is_language else "SEQ_CLS",
+        modules_to_save=None if settings.is_language else heads,
     )
     try:
         return get_peft_model(model, config)
     except (ValueError, TypeError, RuntimeError) as error:
-        targets = ", ".join(settings.target_modules or ("its usual layers",))
+        named = ", ".join(settings.target_modules or ("its usual layers",))
         raise SettingsError(
-            f"{settings.method} on {targets} does not fit {settings.model}: {error}"
+            f"{settings.method} on {named} does not fit {settings.model}: {error}"
         ) from error
 
 
-def _attention(model: nn.Module) -> tuple[str, ...] | None:
-    """The four matrices of attention where they bear their usual names; None where PEFT is to choose."""
+def _attention_modules(model: nn.Module) -> tuple[str, ...] | None:
+    """Return the four matrices of attention, or None where they have other names than usual."""
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     return ATTENTION if names.issuperset(ATTENTION) else None
 
 
-def _continue(settings: FinetuneSettings, model: nn.Module) -> PeftModel:
+def _adapter_to_go_on_from(settings: FinetuneSettings, model: nn.Module) -> PeftModel:
+    """Put the adapter of a directory on a base, to be trained on."""
     directory = str(settings.init)
     config = PeftConfig.from_pretrained(directory)
     if not find_method(settings.method).fits(config.to_dict()):
-        kind = getattr(config.peft_type, "value", config.peft_type)
+        peft_type = getattr(config.peft_type, "value", config.peft_type)
         raise SettingsError(
-            f"{directory} is {kind}, not of method {settings.method}; give its own method, or turn a LoRA into LSR by "
-            "`lsrdecomp compress` first"
+            f"{directory} is {peft_type}, not of method {settings.method}; give its own method, or "
+            "turn a LoRA into LSR by `lsrdecomp compress` first"
         )
     try:
         return PeftModel.from_pretrained(model, directory, is_trainable=True)
@@ -200,28 +211,24 @@ def _continue(settings: FinetuneSettings, model: nn.Module) -> PeftModel:
 
 
 @torch.no_grad()
-def _take_head(model: PeftModel, directory: Path) -> None:
+def _load_head(model: PeftModel, directory: Path) -> None:
     """Start the head from the one that is saved in an adapter directory."""
-    own = {
-        name.replace(f"{SAVED}default.", "."): parameter
+    head = {
+        name.replace(f"{SAVED_MODULE}default.", "."): parameter
         for name, parameter in model.named_parameters()
-        if f"{SAVED}default." in name
+        if f"{SAVED_MODULE}default." in name
     }
     file = directory / WEIGHTS
-    if not file.exists():
-        raise CheckpointError("no such file", path=file)
-    with safe_open(str(file), framework="pt") as saved:
-        missing = [name for name in own if name not in saved.keys()]  # noqa: SIM118 not a mapping
-        if missing or not own:
-            raise CheckpointError(
-                "holds no head to start from", path=file, tensor=next(iter(missing), None)
+    stored = read_header(file).tensors
+    missing = [name for name in head if name not in stored]
+    if missing or not head:
+        raise CheckpointError(
+            "holds no head to start from", path=file, tensor=next(iter(missing), None)
+        )
+    for name, parameter in head.items():
+        tensor = stored[name]
+        if tensor.shape != tuple(parameter.shape):
+            raise tensor.error(
+                f"is of shape {tensor.shape}, the task needs {tuple(parameter.shape)}"
             )
-        for name, parameter in own.items():
-            tensor = saved.get_tensor(name)
-            if tensor.shape != parameter.shape:
-                raise CheckpointError(
-                    f"is of shape {tuple(tensor.shape)}, the task needs {tuple(parameter.shape)}",
-                    path=file,
-                    tensor=name,
-                )
-            parameter.copy_(tensor)
+        parameter.copy_(torch.from_numpy(tensor.load()))

@@ -1,4 +1,4 @@
-"""The record of one run: settings, what was measured, and on what; one JSON file that appears as a whole."""
+"""The record of one run: its settings, what was measured, and on what; one JSON file."""
 
 from __future__ import annotations
 
@@ -36,90 +36,133 @@ PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Answers to one set of examples, judged."""
+    """Scores of a model on one set of examples.
 
-    metrics: Mapping[str, float]  # the task's own; the first is the one its benchmark ranks by
-    accuracy: float | None  # None for a regression
-    loss: (
-        float | None
-    )  # mean cross-entropy in nats, or mean squared error; None if outputs are not finite
+    Attributes
+    ----------
+    metrics : Mapping of str to float
+        The task's own; the first is the one its benchmark ranks by.
+    accuracy : float, optional
+        None for a regression.
+    loss : float, optional
+        Mean cross-entropy in nats, or mean squared error; None if outputs are not finite.
+    examples : int
+    """
+
+    metrics: Mapping[str, float]
+    accuracy: float | None
+    loss: float | None
     examples: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a language model said to one held-out prompt."""
+    """Answers of a language model to one held-out prompt.
+
+    Attributes
+    ----------
+    prompt : str
+    completion : str
+        As the file has it.
+    base, adapted : str
+        Generated without the adapter, and with it.
+    """
 
     prompt: str
-    completion: str  # as the file has it
-    base: str  # without the adapter
+    completion: str
+    base: str
     adapted: str
 
 
 @dataclass(frozen=True, slots=True)
 class FinetuneRecord:
-    """One finished run."""
+    """One finished run.
+
+    Attributes
+    ----------
+    settings : FinetuneSettings
+    start : Scores, optional
+        On dev before the first step, where that was asked for.
+    dev : Scores
+    validation : Scores, optional
+        Of the kept state on the split of the training set; None without early stopping.
+    baseline : Mapping of str to float
+        The task's metrics on dev for always giving the commonest answer.
+    adapter_parameters, head_parameters : int
+        Trained numbers in adapted layers, and elsewhere: classifier, biases.
+    adapter_bytes, file_bytes : int
+        Bytes of the adapter's tensors in the written file, and of the whole file, head included.
+    train_examples : int
+    steps : int
+        Steps that were made.
+    best_step : int, optional
+        The step that was kept, with early stopping.
+    losses : tuple of (int, float)
+        Step and mean training loss since the entry before; None for one that is not finite.
+    wall_seconds : float
+        Of training alone, over all resumptions.
+    step_seconds : float
+        Median of one step.
+    peak_bytes : int, optional
+        Of the accelerator, or of the process on a CPU.
+    device : str
+    processes : int
+    versions : Mapping of str to str
+    commit : str, optional
+    samples : tuple of Sample
+        Of a language model.
+    """
 
     settings: FinetuneSettings
-    start: Scores | None  # on dev before the first step, where it was asked for
+    start: Scores | None
     dev: Scores
-    validation: (
-        Scores | None
-    )  # of the kept state on the split of the training set; None without early stopping
-    baseline: Mapping[
-        str, float
-    ]  # the task's metrics on dev for always giving the commonest answer
-    adapter_parameters: int  # trained numbers in adapted layers
-    head_parameters: int  # trained numbers elsewhere: classifier, biases
-    adapter_bytes: int  # of the adapter's tensors in the written file
-    file_bytes: int  # of the whole weight file, head included
+    validation: Scores | None
+    baseline: Mapping[str, float]
+    adapter_parameters: int
+    head_parameters: int
+    adapter_bytes: int
+    file_bytes: int
     train_examples: int
-    steps: int  # done
-    best_step: int | None  # the one that was kept, with early stopping
-    losses: tuple[
-        tuple[int, float | None], ...
-    ]  # (step, mean training loss since the entry before)
-    wall_seconds: float  # training alone, over all resumptions
-    step_seconds: float  # median of one step
-    peak_bytes: int | None  # of the accelerator, or of the process on a CPU
+    steps: int
+    best_step: int | None
+    losses: tuple[tuple[int, float | None], ...]
+    wall_seconds: float
+    step_seconds: float
+    peak_bytes: int | None
     device: str
     processes: int
     versions: Mapping[str, str]
     commit: str | None
-    samples: tuple[Sample, ...] = ()  # of a language model
+    samples: tuple[Sample, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON has it."""
-        return dataclasses.asdict(dataclasses.replace(self, settings=None)) | {  # type: ignore[arg-type]
-            "settings": self.settings.to_json()
-        }
+        """Return everything, as JSON has it."""
+        without_settings = dataclasses.replace(self, settings=None)  # type: ignore[arg-type]
+        return dataclasses.asdict(without_settings) | {"settings": self.settings.to_json()}
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> FinetuneRecord:
-        """What `to_json` gave."""
-        scores = {
-            name: None if values[name] is None else Scores(**values[name])
-            for name in ("start", "dev", "validation")
-        }
-        settings = FinetuneSettings.from_mapping(values["settings"])
-        samples = tuple(Sample(**each) for each in values.get("samples", ()))
-        losses = tuple((int(step), loss) for step, loss in values["losses"])
-        return cls(
-            **{**values, **scores, "settings": settings, "losses": losses, "samples": samples}
-        )
+        """Make a record of what `to_json` returned."""
+        fields = dict(values)
+        for name in ("start", "dev", "validation"):
+            if fields[name] is not None:
+                fields[name] = Scores(**fields[name])
+        fields["settings"] = FinetuneSettings.from_mapping(values["settings"])
+        fields["samples"] = tuple(Sample(**sample) for sample in values.get("samples", ()))
+        fields["losses"] = tuple((int(step), loss) for step, loss in values["losses"])
+        return cls(**fields)
 
     def write(self, directory: Path) -> Path:
         """Write `record.json` into a directory, whole or not at all."""
         path = directory / RECORD
+        text = json.dumps(self.to_json(), indent=2, allow_nan=False)
         with new_file(path) as part:
-            part.write_text(
-                json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8"
-            )
+            part.write_text(f"{text}\n", encoding="utf-8")
         return path
 
 
 def read_record(directory: str | Path) -> FinetuneRecord:
-    """The record of a finished run, from its directory.
+    """Read the record of a finished run from its directory.
 
     Parameters
     ----------
@@ -145,29 +188,27 @@ def read_record(directory: str | Path) -> FinetuneRecord:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes."""
-    installed = {package: installed_version(package) for package in PACKAGES}
-    known = {package: version for package, version in installed.items() if version != "unknown"}
-    return {"python": platform.python_version()} | known
+    """Return versions of what computes."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        version = installed_version(package)
+        if version != "unknown":
+            found[package] = version
+    return found
 
 
 def commit() -> str | None:
-    """The commit of the checkout this library runs from, with ``+`` if it was changed since; None if there is none."""
+    """Return the commit of the checkout this library runs from, or None outside of one.
+
+    It ends with ``+`` if the checkout was changed since.
+    """
     checkout = Path(__file__).resolve().parents[2]
     if not (checkout / ".git").exists():
         return None
+    describe = ["describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
     try:
         done = subprocess.run(
-            [
-                "git",
-                "-C",
-                str(checkout),
-                "describe",
-                "--always",
-                "--abbrev=12",
-                "--dirty=+",
-                "--exclude=*",
-            ],
+            ["git", "-C", str(checkout), *describe],
             capture_output=True,
             text=True,
             timeout=10,

@@ -1,14 +1,16 @@
-"""Settings of one fine-tuning run: what is trained on what, and how. Read and checked without torch."""
+"""Settings of one fine-tuning run, read and checked without torch."""
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any
 
-from lsrdecomp.checkpoints.files import EXAMPLE_SUFFIXES
+from lsrdecomp.checkpoints.files import EXAMPLE_SUFFIXES, read_json
+from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fields import (
     ABOVE_ONE,
     INPUT_PATH,
@@ -30,7 +32,7 @@ from lsrdecomp.training.methods import METHODS, method_of
 EMBEDDED = "embedded"
 JSONL = "jsonl"
 LANGUAGE_DEFAULTS = {"batch": 8, "max_length": 1024}
-"""Where settings of a language model differ from what they are otherwise, unless they are given."""
+"""Defaults of a language model that differ from those of a task."""
 STORAGES = ("float32", "float16", "bfloat16", "int8", "int4")
 PRECISIONS = ("auto", "float32", "bfloat16", "bfloat16-autocast")
 METRICS = ("loss", "exact", "bleu", "chrf")
@@ -49,10 +51,10 @@ class FinetuneSettings(Settings):
 
     Examples
     --------
-    >>> run = FinetuneSettings(model="smollm2", task="jsonl", data="train.jsonl", method="lsr", steps=40)
+    >>> run = FinetuneSettings(model="smollm2", task="jsonl", data="train.jsonl", steps=40)
     >>> run.learning_rate, run.batch
     (0.001, 32)
-    >>> FinetuneSettings(model="smollm2", task="jsonl", data="train.jsonl", steps=0)
+    >>> run.replace(steps=0)
     Traceback (most recent call last):
     lsrdecomp.fields.SettingsError: steps must be a whole number, 1 or more, got 0
     """
@@ -68,7 +70,8 @@ class FinetuneSettings(Settings):
         str,
         ON_COMMAND_LINE,
         one_of(_tasks),
-        "A GLUE or SuperGLUE task, embedded, or jsonl: a language model, whose data end in .jsonl, .json or .csv.",
+        "A GLUE or SuperGLUE task, embedded, or jsonl: a language model, whose data end in .jsonl, "
+        ".json or .csv.",
     ]
     data: Annotated[
         str | None,
@@ -92,13 +95,15 @@ class FinetuneSettings(Settings):
         float | None,
         ON_COMMAND_LINE,
         ABOVE_ONE,
-        "First compress the LoRA in init so many times, by the task's own statistics; method is lsr then.",
+        "First compress the LoRA in init so many times, by the task's own statistics; method is "
+        "lsr then.",
     ] = None
     storage: Annotated[
         str | None,
         ON_COMMAND_LINE,
         one_of(STORAGES),
-        "Of LSR's factors in the file: float32, float16, bfloat16, int8 or int4; if absent, as in init, else float32.",
+        "Type of LSR's factors in the file: float32, float16, bfloat16, int8 or int4; if absent, "
+        "as in init, else float32.",
     ] = None
     head: Annotated[
         str | None,
@@ -171,7 +176,8 @@ class FinetuneSettings(Settings):
         int,
         ON_COMMAND_LINE,
         whole_number(2),
-        "Tokens of an example, the rest is cut; for a language model 1024, and longer is refused.",
+        "Maximum tokens of an example, the rest is cut; for a language model 1024, and longer is "
+        "refused.",
     ] = 128
     truncate: Annotated[
         bool,
@@ -189,7 +195,8 @@ class FinetuneSettings(Settings):
         ON_COMMAND_LINE,
         Alias("dtype"),
         one_of(PRECISIONS),
-        "bfloat16 loads the base in it and keeps what is trained in float32; auto does so on a GPU that has it.",
+        "bfloat16 loads the base in it and keeps what is trained in float32; auto does so on a GPU "
+        "that has it.",
     ] = "auto"
     device: Annotated[
         str, ON_COMMAND_LINE, one_of(("auto", "cpu", "cuda")), "auto, cpu or cuda."
@@ -208,25 +215,26 @@ class FinetuneSettings(Settings):
     patience: Annotated[
         int | None,
         whole_number(1),
-        "Stop after so many looks at a split without a smaller loss, and keep the best.",
+        "Stop after so many evaluations on a split without a smaller loss, and keep the best.",
     ] = None
     validation: Annotated[
         float, SHARE, "With patience, share of the training set split off; dev only measures."
     ] = 0.1
     evaluate_every: Annotated[
-        int | None, whole_number(1), "Steps between the looks; an epoch if absent."
+        int | None, whole_number(1), "Steps between these evaluations; an epoch if absent."
     ] = None
     train_head: Annotated[bool, "false: the head keeps the values it starts with."] = True
-    measure_start: Annotated[bool, "Alias judge the answers on dev before the first step."] = False
+    measure_start: Annotated[bool, "Also evaluate on dev before the first step."] = False
     train_examples: Annotated[
-        int | None, whole_number(1), "At most so many to train on, always the same ones."
+        int | None, whole_number(1), "Maximum examples to train on, always the same ones."
     ] = None
     dev_examples: Annotated[
-        int | None, whole_number(1), "At most so many to judge by, always the same ones."
+        int | None, whole_number(1), "Maximum examples to evaluate on, always the same ones."
     ] = None
     log_every: Annotated[
         int,
-        "Steps between entries of losses and spectra; with 0 a lost run is not stopped early either.",
+        "Steps between entries of losses and spectra; with 0 a diverged run is not stopped early "
+        "either.",
     ] = 50
     save_every: Annotated[int, "Steps between checkpoints to resume from; 0 for none."] = 0
     report_to: Annotated[
@@ -236,7 +244,7 @@ class FinetuneSettings(Settings):
         str | None,
         LANGUAGE,
         INPUT_PATH,
-        "File to judge by; if absent, a tenth of data, 200 at most.",
+        "File to evaluate on; if absent, a tenth of data, 200 at most.",
     ] = None
     metric: Annotated[
         str, LANGUAGE, one_of(METRICS), "Measured beside the loss: exact, bleu or chrf."
@@ -245,7 +253,7 @@ class FinetuneSettings(Settings):
         str, LANGUAGE, one_of(("completion", "all")), "Tokens that are learned: completion or all."
     ] = "completion"
     samples: Annotated[int, LANGUAGE, "Held-out prompts whose answers go into the record."] = 4
-    new_tokens: Annotated[int, LANGUAGE, whole_number(1), "Most tokens of an answer."] = 64
+    new_tokens: Annotated[int, LANGUAGE, whole_number(1), "Maximum tokens of an answer."] = 64
     split_seed: Annotated[int, LANGUAGE, "Of the examples that are held out."] = 0
 
     @property
@@ -253,36 +261,23 @@ class FinetuneSettings(Settings):
         """Whether the task is text to go on from."""
         return self.task == JSONL
 
+    def training_steps(self, epoch_steps: int) -> int:
+        """Return the steps of a run whose epochs have ``epoch_steps``."""
+        if self.steps is not None:
+            return self.steps
+        epochs = 3 if self.epochs is None else self.epochs
+        return math.ceil(epochs * epoch_steps)
+
     def check_together(self) -> None:
-        """What settings must be to each other."""
+        """Refuse settings that do not go together."""
         if self.epochs is not None and self.steps is not None:
             raise SettingsError(
                 f"give epochs or steps, not both; got {self.epochs} and {self.steps}"
             )
         if self.evaluate_every is not None and self.patience is None:
             raise SettingsError("evaluate_every is about early stopping: give patience too")
-        if self.init is not None:
-            twice = [
-                name
-                for name in ("options", "target_modules", "layers", "head")
-                if getattr(self, name)
-            ]
-            if twice:
-                raise SettingsError(
-                    f"init brings its own {', '.join(twice)}; leave out one or the other"
-                )
-        if self.ratio is not None and (self.init is None or self.method not in ("lsr", "qlsr")):
-            raise SettingsError(
-                "ratio makes an LSR adapter of the LoRA in init: give init, and no method but lsr or qlsr"
-            )
-        if self.storage not in (None, "float32"):
-            about = f"storage {self.storage} is of LSR's factors"
-            if self.method not in ("lsr", "qlsr"):
-                raise SettingsError(f"{about}: method is {self.method}, not lsr or qlsr")
-            if self.options.get("use_dora"):
-                raise SettingsError(
-                    f"{about}: with use_dora they are written in float32; leave out one or the other"
-                )
+        self._check_start()
+        self._check_storage()
         if self.method == "head" and not self.train_head:
             raise SettingsError(
                 "method head trains the head alone: train_head = false leaves nothing to train"
@@ -290,46 +285,98 @@ class FinetuneSettings(Settings):
         if self.is_language:
             self._check_language()
         else:
-            alone = [entry for entry in self.fields.values() if LANGUAGE in entry.flags]
-            changed = [entry.name for entry in alone if getattr(self, entry.name) != entry.default]
-            if changed:
+            self._check_task()
+
+    def _check_start(self) -> None:
+        """Refuse settings that an adapter in ``init`` brings itself."""
+        if self.init is not None:
+            brought = ("options", "target_modules", "layers", "head")
+            twice = [name for name in brought if getattr(self, name)]
+            if twice:
                 raise SettingsError(
-                    f"{', '.join(changed)}: for a language model, whose task is {JSONL}"
+                    f"init brings its own {', '.join(twice)}; leave out one or the other"
                 )
-        if self.task not in (EMBEDDED, JSONL) and self.data is None:
+        if self.ratio is not None and (self.init is None or not self._is_lsr):
             raise SettingsError(
-                f"task {self.task} reads files: give data, the directory that holds {self.task}/"
+                "ratio makes an LSR adapter of the LoRA in init: give init, and no method but lsr "
+                "or qlsr"
             )
 
+    def _check_storage(self) -> None:
+        """Refuse a storage for adapters that are not stored so."""
+        if self.storage in (None, "float32"):
+            return
+        about = f"storage {self.storage} is of LSR's factors"
+        if not self._is_lsr:
+            raise SettingsError(f"{about}: method is {self.method}, not lsr or qlsr")
+        if self.options.get("use_dora"):
+            raise SettingsError(
+                f"{about}: with use_dora they are written in float32; leave out one or the other"
+            )
+
+    @property
+    def _is_lsr(self) -> bool:
+        return self.method in ("lsr", "qlsr")
+
     def _check_language(self) -> None:
+        """Refuse what a language model does not have."""
         if self.data is None:
             raise SettingsError(
                 "a language model reads JSON lines: give data, a file such as train.jsonl"
             )
-        if (
+        has_head = (
             self.model == EMBEDDED
             or self.method == "head"
             or self.head is not None
             or not self.train_head
-        ):
+        )
+        if has_head:
             raise SettingsError(
-                "a language model has no head to train: leave out head, train_head and model embedded"
+                "a language model has no head to train: leave out head, train_head and model "
+                "embedded"
+            )
+
+    def _check_task(self) -> None:
+        """Refuse what only a language model has, and a task without its files."""
+        changed = [
+            entry.name
+            for entry in self.fields.values()
+            if LANGUAGE in entry.flags and getattr(self, entry.name) != entry.default
+        ]
+        if changed:
+            raise SettingsError(
+                f"{', '.join(changed)}: for a language model, whose task is {JSONL}"
+            )
+        if self.task != EMBEDDED and self.data is None:
+            raise SettingsError(
+                f"task {self.task} reads files: give data, the directory that holds {self.task}/"
             )
 
     @classmethod
     def implied(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The task, where data are examples; the defaults of a language model; the method of the adapter in init."""
-        task = JSONL if str(values.get("data", "")).endswith(EXAMPLE_SUFFIXES) else None
-        language = LANGUAGE_DEFAULTS if values.get("task", task) == JSONL else {}
-        method = "lsr" if values.get("ratio") is not None else _method_in(values.get("init"))
-        implied = {"task": task, "method": method}
-        return {**language, **{name: value for name, value in implied.items() if value is not None}}
+        """Return what given values imply.
+
+        Files of examples imply the task; a language model its defaults; an adapter in ``init`` its
+        method.
+        """
+        implied: dict[str, Any] = {}
+        if str(values.get("data", "")).endswith(EXAMPLE_SUFFIXES):
+            implied["task"] = JSONL
+        if values.get("task", implied.get("task")) == JSONL:
+            implied |= LANGUAGE_DEFAULTS
+        method = _method_in(values.get("init"))
+        if values.get("ratio") is not None:
+            method = "lsr"
+        if method is not None:
+            implied["method"] = method
+        return implied
 
 
 def _method_in(directory: Any) -> str | None:
-    """The method of an adapter directory, where its config tells."""
-    try:
-        config = json.loads((Path(directory) / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):  # whoever opens the adapter says what is wrong with it
+    """Return the method of an adapter directory, where its config tells."""
+    if not isinstance(directory, str | PathLike):
         return None
-    return method_of(config) if isinstance(config, dict) else None
+    try:
+        return method_of(read_json(Path(directory) / "adapter_config.json"))
+    except CheckpointError:  # whoever opens the adapter says what is wrong with it
+        return None

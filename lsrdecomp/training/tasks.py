@@ -1,4 +1,4 @@
-"""Tasks: GLUE and SuperGLUE files as published, read from disk, with the metrics each task is judged by."""
+"""Tasks: GLUE and SuperGLUE files as published, read from disk, and the metrics of each task."""
 
 from __future__ import annotations
 
@@ -24,10 +24,23 @@ Metric = Callable[[np.ndarray, np.ndarray], float]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task: where its rows are, how a row becomes an example, and how answers are judged.
+    """One task: where its rows are, what example a row is, and by which metrics it is scored.
 
-    ``labels`` are the published label values in the order of their indices; empty for a regression.
-    The first of ``metrics`` is the one the benchmark ranks by.
+    Attributes
+    ----------
+    name : str
+    labels : tuple of str
+        The published label values in the order of their indices; empty for a regression.
+    metrics : tuple of str
+        The first is the one the benchmark ranks by.
+    example : callable
+        Makes choices and a label of a row.
+    suffix : str
+        Ending of the files.
+    columns : tuple of str, optional
+        Where a file has no header line.
+    splits : tuple of str
+        Those with labels.
 
     Examples
     --------
@@ -41,7 +54,7 @@ class Task:
     metrics: tuple[str, ...]
     example: Callable[[Row], tuple[Choices, Any]]
     suffix: str = "tsv"
-    columns: tuple[str, ...] | None = None  # given where the file has no header line
+    columns: tuple[str, ...] | None = None
     splits: tuple[str, ...] = ("train", "dev")
 
     @property
@@ -50,13 +63,13 @@ class Task:
         return not self.labels
 
     def file(self, data: str | Path, split: str) -> Path:
-        """Where a split lies: ``data`` is the benchmark's directory or the task's own."""
+        """Return where a split lies: ``data`` is the benchmark's directory or the task's own."""
         data = Path(data)
         directory = data if data.name == self.name else data / self.name
         return directory / f"{split}.{self.suffix}"
 
     def read(self, data: str | Path, split: str) -> list[LabelledExample]:
-        """All examples of a split.
+        """Read all examples of a split.
 
         Raises
         ------
@@ -68,7 +81,8 @@ class Task:
         """
         if split not in self.splits:
             raise DataError(
-                f"{self.name} has no split {split!r} with labels; there are: {', '.join(self.splits)}"
+                f"{self.name} has no split {split!r} with labels; there are: "
+                f"{', '.join(self.splits)}"
             )
         path = self.file(data, split)
         examples = [self._example(row, where) for row, where in read_rows(path, self.columns)]
@@ -77,12 +91,16 @@ class Task:
         return examples
 
     def _example(self, row: Row, where: str) -> LabelledExample:
+        """Make the example of a row; ``where`` it stands is for errors."""
         try:
             choices, value = self.example(row)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise DataError(
-                f"{where}: {self.name} needs {error}; it has {', '.join(map(str, row))}"
-            ) from None
+            columns = ", ".join(map(str, row))
+            raise DataError(f"{where}: {self.name} needs {error}; it has {columns}") from None
+        return LabelledExample(choices, self._label(value, where))
+
+    def _label(self, value: Any, where: str) -> float:
+        """Return a score, or the index of a class."""
         if self.regression:
             try:
                 score = float(value)
@@ -90,38 +108,51 @@ class Task:
                 score = float("nan")
             if not np.isfinite(score):
                 raise DataError(f"{where}: score {str(value)[:80]!r} is not a finite number")
-            return LabelledExample(choices, score)
+            return score
         label = str(value).lower() if isinstance(value, bool) else str(value)
         if label not in self.labels:
             labels = ", ".join(self.labels)
             raise DataError(f"{where}: label {label[:80]!r} is not one of {labels}")
-        return LabelledExample(choices, float(self.labels.index(label)))
+        return float(self.labels.index(label))
 
-    def score(self, labels: ArrayLike, answers: ArrayLike) -> dict[str, float]:
-        """Every metric of the task for ``answers``: class indices, or scores for a regression; one to each label."""
-        expected, answered = np.asarray(labels), np.asarray(answers)
+    def score(self, labels: ArrayLike, predictions: ArrayLike) -> dict[str, float]:
+        """Compute every metric of the task.
+
+        Parameters
+        ----------
+        labels, predictions : array, shape (examples,)
+            Class indices, or scores for a regression.
+        """
         functions = metric_functions()
-        return {name: float(functions[name](expected, answered)) for name in self.metrics}
+        expected = np.asarray(labels)
+        predicted = np.asarray(predictions)
+        return {name: float(functions[name](expected, predicted)) for name in self.metrics}
 
     def baseline(self, examples: Sequence[LabelledExample]) -> dict[str, float]:
-        """Every metric for always answering the commonest label (the mean score for a regression)."""
+        """Compute every metric for always predicting the commonest label, or the mean score."""
         labels = np.array([example.label for example in examples])
-        constant = (
-            labels.mean() if self.regression else Counter(labels.tolist()).most_common(1)[0][0]
-        )
+        if self.regression:
+            constant = labels.mean()
+        else:
+            constant = Counter(labels.tolist()).most_common(1)[0][0]
         return self.score(labels, np.full_like(labels, constant))
 
 
 def metric_functions() -> Mapping[str, Metric]:
-    """All metrics by name; what computes them takes a second to load. Raises `LsrError` where it is not installed."""
+    """Return all metrics by name.
+
+    What computes them takes a second to load; where it is not installed, `LsrError` is raised.
+    """
     with needs("judging a task", "finetune"):
         from scipy.stats import pearsonr, spearmanr
         from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-    def correlation(function: Callable[..., Any], labels: np.ndarray, answers: np.ndarray) -> float:
+    def correlation(
+        function: Callable[..., Any], labels: np.ndarray, predictions: np.ndarray
+    ) -> float:
         # A constant says nothing about the order: SciPy warns of nan, GLUE's tables count 0.
-        constant = np.ptp(labels) == 0 or np.ptp(answers) == 0
-        return 0.0 if constant else float(function(labels, answers).statistic)
+        is_constant = np.ptp(labels) == 0 or np.ptp(predictions) == 0
+        return 0.0 if is_constant else float(function(labels, predictions).statistic)
 
     return {
         "accuracy": accuracy_score,
@@ -138,31 +169,38 @@ COPA_QUESTIONS = MappingProxyType(
 )
 
 
-def _reads(
+def _columns(
     label: str, first: str, second: str | None = None
 ) -> Callable[[Row], tuple[Choices, Any]]:
-    """A row's text columns, one or a pair, and its label."""
-    return lambda row: (
-        ((row[first].strip(), row[second].strip() if second else None),),
-        row[label],
-    )
+    """Return what reads a row's text columns, one or a pair, and its label."""
+
+    def read(row: Row) -> tuple[Choices, Any]:
+        first_text = row[first].strip()
+        second_text = row[second].strip() if second else None
+        return ((first_text, second_text),), row[label]
+
+    return read
 
 
 def _copa(row: Row) -> tuple[Choices, Any]:
+    """Read a premise with its question, and two alternatives."""
     premise = f"{row['premise'].strip()} {COPA_QUESTIONS[row['question']]}"
     return tuple((premise, row[choice].strip()) for choice in ("choice1", "choice2")), row["label"]
 
 
 def _wsc(row: Row) -> tuple[Choices, Any]:
-    # The pronoun may occur more than once: stars mark the one that is meant, by its place among the
-    # words.
-    words, target = row["text"].split(" "), row["target"]
+    """Read a sentence with its pronoun between stars, and a claim on what that means."""
+    # The pronoun may occur more than once: it is known by its place among the words.
+    words = row["text"].split(" ")
+    target = row["target"]
     index = target["span2_index"]
     marked = " ".join([*words[:index], "*", words[index], "*", *words[index + 1 :]])
-    return ((marked, f"{target['span2_text']} is {target['span1_text']}"),), row["label"]
+    claim = f"{target['span2_text']} is {target['span1_text']}"
+    return ((marked, claim),), row["label"]
 
 
-CLASSES, TRUTH = ("0", "1"), ("false", "true")
+CLASSES = ("0", "1")
+TRUTH = ("false", "true")
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
         task.name: task
@@ -171,23 +209,25 @@ TASKS: Mapping[str, Task] = MappingProxyType(
                 "CoLA",
                 CLASSES,
                 ("matthews", "accuracy"),
-                _reads("label", "sentence"),
+                _columns("label", "sentence"),
                 columns=("source", "label", "mark", "sentence"),
             ),
-            Task("SST-2", CLASSES, ("accuracy",), _reads("label", "sentence")),
-            Task("MRPC", CLASSES, ("accuracy", "f1"), _reads("Quality", "#1 String", "#2 String")),
-            Task("STS-B", (), ("pearson", "spearman"), _reads("score", "sentence1", "sentence2")),
+            Task("SST-2", CLASSES, ("accuracy",), _columns("label", "sentence")),
+            Task(
+                "MRPC", CLASSES, ("accuracy", "f1"), _columns("Quality", "#1 String", "#2 String")
+            ),
+            Task("STS-B", (), ("pearson", "spearman"), _columns("score", "sentence1", "sentence2")),
             Task(
                 "RTE",
                 ("entailment", "not_entailment"),
                 ("accuracy",),
-                _reads("label", "sentence1", "sentence2"),
+                _columns("label", "sentence1", "sentence2"),
             ),
             Task(
                 "CB",
                 ("entailment", "contradiction", "neutral"),
                 ("accuracy", "macro_f1"),
-                _reads("label", "premise", "hypothesis"),
+                _columns("label", "premise", "hypothesis"),
                 suffix="jsonl",
             ),
             Task("COPA", CLASSES, ("accuracy",), _copa, suffix="jsonl"),
@@ -196,11 +236,14 @@ TASKS: Mapping[str, Task] = MappingProxyType(
                 "BoolQ",
                 TRUTH,
                 ("accuracy",),
-                _reads("answer", "question", "passage"),
+                _columns("answer", "question", "passage"),
                 suffix="jsonl",
             ),
             Task(
-                "embedded", tuple("0123456789"), ("accuracy", "macro_f1"), _reads("label", "pixels")
+                "embedded",
+                tuple("0123456789"),
+                ("accuracy", "macro_f1"),
+                _columns("label", "pixels"),
             ),
         )
     }
@@ -208,7 +251,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
 
 
 def find_task(directory: str | Path) -> Task:
-    """The task whose files lie in ``directory``, by its name, as ``--task glue/SST-2`` means it.
+    """Find the task whose files lie in ``directory``, as ``--task glue/SST-2`` means it.
 
     Parameters
     ----------
@@ -232,6 +275,7 @@ def find_task(directory: str | Path) -> Task:
     name = Path(directory).resolve().name
     if name not in TASKS:
         raise DataError(
-            f"{directory}: no task is called {name!r}; the directory's name is one of {', '.join(TASKS)}"
+            f"{directory}: no task is called {name!r}; the directory's name is one of "
+            f"{', '.join(TASKS)}"
         )
     return TASKS[name]

@@ -1,4 +1,7 @@
-"""The training loop: transformers' Trainer for tasks and TRL's SFTTrainer for text, in one order and with our rates."""
+"""The training loop: transformers' Trainer for tasks, TRL's SFTTrainer for text.
+
+Both read batches in our order and train parameters at our rates.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ from torch.utils.data import DataLoader, Sampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
+from typing_extensions import override
 
 from lsrdecomp.calibration.tokens import length_sorted_batches
-from lsrdecomp.training.model import trained
+from lsrdecomp.training.model import trainable_parameters
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 
 if TYPE_CHECKING:
@@ -28,10 +32,9 @@ if TYPE_CHECKING:
     from lsrdecomp.training.dataset import Dataset
 
 CHECKPOINTS = "checkpoints"
-EVALUATION_BATCH = 64
 
 
-class WholeBatches(Sampler[int]):
+class FullBatchSampler(Sampler[int]):
     """A random order of examples in batches of like length, all of them full.
 
     The last batch of an epoch is filled up with examples from its beginning, so that any number of
@@ -51,6 +54,7 @@ class WholeBatches(Sampler[int]):
         return -(-len(self.lengths) // self.batch)
 
     def __len__(self) -> int:
+        """Return the examples of an epoch, those that fill the last batch up included."""
         return self.batches * self.batch
 
     def __iter__(self) -> Iterator[int]:
@@ -61,7 +65,7 @@ class WholeBatches(Sampler[int]):
 
 
 class AdapterTrainer(Trainer):
-    """Trains what an opened model leaves trainable; parameters of one rate are one group of the optimizer.
+    """Trains what an opened model leaves trainable; parameters of one rate are one group.
 
     Parameters
     ----------
@@ -70,8 +74,9 @@ class AdapterTrainer(Trainer):
     settings : FinetuneSettings
     args : TrainingArguments
     dataset : Dataset
-    sampler : WholeBatches, optional
-        The order of the training examples; none for a model that is only judged.
+    sampler : FullBatchSampler, optional
+        The order of the training examples; none for a model that is only evaluated.
+    callbacks : sequence of TrainerCallback
     """
 
     def __init__(
@@ -82,11 +87,12 @@ class AdapterTrainer(Trainer):
         args: TrainingArguments,
         *,
         dataset: Dataset,
-        sampler: WholeBatches | None = None,
+        sampler: FullBatchSampler | None = None,
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
         self.sampler = sampler
-        self.rates = rates(model, settings)
+        self.learning_rates = learning_rates(model, settings)
+        follow_epochs = [] if sampler is None else [_FollowEpochs(sampler)]
         super().__init__(
             model,
             args,
@@ -94,35 +100,39 @@ class AdapterTrainer(Trainer):
             train_dataset=dataset.train,
             eval_dataset=dataset.validation or None,
             processing_class=tokenizer,
-            callbacks=[*callbacks, *([] if sampler is None else [_Epochs(sampler)])],
+            callbacks=[*callbacks, *follow_epochs],
         )
         self.remove_callback(PrinterCallback)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The optimizer of ``args`` with one group of parameters per rate; vectors are not decayed."""
-        if self.optimizer is None:
-            groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
-            wrapped: nn.Module = self.model if model is None else model  # type: ignore[assignment]
-            for name, parameter in wrapped.named_parameters():
-                if parameter.requires_grad:
-                    groups.setdefault((self.rates[name], parameter.ndim > 1), []).append(parameter)
-            optimizer, options = self.get_optimizer_cls_and_kwargs(self.args, wrapped)  # type: ignore[arg-type]
-            decay = self.args.weight_decay
-            self.optimizer = optimizer(
-                [
-                    {"params": parameters, "lr": rate, "weight_decay": decay if wide else 0.0}
-                    for (rate, wide), parameters in groups.items()
-                ],
-                **options,
-            )
+        """Make the optimizer of ``args`` with one group of parameters per rate.
+
+        Vectors are not decayed.
+        """
+        if self.optimizer is not None:
+            return self.optimizer
+        wrapped: nn.Module = self.model if model is None else model  # type: ignore[assignment]
+        parameters: dict[tuple[float, bool], list[nn.Parameter]] = {}
+        for name, parameter in wrapped.named_parameters():
+            if parameter.requires_grad:
+                is_vector = parameter.ndim < 2
+                group = self.learning_rates[name], is_vector
+                parameters.setdefault(group, []).append(parameter)
+        groups = []
+        for (rate, is_vector), of_group in parameters.items():
+            decay = 0.0 if is_vector else self.args.weight_decay
+            groups.append({"params": of_group, "lr": rate, "weight_decay": decay})
+        optimizer, options = self.get_optimizer_cls_and_kwargs(self.args, wrapped)  # type: ignore[arg-type]
+        self.optimizer = optimizer(groups, **options)
         return self.optimizer
 
+    @override
     def floating_point_ops(self, inputs: Any) -> int:
-        """None are counted: Trainer's estimate walks over every parameter at every step."""
+        """Count no operations: Trainer's estimate walks over every parameter at every step."""
         return 0
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Whole batches, shared out over the processes and the micro-batches of each."""
+        """Read full batches, shared out over the processes and the micro-batches of each."""
         loader: DataLoader[Any] = DataLoader(
             self.train_dataset,  # type: ignore[arg-type]
             batch_size=self.args.per_device_train_batch_size,
@@ -134,12 +144,21 @@ class AdapterTrainer(Trainer):
 
 
 class TaskTrainer(AdapterTrainer):
-    """The loss is the mean of an example: cross-entropy over classes or choices, squared error for scores."""
+    """The loss is the mean of an example.
 
-    model_accepts_loss_kwargs = property(lambda self: False, lambda self, _: None)
-    """Never: a batch's loss is a mean of its own, which Trainer then divides by the number of
-    micro-batches."""
+    It is the cross-entropy over classes or choices, or the squared error of scores.
+    """
 
+    @property
+    def model_accepts_loss_kwargs(self) -> bool:
+        """Never: the loss of a batch is a mean, which Trainer divides by its micro-batches."""
+        return False
+
+    @model_accepts_loss_kwargs.setter
+    def model_accepts_loss_kwargs(self, value: bool) -> None:
+        """Ignore what Trainer finds in the model's signature."""
+
+    @override
     def compute_loss(
         self,
         model: nn.Module,
@@ -147,74 +166,87 @@ class TaskTrainer(AdapterTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The mean loss of a batch, and with it the answers, (examples, classes or choices)."""
+        """Return the mean loss of a batch, with logits of shape (examples, classes or choices)."""
         labels: Tensor = inputs.pop("labels")
         logits = model(**inputs).logits.float().reshape(len(labels), -1)
-        loss = (
-            F.mse_loss(logits[:, 0], labels)
-            if labels.is_floating_point()
-            else F.cross_entropy(logits, labels)
-        )
+        if labels.is_floating_point():
+            loss = F.mse_loss(logits[:, 0], labels)
+        else:
+            loss = F.cross_entropy(logits, labels)
         return (loss, {"logits": logits}) if return_outputs else loss
 
 
 class TextTrainer(AdapterTrainer, SFTTrainer):
-    """TRL's loss of a step: the mean of its tokens that count, whose logits are formed in pieces."""
+    """The loss is TRL's: the mean of the tokens of a step that count, logits formed in pieces."""
 
     def __init__(self, model: PeftModel, *arguments: Any, **options: Any) -> None:
         if isinstance(model.get_output_embeddings(), TrainableTokensWrapper):
             raise SettingsError(
-                "the adapter trains token rows of the output layer (trainable_token_indices; a model with tied "
-                "embeddings has them in both), and TRL's loss reads that layer without them; train it in a loop of "
-                "your own, as any model of PEFT, or leave the rows out"
+                "the adapter trains token rows of the output layer (trainable_token_indices; a "
+                "model with tied embeddings has them in both), and TRL's loss reads that layer "
+                "without them; train it in a loop of your own, as any model of PEFT, or leave the "
+                "rows out"
             )
         super().__init__(model, *arguments, **options)
-        for _, parameter, _ in trained(
-            model
-        ):  # TRL rounds them to bfloat16 on a quantized base; factors multiply up
+        # TRL rounds them to bfloat16 on a quantized base; factors multiply the error up.
+        for _, parameter, _ in trainable_parameters(model):
             parameter.data = parameter.data.float()
 
 
-class _Epochs(TrainerCallback):
-    """Tells the sampler which epoch it is: from the step alone, so that a resumed run finds its order again."""
+class _FollowEpochs(TrainerCallback):
+    """Tells the sampler which epoch it is.
 
-    def __init__(self, sampler: WholeBatches) -> None:
+    It knows from the step alone, so that a resumed run finds its order again.
+    """
+
+    def __init__(self, sampler: FullBatchSampler) -> None:
         self.sampler = sampler
 
+    @override
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Set the epoch."""
         self.sampler.epoch = state.global_step // self.sampler.batches
 
 
-def rates(model: PeftModel, settings: FinetuneSettings) -> dict[str, float]:
-    """The learning rate of every trained parameter, by name."""
-    head = (
-        settings.learning_rate
-        if settings.head_learning_rate is None
-        else settings.head_learning_rate
-    )
-    fast = settings.learning_rate * settings.zero_init_lr_factor
-    return {
-        name: head
-        if not adapters
-        else settings.learning_rate
-        if bool(parameter.detach().any())
-        else fast
-        for name, parameter, adapters in trained(model)
-    }
+def learning_rates(model: PeftModel, settings: FinetuneSettings) -> dict[str, float]:
+    """Return the learning rate of every trained parameter, by name."""
+    head_rate = settings.head_learning_rate
+    if head_rate is None:
+        head_rate = settings.learning_rate
+    rates = {}
+    for name, parameter, is_adapter in trainable_parameters(model):
+        if not is_adapter:
+            rates[name] = head_rate
+        elif bool(parameter.detach().any()):
+            rates[name] = settings.learning_rate
+        else:
+            rates[name] = settings.learning_rate * settings.zero_init_lr_factor
+    return rates
 
 
-def judging_arguments(
-    settings: FinetuneSettings, directory: Path, **more: Any
+def evaluation_arguments(
+    settings: FinetuneSettings, directory: Path, *, evaluation_batch: int = 64, **more: Any
 ) -> TrainingArguments:
-    """Settings of a run in the words of Trainer, as far as judging needs them, with ``more``."""
+    """Return settings of a run in the words of Trainer, as far as evaluation needs them.
+
+    Parameters
+    ----------
+    settings : FinetuneSettings
+    directory : Path
+        Where Trainer writes.
+    evaluation_batch : int
+        Examples of a batch that is evaluated; by hand.
+    **more
+        Further arguments of Trainer's.
+    """
+    cpu_is_all = settings.device == "auto" and not torch.accelerator.is_available()
     common: dict[str, Any] = {
         "output_dir": str(directory),
-        "per_device_eval_batch_size": EVALUATION_BATCH,
+        "per_device_eval_batch_size": evaluation_batch,
         "seed": settings.seed,
         "bf16": settings.precision != "float32",
         # Without this, transformers refuses bfloat16 where there is only a CPU.
-        "use_cpu": settings.device == "cpu"
-        or (settings.device == "auto" and not torch.accelerator.is_available()),
+        "use_cpu": settings.device == "cpu" or cpu_is_all,
         "disable_tqdm": True,
         "remove_unused_columns": False,
         "label_names": ["labels"],
@@ -232,9 +264,19 @@ def judging_arguments(
 
 
 def training_arguments(
-    settings: FinetuneSettings, run: Path, steps: int, epoch: int
+    settings: FinetuneSettings, run: Path, steps: int, epoch_steps: int
 ) -> TrainingArguments:
-    """Everything for a run of ``steps`` in the directory ``run``, with ``epoch`` steps to an epoch.
+    """Return settings of a run in the words of Trainer.
+
+    Parameters
+    ----------
+    settings : FinetuneSettings
+    run : Path
+        Its directory.
+    steps : int
+        Steps of the run.
+    epoch_steps : int
+        Steps of an epoch.
 
     Raises
     ------
@@ -243,21 +285,26 @@ def training_arguments(
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("device is cuda, but torch sees none here; auto takes what there is")
-    often = settings.save_every if settings.patience is None else settings.evaluate_every or epoch
-    stopping: dict[str, Any] = {
-        "eval_strategy": "steps",
-        "eval_steps": often,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_loss",
-        "greater_is_better": False,
-    }
+    save_every = settings.save_every
+    stopping: dict[str, Any] = {}
+    if settings.patience is not None:
+        save_every = settings.evaluate_every or epoch_steps
+        stopping = {
+            "eval_strategy": "steps",
+            "eval_steps": save_every,
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "eval_loss",
+            "greater_is_better": False,
+        }
+    # Trainer refuses 0 steps between events, even of events that never happen.
+    unused = 500
+    processes = PartialState().num_processes
     try:
-        return judging_arguments(
+        return evaluation_arguments(
             settings,
             run / CHECKPOINTS,
             max_steps=steps,
-            per_device_train_batch_size=settings.batch
-            // (PartialState().num_processes * settings.accumulate),
+            per_device_train_batch_size=settings.batch // (processes * settings.accumulate),
             gradient_accumulation_steps=settings.accumulate,
             learning_rate=settings.learning_rate,
             optim=settings.optimizer,
@@ -265,13 +312,13 @@ def training_arguments(
             lr_scheduler_type=settings.scheduler,
             warmup_steps=round(settings.warmup * steps),
             logging_strategy="steps" if settings.log_every else "no",
-            logging_steps=settings.log_every or 500,
+            logging_steps=settings.log_every or unused,
             logging_nan_inf_filter=False,
-            save_strategy="steps" if often else "no",
-            save_steps=often or 500,
+            save_strategy="steps" if save_every else "no",
+            save_steps=save_every or unused,
             save_total_limit=2,
             restore_callback_states_from_checkpoint=True,
-            **(stopping if settings.patience is not None else {}),
+            **stopping,
         )
     except (ValueError, ImportError) as error:
         raise SettingsError(str(error)) from error
@@ -292,11 +339,11 @@ def check_sharding(version: int, settings: FinetuneSettings) -> None:
         )
     if settings.measure_start:
         raise SettingsError(
-            "measure_start judges the model before it is trained, but FSDP shards it together with its optimizer: "
-            "leave measure_start out, or launch without FSDP"
+            "measure_start evaluates the model before it is trained, but FSDP shards it together "
+            "with its optimizer: leave measure_start out, or launch without FSDP"
         )
     if settings.storage not in (None, "float32"):
         raise SettingsError(
-            f"storage {settings.storage}: what FSDP shards is written in float32, since rounded numbers could not be "
-            "judged; leave storage out, or launch without FSDP"
+            f"storage {settings.storage}: what FSDP shards is written in float32, since rounded "
+            "numbers could not be evaluated; leave storage out, or launch without FSDP"
         )

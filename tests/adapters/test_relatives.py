@@ -33,7 +33,7 @@ def configs(table: Mapping[str, Method]) -> dict[str, tuple[type, dict[str, int]
     ours = (
         name
         for name, row in table.items()
-        if "adapters:" in row.home and not row.home.endswith(":LsrConfig")
+        if "adapters:" in row.config_path and not row.config_path.endswith(":LsrConfig")
     )
     return {name: (table[name].config, SETTINGS.get(name, {})) for name in ours}
 

@@ -33,21 +33,27 @@ from lsrdecomp.checkpoints.packed import NUMBERS  # noqa: E402
 from lsrdecomp.compression.layers import layer_product  # noqa: E402
 from lsrdecomp.compression.settings import CompressionPlan, Search  # noqa: E402
 from lsrdecomp.errors import BudgetError, CheckpointError, LsrError  # noqa: E402
-from lsrdecomp.training.dataset import judge, read_dataset  # noqa: E402
-from lsrdecomp.training.embedded import embedded  # noqa: E402
-from lsrdecomp.training.finetune import evaluate, finetune, save_adapter  # noqa: E402
+from lsrdecomp.training.dataset import read_dataset, score_outputs  # noqa: E402
+from lsrdecomp.training.embedded import EmbeddedRecipe, embedded  # noqa: E402
+from lsrdecomp.training.finetune import evaluate, finetune  # noqa: E402
 from lsrdecomp.training.model import open_model  # noqa: E402
 from lsrdecomp.training.record import read_record  # noqa: E402
+from lsrdecomp.training.saving import save_adapter  # noqa: E402
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError  # noqa: E402
 from lsrdecomp.training.tasks import TASKS  # noqa: E402
-from lsrdecomp.training.trainer import TaskTrainer, WholeBatches, judging_arguments, rates  # noqa: E402
+from lsrdecomp.training.trainer import (  # noqa: E402
+    FullBatchSampler,
+    TaskTrainer,
+    evaluation_arguments,
+    learning_rates,
+)
 
 WEIGHTS = "adapter_model.safetensors"
 
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory):
-    return embedded(tmp_path_factory.mktemp("embedded") / "small", steps=40)
+    return embedded(tmp_path_factory.mktemp("embedded") / "small", recipe=EmbeddedRecipe(steps=40))
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +93,9 @@ def test_the_embedded_task_is_made_once_and_the_same_each_time(place, tmp_path):
     words = [example.choices[0][0].split() for example in dev]
     assert {len(picture) for picture in words} == {16}
     assert {int(word) for picture in words for word in picture} == set(range(17))
-    first, second = (embedded(tmp_path / name, steps=1) for name in ("one", "two"))
+    first, second = (
+        embedded(tmp_path / name, recipe=EmbeddedRecipe(steps=1)) for name in ("one", "two")
+    )
     assert (first.model / "model.safetensors").read_bytes() == (
         second.model / "model.safetensors"
     ).read_bytes()
@@ -146,29 +154,29 @@ def test_the_log_of_layers_agrees_with_the_written_adapter(finished):
 
 def test_factors_that_start_at_zero_hurry_and_the_head_has_its_own_rate(common, place):
     settings = common.replace(head_learning_rate=0.5, zero_init_lr_factor=4.0)
-    found = rates(open_model(settings, place.model, 10)[0], settings)
+    found = learning_rates(open_model(settings, place.model, 10)[0], settings)
     fast = {name for name, rate in found.items() if rate == pytest.approx(0.04)}
     assert len(fast) == 4
     assert all("lsr_B" in name for name in fast)
     assert {rate for name, rate in found.items() if "classifier" in name} == {0.5}
     plain = common.replace(method="lora")
-    assert set(rates(open_model(plain, place.model, 10)[0], plain).values()) == {0.01}
+    assert set(learning_rates(open_model(plain, place.model, 10)[0], plain).values()) == {0.01}
 
 
 def test_whole_batches_hold_every_example_and_like_lengths():
     lengths = np.random.default_rng(0).integers(1, 100, 250)
-    sampler = WholeBatches(lengths, 32, seed=3)
+    sampler = FullBatchSampler(lengths, 32, seed=3)
     order = list(sampler)
     assert len(order) == len(sampler) == 256
     assert set(order) == set(range(250))
     assert max(Counter(order).values()) == 2
     batches = np.array(order).reshape(-1, 32)
     assert np.ptp(lengths[batches], axis=1).max() < 30
-    assert list(WholeBatches(lengths, 32, seed=3)) == order
+    assert list(FullBatchSampler(lengths, 32, seed=3)) == order
     sampler.epoch = 1
     assert list(sampler) != order
-    assert list(WholeBatches(lengths, 32, seed=4)) != order
-    assert len(list(WholeBatches(lengths[:5], 32, seed=0))) == 32  # fewer examples than a batch
+    assert list(FullBatchSampler(lengths, 32, seed=4)) != order
+    assert len(list(FullBatchSampler(lengths[:5], 32, seed=0))) == 32  # fewer examples than a batch
 
 
 def train_until_killed(settings, out):
@@ -300,6 +308,7 @@ def test_a_lora_is_compressed_by_its_task_and_trained_on_in_one_run(common, lora
     assert record.start == evaluate(settings)
     assert record.start != record.dev
     assert open_checkpoint(tmp_path / "lsr" / "adapter").layers[0].parameters
+    assert NUMBERS in load_file(tmp_path / "lsr" / "adapter" / "adapter_model.safetensors")
     with pytest.raises(SettingsError, match="give init, and no method but lsr"):
         common.replace(ratio=8.0)
     with pytest.raises(SettingsError, match="give init, and no method but lsr"):
@@ -494,13 +503,13 @@ def test_texts_are_cut_to_what_the_base_can_read(common, place):
 
 def test_judging_by_definition():
     outputs, labels = np.log([[0.5, 0.5], [0.9, 0.1], [0.2, 0.8]]), np.array([0, 0, 0])
-    scores = judge(TASKS["SST-2"], outputs, labels)
+    scores = score_outputs(TASKS["SST-2"], outputs, labels)
     assert scores.loss == pytest.approx(-(math.log(0.5) + math.log(0.9) + math.log(0.2)) / 3)
     assert scores.accuracy == pytest.approx(2 / 3)
-    assert judge(
+    assert score_outputs(
         TASKS["STS-B"], np.array([[1.0], [3.0]]), np.array([0.0, 5.0])
     ).loss == pytest.approx(2.5)
-    assert judge(TASKS["SST-2"], np.array([[np.nan, 0.0]]), np.array([0])).loss is None
+    assert score_outputs(TASKS["SST-2"], np.array([[np.nan, 0.0]]), np.array([0])).loss is None
 
 
 def test_the_verb_in_a_process_of_its_own(place, tmp_path, capfd):
@@ -588,9 +597,9 @@ def test_auto_takes_the_cpu_where_there_is_nothing_else(precision, tmp_path, mon
     monkeypatch.setattr(
         "lsrdecomp.training.trainer.TrainingArguments", lambda **given: arguments.append(given)
     )
-    judging_arguments(settings, tmp_path)
+    evaluation_arguments(settings, tmp_path)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    judging_arguments(settings, tmp_path)
+    evaluation_arguments(settings, tmp_path)
     assert [each["use_cpu"] for each in arguments] == [True, False]
 
 

@@ -28,8 +28,8 @@ from lsrdecomp.cli.options import assignment  # noqa: E402
 from lsrdecomp.training.finetune import evaluate, finetune  # noqa: E402
 from lsrdecomp.training.language import (  # noqa: E402
     LanguageDataset,
+    evaluate_language,
     generate,
-    judge_language,
     overlap,
     read_language,
 )
@@ -149,7 +149,9 @@ def test_right_means_that_greedy_decoding_gives_the_completion():
         settings = FinetuneSettings(
             "base", "jsonl", "rows.jsonl", metric="exact", precision="float32"
         )
-        return judge_language(model, LanguageDataset(settings, tokenizer, "base", [], [], [], rows))
+        return evaluate_language(
+            model, LanguageDataset(settings, tokenizer, "base", [], [], [], rows)
+        )
 
     found = judged(rows)
     assert found.metrics["exact"] == found.metrics["token_accuracy"] == 1.0
@@ -341,7 +343,7 @@ def test_training_is_set_in_the_words_of_transformers(place, tmp_path):
     words = {"optimizer": "adafactor", "scheduler": "cosine", "weight_decay": 0.1, "warmup": 0.5}
     record = finetune(settings(place, **words, steps=2, samples=0), tmp_path / "run")
     assert record.dev.loss is not None
-    chosen = training_arguments(record.settings, tmp_path, steps=10, epoch=5)
+    chosen = training_arguments(record.settings, tmp_path, steps=10, epoch_steps=5)
     assert (chosen.optim, chosen.lr_scheduler_type, chosen.weight_decay) == (
         "adafactor",
         "cosine",

@@ -23,7 +23,7 @@ from torch import Tensor  # noqa: E402
 
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.training.callbacks import layer_figures  # noqa: E402
-from lsrdecomp.training.embedded import embedded  # noqa: E402
+from lsrdecomp.training.embedded import EmbeddedRecipe, embedded  # noqa: E402
 from lsrdecomp.training.finetune import finetune  # noqa: E402
 from lsrdecomp.training.record import read_record  # noqa: E402
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError  # noqa: E402
@@ -141,7 +141,7 @@ def launched(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_a_sharded_run_is_one_process_at_the_same_global_batch_and_goes_on_after_a_kill(
     tmp_path: Path,
 ):
-    place = embedded(tmp_path / "embedded", steps=80)
+    place = embedded(tmp_path / "embedded", recipe=EmbeddedRecipe(steps=80))
     settings = FinetuneSettings(
         str(place.model),
         "embedded",

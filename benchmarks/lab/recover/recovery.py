@@ -252,7 +252,7 @@ def _calibrate(job: Job) -> None:
     base = replace(base, name=settings.model)
     calibrate(
         base,
-        dataset.questions(base, size=16, seed=job.seed),
+        dataset.calibration_batches(base, size=16, seed=job.seed),
         out=job.place.statistics,
         seed=job.seed,
         samples=job.plan.samples,

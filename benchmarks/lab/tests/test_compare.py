@@ -319,9 +319,9 @@ def test_the_command_line_runs_shows_and_draws(file, runs, tmp_path):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    from lsrdecomp.training.embedded import embedded
+    from lsrdecomp.training.embedded import EmbeddedRecipe, embedded
 
-    return embedded(tmp_path_factory.mktemp("embedded") / "place", steps=40)
+    return embedded(tmp_path_factory.mktemp("embedded") / "place", recipe=EmbeddedRecipe(steps=40))
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])

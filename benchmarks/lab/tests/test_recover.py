@@ -32,7 +32,7 @@ from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
 from lsrdecomp.compression.layers import layer_pair  # noqa: E402
 from lsrdecomp.compression.settings import Search  # noqa: E402
 from lsrdecomp.errors import BudgetError, CheckpointError  # noqa: E402
-from lsrdecomp.training.embedded import embedded  # noqa: E402
+from lsrdecomp.training.embedded import EmbeddedRecipe, embedded  # noqa: E402
 from lsrdecomp.training.record import ADAPTER  # noqa: E402
 
 SUITE = """
@@ -65,7 +65,7 @@ SMALL = Search(orders=(2,), rounds=0, sweeps=2)
 def done(tmp_path_factory):
     """A suite file, its suite, and the directory where it was run."""
     folder = tmp_path_factory.mktemp("recover")
-    place = embedded(folder / "place", steps=60)
+    place = embedded(folder / "place", recipe=EmbeddedRecipe(steps=60))
     (folder / "suite.toml").write_text(SUITE.format(model=place.model, data=place.data))
     suite = read_suite(folder / "suite.toml")
     recover(suite, folder / "out", search=SMALL)

@@ -1,0 +1,69 @@
+"""Start of a run from a LoRA that is compressed first, by statistics of its training examples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lsrdecomp.calibration.base_model import load_base
+from lsrdecomp.calibration.calibrate import calibrate
+from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
+from lsrdecomp.compression.compress import search_adapter
+from lsrdecomp.compression.settings import CompressionPlan
+from lsrdecomp.training.record import ADAPTER
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lsrdecomp.training.dataset import Dataset
+    from lsrdecomp.training.settings import FinetuneSettings
+
+
+def compressed_start(
+    settings: FinetuneSettings,
+    dataset: Dataset,
+    directory: Path,
+    *,
+    max_language_examples: int = 128,
+    max_task_examples: int = 512,
+) -> FinetuneSettings:
+    """Compress the LoRA in ``init`` by ``ratio``, and return settings with the result as ``init``.
+
+    Parameters
+    ----------
+    settings : FinetuneSettings
+    dataset : Dataset
+    directory : Path
+        Where adapter and statistics are written. What is there already is not made again.
+    max_language_examples, max_task_examples : int
+        Training examples that the statistics are of, for a language model and for a task: each
+        costs a pass forward and back. By hand.
+    """
+    adapter = directory / ADAPTER
+    if not adapter.exists():
+        statistics = directory / "statistics"
+        if not (statistics / METADATA).exists():
+            max_examples = max_language_examples if settings.is_language else max_task_examples
+            _calibrate(settings, dataset, statistics, min(max_examples, len(dataset.train)))
+        plan = CompressionPlan(ratio=settings.ratio, storage=settings.storage or "float32")
+        lora = open_checkpoint(str(settings.init))
+        searched = search_adapter(lora, [plan], statistics=read_statistics(statistics))
+        searched.compress(plan).save(adapter)
+    return settings.replace(init=str(adapter), ratio=None)
+
+
+def _calibrate(
+    settings: FinetuneSettings, dataset: Dataset, statistics: Path, samples: int
+) -> None:
+    """Measure the statistics of the base with the LoRA, on training examples."""
+    on_gpu = settings.device != "cpu" and torch.cuda.is_available()
+    base = load_base(
+        dataset.base,
+        str(settings.init),
+        dtype="bfloat16" if settings.precision == "bfloat16" else "float32",
+        device="cuda" if on_gpu else "cpu",
+    )
+    batches = dataset.calibration_batches(base, size=settings.batch, seed=settings.seed)
+    calibrate(base, batches, out=statistics, seed=settings.seed, samples=samples, effect=False)
