@@ -136,7 +136,7 @@ def decompose(
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """What a decomposition is asked for, as `_goal` checked it."""
+    """A goal of a decomposition, as `_goal` checked it."""
 
     max_terms: int | None  # None: as many as the tolerance needs
     atol: float | None  # ‖M − M̂‖_F as stored; None: ``max_terms`` terms, whatever their error
@@ -146,7 +146,7 @@ class _Goal:
 
 @dataclass(frozen=True, slots=True)
 class _Solving:
-    """How a decomposition is solved."""
+    """The solver of a decomposition, with its seed and its start."""
 
     solver: Solver | None  # None: the usual one for a target
     seed: int | None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ShapeSearchEffort:
-    """How far a search over shapes looks; all values were set by hand."""
+    """The effort of a search over shapes; all values were set by hand."""
 
     exact_side: int = 96  # smaller side of R(M) up to which its whole spectrum is computed
     max_columns: int = 256  # of a Krylov space; a shape that needs more counts as unresolved

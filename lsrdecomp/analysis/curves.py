@@ -248,7 +248,8 @@ def solver_curve(
     >>> [f"{error:.0e}" for error in curve.relative_errors]  # from 3 terms on it is rounding
     ['2e-01', '1e-02', '2e-03', '2e-03']
     """
-    target, shape = as_target(matrix), KroneckerShape.parse(shape)
+    target = as_target(matrix)
+    shape = KroneckerShape.parse(shape)
     with threads_for(target):
         results = [
             decompose(target, shape, rank=rank, solver=solver, storage=storage) for rank in ranks

@@ -95,7 +95,8 @@ def gaussian_limit(
         return Limit("Gaussian limit", (0.0,), (0.0,))
     # Above four times the largest energy a number no component pays for a bit
     highest_price = 4.0 * max(energy / count for energy, count in components)
-    sizes, errors = [0.0], [1.0]
+    sizes = [0.0]
+    errors = [1.0]
     for step in range(decades * points_per_decade):
         price = highest_price * 10.0 ** (-step / points_per_decade)
         coded = [_best_code(energy, count, price) for energy, count in components]

@@ -131,7 +131,8 @@ def plot_pareto(
     for i, label in enumerate(labels):
         run = [point for point in shown if point.label == label]
         x, y = _sizes_and_errors(run)
-        marker, colour = _cycled(MARKERS, i), _cycled(COLOURS, i)
+        marker = _cycled(MARKERS, i)
+        colour = _cycled(COLOURS, i)
         ax.plot(x, y, marker=marker, linestyle="none", markersize=5, color=colour, label=label)
     ax.set(xscale="log", yscale="log")
     dress(ax, size, "relative Frobenius error")
@@ -390,7 +391,8 @@ def _floors(ax: Axes, curves: Sequence[ErrorCurve], storages: Sequence[str]) -> 
 def _reference(ax: Axes, limit: Limit) -> None:
     """Draw a limit within the axes as they are."""
     low, high = ax.get_xlim()
-    x, y = [], []
+    x = []
+    y = []
     for size, error in zip(*_positive(limit.bytes, limit.relative_errors), strict=True):
         if low <= size <= high:
             x.append(size)
