@@ -111,7 +111,8 @@ def do_run(run: Run) -> Outcome:
     failure = _failure(run)
     try:
         record = finetune(run.settings, run.directory, resume=True)
-    except Exception as error:  # noqa: BLE001 – whatever stops one run is recorded, and the next one begins
+    # Whatever stops one run is recorded, and the next one begins.
+    except Exception as error:  # noqa: BLE001
         found = Failure(type(error).__name__, " ".join(str(error).split())[:1000])
         with new_file(failure, force=True) as part:
             part.write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")

@@ -113,7 +113,8 @@ class KAdaptationModel(KroneckerTuner):
     tuner_layer_cls = KAdaptationLayer
     linear_layer_cls = KAdaptationLinear
     uses_shared_state = True
-    kadaptation_A: nn.ParameterDict  # noqa: N815 PEFT needs the prefix, and A is the letter of the field
+    # PEFT needs the prefix, and A is the letter of the field.
+    kadaptation_A: nn.ParameterDict  # noqa: N815
 
     def _pre_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
         self.kadaptation_A = nn.ParameterDict()
