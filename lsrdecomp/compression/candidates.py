@@ -77,7 +77,7 @@ class Candidate(ABC):
     def stored(self, layer: Layer) -> Stored | None:
         """Make what is stored of the layer; None leaves the layer out."""
 
-    def alternatives(self, layer: Layer) -> Iterable[Stored]:
+    def alternatives(self, _layer: Layer) -> Iterable[Stored]:
         """Make further forms of the same price, of which the nearest to the layer is taken."""
         return ()
 
@@ -97,10 +97,10 @@ class DropCandidate(Candidate):
     structure = "drop"
     is_truncated_svd = True
 
-    def stored(self, layer: Layer) -> None:
+    def stored(self, _layer: Layer) -> None:
         """Return nothing."""
 
-    def exists_in(self, storage: str) -> bool:
+    def exists_in(self, _storage: str) -> bool:
         """Return True."""
         return True
 
@@ -146,9 +146,10 @@ class LsrCandidate(Candidate):
 
     @property
     def configuration(self) -> Configuration:
+        """Shape, and terms of both sides."""
         return self.shape, self.ranks
 
-    def stored(self, layer: Layer) -> Stored:
+    def stored(self, _layer: Layer) -> Stored:
         """Return the product, rounded as it is."""
         return stored_product(self.product(), self.storage)
 
@@ -157,7 +158,7 @@ class LsrCandidate(Candidate):
         if self.storage in INTEGER_BITS:
             yield refitted_product(layer, self.product(), INTEGER_BITS[self.storage])
 
-    def exists_in(self, storage: str) -> bool:
+    def exists_in(self, _storage: str) -> bool:
         """Return True."""
         return True
 
@@ -180,7 +181,7 @@ def plain_candidates(layer: Layer, max_parameters: float = math.inf) -> list[Can
     return [candidate for family in FAMILIES for candidate in family(layer, max_parameters)]
 
 
-def _drop_or_keep(layer: Layer, max_parameters: float) -> list[Candidate]:
+def _drop_or_keep(layer: Layer, _max_parameters: float) -> list[Candidate]:
     """Return both ends of the scale, whatever the limit."""
     return [drop(layer), keep(layer)]
 

@@ -118,8 +118,8 @@ def search_adapter(
     >>> searched = search_adapter(lora, plans, search=Search(orders=(2,), rounds=0))
     >>> sizes = [searched.compress(plan).totals.parameters for plan in plans]
     >>> sizes.append(searched.compress(CompressionPlan(ratio=61)).totals.parameters)
-    >>> [size * ratio <= lora.adapter_parameters for size, ratio in zip(sizes, (96, 48, 61), strict=True)]
-    [True, True, True]
+    >>> [lora.adapter_parameters // size for size in sizes] >= [96, 48, 61]
+    True
     """
     # Compress 1, open: what cannot be written or shared is refused now, not after hours of search.
     resources = resources or Resources()
@@ -181,7 +181,7 @@ class SearchedAdapter:
     >>> from lsrdecomp.checkpoints import open_checkpoint
     >>> lora = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
     >>> plan = CompressionPlan(separation_rank=1)
-    >>> search_adapter(lora, [plan]).compress(plan).totals.layers                # `search_adapter` makes one
+    >>> search_adapter(lora, [plan]).compress(plan).totals.layers  # `search_adapter` makes one
     12
     """
 
@@ -232,8 +232,9 @@ class SearchedAdapter:
         plan = plan.with_default_storage()
         check_divergence(plan, not self.layers[0].is_frobenius)
         if plan.separation_rank is None and plan.storages != self._searched.storages:
+            searched = " or ".join(self._searched.storages)
             raise BudgetError(
-                f"the search was in {' or '.join(self._searched.storages)}, and this plan is stored in {plan.storage}: "
+                f"the search was in {searched}, and this plan is stored in {plan.storage}: "
                 "search once for each storage"
             )
         return plan
@@ -298,7 +299,8 @@ class SearchedAdapter:
         if all(materialized.stored is None for materialized in fitted.chosen):
             if not any(layer.squared_norm for layer in self.layers):
                 raise BudgetError(
-                    "every layer of the adapter is zero: it does nothing, and there is nothing to keep"
+                    "every layer of the adapter is zero: it does nothing, and there is nothing to "
+                    "keep"
                 )
             raise BudgetError("nothing of the adapter fits into this budget; allow more")
         return Compression(
@@ -313,8 +315,8 @@ class SearchedAdapter:
         """
         best: Compression | None = None
         sizes: list[int] = []
-        # The answer lies between factors that made a file that fits and factors that made one that does
-        # not.
+        # The answer lies between factors that made a file that fits and factors that made one that
+        # does not.
         low = 0.0
         high = float(_bytes_for_factors(self.checkpoint, max_bytes))
         factor_bytes = high
@@ -365,8 +367,8 @@ def at_given_terms(
 ) -> tuple[Materialized, ...]:
     """Return every layer as an LSR product of balanced shape, of so many terms a side.
 
-    A shape that needs fewer gets as many as it needs. Layers that can be solved together are; their factors wait
-    in the cache.
+    A shape that needs fewer gets as many as it needs. Layers that can be solved together are; their
+    factors wait in the cache.
     """
     cache = cache or SpillCache()
     groups: dict[Any, list[int]] = {}

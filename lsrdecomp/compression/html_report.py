@@ -26,7 +26,7 @@ def html_report(
     out: Path | None = None,
     unit: str = "example",
 ) -> str:
-    """One self-contained page: summary, curves, a table of layers that sorts, what was written, provenance.
+    """Return one self-contained page: summary, curves, a table of layers that sorts, provenance.
 
     Parameters
     ----------
@@ -50,7 +50,8 @@ def html_report(
     --------
     >>> from importlib.resources import files
     >>> from lsrdecomp import compress
-    >>> result = compress(files("lsrdecomp.cli") / "demo_adapter", separation_rank=2, inner_shape=(2, 2))
+    >>> demo = files("lsrdecomp.cli") / "demo_adapter"
+    >>> result = compress(demo, separation_rank=2, inner_shape=(2, 2))
     >>> page = html_report(result)
     >>> page.startswith("<!doctype html>"), "demo_adapter" in page
     (True, True)
@@ -85,7 +86,7 @@ def html_report(
 
 
 def _shares(compression: Compression) -> str:
-    """The picture of what the measured forms kept; none of a result that was not measured."""
+    """Return the picture of what the measured sizes kept; nothing where none was measured."""
     fidelity, tried, rival = compression.fidelity, compression.tried, compression.truncated_svd
     if fidelity is None:
         return ""
@@ -120,8 +121,8 @@ def _tiles(compression: Compression, unit: str) -> list[tuple[str, str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """A column of the table: its head and classes, and of a layer what it sorts by and what it shows."""
+class ReportColumn:
+    """A column of the table: head and classes, and of a layer what it sorts by and shows."""
 
     head: str
     kind: str
@@ -129,31 +130,35 @@ class Column:
     text: Callable[[LayerReport], str]
 
 
-def _columns(functional: bool) -> list[Column]:
+def _columns(functional: bool) -> list[ReportColumn]:
     def percent(layer: LayerReport) -> float:
         return (
             100.0 * layer.parameters / layer.parameters_before if layer.parameters_before else 0.0
         )
 
-    fisher = Column(
+    fisher = ReportColumn(
         "Fisher error", "", lambda x: x.functional_error, lambda x: f"{x.functional_error:.3g}"
     )
     return [
-        Column("matrix", "wide", lambda x: x.rows * x.columns, lambda x: f"{x.rows}×{x.columns}"),
-        Column("rank", "wide", lambda x: x.source_rank, lambda x: f"{x.source_rank}"),
-        Column("structure", "text wide", lambda x: x.structure, lambda x: x.structure),
-        Column("sizes", "text wide", lambda x: x.shape, lambda x: x.shape),
-        Column("terms", "wide", lambda x: sum(x.separation_ranks), lambda x: x.terms),
-        Column("parameters", "", lambda x: x.parameters, lambda x: f"{x.parameters:,}"),
-        Column("of LoRA", "wide", percent, lambda x: f"{percent(x):.0f} %"),
-        Column(
+        ReportColumn(
+            "matrix", "wide", lambda x: x.rows * x.columns, lambda x: f"{x.rows}×{x.columns}"
+        ),
+        ReportColumn("rank", "wide", lambda x: x.source_rank, lambda x: f"{x.source_rank}"),
+        ReportColumn("structure", "text wide", lambda x: x.structure, lambda x: x.structure),
+        ReportColumn("sizes", "text wide", lambda x: x.shape, lambda x: x.shape),
+        ReportColumn("terms", "wide", lambda x: sum(x.separation_ranks), lambda x: x.terms),
+        ReportColumn("parameters", "", lambda x: x.parameters, lambda x: f"{x.parameters:,}"),
+        ReportColumn("of LoRA", "wide", percent, lambda x: f"{percent(x):.0f} %"),
+        ReportColumn(
             "relative error",
             "bar wide" if functional else "bar",
             lambda x: x.relative_error,
             lambda x: f"{x.relative_error:.3g}{'' if x.met else ' !'}",
         ),
         *([fisher] if functional else []),
-        Column("γ", "wide", lambda x: min(x.condition, 1e300), lambda x: f"{x.condition:.3g}"),
+        ReportColumn(
+            "γ", "wide", lambda x: min(x.condition, 1e300), lambda x: f"{x.condition:.3g}"
+        ),
     ]
 
 

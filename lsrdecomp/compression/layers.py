@@ -95,10 +95,12 @@ class Layer:
 
     @property
     def pair(self) -> LowRank:
+        """ΔW as a low-rank pair, its scale folded in; read now if it is not held."""
         return self._read_pair()
 
     @property
     def norms(self) -> NormWeights:
+        """Weights of the norm; read now if they are not held."""
         return self._read_norms()
 
     @property
@@ -218,8 +220,10 @@ def open_layers(
     for layer in checkpoint.layers:
         _require_lora(checkpoint, layer)
         if statistics is not None and layer.name not in statistics:
-            text = f"{layer.name}: no statistics for this layer; calibrate with this adapter's target modules"
-            raise BudgetError(text)
+            raise BudgetError(
+                f"{layer.name}: no statistics for this layer; calibrate with this adapter's "
+                "target modules"
+            )
 
     cache = SpillCache(limits.spill_bytes)
     pairs = LRUCache(limits.pair_entries, pair_entries)

@@ -116,9 +116,7 @@ def coded_product(
 
 @singledispatch
 def stored_like(
-    old: Stored,
-    product: SeparatedProduct,
-    norms: NormWeights | None = None,
+    old: Stored, _product: SeparatedProduct, _norms: NormWeights | None = None
 ) -> Stored:
     """Store a product in the structure and storage of ``old``, near the product in the norm.
 
@@ -129,9 +127,7 @@ def stored_like(
 
 @stored_like.register(FloatProduct)
 def _floats_like(
-    old: FloatProduct,
-    product: SeparatedProduct,
-    norms: NormWeights | None = None,
+    old: FloatProduct, product: SeparatedProduct, _norms: NormWeights | None = None
 ) -> Stored:
     return stored_product(product, old.storage)
 

@@ -107,7 +107,8 @@ def search_layers(
     >>> from lsrdecomp.compression.layers import Layer
     >>> layer = Layer.of("square", LowRank(np.eye(16)[:, :4], np.eye(16)[:4]))
     >>> budget = Budget(parameters=layer.parameters / 4)
-    >>> fitted = fit_budget(search_layers([layer], [budget], search=Search(orders=(2,), rounds=0)), budget)
+    >>> table = search_layers([layer], [budget], search=Search(orders=(2,), rounds=0))
+    >>> fitted = fit_budget(table, budget)
     >>> fitted.chosen[0].candidate.parameters <= layer.parameters / 4
     True
     """

@@ -74,6 +74,7 @@ class TableEntry:
 
     @property
     def is_lsr(self) -> bool:
+        """True if the candidate is an LSR product."""
         return isinstance(self.exact, LsrCandidate)
 
 
@@ -97,6 +98,7 @@ class Allocation:
 
     @property
     def entries(self) -> list[TableEntry]:
+        """The entries that are taken, one a layer."""
         return [entry for entry, _ in self.chosen]
 
     @property
@@ -317,8 +319,8 @@ class SearchTable:
         """Return one candidate a layer under a budget, and the error of truncated SVD alone."""
         # Allocation 1: points of cost and loss, in parameters or bytes and in squared error.
         options = [_cost_and_loss(row, budget) for row in candidates]
-        # Allocation 2: what truncated SVD alone can do. Where it cannot meet the budget, all candidates
-        # together may.
+        # Allocation 2: what truncated SVD alone can do. Where it cannot meet the budget, all
+        # candidates together may.
         low_rank = [[k for k, c in enumerate(row) if c.is_truncated_svd] for row in candidates]
         narrow = [row.select(kept) for row, kept in zip(options, low_rank, strict=True)]
         starts: list[Choice] = []

@@ -107,7 +107,8 @@ class CompressionPlan(Settings):
     storage: Annotated[
         str | None,
         ON_COMMAND_LINE,
-        "float32 if absent, float16, bfloat16; also int8, int4, auto (float16, int8 or int4 a layer).",
+        "float32 if absent, float16, bfloat16; also int8, int4, auto (float16, int8 or int4 a "
+        "layer).",
     ] = None
 
     def check_together(self) -> None:
@@ -115,8 +116,9 @@ class CompressionPlan(Settings):
         goals = [name for name in GOALS if getattr(self, name) is not None]
         if len(goals) != 1:
             raise BudgetError(
-                f"one goal is needed, got {' and '.join(goals) or 'none'}: a relative error (rtol), a number of terms "
-                "(separation_rank), or a size (parameters, ratio, bytes) or divergence (kl) for all layers together"
+                f"one goal is needed, got {' and '.join(goals) or 'none'}: a relative error "
+                "(rtol), a number of terms (separation_rank), or a size (parameters, ratio, "
+                "bytes) or divergence (kl) for all layers together"
             )
         if self.ratio is not None and self.ratio <= 1.0:
             raise BudgetError(
@@ -124,7 +126,8 @@ class CompressionPlan(Settings):
             )
         if self.rtol is not None and self.rtol >= 1.0:
             raise BudgetError(
-                f"no adapter at all has a relative error of 1, so {self.rtol:g} keeps nothing; ask for less"
+                f"no adapter at all has a relative error of 1, so {self.rtol:g} keeps nothing; "
+                "ask for less"
             )
         if self.max_rank is not None and self.separation_rank is not None:
             raise BudgetError(
@@ -140,16 +143,13 @@ class CompressionPlan(Settings):
                 "shapes do; with separation_rank name one, such as int8"
             )
         if self.storage is not None and self.storage not in STORAGES:
-            from lsrdecomp.precision import (
-                PRECISIONS,
-                type_name,
-            )  # NumPy comes with it, and options come from fields
+            # NumPy comes with it, and options come from fields.
+            from lsrdecomp.precision import PRECISIONS, type_name
 
             floats = [name for name in PRECISIONS if name != "tf32"]
             if type_name(self.storage) not in floats:
-                raise BudgetError(
-                    f"storage must be one of {', '.join([*floats, *STORAGES])}, got {self.storage!r}"
-                )
+                known = ", ".join([*floats, *STORAGES])
+                raise BudgetError(f"storage must be one of {known}, got {self.storage!r}")
             object.__setattr__(self, "storage", type_name(self.storage))
 
     @property
@@ -165,9 +165,8 @@ class CompressionPlan(Settings):
     @property
     def float_storage(self) -> str:
         """The type of whatever is not stored in integers."""
-        return next(
-            (name for name in self.storages if name.startswith(("float", "bfloat"))), "float16"
-        )
+        floats = [name for name in self.storages if name.startswith(("float", "bfloat"))]
+        return floats[0] if floats else "float16"
 
     def budget(self, layers: Sequence[Layer], effect: float | None = None) -> Budget:
         """Return what the goal allows these layers; not for ``separation_rank``.
@@ -185,22 +184,20 @@ class CompressionPlan(Settings):
         BudgetError
             If a divergence is asked for that is no less than without the adapter.
         """
-        most = self.max_rank
         budget = Budget(self.parameters, self.bytes, layer_rtol=self.rtol)
-        if most is not None:
-            budget = replace(budget, allowed=lambda candidate: candidate.rank <= most)
+        max_rank = self.max_rank
+        if max_rank is not None:
+            budget = replace(budget, allowed=lambda candidate: candidate.rank <= max_rank)
         if self.ratio is not None:
-            return replace(
-                budget, parameters=math.fsum(layer.parameters for layer in layers) / self.ratio
-            )
+            parameters = math.fsum(layer.parameters for layer in layers)
+            return replace(budget, parameters=parameters / self.ratio)
         if self.kl is None:
             return budget
         if effect is None:
             return replace(budget, squared_error=2.0 * self.kl)
         share = share_of_effect(self.kl, effect)
-        return replace(
-            budget, squared_error=share * math.fsum(layer.squared_norm for layer in layers)
-        )
+        squared_norm = math.fsum(layer.squared_norm for layer in layers)
+        return replace(budget, squared_error=share * squared_norm)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as it is written into the provenance."""
@@ -248,6 +245,7 @@ class Budget:
 
     @property
     def counts_bytes(self) -> bool:
+        """True if bytes are counted, not parameters."""
         return self.bytes is not None
 
     @property
@@ -307,7 +305,7 @@ class Search:
 
     Examples
     --------
-    >>> Search(orders=(2,), rounds=0).orders                                # the fastest: two factors, no neighbours
+    >>> Search(orders=(2,), rounds=0).orders  # the fastest: two factors, no neighbours
     (2,)
     """
 
@@ -372,7 +370,7 @@ class Resources:
     Examples
     --------
     >>> stages = []
-    >>> resources = Resources(on_step=lambda step: stages.append(step.stage))      # one process, nothing kept
+    >>> resources = Resources(on_step=lambda step: stages.append(step.stage))
     >>> resources.workers, resources.journal
     (1, None)
     """

@@ -60,7 +60,7 @@ def svg_curves(
 
 
 def svg_shares(lines: Sequence[Line], here: tuple[int, float]) -> str:
-    """Share kept against bytes of the files that were measured, points of one colour for each way of making them.
+    """Draw the share kept against bytes of the files, points of one colour a way of making.
 
     Parameters
     ----------
@@ -106,14 +106,13 @@ def _chart(
     parts += _lines(lines, across, up, joined)
     title = f"{up.label[0].upper()}{up.label[1:]} against {size}"
     return (
-        f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{title}"><title>{title}</title>'
-        + "".join(parts)
-        + "</svg>"
+        f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{title}">'
+        f"<title>{title}</title>" + "".join(parts) + "</svg>"
     )
 
 
 class _Axis:
-    """An axis from numbers to where they are on the page, logarithmic or of shares from ``low`` to 1."""
+    """An axis from numbers to places on the page, logarithmic or of shares from ``low`` to 1."""
 
     def __init__(
         self,
@@ -162,7 +161,8 @@ def _grid(across: _Axis, up: _Axis) -> list[str]:
             f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
         )
         parts.append(
-            f'<text class="small" x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{_count(value)}</text>'
+            f'<text class="small" x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">'
+            f"{_count(value)}</text>"
         )
     for value in up.ticks():
         y = up(value)
@@ -174,11 +174,12 @@ def _grid(across: _Axis, up: _Axis) -> list[str]:
         )
     middle = 0.5 * (LEFT + WIDTH - RIGHT)
     parts.append(
-        f'<text class="small" x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{across.label}</text>'
+        f'<text class="small" x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">'
+        f"{across.label}</text>"
     )
     parts.append(
-        f'<text class="small" transform="translate(14 {0.5 * HEIGHT}) rotate(-90)" text-anchor="middle">'
-        f"{up.label}</text>"
+        f'<text class="small" transform="translate(14 {0.5 * HEIGHT}) rotate(-90)" '
+        f'text-anchor="middle">{up.label}</text>'
     )
     return parts
 
@@ -195,7 +196,8 @@ def _lines(lines: Sequence[Line], across: _Axis, up: _Axis, joined: bool) -> lis
         for (x, y), (count, value) in zip(spots, line.points, strict=True):
             hint = f"{escape(line.label)}: {count:,.0f} {across.label}, {up.label} {value:.3g}"
             parts.append(
-                f'<circle class="p{i % 5}" cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{hint}</title></circle>'
+                f'<circle class="p{i % 5}" cx="{x:.1f}" cy="{y:.1f}" r="3">'
+                f"<title>{hint}</title></circle>"
             )
         heights[i] = spots[-1][1]
     below = TOP

@@ -51,7 +51,8 @@ class PartOptions:
         loss = np.asarray(losses, dtype=np.float64)
         if cost.shape != loss.shape or cost.ndim != 1 or cost.size == 0:
             raise BudgetError(
-                f"a layer needs as many costs as losses, and at least one: {cost.shape}, {loss.shape}"
+                "a layer needs as many costs as losses, and at least one: "
+                f"{cost.shape}, {loss.shape}"
             )
         for numbers in (cost, loss):
             if not np.all(np.isfinite(numbers)) or numbers.min() < 0:
@@ -135,7 +136,8 @@ def within_cost(
     lowest_cost = total_cost(parts, cheapest)
     if lowest_cost > budget:
         raise BudgetError(
-            f"a budget of {budget:,.0f} is out of reach: the cheapest options cost {lowest_cost:,.0f} together"
+            f"a budget of {budget:,.0f} is out of reach: the cheapest options cost "
+            f"{lowest_cost:,.0f} together"
         )
     choices = [_along_hulls(parts, cheapest, budget)]
     choices += [list(start) for start in starts if total_cost(parts, start) <= budget]
@@ -174,7 +176,8 @@ def within_loss(
     lowest_loss = total_loss(parts, best)
     if lowest_loss > max_loss:
         raise BudgetError(
-            f"a loss of {max_loss:.4g} is out of reach: the best options lose {lowest_loss:.4g} together"
+            f"a loss of {max_loss:.4g} is out of reach: the best options lose {lowest_loss:.4g} "
+            "together"
         )
     # Costs and losses change places: what is left of the loss pays for a lower cost.
     mirrored = [PartOptions(part.losses, part.costs) for part in parts]
@@ -261,7 +264,9 @@ def _exchanged(
         left = budget - total_cost(parts, choice)
         # Exchange 1: moves by cost, and for each place the move of most gain up to it.
         order = np.argsort(moves.cost, kind="stable")
-        cost, gain, part = moves.cost[order], moves.gain[order], moves.part[order]
+        cost = moves.cost[order]
+        gain = moves.gain[order]
+        part = moves.part[order]
         best = _running_argmax(gain)
         # Exchange 2: for each move that saves, the best move that the saving and the rest pay for.
         savers = np.flatnonzero(cost < 0.0)
@@ -346,7 +351,8 @@ def cheapest_formats(
     of_factors = np.arange(order), np.asarray(combinations)
     cost = overhead + sizes[of_factors].sum(axis=1)
     # Formats 2: for each term the combinations that no other beats; first that the term is dropped.
-    terms, undominated = [], []
+    terms = []
+    undominated = []
     for k in range(len(energy)):
         loss = energy[k] * squares[k][of_factors].sum(axis=1)
         kept = np.flatnonzero(_undominated(cost, loss))

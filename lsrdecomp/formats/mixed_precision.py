@@ -93,10 +93,12 @@ class StoredMatrix:
 
     @property
     def relative_error(self) -> float:
+        """The certified error by the norm of the matrix."""
         return self.certified_error / self.norm if self.norm > 0.0 else self.certified_error
 
     @property
     def separation_rank(self) -> int:
+        """Number of terms that were kept."""
         return len(self.terms)
 
     @property
@@ -268,7 +270,8 @@ class _Rounding:
     def measure(cls, approximation: SeparatedMatrix, names: tuple[str, ...]) -> _Rounding:
         if is_differentiated(approximation.factors[0]):
             raise LsrError(
-                "stored codes pass no gradients; pass matrix.detach(), or leave out budget= and storage="
+                "stored codes pass no gradients; pass matrix.detach(), or leave out budget= and "
+                "storage="
             )
         weights = to_numpy(as_double(approximation.weights))
         units = tuple(to_numpy(as_double(factor)) for factor in approximation.factors)
@@ -366,11 +369,11 @@ def _refusal(atol: float, truncation: float, closest: float, finest: str, size: 
     relative = f" (relative {atol / size:.3g})" if size > 0.0 else ""
     if truncation > atol:
         return (
-            f"allowed error {atol:.3g}{relative}: the {truncation:.3g} of truncation alone exceeds it; "
-            f"use more terms or a tolerance above {truncation:.3g}"
+            f"allowed error {atol:.3g}{relative}: the {truncation:.3g} of truncation alone exceeds "
+            f"it; use more terms or a tolerance above {truncation:.3g}"
         )
     return (
-        f"allowed error {atol:.3g}{relative}: truncation takes {truncation:.3g} of it and rounding, even in {finest}, "
-        f"brings the total to {closest:.3g}; allow a finer format ({', '.join(FORMATS)}), use more terms, "
-        f"or a tolerance above {closest:.3g}"
+        f"allowed error {atol:.3g}{relative}: truncation takes {truncation:.3g} of it and "
+        f"rounding, even in {finest}, brings the total to {closest:.3g}; allow a finer format "
+        f"({', '.join(FORMATS)}), use more terms, or a tolerance above {closest:.3g}"
     )

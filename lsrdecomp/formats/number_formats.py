@@ -51,6 +51,7 @@ class Format:
 
     @property
     def is_integer(self) -> bool:
+        """True for integer codes."""
         return self.kind == "integer"
 
     @property
@@ -128,7 +129,7 @@ class StoredFactor:
     Examples
     --------
     >>> stored, _ = round_factor(np.array([[3.0, 4.0]]) / 5.0, "int4")
-    >>> stored.bytes, (7 * stored.values / stored.values[0, 1]).round(6).tolist()      # 3 / 4 as 5 / 7
+    >>> stored.bytes, (7 * stored.values / stored.values[0, 1]).round(6).tolist()  # 3 / 4 as 5 / 7
     (1, [[5.0, 7.0]])
     """
 
@@ -139,6 +140,7 @@ class StoredFactor:
 
     @property
     def bytes(self) -> int:
+        """Bytes of the codes."""
         return int(self.codes.nbytes)
 
     @cached_property
@@ -245,7 +247,8 @@ def nearest_codes(
         codes = np.clip(np.rint(rows / step[:, :, None]), -top, top)
         energy = np.einsum("lsp,lsp->ls", codes, codes)
         fitted = np.einsum("sp,lsp->ls", rows, codes) / np.where(energy > 0, energy, 1.0)
-        # Codes 2: for each row the level of least error, the first of equals, if it is better than before.
+        # Codes 2: for each row the level of least error, the first of equals, if it is better than
+        # before.
         residual = rows - fitted[:, :, None] * codes
         error = np.einsum("lsp,lsp->ls", residual, residual)
         best_level = np.argmin(error, axis=0), row_numbers
@@ -260,7 +263,7 @@ def _rounded(flat: np.ndarray, chosen: Format, peak: float, relative_scale: floa
     """Return numbers in a floating format, scaled to its range where that is narrow."""
     scale = 1.0
     if chosen.top > 1.0:
-        # A power of two loses nothing; it brings the largest entry to the top of the format's range.
+        # A power of two loses nothing; it brings the largest entry to the top of the range.
         scale = float(2.0 ** np.floor(np.log2(chosen.top / peak)) * relative_scale)
     return np.asarray((flat * scale).astype(numpy_dtype(chosen.name)))
 

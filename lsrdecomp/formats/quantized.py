@@ -63,7 +63,8 @@ class QuantizedProduct:
     --------
     >>> ones = np.ones((1, 4, 2), dtype=np.int8), np.ones((1, 4, 2), dtype=np.int8)
     >>> left = QuantizedMatrix(ones, np.array([1.0], dtype=np.float16), exponent=0, bits=2)
-    >>> right = QuantizedMatrix(tuple(code.transpose(0, 2, 1) for code in ones), left.scales, exponent=0, bits=2)
+    >>> transposed = tuple(code.transpose(0, 2, 1) for code in ones)
+    >>> right = QuantizedMatrix(transposed, left.scales, exponent=0, bits=2)
     >>> product = QuantizedProduct(left, right)
     >>> product.storage, str(product.shape), product.bytes
     ('int2', '(4×2 ⊗ 4×2)(2×4 ⊗ 2×4)', 14)
@@ -74,10 +75,12 @@ class QuantizedProduct:
 
     @property
     def structure(self) -> str:
+        """The word for it in tables and records."""
         return "LSR"
 
     @property
     def label(self) -> str:
+        """The structure with its sizes, for tables."""
         return product_label(self.shape, self.terms)
 
     @property
@@ -87,18 +90,22 @@ class QuantizedProduct:
 
     @property
     def parameters(self) -> int:
+        """Numbers that are stored, scales not counted."""
         return self.shape.parameters(*self.terms)
 
     @property
     def bytes(self) -> int:
+        """Bytes of both sides."""
         return self.left.bytes + self.right.bytes
 
     @property
     def storage(self) -> str:
+        """Element type of the codes, such as ``"int4"``."""
         return f"int{max(self.left.bits, self.right.bits)}"
 
     @property
     def shape(self) -> ProductShape:
+        """Split sizes of the product that a reader gets."""
         return ProductShape(
             tuple(code.shape[1] for code in self.left.codes),
             tuple(code.shape[2] for code in self.left.codes),
@@ -121,7 +128,8 @@ class SpectralCode:
     Examples
     --------
     >>> u, v = np.array([1, 0, -1], dtype=np.int8), np.array([1, 1], dtype=np.int8)
-    >>> code = SpectralCode((u,), (v,), np.array([2.0], dtype=np.float16), exponent=0, bits=(2,), matrix_shape=(3, 2))
+    >>> scales = np.array([2.0], dtype=np.float16)
+    >>> code = SpectralCode((u,), (v,), scales, exponent=0, bits=(2,), matrix_shape=(3, 2))
     >>> code.storage, code.bytes
     ('int2', 6)
     >>> code.dequantized().to_matrix().round(6) + 0.0
@@ -139,22 +147,27 @@ class SpectralCode:
 
     @property
     def structure(self) -> str:
+        """The word for it in tables and records."""
         return "low rank"
 
     @property
     def label(self) -> str:
+        """The structure with its sizes, for tables."""
         return product_label(self.shape, self.terms)
 
     @property
     def terms(self) -> tuple[int, int]:
+        """Terms of the out side and of the in side, at least one each."""
         return 1, 1
 
     @property
     def parameters(self) -> int:
+        """Numbers that are stored, scales not counted."""
         return self.shape.parameters(*self.terms)
 
     @property
     def bytes(self) -> int:
+        """Bytes of both sides."""
         entries = sum(self.matrix_shape)
         packed = sum(packed_size(entries, bits) for bits in self.bits)
         return packed + COMPONENT_BYTES * len(self.bits) + 1
@@ -162,11 +175,13 @@ class SpectralCode:
     @property
     def storage(self) -> str:
         """One width, such as ``"int4"``, or the narrowest and the widest, such as ``"int2-6"``."""
-        narrowest, widest = min(self.bits, default=2), max(self.bits, default=2)
+        narrowest = min(self.bits, default=2)
+        widest = max(self.bits, default=2)
         return f"int{widest}" if narrowest == widest else f"int{narrowest}-{widest}"
 
     @property
     def shape(self) -> ProductShape:
+        """Split sizes of the product that a reader gets."""
         return ProductShape.low_rank(self.matrix_shape, max(1, len(self.bits)))
 
     def dequantized(self) -> SeparatedProduct:

@@ -85,7 +85,9 @@ class FloatProduct:
 
     Examples
     --------
-    >>> stored = FloatProduct((np.ones((3, 4, 2)), np.ones((3, 2, 1))), (np.ones((1, 2, 5)), np.ones((1, 1, 2))), "float16")
+    >>> left = np.ones((3, 4, 2)), np.ones((3, 2, 1))
+    >>> right = np.ones((1, 2, 5)), np.ones((1, 1, 2))
+    >>> stored = FloatProduct(left, right, "float16")
     >>> stored.label, stored.parameters, stored.bytes
     ('3+1 × (4×2 ⊗ 2×1)(2×5 ⊗ 1×2)', 42, 84)
     """
@@ -116,14 +118,17 @@ class FloatProduct:
 
     @property
     def structure(self) -> str:
+        """``"LSR"``, or ``"low rank"`` for one factor a side."""
         return "LSR" if len(self.left) > 1 else "low rank"
 
     @property
     def label(self) -> str:
+        """The structure with its sizes, for tables."""
         return product_label(self.shape, self.terms)
 
     @property
     def shape(self) -> ProductShape:
+        """Split sizes of the product that a reader gets."""
         return ProductShape(
             tuple(factor.shape[1] for factor in self.left),
             tuple(factor.shape[2] for factor in self.left),
@@ -132,17 +137,21 @@ class FloatProduct:
 
     @property
     def terms(self) -> tuple[int, int]:
+        """Terms of the out side and of the in side, at least one each."""
         return self.left[0].shape[0], self.right[0].shape[0]
 
     @property
     def parameters(self) -> int:
+        """Numbers that are stored, scales not counted."""
         return sum(factor.size for factor in self.left + self.right)
 
     @property
     def bytes(self) -> int:
+        """Bytes of the factors in their type."""
         return math.ceil(self.parameters * precision(self.storage).bytes)
 
     def dequantized(self) -> SeparatedProduct:
+        """Return the product that a reader gets, in float64."""
         left, right = (
             SeparatedMatrix.from_factors([round_to(as_double(f), self.storage) for f in side])
             for side in (self.left, self.right)
