@@ -55,6 +55,9 @@ class SolverLimits:
     tolerance: float = 1e-3
 
 
+DEFAULT_LIMITS = SolverLimits()
+
+
 def named_solver(solver: Any) -> Solver:
     """Return a solver by its name or its class; a value stays as it is.
 
@@ -83,7 +86,7 @@ def choose_solver(
     storage: str | None = None,
     *,
     rank: int | None = None,
-    limits: SolverLimits | None = None,
+    limits: SolverLimits = DEFAULT_LIMITS,
 ) -> Solver:
     """Return the solver that `decompose` takes when none is given.
 
@@ -99,7 +102,6 @@ def choose_solver(
     """
     if isinstance(target, KnownEntries):
         return TensorLyCP()
-    limits = limits or SolverLimits()
     shape = shape.essential
     if shape.order != 2:
         is_precision = storage is None or storage in PRECISIONS

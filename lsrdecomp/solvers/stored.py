@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lsrdecomp.arrays import dtype_name
@@ -51,6 +51,9 @@ class StorageSearchOptions:
     fitted_truncation_share: float = 0.8
 
 
+DEFAULT_OPTIONS = StorageSearchOptions()
+
+
 @dataclass(frozen=True, slots=True)
 class StorageProblem:
     """A matrix that is solved again and again, for other numbers of terms."""
@@ -60,7 +63,7 @@ class StorageProblem:
     solver: Solver
     max_terms: int | None  # as it was requested
     progress: SolveProgress  # of all solves together
-    options: StorageSearchOptions = field(default_factory=StorageSearchOptions)
+    options: StorageSearchOptions = DEFAULT_OPTIONS
 
     @property
     def is_nested(self) -> bool:
@@ -91,7 +94,7 @@ def measure(
     solution: Solution,
     storage: str | None,
     goal: float | None = None,
-    options: StorageSearchOptions | None = None,
+    options: StorageSearchOptions = DEFAULT_OPTIONS,
 ) -> Decomposition:
     """Round a solution to ``storage``, measure its error after rounding, and return the record.
 
@@ -122,7 +125,7 @@ def _status(
     stored: SeparatedMatrix,
     error: float,
     goal: float | None,
-    options: StorageSearchOptions | None,
+    options: StorageSearchOptions,
 ) -> Status:
     """Judge a solver's status by the measured error of the stored terms and, if missed, their γ."""
     if goal is None:
@@ -131,8 +134,8 @@ def _status(
         return Status.converged
     if status not in (Status.converged, Status.ill_conditioned, Status.rank_reached):
         return status
-    options = options or StorageSearchOptions()
-    is_ill_conditioned = stored.condition > options.large_condition  # costs three QR factorizations
+    # Only here, since γ costs three QR factorizations.
+    is_ill_conditioned = stored.condition > options.large_condition
     return Status.ill_conditioned if is_ill_conditioned else Status.precision_exhausted
 
 

@@ -1,4 +1,4 @@
-"""TensorLy's CP decompositions as a solver: constrained factors, missing entries, and for comparison."""
+"""TensorLy's CP decompositions as a solver: constrained factors, and missing entries."""
 
 from __future__ import annotations
 
@@ -284,6 +284,6 @@ class TensorLyCP(MatrixSolver):
 
 
 def _record(errors: Any, progress: SolveProgress) -> None:
-    """Tell the errors that TensorLy returned, one a sweep; its objective holds penalties as well."""
+    """Record the errors that TensorLy returned, one a sweep; its objective has penalties too."""
     for error in errors:
         progress.record(float(error), math.nan, None)
