@@ -156,8 +156,8 @@ class ALS(MatrixSolver):
         goal = problem.relative_goal or 0.0
 
         def matrix_of(terms: CPTerms) -> SeparatedMatrix:
-            whole = CPTerms(terms.weights, rearranged.expand(terms.columns))
-            return whole.to_separated(shape, size)
+            expanded = CPTerms(terms.weights, rearranged.expand(terms.columns))
+            return expanded.to_separated(shape, size)
 
         # Solve 1: one term a fibre is exact; it is the answer where fewer terms cannot be.
         n_fibres = CPTerms.number_of_fibres(tensor)
@@ -265,16 +265,16 @@ class ALS(MatrixSolver):
         # ALS 3: back to the whole tensor; where the goal is not met, a few sweeps over it take back
         # what the core lost.
         columns = packed.expand([like(column, tensor) for column in terms.columns])
-        whole = CPTerms(real_part(like(terms.weights, tensor)), columns)
+        expanded = CPTerms(real_part(like(terms.weights, tensor)), columns)
         misfit = fit.misfit(terms)
         is_missed = math.hypot(packed.loss, misfit) > goal
         is_loss_visible = packed.loss > options.negligible_share * misfit
         if is_missed and is_loss_visible and self.full_sweeps > 0:
             progress.mark(Event.start)
-            whole = alternate(
-                tensor, whole, ridge, sweeps=self.full_sweeps, rtol=1e-4, progress=progress
+            expanded = alternate(
+                tensor, expanded, ridge, sweeps=self.full_sweeps, rtol=1e-4, progress=progress
             )
-        return whole
+        return expanded
 
     def _compressed(
         self, tensor: Array, start: CPTerms | None, max_terms: int, goal: float, rounding: float

@@ -139,8 +139,7 @@ class CoreFit:
             while trial.rank < rank and not self.progress.exhausted:
                 trial = self._with_term(trial, self.ridge)
             # Sweeps 2: until they settle.
-            settled = self._swept(trial, self.ridge, self.growth.max_settling_sweeps, 1e-6)
-            fits.append(settled)
+            fits.append(self._swept(trial, self.ridge, self.growth.max_settling_sweeps, 1e-6))
         return min(fits, key=self._objective)
 
     def _is_cheap(self, terms: CPTerms) -> bool:

@@ -182,17 +182,17 @@ def _normal_matrix(
     normal = np.zeros((offsets[-1], offsets[-1]), dtype=columns[0].dtype)
     for i in range(d):
         p = columns[i].shape[0]
-        own = slice(offsets[i], offsets[i + 1])
+        of_mode = slice(offsets[i], offsets[i + 1])
         # Within a mode: the same s × s block for each row.
         block = coupling * _product(gram for m, gram in enumerate(grams) if m != i)
-        rows = normal[own, own].reshape(p, s, p, s)
+        rows = normal[of_mode, of_mode].reshape(p, s, p, s)
         rows[np.arange(p), :, np.arange(p), :] = block
         # Between two modes.
         for j in range(i + 1, d):
             shared = coupling * _product(gram for m, gram in enumerate(grams) if m not in (i, j))
             left = columns[i][:, None, :] * shared  # (a, k, l)
             block = left[:, :, None, :] * columns[j].conj().T[:, :, None]  # (a, k, b, l)
-            normal[own, offsets[j] : offsets[j + 1]] = block.reshape(p * s, -1)
+            normal[of_mode, offsets[j] : offsets[j + 1]] = block.reshape(p * s, -1)
     return normal
 
 

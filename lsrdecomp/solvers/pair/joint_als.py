@@ -38,13 +38,13 @@ class JointALS:
     Parameters
     ----------
     sweeps : int
-        Most passes over all blocks; 30 come within a few per cent of the end.
+        Maximum passes over all blocks; 30 come within a few per cent of the end.
     cg_steps : int
         Conjugate gradient steps per block in a weighted norm.
     tolerance : float
         Stop when a sweep lowers the error of no problem by more than this fraction.
     initializations : int
-        Most starts to try; there are four in a weighted norm, two in the Frobenius norm.
+        Maximum number of starts; there are four in a weighted norm, two in the Frobenius norm.
     trials : int
         Sweeps from each start before the nearest goes on alone.
     single : bool
