@@ -135,8 +135,10 @@ def compress(
     }
     if outputs.report is not None and base is not None:
         given.setdefault("examples", 2)  # that a report shows, where no other number is asked for
-    door = DIRECTORY_OF_FILES if files else COMMAND_LINE
-    requests = parse_requests(given, outputs, opening, display, to_file=to_file, door=door)
+    interface = DIRECTORY_OF_FILES if files else COMMAND_LINE
+    requests = parse_requests(
+        given, outputs, opening, display, to_file=to_file, interface=interface
+    )
     outputs.check(requests)
     # 2. LoRA files that are to come back in their own format: truncated SVD, and that is all.
     if to_file:

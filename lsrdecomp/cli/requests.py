@@ -13,7 +13,7 @@ import typer
 from lsrdecomp import checkpoints
 from lsrdecomp.cli.options import Alpha, Each, Force, JsonFile, MaxMemory, Name, Quiet, Wide
 from lsrdecomp.cli.outputs import NEW_FILE, UNKNOWN
-from lsrdecomp.compression.request import ALL_ROADS, TO_DIRECTORY, Door, Request
+from lsrdecomp.compression.request import ALL_ROADS, TO_DIRECTORY, Interface, Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,12 +134,12 @@ def flag(name: str) -> str:
     return SPELLED.get(name, f"--{name.replace('_', '-')}")
 
 
-COMMAND_LINE = Door(
+COMMAND_LINE = Interface(
     name=flag,
     argument=flag,
     goals=GOALS,
     leave_truncated="where --out is a directory",
-    own=OWN_OPTIONS,
+    own_options=OWN_OPTIONS,
 )
 DIRECTORY_OF_FILES = dataclasses.replace(
     COMMAND_LINE, leave_truncated="for one adapter and where --out is a directory"
@@ -148,7 +148,10 @@ DIRECTORY_OF_FILES = dataclasses.replace(
 
 
 def parse_requests(
-    given: Mapping[str, Any], *groups: Opening | Outputs | Display, to_file: bool, door: Door
+    given: Mapping[str, Any],
+    *groups: Opening | Outputs | Display,
+    to_file: bool,
+    interface: Interface,
 ) -> list[Request]:
     """Return a request for each ratio that was typed, or the only one.
 
@@ -160,7 +163,7 @@ def parse_requests(
         The options of the command line's own.
     to_file : bool
         Whether LoRA files are to come back in their own format.
-    door : Door
+    interface : Interface
         `COMMAND_LINE` or `DIRECTORY_OF_FILES`.
     """
     own: dict[str, Any] = {}
@@ -170,7 +173,7 @@ def parse_requests(
     settings = {name: value for name, value in given.items() if name != "ratio"}
     ratios = given.get("ratio", [None])
     requests = [
-        Request.parse({**settings, **typed, "ratio": ratio}, to_file=to_file, door=door)
+        Request.parse({**settings, **typed, "ratio": ratio}, to_file=to_file, interface=interface)
         for ratio in ratios
     ]
     if len(requests) > 1 and requests[0].measured is not None:

@@ -57,15 +57,15 @@ def resize(
     out = outputs.out
     if out is None:
         raise typer.BadParameter(f"name a directory for {len(files)} files", param_hint="--out")
-    facts: list[dict[str, object]] = []
+    figures: list[dict[str, object]] = []
     if len(files) == 1:
-        facts += _resize_file(opening.open(files[0]), requests, out, outputs, quiet=quiet)
+        figures += _resize_file(opening.open(files[0]), requests, out, outputs, quiet=quiet)
     else:
         failed = []
         for file in files:
             try:
                 checkpoint = opening.open(file)
-                facts += _resize_file(checkpoint, requests, out / file.name, outputs, quiet=quiet)
+                figures += _resize_file(checkpoint, requests, out / file.name, outputs, quiet=quiet)
             except LsrError as error:
                 failed.append(file.name)
                 tables.say(str(error))
@@ -73,7 +73,7 @@ def resize(
             raise LsrError(
                 f"{len(failed)} of {len(files)} files were not written: {', '.join(failed)}"
             )
-    tables.write_json(facts if len(facts) > 1 else facts[0], outputs.json)
+    tables.write_json(figures if len(figures) > 1 else figures[0], outputs.json)
 
 
 def _resize_file(
@@ -102,17 +102,17 @@ def _resize_file(
         for path in paths:
             inputs = (checkpoint.path, checkpoint.weights)
             checkpoints.check_output_file(path, inputs, force=outputs.force)
-    facts = []
+    figures = []
     for plan, path in zip(plans, paths, strict=True):
         with follow(quiet=quiet) as step:
             cut = compression.truncate(checkpoint, plan, on_step=step)
             if not outputs.dry_run:
                 cut.save(path, force=outputs.force, on_step=step)
-        facts.append(_shown(cut, None if outputs.dry_run else path, outputs.json))
+        figures.append(_shown(cut, None if outputs.dry_run else path, outputs.json))
         if not outputs.dry_run:
             warn_of_growth(checkpoint, path)
     tables.show(outputs.json, METHOD)
-    return facts
+    return figures
 
 
 def _shown(cut: Truncation, path: Path | None, json: Path | None) -> dict[str, object]:

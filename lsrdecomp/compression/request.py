@@ -3,7 +3,7 @@
 `lsrdecomp.compress`, `truncate`, `search_adapter` and ``lsrdecomp compress`` all ask
 `Request.parse`, before anything is opened. A setting that the road does not read is refused by
 name, with the road that reads it. `READ_ON` is the one table of settings and roads; a place of
-requests, such as the command line, adds its own options and its spelling (`Door`).
+requests, such as the command line, adds its own options and its spelling (`Interface`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Road(Enum):
     """A way from a goal to an adapter."""
 
     SEARCHED = "searched"
-    """Shapes are searched for each layer; errors are numbers."""
+    """Shapes are searched for each layer, to a size or an error."""
     GIVEN_TERMS = "given terms"
     """Every layer gets the same number of terms; nothing is searched."""
     MEASURED = "measured"
@@ -89,8 +89,8 @@ PREFERRED = (Road.SEARCHED, Road.GIVEN_TERMS, Road.MEASURED)
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """A place where requests are made: its spelling of settings, and its own options."""
+class Interface:
+    """Python or the command line: its spelling of settings, and its own options."""
 
     name: Callable[[str], str]
     """A setting as the subject of a sentence, such as ``passes`` or ``--passes``."""
@@ -100,11 +100,11 @@ class Door:
     """What to ask for, after "one goal is needed, got none: "."""
     leave_truncated: str
     """How to ask for a directory of LSR instead of a cut file, after "is read "."""
-    own: Mapping[str, Collection[Road]] = field(default_factory=dict)
+    own_options: Mapping[str, Collection[Road]] = field(default_factory=dict)
     """The roads that read each option that only this place has."""
 
 
-PYTHON = Door(
+PYTHON = Interface(
     name=str,
     argument="{}=".format,
     goals=(
@@ -150,20 +150,20 @@ class Request:
         *,
         plan: CompressionPlan | None = None,
         to_file: bool = False,
-        door: Door = PYTHON,
+        interface: Interface = PYTHON,
     ) -> Request:
         """Return the request that these settings make, all of which are read.
 
         Parameters
         ----------
         given : Mapping of name to value
-            What the caller gave: names of `READ_ON` and of ``door.own``. None stands for nothing
-            given.
+            What the caller gave: names of `READ_ON` and of ``interface.own_options``. None stands
+            for nothing given.
         plan : CompressionPlan, optional
             The goal and what belongs to it, in place of its fields in ``given``.
         to_file : bool
             Whether a LoRA file is to come back in its own format.
-        door : Door
+        interface : Interface
             Where the request is made.
 
         Raises
@@ -175,7 +175,7 @@ class Request:
         """
         given = {name: value for name, value in given.items() if value is not None}
         # 1. The goal.
-        goal = _goal(given, plan, door)
+        goal = _goal(given, plan, interface)
         # 2. The road.
         if to_file:
             road = Road.TRUNCATED
@@ -185,18 +185,19 @@ class Request:
             road = Road.GIVEN_TERMS
         else:
             road = Road.SEARCHED
+        base = interface.argument("base")
+        data = interface.argument("data")
         if goal == "keep" and road is Road.SEARCHED:
             raise BudgetError(
-                f"a share to keep is measured on a base: give {door.argument('base')} and "
-                f"{door.argument('data')} with {door.argument('keep')}; without one, as for image "
-                f"models, ask for a size, such as {_example(door, 'ratio', 4)}"
+                f"a share to keep is measured on a base: give {base} and {data} with "
+                f"{interface.argument('keep')}; without one, as for image models, ask for a size, "
+                f"such as {_example(interface, 'ratio', 4)}"
             )
         # 3. What this road does not read, and what it cannot do without.
-        _refuse_unread(given, plan, goal, road, door)
+        _refuse_unread(given, plan, goal, road, interface)
         if road is Road.MEASURED and "data" not in given:
             raise BudgetError(
-                f"what is kept is measured on texts of the task: give {door.argument('data')} with "
-                f"{door.argument('base')}"
+                f"what is kept is measured on texts of the task: give {data} with {base}"
             )
         # 4. The plan, and how the base is asked: checked as they are made.
         return cls._checked(given, plan, goal, road)
@@ -268,7 +269,7 @@ def check_given_terms(resources: Resources, search: object) -> None:
     _refuse_unread(found, None, "separation_rank", Road.GIVEN_TERMS, PYTHON)
 
 
-def _goal(given: Mapping[str, Any], plan: CompressionPlan | None, door: Door) -> str:
+def _goal(given: Mapping[str, Any], plan: CompressionPlan | None, interface: Interface) -> str:
     """Return the name of the one goal."""
     if plan is not None:
         beside = [name for name in CompressionPlan.fields if name in given]
@@ -283,45 +284,54 @@ def _goal(given: Mapping[str, Any], plan: CompressionPlan | None, door: Door) ->
     if plan is not None:
         goals += [name for name in GOALS if getattr(plan, name) is not None]
     if len(goals) != 1:
-        names = " and ".join(map(door.name, goals)) or "none"
-        raise BudgetError(f"one goal is needed, got {names}: {door.goals}")
+        names = " and ".join(map(interface.name, goals)) or "none"
+        raise BudgetError(f"one goal is needed, got {names}: {interface.goals}")
     return goals[0]
 
 
 def _refuse_unread(
-    given: Mapping[str, Any], plan: CompressionPlan | None, goal: str, road: Road, door: Door
+    given: Mapping[str, Any],
+    plan: CompressionPlan | None,
+    goal: str,
+    road: Road,
+    interface: Interface,
 ) -> None:
     """Raise `SettingsError` for what the road does not read, with the way to a road that does."""
-    asked = dict(given)
+    requested = dict(given)
     if plan is not None:
-        asked |= plan.to_json()
+        requested |= plan.to_json()
     ways: dict[str, list[str]] = {}
-    for name, value in asked.items():
-        way = _way_to_be_read(name, value, goal, road, door)
+    for name, value in requested.items():
+        way = _way_to_be_read(name, value, goal, road, interface)
         if way:
-            subject = _example(door, name, value) if name == "storage" else door.name(name)
+            subject = (
+                _example(interface, name, value) if name == "storage" else interface.name(name)
+            )
             ways.setdefault(way, []).append(subject)
     if ways:
         parts = [f"{_listed(names)} read {way}" for way, names in ways.items()]
         raise SettingsError("; ".join(parts))
 
 
-def _way_to_be_read(name: str, value: object, goal: str, road: Road, door: Door) -> str:
+def _way_to_be_read(name: str, value: object, goal: str, road: Road, interface: Interface) -> str:
     """Return how to ask so that a setting is read, such as "with base="; nothing if it is read."""
-    readers = frozenset(door.own[name]) if name in door.own else READ_ON[name]
-    in_integers = name == "storage" and value in STORAGES  # which no LoRA file holds
+    readers = frozenset(interface.own_options.get(name) or READ_ON[name])
+    # 1. A file that is cut: another road begins with a directory. No LoRA file holds integers.
+    in_integers = name == "storage" and value in STORAGES
     if road is Road.TRUNCATED and (in_integers or road not in readers):
         if readers == _MEASURED and name not in ("base", "data"):
-            return f"{door.leave_truncated}, with {door.argument('base')}"
-        return door.leave_truncated
-    without_search = goal == "separation_rank" and (name in SEARCH_ONLY or road not in readers)
-    if without_search and Road.SEARCHED in readers:
-        return f"with a goal that is searched for, such as {door.argument('ratio')}"
-    if road in readers:
+            return f"{interface.leave_truncated}, with {interface.argument('base')}"
+        return interface.leave_truncated
+    # 2. Terms that are given: nothing is searched, with a base or without.
+    is_unread = road not in readers or (goal == "separation_rank" and name in SEARCH_ONLY)
+    if goal == "separation_rank" and is_unread and Road.SEARCHED in readers:
+        return f"with a goal that is searched for, such as {interface.argument('ratio')}"
+    # 3. All others: the road that asks for least.
+    if not is_unread:
         return ""
     other = next(each for each in PREFERRED if each in readers)
     condition = "base" if other is Road.MEASURED else "separation_rank"
-    return f"with {door.argument(condition)}"
+    return f"with {interface.argument(condition)}"
 
 
 def _listed(names: list[str]) -> str:
@@ -331,7 +341,7 @@ def _listed(names: list[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]} are"
 
 
-def _example(door: Door, name: str, value: object) -> str:
+def _example(interface: Interface, name: str, value: object) -> str:
     """Return a setting with a value, as it would be given."""
-    argument = door.argument(name)
+    argument = interface.argument(name)
     return f"{argument}{value}" if argument.endswith("=") else f"{argument} {value}"

@@ -180,14 +180,14 @@ class MeasuredSizes:
         Where all lose more it is the one that loses least.
         """
         training = self.training
-        least = loss / training.max_loss_deficit
-        most = loss * training.max_loss_excess
+        min_loss = loss / training.max_loss_deficit
+        max_loss = loss * training.max_loss_excess
         for _ in range(training.max_placed if max_measured is None else max_measured):
             variant = self._measured(self.size_losing(loss))
-            if least <= loss_of(variant) <= most:
+            if min_loss <= loss_of(variant) <= max_loss:
                 break
         variants = self.measured.values()
-        within = [variant for variant in variants if loss_of(variant) <= most]
+        within = [variant for variant in variants if loss_of(variant) <= max_loss]
         if within:
             return max(within, key=loss_of)
         return min(variants, key=loss_of)

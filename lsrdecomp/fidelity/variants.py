@@ -233,12 +233,12 @@ class VariantCache:
             statistics=self.statistics,
             stage_prefix=stage_prefix,
         )
-        facts = {
+        values = {
             "before": asdict(distilled.before),
             "after": asdict(distilled.after),
             "training": asdict(distilled.training),
         }
-        self.journal.put(key, values=facts)
+        self.journal.put(key, values=values)
         return distilled
 
 

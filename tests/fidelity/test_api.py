@@ -70,7 +70,7 @@ def test_a_compression_prints_on_a_few_lines(statistics):
     assert ("Fisher" if statistics else "Frobenius") in lines[2]
 
 
-def test_a_promise_is_read_at_a_prompt(tmp_path):
+def test_what_is_kept_is_read_at_a_prompt(tmp_path):
     behaviour = Behaviour(128, 128, "example", 0.0463, 0.95, 0.248, 0.025)
     facts = {
         "data": "reviews.txt",
@@ -97,7 +97,7 @@ def test_a_promise_is_read_at_a_prompt(tmp_path):
     ]
 
 
-def test_a_promise_of_tokens_says_how_often_a_whole_answer_stays():
+def test_a_measurement_of_tokens_says_how_often_a_whole_answer_stays():
     behaviour = Behaviour(96, 3556, "token", 0.103, 0.97, 1.27, 0.01)
     told = Fidelity.of(
         behaviour, data="sums.jsonl", base="b", bytes_before=3_700_000, bytes_after=192_000

@@ -106,7 +106,7 @@ def test_a_distilled_adapter_keeps_more_and_says_how_much(
 
 
 @pytest.mark.parametrize("storage", ["float16", "int8", "int4"])
-def test_a_distilled_form_keeps_its_storage_and_its_size(
+def test_a_distilled_variant_keeps_its_storage_and_its_size(
     classifier, tmp_path, storage, monkeypatch
 ):
     measure = Evaluator.measure
@@ -127,7 +127,7 @@ def test_a_distilled_form_keeps_its_storage_and_its_size(
     assert verify(lora, after).passed
 
 
-def test_a_form_that_cannot_become_better_stays_as_it_is(classifier, tmp_path):
+def test_a_variant_that_cannot_become_better_stays_as_it_is(classifier, tmp_path):
     lora = open_checkpoint(classifier / "lora")
     compress(lora, CompressionPlan(separation_rank=8)).save(tmp_path / "whole")
     before = (tmp_path / "whole" / "adapter_model.safetensors").read_bytes()

@@ -74,7 +74,7 @@ def quarter(folder):
     return lsr.compress(folder / "lora", ratio=4, base=folder / "base", data=TEXTS, **SETTINGS)
 
 
-def test_the_form_found_keeps_what_was_asked_as_written(folder, untrained, tmp_path):
+def test_the_variant_found_keeps_what_was_asked_as_written(folder, untrained, tmp_path):
     lora, result = lsr.open_checkpoint(folder / "lora"), untrained
     assert result.fidelity.kept >= 0.9
     assert result.fidelity.requested == 0.9
@@ -89,7 +89,7 @@ def test_the_form_found_keeps_what_was_asked_as_written(folder, untrained, tmp_p
     assert verify(lora, lsr.open_checkpoint(tmp_path / "out")).passed
 
 
-def test_distillation_is_part_of_the_promise(folder, quarter, tmp_path):
+def test_distillation_is_part_of_the_record(folder, quarter, tmp_path):
     """Whether a few steps help here is luck; the better form is kept, and recorded as measured."""
     lora = lsr.open_checkpoint(folder / "lora")
     plan = lsr.CompressionPlan(ratio=4)
@@ -105,7 +105,7 @@ def test_distillation_is_part_of_the_promise(folder, quarter, tmp_path):
 
 
 @pytest.mark.parametrize("left", [0.5, 2.0])
-def test_the_better_of_untrained_and_trained_is_promised(
+def test_the_better_of_untrained_and_trained_is_reported(
     folder, quarter, left, tmp_path, monkeypatch
 ):
     pretend_to_distil(monkeypatch, left)
@@ -123,7 +123,7 @@ def test_the_better_of_untrained_and_trained_is_promised(
     assert bool(errors) == (not done.fidelity.distilled)
 
 
-def test_what_chooses_a_form_promises_nothing_of_it_where_texts_are_many(folder):
+def test_where_texts_are_many_a_variant_is_measured_on_others_than_those_that_select(folder):
     many = [(f"{text} w{i % 30} w{i // 30}", None) for i, (text, _) in enumerate(TEXTS * 6)]
     evaluator = Evaluator(folder / "base", folder / "lora", many, EVALUATED, chooses=True)
     parts = [evaluator.held_out, evaluator.selection_texts, evaluator.calibration_texts]
@@ -188,7 +188,7 @@ def test_few_sizes_are_trained_and_none_is_as_large_as_without(
     assert [one["distilled"] for one in record["tried"]] == [one.distilled for one in result.tried]
 
 
-def test_where_no_training_brings_enough_the_form_is_an_untrained_one(folder, monkeypatch):
+def test_where_no_training_brings_enough_the_variant_is_an_untrained_one(folder, monkeypatch):
     settings = {
         "base": folder / "base",
         "data": TEXTS,
@@ -283,7 +283,7 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_says_which_forms_were_trained(folder, lines, tmp_path, monkeypatch):
+def test_the_command_says_which_versions_were_trained(folder, lines, tmp_path, monkeypatch):
     # A line of the log for each step, not for each minute.
     monkeypatch.setattr(command_module, "follow", partial(follow, log_seconds=0.0))
     done = command(

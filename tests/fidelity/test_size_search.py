@@ -41,7 +41,7 @@ SMALL = 4096.0
 
 
 @given(factor=st.floats(0.2, 3.0), power=st.floats(0.75, 1.4), keep=st.floats(0.5, 0.95))
-def test_the_form_found_keeps_enough_and_little_smaller_ones_do_not(factor, power, keep):
+def test_the_variant_found_keeps_enough_and_little_smaller_ones_do_not(factor, power, keep):
     expected, measure = curve(factor, power)
     least = (WHOLE / SMALL) * ((1 - keep) / factor) ** (-2 / power)
     assume(least < WHOLE / 1.2)
@@ -71,7 +71,7 @@ def test_what_was_measured_before_is_where_the_search_goes_on():
 
 
 @pytest.mark.parametrize(("error", "count"), [(0.01, 1), (0.0001, 2)])
-def test_a_form_that_keeps_little_more_than_asked_is_taken(error, count):
+def test_a_variant_that_keeps_little_more_than_asked_is_taken(error, count):
     """Little is a standard error, within which a smaller variant could not be told apart."""
     expected, _ = curve(1.0, 1.0)
     shares = iter((0.905, 0.9))
@@ -84,7 +84,7 @@ def test_a_form_that_keeps_little_more_than_asked_is_taken(error, count):
     assert len(seen) == count
 
 
-def test_what_a_size_loses_is_read_between_the_forms_that_were_measured():
+def test_what_a_size_loses_is_read_between_the_variants_that_were_measured():
     expected, measure = curve(0.5, 1.2)
     seen = {size: measure(size) for size in (2e5, 1e3, 2e4)}  # in any order
     sizes = MeasuredSizes(WHOLE, expected, measure, seen)
@@ -95,7 +95,7 @@ def test_what_a_size_loses_is_read_between_the_forms_that_were_measured():
 
 
 @pytest.mark.parametrize(("factor", "count"), [(0.9, 1), (1.04, 1), (1.1, 2)])
-def test_no_form_is_trained_that_loses_more_than_training_makes_good(factor, count):
+def test_no_variant_is_trained_that_loses_more_than_training_makes_good(factor, count):
     """One that loses about so much will do; of what the first lost the second is known."""
     expected, measure = curve(factor, 1.0)
     seen = {}
@@ -104,7 +104,7 @@ def test_no_form_is_trained_that_loses_more_than_training_makes_good(factor, cou
     assert 0.15 < 1.0 - variant.behaviour.kept <= 0.21
 
 
-def test_of_two_forms_near_what_training_makes_good_the_one_that_loses_less_is_trained():
+def test_of_two_variants_near_what_training_makes_good_the_one_that_loses_less_is_trained():
     sizes = MeasuredSizes(
         WHOLE, lambda size: 3115.0 / size, lambda _: losing(0.191), {3115.0: losing(0.2447)}
     )
@@ -169,7 +169,7 @@ def searched_sizes(folder):
         ({30: 0.946, 60: 0.94}, [30, 60, 30, 60]),
     ],
 )
-def test_a_training_that_ended_too_early_goes_on_before_another_form_is_trained(
+def test_a_training_that_ended_too_early_goes_on_before_another_variant_is_trained(
     kept, steps, tmp_path, monkeypatch
 ):
     (tmp_path / "lora").write_bytes(bytes(100))
