@@ -2,6 +2,10 @@
 from .compress import SearchedAdapter as SearchedAdapter
 from .compress import search_adapter as search_adapter
 from .curves import adapter_curves as adapter_curves
+from .effort import ResourceLimits as ResourceLimits
+from .effort import SearchEffort as SearchEffort
+from .effort import ShapeGrid as ShapeGrid
+from .effort import SolveEffort as SolveEffort
 from .export import export_lora as export_lora
 from .html_report import html_report as html_report
 from .result import Compression as Compression

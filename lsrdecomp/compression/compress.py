@@ -173,7 +173,9 @@ class SearchedAdapter:
     effect : float, optional
         KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA.
     filling : FileFilling
-        How nearly a file of so many bytes is filled.
+        The files that are tried for a number of bytes.
+    solver : JointALS
+        Of plans that give terms.
 
     Examples
     --------
@@ -192,6 +194,7 @@ class SearchedAdapter:
     resources: Resources
     effect: float | None = None
     filling: FileFilling = DEFAULT_FILLING
+    solver: JointALS = GIVEN_TERMS_SOLVER
 
     @one_blas_thread
     def compress(self, plan: CompressionPlan, *, fill: bool = True) -> Compression:
@@ -266,7 +269,7 @@ class SearchedAdapter:
             plan.separation_rank,
             plan.inner_shape,
             plan.storages[0],
-            solver=replace(GIVEN_TERMS_SOLVER, device=self.resources.device),
+            solver=replace(self.solver, device=self.resources.device),
             cache=self.cache,
             limits=self.resources.limits,
             on_step=self.resources.on_step,

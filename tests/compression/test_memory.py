@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +16,14 @@ from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.tensors import TensorWriter
 from lsrdecomp.compression import search_adapter
 from lsrdecomp.compression.caches import LRUCache, SpillCache
+from lsrdecomp.compression.compress import GIVEN_TERMS_SOLVER
 from lsrdecomp.compression.effort import ResourceLimits
 from lsrdecomp.compression.layers import Layer, batches, pair_entries
 from lsrdecomp.compression.settings import CompressionPlan, Resources, Search
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.solvers.pair.options import LeadingTripleOptions, PairOptions
 from lsrdecomp.targets.base import LowRank
-
-compress_module = importlib.import_module("lsrdecomp.compression.compress")
 
 M, N, R = 1021, 1531, 8  # primes: few shapes are tried, and tables of them are short beside a layer
 COUNTS = 4, 8  # layers
@@ -47,7 +46,12 @@ def adapters(tmp_path_factory) -> dict[int, Path]:
 
 
 def peak(
-    adapter: Path, out: Path, plan: CompressionPlan, limits: ResourceLimits | None = None
+    adapter: Path,
+    out: Path,
+    plan: CompressionPlan,
+    *,
+    limits: ResourceLimits | None = None,
+    solver: JointALS = GIVEN_TERMS_SOLVER,
 ) -> int:
     """Return the most bytes held while compressing and writing, without garbage in cycles."""
     gc.collect()
@@ -60,7 +64,7 @@ def peak(
         resources = Resources(limits=limits or ResourceLimits())
         lora = open_checkpoint(adapter)
         searched = search_adapter(lora, [plan], search=search, resources=resources)
-        searched.compress(plan).save(out)
+        replace(searched, solver=solver).compress(plan).save(out)
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -87,7 +91,9 @@ def test_the_peak_does_not_grow_with_the_number_of_layers(
 ):
     monkeypatch.setitem(TensorWriter.__init__.__kwdefaults__, "memory_bytes", LAYER)
     limits = ResourceLimits(pair_entries=2 * LAYER // 8, spill_bytes=LAYER)
-    few, many = (peak(adapters[count], tmp_path / str(count), plan, limits) for count in COUNTS)
+    few, many = (
+        peak(adapters[count], tmp_path / str(count), plan, limits=limits) for count in COUNTS
+    )
     assert many - few < 4 * share * LAYER
     assert few < 40 * LAYER
 
@@ -106,14 +112,11 @@ def test_the_peak_is_a_small_multiple_of_the_largest_layer(tmp_path, monkeypatch
     monkeypatch.setattr("lsrdecomp.arrays.QRBlocking", lambda: short)
     narrow = PairOptions(start=LeadingTripleOptions(max_qr_columns=64, max_svd_entries=2**12))
     monkeypatch.setattr("lsrdecomp.solvers.pair.problem.PairOptions", lambda: narrow)
-    monkeypatch.setattr(
-        compress_module,
-        "GIVEN_TERMS_SOLVER",
-        replace(compress_module.GIVEN_TERMS_SOLVER, options=narrow),
-    )
+    solver = replace(GIVEN_TERMS_SOLVER, options=narrow)
     m, n, r = 4096, 2048, 16
     adapter = write_lora_directory(tmp_path / "adapter", lora_pair("layers.0.q", m, n, r), r=r)
-    assert peak(adapter, tmp_path / "out", plan) < layers * 8 * r * (m + n) + 2**18
+    held = peak(adapter, tmp_path / "out", plan, solver=solver)
+    assert held < layers * 8 * r * (m + n) + 2**18
 
 
 def test_a_spilled_compression_writes_the_bytes_of_one_in_memory(adapters, tmp_path):
