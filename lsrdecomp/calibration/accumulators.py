@@ -1,4 +1,4 @@
-"""Running sums of one layer's statistics, the memory they take, and the weights they become."""
+"""Running sums of one layer's statistics, and the weights C and G that they become."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a calibration has read so far."""
+    """Numbers of what a calibration has read so far."""
 
     batches: int = 0
     examples: int = 0
-    answers: int = 0  # predictions: one an example, or one a token for language models
+    answers: int = 0  # predictions: one per example, or one per token for language models
     effect: float = 0.0  # Σ KL(adapter ‖ no adapter) over predictions, nats
 
     def __add__(self, other: Counts) -> Counts:
-        """Return the counts of both."""
+        """Return the sums of both counts."""
         return Counts(
             self.batches + other.batches,
             self.examples + other.examples,
@@ -39,7 +39,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpectra:
-    """The two weights of a layer's norm ½ ‖G^½ D C^½‖_F²."""
+    """The weights C and G of a layer's norm ½ ‖G^½ D C^½‖_F² of a change D."""
 
     input: LowRankPlusIdentity  # C, with the trace E‖x_t‖²
     output: LowRankPlusIdentity  # G
@@ -47,20 +47,33 @@ class LayerSpectra:
 
 
 class LayerSums:
-    """Σ W Wᵀ and Σ Wᵀ W over examples, for the gradient W = Σ_t g_t x_tᵀ of a layer's weight.
+    """Σ W Wᵀ and Σ Wᵀ W over examples, for the gradient W of a layer's weight in each example.
 
-    W is never formed: with the Gram matrices of an example's tokens, K_x = X Xᵀ and K_g = G Gᵀ, the
-    two products are Gᵀ K_x G and Xᵀ K_g X, and both have the trace ‖W‖_F². An example of T tokens
-    costs O(T²(m + n) + T(m² + n²)).
+    For an example of T tokens let x be the T × n matrix of the layer's inputs and g the T × m
+    matrix of gradients at its outputs, both with a row for each token. Then W = gᵀ x, which is
+    never formed:
+
+        W Wᵀ = gᵀ (x xᵀ g),  Wᵀ W = xᵀ (g gᵀ x),
+
+    at a cost of O(T²(m + n) + T(m² + n²)). Both have the trace ‖W‖_F².
 
     Parameters
     ----------
     size : (int, int)
         Rows m and columns n of the weight.
     settings : CovarianceSettings
-        What is kept of each sum.
+        Sizes of the two sums.
     device : torch.device
-        Where they are added up.
+        Device of the sums.
+
+    Attributes
+    ----------
+    output, input : Covariance
+        Σ W Wᵀ (m × m) and Σ Wᵀ W (n × n).
+    squared_inputs : Tensor, shape ()
+        Σ ‖x_t‖² over tokens.
+    tokens : Tensor, shape ()
+        Number of tokens that a prediction depends on.
     """
 
     def __init__(
@@ -72,12 +85,11 @@ class LayerSums:
         self.squared_inputs = torch.zeros((), dtype=torch.float64, device=device)
         self.tokens = torch.zeros((), dtype=torch.int64, device=device)
 
-    def add(self, layer: LayerGradients) -> None:
+    def add(self, batch: LayerGradients) -> None:
         """Add the inputs and gradients of one batch."""
-        x, g = layer.inputs, layer.gradients
-        used = layer.used_tokens()
-        # Rows are tokens: Σ_i Wᵀ W = Σ_i Xᵀ (G Gᵀ X), so a covariance sees rows x and partners
-        # G Gᵀ x.
+        x = batch.inputs
+        g = batch.gradients
+        used = batch.used_tokens()
         self.input.add(x.flatten(0, 1), (g @ g.mT @ x).flatten(0, 1))
         self.output.add(g.flatten(0, 1), (x @ x.mT @ g).flatten(0, 1))
         self.squared_inputs += x[used].double().square().sum()
@@ -85,10 +97,7 @@ class LayerSums:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All that is added up, by name.
-
-        Saved, and filled again in another process, the sums go on from there.
-        """
+        """All running sums by name, so that another process can save them and fill them again."""
         return {
             "output.total": self.output.total,
             "output.trace": self.output.trace,
@@ -99,19 +108,21 @@ class LayerSums:
         }
 
     def spectra(self, predictions: int) -> LayerSpectra:
-        """Return the weights of the layer's norm, per prediction."""
-        # Both sums have the trace Σ‖W‖². C takes the mean squared length of an input, and G what
-        # is left of the product.
+        """Return the weights of the layer's norm, per prediction.
+
+        C is proportional to Σ Wᵀ W and G to Σ W Wᵀ, with traces such that tr C = E‖x_t‖² and
+        tr G · tr C = E‖W‖_F².
+        """
         input_trace = float(self.input.trace)
         output_trace = float(self.output.trace)
-        fisher_trace = output_trace / predictions
+        fisher_trace = output_trace / predictions  # E‖W‖_F², the trace of either sum
         mean_square = float(self.squared_inputs) / int(self.tokens)
         if not (fisher_trace > 0 and mean_square > 0):
             return LayerSpectra(self.input.spectrum(0.0), self.output.spectrum(0.0), 0.0)
+        input_scale = mean_square / input_trace
+        output_scale = fisher_trace / mean_square / output_trace
         return LayerSpectra(
-            self.input.spectrum(mean_square / input_trace),
-            self.output.spectrum(fisher_trace / mean_square / output_trace),
-            fisher_trace,
+            self.input.spectrum(input_scale), self.output.spectrum(output_scale), fisher_trace
         )
 
 
@@ -122,7 +133,14 @@ def sums_memory(size: tuple[int, int], settings: CovarianceSettings) -> int:
 
 
 def group_by_memory(memory: Mapping[str, int], limit: int | None) -> list[list[str]]:
-    """Return layers in their order, in as few groups as fit into ``limit`` bytes each.
+    """Split layers, in their order, into the fewest groups of at most ``limit`` bytes each.
+
+    Parameters
+    ----------
+    memory : Mapping of name to int
+        Bytes that each layer takes.
+    limit : int, optional
+        Absent, all layers are one group.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""A base model of transformers for the task of an adapter, opened plain or with an adapter on it."""
+"""A base model of transformers for an adapter's task, opened plain or with an adapter on it."""
 
 from __future__ import annotations
 
@@ -194,8 +194,8 @@ def _task_type(adapter: Path) -> str:
     if not (adapter / "adapter_config.json").is_file():
         raise CheckpointError(
             "has no adapter_config.json, so it is no adapter of PEFT, and only PEFT adapters of "
-            "text models can be run on a base; compress a LoRA file without one: lsrdecomp compress "
-            f"{shlex.quote(str(adapter))} --ratio 4 --out small.safetensors",
+            "text models can be run on a base; compress a LoRA file without one: "
+            f"lsrdecomp compress {shlex.quote(str(adapter))} --ratio 4 --out small.safetensors",
             path=adapter,
         )
     try:

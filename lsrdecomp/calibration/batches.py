@@ -1,8 +1,9 @@
-"""Batches of texts and of prompts, as a base model reads them."""
+"""Batches of texts and of prompts, as a base of any task reads them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,32 +14,31 @@ from lsrdecomp.calibration.heads import IGNORED_LABEL, Head
 from lsrdecomp.calibration.tokens import LOSS_TOKENS, token_batches, tokenize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from lsrdecomp.calibration.base_model import Base
 
 DEFAULT_TEXT_LENGTH = 128
-"""Tokens of a text at most where nothing else is said."""
+"""Maximum tokens of a text, unless another number is given."""
 
 
 def text_batches(
     base: Base, texts: Sequence[TextPair], *, size: int, max_length: int | None = None, seed: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield batches of texts in random order, as the model reads them.
+    """Yield batches of texts in random order.
 
-    The order depends on ``seed`` alone, so an interrupted calibration finds its place again.
+    The order depends on ``seed`` alone, so an interrupted calibration can be resumed.
 
     Parameters
     ----------
     base : Base
-        Its tokenizer reads the texts. For seq2seq the second text of each is the output; for others
-        it is a second segment, where every text of a batch has one.
+        Its tokenizer reads the texts. Of a seq2seq model the second text of each pair is the
+        output. Any other reads it beside the first, if every text of the batch has one.
     texts : sequence of (str, str or None)
-        The texts.
     size : int
         Texts of a batch.
     max_length : int, optional
-        Tokens beyond which a text is cut; absent, 128.
+        Tokens beyond which a text is cut; absent, `DEFAULT_TEXT_LENGTH`.
     seed : int
         Seed of the order.
 
@@ -48,27 +48,39 @@ def text_batches(
         If a seq2seq text has no output.
     """
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
-    settings = {
-        "padding": True,
-        "truncation": True,
-        "max_length": max_length or DEFAULT_TEXT_LENGTH,
-        "return_tensors": "pt",
-    }
+    tokenize_texts = partial(
+        base.tokenizer,
+        padding=True,
+        truncation=True,
+        max_length=max_length or DEFAULT_TEXT_LENGTH,
+        return_tensors="pt",
+    )
     for start in range(0, len(order), size):
         rows = [texts[i] for i in order[start : start + size]]
         first = [text for text, _ in rows]
         second = [text for _, text in rows]
         all_are_pairs = None not in second
-        if base.head is not Head.seq2seq:
-            yield dict(base.tokenizer(first, second if all_are_pairs else None, **settings))
-            continue
-        if not all_are_pairs:
-            raise CalibrationError("a seq2seq model needs pairs: input, a tab, output on each line")
-        batch = dict(base.tokenizer(first, **settings))
-        outputs = base.tokenizer(text_target=second, **settings)
-        is_padding = outputs["attention_mask"] == 0
-        batch["labels"] = outputs["input_ids"].masked_fill(is_padding, IGNORED_LABEL)
-        yield batch
+        if base.head is Head.seq2seq:
+            if not all_are_pairs:
+                raise CalibrationError(
+                    "a seq2seq model needs pairs: input, a tab, output on each line"
+                )
+            yield _seq2seq_batch(tokenize_texts, inputs=first, outputs=second)
+        elif all_are_pairs:
+            yield dict(tokenize_texts(first, second))
+        else:
+            yield dict(tokenize_texts(first))
+
+
+def _seq2seq_batch(
+    tokenize_texts: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str | None]
+) -> dict[str, Tensor]:
+    """Return a batch whose labels are the tokens of the outputs."""
+    batch = dict(tokenize_texts(inputs))
+    labels = tokenize_texts(text_target=outputs)
+    is_padding = labels["attention_mask"] == 0
+    batch["labels"] = labels["input_ids"].masked_fill(is_padding, IGNORED_LABEL)
+    return batch
 
 
 def prompt_batches(
@@ -81,16 +93,15 @@ def prompt_batches(
     answers: str = "completion",
     truncate: bool = False,
 ) -> Iterator[dict[str, Tensor]]:
-    """Return batches of the examples of a JSON-lines file in random order, as the model reads them.
+    """Return an iterator over batches of prompts with completions, in random order.
 
-    A causal model reads prompt and completion as one text, and ``loss_mask`` says which tokens
-    count; a seq2seq model reads the prompt and is to predict the completion; any other reads the
-    two as a pair, a plain text alone.
+    A causal model reads prompt and completion as one text, whose ``loss_mask`` marks the tokens to
+    be predicted. A seq2seq model reads the prompt and is to predict the completion. Any other reads
+    the two as a pair of texts.
 
     Parameters
     ----------
     base : Base
-        The model.
     examples : sequence of PromptExample
         As `read_examples` returns them.
     size : int
@@ -98,18 +109,19 @@ def prompt_batches(
     seed : int
         Seed of the order.
     max_length, answers, truncate
-        As `tokenize` takes them; only ``max_length`` is of use for other than causal models.
+        As for `tokenize`. Models that are not causal have a use for ``max_length`` only.
 
     Raises
     ------
     DataError
-        As `tokenize`, of a causal model; of any other if an example is a conversation.
+        As `tokenize`, for a causal model; for any other if an example is a conversation.
     """
     if base.head is Head.causal_lm:
         rows = tokenize(
             examples, base.tokenizer, max_length=max_length, answers=answers, truncate=truncate
         )
-        return token_batches(rows, size=size, seed=seed, pad=base.tokenizer.pad_token_id)
+        pad_token_id = base.tokenizer.pad_token_id
+        return token_batches(rows, size=size, seed=seed, pad_token_id=pad_token_id)
     if answers not in LOSS_TOKENS:
         raise DataError(f"answers must be one of {', '.join(LOSS_TOKENS)}, got {answers!r}")
     texts: list[TextPair] = []
@@ -117,7 +129,7 @@ def prompt_batches(
         if example.messages:
             raise DataError(
                 f'{example.where}: "messages" are for causal language models, and {base.name} is '
-                "none"
+                "not one"
             )
         if example.prompt:
             texts.append((example.prompt, example.completion))

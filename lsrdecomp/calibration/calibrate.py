@@ -1,5 +1,8 @@
 """Calibration: the Fisher statistics of a base's Linear layers, measured in one resumable stream.
 
+The statistics of a layer are two matrices, G and C, such that ½ ‖G^½ D C^½‖_F² estimates how much
+the model's predictions change when the layer's matrix changes by D.
+
 For a layer y = M x, let x_t be its input at token t and g_t = ∂ log p(ŷ)/∂y_t for a class ŷ drawn
 from the model itself. A change D of M changes the distribution p of a prediction, to second order,
 by
@@ -25,7 +28,7 @@ entries, and layers can be compared. The scale is shared out so that tr C = E‖
 from __future__ import annotations
 
 import hashlib
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,8 +43,8 @@ from lsrdecomp.calibration.divergence import divergences, without_delta
 from lsrdecomp.calibration.errors import CalibrationError
 from lsrdecomp.calibration.experts import least_used_expert
 from lsrdecomp.calibration.files import (
-    check_unfinished,
-    leading_eigenpairs,
+    check_output,
+    finished_layers,
     load_sums,
     save_sums,
     write_statistics,
@@ -58,7 +61,7 @@ from lsrdecomp.calibration.measured_model import (
     layer_size,
     measurement_mode,
     modules_by_name,
-    recomputed,
+    recompute_activations,
 )
 from lsrdecomp.checkpoints import Journal, content_key
 from lsrdecomp.checkpoints.progress import OnStep, ProgressUpdate
@@ -70,7 +73,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lsrdecomp.calibration.base_model import Base
-    from lsrdecomp.calibration.gradients import GradientRecorder
+    from lsrdecomp.calibration.gradients import GradientRecorder, LayerGradients
 
 
 def calibrate(
@@ -91,58 +94,59 @@ def calibrate(
     """Measure the statistics of a base's layers on batches of inputs, and write them to ``out``.
 
     The model is put into evaluation mode for the time of the call; no parameter of it changes.
-    Every ``save_every`` batches the sums are saved in the journal beside ``out``: the same call
-    with the same batches goes on from there, with the same result as an uninterrupted one.
+    Every ``save_every`` batches the running sums are saved in the journal beside ``out``. The same
+    call with the same batches resumes from there, with the same result as an uninterrupted one.
 
     Parameters
     ----------
     base : Base
-        As `load_base` opens it, or any model with the names of Linear layers in it and the `Head`
-        that says what its logits mean. Called as ``base.model(**model_inputs(batch)).logits``, with
-        the adapter active whose compression is planned. Its names and digest are kept in the
-        metadata: adapters of another base are refused, and `compress` knows whether ``effect`` is
-        of what it makes smaller.
+        As `load_base` opens it, with the adapter active that is to be compressed; or any model with
+        the names of Linear layers in it and the `Head` that says what its logits mean. Called as
+        ``base.model(**model_inputs(batch)).logits``. The metadata records the names and the digest
+        of base and adapter: `compress` refuses adapters of another base, and knows whether
+        ``effect`` is that of the adapter it compresses.
     batches : iterable of mappings
-        What the model is called with. ``attention_mask`` (``decoder_attention_mask`` or ``labels``
-        for seq2seq), where given, tells which tokens are real.
+        Arguments of the model. ``attention_mask`` (``decoder_attention_mask`` or ``labels`` for
+        seq2seq), where given, marks the tokens that are no padding.
     out : path
-        Directory to write `statistics.json` and `statistics.safetensors` to; made if need be.
+        Directory to write `statistics.json` and `statistics.safetensors` to; created if it does not
+        exist.
     seed : int
-        Seed of the sampled classes and of the random block for large layers.
+        Seed of the sampled classes, and of the random columns for large layers.
     samples : int
-        Examples to use; the batch that reaches the number is used whole.
+        Examples to use. The batch that reaches the number is used whole.
     max_full : int
-        Layers up to this size add up a whole covariance, larger ones its action on 2·``rank``
-        random columns.
+        Largest side of a matrix that is added up in full. Of a larger one the product with
+        2·``rank`` random columns is added up.
     rank : int
-        Leading eigenpairs that are written, in half precision; the others count as equal.
+        Leading eigenpairs of each matrix that are written, in half precision. The other eigenvalues
+        are replaced by their mean.
     checkpointing : bool
-        Keep no activations inside the blocks of a transformers model and compute them again on the
-        way back: another forward pass, and of a batch one row of the model's width per token and
-        block is held.
+        Recompute activations in the backward pass: the blocks of a transformers model keep only
+        their inputs, one row of the model's width per token. Costs another forward pass.
     effect : bool
         Measure KL(adapter ‖ no adapter) as well: another forward pass of each batch.
     max_memory : int, optional
-        Bytes that the sums of all layers may take. Where they take more the layers are measured in
+        Maximum bytes of the running sums. If those of all layers take more, layers are measured in
         groups, with one pass over the batches for each group.
     save_every : int
-        Batches between two savings of the sums.
+        Batches after which the sums are saved again.
     on_step : callable, optional
-        Called with a `ProgressUpdate` after every batch: the examples so far, and the fewest that
-        there will be, over all groups.
+        Called with a `ProgressUpdate` after every batch: the examples so far, and the least number
+        that there will be, over all groups.
 
     Returns
     -------
     Statistics
-        As `read_statistics` reads ``out``. Its ``metadata`` counts "examples" and "answers", which
-        are the predictions that one KL divergence is about (examples, or tokens of a language
-        model), and has the "effect" among its settings.
+        As `read_statistics` reads ``out``. Its ``metadata`` has the numbers of "examples" and of
+        "answers", which are predictions (one per example, or one per token for language models),
+        and the "effect" per prediction among its settings.
 
     Raises
     ------
     CalibrationError
         If a module is unknown, if there were no batches, if no prediction depends on a module, or
-        if the sums of a layer alone take more than ``max_memory``.
+        if the sums of one layer take more than ``max_memory``.
     CheckpointError
         If ``out`` holds finished statistics, or another run is writing there.
     ShapeError
@@ -151,76 +155,79 @@ def calibrate(
     Notes
     -----
     Costs one forward and one backward pass per batch and group, one forward pass without the
-    adapter, and with ``checkpointing`` one more forward pass; O(n²) memory per small layer,
-    O(n·rank) per large one. Of a causal model only the positions that predict reach the output
-    layer.
+    adapter, and with ``checkpointing`` one more forward pass. The sums of a layer take O(n²) memory
+    if it is small, O(n·rank) if it is large. Of a causal model only the positions that predict
+    reach the output layer.
     """
-    # 1. Find the layers, in groups whose sums fit in memory together; refuse what cannot be
-    #    measured.
+    # 1. Find the layers, in groups whose sums fit in memory together.
     out = Path(out)
     covariance = CovarianceSettings(max_full, rank, seed=seed)
     layers = _layers_to_measure(base)
-    groups = group_by_memory(
-        {name: sums_memory(layer_size(layer, name), covariance) for name, layer in layers.items()},
-        max_memory,
-    )
-    check_unfinished(out)
+    memory = {
+        name: sums_memory(layer_size(layer, name), covariance) for name, layer in layers.items()
+    }
+    groups = group_by_memory(memory, max_memory)
+    check_output(out)
     has_effect = effect and hasattr(base.model, "get_base_model")
-    settings = {
+    selected: Iterable[Batch] = _first_batches(batches, samples)
+    if len(groups) > 1:  # each group reads all batches, which are token numbers and small
+        selected = list(selected)
+    # 2. Make a pass over the batches for each group. The sums of a group wait in the journal until
+    #    all groups are finished, under a key that a run with other settings does not have.
+    settings = _settings_record(base, covariance, samples)
+    arrays: dict[str, NDArray[Any]] = {}
+    metadata: dict[str, Any] = {}
+    with Journal.beside(out) as journal, measurement_mode(base.model):
+        passes = _GroupPass(base, selected, covariance, checkpointing, save_every, journal)
+        for index, names in enumerate(groups):
+            is_first = index == 0
+            is_last = index == len(groups) - 1
+            group_settings = settings if len(groups) == 1 else settings | {"group": list(names)}
+            key = content_key(group_settings)
+            sums, counts, text_digest = passes.measure(
+                {name: layers[name] for name in names},
+                key,
+                # The effect is that of the whole model: the first pass measures it for all layers.
+                effect=has_effect and is_first,
+                report=partial(_report_progress, on_step, index, len(groups), samples),
+            )
+            if is_first:
+                total_counts = counts
+            if not is_last:
+                save_sums(journal, key, sums, counts)
+            group_arrays, group_metadata = finished_layers(sums, counts.answers)
+            arrays |= group_arrays
+            metadata |= group_metadata
+        # 3. Write all groups as one.
+        mean_effect = total_counts.effect / total_counts.answers if has_effect else None
+        measured = {"texts": text_digest, "effect": mean_effect}
+        write_statistics(out, settings | measured, arrays, metadata, total_counts)
+    return read_statistics(out)
+
+
+def _settings_record(base: Base, covariance: CovarianceSettings, samples: int) -> dict[str, Any]:
+    """Return the settings that the metadata records, on which all sums depend."""
+    return {
         "modules": list(base.modules),
-        "seed": seed,
+        "seed": covariance.seed,
         "samples": samples,
         "head": base.head.name,
         "base": base.name,
-        "max_full": max_full,
-        "rank": rank,
+        "max_full": covariance.max_full,
+        "rank": covariance.rank,
         "per": "token" if base.head in TOKEN_HEADS else "example",
         "adapter_base": base.adapter_base,
         "adapter": base.adapter_sha256,
     }
-    selected: Iterable[Batch] = _first_batches(batches, samples)
-    if len(groups) > 1:  # each needs all batches, which are token numbers and small
-        selected = list(selected)
-
-    # 2. Make a pass over the batches for each group. A finished group waits in the journal, under a
-    #    key with its layers.
-    arrays: dict[str, NDArray[Any]] = {}
-    metadata: dict[str, Any] = {}
-    totals: Counts | None = None
-    with Journal.beside(out) as journal, measurement_mode(base.model):
-        run = _Run(base, selected, covariance, seed, checkpointing, save_every, journal)
-        for number, names in enumerate(groups):
-            key = content_key(settings if len(groups) == 1 else settings | {"group": list(names)})
-            sums, counts, text_digest = run.measure(
-                {name: layers[name] for name in names},
-                key,
-                # KL(adapter ‖ no adapter) is of the whole model: the first pass measures it.
-                effect=has_effect and number == 0,
-                report=partial(_report, on_step, number, len(groups), samples),
-            )
-            if number + 1 < len(groups):
-                save_sums(journal, key, sums, counts)
-            group_arrays, group_metadata = leading_eigenpairs(sums, counts.answers)
-            arrays |= group_arrays
-            metadata |= group_metadata
-            totals = totals or counts
-
-        # 3. Write all groups as one.
-        assert totals is not None
-        mean_effect = totals.effect / totals.answers if has_effect else None
-        settings |= {"texts": text_digest, "effect": mean_effect}
-        write_statistics(out, settings, arrays, metadata, totals)
-    return read_statistics(out)
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """What the passes of a calibration share."""
+class _GroupPass:
+    """A pass over all batches that measures a group of layers; all groups share its fields."""
 
     base: Base
     batches: Iterable[Batch]
     covariance: CovarianceSettings
-    seed: int
     checkpointing: bool
     save_every: int
     journal: Journal
@@ -238,9 +245,8 @@ class _Run:
         Parameters
         ----------
         layers : Mapping of name to module
-            The layers that are measured.
         key : str
-            Under which the journal keeps their sums.
+            Key of their sums in the journal.
         effect : bool
             Measure KL(adapter ‖ no adapter) as well.
         report : callable
@@ -250,7 +256,7 @@ class _Run:
         -------
         sums : dict of name to LayerSums
         counts : Counts
-            What the sums hold.
+            Numbers of what the sums are over.
         text_digest : str
             SHA-256 of all token numbers.
 
@@ -266,14 +272,17 @@ class _Run:
         }
         counts = load_sums(self.journal, key, sums)
         digest = hashlib.sha256()
-        recompute = recomputed(self.base.model, list(layers.values()))
-        with (
-            recompute if self.checkpointing else nullcontext(),
-            watched(layers, lambda name, layer: sums[name].add(layer)) as recorder,
-        ):
+
+        def add_to_sums(name: str, gradients: LayerGradients) -> None:
+            sums[name].add(gradients)
+
+        memory_saver: AbstractContextManager[Any] = nullcontext()
+        if self.checkpointing:
+            memory_saver = recompute_activations(self.base.model, list(layers.values()))
+        with memory_saver, watched(layers, add_to_sums) as recorder:
             for number, batch in enumerate(self.batches, start=1):
-                digest.update(_token_bytes(batch))  # of all texts, those of an earlier run included
-                if number <= counts.batches:
+                digest.update(_token_bytes(batch))
+                if number <= counts.batches:  # an earlier run has added it
                     continue
                 counts += self._add_batch(number, batch, recorder, layers, effect=effect)
                 if number % self.save_every == 0:
@@ -295,21 +304,22 @@ class _Run:
         *,
         effect: bool,
     ) -> Counts:
-        """Run the model forward and back on one batch; return what was added to the sums."""
-        # 1. Run without the adapter first: the calls that the hooks saw are then forgotten.
+        """Run the model forward and backward on one batch; return what was added to the sums."""
+        # 1. Run without the adapter, for its effect; forget the calls that hooks recorded.
         plain = None
         if effect:
             with torch.no_grad(), without_delta(self.base.model):
                 plain = forward(self.base, batch)
         recorder.clear()
-        # 2. Run with it. Where a watched layer makes the logits they are formed in this pass, since
-        #    gradients must pass through it.
-        reads_output_layer = output_layer(self.base) in layers.values()
-        output = forward(self.base, batch, full_logits=reads_output_layer)
-        # 3. Sample classes, decided by seed and batch alone so that a resumed run draws the same,
-        #    and go back from them; on the way every layer adds to its sums.
-        generator = torch.Generator().manual_seed((self.seed << 32) + number)
+        # 2. Run with the adapter. If the output layer is measured itself, gradients must pass
+        #    through it: then its logits are formed in this pass.
+        measures_output_layer = output_layer(self.base) in layers.values()
+        output = forward(self.base, batch, full_logits=measures_output_layer)
+        # 3. Sample classes. The draws depend on seed and batch alone, so that a resumed run repeats
+        #    them.
+        generator = torch.Generator().manual_seed((self.covariance.seed << 32) + number)
         gradient, effect_sum = _sampled_gradient(self.base, output, plain, generator)
+        # 4. Run backward from them; meanwhile every layer adds to its sums.
         n_examples = len(output.counts)
         recorder.backward(output.hidden, n_examples, gradient)
         return Counts(1, n_examples, len(output), effect_sum)
@@ -333,7 +343,7 @@ def _layers_to_measure(base: Base) -> dict[str, nn.Module]:
 
 
 def _first_batches(batches: Iterable[Batch], samples: int) -> Iterator[Batch]:
-    """Yield batches up to and including the one that reaches so many examples."""
+    """Yield batches until they have ``samples`` examples together."""
     n_examples = 0
     for batch in batches:
         yield batch
@@ -342,47 +352,69 @@ def _first_batches(batches: Iterable[Batch], samples: int) -> Iterator[Batch]:
             return
 
 
-def _report(on_step: OnStep | None, group: int, n_groups: int, samples: int, done: int) -> None:
-    """Tell how many examples of how many are done, over all groups."""
+def _report_progress(
+    on_step: OnStep | None, group: int, n_groups: int, samples: int, n_examples: int
+) -> None:
+    """Report the examples done over all groups, after ``n_examples`` of the current one."""
     if on_step is not None:
-        n_done = samples * group + done
+        n_done = samples * group + n_examples
         on_step(ProgressUpdate("calibrating", n_done, samples * n_groups, "examples"))
 
 
 def _sampled_gradient(
     base: Base, output: BatchLogits, plain: BatchLogits | None, generator: torch.Generator
 ) -> tuple[Tensor, float]:
-    """Return ∂ Σ log p(y) / ∂ hidden for sampled classes y, and Σ KL(adapter ‖ no adapter).
+    """Return the gradient of a sampled log-likelihood, and the adapter's effect.
 
-    The gradient has the shape of ``output.hidden``; the divergence is 0 without ``plain``.
+    Parameters
+    ----------
+    base : Base
+    output, plain : BatchLogits
+        The model's outputs with and without its adapter.
+    generator : torch.Generator
+        Draws a class y for each prediction from the model's own distribution.
+
+    Returns
+    -------
+    gradient : Tensor, shape of ``output.hidden``
+        ∂ Σ log p(y) / ∂ hidden.
+    effect_sum : float
+        Σ KL(adapter ‖ no adapter) over predictions; 0 without ``plain``.
     """
     gradient = torch.empty_like(output.hidden)
     effect_sum = 0.0
     with torch.no_grad():
-        n_classes = output.logits_of(output.hidden[:1]).shape[-1]
+        n_classes = output.form_logits(output.hidden[:1]).shape[-1]
     size = predictions_at_a_time(n_classes)
     for start in range(0, len(output), size):
-        # Leaves of a graph of their own, for a few predictions at a time; the model's graph is
-        # walked once, at the end.
         chunk = slice(start, start + size)
+        # The hidden states are cut off from the model's graph: each chunk has a small graph of its
+        # own, from hidden states to logits. The caller walks the model's graph once for all chunks.
         hidden = output.hidden[chunk].detach().requires_grad_()
-        logits = output.logits_of(hidden)
+        logits = output.form_logits(hidden)
         log_likelihood = sampled_log_likelihood(logits, base.head, generator)
         (gradient[chunk],) = torch.autograd.grad(log_likelihood, hidden)
         if plain is not None:
+            # The output layer may be adapted too.
             with torch.no_grad(), without_delta(base.model):
-                plain_logits = plain.logits_of(plain.hidden[chunk])
-                lost = divergences(logits.detach(), plain_logits, base.head)
-                effect_sum += float(lost.sum())
+                plain_logits = plain.form_logits(plain.hidden[chunk])
+            effect_sum += float(divergences(logits.detach(), plain_logits, base.head).sum())
     return gradient, effect_sum
 
 
 def _fill_unused_experts(sums: dict[str, LayerSums]) -> None:
-    """Give an expert without tokens, and so without a gradient, the sums of the least used one."""
-    n_tokens = {name: int(layer.tokens) for name, layer in sums.items() if layer.tokens}
-    unused = [name for name in sums if name not in n_tokens]
+    """Give experts that no token was sent to the sums of the least used expert of their stack.
+
+    Raises
+    ------
+    CalibrationError
+        If a layer that is no such expert had no tokens.
+    """
+    n_tokens = {name: int(layer.tokens) for name, layer in sums.items()}
+    used = {name: count for name, count in n_tokens.items() if count}
+    unused = [name for name in sums if name not in used]
     for name in unused:
-        substitute = least_used_expert(name, n_tokens)
+        substitute = least_used_expert(name, used)
         if substitute is None:
             raise CalibrationError(
                 f"{', '.join(unused[:5])}: no prediction of the model depends on it; "
@@ -392,6 +424,6 @@ def _fill_unused_experts(sums: dict[str, LayerSums]) -> None:
 
 
 def _token_bytes(batch: Batch) -> bytes:
-    """Return what is read as bytes, so that statistics can say which texts they are of."""
+    """Return the token numbers and masks of a batch as bytes, for the digest of all texts."""
     integers = [name for name in sorted(batch) if not batch[name].is_floating_point()]
     return b"".join(batch[name].cpu().numpy().tobytes() for name in integers)

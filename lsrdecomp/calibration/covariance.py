@@ -1,4 +1,4 @@
-"""Running second moments in bounded memory: Σ x yᵀ in full while small, else a sketch of it."""
+"""Running second moments in bounded memory: Σ x yᵀ in full if small, else a sketch of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOAT64_TINY = float(np.finfo(np.float64).tiny)
 
 @dataclass(frozen=True, slots=True)
 class CovarianceSettings:
-    """Size of the sums that are kept of a covariance, and of what is written of it."""
+    """Sizes of the sums that a covariance keeps, and of the spectrum that is written."""
 
     max_full: int = 1024  # largest n whose n × n sum is kept in full; by hand
     rank: int = 128  # leading eigenpairs that are written; by hand
@@ -28,15 +28,15 @@ class CovarianceSettings:
     seed: int = 0  # of the random block of a sketch
 
     def is_full(self, size: int) -> bool:
-        """Return whether the sum of this size is kept in full."""
+        """Return whether a sum of ``size`` × ``size`` is kept in full."""
         return size <= self.max_full
 
     def width(self, size: int) -> int:
-        """Return how many columns are kept of the sum."""
+        """Return the columns of the array that is kept: of the sum, or of its sketch."""
         return size if self.is_full(size) else min(size, self.oversampling * self.rank)
 
     def memory(self, size: int) -> int:
-        """Return the bytes of a sum of this size, in float32, with its random block."""
+        """Return the bytes of the kept array in float32, with the random block of a sketch."""
         n_arrays = 1 if self.is_full(size) else 2
         return n_arrays * 4 * size * self.width(size)
 
@@ -44,18 +44,28 @@ class CovarianceSettings:
 class Covariance:
     """A positive semidefinite n × n sum of products x yᵀ.
 
-    A small one is kept in full. Beyond it is one pass of the randomized Nyström method [1]_: with a
-    fixed random block Ω of a few columns it keeps (Σ x yᵀ) Ω and the trace, O(n · rank) numbers,
-    which add up over batches in any order.
+    A single product need not be symmetric, but those of a batch add up to a matrix that is. With
+    the x and the y of a batch as rows of X and Y that is Xᵀ Y, where Y = X, or Y = K X for a
+    positive semidefinite K as in `LayerSums`.
+
+    A small sum is kept in full. A large one is kept as the sketch of the randomized Nyström method
+    [1]_: (Σ x yᵀ) Ω for a fixed random block Ω of a few columns. Both, and the trace, add up over
+    batches in any order.
 
     Parameters
     ----------
     size : int
         n.
     settings : CovarianceSettings
-        What is kept.
     device : torch.device
-        Where it is added up.
+        Device of the sums.
+
+    Attributes
+    ----------
+    total : Tensor, shape (n, n) or (n, columns of Ω)
+        Σ x yᵀ, or its sketch. In float32, as the products are that are added to it.
+    trace : Tensor, shape ()
+        Σ yᵀ x in float64.
 
     References
     ----------
@@ -68,29 +78,28 @@ class Covariance:
         self.rank = min(settings.rank, size)
         self.is_full = settings.is_full(size)
         width = settings.width(size)
-        # In single precision, as the products are that are added to it.
         self.total = torch.zeros(size, width, dtype=torch.float32, device=device)
         self.trace = torch.zeros((), dtype=torch.float64, device=device)
-        if not self.is_full:
+        if not self.is_full:  # Ω, with orthonormal columns
             normal = np.random.default_rng(settings.seed).standard_normal((size, width))
             orthonormal = np.linalg.qr(normal)[0]
             self._block = torch.from_numpy(orthonormal).to(device, torch.float32)
 
-    def add(self, rows: torch.Tensor, partners: torch.Tensor) -> None:
-        """Add Σ_i x_i y_iᵀ, which is symmetric and positive as a whole.
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add Σ_i x_i y_iᵀ, which must be symmetric and positive semidefinite.
 
         Parameters
         ----------
-        rows, partners : Tensor, shape (N, n)
-            The x and the y.
+        x, y : Tensor, shape (N, n)
+            The x_i and y_i as rows.
         """
-        rows = rows.to(torch.float32)
-        partners = partners.to(torch.float32)
-        self.total += rows.T @ (partners if self.is_full else partners @ self._block)
-        self.trace += (rows * partners).double().sum()
+        x = x.to(torch.float32)
+        y = y.to(torch.float32)
+        self.total += x.T @ (y if self.is_full else y @ self._block)
+        self.trace += (x * y).double().sum()
 
     def spectrum(self, scale: float = 1.0) -> LowRankPlusIdentity:
-        """Return the ``rank`` largest eigenpairs, descending, and one value for all others.
+        """Return the ``rank`` largest eigenpairs, descending, and the mean of other eigenvalues.
 
         All eigenvalues are multiplied by ``scale``.
         """
@@ -99,11 +108,12 @@ class Covariance:
         else:
             values, vectors = self._nystrom_eigenpairs()
         n_others = self.size - values.size
-        trace_left = max(float(self.trace) - float(values.sum()), 0.0)
-        rest = trace_left / n_others if n_others else 0.0
-        return LowRankPlusIdentity(vectors, scale * values, scale * rest)
+        trace_of_others = max(float(self.trace) - float(values.sum()), 0.0)
+        mean_of_others = trace_of_others / n_others if n_others else 0.0
+        return LowRankPlusIdentity(vectors, scale * values, scale * mean_of_others)
 
     def _leading_eigenpairs(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the largest eigenvalues, descending, and eigenvectors of the full sum."""
         total = self.total.double().cpu().numpy()
         symmetric = (total + total.T) / 2
         largest = (self.size - self.rank, self.size - 1)
@@ -111,10 +121,11 @@ class Covariance:
         return np.maximum(values[::-1], 0.0), vectors[:, ::-1].copy()
 
     def _nystrom_eigenpairs(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the largest eigenvalues, descending, and eigenvectors of A from its sketch A Ω."""
         block = self._block.double().cpu().numpy()
         image = self.total.double().cpu().numpy()
-        # 1. Add a small multiple of the identity, which keeps the root of [1] real under the
-        #    rounding of float32 sums.
+        # 1. Add a small multiple of the identity to A: the square root of step 2 stays real under
+        #    the rounding of float32 sums.
         shift = FLOAT32_EPS * float(np.linalg.norm(image)) + FLOAT64_TINY
         image = image + shift * block
         # 2. The Nyström approximation A Ω (Ωᵀ A Ω)⁻¹ (A Ω)ᵀ = B Bᵀ with B = A Ω (Ωᵀ A Ω)^-½.

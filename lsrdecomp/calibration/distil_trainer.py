@@ -192,7 +192,7 @@ class Trainer:
     def loss(self, micro: TeacherBatch) -> Tensor:
         """Return Σ over predictions of the divergence and of the weighted distance of features."""
         output, features = forward_with_features(self.student, micro.batch)
-        loss = kl_loss(micro.logits(), output.logits, self.student.head)
+        loss = kl_loss(micro.form_logits(), output.logits, self.student.head)
         if features is not None and micro.features is not None:
             loss = loss + self.feature_weight * (features - micro.features).square().sum()
         return loss

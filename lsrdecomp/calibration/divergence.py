@@ -1,4 +1,4 @@
-"""Divergence and agreement of an adapter's outputs before and after compression, without labels."""
+"""Divergence and agreement between the outputs of an adapter and of what it was compressed to."""
 
 from __future__ import annotations
 
@@ -23,24 +23,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _ReferenceBatch:
-    """One batch with the source's logits."""
+    """One batch, and the source's logits on it."""
 
     batch: Batch
-    logits: Callable[[], Tensor]  # forms them: (predictions, classes)
+    form_logits: Callable[[], Tensor]  # returns (predictions, classes)
     counts: Tensor  # (examples,): predictions of each example
 
 
 @keep_old_attributes
 class Reference:
-    """A source's logits on some batches, kept so that many compressed adapters compare with them.
+    """A source adapter's logits on some batches, with which compressed adapters are compared.
 
     Parameters
     ----------
     source : Base
-        The base with the adapter that others are compared with.
+        The base with the source adapter.
     batches : iterable of mappings
-        What models are called with, as `calibration.batches.text_batches` makes them. Padding is
-        left out.
+        Inputs of models, as `calibration.batches.text_batches` returns them. Padding does not
+        count.
+
+    Attributes
+    ----------
+    head : Head
+    counts : Tensor, shape (examples,)
+        Predictions of each example.
+    effects : Tensor, shape (examples,)
+        Σ KL(source ‖ no ΔW) over the predictions of each example, nats.
 
     Raises
     ------
@@ -49,9 +57,9 @@ class Reference:
 
     Notes
     -----
-    Costs two forward passes a batch (with ΔW and without), and one more for each comparison.
-    Between them are held the batches and what `forward_repeatable` keeps: the logits of few
-    classes, or one row of the model's width for each token.
+    Costs two forward passes a batch (with ΔW and without), and one more for each comparison. It
+    keeps the batches and what `forward_repeatable` keeps of them: the logits of few classes, or one
+    row of the model's width for each token.
     """
 
     def __init__(self, source: Base, batches: Iterable[Batch]) -> None:
@@ -63,13 +71,13 @@ class Reference:
             # 1. With ΔW. Logits are not held here, only a function that forms them again.
             output, form_logits = forward_repeatable(source, batch)
             self._batches.append(_ReferenceBatch(batch, form_logits, output.counts))
-            # 2. Without ΔW, for the adapter's effect. Sums for each example are all that the
-            #    jackknife needs.
+            counts.append(output.counts)
+            # 2. Without ΔW, for the adapter's effect. Only sums for each example are kept: the
+            #    standard error of a comparison needs no more.
             with torch.no_grad(), without_delta(source.model):
                 plain = forward(source, batch)
             effect = divergences(output.logits, plain.logits, self.head)
             effects.append(sum_by_example(effect, output.counts))
-            counts.append(output.counts)
         if not counts or int(torch.cat(counts).sum()) == 0:
             raise CalibrationError("the texts give nothing to predict")
         self.counts = torch.cat(counts)
@@ -82,16 +90,16 @@ class Reference:
 
     @property
     def effect(self) -> float:
-        """KL(source ‖ no ΔW), nats per prediction."""
+        """Mean KL(source ‖ no ΔW), nats per prediction."""
         return float(self.effects.sum()) / int(self.counts.sum())
 
     def compare(self, compressed: Base) -> Behaviour:
-        """Run another adapter on the same base and batches, and compare its logits.
+        """Run a compressed adapter on the same batches, and compare its logits with the source's.
 
         Parameters
         ----------
         compressed : Base
-            The base with it, as `load_pair` opens the two.
+            The same base with the compressed adapter, as `load_pair` opens the two.
 
         Returns
         -------
@@ -100,13 +108,14 @@ class Reference:
         Raises
         ------
         ShapeError
-            If the two have logits of other shapes, such as with other classes.
+            If the two have logits of different shapes, such as for different classes.
         """
         lost, n_matching = self.compare_examples(compressed)
         n_predictions = int(self.counts.sum())
-        agreement, exact_match_rate = None, None
+        agreement = None
         if self.head is not Head.regression:
             agreement = float(n_matching.sum()) / n_predictions
+        exact_match_rate = None
         if self.head in TOKEN_HEADS:
             exact_match_rate = float((n_matching == self.counts).double().mean())
         return Behaviour(
@@ -121,11 +130,11 @@ class Reference:
         )
 
     def compare_examples(self, compressed: Base) -> tuple[Tensor, Tensor]:
-        """Compare another adapter's logits example by example.
+        """Compare a compressed adapter's logits with the source's, example by example.
 
         Returns
         -------
-        divergence : Tensor, shape (examples,)
+        lost : Tensor, shape (examples,)
             Σ KL(source ‖ compressed) over the predictions of each example, nats.
         n_matching : Tensor, shape (examples,)
             Predictions of each example whose top class is the same.
@@ -135,38 +144,37 @@ class Reference:
         ShapeError
             As `compare`.
         """
-        # One batch at a time: the logits of all texts would not fit.
-        divergence: list[Tensor] = []
+        # One batch at a time: the logits of all texts would not fit in memory.
+        lost: list[Tensor] = []
         n_matching: list[Tensor] = []
         with torch.no_grad():
-            for part in self._batches:
-                expected = part.logits()
-                found = forward(compressed, part.batch).logits
-                if expected.shape != found.shape:
+            for reference in self._batches:
+                expected = reference.form_logits()
+                actual = forward(compressed, reference.batch).logits
+                if expected.shape != actual.shape:
                     raise ShapeError(
-                        f"logits of shape {tuple(found.shape)} against {tuple(expected.shape)}"
+                        f"logits of shape {tuple(actual.shape)} against {tuple(expected.shape)}"
                     )
-                lost = divergences(expected, found, self.head)
-                divergence.append(sum_by_example(lost, part.counts))
-                matches = (expected.argmax(-1) == found.argmax(-1)).long().cpu()
-                n_matching.append(sum_by_example(matches, part.counts))
-        return torch.cat(divergence), torch.cat(n_matching)
+                divergence = divergences(expected, actual, self.head)
+                lost.append(sum_by_example(divergence, reference.counts))
+                matches = (expected.argmax(-1) == actual.argmax(-1)).long().cpu()
+                n_matching.append(sum_by_example(matches, reference.counts))
+        return torch.cat(lost), torch.cat(n_matching)
 
 
 def divergences(
-    expected: Tensor, found: Tensor, head: Head, *, at_a_time: int | None = None
+    expected: Tensor, actual: Tensor, head: Head, *, at_a_time: int | None = None
 ) -> Tensor:
-    """Return KL(expected ‖ found) of every prediction in nats, in double precision on the CPU.
+    """Return KL(expected ‖ actual) of every prediction in nats, in double precision on the CPU.
 
     Parameters
     ----------
-    expected, found : Tensor, shape (predictions, classes)
+    expected, actual : Tensor, shape (predictions, classes)
         Logits.
     head : Head
-        Their meaning; of a regression, half the squared difference is returned.
+        Meaning of the logits. For a regression, half the squared difference is returned.
     at_a_time : int, optional
-        Predictions that are held in double precision at a time; absent, as many as
-        `predictions_at_a_time` says.
+        Predictions that are held in double precision at a time; absent, `predictions_at_a_time`.
 
     Returns
     -------
@@ -174,14 +182,16 @@ def divergences(
     """
     size = at_a_time or predictions_at_a_time(expected.shape[-1])
     parts = [torch.zeros(0, dtype=torch.float64)]
-    for first, second in zip(torch.split(expected, size), torch.split(found, size), strict=True):
-        # Logits that are nearly equal have divergences below the rounding of float32 logarithms.
-        p, q = _double(first), _double(second)
+    for p, q in zip(torch.split(expected, size), torch.split(actual, size), strict=True):
+        # In double precision: the divergence of nearly equal logits is below the rounding of
+        # float32 logarithms.
+        p, q = _double(p), _double(q)
         if head is Head.regression:
-            parts.append(((p - q).square().sum(-1) / 2).cpu())
+            divergence = (p - q).square().sum(-1) / 2
         else:
             log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
-            parts.append((log_p.exp() * (log_p - log_q)).sum(-1).cpu())
+            divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
+        parts.append(divergence.cpu())
     return torch.cat(parts)
 
 
@@ -191,16 +201,28 @@ def _double(values: Tensor) -> Tensor:
 
 
 def sum_by_example(values: Tensor, counts: Tensor) -> Tensor:
-    """Return the sums of values (predictions,) over those of each example, (examples,)."""
-    example = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    return torch.zeros(len(counts), dtype=values.dtype).index_add_(0, example, values)
+    """Return the sum of each example's values.
+
+    Parameters
+    ----------
+    values : Tensor, shape (predictions,)
+        In the order of the examples.
+    counts : Tensor, shape (examples,)
+        Predictions of each example.
+
+    Returns
+    -------
+    Tensor, shape (examples,)
+    """
+    example_of_value = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    return torch.zeros(len(counts), dtype=values.dtype).index_add_(0, example_of_value, values)
 
 
 def ratio_standard_error(lost: Tensor, effects: Tensor) -> float | None:
-    """Return the standard error of 1 − Σ lost / Σ effects over examples: the jackknife of a ratio.
+    """Return the standard error of the share kept, 1 − Σ lost / Σ effects.
 
-    Examples are the units that were drawn. None for fewer than two, or where leaving one out leaves
-    no effect.
+    It is the jackknife's over examples, not over predictions: those of one example are not
+    independent. None for fewer than two examples, or where leaving one out leaves no effect.
     """
     n_examples = len(lost)
     effects_without_one = effects.sum() - effects
@@ -213,9 +235,9 @@ def ratio_standard_error(lost: Tensor, effects: Tensor) -> float | None:
 
 @contextmanager
 def without_delta(model: nn.Module) -> Iterator[None]:
-    """Set ΔW = 0 in every adapted layer inside a block.
+    """Set ΔW = 0 in every adapted layer inside a ``with`` block.
 
-    Heads and rows of tokens that came with the adapter stay.
+    Heads and embeddings of tokens that came with the adapter stay.
     """
     layers = [module for module in model.modules() if has_delta(module)]
     for layer in layers:

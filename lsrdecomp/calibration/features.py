@@ -1,6 +1,7 @@
-"""Features of a classifier: what its last linear layer reads, which is where its logits come from.
+"""Features of a classifier: the inputs of its last linear layer, whose outputs are the logits.
 
-They are hundreds of numbers for each prediction, where the logits are two or three.
+A distillation learns from them too: hundreds of numbers for each prediction say more than two or
+three logits.
 """
 
 from __future__ import annotations
@@ -11,26 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from lsrdecomp.calibration.forward import BatchLogits, forward
-from lsrdecomp.calibration.heads import Batch, Head
+from lsrdecomp.calibration.heads import EXAMPLE_HEADS, Batch
 
 if TYPE_CHECKING:
     from lsrdecomp.calibration.base_model import Base
 
-EXAMPLE_HEADS = (Head.classification, Head.regression)
-"""Heads of models that have features here."""
-
 
 def forward_with_features(base: Base, batch: Batch) -> tuple[BatchLogits, Tensor | None]:
-    """Run a model on one batch; return its logits and features, both with their graph.
+    """Run a model on one batch; return its logits and features, which gradients can pass through.
 
     Returns
     -------
     logits : BatchLogits
         As `forward` returns them.
-    features : Tensor, shape (predictions, width), optional
-        None for models that predict tokens, and where no linear layer's output is the logits.
+    features : Tensor, shape (predictions, width), or None
+        None for models that predict tokens, and where the logits are not the output of a linear
+        layer.
     """
-    # 1. Record the calls of all linear layers that have an output for each class.
+    # 1. Record inputs and outputs of all linear layers that have an output for each class.
     calls: list[tuple[Tensor, Tensor]] = []
 
     def hook(_module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -43,9 +42,10 @@ def forward_with_features(base: Base, batch: Batch) -> tuple[BatchLogits, Tensor
     finally:
         for handle in handles:
             handle.remove()
-    # 2. The last of them whose output is the logits, bit by bit, read the features.
+    # 2. The features are the inputs of the last call whose outputs are the logits, bit by bit.
+    logits = result.logits.detach()
     for inputs, output in reversed(calls):
-        features = _rows_behind(result.logits.detach(), inputs, output.detach().float())
+        features = _inputs_of_logits(logits, inputs, output.detach().float())
         if features is not None:
             return result, features
     return result, None
@@ -60,16 +60,25 @@ def _candidate_layers(base: Base) -> list[nn.Linear]:
     return [layer for layer in linear if layer.out_features == n_classes]
 
 
-def _rows_behind(logits: Tensor, inputs: Tensor, output: Tensor) -> Tensor | None:
-    """Return the rows of a layer's input (examples, [tokens,] width) that became the logits.
+def _inputs_of_logits(logits: Tensor, inputs: Tensor, output: Tensor) -> Tensor | None:
+    """Return the inputs from which a layer made the logits, if it did.
 
-    None if the logits are not among the layer's output.
+    Parameters
+    ----------
+    logits : Tensor, shape (examples, classes)
+    inputs : Tensor, shape (examples, width) or (examples, tokens, width)
+    output : Tensor, shape (examples, classes) or (examples, tokens, classes)
+
+    Returns
+    -------
+    Tensor, shape (examples, width), or None
+        None if the logits are not among the outputs.
     """
     if output.shape == logits.shape and torch.equal(output, logits):
         return inputs
     if output.ndim != 3 or (len(output), output.shape[-1]) != tuple(logits.shape):
         return None
-    # The layer classified every token, and the model took the logits of one.
+    # The layer may have classified every token, and the model have taken the logits of one.
     is_logits = (output == logits[:, None]).all(-1)
     if not bool(is_logits.any(1).all()):
         return None

@@ -1,7 +1,6 @@
-"""Files of a calibration: sums of an unfinished run in its journal, and the finished statistics.
+"""Files of a calibration: running sums in the journal, and the finished statistics.
 
-The layout of the finished files is described where they are read, in
-`lsrdecomp.checkpoints.statistics`.
+`lsrdecomp.checkpoints.statistics` reads the finished files and describes their layout.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints.journal import Journal
 
 LIBRARIES = ("lsrdecomp", "torch", "transformers")
-"""Packages whose versions the metadata holds."""
+"""Packages whose versions the metadata records."""
 
 
-def check_unfinished(out: Path) -> None:
-    """Raise if ``out`` cannot take statistics.
+def check_output(out: Path) -> None:
+    """Check that statistics can be written to a directory.
 
     Raises
     ------
     CheckpointError
-        If it holds finished statistics, or is something else than a directory.
+        If it holds finished statistics, or is not a directory.
     """
     if out.exists() and not out.is_dir():
         raise CheckpointError("the output is not a directory; choose another", path=out)
@@ -50,7 +49,7 @@ def check_unfinished(out: Path) -> None:
 
 
 def save_sums(journal: Journal, key: str, layers: Mapping[str, LayerSums], counts: Counts) -> None:
-    """Keep the sums of an unfinished run."""
+    """Save the running sums of layers in the journal, under a key."""
     arrays = {}
     for name, sums in layers.items():
         for part, tensor in sums.tensors.items():
@@ -59,37 +58,49 @@ def save_sums(journal: Journal, key: str, layers: Mapping[str, LayerSums], count
 
 
 def load_sums(journal: Journal, key: str, layers: Mapping[str, LayerSums]) -> Counts:
-    """Fill the sums from those that were kept, if there are any; return what they hold."""
-    result = journal.get(key)
-    if result is None:
-        return Counts()
-    for name, sums in layers.items():
-        for part, tensor in sums.tensors.items():
-            saved = result.arrays[f"{name}.{part}"].read()
-            tensor.copy_(torch.from_numpy(np.asarray(saved)))
-    return Counts(**result.values)
-
-
-def leading_eigenpairs(
-    layers: Mapping[str, LayerSums], predictions: int
-) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    """Return what is kept of the sums of layers.
+    """Restore the running sums of layers in place from the journal, if it has them.
 
     Returns
     -------
-    arrays : dict
-        Eigenvectors, eigenvalues and the remaining eigenvalue of each side of each layer, under the
-        names of their tensors.
-    metadata : dict
-        Shape, ranks, tokens and Fisher trace of each layer.
+    Counts
+        Counts of the batches that the sums hold; zeros if the journal has no such key.
+    """
+    entry = journal.get(key)
+    if entry is None:
+        return Counts()
+    for name, sums in layers.items():
+        for part, tensor in sums.tensors.items():
+            saved = entry.arrays[f"{name}.{part}"].read()
+            tensor.copy_(torch.from_numpy(np.asarray(saved)))
+    return Counts(**entry.values)
+
+
+def finished_layers(
+    layers: Mapping[str, LayerSums], predictions: int
+) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """Return the entries of the finished files for some layers.
+
+    Parameters
+    ----------
+    layers : Mapping of name to LayerSums
+    predictions : int
+        Predictions that the sums are over.
+
+    Returns
+    -------
+    arrays : dict of tensor name to array
+        Leading eigenvectors and eigenvalues, and the mean of the other eigenvalues, of the input
+        and the output side of each layer.
+    metadata : dict of layer name to dict
+        Shape, ranks, tokens and Fisher trace.
     """
     arrays: dict[str, NDArray[Any]] = {}
     metadata: dict[str, Any] = {}
     for name, sums in layers.items():
         spectra = sums.spectra(predictions)
         for side, spectrum in (("input", spectra.input), ("output", spectra.output)):
-            # Entries of unit vectors: half precision holds them to 5e-4 of their size, whatever
-            # the scale.
+            # Half precision holds the entries of unit vectors to 5e-4 of their size; the scale is
+            # in the eigenvalues.
             basis = np.asarray(spectrum.basis, dtype=np.float16)
             values = np.asarray(spectrum.values, dtype=np.float32)
             rest = np.asarray(spectrum.rest, dtype=np.float32)
@@ -112,18 +123,18 @@ def write_statistics(
     layers: Mapping[str, Any],
     counts: Counts,
 ) -> None:
-    """Write the finished statistics; the metadata comes last and marks the end.
+    """Write the finished statistics. The metadata comes last: where it is, they are complete.
 
     Parameters
     ----------
     out : path
         The directory.
     settings : Mapping of name to value
-        What was measured, and how.
+        Settings of the calibration.
     arrays, layers : mappings
-        As `leading_eigenpairs` returns them.
+        Arrays and metadata of all layers, as `finished_layers` returns them.
     counts : Counts
-        What was read.
+        Numbers of what was read.
     """
     with new_file(out / TENSORS, force=True) as partial, TensorWriter(out) as writer:
         for name, array in arrays.items():

@@ -1,8 +1,8 @@
 """Forward passes: the logits of a batch's predictions, held in little memory.
 
-A vocabulary has a hundred entries where the model's width has one, and whoever computes with logits
-holds several float32 copies of them. So what the output layer reads is kept in place of the logits,
-which are formed from it for a few predictions at a time.
+A vocabulary is about a hundred times as large as the model's width, and whoever computes with
+logits holds several float32 copies of them. So the hidden states that the output layer reads are
+kept in their place, and logits are formed from them for a few predictions at a time.
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BatchLogits:
-    """Logits of the predictions of one batch, not formed yet."""
+    """Logits of the predictions of one batch, formed when they are asked for.
 
-    hidden: (
-        Tensor  # (predictions, width), with its graph: input of `layer`; the logits if it is None
-    )
-    counts: Tensor  # (examples,): predictions of each example
-    layer: nn.Module | None  # the output layer
+    Either hidden states with the layer that makes logits of them, or the logits themselves and no
+    layer.
+    """
+
+    hidden: Tensor
+    """Hidden states (predictions, width), or logits (predictions, classes) if ``layer`` is None;
+    with their graph."""
+    counts: Tensor
+    """Predictions of each example, (examples,)."""
+    layer: nn.Module | None
+    """The output layer."""
 
     def __len__(self) -> int:
         """Return the number of predictions."""
@@ -40,54 +46,53 @@ class BatchLogits:
     @property
     def logits(self) -> Tensor:
         """Logits of all predictions, (predictions, classes) in float32, formed anew each time."""
-        return self.logits_of(self.hidden)
+        return self.form_logits(self.hidden)
 
-    def logits_of(self, hidden: Tensor) -> Tensor:
-        """Return the logits of some rows of ``hidden``."""
-        return hidden if self.layer is None else self.layer(hidden).float()
+    def form_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of some rows of ``hidden``, (rows, classes) in float32."""
+        if self.layer is None:
+            return hidden
+        logits: Tensor = self.layer(hidden).float()
+        return logits
 
 
 def forward(
     base: Base, batch: Batch, *, full_logits: bool = False, n_probes: int = 8
 ) -> BatchLogits:
-    """Run a model on one batch; gradients flow where its parameters want them.
+    """Run a model on one batch, and return the logits of its predictions.
 
     Of a causal model only the positions that predict reach the output layer: a vocabulary is large,
-    a prompt is long.
+    and a prompt is long.
 
     Parameters
     ----------
     base : Base
-        The model, perhaps with an adapter.
+        The model, perhaps with an adapter. Parameters that require gradients get them through the
+        result.
     batch : Mapping of name to Tensor
-        What it is called with.
     full_logits : bool
-        Hold logits in place of what the output layer reads. That is also done for models that do
-        something to the logits after this layer, such as a scale or a cap.
+        Hold logits, not hidden states. Models that do something to the logits after the output
+        layer, such as a scale or a cap, always have theirs held.
     n_probes : int
-        Predictions by which it is tested whether anything comes after the output layer; by hand.
+        Predictions on which such models are detected; by hand.
     """
     device = next(base.model.parameters()).device
     inputs = {name: value.to(device) for name, value in batch.items()}
     layer = output_layer(base)
     positions = _predicting_positions(inputs, base.head)
-    # 1. Where every position predicts, or no layer of its own makes the logits of tokens, they are
-    #    what the model returns.
+    # 1. Where every position predicts, or the model has no output layer for tokens, take what the
+    #    model returns.
     if layer is None or positions is None:
         return _forward_in_full(base, inputs, positions)
     counts = positions.sum(1).cpu()
-    # 2. A pass in which the output layer makes the logits of a few rows only. If it makes the same
-    #    bits from these rows on its own, nothing comes after it: the rows stand for all logits.
+    # 2. Keep the hidden states of the predicting positions, if the output layer alone makes the
+    #    logits of them.
     if not full_logits:
-        with _reading_only(layer, positions, n_probes) as inputs_read:
-            returned = base.model(**model_inputs(inputs)).logits.float()
-        hidden = inputs_read[0]
-        with torch.no_grad():
-            formed = layer(hidden[:n_probes]).float()
-        if torch.equal(formed, returned):
+        hidden = _hidden_states(base, inputs, layer, positions, n_probes)
+        if hidden is not None:
             return BatchLogits(hidden, counts, layer)
-    # 3. Otherwise the logits of all positions that predict, as the model returns them.
-    with _reading_only(layer, positions):
+    # 3. Else keep the logits of these positions, as the model returns them.
+    with _restrict_output_layer(layer, positions):
         logits = base.model(**model_inputs(inputs)).logits.float()
     return BatchLogits(logits, counts, None)
 
@@ -97,15 +102,26 @@ def forward_repeatable(
 ) -> tuple[BatchLogits, Callable[[], Tensor]]:
     """Run a model without gradients; also return a function that forms the same logits again.
 
-    They are the same bit by bit. What the output layer reads is kept and the layer applied again.
-    Where a model does more after it, logits of up to ``max_kept_classes`` classes are kept, and for
-    more the model runs again.
+    Parameters
+    ----------
+    base : Base
+    batch : Mapping of name to Tensor
+    max_kept_classes : int
+        Logits of more classes than this are not kept, by hand: the model runs again. That concerns
+        models whose logits cannot be formed from hidden states (see `forward`).
+
+    Returns
+    -------
+    output : BatchLogits
+    form_logits : callable
+        Returns the logits of ``output``, the same bit by bit, at any later time. It keeps no more
+        than one row of the model's width, or of ``max_kept_classes``, per prediction.
     """
     with torch.no_grad():
         output = forward(base, batch)
 
     @torch.no_grad()
-    def form_again() -> Tensor:
+    def form_from_kept_rows() -> Tensor:
         return output.logits
 
     @torch.no_grad()
@@ -115,13 +131,14 @@ def forward_repeatable(
     holds_logits = output.layer is None
     if holds_logits and output.hidden.shape[-1] > max_kept_classes:
         return output, run_again
-    return output, form_again
+    return output, form_from_kept_rows
 
 
 def predictions_at_a_time(n_classes: int, max_numbers: int = 2**22) -> int:
-    """Return of how many predictions the logits are handled at a time: a vocabulary is large.
+    """Return the number of predictions whose logits are held at a time, at least one.
 
-    ``max_numbers``, set by hand, are 16 MB in single and 32 MB in double precision.
+    Together they are ``max_numbers`` numbers at most, a limit set by hand: 16 MB in single and
+    32 MB in double precision.
     """
     return max(1, max_numbers // n_classes)
 
@@ -145,8 +162,28 @@ def _predicting_positions(inputs: Batch, head: Head) -> Tensor | None:
     return mask
 
 
+def _hidden_states(
+    base: Base, inputs: Batch, layer: nn.Module, positions: Tensor, n_probes: int
+) -> Tensor | None:
+    """Run a model for what its output layer reads at the positions that predict.
+
+    Returns
+    -------
+    Tensor, shape (predictions, width), or None
+        None if the model's logits are not the outputs of the layer.
+    """
+    # The output layer runs on the first few predictions only. If the model returns exactly the
+    # layer's outputs for them, it does nothing to its logits after the layer.
+    with _restrict_output_layer(layer, positions, n_probes) as layer_inputs:
+        probes = base.model(**model_inputs(inputs)).logits.float()
+    hidden = layer_inputs[0]
+    with torch.no_grad():
+        outputs_of_layer = layer(hidden[:n_probes]).float()
+    return hidden if torch.equal(outputs_of_layer, probes) else None
+
+
 def _forward_in_full(base: Base, inputs: Batch, positions: Tensor | None) -> BatchLogits:
-    """Return the logits that the model returns, without those of positions that do not predict."""
+    """Run a model for all its logits, and return those of the positions that predict."""
     all_logits = base.model(**model_inputs(inputs)).logits
     logits = prediction_logits(all_logits, base.head, loss_mask(inputs, base.head))
     if positions is None or base.head not in TOKEN_HEADS:
@@ -158,22 +195,23 @@ def _forward_in_full(base: Base, inputs: Batch, positions: Tensor | None) -> Bat
 
 
 @contextmanager
-def _reading_only(
-    layer: nn.Module, positions: Tensor, first: int | None = None
+def _restrict_output_layer(
+    layer: nn.Module, positions: Tensor, limit: int | None = None
 ) -> Iterator[list[Tensor]]:
-    """Let the output layer read the positions that predict alone, or the ``first`` of them.
+    """Let the output layer run on the positions that predict, or on the first ``limit`` of them.
 
-    Yields a list that gets the input of each call at these positions, (predictions, width).
+    Yields a list to which each call of the layer appends its input at all these positions,
+    (predictions, width).
     """
-    inputs: list[Tensor] = []
+    layer_inputs: list[Tensor] = []
 
     def hook(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         hidden = arguments[0][positions]
-        inputs.append(hidden)
-        return (hidden[:first], *arguments[1:])
+        layer_inputs.append(hidden)
+        return (hidden[:limit], *arguments[1:])
 
     handle = layer.register_forward_pre_hook(hook)
     try:
-        yield inputs
+        yield layer_inputs
     finally:
         handle.remove()

@@ -1,4 +1,4 @@
-"""Completions: what a language model goes on with, decoded greedily."""
+"""Completions of prompts by a language model, decoded greedily."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def evaluation_mode(model: nn.Module, *, autocast: bool) -> Iterator[torch.device]:
-    """Put a model into evaluation mode for a block, and yield its device.
+    """Put a model into evaluation mode inside a ``with`` block, and yield its device.
 
-    With ``autocast`` matrix products are in bfloat16.
+    With ``autocast`` matrix products are in bfloat16. For gradients on frozen parameters there is
+    `lsrdecomp.calibration.measured_model.measurement_mode`.
     """
     device = next(model.parameters()).device
     was_training = model.training
@@ -38,28 +39,27 @@ def generate(
     *,
     new_tokens: int,
     autocast: bool = False,
-    batch: int = 16,
+    batch_size: int = 16,
 ) -> list[str]:
     """Return the model's completion of each prompt, by greedy decoding, without special tokens.
 
     Parameters
     ----------
     model, tokenizer
-        As transformers has them.
+        Those of transformers.
     prompts : sequence of str
-        Texts to go on from.
     new_tokens : int
         Maximum tokens of a completion.
     autocast : bool
         Compute matrix products in bfloat16.
-    batch : int
-        Prompts that are completed side by side; they are sorted by length.
+    batch_size : int
+        Prompts that are completed together; they are sorted by length.
     """
     shortest_first = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     completions = [""] * len(prompts)
     with evaluation_mode(model, autocast=autocast) as device:
-        for start in range(0, len(prompts), batch):
-            chosen = shortest_first[start : start + batch]
+        for start in range(0, len(prompts), batch_size):
+            chosen = shortest_first[start : start + batch_size]
             encoded = tokenizer(
                 [prompts[i] for i in chosen], padding=True, padding_side="left", return_tensors="pt"
             )

@@ -1,7 +1,7 @@
-"""Gradients of sampled log-likelihoods: what each layer reads, and the gradient at what it writes.
+"""Gradients of sampled log-likelihoods: the input x of each layer and the gradient g at its output.
 
-Hooks record both for a set of modules and hand them on while the backward pass is still running,
-so that the activations of one module at a time are held twice.
+Hooks record both for a set of modules. Each module's are delivered as soon as they are complete,
+while the backward pass is still running, so that no more than one module's are held twice.
 """
 
 from __future__ import annotations
@@ -23,49 +23,55 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ModuleCall:
-    """One use of a module: its input, and the gradient of the log-likelihood at its output."""
+    """One call of a module: its input, and the gradient of the log-likelihood at its output."""
 
     inputs: Tensor
-    gradient: Tensor | None = None
+    gradient: Tensor | None = None  # None until the backward pass gets there
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGradients:
-    """All uses of one module in a pass, the tokens of all uses side by side."""
+    """Inputs and output gradients of one module, the tokens of all its calls side by side."""
 
     inputs: Tensor  # x, (examples, tokens, n)
     gradients: Tensor  # g = ∂ log p / ∂y, (examples, tokens, m)
 
     def used_tokens(self) -> Tensor:
-        """Return the tokens that a prediction depends on, (examples, tokens).
+        """Return a mask of the tokens that a prediction depends on, (examples, tokens).
 
-        The gradient at padding is exactly 0.
+        At all others, such as padding, the gradient is exactly 0.
         """
         return self.gradients.ne(0).any(-1)
 
 
 @dataclass(slots=True)
 class GradientRecorder:
-    """Calls of each watched module during one forward pass; the backward pass completes them.
+    """Records inputs and output gradients of watched modules, and delivers them module by module.
 
-    Blocks that are computed again on the way back run first without gradients. Their calls are
-    counted in the forward pass, and recorded when gradients reach the block.
+    For each batch:
+
+    1. `clear` forgets calls of other forward passes.
+    2. In the forward pass hooks count the calls of each module, and record those that have
+       gradients. In a block whose activations are recomputed, calls are counted now and recorded
+       when the block runs again in the backward pass.
+    3. `backward` runs the backward pass, in which hooks call `add_gradient`. When all calls of a
+       module have a gradient, ``on_layer`` gets them.
     """
 
     on_layer: Callable[[str, LayerGradients], None]
     n_examples: int = 0
-    calls: dict[str, list[ModuleCall]] = field(default_factory=dict)
-    n_calls: dict[str, int] = field(default_factory=dict)  # in the forward pass
+    calls: dict[str, list[ModuleCall]] = field(default_factory=dict)  # recorded, by module
+    n_calls: dict[str, int] = field(default_factory=dict)  # counted in the forward pass, by module
     in_backward: bool = False
 
     def clear(self) -> None:
-        """Forget the calls of a pass."""
+        """Forget all calls so far."""
         for name, calls in self.calls.items():
             calls.clear()
             self.n_calls[name] = 0
 
     def backward(self, output: Tensor, n_examples: int, gradient: Tensor | None = None) -> None:
-        """Go back from ``output``, and hand on the gradients of each module once all are there.
+        """Run the backward pass from ``output``, and deliver the gradients of each module.
 
         Parameters
         ----------
@@ -79,7 +85,7 @@ class GradientRecorder:
         Raises
         ------
         ShapeError
-            If the input rows of a module cannot be shared out among the examples.
+            If the input rows of a module are not a whole number for each example.
         """
         self.n_examples = n_examples
         self.in_backward = True
@@ -87,20 +93,20 @@ class GradientRecorder:
             output.backward(gradient)  # type: ignore[no-untyped-call]
         finally:
             self.in_backward = False
-        # What is left are modules of which some calls got no gradient.
+        # Modules are left of which some calls got no gradient: no prediction depends on them.
         for name in self.calls:
-            self._hand_on(name)
+            self._deliver(name)
 
     def add_gradient(self, name: str, call: ModuleCall, gradient: Tensor) -> None:
-        """Take the gradient of one call; with the last one of its module, hand all of them on."""
+        """Record the gradient of one call; deliver those of its module if it was the last one."""
         call.gradient = gradient.detach()
         calls = self.calls[name]
-        n_complete = sum(other.gradient is not None for other in calls)
-        if n_complete == len(calls) == self.n_calls[name]:
-            self._hand_on(name)
+        all_recorded = len(calls) == self.n_calls[name]
+        if all_recorded and all(other.gradient is not None for other in calls):
+            self._deliver(name)
 
-    def _hand_on(self, name: str) -> None:
-        # 1. Take the calls that have a gradient out of memory.
+    def _deliver(self, name: str) -> None:
+        """Call ``on_layer`` with the calls of a module that have a gradient, and forget them."""
         inputs: list[Tensor] = []
         gradients: list[Tensor] = []
         for call in self.calls[name]:
@@ -109,7 +115,8 @@ class GradientRecorder:
                 gradients.append(self._by_example(name, call.gradient))
         self.calls[name].clear()
         self.n_calls[name] = 0
-        # 2. Lay the tokens of all uses side by side: the gradient of the weight is their sum.
+        # The gradient of the weight is a sum over tokens: those of several calls add up like those
+        # of one.
         if inputs:
             self.on_layer(name, LayerGradients(torch.cat(inputs, 1), torch.cat(gradients, 1)))
 
@@ -129,9 +136,9 @@ class GradientRecorder:
 def watched(
     modules: Mapping[str, nn.Module], on_layer: Callable[[str, LayerGradients], None]
 ) -> Iterator[GradientRecorder]:
-    """Record inputs and output gradients of ``modules`` until the block ends.
+    """Record inputs and output gradients of ``modules`` inside a ``with`` block.
 
-    Parameters need no gradient. ``on_layer`` is called with the name of a module and its gradients
+    Parameters may be frozen. ``on_layer`` is called with the name of a module and its gradients
     during each `GradientRecorder.backward`.
     """
     calls: dict[str, list[ModuleCall]] = {name: [] for name in modules}
@@ -148,6 +155,8 @@ def watched(
 
 
 def _recording_hook(recorder: GradientRecorder, name: str) -> Callable[..., Tensor | None]:
+    """Return a forward hook that records the calls of a module."""
+
     def hook(_module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor | None:
         if not recorder.in_backward:
             recorder.n_calls[name] += 1
@@ -159,8 +168,8 @@ def _recording_hook(recorder: GradientRecorder, name: str) -> Callable[..., Tens
         if output.requires_grad:
             output.register_hook(add_gradient)  # type: ignore[no-untyped-call]
             return None
-        # All parameters are frozen, so the graph begins here. The clone lets later code write into
-        # the module's result.
+        # With all parameters frozen the graph begins here, at a leaf. Its clone is returned, since
+        # later code may write into the output, which a leaf does not allow.
         leaf = output.detach().requires_grad_()
         leaf.register_hook(add_gradient)  # type: ignore[no-untyped-call]
         return leaf.clone()
@@ -176,7 +185,7 @@ def sampled_log_likelihood(logits: Tensor, head: Head, generator: torch.Generato
     logits : Tensor, shape (predictions, classes)
         As `calibration.heads.prediction_logits` returns them.
     head : Head
-        Their meaning; a regression draws from a normal distribution of unit variance.
+        Meaning of the logits; a regression draws from a normal distribution of unit variance.
     generator : torch.Generator
         On the CPU: draws are the same on every device, up to rounding of the probabilities.
     """

@@ -18,7 +18,7 @@ Batch = Mapping[str, Tensor]
 """Arguments of a model's forward pass by name, and perhaps a `LOSS_MASK`."""
 
 IGNORED_LABEL = -100
-"""Label of a token that no loss counts, as transformers has it."""
+"""Label that the losses of transformers ignore."""
 
 
 class Head(Enum):
@@ -32,7 +32,9 @@ class Head(Enum):
 
 
 TOKEN_HEADS = (Head.tokens, Head.causal_lm, Head.seq2seq)
-"""Heads that predict at every token; the others predict once per example."""
+"""Heads that predict at every token."""
+EXAMPLE_HEADS = (Head.classification, Head.regression)
+"""Heads that predict once per example."""
 
 
 def prediction_logits(logits: Tensor, head: Head, mask: Tensor | None = None) -> Tensor:
@@ -43,10 +45,10 @@ def prediction_logits(logits: Tensor, head: Head, mask: Tensor | None = None) ->
     logits : Tensor, shape (examples, classes), (examples, 1) or (examples, tokens, classes)
         What the model returned.
     head : Head
-        Their meaning.
+        Meaning of the logits.
     mask : Tensor, shape (examples, tokens), optional
-        Tokens that are to be predicted, as `loss_mask` finds them. A causal model predicts each
-        token at the position before it. Absent, all are.
+        Tokens that are to be predicted, as `loss_mask` returns them; absent, all. A causal model
+        predicts each token at the position before it.
 
     Raises
     ------
@@ -54,8 +56,8 @@ def prediction_logits(logits: Tensor, head: Head, mask: Tensor | None = None) ->
         If the logits do not have the shape of the head.
     """
     n_axes = 3 if head in TOKEN_HEADS else 2
-    is_score = head is Head.regression
-    if logits.ndim != n_axes or (is_score and logits.shape[-1] != 1):
+    has_wrong_width = head is Head.regression and logits.shape[-1] != 1
+    if logits.ndim != n_axes or has_wrong_width:
         raise ShapeError(f"logits of shape {tuple(logits.shape)} for {head.name} ({head.value})")
     if head is Head.causal_lm:
         logits = logits[:, :-1]
@@ -66,7 +68,7 @@ def prediction_logits(logits: Tensor, head: Head, mask: Tensor | None = None) ->
 
 
 def loss_mask(batch: Batch, head: Head) -> Tensor | None:
-    """Return which tokens of a batch are to be predicted, (examples, tokens); None if all are."""
+    """Return a mask of the tokens to be predicted, (examples, tokens); None if all are."""
     if LOSS_MASK in batch:
         return batch[LOSS_MASK]
     if head is not Head.seq2seq:

@@ -1,9 +1,9 @@
-"""A model while it is measured: its modules by name, their sizes, its modes, and less memory.
+"""Preparation of a model for measuring its layers: names, sizes, mode, and recomputed activations.
 
-Blocks can compute their activations again on the way back instead of keeping them. transformers
-does so for training alone, and asks ``module.training``, which would switch dropout on. So its
-blocks are found by their class and wrapped here; hooks inside them see the second pass, the one
-with gradients.
+The blocks of a model can compute their activations again in the backward pass instead of keeping
+them. transformers' own gradient checkpointing works in training mode only, which would switch
+dropout on. So blocks are found by their class and wrapped here. Hooks inside them see both passes,
+and only the second one has gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     """Return modules under the names they have in the plain base, without PEFT's wrapping.
 
-    A shared module stands under all its names.
+    A shared module is listed under each of its names.
     """
     base: nn.Module = getattr(model, "get_base_model", lambda: model)()
     return dict(base.named_modules(remove_duplicate=False))
@@ -39,7 +39,7 @@ def layer_size(module: nn.Module, name: str) -> tuple[int, int]:
     Raises
     ------
     CalibrationError
-        If it is another layer; the message calls it by ``name``.
+        If it is another kind of layer; the message has its ``name``.
     """
     plain: nn.Module = getattr(module, "get_base_layer", lambda: module)()
     if not isinstance(plain, LINEAR):
@@ -51,11 +51,12 @@ def layer_size(module: nn.Module, name: str) -> tuple[int, int]:
 
 @contextmanager
 def measurement_mode(model: nn.Module) -> Iterator[None]:
-    """Set a model to evaluation mode for a block, with gradients but no parameter that needs one.
+    """Prepare a model for gradients of its activations inside a ``with`` block.
 
-    It has no cache and no gradient checkpointing of its own. At the end all is as before.
+    It is in evaluation mode, with all parameters frozen, without a cache and without transformers'
+    gradient checkpointing. At the end everything is as it was.
     """
-    # 1. What the model was set to.
+    # 1. Remember what the model was set to.
     was_training = {module: module.training for module in model.modules()}
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     config = getattr(model, "config", None)
@@ -63,7 +64,7 @@ def measurement_mode(model: nn.Module) -> Iterator[None]:
     checkpointing: list[Any] = [
         module for module in model.modules() if getattr(module, "gradient_checkpointing", False)
     ]
-    # 2. The mode, and back.
+    # 2. Change it, and change it back.
     model.eval()
     try:
         for parameter in trainable:
@@ -86,8 +87,8 @@ def measurement_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def recomputed(model: nn.Module, watched: Sequence[nn.Module]) -> Iterator[int]:
-    """Let the blocks of a model keep their inputs alone, and run again on the way back.
+def recompute_activations(model: nn.Module, watched: Sequence[nn.Module]) -> Iterator[int]:
+    """Let the blocks of a model keep only their inputs, and run again in the backward pass.
 
     Yields the number of blocks, which is 0 if the model has none.
 
@@ -95,26 +96,26 @@ def recomputed(model: nn.Module, watched: Sequence[nn.Module]) -> Iterator[int]:
     ----------
     model : nn.Module
         Its blocks are `transformers.modeling_layers.GradientCheckpointingLayer`; one inside another
-        is left to the outer. Parameters must be frozen.
+        is part of the outer one. Parameters must be frozen.
     watched : sequence of nn.Module
-        Modules that hooks record. Gradients reach a block through its arguments, or begin in it if
-        it holds one of these.
+        Modules that hooks record. A block that holds one is recomputed even if none of its
+        arguments needs a gradient: the hook makes gradients begin inside it.
 
     Notes
     -----
     Costs another forward pass of the blocks that gradients go through.
     """
-    # Instances get a forward of their own, which shadows their class's; one that they had already
-    # (accelerate's hooks set one) is put back at the end.
+    # A `forward` set on the instance shadows that of its class. An instance may have had one before
+    # (accelerate's hooks set one), which is put back at the end.
     blocks = _outermost_blocks(model)
-    recorded = set(watched)
+    watched_modules = set(watched)
     instance_forwards: dict[nn.Module, Any] = {
         block: block.__dict__.get("forward") for block in blocks
     }
     try:
         for block in blocks:
-            is_watched = not recorded.isdisjoint(block.modules())
-            block.forward = _recomputing(block.forward, is_watched)
+            is_watched = not watched_modules.isdisjoint(block.modules())
+            block.forward = _recomputing_forward(block.forward, is_watched)
         yield len(blocks)
     finally:
         for block, forward in instance_forwards.items():
@@ -124,7 +125,7 @@ def recomputed(model: nn.Module, watched: Sequence[nn.Module]) -> Iterator[int]:
 
 
 def _outermost_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model that lie in no other block, each once."""
+    """Return the blocks of a model that are not inside another block, each once."""
     if isinstance(model, GradientCheckpointingLayer):
         return [model]
     blocks: dict[nn.Module, None] = {}
@@ -133,39 +134,39 @@ def _outermost_blocks(model: nn.Module) -> list[nn.Module]:
     return list(blocks)
 
 
-def _recomputing(forward: Callable[..., Any], is_watched: bool) -> Callable[..., Any]:
-    """Return a block's forward that computes activations again on the way back.
+def _recomputing_forward(forward: Callable[..., Any], is_watched: bool) -> Callable[..., Any]:
+    """Return a block's forward that computes activations again in the backward pass.
 
     ``is_watched`` says that gradients begin in the block even if no argument needs one.
     """
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # 1. All arguments in a row, as a checkpoint takes them. What a cache holds would be written
-        #    twice, and nothing here reads one.
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
+        # 1. torch's checkpoint takes positional arguments only: put all arguments in one list. A
+        #    cache is left out: the second pass would write to it again, and nothing here reads it.
         names = list(kwargs)
         n_positional = len(args)
         values: list[Any] = [
             None if isinstance(value, Cache) else value for value in (*args, *kwargs.values())
         ]
 
-        def call(*values: Any) -> Any:
+        def call_forward(*values: Any) -> Any:
             named = dict(zip(names, values[n_positional:], strict=True))
             return forward(*values[:n_positional], **named)
 
-        # 2. Without gradients nothing is kept anyway.
+        # 2. Where no gradient passes, nothing is kept anyway.
         needs_gradient = any(isinstance(value, Tensor) and value.requires_grad for value in values)
         if not torch.is_grad_enabled() or not (needs_gradient or is_watched):
-            return call(*values)
-        # 3. A reentrant checkpoint goes back only if an argument needs a gradient: where gradients
-        #    begin inside, one is made to.
+            return call_forward(*values)
+        # 3. A reentrant checkpoint runs backward only if an argument needs a gradient. Where
+        #    gradients begin inside the block, let its first floating-point argument need one.
         if not needs_gradient:
             index = next(i for i, value in enumerate(values) if _is_floating(value))
             values[index] = values[index].detach().requires_grad_()
-        # 4. The reentrant form runs first without gradients, then with them, so that hooks can tell
-        #    the two passes apart.
-        return checkpoint(call, *values, use_reentrant=True, preserve_rng_state=False)
+        # 4. A reentrant checkpoint runs first without gradients and then with them, by which hooks
+        #    tell the two passes apart.
+        return checkpoint(call_forward, *values, use_reentrant=True, preserve_rng_state=False)
 
-    return run
+    return recomputing
 
 
 def _is_floating(value: Any) -> bool:

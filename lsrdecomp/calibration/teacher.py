@@ -1,4 +1,7 @@
-"""The teacher of a distillation: a LoRA's logits and features on batches of unlabelled texts."""
+"""The teacher of a distillation: a LoRA's logits and features on batches of unlabelled texts.
+
+A step of training has one batch, which runs in one or more micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from lsrdecomp.calibration.divergence import without_delta
-from lsrdecomp.calibration.features import EXAMPLE_HEADS, forward_with_features
+from lsrdecomp.calibration.features import forward_with_features
 from lsrdecomp.calibration.forward import forward_repeatable
+from lsrdecomp.calibration.heads import EXAMPLE_HEADS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,8 +30,8 @@ class TeacherBatch:
     """A micro-batch with the teacher's outputs on it."""
 
     batch: Batch
-    logits: Callable[[], Tensor]  # forms them: (predictions, classes)
-    features: Tensor | None  # (predictions, width); None where they are not known
+    form_logits: Callable[[], Tensor]  # returns (predictions, classes)
+    features: Tensor | None  # (predictions, width); None where `forward_with_features` finds none
     n_predictions: int
 
 
@@ -43,12 +47,16 @@ def teacher_batch(teacher: Base, batch: Batch) -> TeacherBatch:
 
 @dataclass(frozen=True)
 class DistillationData:
-    """What adapters of one teacher are trained on; it runs on each batch once, for all of them."""
+    """Batches that all compressed variants of one teacher are trained on.
+
+    The teacher runs on a batch when it is first used; its outputs are kept for the next variant.
+    """
 
     teacher: Base
     batches: Sequence[Sequence[Batch]]  # one for each step, in micro-batches
     validation: Reference  # the teacher on other batches: the share kept there says when to stop
-    computed: dict[int, list[TeacherBatch]] = field(default_factory=dict)  # by index in `batches`
+    computed: dict[int, list[TeacherBatch]] = field(default_factory=dict)
+    """The teacher's outputs so far, by index in ``batches``."""
 
     def teacher_batches(self, index: int) -> list[TeacherBatch]:
         """Return the micro-batches of one step with the teacher's outputs."""
@@ -59,19 +67,19 @@ class DistillationData:
 
 
 def feature_distance(teacher: Base, batches: Sequence[TeacherBatch]) -> float | None:
-    """Return how far ΔW moves the features: the mean over predictions of the squared distance.
+    """Return the mean squared distance, over predictions, by which ΔW moves the features.
 
-    None where features are not known, or do not move. Costs one forward pass a batch.
+    None where there are no features, or they do not move. Costs one forward pass a batch.
     """
     total = 0.0
     n_predictions = 0
     with torch.no_grad(), without_delta(teacher.model):
-        for part in batches:
-            if part.features is None:
+        for micro in batches:
+            if micro.features is None:
                 return None
-            _, features_without_delta = forward_with_features(teacher, part.batch)
+            _, features_without_delta = forward_with_features(teacher, micro.batch)
             if features_without_delta is None:
                 return None
-            total += float((features_without_delta - part.features).square().sum())
-            n_predictions += part.n_predictions
+            total += float((features_without_delta - micro.features).square().sum())
+            n_predictions += micro.n_predictions
     return total / n_predictions if total > 0.0 else None

@@ -1,14 +1,15 @@
-"""Tokens: examples as a language model reads them, and batches of these of like length.
+"""Tokens: examples as a language model reads them, in batches of similar length.
 
 From a file to logits::
 
     rows = tokenize(read_examples("train.jsonl"), tokenizer, max_length=256)
-    train, held = hold_out(rows, 100, seed=0)
-    for batch in token_batches(train, size=16, seed=0, pad=tokenizer.pad_token_id):
+    train, held_out = hold_out(rows, 100, seed=0)
+    pad = tokenizer.pad_token_id
+    for batch in token_batches(train, size=16, seed=0, pad_token_id=pad):
         model(**model_inputs(batch)).logits       # batch["loss_mask"]: tokens to be predicted
 
 Conventions are those of TRL's SFTTrainer: a completion and a text end with the end-of-text token; a
-prompt and its completion are tokenized apart, as they are when a model goes on from the prompt.
+prompt and its completion are tokenized separately, as they are when a model continues the prompt.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LOSS_MASK = "loss_mask"
-"""Key of a batch that says which tokens are to be predicted; no argument of a model, see
-`model_inputs`."""
+"""Key of a batch under which it marks the tokens to be predicted. It is not an argument of a model:
+`model_inputs` leaves it out."""
 LOSS_TOKENS = ("completion", "all")
-"""Choices of which tokens are to be predicted."""
+"""Which tokens may be asked for as ``answers``: those of completions, or all."""
 DEFAULT_PROMPT_LENGTH = 1024
-"""Tokens of an example at most where nothing else is said."""
+"""Maximum tokens of an example, unless another number is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class TokenizedExample:
     """An example as a language model reads it."""
 
     ids: tuple[int, ...]
-    loss_mask: tuple[bool, ...]  # which tokens are to be predicted
+    loss_mask: tuple[bool, ...]  # for each token, whether it is to be predicted
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -56,31 +57,31 @@ def tokenize(
     answers: str = "completion",
     truncate: bool = False,
 ) -> list[TokenizedExample]:
-    """Return examples as a language model reads them, in their order.
+    """Return the tokens of each example, with those that are to be predicted.
 
     Parameters
     ----------
     examples : sequence of PromptExample
         As `read_examples` returns them.
     tokenizer
-        Of the base, as transformers has it.
+        The tokenizer of the base, from transformers.
     max_length : int, optional
-        Maximum tokens of an example; absent, 1024.
+        Maximum tokens of an example; absent, `DEFAULT_PROMPT_LENGTH`.
     answers : {"completion", "all"}
-        Which tokens are to be predicted; the first token of an example never is, nothing comes
+        Tokens that are to be predicted. The first token of an example never is: nothing comes
         before it.
     truncate : bool
-        Cut what is longer at its beginning, so that the completion stays, instead of refusing it.
+        Cut a longer example at its beginning, which keeps the completion, instead of refusing it.
 
     Raises
     ------
     DataError
-        If an example is longer than ``max_length`` and not to be cut, or if there are conversations
-        and the tokenizer has no chat template.
+        If an example is longer than ``max_length`` and ``truncate`` is off, or if there are
+        conversations and the tokenizer has no chat template.
     """
     if answers not in LOSS_TOKENS:
         raise DataError(f"answers must be one of {', '.join(LOSS_TOKENS)}, got {answers!r}")
-    rows = [_tokenized(example, tokenizer, answers) for example in examples]
+    rows = [_tokenize_one(example, tokenizer, answers) for example in examples]
     limit = max_length or DEFAULT_PROMPT_LENGTH
     if truncate:
         return [TokenizedExample(row.ids[-limit:], row.loss_mask[-limit:]) for row in rows]
@@ -98,21 +99,22 @@ def tokenize(
     return rows
 
 
-def _tokenized(example: PromptExample, tokenizer: Any, answers: str) -> TokenizedExample:
-    """Return one example as tokens."""
+def _tokenize_one(example: PromptExample, tokenizer: Any, answers: str) -> TokenizedExample:
+    """Return the tokens of one example."""
     ids: list[int] = []
     loss_mask: list[bool] = []
     for i, (text, is_completion) in enumerate(segments(example, tokenizer)):
         # Special tokens that begin every text come once; a chat template writes its own.
-        begins = i == 0 and not example.messages
-        segment_ids = tokenizer(text, add_special_tokens=begins)["input_ids"]
+        adds_special_tokens = i == 0 and not example.messages
+        segment_ids = tokenizer(text, add_special_tokens=adds_special_tokens)["input_ids"]
+        is_predicted = is_completion or answers == "all"
         ids += segment_ids
-        loss_mask += [is_completion or answers == "all"] * len(segment_ids)
+        loss_mask += [is_predicted] * len(segment_ids)
     return TokenizedExample(tuple(ids), tuple(loss_mask))
 
 
 def segments(example: PromptExample, tokenizer: Any) -> list[tuple[str, bool]]:
-    """Return the pieces of text of an example in order, and whether each is a completion.
+    """Return the pieces of an example's text in order, each with whether it is a completion.
 
     Raises
     ------
@@ -129,45 +131,52 @@ def segments(example: PromptExample, tokenizer: Any) -> list[tuple[str, bool]]:
 
 
 def _chat_segments(example: PromptExample, tokenizer: Any) -> list[tuple[str, bool]]:
-    """Return the pieces of a conversation as the tokenizer's chat template writes it."""
+    """Return the pieces of a conversation as the tokenizer's chat template writes it.
+
+    It ends with the last message of the assistant: what follows would be no completion.
+    """
     if not getattr(tokenizer, "chat_template", None):
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         raise DataError(
             f'{example.where}: "messages" need a chat template, and the tokenizer of {name} has '
             'none; give "prompt" and "completion" instead'
         )
-    # A template writes whole conversations: what a turn of the assistant adds is the difference of
-    # two of them, with and without it, as long as the template lets stand what it wrote before.
+    # A template writes whole conversations and does not mark who says what. So the conversation is
+    # written up to each message of the assistant and again with it; the difference of the two texts
+    # is the completion. That holds if the template only ever appends to what it wrote before.
     messages = list(example.messages)
-    written = ""
     pieces: list[tuple[str, bool]] = []
+    text = ""
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = tokenizer.apply_chat_template(
+        with_prompt = tokenizer.apply_chat_template(
             messages[:i], tokenize=False, add_generation_prompt=True
         )
-        after = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
-        if not (before.startswith(written) and after.startswith(before)):
+        with_completion = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
+        if not (with_prompt.startswith(text) and with_completion.startswith(with_prompt)):
             raise DataError(
                 f"{example.where}: the chat template rewrites what came before message {i + 1}, so "
-                "the completion cannot be told from the prompt; "
+                "the completion cannot be separated from the prompt; "
                 'give "prompt" and "completion" instead'
             )
-        pieces.append((before[len(written) :], False))
-        pieces.append((after[len(before) :], True))
-        written = after
+        pieces.append((with_prompt[len(text) :], False))
+        pieces.append((with_completion[len(with_prompt) :], True))
+        text = with_completion
     return pieces
 
 
 def prompt_text(example: PromptExample, tokenizer: Any) -> str:
-    """Return what a model is given so that it says the last completion."""
-    return "".join(text for text, _ in segments(example, tokenizer)[:-1])
+    """Return the text that comes before the last completion: what a model is to continue."""
+    *before, _last_completion = segments(example, tokenizer)
+    return "".join(text for text, _ in before)
 
 
 def completion_text(example: PromptExample) -> str:
-    """Return the last completion, as the line has it."""
-    return example.messages[-1]["content"] if example.messages else example.completion
+    """Return the last completion, as the data file has it."""
+    if example.messages:
+        return example.messages[-1]["content"]
+    return example.completion
 
 
 def token_batches(
@@ -175,10 +184,10 @@ def token_batches(
     *,
     size: int,
     seed: int | None,
-    pad: int,
+    pad_token_id: int,
     device: str | torch.device = "cpu",
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield batches of examples of like length.
+    """Yield batches of examples of similar length.
 
     Each has ``input_ids``, ``attention_mask`` and ``loss_mask``, (examples, tokens) of int64.
 
@@ -191,15 +200,14 @@ def token_batches(
     seed : int, optional
         Seed of the order, which is that of `length_sorted_batches`. None keeps the order of
         ``rows``.
-    pad : int
-        Token that fills short rows up at their end; it is masked.
+    pad_token_id : int
+        Token that fills short rows at their end; it is masked.
     device : str or torch.device
-        Where the batches are.
+        Device of the batches.
 
     Notes
     -----
-    The order depends on ``rows``, ``size`` and ``seed`` alone, so an interrupted pass finds its
-    place again.
+    The order depends on ``rows``, ``size`` and ``seed`` alone: an interrupted pass can be resumed.
     """
     if seed is None:
         indices = list(range(len(rows)))
@@ -207,18 +215,19 @@ def token_batches(
     else:
         lengths = np.asarray([len(row) for row in rows])
         generator = np.random.default_rng(seed)
-        batches = length_sorted_batches(generator.permutation(len(rows)), lengths, size, generator)
+        order = generator.permutation(len(rows))
+        batches = length_sorted_batches(order, lengths, size, generator)
     for batch in batches:
-        yield _padded([rows[i] for i in batch], pad, device)
+        yield _padded_batch([rows[i] for i in batch], pad_token_id, device)
 
 
-def _padded(
-    rows: Sequence[TokenizedExample], pad: int, device: str | torch.device
+def _padded_batch(
+    rows: Sequence[TokenizedExample], pad_token_id: int, device: str | torch.device
 ) -> dict[str, Tensor]:
-    """Return rows as one batch, filled up at their end."""
+    """Return rows as one batch, padded at their end."""
     width = max(map(len, rows))
     shape = (len(rows), width)
-    input_ids = np.full(shape, pad, dtype=np.int64)
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     attention_mask = np.zeros(shape, dtype=np.int64)
     loss_mask = np.zeros(shape, dtype=np.int64)
     for i, row in enumerate(rows):
@@ -237,12 +246,15 @@ def length_sorted_batches(
     *,
     pool_batches: int = 50,
 ) -> list[list[int]]:
-    """Return batches of examples of like length, which waste no padding, shuffled.
+    """Return batches of examples of similar length, in random order.
+
+    Similar lengths need little padding. Examples are sorted by length within random pools: sorted
+    all together they would form nearly the same batches in every epoch.
 
     Parameters
     ----------
     order : array of int
-        Indices of the examples, drawn at random.
+        Indices of the examples, in random order.
     lengths : array of int
         Tokens of each example.
     size : int
@@ -250,19 +262,23 @@ def length_sorted_batches(
     generator : numpy Generator
         Draws the order of the batches.
     pool_batches : int
-        Batches that are sorted by length together: never all, so that an order by length is not
-        learned. By hand.
+        Batches in a pool; by hand.
+
+    Returns
+    -------
+    list of lists
+        The indices of each batch.
     """
     batches: list[list[int]] = []
     pool_size = pool_batches * size
-    for start in range(0, len(order), pool_size):
-        pool = order[start : start + pool_size]
+    for pool_start in range(0, len(order), pool_size):
+        pool = order[pool_start : pool_start + pool_size]
         longest_first = pool[np.argsort(-lengths[pool], kind="stable")]
         starts = range(0, len(pool), size)
-        batches.extend(longest_first[first : first + size].tolist() for first in starts)
+        batches += [longest_first[start : start + size].tolist() for start in starts]
     return [batches[i] for i in generator.permutation(len(batches))]
 
 
 def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what of a batch the model is called with: all but the loss mask."""
+    """Return the entries of a batch that a model is called with: all but the loss mask."""
     return {name: value for name, value in batch.items() if name != LOSS_MASK}

@@ -95,7 +95,9 @@ class LanguageDataset:
         self, base: Base, *, size: int, seed: int
     ) -> Iterator[dict[str, Tensor]]:
         """Yield the training examples as a calibration reads them."""
-        return token_batches(self.rows, size=size, seed=seed, pad=base.tokenizer.pad_token_id)
+        return token_batches(
+            self.rows, size=size, seed=seed, pad_token_id=base.tokenizer.pad_token_id
+        )
 
     def evaluate_dev(self, trainer: Trainer) -> Scores:
         """Score a model on the held-out examples."""
@@ -258,7 +260,11 @@ def evaluate_tokens(
         for start in range(0, len(order), batch_size):
             indices = order[start : start + batch_size]
             (inputs,) = token_batches(
-                [rows[i] for i in indices], size=len(indices), seed=None, pad=pad, device=device
+                [rows[i] for i in indices],
+                size=len(indices),
+                seed=None,
+                pad_token_id=pad,
+                device=device,
             )
             output = forward(base, inputs)
             is_completion = inputs[LOSS_MASK][:, 1:].bool()

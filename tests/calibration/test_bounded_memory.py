@@ -21,7 +21,7 @@ from lsrdecomp.calibration.covariance import CovarianceSettings  # noqa: E402
 from lsrdecomp.calibration.errors import CalibrationError  # noqa: E402
 from lsrdecomp.calibration.gradients import watched  # noqa: E402
 from lsrdecomp.calibration.heads import Head  # noqa: E402
-from lsrdecomp.calibration.measured_model import recomputed  # noqa: E402
+from lsrdecomp.calibration.measured_model import recompute_activations  # noqa: E402
 from lsrdecomp.checkpoints.progress import ProgressUpdate  # noqa: E402
 from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
 
@@ -117,7 +117,7 @@ def saved_bytes(model, names, again):
     weights = {parameter.data_ptr() for parameter in model.parameters()}
     model.requires_grad_(False).eval()
     with (
-        recomputed(model, list(modules.values()) if again else []) as blocks,
+        recompute_activations(model, list(modules.values()) if again else []) as blocks,
         watched(modules, lambda *_: None) as record,
     ):
         assert blocks == 2

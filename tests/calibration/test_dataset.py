@@ -224,13 +224,14 @@ def test_batches_hold_every_row_once_in_an_order_of_the_seed(tmp_path, tokenizer
 
     def order(seed):
         return [
-            batch["input_ids"].tolist() for batch in token_batches(rows, size=4, seed=seed, pad=0)
+            batch["input_ids"].tolist()
+            for batch in token_batches(rows, size=4, seed=seed, pad_token_id=0)
         ]
 
     assert order(1) == order(1) != order(2)
     for seed in (None, 1):
         seen = []
-        for batch in token_batches(rows, size=4, seed=seed, pad=0):
+        for batch in token_batches(rows, size=4, seed=seed, pad_token_id=0):
             real = batch["attention_mask"].sum(1)
             assert int(real.max()) == batch["input_ids"].shape[1]
             assert bool((batch["loss_mask"] <= batch["attention_mask"]).all())
@@ -244,7 +245,7 @@ def test_the_mask_is_for_the_loss_and_not_for_the_model(tmp_path, tokenizer):
     rows = tokenize(
         read_examples(file(tmp_path, {"prompt": "one", "completion": "two"})), tokenizer
     )
-    (batch,) = token_batches(rows, size=4, seed=0, pad=0)
+    (batch,) = token_batches(rows, size=4, seed=0, pad_token_id=0)
     assert set(model_inputs(batch)) == {"input_ids", "attention_mask"}
     assert loss_mask(batch, Head.causal_lm).tolist() == [[0, 0, 1, 1]]
 

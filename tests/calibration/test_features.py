@@ -77,9 +77,9 @@ def test_a_teacher_batch_has_the_logits_and_features_of_the_teacher(kind, tmp_pa
     (batch,) = text_batches(source, TEXTS, size=len(TEXTS), max_length=16, seed=0)
     known = teacher_batch(source, batch)
     output, features = forward_with_features(source, batch)
-    torch.testing.assert_close(known.logits(), output.logits, rtol=0, atol=0)
+    torch.testing.assert_close(known.form_logits(), output.logits, rtol=0, atol=0)
     assert known.n_predictions == len(output.logits)
-    assert not known.logits().requires_grad
+    assert not known.form_logits().requires_grad
     if kind == "CAUSAL_LM":
         assert (known.features, features, feature_distance(source, [known])) == (None, None, None)
         return
