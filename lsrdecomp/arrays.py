@@ -151,7 +151,7 @@ def is_differentiated(array: Array) -> bool:
 
 
 def is_traced_by_jax(array: Array) -> bool:
-    """Return whether an array stands for numbers that ``jax.jit`` or ``jax.vmap`` has yet to see."""
+    """Return whether an array stands for numbers that ``jax.jit`` or ``jax.vmap`` will see later."""
     if not array_api_compat.is_jax_array(array):
         return False
     import jax
@@ -160,7 +160,7 @@ def is_traced_by_jax(array: Array) -> bool:
 
 
 def refuse_traced(array: Array, work: str) -> None:
-    """Raise `LsrError` for an array under ``jax.jit``, where what ``work`` decides depends on values."""
+    """Raise `LsrError` for an array under ``jax.jit``, where ``work`` depends on its values."""
     if is_traced_by_jax(array):
         raise LsrError(
             f"{work} depends on the values of the matrix, which jax.jit does not know yet: do it "
