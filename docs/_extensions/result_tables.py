@@ -471,7 +471,7 @@ PARTS = {
     "opening": ("start", "opening"),
     "the LoRA's answers": ("the LoRA's",),
     "calibration": ("calibrating",),
-    "search": ("solving", "trying", "exchanging", "refining", "searching", "form "),
+    "search": ("solving", "trying", "exchanging", "refining", "searching", "form ", "version "),
     "measuring forms": ("measuring",),
     "training": ("training",),
 }
