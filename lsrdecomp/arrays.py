@@ -151,7 +151,7 @@ def is_differentiated(array: Array) -> bool:
 
 
 def is_traced_by_jax(array: Array) -> bool:
-    """Return whether an array stands for numbers that ``jax.jit`` or ``jax.vmap`` will see later."""
+    """Return whether an array has no numbers yet, within ``jax.jit`` or ``jax.vmap``."""
     if not array_api_compat.is_jax_array(array):
         return False
     import jax
