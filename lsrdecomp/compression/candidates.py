@@ -78,15 +78,18 @@ class Candidate(ABC):
         """Make what is stored of the layer; None leaves the layer out."""
 
     def alternatives(self, _layer: Layer) -> Iterable[Stored]:
-        """Make further forms of the same price, of which the nearest to the layer is taken."""
+        """Make alternatives of the same size, of which the nearest to the layer is taken."""
         return ()
 
     def exists_in(self, storage: str) -> bool:
         """Return whether the structure can be stored so; by default in every floating type."""
         return storage not in INTEGER_BITS
 
-    def unrounded_bytes(self) -> int:
-        """Return the size of the factors in a floating type, known before they are made."""
+    def unmade_bytes(self) -> int:
+        """Return the size in a floating type before anything is made: of the parameters alone.
+
+        A structure that stores more beside its parameters says so here.
+        """
         return math.ceil(self.parameters * precision(self.storage).bytes)
 
 
@@ -338,7 +341,7 @@ def priced_as(
     candidate = replace(candidate, storage=storage)
     # Codes are always measured: what few bits lose cannot be told from the exact error.
     if storage not in INTEGER_BITS and not measured:
-        return replace(candidate, bytes=candidate.unrounded_bytes())
+        return replace(candidate, bytes=candidate.unmade_bytes())
     stored = candidate.stored(layer)
     return candidate if stored is None else _priced(layer, candidate, stored)
 

@@ -247,8 +247,8 @@ def _filled(parts: Sequence[PartOptions], choice: Choice, budget: float) -> Choi
     """Spend what is left on the single change that removes most loss, again and again."""
     while True:
         moves = _Moves.of(parts, choice)
-        left = budget - total_cost(parts, choice)
-        gain = np.where(moves.cost <= left, moves.gain, 0.0)
+        remaining = budget - total_cost(parts, choice)
+        gain = np.where(moves.cost <= remaining, moves.gain, 0.0)
         pick = int(np.argmax(gain))
         if gain[pick] <= 0.0 or not _improves(parts, choice, moves, [pick], budget):
             return choice
@@ -261,7 +261,7 @@ def _exchanged(
     """Pay for a change in one part with a change in another, while that removes loss."""
     for _ in range(max_exchanges):
         moves = _Moves.of(parts, choice)
-        left = budget - total_cost(parts, choice)
+        remaining = budget - total_cost(parts, choice)
         # Exchange 1: moves by cost, and for each place the move of most gain up to it.
         order = np.argsort(moves.cost, kind="stable")
         cost = moves.cost[order]
@@ -270,7 +270,7 @@ def _exchanged(
         best = _running_argmax(gain)
         # Exchange 2: for each move that saves, the best move that the saving and the rest pay for.
         savers = np.flatnonzero(cost < 0.0)
-        affordable = np.searchsorted(cost, left - cost[savers], side="right") - 1
+        affordable = np.searchsorted(cost, remaining - cost[savers], side="right") - 1
         partners = best[affordable]
         are_two_parts = part[partners] != part[savers]
         total = np.where(are_two_parts, gain[savers] + gain[partners], -np.inf)
