@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoint_files import PREFIX, lora_pair, write_lora_directory
-from faults import FAULTS, SOUND, VALID
+from damage import FAULTS, SOUND
+from damage.headers import VALID
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError

@@ -1,6 +1,6 @@
-"""One reader under atheris: python tests/fuzz/harness.py READER [libFuzzer options] [corpus].
+"""One reader under atheris: python tests/damage/harness.py READER [libFuzzer options] [corpus].
 
-Also replays a find: python tests/fuzz/harness.py READER crash-file
+Also replays a find: python tests/damage/harness.py READER crash-file
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import tempfile
 import warnings
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 FOLDER = "LSRDECOMP_FUZZ_FOLDER"
-"""Where run.py wants the files: libFuzzer ends the process before anything could be tidied."""
+"""Where fuzz.py wants the files: libFuzzer ends the process before anything could be tidied."""
 
 INSTRUMENTED = ["lsrdecomp", "json", "tomllib", "zipfile", "torch._weights_only_unpickler"]
 
@@ -24,23 +26,23 @@ def main(arguments: list[str]) -> None:
     name, *options = arguments
     warnings.simplefilter("ignore")
     with atheris.instrument_imports(include=INSTRUMENTED):
-        from readers import MOST_BYTES, READERS
+        from damage import MAX_BYTES, READERS, corpus
 
         if READERS[name].torch:
             import torch  # noqa: F401
     chosen = READERS[name]
     with tempfile.TemporaryDirectory(dir=os.environ.get(FOLDER, memory_folder())) as folder:
         if not any(not option.startswith("-") and Path(option).is_file() for option in options):
-            corpus = Path(folder) / "seeds"
-            corpus.mkdir()
-            for number, seed in enumerate(chosen.seeds()):
-                (corpus / str(number)).write_bytes(seed)
+            contents = Path(folder) / "corpus"
+            contents.mkdir()
+            for number, content in enumerate(corpus(name)):
+                (contents / str(number)).write_bytes(content)
             options = [
-                f"-max_len={MOST_BYTES}",
+                f"-max_len={MAX_BYTES}",
                 "-timeout=300",
                 "-rss_limit_mb=4096",
                 *options,
-                str(corpus),
+                str(contents),
             ]
         place = Path(folder) / "work"
         place.mkdir()
@@ -49,7 +51,7 @@ def main(arguments: list[str]) -> None:
 
 
 def memory_folder() -> str | None:
-    """A file system in memory, where there is one."""
+    """Return a file system in memory, where there is one."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 

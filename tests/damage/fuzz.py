@@ -1,7 +1,8 @@
-"""Fuzz every reader: python tests/fuzz/run.py --executions N [--only READER] [--finds FOLDER].
+"""Fuzz every reader: python tests/damage/fuzz.py --executions N [--only READER] [--finds FOLDER].
 
-With atheris installed the executions are guided by coverage, else they are blind mutations of the
-seeds. Exit code 1 if anything was found; each find is a file to replay with harness.py.
+It starts from sound contents, from what was found before and from the contents of the faults. With
+atheris installed the executions are guided by coverage, else they are blind mutations. Exit code 1
+if anything was found; each find is a file to replay with harness.py.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE.parent))
 
 
 def guided(name: str, executions: int, finds: Path, seed: int) -> tuple[int, bool]:
-    """Executions done, and whether something was found."""
-    from harness import FOLDER, memory_folder
+    """Fuzz by coverage; return how many executions were done, and whether something was found."""
+    from damage.harness import FOLDER, memory_folder
 
     command = [
         sys.executable,
@@ -46,13 +47,12 @@ def guided(name: str, executions: int, finds: Path, seed: int) -> tuple[int, boo
 
 
 def blind(name: str, executions: int, finds: Path, seed: int) -> tuple[int, bool]:
-    """The same without a fuzzer."""
-    from harness import memory_folder
-    from mutation import mutated
-    from readers import MOST_BYTES, READERS
+    """Fuzz by blind mutation, with the same return."""
+    from damage import MAX_BYTES, READERS, corpus, mutated
+    from damage.harness import memory_folder
 
     with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
-        inputs = mutated(READERS[name].seeds(), seed, MOST_BYTES)
+        inputs = mutated(corpus(name), seed, MAX_BYTES)
         for done, content in enumerate(itertools.islice(inputs, executions)):
             try:
                 READERS[name](content, Path(folder))
@@ -64,8 +64,8 @@ def blind(name: str, executions: int, finds: Path, seed: int) -> tuple[int, bool
 
 
 def main() -> int:
-    """The command line."""
-    from readers import READERS
+    """Run the command line."""
+    from damage import READERS
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -78,14 +78,18 @@ def main() -> int:
     names = options.only or list(READERS)
     fuzz = guided if find_spec("atheris") else blind
     options.finds.mkdir(exist_ok=True)
-    total, found = 0, []
+    executions = -(-options.executions // len(names))
+    total = 0
+    found = []
     for name in names:
-        begun = time.perf_counter()
-        done, bad = fuzz(name, -(-options.executions // len(names)), options.finds, options.seed)
+        start = time.perf_counter()
+        done, has_find = fuzz(name, executions, options.finds, options.seed)
+        seconds = time.perf_counter() - start
         total += done
-        found += [name] if bad else []
-        note = ", FOUND" if bad else ""
-        seconds = time.perf_counter() - begun
+        note = ""
+        if has_find:
+            found.append(name)
+            note = ", FOUND"
         print(f"{name}: {done:,} executions, {seconds:.0f} s{note}", flush=True)
     print(f"{total:,} executions ({fuzz.__name__}); finds: {', '.join(found) or 'none'}")
     if not any(options.finds.iterdir()):
