@@ -1,7 +1,8 @@
 """Distillation without labels: a compressed adapter is trained on the outputs of its LoRA.
 
-The loss is KL(LoRA ‖ compressed) per prediction on unlabelled texts [1]_ and, of a classifier, the
-squared distance to the features of the LoRA's last layer [2]_.
+The LoRA is the teacher, the compressed adapter the student. The loss is KL(teacher ‖ student) per
+prediction on unlabelled texts [1]_; of a classifier, the squared distance between their features is
+added [2]_.
 
 .. [1] G. Hinton, O. Vinyals and J. Dean, Distilling the knowledge in a neural network, 2015.
        arXiv:1503.02531
@@ -31,24 +32,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Distillation:
-    """Record of a distillation."""
+    """Record of a distillation. Shares kept are measured on its validation texts."""
 
-    steps: int  # that were made, trials of rates among them
+    steps: int
+    """Optimizer steps that were made, including the trials of learning rates."""
     rate: float
-    before: float  # share kept on the validation texts, before the first step
-    after: float  # of the factors that were left in the student; never less than before
-    passes: float  # forward and backward passes of the base, a step's batch each; teacher included
-    checks: tuple[tuple[int, float], ...] = ()  # step and share kept at each evaluation
+    """Peak learning rate, in relative change of a factor's numbers per step."""
+    before: float
+    """Share kept before the first step."""
+    after: float
+    """Share kept by the factors that were left in the student; never less than before."""
+    passes: float
+    """Cost in forward or backward passes of the base over one step's batch: those of training, of
+    the teacher and of evaluations."""
+    checks: tuple[tuple[int, float], ...] = ()
+    """Step and share kept at each evaluation."""
     schedule: DistillationSchedule = field(default_factory=DistillationSchedule)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Distillation:
-        """Return the record that `dataclasses.asdict` wrote, read from a JSON file."""
+        """Return the record that `dataclasses.asdict` turned into JSON values."""
         schedule = dict(record["schedule"])
         schedule["trial_rates"] = tuple(schedule["trial_rates"])
-        checks = tuple((step, share) for step, share in record["checks"])
-        plain = dict(record) | {"checks": checks, "schedule": DistillationSchedule(**schedule)}
-        return cls(**plain)
+        fields = dict(record)
+        fields["schedule"] = DistillationSchedule(**schedule)
+        fields["checks"] = tuple((step, share) for step, share in record["checks"])
+        return cls(**fields)
 
 
 def distil_factors(
@@ -64,7 +73,7 @@ def distil_factors(
     key: str = "",
     on_step: OnStep | None = None,
 ) -> Distillation:
-    """Train the factors of ``student`` on its teacher's outputs; leave the best factors in it.
+    """Train the factors of ``student`` on its teacher's outputs, and leave the best ones in it.
 
     Parameters
     ----------
@@ -72,23 +81,23 @@ def distil_factors(
         The teacher's base with another adapter, as `load_pair` opens the two. Only LSR factors are
         trained, in float32.
     data : DistillationData
-        Steps go through its batches again and again, in an order drawn from ``seed``.
+        Its batches are repeated in epochs, each in an order drawn from ``seed``.
     steps : int
-        Maximum optimizer steps, the trials of learning rates among them.
+        Maximum optimizer steps, including the trials of learning rates.
     rate : float, optional
-        Relative change of a factor's numbers per step; absent, the best of the schedule's rates in
-        a short trial.
+        Peak learning rate, in relative change of a factor's numbers per step. Absent, it is the
+        best of the schedule's rates in short trials.
     seed : int
         Seed of the order of the batches.
     schedule : DistillationSchedule, optional
         Learning rates, evaluations and the stopping rule.
     target_share : float
-        Share kept on the validation texts at which training ends.
+        Share kept on the validation texts at which training ends early.
     journal : Journal, optional
-        Where the state of a run is kept at every evaluation. A run goes on from there after a kill,
-        or when it is called again with a larger ``target_share``.
+        The state is saved here at every evaluation. A run resumes from it after a kill, or when it
+        is called again with a larger ``target_share``.
     key : str
-        Digest of all that the run depends on beside the schedule.
+        Digest of student, data and all other arguments, under which the journal has the state.
     on_step : callable, optional
         Called with a `ProgressUpdate` after each step of training.
 
@@ -99,34 +108,34 @@ def distil_factors(
     Raises
     ------
     CalibrationError
-        If there is nothing to learn from or nothing to train, or if the teacher has no effect on
-        the validation texts.
+        If there are no batches or no factors to train, or if the teacher has no effect on the
+        validation texts.
 
     Notes
     -----
-    AdamW without decay, the rate rising linearly for a share of the steps and then falling linearly
-    to zero. Costs one forward and one backward pass a step, and one forward pass for each
-    batch of the teacher and for each evaluation. On several processes started by accelerate each
-    takes its share of a step's micro-batches, and gradients are summed.
+    The optimizer is AdamW without weight decay. The learning rate rises linearly for a share of the
+    steps and falls linearly to zero. Costs one forward and one backward pass a step, and one
+    forward pass for each batch of the teacher and for each evaluation. On several processes started
+    by accelerate each takes its share of a step's micro-batches, and gradients are summed.
     """
     if steps < 1 or not data.batches:
         raise CalibrationError(
             f"{steps} steps on {len(data.batches)} batches: there is nothing to distil with"
         )
     schedule = schedule or DistillationSchedule()
-    key = content_key(key, schedule)
+    state_key = content_key(key, schedule)
     trainer = Trainer(student, data, steps, schedule, seed, on_step)
-    # 1. The state: that of an interrupted run, or the start with the best learning rate.
+    # 1. Resume an interrupted run, or start with the best learning rate.
     state = None
     if journal is not None:
-        state = TrainingState.load(journal, key, schedule, trainer.device)
+        state = TrainingState.load(journal, state_key, schedule, trainer.device)
     if state is None:
         state = trainer.initial_state()
         if rate is None:
             state = trainer.select_learning_rate(state)
         else:
             state.rate = rate
-    # 2. Steps, with an evaluation now and then, until they are done or no longer help.
+    # 2. Train, with evaluations at regular intervals, until a stopping rule holds.
     interval = max(1, math.ceil(steps / trainer.n_evaluations))
     while state.step < steps:
         if schedule.has_stalled(state.shares) or state.shares[-1] >= target_share:
@@ -135,8 +144,8 @@ def distil_factors(
         if state.step % interval == 0 or state.step == steps:
             trainer.evaluate(state)
             if journal is not None:
-                state.save(journal, key)
-    # 3. The best factors that were evaluated.
+                state.save(journal, state_key)
+    # 3. Leave the best factors of all evaluations in the student.
     trainer.set_parameters(state.best)
     return Distillation(
         steps=state.step,

@@ -1,4 +1,4 @@
-"""The state of a distillation, which a killed run goes on from."""
+"""The state of a distillation, from which a killed run can be resumed."""
 
 from __future__ import annotations
 
@@ -13,33 +13,39 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Journal
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What torch's AdamW calls its running means."""
+"""Names of AdamW's running means in the state of torch's optimizer."""
 
 
 @dataclass(slots=True)
 class TrainingState:
-    """Where a training is, and all that it goes on from after a kill."""
+    """Everything that a training needs to continue."""
 
-    optimizer: torch.optim.AdamW  # of one vector, the relative changes u of all numbers
-    best: Tensor  # relative changes at the evaluation with the largest share
+    optimizer: torch.optim.AdamW
+    """Optimizer of one parameter, the relative changes u of all numbers as one vector."""
+    best: Tensor
+    """Relative changes at the evaluation with the largest share kept."""
     step: int = 0
-    rate: float = 0.0  # peak learning rate
-    passes: float = 0.0  # forward and backward passes of the base so far
-    evaluations: list[tuple[int, float]] = field(default_factory=list)  # step and share kept
+    """Optimizer steps so far, including all trials."""
+    rate: float = 0.0
+    """Peak learning rate."""
+    passes: float = 0.0
+    """Cost so far, as `Distillation.passes`."""
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    """Step and share kept at each evaluation."""
 
     @property
     def changes(self) -> nn.Parameter:
-        """Relative changes u of all numbers, as one vector."""
+        """Relative changes u of all numbers, which the optimizer holds as its only parameter."""
         parameter: nn.Parameter = self.optimizer.param_groups[0]["params"][0]
         return parameter
 
     @property
     def shares(self) -> list[float]:
-        """Shares kept at the evaluations so far."""
+        """Share kept at each evaluation so far."""
         return [share for _, share in self.evaluations]
 
     def save(self, journal: Journal, key: str) -> None:
-        """Keep the state of an unfinished run in its journal."""
+        """Save the state in a journal under a key."""
         moments = self.optimizer.state[self.changes]
         tensors = {"changes": self.changes.data, "best": self.best}
         tensors |= {name: moments[name] for name in ADAM_MOMENTS}
@@ -57,14 +63,14 @@ class TrainingState:
     def load(
         cls, journal: Journal, key: str, schedule: DistillationSchedule, device: torch.device
     ) -> TrainingState | None:
-        """Return the state that a journal keeps under a key, if there is one."""
-        result = journal.get(key)
-        if result is None:
+        """Return the state that a journal has under a key; None if it has none."""
+        entry = journal.get(key)
+        if entry is None:
             return None
-        numbers = result.values
+        numbers = entry.values
         tensors = {
             name: torch.tensor(stored.read(), device=device)
-            for name, stored in result.arrays.items()
+            for name, stored in entry.arrays.items()
         }
         optimizer = make_optimizer(tensors["changes"], schedule)
         state = cls(

@@ -1,8 +1,8 @@
 """The trainer of a distillation: steps on the factors of a student, and evaluations.
 
-What is trained are the numbers θ of the factors. Each factor moves in units of its own root mean
-square, θ = θ₀ + rms(θ₀) · u, so that one learning rate means the same relative change in every
-layer, whatever its scale and however a layer shares its size out among its factors.
+The numbers θ of a factor move in units of its initial root mean square, θ = θ₀ + rms(θ₀) · u, and
+the optimizer sees the relative changes u. So one learning rate means the same relative change in
+every layer, whatever its scale and however the scale is divided among its factors.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Trainer:
     Parameters
     ----------
     student : Base
-        The teacher's base with a compressed adapter. Its factors require gradients from here on,
-        and nothing else does.
+        The teacher's base with a compressed adapter. From here on its factors require gradients,
+        and no other parameter does.
     data : DistillationData
-        What it learns from.
+        Batches of the teacher, and validation texts.
     steps : int
         Optimizer steps of the whole run.
     schedule : DistillationSchedule
@@ -47,6 +47,21 @@ class Trainer:
         Seed of the order of the batches.
     on_step : callable, optional
         Called with a `ProgressUpdate` after each step of training.
+
+    Attributes
+    ----------
+    factors : list of nn.Parameter
+        The factors θ in the student.
+    initial : list of Tensor
+        Copies of their initial numbers θ₀.
+    scales : list of Tensor
+        rms(θ₀) of each factor.
+    feature_weight : float
+        Factor of the squared distance of features in the loss; 0 where they do not count.
+    evaluation_cost : float
+        Cost of an evaluation, in forward passes over a step's batch.
+    n_evaluations : int
+        Evaluations during training.
 
     Raises
     ------
@@ -66,7 +81,7 @@ class Trainer:
         validation = data.validation
         if not validation.effect > 0.0:
             raise CalibrationError(
-                "the adapter has no effect on the held-out texts: there is nothing to keep"
+                "the adapter has no effect on the validation texts: there is nothing to keep"
             )
         self.student = student
         self.data = data
@@ -75,32 +90,32 @@ class Trainer:
         self.seed = seed
         self.on_step = on_step
         self.processes = PartialState()
-        # 1. The factors at the start, θ₀, and their root mean squares.
+        # 1. Keep the initial factors and their scales.
         self.factors = trainable_factors(student.model)
         self.initial = [factor.detach().clone() for factor in self.factors]
         self.scales = [
             value.square().mean().sqrt().clamp_min(schedule.min_rms) for value in self.initial
         ]
-        # 2. The weight of the distance of features, in units of the divergence.
+        # 2. Bring the distance of features to units of the divergence.
         distance = feature_distance(data.teacher, data.teacher_batches(0))
         self.feature_weight = 0.0
         if distance is not None:
             self.feature_weight = schedule.feature_weight * validation.effect / distance
-        # 3. The cost of an evaluation, in forward passes of a step.
+        # 3. Plan as many evaluations as their cost allows.
         step_examples = sum(len(next(iter(micro.values()))) for micro in data.batches[0])
         self.evaluation_cost = validation.examples / max(1, step_examples)
         self.n_evaluations = schedule.n_evaluations(steps, self.evaluation_cost)
 
     @property
     def device(self) -> torch.device:
-        """Where the factors are."""
+        """Device of the factors."""
         return self.initial[0].device
 
     def initial_state(self) -> TrainingState:
         """Return the state before the first step, with one evaluation."""
         size = sum(value.numel() for value in self.initial)
         no_changes = torch.zeros(size, device=self.device)
-        # The first batch was run with the adapter and, where features count, without it too.
+        # The teacher ran on the first batch, and where features count, also without its adapter.
         passes = 1.0 if self.feature_weight == 0.0 else 2.0
         optimizer = make_optimizer(no_changes, self.schedule)
         state = TrainingState(optimizer, no_changes.clone(), passes=passes)
@@ -117,47 +132,59 @@ class Trainer:
                 factor.copy_(initial + scale * change.view_as(initial))
 
     def select_learning_rate(self, state: TrainingState) -> TrainingState:
-        """Return the state after a short trial of each rate, that of the rate with the least loss.
+        """Try each rate for a few steps; return the state after the trial with the smallest loss.
 
-        Where no trial ends with a finite loss, or there are too few steps for one, it is the state
-        before with the middle rate.
+        All trials count as steps, and their cost as passes. Where no trial ends with a finite loss,
+        or there are too few steps for one, it is the state before the trials with the middle rate.
         """
         rates = self.schedule.trial_rates
         n_trial_steps = self.schedule.trial_steps(self.steps)
         selected = replace(state, rate=rates[len(rates) // 2])
         min_loss = math.inf
         steps_spent = 0
+        passes = state.passes
         for rate in rates:
             if steps_spent + n_trial_steps >= self.steps:
                 break
-            trial = replace(
-                state,
-                optimizer=make_optimizer(state.changes.data, self.schedule),
-                rate=rate,
-                evaluations=list(state.evaluations),
-            )
-            losses = [
-                self.train_step(trial, rate * self.schedule.trial_factor(step))
-                for step in range(n_trial_steps)
-            ]
+            trial, loss = self._run_trial(state, rate, n_trial_steps, passes)
             steps_spent += n_trial_steps
-            state.passes = trial.passes
-            loss = sum(losses[n_trial_steps // 2 :])
+            passes = trial.passes
             if loss < min_loss:
-                selected, min_loss = trial, loss
-        selected.passes = state.passes
+                selected = trial
+                min_loss = loss
+        selected.passes = passes
         if selected.step:
-            # All trials count as steps, for AdamW's correction of its moments too: every record was
-            # made so.
+            # AdamW's correction of its moments counts the steps of all trials too, since every
+            # published record was made so.
             selected.step = steps_spent
             selected.optimizer.state[selected.changes]["step"].fill_(steps_spent)
         return selected
 
+    def _run_trial(
+        self, state: TrainingState, rate: float, n_steps: int, passes: float
+    ) -> tuple[TrainingState, float]:
+        """Return the state after a few steps with a rate, and the loss over their second half.
+
+        ``state`` stays as it is; ``passes`` is the cost before the trial.
+        """
+        trial = replace(
+            state,
+            optimizer=make_optimizer(state.changes.data, self.schedule),
+            rate=rate,
+            passes=passes,
+            evaluations=list(state.evaluations),
+        )
+        losses = [
+            self.train_step(trial, rate * self.schedule.trial_factor(step))
+            for step in range(n_steps)
+        ]
+        return trial, sum(losses[n_steps // 2 :])
+
     def train_step(self, state: TrainingState, rate: float) -> float:
         """Make one step on the relative changes; return the loss before it, nats per prediction."""
         self.set_parameters(state.changes)
-        # 1. The gradient at the factors, of the micro-batches that are this process's.
-        micro_batches = self.batch(state)
+        # 1. The gradient at the factors θ, from this process's share of the micro-batches.
+        micro_batches = self._next_batch(state)
         n_predictions = sum(micro.n_predictions for micro in micro_batches)
         total_loss = torch.zeros((), device=self.device)
         for index, micro in enumerate(micro_batches):
@@ -165,12 +192,12 @@ class Trainer:
                 loss = self.loss(micro) / n_predictions
                 loss.backward()  # type: ignore[no-untyped-call]
                 total_loss += loss.detach()
-        # 2. By the chain rule ∂/∂u = rms(θ₀) ∂/∂θ, summed over processes.
+        # 2. The gradient at the relative changes u, summed over processes.
         gradient = self._take_gradient()
         if self.processes.num_processes > 1:
             gradient = reduce(gradient)
             total_loss = reduce(total_loss)
-        # 3. AdamW.
+        # 3. A step of AdamW.
         state.changes.grad = gradient
         state.optimizer.param_groups[0]["lr"] = rate
         state.optimizer.step()
@@ -181,7 +208,10 @@ class Trainer:
         return float(total_loss)
 
     def _take_gradient(self) -> Tensor:
-        """Return the gradient at the relative changes, and clear that of the factors."""
+        """Return the gradient at the relative changes, and clear the gradients at the factors.
+
+        By the chain rule, ∂/∂u = rms(θ₀) ∂/∂θ.
+        """
         parts: list[Tensor] = []
         for factor, scale in zip(self.factors, self.scales, strict=True):
             gradient = torch.zeros_like(factor) if factor.grad is None else factor.grad
@@ -190,20 +220,23 @@ class Trainer:
         return torch.cat(parts)
 
     def loss(self, micro: TeacherBatch) -> Tensor:
-        """Return Σ over predictions of the divergence and of the weighted distance of features."""
+        """Return the loss summed over the predictions of a micro-batch."""
         output, features = forward_with_features(self.student, micro.batch)
         loss = kl_loss(micro.form_logits(), output.logits, self.student.head)
         if features is not None and micro.features is not None:
             loss = loss + self.feature_weight * (features - micro.features).square().sum()
         return loss
 
-    def batch(self, state: TrainingState) -> list[TeacherBatch]:
-        """Return the micro-batches of the next step; each epoch has an order of its own."""
+    def _next_batch(self, state: TrainingState) -> list[TeacherBatch]:
+        """Return the micro-batches of the next step; each epoch has an order of its own.
+
+        Where the teacher has yet to run on the batch, its pass is added to those of the state.
+        """
         n_batches = len(self.data.batches)
-        epoch, place = divmod(state.step, n_batches)
+        epoch, position = divmod(state.step, n_batches)
         generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
         order = torch.randperm(n_batches, generator=generator)
-        index = int(order[place])
+        index = int(order[position])
         if index not in self.data.computed:
             state.passes += 1.0
         return self.data.teacher_batches(index)
@@ -226,9 +259,9 @@ def kl_loss(teacher_logits: Tensor, logits: Tensor, head: Head) -> Tensor:
     Parameters
     ----------
     teacher_logits, logits : Tensor, shape (predictions, classes)
-        Of the teacher and the student.
+        Logits of the teacher and of the student.
     head : Head
-        Their meaning; of a regression, half the squared difference is returned.
+        Meaning of the logits. For a regression, half the squared difference is returned.
     """
     if head is Head.regression:
         return (teacher_logits - logits).square().sum() / 2
@@ -238,12 +271,12 @@ def kl_loss(teacher_logits: Tensor, logits: Tensor, head: Head) -> Tensor:
 
 
 def trainable_factors(model: nn.Module) -> list[nn.Parameter]:
-    """Freeze all parameters of a model but its LSR factors; return these, in float32.
+    """Return the LSR factors of a model, in float32; freeze all other parameters.
 
     Raises
     ------
     CalibrationError
-        If there are none.
+        If there are no LSR factors.
     """
     factors = []
     for name, parameter in model.named_parameters():
