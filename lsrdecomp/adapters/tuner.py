@@ -23,7 +23,7 @@ from lsrdecomp.adapters.errors import AdapterNameError, UnsupportedLayerError
 from lsrdecomp.adapters.factors import formed_once
 from lsrdecomp.adapters.geometry import NOT_LINEAR
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, named_factors
-from lsrdecomp.checkpoints.packed_index import read_index, read_packed
+from lsrdecomp.checkpoints.packed_index import read_packed_layers
 from lsrdecomp.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -273,17 +273,9 @@ def unpack(state_dict: dict[str, Tensor], index: str | None = None) -> dict[str,
         The setting ``layers``, which says what the bytes of `lsrdecomp.checkpoints.packed.NUMBERS`
         mean.
     """
-    layers = {}
-    if PACKED in state_dict:  # directories of version 0.1
-        layers.update(read_packed(state_dict[PACKED].cpu().numpy()))
-    if NUMBERS in state_dict:
-        if index is None:
-            raise CheckpointError(
-                "the settings lack `layers`, which says what these bytes are", tensor=NUMBERS
-            )
-        layers.update(read_index(index).layers(state_dict[NUMBERS].cpu().numpy()))
-    tensors = {key: value for key, value in state_dict.items() if key not in (PACKED, NUMBERS)}
-    for key, factor in named_factors(layers).items():
+    tensors = dict(state_dict)
+    packed = {key: tensors.pop(key).cpu().numpy() for key in (PACKED, NUMBERS) if key in tensors}
+    for key, factor in named_factors(read_packed_layers(packed, index)).items():
         tensors[key] = torch.from_numpy(factor)
     return tensors
 

@@ -330,16 +330,43 @@ def _slice_layers(
     return layers
 
 
+def read_packed_layers(tensors: Mapping[str, Bytes], index: str | None) -> dict[str, PackedLayer]:
+    """Read the packed layers of a directory of any version.
+
+    Parameters
+    ----------
+    tensors : mapping of str to row of bytes
+        `NUMBERS`, and in directories of version 0.1 `PACKED`; none of them may be there.
+    index : str, optional
+        The field ``layers`` of the config, which says what the bytes of `NUMBERS` mean.
+
+    Raises
+    ------
+    CheckpointError
+        If the index is missing, or if bytes or index are damaged.
+    """
+    layers: dict[str, PackedLayer] = {}
+    if PACKED in tensors:
+        layers |= read_packed(tensors[PACKED])
+    if NUMBERS in tensors:
+        if index is None:
+            raise CheckpointError(
+                f"the settings lack `{FIELD}`, which says what these bytes are", tensor=NUMBERS
+            )
+        layers |= read_index(index).layers(tensors[NUMBERS])
+    return layers
+
+
 def stored_layers(checkpoint: Checkpoint) -> dict[str, Stored]:
     """Read the layers of an LSR directory as they are stored.
 
     Packed layers come first, in their order, then those of which each factor is a tensor.
     """
-    tensors = read_header(checkpoint.weights).tensors
-    index = checkpoint.config.get(FIELD)
-    packed = read_packed(tensors[PACKED].read()) if PACKED in tensors else {}
-    if index is not None:
-        packed |= read_index(index).layers(tensors[NUMBERS].read())
+    stored_tensors = read_header(checkpoint.weights).tensors
+    tensors = {
+        key: stored_tensors[key].read() for key in (PACKED, NUMBERS) if key in stored_tensors
+    }
+    packed = read_packed_layers(tensors, checkpoint.config.get(FIELD))
     layers = {name: layer.stored() for name, layer in packed.items()}
     for layer in checkpoint.layers:
         if layer.name not in packed:
