@@ -20,10 +20,10 @@ from lsrdecomp.compression.effort import ResourceLimits, SearchEffort
 from lsrdecomp.compression.layers import Layer, open_layers
 from lsrdecomp.compression.search import (
     FittedLayers,
-    exchange_shapes,
     fit_budget,
     search_layers,
 )
+from lsrdecomp.compression.search_steps import exchange_shapes
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, Search
 from lsrdecomp.compression.shapes import coarse_grid, fine_grid, neighbours, shape_grid
 from lsrdecomp.errors import BudgetError, LsrError
