@@ -58,7 +58,8 @@ from lsrdecomp.compression.measured_settings import EvaluatorSettings
 from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.fidelity.compress import compress
 from lsrdecomp.fidelity.distil import distil
-from lsrdecomp.fidelity.evaluate import Evaluator, TextSplit
+from lsrdecomp.fidelity.evaluate import Evaluator
+from lsrdecomp.fidelity.texts import TextSplit
 from lsrdecomp.training.dataset import read_dataset, score_outputs
 from lsrdecomp.training.record import ADAPTER, Scores, commit
 from lsrdecomp.training.tasks import TASKS

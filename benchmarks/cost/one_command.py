@@ -127,8 +127,8 @@ def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         )
         for strength, count in NORMS:
             since, name = time.process_time(), f"{strength}-{count}"
-            with patch.multiple(evaluate, SAMPLES_OF_TOKENS=count, STRENGTH=strength):
-                statistics = evaluator.statistics(Journal(Path(folder) / f"journal-{name}"))
+            evaluator.norm = evaluate.NormCalibration(max_token_samples=count, lora_scale=strength)
+            statistics = evaluator.statistics(Journal(Path(folder) / f"journal-{name}"))
             seconds = round(time.process_time() - since, 1)
             out = (
                 search_adapter(checkpoint, [plan], statistics=statistics)

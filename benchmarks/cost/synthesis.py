@@ -183,7 +183,8 @@ def measure(options: argparse.Namespace) -> Row:
 
     from benchmarks.cost.one_command import encoder
     from lsrdecomp.compression.measured_settings import EvaluatorSettings
-    from lsrdecomp.fidelity.evaluate import Evaluator, read_data
+    from lsrdecomp.fidelity.evaluate import Evaluator
+    from lsrdecomp.fidelity.texts import read_data
 
     torch.set_num_threads(1)
     texts = read_data(options.texts)

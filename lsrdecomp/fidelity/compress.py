@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lsrdecomp.checkpoints.format_table import AdapterSource
-    from lsrdecomp.fidelity.evaluate import Texts
     from lsrdecomp.fidelity.goals import SmallestVariant, VariantOfPlan
     from lsrdecomp.fidelity.size_search import SizeSearch, TrainedSizeSearch
+    from lsrdecomp.fidelity.texts import Texts
     from lsrdecomp.fidelity.variants import CompressedVariant, VariantCache
 
 
@@ -299,8 +299,9 @@ def _measured(
     )
     steps.begin("opening the base")  # said before torch is loaded, which takes seconds
     with needs("a base", "peft"):
-        from lsrdecomp.fidelity.evaluate import Evaluator, data_name, read_data
+        from lsrdecomp.fidelity.evaluate import Evaluator
         from lsrdecomp.fidelity.goals import SmallestVariant, VariantOfPlan
+        from lsrdecomp.fidelity.texts import data_name, read_data
         from lsrdecomp.fidelity.variants import VariantCache
     # 1. Open: the base with the LoRA on it, how it answers the texts that are held out, and the
     #    norm that errors count in.

@@ -23,8 +23,8 @@ from lsrdecomp.fields import accepts_settings
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints.progress import OnStep
-    from lsrdecomp.fidelity.evaluate import Texts
     from lsrdecomp.fidelity.fidelity import Fidelity
+    from lsrdecomp.fidelity.texts import Texts
     from lsrdecomp.fidelity.variants import DistilledVariant
 
 
@@ -131,7 +131,8 @@ def distil(
     with needs("distillation", "peft"):
         from accelerate import PartialState
 
-        from lsrdecomp.fidelity.evaluate import Evaluator, data_name, read_data
+        from lsrdecomp.fidelity.evaluate import Evaluator
+        from lsrdecomp.fidelity.texts import data_name, read_data
         from lsrdecomp.fidelity.variants import distil_variant
     chosen = DistilSettings(**settings)
     # 1. Open: the adapter, its LoRA, and the base with the LoRA on it.

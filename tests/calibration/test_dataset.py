@@ -21,7 +21,7 @@ from lsrdecomp.calibration.tokens import (  # noqa: E402
     token_batches,
     tokenize,
 )
-from lsrdecomp.fidelity.evaluate import read_data  # noqa: E402
+from lsrdecomp.fidelity.texts import read_data  # noqa: E402
 
 TEMPLATE = (
     "{% for m in messages %}<turn> {{ m['role'] }} {{ m['content'] }} <end> {% endfor %}"

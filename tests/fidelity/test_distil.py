@@ -46,7 +46,8 @@ from lsrdecomp.compression.measured_settings import EvaluatorSettings  # noqa: E
 from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
 from lsrdecomp.fidelity import evaluate  # noqa: E402
 from lsrdecomp.fidelity.distil import distil  # noqa: E402
-from lsrdecomp.fidelity.evaluate import Evaluator, split  # noqa: E402
+from lsrdecomp.fidelity.evaluate import Evaluator  # noqa: E402
+from lsrdecomp.fidelity.texts import split_texts  # noqa: E402
 from lsrdecomp.fidelity.variants import distil_variant, products_of  # noqa: E402
 
 WORDS = random.Random(0)
@@ -380,11 +381,11 @@ def test_only_lsr_factors_are_trained(classifier):
 
 def test_texts_that_begin_alike_are_held_out_together():
     texts = [(f"prompt {i // 3}", f"answer {i}") for i in range(300)]
-    held, rest = split(texts, 40, seed=1)
+    held, rest = split_texts(texts, 40, seed=1)
     assert 0 < len(held) <= 40
     assert sorted(held + rest) == sorted(texts)
     assert not {text[0] for text in held} & {text[0] for text in rest}
-    assert split(texts, 40, seed=1) == (held, rest)
+    assert split_texts(texts, 40, seed=1) == (held, rest)
 
 
 def test_only_completions_of_json_lines_are_answers(language_model, tmp_path):
