@@ -130,7 +130,8 @@ def rayleigh_ritz(operators: Array, q: Array) -> tuple[Array, Array, Array]:
 def extrapolated_excess(captured: list[np.ndarray]) -> np.ndarray:
     """Return error/optimum − 1 if the gains go on as a geometric series, twice over.
 
-    Infinite before there are two gains.
+    At least the last gain is taken to be missing still: the first gains take in values that stand
+    out, and fall faster than those that follow. Infinite before there are two gains.
 
     Parameters
     ----------
@@ -150,4 +151,5 @@ def extrapolated_excess(captured: list[np.ndarray]) -> np.ndarray:
     with np.errstate(divide="ignore", invalid="ignore"):
         series = 2.0 * last_gain**2 / (previous_gain - last_gain)
         gain = np.where(last_gain < previous_gain, series, 4.0 * last_gain)
+        gain = np.maximum(gain, last_gain)
         return np.where(gain < squared_error, 0.5 * gain / squared_error, math.inf)

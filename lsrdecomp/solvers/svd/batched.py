@@ -57,12 +57,12 @@ class BatchedKrylov(MatrixSolver):
     """Leading singular triples of each R(M) of a batch, by block Lanczos on R Rᴴ.
 
     All matrices take the same steps, as batched products in single precision; a Rayleigh–Ritz step
-    in the precision of the input ends it, so what single precision costs is the square of its
-    rounding. Matrices whose size falls fast from one random column of the first block to the next
-    are solved by `Gram`, each alone, and so are moderate ones whose error is not within
-    ``tolerance`` of the optimum by extrapolation of what the last steps gained, or is too small to
-    be told from ‖R‖² − Σσ²; larger ones by `BlockGolubKahan`. Small matrices, and those of which
-    many terms are asked for, go through one batched SVD.
+    in the precision of the input ends it, half a step further, so single precision costs no more
+    than the square of its rounding. Matrices whose size falls fast from one random column of the
+    first block to the next are solved by `Gram`, each alone, and so are moderate ones whose error
+    is not within ``tolerance`` of the optimum by extrapolation of what the last steps gained, or is
+    too small to be told from ‖R‖² − Σσ²; larger ones by `BlockGolubKahan`. Small matrices, and
+    those of which many terms are asked for, go through one batched SVD.
 
     Parameters
     ----------
@@ -270,10 +270,13 @@ class BatchedKrylov(MatrixSolver):
         n_earlier = len(progress.sweeps)
         initial = operators[:, :, :0], np.full(norms.shape, math.inf)
         steps = self._steps(operators, norms, request.max_terms)
-        (basis, excess), _ = iterate(steps, initial, progress)
-        # Rayleigh–Ritz in the precision of the input: the error of single precision is squared.
-        basis = xp.linalg.qr(xp.astype(basis, operators.dtype))[0]
-        u, sigma, vh = rayleigh_ritz(operators, basis)
+        (images, excess), _ = iterate(steps, initial, progress)
+        # Rayleigh–Ritz with the right vectors, in the precision of the input: the error of single
+        # precision is squared, and the product with R is half a step further than the last one.
+        right_basis = xp.linalg.qr(xp.astype(images, operators.dtype))[0]
+        v, sigma, uh = rayleigh_ritz(adjoint(operators), right_basis)
+        u = adjoint(uh)
+        vh = adjoint(v)
         captured = np.sum(to_numpy(sigma).astype(np.float64) ** 2, axis=1) / norms**2
         # Below this the error is lost in the rounding of ‖R‖² − Σσ².
         if unit_roundoff(operators.dtype) == unit_roundoff("float64"):
@@ -297,7 +300,7 @@ class BatchedKrylov(MatrixSolver):
     def _steps(
         self, operators: Array, norms: np.ndarray, rank: int
     ) -> Iterator[IterationStep[tuple[Array, np.ndarray]]]:
-        """Yield the leading Ritz vectors (L, p, rank) of each R Rᴴ, and the excess of errors."""
+        """Yield the images Rᴴ u (L, q, rank) of leading Ritz vectors, and the excess of errors."""
         xp = namespace(operators)
         block = self._block_size(rank)
         single = xp.astype(operators, xp.complex64 if is_complex(operators) else xp.float32)
@@ -324,10 +327,10 @@ class BatchedKrylov(MatrixSolver):
             gram = adjoint(images) @ images
             if step < 2:  # never the last, so without vectors
                 values = xp.linalg.eigvalsh(gram)
-                leading = basis[:, :, :rank]
+                leading = images[:, :, :rank]
             else:
                 values, vectors = xp.linalg.eigh(gram)
-                leading = basis @ vectors[:, :, -rank:]
+                leading = images @ vectors[:, :, -rank:]
             energies = np.sum(to_numpy(values).astype(np.float64)[:, -rank:], axis=1)
             captured.append(np.minimum(energies / norms**2, 1.0))
             excess = extrapolated_excess(captured)
