@@ -1,7 +1,10 @@
 """`decompose` with an error budget: the fewest bytes whose stored error is certified."""
 
+import re
+
 import numpy as np
 import pytest
+from oracles import exact_error
 from problems import kronecker_sum
 
 from lsrdecomp.decompose import decompose
@@ -49,6 +52,35 @@ def test_a_budget_that_the_rank_cannot_keep_says_so(kernel):
     assert result.status is Status.rank_exhausted
     with pytest.raises(ConvergenceError, match="truncation alone"):
         decompose(kernel, TWO, rank=2, budget=ErrorBudget(rtol=1e-6), throw=True)
+
+
+@pytest.mark.parametrize("storage", [None, "float64"])
+@pytest.mark.parametrize("rtol", [3e-8, 1e-9, 1e-13])
+def test_a_budget_finer_than_float32_is_kept(rtol, storage, rng):
+    """Weights in float32 stood in the way of anything below 3e-8, float64 storage or not."""
+    matrix = rng.standard_normal((16, 16))
+    result = decompose(matrix, budget=ErrorBudget(rtol=rtol, storage=storage), throw=True)
+    read = result.stored.approximation
+    assert exact_error(matrix, read) <= result.stored.certified_error <= rtol * result.target_norm
+    assert result.status is Status.converged
+
+
+@pytest.mark.parametrize(
+    ("storage", "rank", "rtol"),
+    [(None, None, 1e-16), ("float64", None, 1e-16), ("float16", None, 1e-6), (None, 2, 1e-6)],
+)
+def test_the_advice_of_a_refused_budget_works_when_it_is_typed(kernel, storage, rank, rtol):
+    def solve(rtol, storage):
+        budget = ErrorBudget(rtol=rtol, storage=storage)
+        return decompose(kernel, TWO, rank=rank, budget=budget, throw=True)
+
+    with pytest.raises(ConvergenceError) as refused:
+        solve(rtol, storage)
+    message = str(refused.value)
+    advised = float(re.search(r"rtol=([0-9.e+-]+)", message)[1])
+    assert solve(advised, storage).relative_error <= advised
+    for finer in re.findall(r"float\d+", message.partition("store in")[2]):
+        assert solve(rtol, finer).relative_error <= rtol
 
 
 def test_a_coarse_compute_type_is_reported(kernel):

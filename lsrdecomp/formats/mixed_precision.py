@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.formats.allocation import FormatChoice, cheapest_formats
 from lsrdecomp.formats.number_formats import FORMATS, StoredFactor, round_factor, storage_format
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.precision import tolerance
+from lsrdecomp.precision import PRECISIONS, tolerance, unit_roundoff
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,10 +26,14 @@ SMALL_FORMATS = ("float32", "float16", "float8_e4m3fn", "int8", "int4")
 """Formats that are chosen from unless told: bfloat16 and e5m2 spend bits on range that unit factors
 do not need."""
 
+WeightType: TypeAlias = "type[np.float32 | np.float64]"
+
 
 @dataclass(frozen=True, eq=False)
 class StoredTerm:
-    """One term as written: a float32 weight, which absorbs all scales, and the factors' codes.
+    """One term as written: a weight, which absorbs all scales, and the factors' codes.
+
+    The weight has four bytes, or eight where its rounding would take too much of the budget.
 
     Examples
     --------
@@ -43,21 +47,22 @@ class StoredTerm:
     True
     """
 
-    weight: np.float32
+    weight: np.float32 | np.float64
     factors: tuple[StoredFactor, ...]
 
     @property
     def bytes(self) -> int:
         """Bytes of the weight, of one byte a factor to name its format, and of the codes."""
-        return 4 + len(self.factors) + sum(f.bytes for f in self.factors)
+        codes = sum(factor.bytes for factor in self.factors)
+        return self.weight.nbytes + len(self.factors) + codes
 
 
 @dataclass(frozen=True, eq=False)
 class StoredMatrix:
     """A separated matrix as stored, with the error it is certified for.
 
-    The matrix is 2^exponent Σ_k w_k F_k⁽¹⁾ ⊗ … ⊗ F_k⁽ᵈ⁾ with float32 weights w and the factors'
-    codes F.
+    The matrix is 2^exponent Σ_k w_k F_k⁽¹⁾ ⊗ … ⊗ F_k⁽ᵈ⁾ with weights w in float32 or float64 and
+    the factors' codes F.
 
     Attributes
     ----------
@@ -124,7 +129,7 @@ def smallest(
     approximation: SeparatedMatrix,
     *,
     atol: float,
-    formats: Sequence[str] = SMALL_FORMATS,
+    formats: Sequence[str] | None = None,
     max_rounds: int = 16,
 ) -> StoredMatrix:
     """Return the fewest bytes that keep the *stored* error at most ``atol``.
@@ -144,8 +149,9 @@ def smallest(
         (`canonical`) if d = 2.
     atol : float
         Allowed ‖M − M̃‖_F.
-    formats : sequence of str
-        Names from `lsrdecomp.formats.number_formats.FORMATS`.
+    formats : sequence of str, optional
+        Names from `lsrdecomp.formats.number_formats.FORMATS`. Absent, `SMALL_FORMATS`, and float64
+        beside them where even float32 is too coarse.
     max_rounds : int
         Times that the inner budget is tightened at most, when terms that are not orthogonal round
         worse than they add up. By hand.
@@ -174,32 +180,65 @@ def smallest(
     """
     if not (math.isfinite(atol) and atol >= 0.0):
         raise BudgetError(f"an allowed error must be finite and not negative, got {atol}")
+    truncation = target.residual_norm(approximation)
+    refusal = ""
+    for names in _format_sets(formats):
+        rounding = _Rounding.measure(approximation, names)
+        for weight_type in rounding.weight_types(atol):
+            search = _Search(target, approximation, rounding, weight_type, max_rounds)
+            stored, closest = search.run(atol, truncation)
+            if stored is not None:
+                return stored
+        if truncation > atol:
+            raise BudgetError(_truncation_refusal(atol, truncation, closest, target.norm))
+        refusal = rounding.refusal(atol, truncation, closest, target.norm)
+    raise BudgetError(refusal)
+
+
+def _format_sets(formats: Sequence[str] | None) -> list[tuple[str, ...]]:
+    """Return the sets of formats to choose from, one after the other while none keeps the error."""
+    if formats is None:
+        return [SMALL_FORMATS, ("float64", *SMALL_FORMATS)]
     names = tuple(storage_format(name).name for name in formats)
     if not names:
         raise BudgetError(f"no format to choose from; known formats: {', '.join(FORMATS)}")
-    rounding = _Rounding.measure(approximation, names)
-    wide = approximation.astype(dtype_name(as_double(approximation.factors[0])))
-    truncation = target.residual_norm(approximation)
-    inner_atol = atol
-    closest = math.inf
-    for _ in range(max_rounds):
-        # Smallest 1: formats for what truncation leaves of the inner budget.
-        squared = rounding.scaled(inner_atol) ** 2 - rounding.scaled(truncation) ** 2
-        stored = rounding.store(rounding.choose(math.sqrt(max(squared, 0.0))))
-        # Smallest 2: the error of what a reader gets, formed.
-        shape = approximation.kronecker_shape
-        read = _dequantized(shape, rounding.exponent, stored)
-        error = certified(target, _held_like(read, wide))
-        closest = min(closest, error)
-        if error <= atol:
-            return StoredMatrix(shape, rounding.exponent, stored, error, target.norm)
-        # Smallest 3: a smaller inner budget.
-        if inner_atol <= truncation:
-            break
-        inner_atol = max(truncation, inner_atol * min(0.99, atol / error))
-    squares = {name: float(np.sum(rounding.squares[..., i])) for i, name in enumerate(names)}
-    finest = min(names, key=lambda name: squares[name])
-    raise BudgetError(_refusal(atol, truncation, closest, finest, target.norm))
+    return [names]
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """The search for the formats of fewest bytes, in one set of formats and one type of weights."""
+
+    target: Target
+    approximation: SeparatedMatrix
+    rounding: _Rounding
+    weight_type: WeightType
+    max_rounds: int
+
+    def run(self, atol: float, truncation: float) -> tuple[StoredMatrix | None, float]:
+        """Return the stored matrix, or None, and the smallest error that was reached."""
+        rounding = self.rounding
+        shape = self.approximation.kronecker_shape
+        wide = self.approximation.astype(dtype_name(as_double(self.approximation.factors[0])))
+        inner_atol = atol
+        closest = math.inf
+        for _ in range(self.max_rounds):
+            # Search 1: formats for what truncation leaves of the inner budget.
+            squared = rounding.scaled(inner_atol) ** 2 - rounding.scaled(truncation) ** 2
+            choices = rounding.choose(math.sqrt(max(squared, 0.0)), self.weight_type)
+            terms = rounding.store(choices, self.weight_type)
+            # Search 2: the error of what a reader gets, formed.
+            read = _dequantized(shape, rounding.exponent, terms)
+            error = certified(self.target, _held_like(read, wide))
+            closest = min(closest, error)
+            if error <= atol:
+                norm = self.target.norm
+                return StoredMatrix(shape, rounding.exponent, terms, error, norm), closest
+            # Search 3: a smaller inner budget.
+            if inner_atol <= truncation:
+                break
+            inner_atol = max(truncation, inner_atol * min(0.99, atol / error))
+        return None, closest
 
 
 def as_stored(matrix: SeparatedMatrix, storage: str) -> SeparatedMatrix:
@@ -217,8 +256,8 @@ def as_stored(matrix: SeparatedMatrix, storage: str) -> SeparatedMatrix:
         return matrix.round_to(chosen.name, scaled=True)
     rounding = _Rounding.measure(matrix, (chosen.name,))
     choices: list[FormatChoice] = [(0,) * matrix.order] * matrix.separation_rank
-    read = _dequantized(matrix.kronecker_shape, rounding.exponent, rounding.store(choices))
-    return _held_like(read, matrix)
+    terms = rounding.store(choices, np.float32)
+    return _held_like(_dequantized(matrix.kronecker_shape, rounding.exponent, terms), matrix)
 
 
 def least_bytes(shape: KroneckerShape, rank: int, formats: Sequence[str] = SMALL_FORMATS) -> int:
@@ -249,6 +288,8 @@ class _Rounding:
 
     Attributes
     ----------
+    names : tuple of str
+        The formats.
     weights : ndarray, shape (s,)
         λ / 2^exponent.
     units : tuple of ndarray, shapes (s, m_i, n_i)
@@ -259,6 +300,7 @@ class _Rounding:
     bytes : ndarray, shape (d, formats)
     """
 
+    names: tuple[str, ...]
     exponent: int
     weights: np.ndarray
     units: tuple[np.ndarray, ...]
@@ -294,23 +336,31 @@ class _Rounding:
             entries = unit.shape[1] * unit.shape[2] * parts
             sizes.append([storage_format(name).bytes(entries) for name in names])
         scaled = np.ldexp(weights, -exponent)
-        return cls(exponent, scaled, units, tuple(rounded), squares, np.asarray(sizes))
+        return cls(names, exponent, scaled, units, tuple(rounded), squares, np.asarray(sizes))
 
     def scaled(self, error: float) -> float:
         """Return an error in the units of the weights."""
         return math.ldexp(error, -self.exponent)
 
-    @property
-    def overhead(self) -> int:
-        """Bytes of a term beside its codes."""
-        return 4 + len(self.units)
+    def weight_types(self, atol: float, max_share: float = 0.1) -> tuple[WeightType, ...]:
+        """Return float32, and float64 where the rounding of weights may be in the way.
 
-    def choose(self, budget: float) -> tuple[FormatChoice, ...]:
+        It may where it is more than ``max_share`` of the allowed error, a value set by hand.
+        """
+        rounding = unit_roundoff("float32") * float(np.linalg.norm(self.weights))
+        if rounding <= max_share * self.scaled(atol):
+            return (np.float32,)
+        return (np.float32, np.float64)
+
+    def choose(self, budget: float, weight_type: WeightType) -> tuple[FormatChoice, ...]:
         """Return the formats of fewest bytes within an error in the units of the weights."""
-        return cheapest_formats(self.weights, self.squares, self.bytes, budget, self.overhead)
+        overhead = weight_type().nbytes + len(self.units)
+        return cheapest_formats(self.weights, self.squares, self.bytes, budget, overhead)
 
-    def store(self, choices: Sequence[FormatChoice]) -> tuple[StoredTerm, ...]:
-        """Return the chosen codes, with weights refitted to them and rounded to float32."""
+    def store(
+        self, choices: Sequence[FormatChoice], weight_type: WeightType
+    ) -> tuple[StoredTerm, ...]:
+        """Return the chosen codes, with weights refitted to them and rounded to their type."""
         factors = []
         for k, choice in enumerate(choices):
             if choice is not None:
@@ -319,10 +369,32 @@ class _Rounding:
             return ()
         terms = []
         for weight, of_term in zip(self._refitted(factors), factors, strict=True):
-            term = StoredTerm(np.float32(weight), of_term)
+            term = StoredTerm(weight_type(weight), of_term)
             if term.weight != 0.0:
                 terms.append(term)
         return tuple(terms)
+
+    def refusal(self, atol: float, truncation: float, closest: float, size: float) -> str:
+        """Return why rounding alone exceeds an error, and what would do."""
+        totals = np.sum(self.squares, axis=(0, 1))
+        finest = self.names[int(np.argmin(totals))]
+        ways_out = [f"allow a tolerance above {_with_relative(closest, size)}"]
+        fine_enough = [name for name in PRECISIONS if self._is_fine_enough(name, finest, atol)]
+        if fine_enough:
+            ways_out.insert(0, f"store in {' or '.join(fine_enough)}")
+        return (
+            f"{_stated(atol, size)}: truncation takes {truncation:.3g} of it and rounding, even in "
+            f"{finest}, brings the total to {closest:.3g}; {', or '.join(ways_out)}"
+        )
+
+    def _is_fine_enough(self, name: str, than: str, atol: float) -> bool:
+        """Return whether a type is finer than another, and expected to keep ``atol``."""
+        if name not in FORMATS or name == than:
+            return False
+        roundoff = unit_roundoff(name)
+        expected = roundoff * math.sqrt(len(self.units)) * float(np.linalg.norm(self.weights))
+        is_finer = than not in PRECISIONS or roundoff < unit_roundoff(than)
+        return is_finer and expected <= self.scaled(atol)
 
     def _refitted(self, factors: list[tuple[StoredFactor, ...]]) -> np.ndarray:
         """Return the weights of least squares for rounded factors."""
@@ -364,16 +436,28 @@ def _held_like(matrix: SeparatedMatrix, other: SeparatedMatrix) -> SeparatedMatr
     return SeparatedMatrix(weights, tuple(map(like, matrix.factors, other.factors)))
 
 
-def _refusal(atol: float, truncation: float, closest: float, finest: str, size: float) -> str:
-    """Return why an error cannot be met, and what would do."""
-    relative = f" (relative {atol / size:.3g})" if size > 0.0 else ""
-    if truncation > atol:
-        return (
-            f"allowed error {atol:.3g}{relative}: the {truncation:.3g} of truncation alone exceeds "
-            f"it; use more terms or a tolerance above {truncation:.3g}"
-        )
+def _truncation_refusal(atol: float, truncation: float, closest: float, size: float) -> str:
+    """Return why truncation alone exceeds an error, and what would do."""
     return (
-        f"allowed error {atol:.3g}{relative}: truncation takes {truncation:.3g} of it and "
-        f"rounding, even in {finest}, brings the total to {closest:.3g}; allow a finer format "
-        f"({', '.join(FORMATS)}), use more terms, or a tolerance above {closest:.3g}"
+        f"{_stated(atol, size)}: the {truncation:.3g} of truncation alone exceeds it; use more "
+        f"terms or a tolerance above {_with_relative(closest, size)}"
     )
+
+
+def _stated(atol: float, size: float) -> str:
+    relative = f" (relative {atol / size:.3g})" if size > 0.0 else ""
+    return f"allowed error {atol:.3g}{relative}"
+
+
+def _with_relative(error: float, size: float) -> str:
+    """Return an error, rounded up so that it can be typed, also relative to a norm."""
+    text = _rounded_up(error)
+    return f"{text} (rtol={_rounded_up(error / size)})" if size > 0.0 else text
+
+
+def _rounded_up(value: float) -> str:
+    """Return a number in three digits that is not below it."""
+    if not 0.0 < value < math.inf:
+        return f"{value:.3g}"
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return f"{math.ceil(value / unit * (1.0 + 1e-12)) * unit:.3g}"

@@ -49,6 +49,8 @@ class StorageSearchOptions:
     # accurate solve serves. Others: few terms, then one more at a time.
     nested_truncation_share: float = 0.25
     fitted_truncation_share: float = 0.8
+    # The same for a second solve for nested terms, where rounding took too much after the first
+    accurate_truncation_share: float = 0.01
 
 
 DEFAULT_OPTIONS = StorageSearchOptions()
@@ -225,18 +227,22 @@ class _Candidate:
 def fewest_bytes(problem: StorageProblem, budget: ErrorBudget, throw: bool) -> Decomposition:
     """Return the record with the fewest bytes whose certified error keeps the budget.
 
-    Raises `ConvergenceError` with ``throw`` if none does; else returns the record in float32,
-    without ``stored``.
+    Raises `ConvergenceError` with ``throw`` if none does; else returns the record in one type, the
+    finest that was allowed, without ``stored``.
     """
     options = problem.options
     target = problem.target
     goal = budget.allowed(target.norm)
-    formats = SMALL_FORMATS if budget.storage is None else (budget.storage,)
+    formats = None if budget.storage is None else (budget.storage,)
     # Bytes 1: terms that leave room for rounding.
     share = options.nested_truncation_share
     if not problem.is_nested:
         share = options.fitted_truncation_share
     first = _candidate(target, problem.solve(atol=share * goal), goal, formats)
+    is_rounding_in_the_way = first.stored is None and first.solution.status.met
+    if problem.is_nested and is_rounding_in_the_way:
+        accurate = problem.solve(atol=options.accurate_truncation_share * goal)
+        first = _candidate(target, accurate, goal, formats)
     best = first
     # Bytes 2: a sum in this very shape may be stored as it is.
     matrix = getattr(target, "matrix", None)
@@ -252,7 +258,7 @@ def fewest_bytes(problem: StorageProblem, budget: ErrorBudget, throw: bool) -> D
         n_without_progress = 0
         rank = max(first.solution.approximation.separation_rank, 1)
         while n_without_progress < options.patience and rank <= problem.last_rank:
-            min_bytes = least_bytes(problem.shape, rank, formats)
+            min_bytes = least_bytes(problem.shape, rank, formats or SMALL_FORMATS)
             if best.stored is not None and min_bytes >= best.stored.bytes:
                 break
             candidate = _candidate(target, problem.solve(rank=rank), goal, formats)
@@ -265,14 +271,19 @@ def fewest_bytes(problem: StorageProblem, budget: ErrorBudget, throw: bool) -> D
             rank += 1
     if best.stored is not None:
         return _record(target, best.solution, best.stored, budget)
-    record = problem.measure(best.solution, "float32", goal)
+    record = problem.measure(best.solution, _closest_storage(budget), goal)
     if throw:
         raise ConvergenceError(refusal, record)
     return record
 
 
+def _closest_storage(budget: ErrorBudget) -> str:
+    """Return the type that comes nearest to a budget that is not kept."""
+    return budget.storage or "float64"
+
+
 def _candidate(
-    target: Target, solution: Solution, goal: float, formats: tuple[str, ...]
+    target: Target, solution: Solution, goal: float, formats: tuple[str, ...] | None
 ) -> _Candidate:
     """Store a solution in the fewest bytes that keep the goal."""
     try:
