@@ -158,10 +158,10 @@ def test_verify_on_the_command_line(classifier, tmp_path):
         in done.stdout
     )
     assert (
-        f"It keeps {100 * found.kept:.1f} ± {100 * found.standard_error:.1f} % of what the "
-        "adapter does." in done.stdout
+        f"It keeps {100 * found.kept:.1f} ± {100 * found.standard_error:.1f} % of the LoRA's effect."
+        in done.stdout
     )
-    assert f"The likeliest answer is the same for {found.agreement:.2%}." in done.stdout
+    assert f"The top prediction agrees on {found.agreement:.2%}." in done.stdout
     done = CliRunner().invoke(app, [*map(str, arguments), "--text", str(lines), "--json", "-"])
     answers = json.loads(done.stdout)["answers"]
     assert answers["kl"] == pytest.approx(found.kl, rel=1e-6)
