@@ -6,11 +6,11 @@ Its error is that of the stored factors, measured.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from lsrdecomp.errors import ArgumentError, BudgetError, ConvergenceError
+from lsrdecomp.errors import ArgumentError, BudgetError, ConvergenceError, ShapeError
 from lsrdecomp.fields import accepts_settings
 from lsrdecomp.formats.number_formats import storage_format
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -125,13 +125,23 @@ def decompose(
         solving = _Solving(chosen, seed, init, on_sweep)
         # 2. The shape, or the search for one.
         if isinstance(shape, str) and shape == "search":
-            return _in_best_shape(target, goal, replace(solving, init=None), throw=throw)
+            _refuse_start_of_search(init)
+            return _in_best_shape(target, goal, solving, throw=throw)
         if isinstance(shape, str) and shape == "balanced":
             sizes = KroneckerShape.balanced(target.shape)
         else:
             sizes = KroneckerShape.parse(shape, ("balanced", "search"))
         # 3. The terms in it.
         return _in_shape(target, sizes, goal, solving, throw=throw)
+
+
+def _refuse_start_of_search(init: SeparatedMatrix | None) -> None:
+    """Raise `ShapeError` for a start, which has one shape, where many are searched."""
+    if init is not None:
+        raise ShapeError(
+            'init has a shape of its own, and shape="search" tries many: pass '
+            "shape=init.kronecker_shape, or leave out init"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,6 +216,12 @@ def test_a_start_of_another_shape_or_none_at_all_is_refused(hilbert):
         lsr.decompose(matrix, CUBE, rank=2, init=matrix)
 
 
+def test_a_start_is_refused_where_shapes_are_searched(hilbert):
+    matrix, cold = hilbert
+    with pytest.raises(lsr.errors.ShapeError, match=r"pass shape=init\.kronecker_shape"):
+        lsr.decompose(matrix, "search", rtol=1e-2, init=cold)
+
+
 def test_a_seed_is_the_solvers(rng):
     matrix = rng.standard_normal((64, 64))
     errors = [lsr.decompose(matrix, CUBE, rank=3, seed=seed).relative_error for seed in (0, 0, 1)]

@@ -43,7 +43,7 @@ def joblib_runner(workers: int = -1, device: str | None = None, per_gpu: int = 1
     Raises
     ------
     LsrError
-        If torch cannot compute in float64 on ``device``.
+        If torch cannot compute in float64 on ``device``, or ``per_gpu`` is given without cuda.
 
     Examples
     --------
@@ -51,6 +51,7 @@ def joblib_runner(workers: int = -1, device: str | None = None, per_gpu: int = 1
     >>> callable(runner)
     True
     """
+    _check_per_gpu(per_gpu, device)
     workers, devices = _devices(workers, device, per_gpu)
 
     def run(jobs: Sequence[Job], plan: CompressionPlan) -> Iterator[Outcome]:
@@ -80,6 +81,14 @@ def joblib_runner(workers: int = -1, device: str | None = None, per_gpu: int = 1
 
 def _died(name: str, error: Exception) -> Outcome:
     return Outcome(name, "died", f"its worker died: {str(error).splitlines()[0]}")
+
+
+def _check_per_gpu(per_gpu: int, device: str | None) -> None:
+    """Raise `LsrError` where jobs are to share a GPU and none is used."""
+    if per_gpu != 1 and device != "cuda":
+        raise LsrError(
+            f"{per_gpu} jobs are to share a GPU, but the device is {device or 'cpu'}: give device cuda"
+        )
 
 
 def _devices(workers: int, device: str | None, per_gpu: int) -> tuple[int, list[str | None]]:
@@ -125,8 +134,10 @@ def ray_runner(
     Raises
     ------
     LsrError
-        When it is run, if ray is missing or the cluster lacks the device.
+        If ``per_gpu`` is given without the device cuda; when it is run, if ray is missing or the
+        cluster lacks the device.
     """
+    _check_per_gpu(per_gpu, device)
 
     def run(jobs: Sequence[Job], plan: CompressionPlan) -> Iterator[Outcome]:
         with needs("a cluster", "fleet"):

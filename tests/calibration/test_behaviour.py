@@ -157,10 +157,8 @@ def test_verify_on_the_command_line(classifier, tmp_path):
         f"{found.kl:.4g} nats per example; without ΔW it would be {found.effect:.4g}."
         in done.stdout
     )
-    assert (
-        f"It keeps {100 * found.kept:.1f} ± {100 * found.standard_error:.1f} % of the LoRA's effect."
-        in done.stdout
-    )
+    share = f"{100 * found.kept:.1f} ± {100 * found.standard_error:.1f} %"
+    assert f"It keeps {share} of the LoRA's effect." in done.stdout
     assert f"The top prediction agrees on {found.agreement:.2%}." in done.stdout
     done = CliRunner().invoke(app, [*map(str, arguments), "--text", str(lines), "--json", "-"])
     answers = json.loads(done.stdout)["answers"]

@@ -329,6 +329,12 @@ class Cluster(ModuleType):
         return [self.running.pop()], list(self.running)
 
 
+@pytest.mark.parametrize("make_runner", [joblib_runner, ray_runner])
+def test_jobs_cannot_share_a_gpu_where_none_is_used(make_runner):
+    with pytest.raises(LsrError, match="3 jobs are to share a GPU, but the device is cpu"):
+        make_runner(per_gpu=3)
+
+
 @pytest.mark.parametrize(("device", "gpus", "share"), [("cuda", 1.0, 0.5), (None, 0.0, 0.0)])
 def test_a_cluster_runs_every_job_once_and_one_that_dies_alone_dies(
     device, gpus, share, monkeypatch
@@ -343,7 +349,8 @@ def test_a_cluster_runs_every_job_once_and_one_that_dies_alone_dies(
 
     monkeypatch.setattr(runners, "run_job", job)
     jobs = [Job(str(number), "in", "out") for number in range(5)]
-    run = ray_runner("head:1", device, per_gpu=2, max_submitted=2)
+    per_gpu = 2 if device == "cuda" else 1
+    run = ray_runner("head:1", device, per_gpu=per_gpu, max_submitted=2)
     outcomes = {outcome.name: outcome for outcome in run(jobs, PLAN)}
     assert outcomes.keys() == {job.name for job in jobs}
     assert ray.most == 2
