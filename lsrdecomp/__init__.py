@@ -1,25 +1,25 @@
 """Matrices and LoRA adapters as short sums of Kronecker products (low separation rank).
 
 A matrix
-    `decompose`        the shortest sum of Kronecker products within a tolerance, or of ``rank=`` terms
+    `decompose`        the shortest sum of Kronecker products within a tolerance, or of `rank` terms
     `decompose_each`   the same for a stack of matrices
-    `best_shape`       which shape: the fewest parameters at a tolerance, low rank and dense among them
+    `best_shape`       the shape with the fewest parameters; low rank and dense are among them
     `error_curve`      how the error falls with the number of terms
-    `SeparatedMatrix`  the answer as an operator: ``A @ x``, `to_matrix`, norms, never formed unless asked
+    `SeparatedMatrix`  the answer as an operator: ``A @ x``, norms; formed by `to_matrix` alone
     `recompress`       fewer terms for a `SeparatedMatrix` that has too many
 
 A LoRA adapter
     `open_checkpoint`  a directory or file of PEFT, kohya, diffusers, LyCORIS, … as layers
-    `compress`         the smallest that keeps such a share of what it does; or a `CompressionPlan` for every layer
-    `distil`           a compressed adapter trained, without labels, on the answers of its LoRA
-    `read_statistics`  what ``lsrdecomp calibrate`` measured, so that errors count what the network does
+    `compress`         makes one smaller: to a size, an error, or a share of its effect to keep
+    `distil`           trains a compressed adapter on the outputs of its LoRA, without labels
+    `read_statistics`  reads what ``lsrdecomp calibrate`` wrote: errors then count the outputs
 
 Sizes and goals
-    `KroneckerShape`, `ProductShape`, `ErrorBudget`, `unit_roundoff`
+    `KroneckerShape`, `ProductShape`, `CompressionPlan`, `ErrorBudget`, `unit_roundoff`
 
 Rooms
-    `solvers`      `SVD`, `ALS`, `BlockGolubKahan`, … to pass as ``solver=`` (the usual two are here at the top too)
-    `targets`      what else can be decomposed: low-rank pairs, sparse matrices, operators, streams of rows
+    `solvers`      `SVD`, `ALS`, `BlockGolubKahan`, …, to pass as ``solver=``
+    `targets`      what else can be decomposed: low-rank pairs, sparse matrices, operators, …
     `operators`    solve, logdet, eigenvalues, preconditioners: what comes after a decomposition
     `kronecker`    shapes, `rearrange`, Kronecker algebra
     `formats`      number formats of stored factors, mixed precision
@@ -39,7 +39,7 @@ _load, __dir__, __all__ = attach(__name__, __file__)
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name when it is first used; tell of any other where it is or what it is like."""
+    """Load a public name when it is first used; of any other say where it is or what it is like."""
     if name == "__version__":
         from importlib.metadata import version
 

@@ -1,4 +1,7 @@
-"""Where the command `lsrdecomp` and ``python -m lsrdecomp`` start; imports nothing before it can be stopped."""
+"""Start of the command `lsrdecomp` and of ``python -m lsrdecomp``.
+
+Nothing of the package is imported before Ctrl-C is handled.
+"""
 
 import sys
 

@@ -1,7 +1,8 @@
 """Public names that changed: the old ones go on working until version 0.5, and warn.
 
-`NAMES` holds functions and classes, `ATTRIBUTES` what instances carry. A room's `__init__.py` calls `attach`, a class
-whose attributes changed is decorated by `keep_old_attributes`; nothing else knows of old names.
+`NAMES` holds functions and classes, `ATTRIBUTES` what instances carry. The `__init__.py` of a
+subpackage calls `attach`, and a class whose attributes changed is decorated by
+`keep_old_attributes`; nothing else knows of old names.
 """
 
 from __future__ import annotations
@@ -56,18 +57,18 @@ C = TypeVar("C", bound=type)
 def attach(
     package: str, file: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a room, which load a name when it is first used.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a subpackage that loads lazily.
 
     Parameters
     ----------
     package : str
-        ``__name__`` of the room.
+        ``__name__`` of the subpackage.
     file : str
-        ``__file__`` of the room; the stub beside it lists the names.
+        ``__file__`` of the subpackage; the stub beside it lists the names.
     """
     load, list_names, names = lazy_loader.attach_stub(package, file)
 
-    def getattr_of_room(name: str) -> Any:
+    def load_or_warn(name: str) -> Any:
         new = NAMES.get(f"{package}.{name}")
         if new is None:
             return load(name)
@@ -75,11 +76,11 @@ def attach(
         room, _, current = new.rpartition(".")
         return getattr(importlib.import_module(room), current)
 
-    return getattr_of_room, list_names, names
+    return load_or_warn, list_names, names
 
 
 def keep_old_attributes(cls: C) -> C:
-    """Class decorator: attributes that `ATTRIBUTES` lists for this class are read under their old names too."""
+    """Add the old names of attributes, from `ATTRIBUTES`, to a class; to be used as a decorator."""
     for old, new in ATTRIBUTES.get(cls.__name__, {}).items():
         setattr(cls, old, _old_attribute(cls.__name__, old, new))
     return cls

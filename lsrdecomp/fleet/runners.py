@@ -86,8 +86,9 @@ def _died(name: str, error: Exception) -> Outcome:
 def _check_per_gpu(per_gpu: int, device: str | None) -> None:
     """Raise `LsrError` where jobs are to share a GPU and none is used."""
     if per_gpu != 1 and device != "cuda":
+        found = device or "cpu"
         raise LsrError(
-            f"{per_gpu} jobs are to share a GPU, but the device is {device or 'cpu'}: give device cuda"
+            f"{per_gpu} jobs are to share a GPU, but the device is {found}: give device cuda"
         )
 
 

@@ -1,4 +1,4 @@
-"""KnownEntries: a matrix some of whose entries are missing; norm and errors are those of the known ones."""
+"""KnownEntries: a matrix with missing entries; its norm and errors are those of the known ones."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ class KnownEntries:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(rows, columns) of the matrix."""
         rows, columns = self.matrix.shape
         return int(rows), int(columns)
 
@@ -81,7 +82,7 @@ class KnownEntries:
         return finite_norm(self.matrix)
 
     def tensors(self, shape: KroneckerShape) -> tuple[NDArray[Any], NDArray[np.float64]]:
-        """Return R(M), zero where an entry is missing, and R of ones and zeros that tell which is known."""
+        """Return R(M), zero where an entry is missing, and R of the mask, one where it is known."""
         shape.check(self.shape)
         return rearrange(self.matrix, shape), rearrange(self.known.astype(np.float64), shape)
 
