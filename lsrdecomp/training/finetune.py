@@ -97,12 +97,13 @@ def finetune(
     # 1. What does not fit is refused before any work.
     if out.exists():
         raise CheckpointError("already exists; choose another output, or remove it", path=out)
+    key = content_key(settings.to_json())  # as it was asked: "auto" goes on where it was
     processes = PartialState(cpu=settings.device == "cpu")
+    # The data set evaluates in the precision of the training.
+    settings = _with_precision(settings)
     with processes.local_main_process_first():
         dataset = read_dataset(settings)
     _check_shares_of_batch(settings, processes.num_processes)
-    key = content_key(settings.to_json())
-    settings = _with_precision(settings)
     # 2. The run, in the journal beside its output.
     with Journal.beside(out, reads_only=not processes.is_main_process) as journal:
         run = journal.directory(key)
@@ -148,8 +149,8 @@ def evaluate(settings: FinetuneSettings) -> Scores:
     SettingsError, DataError, CheckpointError
         As `finetune` does.
     """
-    dataset = read_dataset(settings)
     settings = _with_precision(settings)
+    dataset = read_dataset(settings)
     with TemporaryDirectory() as directory:
         if settings.ratio is not None:
             settings = compressed_start(settings, dataset, Path(directory))

@@ -58,6 +58,16 @@ def settings(place, **changes):
     )
 
 
+def test_the_precision_that_auto_stands_for_is_that_of_the_evaluation_too(place, tmp_path):
+    losses = []
+    for precision in ("auto", "float32"):
+        asked = settings(place, steps=2, samples=0, precision=precision)
+        record = finetune(asked, tmp_path / precision)
+        assert record.settings.precision == "float32"  # on the CPU
+        losses.append(record.dev.loss)
+    assert losses[0] == losses[1]
+
+
 def test_a_run_is_recorded_with_what_base_and_adapter_say(place, tmp_path):
     record = finetune(
         settings(place, metric="exact", measure_start=True, samples=2, steps=8), tmp_path / "run"
