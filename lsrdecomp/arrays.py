@@ -99,6 +99,15 @@ def _unmasked(array: np.ma.MaskedArray, name: str) -> np.ndarray:
     return np.asarray(array.data)
 
 
+def with_common_dtype(*arrays: Array) -> list[Array]:
+    """Return the arrays in the one element type that holds all of them."""
+    if len({array.dtype for array in arrays}) <= 1:
+        return list(arrays)
+    xp = namespace(*arrays)
+    common = xp.result_type(*(array.dtype for array in arrays))
+    return [xp.astype(array, common) for array in arrays]
+
+
 def as_double(array: Array) -> Array:
     """Return the same numbers in float64 or complex128.
 

@@ -19,6 +19,7 @@ from lsrdecomp.arrays import (
     refuse_traced,
     to_numpy,
     triangular_factor,
+    with_common_dtype,
 )
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.rearrange import factor_columns, factor_shape, khatri_rao
@@ -109,15 +110,6 @@ def triangular_core(factors: Sequence[Array]) -> Array:
     for column in columns[1:]:
         core = _triangle(khatri_rao(core, _triangle(as_double(column))))
     return core
-
-
-def with_common_dtype(*arrays: Array) -> list[Array]:
-    """Return the arrays in the one element type that holds all of them."""
-    if len({array.dtype for array in arrays}) <= 1:
-        return list(arrays)
-    xp = namespace(*arrays)
-    common = xp.result_type(*(array.dtype for array in arrays))
-    return [xp.astype(array, common) for array in arrays]
 
 
 def _triangle(columns: Array) -> Array:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, Namespace, device, namespace
+from lsrdecomp.arrays import Array, Namespace, device, namespace, with_common_dtype
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.shape import KroneckerShape
 
@@ -272,12 +272,12 @@ def apply_sum_of_kroneckers(factors: Sequence[Array], weights: Array | None, x: 
     if x.ndim not in (1, 2) or x.shape[0] != columns:
         raise ShapeError(f"x: expected {columns} rows to match {shape}, got shape {tuple(x.shape)}")
     xp = namespace(x, *factors)
+    x, *factors = with_common_dtype(x, *factors)
     terms = factors[0].shape[0]
     vectors = x.shape[1] if x.ndim == 2 else 1
     image_shape = (rows, vectors) if x.ndim == 2 else (rows,)
     if 0 in (terms, vectors):
-        common = xp.result_type(x.dtype, factors[0].dtype)
-        return xp.zeros(image_shape, dtype=common, device=device(x))
+        return xp.zeros(image_shape, dtype=x.dtype, device=device(x))
     outer = factors[0] if weights is None else factors[0] * weights[:, None, None]
 
     # All factors but the first, from the last on. The state has shape (terms, not yet multiplied,

@@ -22,6 +22,7 @@ from lsrdecomp.arrays import (
     namespace,
     norm,
     to_numpy,
+    with_common_dtype,
 )
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.entries import diagonal_entries, get_entries
@@ -30,7 +31,6 @@ from lsrdecomp.kronecker.normalization import (
     check_weights,
     normalized_terms,
     triangular_core,
-    with_common_dtype,
 )
 from lsrdecomp.kronecker.pytree import register_pytree
 from lsrdecomp.kronecker.rearrange import (

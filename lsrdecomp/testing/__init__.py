@@ -1,8 +1,9 @@
-"""Property tests for Kronecker code, yours as well as ours: strategies that draw cases, checks that find wrong code.
+"""Property tests for Kronecker code: strategies that draw cases, checks that find wrong code.
 
-Needs hypothesis: ``pip install 'lsrdecomp[testing]'``. Each check takes *your* function,
-`check_operator` your class. The identities that they try are also functions by themselves, in
-`identities`, `khatri_rao`, `vectorization`, `partial_trace` and `representations`.
+For your code as well as ours. Needs hypothesis: ``pip install 'lsrdecomp[testing]'``. Each check
+takes *your* function, `check_operator` your class. The identities that they try are also functions
+by themselves, in `identities`, `khatri_rao`, `kronecker_sum`, `vectorization`, `partial_trace` and
+`representations`.
 """
 
 try:
@@ -17,6 +18,7 @@ from lsrdecomp.testing.agreement import IdentityError as IdentityError
 from lsrdecomp.testing.cases import Options as Options
 from lsrdecomp.testing.identities import check_kron as check_kron
 from lsrdecomp.testing.khatri_rao import check_khatri_rao as check_khatri_rao
+from lsrdecomp.testing.kronecker_sum import check_kron_sum as check_kron_sum
 from lsrdecomp.testing.operators import check_operator as check_operator
 from lsrdecomp.testing.partial_trace import check_partial_trace as check_partial_trace
 from lsrdecomp.testing.representations import check_apply as check_apply

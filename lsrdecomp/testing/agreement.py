@@ -1,10 +1,10 @@
-"""What an identity is: two sides that agree up to rounding, and the error that says how far they do not."""
+"""What an identity is: two sides that agree up to rounding, and the error that says where not."""
 
 from __future__ import annotations
 
 import math
 from functools import partial, update_wrapper
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from array_api_compat import is_array_api_obj
@@ -20,12 +20,9 @@ Matrix = np.ndarray
 Sides = tuple[Any, Any]
 """The two sides of an identity, which must agree."""
 
-COARSE = {"float32", "complex64"}
+SINGLE_PRECISION = {"float32", "complex64"}
 """Types of answers that are no finding by themselves, but that differ by more than float64
 explains."""
-
-SHOWN_ENTRIES = 24
-"""Arrays of at most this many entries are printed in an error."""
 
 
 class IdentityError(LsrError, AssertionError):
@@ -58,57 +55,92 @@ class IdentityError(LsrError, AssertionError):
         self.cause = cause
 
 
+class Check(NamedTuple):
+    """A check of one identity, what it is tried on, and what it asks of the element type."""
+
+    function: Callable[..., None]
+    cases: Any
+    sums: bool
+    linalg: bool
+
+    @property
+    def name(self) -> str:
+        """Name of the identity, in words."""
+        return self.function.__name__.replace("_", " ")
+
+
 class Identities:
     """Identities of one function with the cases they are tried on, those that tell most first."""
 
     def __init__(self) -> None:
-        self.checks: list[tuple[Callable[..., None], Any]] = []
+        self.checks: list[Check] = []
 
     def on(
-        self, *cases: Any, bound: Callable[..., float] | None = None, sums: bool = False
+        self,
+        *cases: Any,
+        bound: Callable[..., float] | None = None,
+        sums: bool = False,
+        linalg: bool = False,
     ) -> Callable[[Callable[..., Sides]], Callable[..., None]]:
-        """Decorator that makes a check of an identity, written as a function that returns its two sides.
+        """Make a check of an identity, written as a function that returns its two sides.
 
         The function takes yours, as a function of NumPy arrays, and the arrays. Its name is that of
-        the identity, the first line of its docstring the formula. The check takes a function and
-        arrays of any library, and raises `IdentityError` unless both sides agree up to rounding.
-        Rounding is relative to ``bound``, a function of the arrays: the size of the numbers that
-        are added up, absent the product of the norms. With ``sums`` it grows with the sides of the
-        matrices.
+        the identity; the first line of its docstring says "Check that" and the formula. The check
+        takes a function and arrays of any library, and raises `IdentityError` unless both sides
+        agree up to rounding.
 
-        Each of ``cases`` is a callable (Cases) -> arguments, or the sides of matrices, named as in
-        `numpy.einsum`: ``"mn np"`` for a product.
+        Parameters
+        ----------
+        *cases : callables (Cases) -> arguments, or str
+            What it is tried on; a text holds the sides of matrices, named as in `numpy.einsum`:
+            ``"mn np"`` for a product.
+        bound : callable (*arrays) -> float, optional
+            Size of the numbers that are added up, to which rounding is relative; absent, the
+            product of the norms.
+        sums : bool
+            Sums as long as the sides of the matrices are formed: rounding grows with these, and
+            integers of 8 and 16 bits would overflow.
+        linalg : bool
+            Inverses, eigenvalues or singular values are formed, which half precision and integers
+            do not have.
         """
 
         def decorate(sides: Callable[..., Sides]) -> Callable[..., None]:
             name = sides.__name__.replace("_", " ")
-            formula = (sides.__doc__ or name).splitlines()[0].rstrip(".")
+            summary = (sides.__doc__ or name).splitlines()[0]
+            formula = summary.removeprefix("Check that ").rstrip(".")
 
             def check(function: Callable[..., Any], *arguments: Any) -> None:
                 __tracebackhide__ = True
                 arrays = arrays_in(arguments)
                 values = _as_numpy(arguments)
-                formed = arrays_in(values)
+                matrices = arrays_in(values)
                 left, right = sides(_on_numpy(function, arrays), *values)
+                if bound is None:
+                    size_of_terms = math.prod(_finite_norm(matrix) for matrix in matrices)
+                else:
+                    size_of_terms = bound(*matrices)
+                longest = math.prod(max(matrix.shape, default=1) for matrix in matrices)
                 require_agreement(
                     f"{name}, {formula}",
                     left,
                     right,
-                    bound=math.prod(map(_finite_norm, formed)) if bound is None else bound(*formed),
-                    size=math.prod(max(array.shape, default=1) for array in formed) if sums else 1,
+                    bound=size_of_terms,
+                    size=longest if sums else 1,
                     inputs=arguments,
                 )
 
             update_wrapper(check, sides)
             del check.__wrapped__  # type: ignore[attr-defined]  # the signature is that of the check
-            self.checks += [(check, each) for each in cases]
+            for case in cases:
+                self.checks.append(Check(check, case, sums, linalg))
             return check
 
         return decorate
 
 
-def exact(*arrays: Any) -> float:
-    """A bound that allows no difference: nothing is computed, entries only move."""
+def exact(*_arrays: Any) -> float:
+    """Return a bound that allows no difference: nothing is computed, entries only move."""
     return 0.0
 
 
@@ -128,7 +160,8 @@ def require_agreement(
     identity : str
         Its name and what it says.
     actual, expected : array_like
-        Of any library; equal shapes are part of the identity, and NaN in the same entries.
+        Of any library; equal shapes are part of the identity, and so are NaN and infinities in the
+        same entries.
     bound : float
         Size of the numbers that were added up: rounding is relative to this, not to a result that
         may cancel.
@@ -136,80 +169,108 @@ def require_agreement(
         Length of the longest sum.
     inputs : sequence
         What the functions were called with, shown where small; the finest of the types of its
-        arrays sets the precision, since libraries compute in it.
+        arrays sets the precision, since libraries compute in it. Where all are integers, nothing is
+        rounded.
 
     Raises
     ------
     IdentityError
-        If shapes, the entries that are NaN, or finite entries beyond rounding differ.
+        If shapes, the entries that are NaN or infinite, or finite entries beyond rounding differ.
     """
     __tracebackhide__ = True
-    ours, reference = np.asarray(to_numpy(actual)), np.asarray(to_numpy(expected))
-    if ours.shape != reference.shape:
+    got = np.asarray(to_numpy(actual))
+    reference = np.asarray(to_numpy(expected))
+    if got.shape != reference.shape:
         raise IdentityError(
-            identity, f"shape {ours.shape}, expected {reference.shape}{shown(inputs)}"
-        )
-    missing = np.isnan(reference)
-    if not np.array_equal(np.isnan(ours), missing):
-        raise IdentityError(
-            identity,
-            f"NaN in {_count_nan(ours)}, expected in {_count_nan(reference)}{shown(inputs)}",
-        )
-    gap = norm((ours - reference)[~missing].astype(complex))
-    types = [dtype_name(array) for array in arrays_in(inputs)] or ["float64"]
-    allowed = bound * min(tolerance(name, size) for name in types)
-    if not gap <= allowed:
-        scale, kind = bound or norm(reference[~missing]), dtype_name(ours)
-        coarse = (
-            f"; the answer is {kind}: dtype= and tolerance= allow for it"
-            if kind in COARSE - {*types}
-            else ""
-        )
-        raise IdentityError(
-            identity,
-            f"the two sides differ by {gap:.3g}, rounding explains {allowed:.3g}{coarse}{shown(inputs)}",
-            gap=gap / scale if scale > 0.0 else None,
+            identity, f"shape {got.shape}, expected {reference.shape}{describe_arguments(inputs)}"
         )
 
+    # Entries that are not finite: the same ones, and infinities of the same sign.
+    finite = np.isfinite(reference)
+    is_other = np.isnan(got) != np.isnan(reference)
+    with np.errstate(invalid="ignore"):
+        is_other |= ~finite & ~np.isnan(reference) & (got != reference)
+    if np.any(is_other):
+        place = _first_place(is_other)
+        raise IdentityError(
+            identity, f"{_entry(place, got, reference)}{describe_arguments(inputs)}"
+        )
 
-def shown(arguments: Sequence[Any]) -> str:
-    """What a function was called with: a line for each array, with entries where they are few, and one for the rest."""
-    letters, lines = iter("ABCDEFGH"), []
-    for array in arrays_in(arguments):
+    types = [dtype_name(array) for array in arrays_in(inputs)]
+    rounded = [name for name in types if not _is_integer(name)]
+    if types and not rounded:
+        allowed = 0.0
+    else:
+        allowed = bound * min(tolerance(name, size) for name in rounded or ["float64"])
+
+    difference = np.zeros(got.shape, np.result_type(got, reference, np.float64))
+    difference[finite] = np.subtract(got[finite], reference[finite], dtype=difference.dtype)
+    is_other = finite & (got != reference)
+    gap = norm(difference.reshape(-1))
+    if gap <= allowed and (allowed > 0.0 or not np.any(is_other)):
+        return
+    scale = bound or norm(reference[finite])
+    # The first entry that alone takes more than its share of what rounding explains.
+    share = allowed / math.sqrt(difference.size)
+    place = _first_place(is_other & (abs(difference) >= share))
+    answer_type = dtype_name(got)
+    advice = ""
+    if answer_type in SINGLE_PRECISION - {*types}:
+        advice = f"; the answer is {answer_type}: dtype= and tolerance= allow for it"
+    raise IdentityError(
+        identity,
+        f"difference {gap:.3g} (rounding tolerance {allowed:.3g}); "
+        f"{_entry(place, got, reference)}{advice}{describe_arguments(inputs)}",
+        gap=gap / scale if scale > 0.0 else None,
+    )
+
+
+def describe_arguments(arguments: Sequence[Any], max_entries: int = 24) -> str:
+    """Return what a function was called with: a line for each array, and one for all else.
+
+    Arrays of at most ``max_entries`` are printed.
+    """
+    lines = []
+    for letter, array in zip("ABCDEFGH", arrays_in(arguments), strict=False):
         values = np.asarray(to_numpy(array))
         sides = "×".join(map(str, values.shape))
-        text = np.array2string(values, precision=3, separator=", ").replace("\n", "\n      ")
-        lines.append(
-            f"\n  {next(letters, '')} {sides}"
-            + (f" = {text}" if values.size <= SHOWN_ENTRIES else "")
-        )
-    rest = [str(argument) for argument in arguments if not arrays_in(argument)]
-    return "".join(lines) + (f"\n  with {', '.join(rest)}" if rest else "")
+        entries = ""
+        if values.size <= max_entries:
+            text = np.array2string(values, precision=3, separator=", ")
+            entries = " = " + text.replace("\n", "\n      ")
+        lines.append(f"\n  {letter} {sides}{entries}")
+    others = [str(argument) for argument in arguments if not arrays_in(argument)]
+    if others:
+        lines.append(f"\n  with {', '.join(others)}")
+    return "".join(lines)
 
 
 def arrays_in(value: Any) -> tuple[Any, ...]:
-    """The arrays in nested lists and tuples."""
+    """Return the arrays in nested lists and tuples."""
     if isinstance(value, list | tuple):
         return tuple(array for item in value for array in arrays_in(item))
     return (value,) if is_array_api_obj(value) else ()
 
 
 def _on_numpy(function: Callable[..., Any], arrays: Sequence[Any]) -> Callable[..., Any]:
-    """``function`` as one of NumPy arrays; it is called with arrays of the library and the device of ``arrays``."""
-    convert = (
-        partial(namespace(*arrays).asarray, device=device(arrays[0])) if arrays else np.asarray
-    )
-    return lambda *arguments: _as_numpy(function(*_converted(arguments, convert)))
+    """Return a function of NumPy arrays that calls ``function`` with arrays like ``arrays``.
+
+    Of their library, and on their device.
+    """
+    convert = np.asarray
+    if arrays:
+        convert = partial(namespace(*arrays).asarray, device=device(arrays[0]))
+    return lambda *arguments: _as_numpy(function(*_convert_arrays(arguments, convert)))
 
 
 def _as_numpy(value: Any) -> Any:
-    return _converted(value, lambda array: np.asarray(to_numpy(array)))
+    return _convert_arrays(value, lambda array: np.asarray(to_numpy(array)))
 
 
-def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
-    """The same with every array converted, in nested lists and tuples as well."""
+def _convert_arrays(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return the same with every array converted, in nested lists and tuples as well."""
     if isinstance(value, list | tuple):
-        return tuple(_converted(item, convert) for item in value)
+        return tuple(_convert_arrays(item, convert) for item in value)
     return convert(value) if is_array_api_obj(value) else value
 
 
@@ -217,5 +278,18 @@ def _finite_norm(array: Matrix) -> float:
     return norm(array[np.isfinite(array)])
 
 
-def _count_nan(array: np.ndarray) -> str:
-    return f"{int(np.isnan(array).sum())} of {array.size} entries"
+def _is_integer(name: str) -> bool:
+    return name.startswith(("int", "uint", "bool"))
+
+
+def _first_place(is_wrong: np.ndarray) -> tuple[int, ...]:
+    """Return the index of the first entry that is true."""
+    return tuple(int(i) for i in np.argwhere(is_wrong)[0])
+
+
+def _entry(place: tuple[int, ...], got: np.ndarray, reference: np.ndarray) -> str:
+    """Return a sentence about one entry: what it is and what it should be."""
+    where = f"at {list(place)}: " if place else ""
+    actual, expected = got[place].item(), reference[place].item()
+    digits = 6 if f"{actual:.6g}" != f"{expected:.6g}" else 17
+    return f"{where}got {actual:.{digits}g}, expected {expected:.{digits}g}"

@@ -1,19 +1,19 @@
-"""Cases that identities are tried on: matrices that are drawn, and corner cases that draws seldom meet."""
+"""Cases that identities are tried on: drawn matrices, and corners that draws seldom meet."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 from hypothesis import strategies as st
 
-from lsrdecomp.arrays import Array, Namespace, to_numpy
-from lsrdecomp.testing.agreement import Identities, IdentityError
+from lsrdecomp.arrays import Array, Namespace, namespace, to_numpy
+from lsrdecomp.errors import ArgumentError, LsrError, PrecisionError, unknown
+from lsrdecomp.testing.agreement import Check, Identities, IdentityError
 from lsrdecomp.testing.strategies import (
     SIZES,
     graded_matrices,
@@ -26,6 +26,17 @@ from lsrdecomp.testing.strategies import (
 if TYPE_CHECKING:
     from lsrdecomp.kronecker.shape import KroneckerShape
 
+COMPLEX_OF = {"float32": "complex64", "float64": "complex128"}
+"""The complex type of the same precision; half precision and integers have none."""
+
+FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
+CORNER_GROUPS = ("empty", "mixed types", "not finite")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+TILES = ((15, 16), (16, 17), (17, 15), (31, 32), (32, 33), (33, 31), (63, 64), (64, 65), (65, 63))
+"""Sides about the sizes of blocks that code works in: one less, as many, one more."""
+
 
 class Options(TypedDict, total=False):
     """What every check takes beside your function.
@@ -37,14 +48,18 @@ class Options(TypedDict, total=False):
         standard.
     complex_values : bool
         Also draw complex matrices, of the precision of ``dtype``; true if absent.
-    dtype : str
-        Element type of the cases: ``"float64"`` if absent, ``"float32"``, ``"complex128"``,
-        ``"complex64"``.
+    dtype : str or dtype
+        Element type of the cases: ``"float64"`` if absent; other floating types, complex types and
+        integers, which are compared exactly. Half precision and integers leave out what needs
+        inverses or singular values.
     tolerance : float, optional
         Relative difference to let pass where rounding explains less: for code that computes in a
         coarser type.
     max_examples : int
         Cases drawn for each identity, 25 if absent; they are the same in each run.
+    leave_out : collection of str
+        Corner cases that your code does not promise: ``"empty"`` arrays, ``"mixed types"``,
+        entries that are ``"not finite"``.
 
     Examples
     --------
@@ -54,129 +69,270 @@ class Options(TypedDict, total=False):
 
     xp: Namespace
     complex_values: bool
-    dtype: str
+    dtype: Any
     tolerance: float | None
     max_examples: int
+    leave_out: Collection[str]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSettings:
+    """The options of a check, validated before anything runs; fields as in `Options`.
+
+    Attributes
+    ----------
+    order : int or None
+        Number of factors of the shapes that are drawn; None for one to five.
+    """
+
+    xp: Namespace = np
+    complex_values: bool = True
+    dtype: str = "float64"
+    tolerance: float | None = None
+    max_examples: int = 25
+    leave_out: frozenset[str] = frozenset()
+    order: int | None = 2
+
+    @classmethod
+    def of(cls, options: Options, order: int | None = 2) -> CheckSettings:
+        """Validate the options that a caller gave.
+
+        Raises
+        ------
+        ArgumentError
+            For an option that there is not.
+        LsrError
+            For a value that an option cannot have.
+        """
+        for name in options:
+            if name not in Options.__annotations__:
+                raise ArgumentError(f"no option {unknown(name, Options.__annotations__)}")
+        tolerance = options.get("tolerance")
+        if tolerance is not None and not tolerance >= 0.0:
+            raise LsrError(f"tolerance: expected a number that is not negative, got {tolerance!r}")
+        max_examples = options.get("max_examples", 25)
+        if max_examples != int(max_examples) or max_examples < 1:
+            raise LsrError(f"max_examples: expected a positive integer, got {max_examples!r}")
+        leave_out = options.get("leave_out", ())
+        leave_out = frozenset([leave_out] if isinstance(leave_out, str) else leave_out)
+        for name in leave_out - {*CORNER_GROUPS}:
+            raise LsrError(f"leave_out: no corner cases {unknown(name, CORNER_GROUPS)}")
+        return cls(
+            xp=options.get("xp", np),
+            complex_values=bool(options.get("complex_values", True)),
+            dtype=_dtype_name(options.get("dtype", "float64")),
+            tolerance=tolerance,
+            max_examples=max_examples,
+            leave_out=leave_out,
+            order=order,
+        )
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether the cases are integers."""
+        return self.dtype in INTEGERS
+
+    @property
+    def draws_complex(self) -> bool:
+        """Whether some of the cases are complex."""
+        return self.dtype.startswith("complex") or (
+            self.complex_values and self.dtype in COMPLEX_OF
+        )
+
+    def allows(self, check: Check) -> bool:
+        """Return whether an identity can be tried in the element type of the cases."""
+        if check.linalg:
+            return self.dtype in FLOATS and self.dtype != "float16"
+        if check.sums:
+            return self.dtype not in ("int8", "int16", "uint8", "uint16")
+        return True
+
+
+def _dtype_name(dtype: Any) -> str:
+    """Return the name of an element type that cases can have, given as text, NumPy's or torch's."""
+    name = dtype if isinstance(dtype, str) else str(dtype).rsplit(".", 1)[-1]
+    if isinstance(dtype, type) or hasattr(dtype, "type"):
+        name = np.dtype(dtype).name
+    if name not in (*FLOATS, *INTEGERS):
+        raise PrecisionError(f"dtype: no cases of type {unknown(name, (*FLOATS, *INTEGERS))}")
+    return name
 
 
 class Cases:
-    """Draws what an identity needs, in the array library and the element type that a check was called with."""
+    """What an identity needs, drawn in the array library and the element type of the settings."""
 
-    def __init__(
-        self,
-        draw: Callable[[Any], Any],
-        xp: Namespace,
-        complex_values: bool,
-        dtype: str,
-        order: int | None,
-    ) -> None:
+    def __init__(self, draw: Callable[[Any], Any], settings: CheckSettings) -> None:
         self.draw = draw
-        self._order = order
-        self._xp = xp
-        self._complex = dtype.startswith("complex") or (complex_values and draw(st.booleans()))
-        self._real = "float32" if dtype in ("float32", "complex64") else "float64"
-        self._dtype = (
-            {"float32": "complex64", "float64": "complex128"}[self._real]
-            if self._complex
-            else dtype
-        )
+        self.settings = settings
+        is_complex = settings.dtype.startswith("complex")
+        if not is_complex and settings.draws_complex:
+            is_complex = draw(st.booleans())
+        self.is_complex = is_complex
+        real_types = {"complex64": "float32", "complex128": "float64"}
+        self._real = real_types.get(settings.dtype, settings.dtype)
+        self._dtype = COMPLEX_OF[self._real] if is_complex else self._real
 
     def array(self, values: Any, dtype: str | None = None) -> Array:
-        """NumPy values in the array library and element type of the cases, or in ``dtype``."""
-        return self._xp.asarray(np.array(values, dtype=dtype or self._dtype))
+        """Return NumPy values in the library and element type of the cases, or in ``dtype``."""
+        dtype = dtype or self._dtype
+        if dtype.startswith("uint"):
+            values = np.abs(values)
+        return self.settings.xp.asarray(np.array(values, dtype=dtype))
 
     def shape(self, square: bool = False) -> KroneckerShape:
+        """Draw a Kronecker shape of as many factors as the settings ask for."""
         shape: KroneckerShape = self.draw(
-            kronecker_shapes(order=self._order, max_entries=400, square=square)
+            kronecker_shapes(order=self.settings.order, max_entries=400, square=square)
         )
         return shape
 
     def sides(self, count: int, among: Sequence[int] = SIZES) -> list[int]:
+        """Draw so many sides of matrices."""
         return [self.draw(st.sampled_from(among)) for _ in range(count)]
 
     def matrix(self, shape: tuple[int, int]) -> Array:
-        return self.array(self.draw(_entries(shape, self._complex)))
+        """Draw a matrix of small integers or Gaussian numbers."""
+        if self.settings.is_integer:
+            return self.array(self.draw(small_matrices(shape)))
+        return self.array(self.draw(_entries(shape, self.is_complex)))
 
     def matrices(self, *layouts: str, among: Sequence[int] = SIZES) -> tuple[Array, ...]:
-        """Matrices with a letter for each side, as in `numpy.einsum`: ``"mn", "np"`` for a product; ``1`` is one."""
+        """Draw matrices with a letter for each side, as in `numpy.einsum`.
+
+        ``"mn", "np"`` for a product; ``1`` is a side of one.
+        """
         letters = sorted({*"".join(layouts)} - {"1"})
         sides = {"1": 1, **dict(zip(letters, self.sides(len(letters), among), strict=True))}
         return tuple(self.matrix((sides[layout[0]], sides[layout[1]])) for layout in layouts)
 
     def factors(self, shape: KroneckerShape) -> tuple[Array, ...]:
+        """Draw a matrix for each factor of a shape."""
         return tuple(self.matrix(pair) for pair in shape.factors)
 
     def invertible(self) -> tuple[Array, ...]:
-        rows = self.shape(square=True).rows
-        return tuple(self.array(self.draw(invertible_matrices(m, self._complex))) for m in rows)
+        """Draw square factors that are well conditioned."""
+        sizes = self.shape(square=True).rows
+        factors = [self.draw(invertible_matrices(m, self.is_complex)) for m in sizes]
+        return tuple(self.array(factor) for factor in factors)
 
     def partial_isometries(self) -> tuple[Array, ...]:
-        """Matrices whose singular values are one or zero."""
+        """Draw matrices whose singular values are one or zero."""
         isometries = []
         for m, n in self.shape().factors:
-            r = self.draw(st.integers(0, min(m, n)))
-            u, v = (
-                np.linalg.qr(to_numpy(self.draw(matrices((size, size), scale=1.0))))[0]
-                for size in (m, n)
-            )
-            isometries.append(self.array(u[:, :r] @ v[:, :r].T))
+            rank = self.draw(st.integers(0, min(m, n)))
+            u, _ = np.linalg.qr(to_numpy(self.draw(matrices((m, m), scale=1.0))))
+            v, _ = np.linalg.qr(to_numpy(self.draw(matrices((n, n), scale=1.0))))
+            isometries.append(self.array(u[:, :rank] @ v[:, :rank].T))
         return tuple(isometries)
 
     def numbered(self) -> tuple[Array, KroneckerShape]:
-        """A matrix whose entries are 1, 2, 3, …: a permutation has nowhere to hide."""
+        """Draw a shape, and a matrix of it whose entries are counted from one.
+
+        A permutation has nowhere to hide.
+        """
         shape = self.shape()
         return self.array(_counted(shape.matrix_shape)), shape
 
     def graded(self, shape: KroneckerShape) -> Array:
-        """A matrix whose rearrangement has singular values from one down to rounding, evenly on a logarithmic scale."""
-        return self.array(self.draw(graded_matrices(shape, complex_values=self._complex)))
+        """Draw a matrix whose rearrangement has singular values from one down to rounding.
+
+        Evenly on a logarithmic scale.
+        """
+        return self.array(self.draw(graded_matrices(shape, complex_values=self.is_complex)))
 
     def terms(self, square: bool = False) -> tuple[Array, tuple[Array, ...]]:
-        """Weights s, s − 1, …, 1 and a stack of s factors for each position."""
+        """Draw weights s, s − 1, …, 1 and a stack of s factors for each position."""
         shape = self.shape(square)
-        s = self.draw(st.integers(1, 4))
-        stacks = [
-            np.stack([to_numpy(self.matrix(pair)) for _ in range(s)]) for pair in shape.factors
-        ]
-        return self.array(np.arange(s, 0.0, -1.0), self._real), tuple(map(self.array, stacks))
+        terms = self.draw(st.integers(1, 4))
+        stacks = []
+        for pair in shape.factors:
+            stack = np.stack([to_numpy(self.matrix(pair)) for _ in range(terms)])
+            stacks.append(self.array(stack))
+        return self.array(np.arange(terms, 0.0, -1.0), self._real), tuple(stacks)
 
     def invertible_term(self) -> tuple[Array, tuple[Array, ...]]:
-        """One term of well conditioned square factors."""
-        factors = [
-            self.draw(invertible_matrices(m, self._complex, 5.0))
-            for m in self.shape(square=True).rows
-        ]
-        return self.array(np.ones(1), self._real), tuple(
-            self.array(factor[None]) for factor in factors
-        )
+        """Draw one term of well conditioned square factors."""
+        factors = []
+        for m in self.shape(square=True).rows:
+            factor = self.draw(invertible_matrices(m, self.is_complex, 5.0))
+            factors.append(self.array(factor[None]))
+        return self.array(np.ones(1), self._real), tuple(factors)
 
     def small_term(self) -> tuple[Array, tuple[Array, ...]]:
-        """Two terms, the second with 1e-4 of the weight of the first and a minus sign."""
-        stacks = [
-            self.array(np.stack([_counted((2, 3)), _counted((2, 3))[::-1]]))
-            for _ in range(self._order or 2)
-        ]
-        return self.array([1.0, -1e-4], self._real), tuple(stacks)
+        """Return two terms, the second with 1e-4 of the weight of the first and a minus sign."""
+        weights = [1.0, -1e-4]
+        if self.settings.is_integer:
+            weights = [3.0, 1.0]
+        matrix = _counted((2, 3))
+        stack = np.stack([matrix, matrix[::-1]])
+        order = self.settings.order or 2
+        return self.array(weights, self._real), tuple(self.array(stack) for _ in range(order))
 
 
 @cache
 def _entries(shape: tuple[int, int], complex_values: bool) -> st.SearchStrategy[Any]:
-    """Small integers or Gaussian numbers; made once, for hypothesis checks every new strategy."""
+    """Return small integers or Gaussian numbers; cached, for hypothesis checks new strategies."""
     integers = small_matrices(shape, complex_values=complex_values)
     return integers | matrices(shape, scale=1.0, complex_values=complex_values)
 
 
 @dataclass(frozen=True)
+class CornerArray:
+    """An array of a corner case.
+
+    Attributes
+    ----------
+    values : array
+    dtype : str or None
+        Element type; None for that of the cases.
+    is_flipped : bool
+        Whether it is handed over as a view with negative strides, where the library has these.
+    """
+
+    values: np.ndarray
+    dtype: str | None = None
+    is_flipped: bool = False
+
+    def of(self, cases: Cases) -> Array:
+        """Return the array in the library and element type of the cases."""
+        if not self.is_flipped:
+            return cases.array(self.values, self.dtype)
+        flipped = cases.array(np.flip(self.values), self.dtype)
+        return namespace(flipped).flip(flipped)
+
+
+@dataclass(frozen=True)
 class Corner:
-    """A check of given arrays, of which nothing is drawn but whether they are complex."""
+    """A check of given arrays, of which nothing is drawn but whether they are complex.
+
+    Attributes
+    ----------
+    name : str
+    check : callable (function, *arrays) -> None
+    function : callable
+        The code under test.
+    arrays : sequence of CornerArray
+    is_exceptional : bool
+        Whether the arrays hold zeros, NaN and infinities whose products have one right answer in
+        real arithmetic and in dense arrays alone: ∞·(1 + 0j) has parts that are NaN, and a sparse
+        array has no zeros to multiply.
+    """
 
     name: str
     check: Callable[..., None]
-    arrays: Sequence[tuple[np.ndarray, str | None]]
+    function: Callable[..., Any]
+    arrays: Sequence[CornerArray]
+    is_exceptional: bool = False
 
-    def __call__(self, d: Cases) -> None:
+    def __call__(self, cases: Cases) -> None:
+        """Check the arrays in the library and type of the cases."""
+        if self.is_exceptional:
+            answers_sparse = getattr(self.function, "answers_sparse", False)
+            if answers_sparse or cases.is_complex:
+                return
         try:
-            self.check(*(d.array(values, dtype) for values, dtype in self.arrays))
+            with np.errstate(all="ignore"):
+                self.check(self.function, *(array.of(cases) for array in self.arrays))
         except IdentityError as error:
             error.identity = f"{self.name}, {error.identity.partition(', ')[2]}"
             raise
@@ -185,63 +341,180 @@ class Corner:
 Trial = tuple[str, Callable[[Cases], None]]
 """A name, and what draws a case and checks it."""
 
+Shapes = tuple[tuple[int, ...], ...]
+"""Shapes of all arrays that a function takes."""
+
+
+@dataclass(frozen=True)
+class Corners:
+    """Corner cases of a function: shapes of its arrays, and numbers that careless code loses.
+
+    Attributes
+    ----------
+    shapes : mapping from names to Shapes
+        Sides that are equal, or above five. Arrays of the first of them also carry NaN, entries
+        that a coarser type loses, negative strides and, where there are several arrays, two element
+        types.
+    tiles : mapping from names to Shapes
+        Sides about 16, 32 and 64, at which code works in blocks.
+    empty : mapping from names to Shapes
+        Empty arrays. They are told last: many libraries that are sound otherwise refuse them.
+    answer : str
+        What an entry of the answer is: an entry of an array, a product of one of each, or a sum.
+        Zero times NaN, infinities, overflow and underflow have one right answer for a product, and
+        large integers no right answer for a sum.
+    spreads_nan : bool
+        Whether the place of NaN in the arrays says where it is in the answer: an identity may be
+        multiplied or not.
+    """
+
+    shapes: Mapping[str, Shapes]
+    tiles: Mapping[str, Shapes]
+    empty: Mapping[str, Shapes]
+    answer: Literal["entry", "product", "sum"]
+    spreads_nan: bool = True
+
+    def trials(
+        self, check: Callable[..., None], function: Callable[..., Any], settings: CheckSettings
+    ) -> list[Trial]:
+        """Return the corner cases that the element type can hold, those that tell most first."""
+        found: list[Trial] = []
+        for name, arrays in self._ordinary(settings).items():
+            found.append((name, Corner(name, check, function, arrays)))
+        for name, arrays in self._exceptional(settings).items():
+            corner = Corner(name, check, function, arrays, is_exceptional=True)
+            found.append((name, corner))
+        if "empty" not in settings.leave_out:
+            for name, shapes in self.empty.items():
+                arrays = _plain(_counting(shapes))
+                found.append((name, Corner(name, check, function, arrays)))
+        return found
+
+    def _ordinary(self, settings: CheckSettings) -> dict[str, list[CornerArray]]:
+        """Return arrays of numbers that every implementation can compute with."""
+        fill = _repeating if settings.dtype in ("int8", "uint8") else _counting
+        first = fill(next(iter(self.shapes.values())))
+        corners = {name: _plain(fill(shapes)) for name, shapes in self.shapes.items()}
+        has_two_types = settings.draws_complex and settings.dtype == "float64" and len(first) > 1
+        if has_two_types and "mixed types" not in settings.leave_out:
+            corners |= _two_types(first)
+        for name, shapes in self.tiles.items():
+            corners[name] = _plain(_repeating(shapes))
+        corners["stored by columns"] = _plain([np.asfortranarray(array) for array in first])
+        corners["negative strides"] = [CornerArray(array, is_flipped=True) for array in first]
+        if settings.is_integer and self.answer != "sum":
+            corners["large integers"] = _plain(_large_integers(first, settings.dtype))
+        if settings.dtype in ("float32", "float64") and settings.tolerance is None:
+            corners["tiny entries"] = _plain([1e-12 * array for array in first])
+        can_be_nan = self.spreads_nan and not settings.is_integer
+        if can_be_nan and "not finite" not in settings.leave_out:
+            with_nan = [np.where(array == 1.0, np.nan, array) for array in first]
+            corners["not a number"] = _plain(with_nan)
+        return corners
+
+    def _exceptional(self, settings: CheckSettings) -> dict[str, list[CornerArray]]:
+        """Return arrays of zeros, NaN, infinities and numbers whose product leaves the range."""
+        if self.answer != "product" or settings.is_integer or settings.tolerance is not None:
+            return {}
+        a, b = _counting(next(iter(self.shapes.values())))
+        limits = np.finfo(settings.dtype)
+        root_of_largest = float(limits.max) ** 0.5
+        root_of_smallest = float(limits.smallest_subnormal) ** 0.5
+        zeros_and_nan = [a - 1.0, np.where(b == 2.0, np.nan, b)]
+        infinite = [np.where(a == 2.0, -np.inf, a), np.where(b == 3.0, np.inf, b - 1.0)]
+        overflowing = [(-1.0) ** array * 4.0 * root_of_largest for array in (a, b)]
+        underflowing = [array * root_of_smallest / 64.0 for array in (a, b)]
+        underflow = {"underflow": _plain(underflowing)}
+        if "not finite" in settings.leave_out:
+            return underflow
+        return {
+            "zero times NaN": _plain(zeros_and_nan),
+            "infinite entries": _plain(infinite),
+            "overflow": _plain(overflowing),
+            **underflow,
+        }
+
 
 def trials(
     identities: Identities,
     function: Callable[..., Any],
-    options: Options,
-    corners: Mapping[str, tuple[tuple[int, ...], ...]] = MappingProxyType({}),
+    settings: CheckSettings,
+    corners: Corners | None = None,
     on_corners: Callable[..., None] | None = None,
 ) -> list[Trial]:
-    """Each identity on drawn cases, and ``on_corners`` (absent, the first identity) on corner cases.
+    """Return each identity on drawn cases, and ``on_corners`` (absent, the first) on corner cases.
 
-    ``corners`` names shapes of arrays: sides that are equal, long or empty. Arrays of the first of
-    them also carry NaN, entries that a coarser type loses, and, where there are two, arrays of two
-    element types.
+    Raises `LsrError` where no identity can be tried in the element type of the settings.
     """
-    first = partial(on_corners or identities.checks[0][0], function)
-
-    def on_drawn(check: Callable[..., None], cases: Any, d: Cases) -> None:
-        check(function, *(d.matrices(*cases.split()) if isinstance(cases, str) else cases(d)))
-
-    drawn = [
-        (check.__name__.replace("_", " "), partial(on_drawn, check, cases))
-        for check, cases in identities.checks
-    ]
-    fixed = _corner_arrays(corners, options) if corners else {}
-    return [*drawn, *((name, Corner(name, first, arrays)) for name, arrays in fixed.items())]
+    checks = [check for check in identities.checks if settings.allows(check)]
+    drawn: list[Trial] = [(check.name, partial(_check_drawn, check, function)) for check in checks]
+    if not drawn:
+        raise LsrError(f"dtype: no identity of this check can be tried in {settings.dtype}")
+    if corners is None:
+        return drawn
+    first = on_corners or identities.checks[0].function
+    return [*drawn, *corners.trials(first, function, settings)]
 
 
-def _corner_arrays(
-    corners: Mapping[str, tuple[tuple[int, ...], ...]], options: Options
-) -> dict[str, list[tuple[np.ndarray, str | None]]]:
-    """The arrays of each corner case with their element types, None for that of the drawn cases."""
-    # Small integers: exact in half precision; turned on, so that arrays of equal shape differ.
-    arrays = {
-        name: [np.roll(_counted(q), -i) for i, q in enumerate(shapes)]
-        for name, shapes in corners.items()
-    }
-    ordinary = next(iter(arrays.values()))
-    arrays["not a number"] = [np.where(array == 1.0, np.nan, array) for array in ordinary]
-    arrays["stored by columns"] = [np.asfortranarray(array) for array in ordinary]
-    if options.get("tolerance") is None:
-        arrays["tiny entries"] = [1e-12 * array for array in ordinary]
-    typed: dict[str, list[tuple[np.ndarray, str | None]]] = {
-        name: [(values, None) for values in group] for name, group in arrays.items()
-    }
-    real_and_complex = (
-        options.get("complex_values", True) and options.get("dtype", "float64") == "float64"
+def _check_drawn(check: Check, function: Callable[..., Any], cases: Cases) -> None:
+    """Draw what an identity is tried on, and check it."""
+    if isinstance(check.cases, str):
+        arguments = cases.matrices(*check.cases.split())
+    else:
+        arguments = check.cases(cases)
+    check.function(function, *arguments)
+
+
+def _plain(arrays: Sequence[np.ndarray]) -> list[CornerArray]:
+    return [CornerArray(values) for values in arrays]
+
+
+def _two_types(arrays: Sequence[np.ndarray]) -> dict[str, list[CornerArray]]:
+    """Return arrays of which the last has another element type than the others, each way round."""
+    names = ("real ⊗ complex", "complex ⊗ real", "float32 ⊗ float64", "float64 ⊗ float32")
+    if len(arrays) > 2:
+        names = (
+            "real factors, complex x",
+            "complex factors, real x",
+            "float32 factors, float64 x",
+            "float64 factors, float32 x",
+        )
+    *factors, last = arrays
+    fractions = [array / 3 for array in factors]
+    real = [CornerArray(array, "float64") for array in factors]
+    complex_ = [CornerArray(array + 1j, "complex128") for array in fractions]
+    single = [CornerArray(array, "float32") for array in factors]
+    double = [CornerArray(array, "float64") for array in fractions]
+    pairs = (
+        [*real, CornerArray(last / 3 + 1j, "complex128")],
+        [*complex_, CornerArray(last, "float64")],
+        [*single, CornerArray(last / 3, "float64")],
+        [*double, CornerArray(last, "float32")],
     )
-    if real_and_complex and len(ordinary) == 2:
-        a, b = ordinary
-        typed |= {
-            "real ⊗ complex": [(a, "float64"), (b / 3 + 1j, "complex128")],
-            "complex ⊗ real": [(a / 3 + 1j, "complex128"), (b, "float64")],
-            "float32 ⊗ float64": [(a, "float32"), (b / 3, "float64")],
-            "float64 ⊗ float32": [(a / 3, "float64"), (b, "float32")],
-        }
-    return typed
+    return dict(zip(names, pairs, strict=True))
+
+
+def _large_integers(arrays: Sequence[np.ndarray], dtype: str) -> list[np.ndarray]:
+    """Return integers whose products are near the end of the range of their type."""
+    largest = int(np.iinfo(dtype).max)
+    root = math.isqrt(largest) if len(arrays) == 2 else largest
+    integers = [array.astype(np.int64).astype(object) for array in arrays]
+    return [root - array % 3 for array in integers]
+
+
+def _counting(shapes: Shapes) -> list[np.ndarray]:
+    """Return arrays of 1, 2, 3, …, each turned on by its number so that equal shapes differ.
+
+    Small integers are exact in half precision.
+    """
+    return [np.roll(_counted(shape), -i) for i, shape in enumerate(shapes)]
+
+
+def _repeating(shapes: Shapes) -> list[np.ndarray]:
+    """Return arrays of 1 to 7 again and again, whose products fit into eight bits."""
+    return [np.roll(_counted(shape) % 7 + 1, -i) for i, shape in enumerate(shapes)]
 
 
 def _counted(shape: tuple[int, ...]) -> np.ndarray:
+    """Return 1, 2, 3, … in a shape."""
     return np.arange(1.0, math.prod(shape) + 1).reshape(shape)

@@ -21,8 +21,8 @@ import numpy as np
 from lsrdecomp.arrays import Array, norm
 from lsrdecomp.kronecker.rearrange import commutation_matrix
 from lsrdecomp.testing.agreement import Identities, Matrix, Sides
-from lsrdecomp.testing.cases import Options, trials
-from lsrdecomp.testing.runner import guarded, try_identities
+from lsrdecomp.testing.cases import CheckSettings, Corners, Options, trials
+from lsrdecomp.testing.runner import GuardedFunction, try_identities
 
 KhatriRao = Callable[[Array, Array], Array]
 IDENTITIES = Identities()
@@ -49,59 +49,74 @@ def check_khatri_rao(khatri_rao: KhatriRao, **options: Unpack[Options]) -> None:
     --------
     >>> from scipy.linalg import khatri_rao
     >>> check_khatri_rao(khatri_rao)
-    >>> check_khatri_rao(lambda a, b: khatri_rao(b, a))                         # doctest: +ELLIPSIS
+    >>> check_khatri_rao(lambda a, b: khatri_rao(b, a))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     lsrdecomp.testing.agreement.IdentityError: definition, (A ⊙ B)[i·p + k, j] = A[i, j]·B[k, ...
     """
     __tracebackhide__ = True
-    corners = {
+    settings = CheckSettings.of(options)
+    try_identities(trials(IDENTITIES, GuardedFunction(khatri_rao), settings, CORNERS), settings)
+
+
+CORNERS = Corners(
+    shapes={
         "factors of equal shape": ((2, 3), (2, 3)),
         "all sides above five": ((6, 9), (8, 9)),
+    },
+    tiles={
+        "first factor about 16": ((17, 3), (2, 3)),
+        "second factor about 32": ((3, 2), (33, 2)),
+        "64 columns and more": ((2, 65), (3, 65)),
+        "both factors long": ((16, 31), (33, 31)),
+    },
+    empty={
         "empty first factor": ((0, 2), (3, 2)),
         "no columns": ((2, 0), (3, 0)),
-    }
-    try_identities(trials(IDENTITIES, guarded(khatri_rao), options, corners), **options)
+    },
+    answer="product",
+)
 
 
 @IDENTITIES.on("mn pn")
 def definition(khatri_rao: KhatriRao, a: Matrix, b: Matrix) -> Sides:
-    """(A ⊙ B)[i·p + k, j] = A[i, j]·B[k, j]."""
-    (m, n), (p, _) = a.shape, b.shape
+    """Check that (A ⊙ B)[i·p + k, j] = A[i, j]·B[k, j]."""
+    m, n = a.shape
+    p = len(b)
     return khatri_rao(a, b), (a[:, None, :] * b[None, :, :]).reshape(m * p, n)
 
 
-@IDENTITIES.on("mn pn mn", bound=lambda a, b, c: (norm(a) + 2.0 * norm(c)) * norm(b))
+@IDENTITIES.on("mn pn mn", bound=lambda a, b, c: (norm(a) + 2 * norm(c)) * norm(b))
 def bilinearity(khatri_rao: KhatriRao, a: Matrix, b: Matrix, c: Matrix) -> Sides:
-    """(A + 2C) ⊙ B = A ⊙ B + 2(C ⊙ B)."""
-    return khatri_rao(a + 2.0 * c, b), khatri_rao(a, b) + 2.0 * khatri_rao(c, b)
+    """Check that (A + 2C) ⊙ B = A ⊙ B + 2(C ⊙ B)."""
+    return khatri_rao(a + 2 * c, b), khatri_rao(a, b) + 2 * khatri_rao(c, b)
 
 
 @IDENTITIES.on("mn pn")
 def commutation(khatri_rao: KhatriRao, a: Matrix, b: Matrix) -> Sides:
-    """K (A ⊙ B) = B ⊙ A with the commutation matrix K_{p,m}."""
+    """Check that K (A ⊙ B) = B ⊙ A with the commutation matrix K_{p,m}."""
     return commutation_matrix(len(b), len(a)) @ khatri_rao(a, b), khatri_rao(b, a)
 
 
 @IDENTITIES.on("mn pn qn")
 def associativity(khatri_rao: KhatriRao, a: Matrix, b: Matrix, c: Matrix) -> Sides:
-    """A ⊙ (B ⊙ C) = (A ⊙ B) ⊙ C."""
+    """Check that A ⊙ (B ⊙ C) = (A ⊙ B) ⊙ C."""
     return khatri_rao(a, khatri_rao(b, c)), khatri_rao(khatri_rao(a, b), c)
 
 
 @IDENTITIES.on("rm sp mn pn", sums=True)
 def mixed_product(khatri_rao: KhatriRao, a: Matrix, b: Matrix, c: Matrix, d: Matrix) -> Sides:
-    """(A ⊗ B)(C ⊙ D) = AC ⊙ BD."""
+    """Check that (A ⊗ B)(C ⊙ D) = AC ⊙ BD."""
     return np.kron(a, b) @ khatri_rao(c, d), khatri_rao(a @ c, b @ d)
 
 
 @IDENTITIES.on("mn pn", bound=lambda a, b: (norm(a) * norm(b)) ** 2, sums=True)
 def gram(khatri_rao: KhatriRao, a: Matrix, b: Matrix) -> Sides:
-    """(A ⊙ B)ᴴ(A ⊙ B) = AᴴA ∘ BᴴB, where ∘ multiplies entry by entry."""
+    """Check that (A ⊙ B)ᴴ(A ⊙ B) = AᴴA ∘ BᴴB, where ∘ multiplies entry by entry."""
     product = khatri_rao(a, b)
     return product.conj().T @ product, (a.conj().T @ a) * (b.conj().T @ b)
 
 
 @IDENTITIES.on("mn pn n1", sums=True)
 def vec(khatri_rao: KhatriRao, a: Matrix, b: Matrix, c: Matrix) -> Sides:
-    """(A ⊙ B) c = vec(B diag(c) Aᵀ), where vec stacks columns."""
+    """Check that (A ⊙ B) c = vec(B diag(c) Aᵀ), where vec stacks columns."""
     return khatri_rao(a, b) @ c[:, 0], ((b * c[:, 0]) @ a.T).reshape(-1, order="F")

@@ -1,24 +1,26 @@
-"""Run identities on drawn cases: the smallest case that breaks one, the telling identity first, no frames of ours."""
+"""Run identities on drawn cases and find the smallest case that breaks the most telling one.
+
+An exception of the code under test becomes an `IdentityError`, without frames of ours.
+
+Each identity is a run of hypothesis of its own, in the order in which the identities tell: one run
+over all of them would show the failure that is smallest to write, and only that.
+"""
 
 from __future__ import annotations
 
-from functools import partial
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Flaky
 
-from lsrdecomp.arrays import Namespace, to_numpy
-from lsrdecomp.testing.agreement import IdentityError, arrays_in, shown
-from lsrdecomp.testing.cases import Cases, Corner, Trial
+from lsrdecomp.arrays import to_numpy
+from lsrdecomp.testing.agreement import IdentityError, arrays_in, describe_arguments
+from lsrdecomp.testing.cases import Cases, CheckSettings, Corner, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-EXAMPLES = 25
-"""Cases drawn for each identity."""
 
 
 class _Raised(Exception):  # noqa: N818 - never leaves this file
@@ -29,133 +31,147 @@ class _Raised(Exception):  # noqa: N818 - never leaves this file
         self.inputs = inputs
 
 
-def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+class GuardedFunction:
     """The code under test; what it raises becomes an `IdentityError` that names identity and case.
 
     Sparse results are formed. A ``numpy.matrix`` is refused: its ``*`` and its slices are not those
     of an array; so are lists of numbers and nothing. Arguments must stay as they are, or the case
     that is shown is not what was computed.
+
+    Attributes
+    ----------
+    answers_sparse : bool
+        Whether an answer was a sparse array so far.
     """
 
-    def called(*inputs: Any) -> Any:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.answers_sparse = False
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Call the function; raise for what it raises, changes or answers that is no array."""
         before = [np.array(to_numpy(array)) for array in arrays_in(inputs)]
         try:
-            result = function(*inputs)
-            result = result.toarray() if hasattr(result, "toarray") else result
-            if isinstance(result, np.matrix | NoneType) or (
-                isinstance(result, list) and not any(array.ndim for array in arrays_in(result))
-            ):
-                raise TypeError(f"the result is a {type(result).__name__}, not an array")
-            if not all(
-                map(
-                    partial(np.array_equal, equal_nan=True),
-                    before,
-                    map(to_numpy, arrays_in(inputs)),
-                )
-            ):
-                raise IdentityError(
-                    "arguments stay as they are", f"your code changed them{shown(before)}"
-                )
-            return result
-        except IdentityError:
-            raise
+            answer = self._formed(self._function(*inputs))
         except Exception as error:
             raise _Raised(error, inputs) from error
+        after = [to_numpy(array) for array in arrays_in(inputs)]
+        for values, left in zip(before, after, strict=True):
+            if not np.array_equal(values, left, equal_nan=True):
+                message = f"your code changed them{describe_arguments(before)}"
+                raise IdentityError("arguments stay as they are", message)
+        return answer
 
-    return called
+    def _formed(self, answer: Any) -> Any:
+        """Return an answer as an array, or as arrays; raise `TypeError` for what is none."""
+        if hasattr(answer, "toarray"):
+            self.answers_sparse = True
+            answer = answer.toarray()
+        is_list_of_numbers = isinstance(answer, list) and not any(
+            array.ndim for array in arrays_in(answer)
+        )
+        if answer is None or isinstance(answer, np.matrix) or is_list_of_numbers:
+            raise TypeError(f"the result is a {type(answer).__name__}, not an array")
+        return answer
 
 
-def try_identities(
-    trials: Sequence[Trial],
-    *,
-    order: int | None = 2,
-    xp: Namespace = np,
-    complex_values: bool = True,
-    dtype: str = "float64",
-    tolerance: float | None = None,
-    max_examples: int = EXAMPLES,
-) -> None:
-    """Try each; raise `IdentityError` for the first that fails with its smallest case, and say which others do.
+def try_identities(trials: Sequence[Trial], settings: CheckSettings) -> None:
+    """Try each; raise `IdentityError` for the first that fails, with its smallest case.
 
     The list begins with what tells most: an identity further down fails as well where one above
-    does. ``order`` is the number of factors of the shapes that are drawn; None for one to four.
+    does. The error says which others fail.
     """
     __tracebackhide__ = True
-
-    def on_case(check: Callable[[Cases], None], draw: Callable[[Any], Any]) -> None:
-        try:
-            check(Cases(draw, xp, complex_values, dtype, order))
-        except IdentityError as error:
-            if tolerance is None or error.gap is None or not error.gap <= tolerance:
-                raise
-
     failures: list[IdentityError] = []
-    for name, check in trials:
+    for trial in trials:
         # Only the first failure is shown with its case, so only that case is made small.
-        failure = _first_failure(
-            name,
-            partial(on_case, check),
-            max_examples,
-            isinstance(check, Corner),
-            shrink=not failures,
-        )
+        failure = _first_failure(trial, settings, shrink=not failures)
         if failure is not None:
             failures.append(failure)
-    if failures:
-        first = failures[0]
-        _, *others = dict.fromkeys(error.identity.split(",")[0] for error in failures)
-        more = f"\n  also broken: {'; '.join(others)}" if others else ""
-        raise IdentityError(
-            first.identity, first.message + more, gap=first.gap, cause=first.cause
-        ) from first.cause
+    if not failures:
+        return
+    first, *others = failures
+    names = dict.fromkeys(error.identity.split(",")[0] for error in others)
+    names.pop(first.identity.split(",")[0], None)
+    message = first.message
+    if names:
+        message += f"\n  also broken: {'; '.join(names)}"
+    raise IdentityError(first.identity, message, gap=first.gap, cause=first.cause) from first.cause
 
 
 def _first_failure(
-    name: str,
-    on_case: Callable[[Callable[[Any], Any]], None],
-    max_examples: int,
-    is_corner: bool,
-    shrink: bool,
+    trial: Trial, check_settings: CheckSettings, shrink: bool
 ) -> IdentityError | None:
+    """Return what breaks an identity, with the smallest case that hypothesis finds; else None."""
+    name, check = trial
+    last_failure: list[IdentityError] = []
+
+    def on_case(draw: Callable[[Any], Any]) -> None:
+        try:
+            check(Cases(draw, check_settings))
+        except IdentityError as error:
+            tolerance = check_settings.tolerance
+            if tolerance is not None and error.gap is not None and error.gap <= tolerance:
+                return
+            last_failure[:] = [error]
+            raise
+
     # Hypothesis reads and tokenizes the source of what it runs, decorators included, twice for each
     # identity.
     def every_case(data: st.DataObject) -> None:
         on_case(data.draw)
 
-    # Cases must not depend on an earlier run or the machine's speed: no database, no deadline.
-    chosen = settings(
-        max_examples=max_examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=[
-            HealthCheck.too_slow,
-            HealthCheck.data_too_large,
-            HealthCheck.nested_given,
-        ],
-        print_blob=False,
-        report_multiple_bugs=False,
-        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
-    )
     try:
-        if is_corner:
-            for is_complex in (False, True):
-                on_case(partial(lambda answer, _: answer, is_complex))  # whatever would be drawn
+        if isinstance(check, Corner):
+            on_case(lambda _: False)  # whether it is complex is the only draw of a corner
+            if check_settings.draws_complex:
+                on_case(lambda _: True)
         else:
-            chosen(given(data=st.data())(every_case))()
+            _hypothesis_settings(check_settings, shrink)(given(data=st.data())(every_case))()
     except IdentityError as error:
         return IdentityError(error.identity, error.message, gap=error.gap, cause=error.cause)
     except _Raised as error:
-        what = f"{type(error.cause).__name__}: {str(error.cause).strip() or 'no message'}"
-        way_out = "; xp= names another library than NumPy" if "ndarray" in what else ""
-        return IdentityError(
-            name, f"your code raised {what}{way_out}{shown(error.inputs)}", cause=error.cause
-        )
-    except (
-        ValueError,
-        TypeError,
-        IndexError,
-        ArithmeticError,
-    ) as error:  # an answer of a shape that nothing fits
+        return _failure_of_raised(name, error)
+    except Flaky:
+        return _failure_of_flaky(name, last_failure)
+    except (ValueError, TypeError, IndexError, ArithmeticError) as error:
+        # An answer of a shape that nothing fits.
         return IdentityError(name, f"the answer cannot be compared: {error}", cause=error)
     return None
+
+
+def _hypothesis_settings(check_settings: CheckSettings, shrink: bool) -> settings:
+    """Return settings by which cases depend on no earlier run and on no machine's speed.
+
+    So a profile of hypothesis that the caller has loaded changes nothing here.
+    """
+    phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
+    ignored = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.nested_given]
+    return settings(
+        max_examples=check_settings.max_examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=ignored,
+        print_blob=False,
+        report_multiple_bugs=False,
+        phases=phases,
+    )
+
+
+def _failure_of_raised(name: str, raised: _Raised) -> IdentityError:
+    """Return the error for code that raised."""
+    text = str(raised.cause).strip() or "no message"
+    message = f"your code raised {type(raised.cause).__name__}: {text}"
+    if "ndarray" in text:
+        message += "; xp= names another library than NumPy"
+    return IdentityError(name, f"{message}{describe_arguments(raised.inputs)}", cause=raised.cause)
+
+
+def _failure_of_flaky(name: str, failures: Sequence[IdentityError]) -> IdentityError:
+    """Return the error for code that answers the same arguments in different ways."""
+    reason = "your code answers the same arguments differently: from a stale cache, or at random"
+    if not failures:
+        return IdentityError(name, reason)
+    failure = failures[0]
+    return IdentityError(failure.identity, f"{reason}; once {failure.message}", gap=failure.gap)

@@ -19,14 +19,16 @@ import numpy as np
 
 from lsrdecomp.arrays import Array, norm
 from lsrdecomp.testing.agreement import Identities, Matrix, Sides, exact
-from lsrdecomp.testing.cases import Options, trials
-from lsrdecomp.testing.runner import guarded, try_identities
+from lsrdecomp.testing.cases import CheckSettings, Corners, Options, trials
+from lsrdecomp.testing.runner import GuardedFunction, try_identities
 from lsrdecomp.testing.strategies import SIZES
 
 Vec = Callable[[Array], Array]
 Unvec = Callable[[Array, tuple[int, int]], Array]
 Commutation = Callable[[int, int], Array]
-VEC, UNVEC, COMMUTATION = Identities(), Identities(), Identities()
+VEC = Identities()
+UNVEC = Identities()
+COMMUTATION = Identities()
 
 
 def check_vec(
@@ -58,71 +60,90 @@ def check_vec(
     Examples
     --------
     >>> from lsrdecomp.kronecker import commutation_matrix
-    >>> check_vec(lambda X: X.T.reshape(-1), lambda v, shape: v.reshape(shape, order="F"), commutation_matrix)
-    >>> check_vec(np.ravel)                                                     # doctest: +ELLIPSIS
+    >>> def vec(X):
+    ...     return X.T.reshape(-1)
+    >>> def unvec(v, shape):
+    ...     return v.reshape(shape, order="F")
+    >>> check_vec(vec, unvec, commutation_matrix)
+    >>> check_vec(np.ravel)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     lsrdecomp.testing.agreement.IdentityError: definition, vec(A)[j·m + i] = A[i, j]: ...
     """
     __tracebackhide__ = True
-    called = guarded(vec)
+    settings = CheckSettings.of(options)
+    called = GuardedFunction(vec)
 
     def vector(x: Array) -> Array:
-        entries = called(x)
-        return entries[:, 0] if tuple(entries.shape) == (x.shape[0] * x.shape[1], 1) else entries
+        answer = called(x)
+        is_column = tuple(answer.shape) == (x.shape[0] * x.shape[1], 1)
+        return answer[:, 0] if is_column else answer
 
-    corners = {
+    tried = trials(VEC, vector, settings, CORNERS)
+    if unvec is not None:
+        tried += trials(UNVEC, GuardedFunction(unvec), settings, CORNERS)
+    if commutation is not None:
+        tried += trials(COMMUTATION, GuardedFunction(commutation), settings)
+    try_identities(tried, settings)
+
+
+CORNERS = Corners(
+    shapes={
         "three columns": ((2, 3),),
         "all sides above five": ((6, 7),),
+    },
+    tiles={
+        "sides about 16": ((17, 15),),
+        "sides about 32": ((32, 33),),
+        "sides about 64": ((65, 63),),
+    },
+    empty={
         "no rows": ((0, 2),),
         "no columns": ((2, 0),),
-    }
-    tried = trials(VEC, vector, options, corners)
-    if unvec is not None:
-        tried += trials(UNVEC, guarded(unvec), options, corners)
-    if commutation is not None:
-        tried += trials(COMMUTATION, guarded(commutation), options)
-    try_identities(tried, **options)
+    },
+    answer="entry",
+)
 
 
 @VEC.on("mn", bound=exact)
 def definition(vec: Vec, a: Matrix) -> Sides:
-    """vec(A)[j·m + i] = A[i, j]."""
+    """Check that vec(A)[j·m + i] = A[i, j]."""
     return vec(a), a.reshape(-1, order="F")
 
 
-@VEC.on("mn mn", bound=lambda a, b: norm(a) + 2.0 * norm(b))
+@VEC.on("mn mn", bound=lambda a, b: norm(a) + 2 * norm(b))
 def linearity(vec: Vec, a: Matrix, b: Matrix) -> Sides:
-    """vec(A + 2B) = vec(A) + 2 vec(B)."""
-    return vec(a + 2.0 * b), vec(a) + 2.0 * vec(b)
+    """Check that vec(A + 2B) = vec(A) + 2 vec(B)."""
+    return vec(a + 2 * b), vec(a) + 2 * vec(b)
 
 
 @VEC.on("km mn np", sums=True)
 def product(vec: Vec, a: Matrix, b: Matrix, c: Matrix) -> Sides:
-    """vec(A B C) = (Cᵀ ⊗ A) vec(B)."""
+    """Check that vec(A B C) = (Cᵀ ⊗ A) vec(B)."""
     return vec(a @ b @ c), np.kron(c.T, a) @ vec(b)
 
 
 @VEC.on("mn mn", sums=True)
 def inner_product(vec: Vec, a: Matrix, b: Matrix) -> Sides:
-    """vec(A)ᴴ vec(B) = tr(Aᴴ B)."""
+    """Check that vec(A)ᴴ vec(B) = tr(Aᴴ B)."""
     return np.vdot(vec(a), vec(b)), np.trace(a.conj().T @ b)
 
 
 @UNVEC.on("mn", bound=exact)
 def inverse(unvec: Unvec, a: Matrix) -> Sides:
-    """unvec(vec(A), (m, n)) = A, with a vec of NumPy's."""
+    """Check that unvec(vec(A), (m, n)) = A, with a vec of NumPy's."""
     return unvec(a.reshape(-1, order="F"), a.shape), a
 
 
 @COMMUTATION.on(lambda d: d.sides(2, (*SIZES, 6, 0)), bound=exact)
 def transposition(commutation: Commutation, m: int, n: int) -> Sides:
-    """K_{m,n} vec(A) = vec(Aᵀ) for every A (m, n)."""
+    """Check that K_{m,n} vec(A) = vec(Aᵀ) for every A (m, n)."""
     sources = np.arange(m * n).reshape((n, m)).reshape(-1, order="F")
     return commutation(m, n), np.eye(m * n)[sources]
 
 
 @COMMUTATION.on("mn pq")
 def exchange(commutation: Commutation, a: Matrix, b: Matrix) -> Sides:
-    """K_{p,m} (A ⊗ B) K_{n,q} = B ⊗ A for A (m, n) and B (p, q)."""
-    (m, n), (p, q) = a.shape, b.shape
+    """Check that K_{p,m} (A ⊗ B) K_{n,q} = B ⊗ A for A (m, n) and B (p, q)."""
+    m, n = a.shape
+    p, q = b.shape
     return commutation(p, m) @ np.kron(a, b) @ commutation(n, q), np.kron(b, a)

@@ -9,6 +9,7 @@ from lsrdecomp.testing import (
     check_decomposition,
     check_khatri_rao,
     check_kron,
+    check_kron_sum,
     check_partial_trace,
     check_sum,
     check_vec,
@@ -45,6 +46,11 @@ def commutation(m, n):
 
 def partial_trace(x, dims, axis):
     return np.einsum(("ikil->kl", "ikjk->ij")[axis], x.reshape(*dims, *dims))
+
+
+def kron_sum(a, b):
+    identity_a, identity_b = (np.eye(len(q), dtype=q.dtype) for q in (a, b))
+    return np.kron(a, identity_b) + np.kron(identity_a, b)
 
 
 def applied(factors, x):
@@ -89,6 +95,15 @@ def without_empty(result, *arrays):
     if any(array.size == 0 for array in arrays):
         raise ValueError("need at least one array to concatenate")
     return result
+
+
+def last_row_lost(result, condition):
+    return np.concatenate([result[:-1], 0 * result[-1:]]) if condition else result
+
+
+def strides_taken_as_positive(x):
+    """The entries that a kernel reads which knows of no negative strides."""
+    return np.lib.stride_tricks.as_strided(x, x.shape, tuple(map(abs, x.strides)))
 
 
 def in_memory_order(x):
@@ -181,6 +196,28 @@ KRON = {
     ),
     "empty matrices raise": lambda a, b: without_empty(kron(a, b), a, b),
     "complex only if the first is": lambda a, b: kron(a, b if np.iscomplexobj(a) else b.real),
+    "last row lost above 16 rows": lambda a, b: last_row_lost(kron(a, b), len(a) > 16),
+    "last row lost at 16 columns": lambda a, b: last_row_lost(kron(a, b), b.shape[1] == 16),
+    "last row lost above 32 columns": lambda a, b: last_row_lost(kron(a, b), a.shape[1] > 32),
+    "last row lost above 64 rows of the second": lambda a, b: last_row_lost(
+        kron(a, b), len(b) > 62
+    ),
+    "last row lost from 64 rows of the answer": lambda a, b: last_row_lost(
+        kron(a, b), len(a) * len(b) >= 64
+    ),
+    "zero times NaN is zero": lambda a, b: np.where(
+        kron(a == 0, np.ones(b.shape, bool)), 0, kron(a, b)
+    ),
+    "infinity is the largest number": lambda a, b: np.where(
+        np.isinf(r := kron(a, b)), np.finfo(float).max, r
+    ),
+    "the sign of infinity lost": lambda a, b: np.where(np.isinf(r := kron(a, b)), np.inf, r),
+    "an underflow is the smallest number": lambda a, b: np.where(
+        ((r := kron(a, b)) == 0) & (kron((a != 0) + 0.0, (b != 0) + 0.0) > 0),
+        np.finfo(float).tiny,
+        r,
+    ),
+    "negative strides": lambda a, b: kron(strides_taken_as_positive(a), b),
 }
 APPLY = {
     "conjugated": lambda factors, x: applied([factor.conj() for factor in factors], x),
@@ -200,6 +237,16 @@ APPLY = {
     ),
     "a vector for one column": lambda factors, x: (
         applied(factors, x)[:, 0] if x.shape[1] == 1 else applied(factors, x)
+    ),
+    "real parts for real factors": lambda factors, x: applied(
+        factors, x if any(map(np.iscomplexobj, factors)) else x.real
+    ),
+    "right for up to four factors": lambda factors, x: (
+        applied(factors, x) * (1 + 1e-7 * (len(factors) > 4))
+    ),
+    "empty factors raise": lambda factors, x: without_empty(applied(factors, x), *factors, x),
+    "last row lost above 64 columns": lambda factors, x: last_row_lost(
+        applied(factors, x), x.shape[1] > 64
     ),
 }
 SUM = {
@@ -360,8 +407,27 @@ PARTIAL_TRACE = {
     "input overwritten": lambda x, dims, axis: emptied(x, partial_trace(x, dims, axis)),
 }
 
+KRON_SUM = {
+    "swapped": lambda a, b: kron_sum(b, a),
+    "a product": kron,
+    "second factor conjugated": lambda a, b: kron_sum(a, b.conj()),
+    "a difference": lambda a, b: kron_sum(a, -b),
+    "identities of the wrong size": lambda a, b: kron(a, np.eye(len(b))) + kron(b, np.eye(len(a))),
+    "real parts": lambda a, b: kron_sum(a.real, b.real),
+    "type of the first factor": lambda a, b: kron_sum(a, b).astype(
+        a.dtype if np.iscomplexobj(a) or not np.iscomplexobj(b) else np.result_type(a, b)
+    ),
+    "symmetric factors only": lambda a, b: kron_sum(np.triu(a) + np.triu(a, 1).T, b),
+    "diagonal twice": lambda a, b: kron_sum(a, b) + np.diag(np.diag(kron_sum(a, b))),
+    "sides above five": lambda a, b: kron_sum(a, b) * (1 + 1e-6 * (min(len(a), len(b)) > 5)),
+    "last row lost above 16 rows": lambda a, b: last_row_lost(kron_sum(a, b), len(a) > 16),
+    "empty matrices raise": lambda a, b: without_empty(kron_sum(a, b), a, b),
+    "input overwritten": lambda a, b: emptied(a, kron_sum(a, b)),
+}
+
 PLANTED = {
     check_kron: KRON,
+    check_kron_sum: KRON_SUM,
     check_apply: APPLY,
     check_sum: SUM,
     check_decomposition: DECOMPOSITION,

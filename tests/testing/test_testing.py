@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose
 from planted import PLANTED
 
 from lsrdecomp import KroneckerShape, decompose
-from lsrdecomp.errors import ShapeError
+from lsrdecomp.errors import LsrError, ShapeError
 from lsrdecomp.kronecker.rearrange import (
     apply_sum_of_kroneckers,
     commutation_matrix,
@@ -24,6 +24,7 @@ from lsrdecomp.kronecker.rearrange import (
     rearrange,
     sum_of_kroneckers,
 )
+from lsrdecomp.operators import kronecker_sum
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.targets.base import Dense
 from lsrdecomp.testing import (
@@ -32,6 +33,7 @@ from lsrdecomp.testing import (
     check_decomposition,
     check_khatri_rao,
     check_kron,
+    check_kron_sum,
     check_operator,
     check_partial_trace,
     check_rearrange,
@@ -72,19 +74,22 @@ def sum_by_kron(weights, factors):
 
 
 def apply_by_vec(factors, x):
-    state = x.reshape(1, -1, x.shape[1])
-    for factor in reversed(factors):
-        rows, columns = factor.shape
-        state = np.einsum("mn,anb->amb", factor, state.reshape(-1, columns, state.shape[2]))
-        state = state.reshape(-1, rows * state.shape[2])[:, None, :]
-    return state.reshape(-1, x.shape[1])
+    state, done = x, x.shape[1]
+    for i in range(len(factors) - 1, -1, -1):
+        rows, columns = factors[i].shape
+        before = math.prod(factor.shape[1] for factor in factors[:i])
+        state = np.einsum("mn,anb->amb", factors[i], state.reshape(before, columns, done))
+        done *= rows
+    return state.reshape(math.prod(len(factor) for factor in factors), x.shape[1])
 
 
 def test_this_library_passes_its_own_checks(xp):
     few = {"xp": xp, "max_examples": 4}
     check_kron(kron, **few)
     check_apply(
-        lambda factors, x: apply_sum_of_kroneckers([f[None, ...] for f in factors], None, x), **few
+        lambda factors, x: apply_sum_of_kroneckers([f[None, ...] for f in factors], None, x),
+        leave_out="empty",  # no Kronecker shape of ours is
+        **few,
     )
     check_rearrange(rearrange, inverse_rearrange, order=None, **few)
     check_rearrange(rearrange, **few)
@@ -394,6 +399,105 @@ def test_right_relatives_of_the_product_pass(xp):
     check_vec(planted.vec, planted.unvec, commutation_matrix, max_examples=3)
     check_vec(lambda x: x.T.reshape(-1, 1), max_examples=3)
     check_partial_trace(planted.partial_trace, max_examples=3)
+    check_kron_sum(planted.kron_sum, max_examples=3)
+    check_kron_sum(lambda a, b: kronecker_sum(a, b).to_matrix(), leave_out="empty", max_examples=3)
+
+
+FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint64")
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, np.float32, np.dtype("int32"), complex])
+def test_products_of_numpy_are_right_in_every_type(dtype):
+    check_kron(np.kron, dtype=dtype, max_examples=5)
+    check_kron_sum(planted.kron_sum, dtype=dtype, max_examples=5)
+    check_khatri_rao(planted.khatri_rao, dtype=dtype, max_examples=5)
+    check_vec(planted.vec, planted.unvec, dtype=dtype, max_examples=5)
+
+
+def test_integers_are_compared_exactly():
+    def through_eight_bits(a, b):
+        return np.kron(a.astype("int8"), b.astype("int8")).astype(np.result_type(a, b))
+
+    def through_floats(a, b):
+        return np.kron(a.astype(float), b).astype(np.result_type(a, b))
+
+    for wrong in (through_eight_bits, through_floats):
+        with pytest.raises(IdentityError, match="large integers"):
+            check_kron(wrong, dtype="int64", max_examples=3)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"max_example": 3}, "no option 'max_example'; did you mean 'max_examples'"),
+        ({"dtype": "flaot32"}, "no cases of type 'flaot32'; did you mean 'float32'"),
+        ({"dtype": object}, "no cases of type 'object'"),
+        ({"tolerance": -1.0}, "tolerance: expected a number that is not negative"),
+        ({"max_examples": 0}, "max_examples: expected a positive integer"),
+        ({"leave_out": ["emtpy"]}, "no corner cases 'emtpy'; did you mean 'empty'"),
+    ],
+)
+def test_options_are_checked_before_anything_runs(option, message):
+    def never_called(a, b):
+        raise AssertionError
+
+    with pytest.raises(LsrError, match=message):
+        check_kron(never_called, **option)
+
+
+def test_a_type_without_any_identity_to_try_is_refused():
+    with pytest.raises(LsrError, match="no identity of this check can be tried in int64"):
+        check_decomposition(textbook_terms, dtype="int64")
+    with pytest.raises(LsrError, match="single and double precision, not float16"):
+        check_operator(TheirOperator, dtype="float16")
+
+
+def test_corner_cases_that_code_does_not_promise_are_left_out():
+    def refuses_empty_and_mixed(a, b):
+        if not a.size or not b.size or a.dtype != b.dtype or not np.isfinite(a).all():
+            raise ValueError("no")
+        return np.kron(a, b)
+
+    promises = {"leave_out": ["empty", "mixed types", "not finite"], "max_examples": 3}
+    check_kron(refuses_empty_and_mixed, **promises)
+    with pytest.raises(IdentityError, match=r"(?s)real ⊗ complex.*empty first factor"):
+        check_kron(refuses_empty_and_mixed, max_examples=3)
+
+
+def test_a_finding_says_which_entry_is_wrong_and_what_it_should_be():
+    def wrong(a, b):
+        product = np.kron(a, b)
+        product[-1, -1] += 1.0
+        return product
+
+    with pytest.raises(
+        IdentityError, match=r"difference 1 .*; at \[0, 0\]: got 5, expected 4\n  A 1×1 = \[\[2"
+    ):
+        check_kron(wrong, complex_values=False)
+
+
+def test_a_stale_cache_is_found():
+    answers = {}
+
+    def cached(a, b):
+        return answers.setdefault((a.shape, b.shape), np.kron(a, b))
+
+    with pytest.raises(IdentityError, match="definition"):
+        check_kron(cached)
+
+
+def test_code_that_changes_its_answer_is_a_finding_and_no_error_of_hypothesis():
+    calls = []
+
+    def wrong_at_times(a, b):
+        calls.append(1)
+        return np.kron(a, b) * (1 + (len(calls) == 9))
+
+    with pytest.raises(
+        IdentityError, match="definition.*answers the same arguments differently.*; once difference"
+    ):
+        check_kron(wrong_at_times)
 
 
 def numbered(right):
@@ -708,6 +812,15 @@ def test_each_method_can_fail_by_itself(name, wrong):
     with pytest.raises(IdentityError) as caught:
         check_operator(planted, max_examples=5)
     assert caught.value.identity.split(",")[0] == {"rmatvec": "adjoint"}.get(name, name)
+
+
+def test_a_block_of_columns_of_which_one_is_wrong_is_found():
+    def first_column_alone(self, x):
+        return sum_by_kron(self.weights, self.factors) @ np.repeat(x[:, :1], x.shape[1], axis=1)
+
+    planted = type("Planted", (TheirOperator,), {"matmat": first_column_alone})
+    with pytest.raises(IdentityError, match="matmat, A X for a block of columns"):
+        check_operator(planted, max_examples=5)
 
 
 def test_a_wrong_transpose_is_found():
