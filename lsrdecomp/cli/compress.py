@@ -204,10 +204,10 @@ def _compressed(
     """
     if requests[0].measured is not None:
         # Here, since NumPy comes with it.
-        from lsrdecomp.fidelity.compress import fulfil
+        from lsrdecomp.fidelity.compress import compress_request
 
         with tables.quiet():
-            return [fulfil(checkpoint, requests[0], on_step)], None
+            return [compress_request(checkpoint, requests[0], on_step)], None
     plans = [request.plan for request in requests if request.plan is not None]
     searched = compression.search_adapter(
         checkpoint,

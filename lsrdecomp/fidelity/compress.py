@@ -1,21 +1,21 @@
-"""Compress a LoRA to a size or an error, or, against its base, to a share that is kept.
+"""`lsrdecomp.compress`: compress a LoRA to a size, an error, or a measured share that is kept.
 
-`lsrdecomp.compress` is here. Torch is loaded only where a base is given: then the model is asked.
+Torch is loaded only where a base is given, which runs on texts to measure what is kept.
 
 From ``lsrdecomp compress LORA --base B --data D --keep .9`` to the file:
 
 1. `cli.compress` parses the `compression.request.Request`, opens the LoRA
-   (`checkpoints.open_checkpoint`) and calls `fulfil`, which calls `_measured`.
-2. `evaluate.Evaluator` opens the base with the LoRA on it, keeps its answers to texts that are held
-   out, and measures on others what its layers do (`calibration.calibrate`): the norm that errors
-   count in.
+   (`checkpoints.open_checkpoint`) and calls `compress_request`, which calls `_compress_measured`.
+2. `evaluate.Evaluator` opens the base with the LoRA on it, and keeps the LoRA's outputs on held-out
+   texts. On other texts it measures the statistics of the layers (`calibration.calibrate`): the
+   norm in which errors count.
 3. `compression.search_adapter` solves every layer at many shapes in that norm
    (`compression.search`).
-4. `goals.SmallestVariant` asks that search for variants of several sizes (`size_search`), which
-   `variants.VariantCache` writes, measures and, if that is asked for, trains
+4. `goals.ShareGoal` asks that search for variants of several sizes (`size_search`).
+   `variants.VariantCache` writes and measures them and, if asked to, trains them
    (`calibration.distil`), each once.
-5. `MeasuredCompression.save` puts the files of the smallest that keeps enough in their place
-   (`rewrite.publish`).
+5. `MeasuredCompression.save` copies the files of the smallest variant that keeps the share to their
+   place (`rewrite.publish`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.progress import OnStep, ProgressUpdate
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression.compress import Compression, SearchedAdapter, search_adapter
+from lsrdecomp.compression.compress import Compression, search_adapter
 from lsrdecomp.compression.measured_settings import MeasuredKeywords, MeasuredSettings
 from lsrdecomp.compression.request import Request
 from lsrdecomp.compression.settings import (
@@ -51,7 +51,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lsrdecomp.checkpoints.format_table import AdapterSource
-    from lsrdecomp.fidelity.goals import SmallestVariant, VariantOfPlan
+    from lsrdecomp.compression.layers import StatisticsByLayer
+    from lsrdecomp.fidelity.evaluate import Evaluator
+    from lsrdecomp.fidelity.goals import Goal, ShapeSearch
     from lsrdecomp.fidelity.size_search import SizeSearch, TrainedSizeSearch
     from lsrdecomp.fidelity.texts import Texts
     from lsrdecomp.fidelity.variants import CompressedVariant, VariantCache
@@ -107,31 +109,33 @@ def compress(
     on_step: OnStep | None = None,
     **settings: Any,
 ) -> Compression | MeasuredCompression:
-    """Turn a LoRA into an LSR adapter: to a size, an error, or a measured share that is kept.
+    """Compress a LoRA to an LSR adapter of a size, an error, or a measured share that is kept.
 
     Parameters
     ----------
     checkpoint : str, path, Checkpoint, state dict or PeftModel
-        What `open_checkpoint` reads, or what it returned.
+        The LoRA: what `open_checkpoint` reads or returned.
     plan : CompressionPlan, optional
-        A size or an error, to be used more than once; otherwise one of the goals below.
+        The goal as a value that can be used again. Without it the goal is one of the settings, such
+        as ``ratio=10``.
     base : str or path, optional
-        The base model, by name or directory. What is kept is then measured, and stands in
+        The base model, by name or directory. With it, what is kept is measured:
         ``result.fidelity``.
     data : path or sequence of texts, optional
         With ``base``: texts of the task, without labels.
     storage : str, optional
-        As in a plan; absent, the LoRA's type, or with a base and ``keep`` or ``bytes`` the bits
-        that suit each layer.
+        As in a plan. Absent, it is the LoRA's dtype; with a base and ``keep`` or ``bytes``, the
+        number of bits that suits each layer best.
     statistics : Statistics, str or path, optional
-        So that errors count what the network does; a directory that `lsrdecomp calibrate` wrote, or
-        what `read_statistics` returned. With ``base`` they are measured, unless they are given.
+        Statistics of the layers, so that errors count by their effect on the model's outputs: a
+        directory that `lsrdecomp calibrate` wrote, or what `read_statistics` returned. With
+        ``base`` they are measured if they are not given.
     search : Search, optional
-        How far to look for shapes.
+        Effort of the search for shapes.
     workers : int
         Processes that solve.
     journal : Journal, optional
-        Where what was solved, measured and trained waits, so that a killed run goes on.
+        Keeps what was solved, measured and trained, so that a killed run can be resumed.
     on_step : callable, optional
         Called with a `ProgressUpdate` before and during each part of the work.
     **settings
@@ -140,17 +144,17 @@ def compress(
     Returns
     -------
     Compression, or MeasuredCompression with a base
-        Nothing is written before its ``save``.
+        Call its ``save`` to write the adapter.
 
     Raises
     ------
     BudgetError
         If the goal cannot be met, if none is given, or more than one.
     SettingsError
-        For a setting that is not read on the road to this goal, with the one where it is.
+        For a setting that has no use with this goal; the message has the goals where it has one.
     CheckpointError, LsrError
-        If files or base cannot be used; for a name that is no goal or setting, with the nearest
-        that is; if torch, transformers or peft are missing and a base is given.
+        If files or base cannot be used; for an unknown goal or setting, with the nearest known
+        name; if torch, transformers or peft are missing and a base is given.
 
     Examples
     --------
@@ -165,6 +169,8 @@ def compress(
     With a base: ``lsr.compress("my-lora/", base="smollm2", data="prompts.jsonl",
     keep=0.95).save("small/")``.
     """
+    # A request refuses settings that have no use with its goal. None and the default number of
+    # workers are not settings.
     given = {
         "base": base,
         "data": data,
@@ -178,10 +184,10 @@ def compress(
     request = Request.parse(given, plan=plan)
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_checkpoint(checkpoint)
-    return fulfil(checkpoint, request, on_step)
+    return compress_request(checkpoint, request, on_step)
 
 
-def fulfil(
+def compress_request(
     checkpoint: Checkpoint,
     request: Request,
     on_step: OnStep | None = None,
@@ -196,8 +202,9 @@ def fulfil(
     checkpoint : Checkpoint
     request : Request
     on_step : callable, optional
+        Called with a `ProgressUpdate` before and during each part of the work.
     sizes, training : SizeSearch, TrainedSizeSearch, optional
-        How the smallest variant is looked for where a share is to be kept.
+        Search for the smallest variant, where a share is to be kept.
     """
     request = request.for_adapter(checkpoint.storage)
     statistics = request.statistics
@@ -205,7 +212,9 @@ def fulfil(
         statistics = read_statistics(statistics)
     if request.measured is not None:
         steps = NumberedSteps(on_step, request.measured)
-        return _measured(checkpoint, request, request.measured, statistics, steps, sizes, training)
+        return _compress_measured(
+            checkpoint, request, request.measured, statistics, steps, sizes, training
+        )
     assert request.plan is not None
     searched = search_adapter(
         checkpoint,
@@ -218,23 +227,23 @@ def fulfil(
 
 
 class NumberedSteps:
-    """Puts before the name of each stage which step of the run it belongs to."""
+    """Reports progress with "step 2 of 3" before the name of each stage."""
 
     def __init__(self, on_step: OnStep | None, settings: MeasuredSettings) -> None:
         self._on_step = on_step
         self._number = 0
-        # The base is opened; each pass calibrates and searches; training comes last.
+        # Opening the base, calibration and search in each pass, and training.
         self._total = 1 + 2 * settings.passes + (settings.distil > 0)
 
     def begin(self, stage: str) -> None:
         """Begin the next step."""
         self._number += 1
-        # There are more than was foreseen where training did not bring enough.
+        # A run may take more steps than were planned.
         self._total = max(self._total, self._number)
         self(ProgressUpdate(stage, 0, 0))
 
     def __call__(self, step: ProgressUpdate) -> None:
-        """Tell what is done in this step."""
+        """Report progress within the current step."""
         if self._on_step is not None:
             stage = f"step {self._number} of {self._total} · {step.stage}"
             self._on_step(replace(step, stage=stage))
@@ -242,33 +251,34 @@ class NumberedSteps:
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class MeasuredCompression(Compression):
-    """A compression with what it keeps, as measured on its base."""
+    """A compression whose fidelity was measured on its base."""
 
     fidelity: Fidelity
     written: Path
-    """The variant as written, in a temporary directory that lives as long as this."""
+    """Directory of the variant that was measured, for `save` to copy."""
     annotations: dict[str, Any]
-    """What the record says beside the compression: how it was distilled."""
+    """Entries of the record beside those of the compression: how it was trained."""
     _folder: TemporaryDirectory[str] | None
+    """The temporary directory that ``written`` is in, which is deleted with this object."""
     tried: tuple[Measurement, ...] = ()
-    """Every variant that was measured, in that order."""
+    """Every variant that was measured, in order."""
     mismatches: tuple[AnswerPair, ...] = ()
-    """Examples that the variant answers differently; in no file but the report."""
+    """Texts to which the variant's answer is not the LoRA's. Only the HTML report shows them."""
     truncated_svd: Measurement | None = None
     """Quantized truncated SVD of as many bytes, on the held-out texts."""
 
     def __repr__(self) -> str:
         """Return goal, sizes and errors, then what is kept, in ten lines or fewer."""
-        *compression, unsaved = super().__repr__().split("\n")
-        kept = [f"   {line.strip()}" for line in repr(self.fidelity).split("\n")]
-        return "\n".join([*compression, *kept, unsaved])
+        *compression, hint_to_save = super().__repr__().split("\n")
+        fidelity = [f"   {line.strip()}" for line in repr(self.fidelity).split("\n")]
+        return "\n".join([*compression, *fidelity, hint_to_save])
 
     def _repr_html_(self) -> str:
-        """Return the same for a notebook."""
+        """Return the same as HTML, for a notebook."""
         return f"{super()._repr_html_()}<p>It {escape(self.fidelity.sentence())}.</p>"
 
     def to_json(self, *, every_layer: bool = True) -> dict[str, Any]:
-        """Return the report of the compression, with what was measured beside it."""
+        """Return the report of the compression, with what was measured."""
         report = super().to_json(every_layer=every_layer)
         report |= self.annotations
         report["tried"] = [asdict(measurement) for measurement in self.tried]
@@ -278,13 +288,13 @@ class MeasuredCompression(Compression):
         return report
 
     def save(self, out: str | Path, *, force: bool = False, record: bool = False) -> Path:
-        """Write it as `Compression.save` does, with what it keeps in the record and on the card."""
+        """Write the adapter as `Compression.save` does, with its fidelity in record and card."""
         report = self.to_json(every_layer=record)
         inputs = (self.source.path,)
         return publish(self.written, out, report, self.fidelity, inputs=inputs, force=force)
 
 
-def _measured(
+def _compress_measured(
     checkpoint: Checkpoint,
     request: Request,
     settings: MeasuredSettings,
@@ -297,14 +307,13 @@ def _measured(
     search_shapes = partial(
         search_adapter, checkpoint, search=request.search, resources=request.resources(steps)
     )
-    steps.begin("opening the base")  # said before torch is loaded, which takes seconds
+    steps.begin("opening the base")  # announced before torch is loaded, which takes seconds
     with needs("a base", "peft"):
         from lsrdecomp.fidelity.evaluate import Evaluator
-        from lsrdecomp.fidelity.goals import SmallestVariant, VariantOfPlan
+        from lsrdecomp.fidelity.goals import PlanGoal, ShareGoal
         from lsrdecomp.fidelity.texts import data_name, read_data
         from lsrdecomp.fidelity.variants import VariantCache
-    # 1. Open: the base with the LoRA on it, how it answers the texts that are held out, and the
-    #    norm that errors count in.
+    # 1. Open the base with the LoRA on it.
     plan = request.plan
     target_share = settings.keep
     selects = target_share is not None or (plan is not None and plan.kl is not None)
@@ -316,34 +325,40 @@ def _measured(
         # A divergence is a share as well, now that the LoRA's effect on these texts is known.
         target_share = 1.0 - share_of_effect(plan.kl, evaluator.reference.effect)
         plan = None
+    # 2. Measure the norm in which errors count.
     folder = TemporaryDirectory()
     journal = request.journal or Journal(Path(folder.name) / "journal")
     steps.begin("calibrating")
     norm = evaluator.statistics(journal) if statistics is None else statistics
     variants = VariantCache(evaluator, checkpoint, norm, settings.distil, journal)
 
-    # 2. Fit: the variant of the plan, or the smallest that keeps enough.
-    def goal_in_norm() -> VariantOfPlan | SmallestVariant:
+    # 3. Find the variant of the plan, or the smallest that keeps the share.
+    def make_goal() -> Goal:
         if plan is not None:
-            return VariantOfPlan(variants, search_shapes, plan)
+            return PlanGoal(variants, search_shapes, plan)
         plan_options = {"storage": request.storage, "max_rank": request.max_rank}
         share = target_share or 0.0
-        return SmallestVariant(variants, search_shapes, share, plan_options, sizes, training)
+        return ShareGoal(variants, search_shapes, share, plan_options, sizes, training)
 
-    best = _fitted(variants, goal_in_norm, settings.passes, steps)
-    # 3. Materialize: the files as they were measured.
+    best = _best_of_passes(variants, make_goal, settings.passes, steps)
+    # 4. Keep its files, apart from the journal.
     written = shutil.copytree(best.path, Path(folder.name) / "written")
-    # 4. Report: what these files keep of the LoRA's effect on texts that selected nothing.
+    # 5. Measure what is reported of it, on texts that selected nothing.
     answers: list[AnswerPair] = []
-    rival = None
+    truncated_svd = None
     if settings.examples:
         answers = evaluator.compare_answers(best.path)
-        size = bytes_to_open(best.path / WEIGHTS)
-        rival = _truncated_svd(variants, search_shapes, size, Path(folder.name) / "svd")
+        truncated_svd = _measure_truncated_svd(
+            evaluator,
+            search_shapes,
+            variants.statistics,
+            size=bytes_to_open(best.path / WEIGHTS),
+            out=Path(folder.name) / "svd",
+        )
+    mismatches = [pair for pair in answers if not pair.matches]
     behaviour = best.behaviour
     if evaluator.selection_reference is not evaluator.reference:
         behaviour = evaluator.measure_held_out(best.path)
-    mismatches = [pair for pair in answers if not pair.matches]
     fidelity = evaluator.fidelity(
         behaviour,
         best.path,
@@ -355,28 +370,26 @@ def _measured(
         answered=len(answers),
         n_matching=len(answers) - len(mismatches),
     )
-    unmeasured = vars(best.compression)
-    measured = {
-        "fidelity": fidelity,
-        "written": written,
-        "annotations": best.annotations,
-        "_folder": folder,
-        "tried": variants.measurements,
-        "mismatches": tuple(mismatches[: settings.examples]),
-        "truncated_svd": rival,
-    }
-    return MeasuredCompression(**(unmeasured | measured))
+    fields = dict(vars(best.compression))
+    fields.update(
+        fidelity=fidelity,
+        written=written,
+        annotations=best.annotations,
+        _folder=folder,
+        tried=variants.measurements,
+        mismatches=tuple(mismatches[: settings.examples]),
+        truncated_svd=truncated_svd,
+    )
+    return MeasuredCompression(**fields)
 
 
-def _fitted(
-    variants: VariantCache,
-    goal_in_norm: Callable[[], VariantOfPlan | SmallestVariant],
-    passes: int,
-    steps: NumberedSteps,
+def _best_of_passes(
+    variants: VariantCache, make_goal: Callable[[], Goal], passes: int, steps: NumberedSteps
 ) -> CompressedVariant:
-    """Return the best variant of all passes, each in the norm around the one before.
+    """Return the best variant of all passes.
 
-    Errors add up along the network, so the norm around a compressed variant is another.
+    Each pass after the first calibrates with the variant found so far. The errors of layers add up
+    along the network, so that the norm measured with it is nearer to the one that counts.
     """
     best: CompressedVariant | None = None
     for number in range(1, passes + 1):
@@ -384,11 +397,10 @@ def _fitted(
             steps.begin("calibrating with the compressed adapter")
             variants.statistics = variants.evaluator.statistics(variants.journal, best.path)
         steps.begin("searching" if best is None else "searching again")
-        goal = goal_in_norm()
-        # The exact size of the variant is asked in the last norm alone, and only what came of it
-        # is trained.
+        goal = make_goal()
+        # Only in the last pass is the goal met exactly, and a variant trained.
         if number < passes:
-            variant = goal.first()
+            variant = goal.preliminary()
         elif variants.steps:
             steps.begin("training")
             variant = goal.trained()
@@ -400,16 +412,23 @@ def _fitted(
     return best
 
 
-def _truncated_svd(
-    variants: VariantCache, search_shapes: Callable[..., SearchedAdapter], size: int, out: Path
+def _measure_truncated_svd(
+    evaluator: Evaluator,
+    search_shapes: ShapeSearch,
+    statistics: StatisticsByLayer,
+    *,
+    size: int,
+    out: Path,
 ) -> Measurement | None:
-    """Return what quantized truncated SVD of at most ``size`` bytes keeps; None if none fits."""
-    # In bits that each layer chooses, as the variants have: structures are compared, not storages.
+    """Measure the quantized truncated SVD of at most ``size`` bytes, for comparison.
+
+    It is found in the same norm, and each layer chooses its bits, as in the variant. None if even
+    the smallest takes more bytes.
+    """
     plan = CompressionPlan(bytes=size, storage="auto")
-    evaluator = variants.evaluator
     evaluator.announce("measuring truncated SVD in as many bytes")
     try:
-        searched = search_shapes([plan], statistics=variants.statistics, search=Search(orders=()))
+        searched = search_shapes([plan], statistics=statistics, search=Search(orders=()))
         compression = searched.compress(plan)
     except BudgetError:
         return None

@@ -1,6 +1,6 @@
-"""distil: a compressed adapter learns, without labels, to answer as the LoRA it was made from.
+"""`lsrdecomp.distil`: train a compressed adapter, without labels, on the outputs of its LoRA.
 
-`lsrdecomp.distil` is here. Torch is loaded when it is called.
+Torch is loaded when it is called.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @keep_old_attributes
 @dataclass(frozen=True, slots=True, repr=False)
 class Distilled:
-    """A distilled adapter: where it is, what it keeps, and the variant before and after.
+    """A distilled adapter: its directory, its fidelity, and the variant before and after.
 
     Examples
     --------
@@ -55,7 +55,7 @@ class Distilled:
     variant: DistilledVariant
 
     def __repr__(self) -> str:
-        """Return where it is, what it kept before, and what it keeps."""
+        """Return directory, share kept before, and fidelity."""
         share = self.variant.before.kept
         before = "" if share is None else f", which kept {100 * share:.1f} %"
         lines = [f"   {line.strip()}" for line in repr(self.fidelity).split("\n")]
@@ -82,23 +82,23 @@ def distil(
     on_step: OnStep | None = None,
     **settings: Unpack[DistilKeywords],
 ) -> Distilled:
-    """Train a compressed adapter on the LoRA's own answers, and keep the better of old and new.
+    """Train a compressed adapter on its LoRA's outputs, and write the better of old and new.
 
-    Of a classifier it also learns what the LoRA's last layer reads; see
+    Outputs are logits and, of a classifier, features; see
     `lsrdecomp.calibration.distil.distil_factors`.
 
     Parameters
     ----------
     directory : path
-        What `compress` wrote.
+        A directory that `compress` wrote.
     base : str or path
         The base model, by name or directory.
     data : path or sequence of texts
-        Texts of the task, without labels: a text a line, or as `read_data` takes them.
+        Texts of the task, without labels: a file with a text a line, or as for `read_data`.
     teacher : path
         The LoRA that ``directory`` was made from, a PEFT directory.
     out : path, optional
-        Where to write; absent, ``directory`` is replaced as a whole.
+        Directory to write to; absent, ``directory`` is replaced.
     force : bool
         Replace ``out`` if it exists.
     on_step : callable, optional
@@ -110,23 +110,23 @@ def distil(
     Returns
     -------
     Distilled
-        What the better of the old and the new numbers keeps, as measured on texts that training did
-        not see.
+        The directory, and the fidelity of what was written, measured on texts that training did not
+        see.
 
     Raises
     ------
     CheckpointError
         If directory, teacher and base do not belong together.
     LsrError
-        If texts are too few, or the LoRA does nothing on them; if torch, transformers or peft are
+        If texts are too few, or the LoRA has no effect on them; if torch, transformers or peft are
         missing.
 
     Notes
     -----
-    A kill loses nothing: ``directory`` is replaced in one step at the end, and the journal beside
-    the output holds the state of training, from which the same call goes on. Started by
-    ``accelerate launch`` on several devices, they share each step's examples (``micro`` at a time);
-    the first writes.
+    The output is written at the end, in one step. Until then the journal beside it has the state of
+    training, from which the same call resumes a killed one. Started by ``accelerate launch`` on
+    several devices, processes share the examples of each step (``micro`` at a time), and the first
+    one writes.
     """
     with needs("distillation", "peft"):
         from accelerate import PartialState
@@ -134,8 +134,8 @@ def distil(
         from lsrdecomp.fidelity.evaluate import Evaluator
         from lsrdecomp.fidelity.texts import data_name, read_data
         from lsrdecomp.fidelity.variants import distil_variant
-    chosen = DistilSettings(**settings)
-    # 1. Open: the adapter, its LoRA, and the base with the LoRA on it.
+    options = DistilSettings(**settings)
+    # 1. Open what is given, and check it before work is done.
     directory = Path(directory)
     source = open_checkpoint(teacher)
     compressed = open_checkpoint(directory)
@@ -145,31 +145,32 @@ def distil(
     check_output_directory(out, (source.path,), replaces)
     texts = read_data(data)
     statistics = None
-    if chosen.calibrated is not None:
-        statistics = read_statistics(chosen.calibrated)
+    if options.calibrated is not None:
+        statistics = read_statistics(options.calibrated)
         statistics.check_base(source.config.get("base_model_name_or_path"))
-    processes = PartialState(cpu=chosen.device in (None, "cpu"))
-    if chosen.device == "cuda" and processes.num_processes > 1:
-        chosen = chosen.replace(device=str(processes.device))
-    evaluator = Evaluator(base, source.path, texts, chosen, on_step=on_step)
+    # 2. Open the base with the LoRA on it, on the device of this process.
+    processes = PartialState(cpu=options.device in (None, "cpu"))
+    if options.device == "cuda" and processes.num_processes > 1:
+        options = options.replace(device=str(processes.device))
+    evaluator = Evaluator(base, source.path, texts, options, on_step=on_step)
     journal = Journal.beside(out, reads_only=not processes.is_main_process)
     with journal, TemporaryDirectory() as folder:
-        # 2. and 3. Fit and materialize: training, then the files with the new numbers.
+        # 3. Train, and measure what the new numbers keep as written.
         evaluator.announce("measuring")
         variant = distil_variant(
             evaluator,
             directory,
             source,
-            Path(folder) / "made",
-            evaluator.distillation_data(chosen.steps, chosen.micro),
-            steps=chosen.steps,
+            Path(folder) / "trained",
+            evaluator.distillation_data(options.steps, options.micro),
+            steps=options.steps,
             before=evaluator.measure(directory),
-            rate=chosen.rate,
+            rate=options.rate,
             journal=journal,
-            key=content_key(evaluator.key, compressed.source_sha256, chosen.steps, chosen.rate),
+            key=content_key(evaluator.key, compressed.source_sha256, options.steps, options.rate),
             statistics=statistics,
         )
-        # 4. Report: what the better files keep, written with them.
+        # 4. Write the better of the two variants, with its fidelity.
         fidelity = evaluator.fidelity(
             variant.behaviour, variant.path, source, data_name(data), distilled=variant.steps
         )

@@ -12,7 +12,7 @@ from lsrdecomp.calibration.behaviour import Behaviour
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A variant that was measured on the way: its size, and shares kept untrained and trained.
+    """A variant that was measured in a search: its size, and shares kept untrained and trained.
 
     Examples
     --------
@@ -20,11 +20,11 @@ class Measurement:
     12 kB 87.0 → 94.3 %
     """
 
-    bytes: int  # that open it: weight file and config
+    bytes: int  # of weight file and config
     parameters: int
-    kept: float | None
-    distilled: float | None = None
-    steps: int = 0
+    kept: float | None  # share kept untrained
+    distilled: float | None = None  # share kept after training
+    steps: int = 0  # of training
 
     def __str__(self) -> str:
         """Return size and shares."""
@@ -52,26 +52,28 @@ class AnswerPair:
 @keep_old_attributes
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Fidelity(Behaviour):
-    """A behaviour as measured of a written variant, with what was measured.
+    """The behaviour of a written variant on held-out texts, and how it was measured.
 
     The share kept is 1 − KL(LoRA ‖ compressed) / KL(LoRA ‖ no adapter).
 
     Attributes
     ----------
     data, base : str
-        Where the examples are from, and the base that read them.
-    bytes_before, bytes_after, head_bytes : int
-        Bytes that open the LoRA and the variant, weight file and adapter_config.json, and bytes
-        that both carry along beside the layers.
+        Names of the texts and of the base.
+    bytes_before, bytes_after : int
+        Bytes of the LoRA and of the variant: weight file and adapter_config.json.
+    head_bytes : int
+        Bytes in both of them that are not of layers.
     distilled : int
         Steps of distillation.
     measurements : int
-        Variants that were measured until this one was chosen.
+        Variants that were measured before this one was selected.
     requested : float, optional
-        The least share that was asked for.
-    answered, n_matching : int
-        Held-out examples that were answered in words, and those where the variant says what the
-        LoRA does.
+        The share that was asked for.
+    answered : int
+        Held-out texts on which answers, classes or completions, were compared.
+    n_matching : int
+        Texts among them to which variant and LoRA have the same answer.
 
     Examples
     --------
@@ -87,10 +89,9 @@ class Fidelity(Behaviour):
     """
 
     poor_below: ClassVar[float] = 0.5
-    """A variant that keeps less than this share is warned of; by hand: nobody wants it without
-    having asked for its size."""
+    """A warning is due for a variant that keeps less than this share; by hand."""
     json_keys: ClassVar[dict[str, str]] = {"requested": "asked", "n_matching": "alike"}
-    """Fields that records of earlier releases have under another key."""
+    """Keys of fields in JSON that differ from their names: earlier releases wrote them so."""
 
     data: str
     base: str
@@ -105,30 +106,30 @@ class Fidelity(Behaviour):
 
     @classmethod
     def of(cls, behaviour: Behaviour, **annotations: Any) -> Fidelity:
-        """Return a behaviour with what it was measured on."""
+        """Return a behaviour with how it was measured: the other fields."""
         return cls(**asdict(behaviour), **annotations)
 
     @property
     def kept(self) -> float:
-        """The share kept, of a LoRA that has an effect."""
+        """The share kept; never None, since an `Evaluator` refuses a LoRA without an effect."""
         return 1.0 - self.kl / self.effect
 
     @property
     def is_poor(self) -> bool:
-        """Whether so little is kept that it is warned of."""
+        """Whether so little is kept that a warning is due."""
         return self.kept < self.poor_below
 
     def sentence(self) -> str:
-        """Return what is kept in words."""
-        kept, answers, *others = self._clauses()
-        return " · ".join([f"{kept} ({answers})", *others])
+        """Return what is kept as one sentence, without its subject."""
+        kept, divergence, *others = self._clauses()
+        return " · ".join([f"{kept} ({divergence})", *others])
 
     def __repr__(self) -> str:
         """Return the sentence, a line for each of its clauses."""
         return "Measured: " + "\n   ".join(self._clauses())
 
     def _clauses(self) -> list[str]:
-        """Return the parts of the sentence: share, answers, files, training."""
+        """Return the parts of the sentence: share, divergence and agreement, files, training."""
         error = "" if self.standard_error is None else f" ± {100 * self.standard_error:.1f}"
         files = f"files {size_text(self.bytes_before)} → {size_text(self.bytes_after)}"
         if self.head_bytes:
@@ -145,7 +146,7 @@ class Fidelity(Behaviour):
         return clauses
 
     def _agreement_text(self) -> str:
-        """Return how often the answers are the same."""
+        """Return the end of a clause: how often predictions and answers are the same."""
         text = ""
         if self.agreement is not None:
             text += f"; top prediction agrees on {100 * self.agreement:.0f} %"
@@ -162,15 +163,11 @@ class Fidelity(Behaviour):
 
 
 def share_kept(behaviour: Behaviour) -> float:
-    """Return the share kept, to compare by: −∞ where it is no number."""
+    """Return the share kept as a number that can be compared: −∞ where there is none."""
     kept = behaviour.kept
     if kept is None or not math.isfinite(kept):
         return -math.inf
     return kept
-
-
-UNITS = ((1, "kB"), (2, "MB"), (3, "GB"))
-"""Powers of 1000, and what so many bytes are called."""
 
 
 def size_text(size: int) -> str:
@@ -179,11 +176,10 @@ def size_text(size: int) -> str:
     >>> size_text(640), size_text(12_147), size_text(3_700_000), size_text(0)
     ('640 B', '12 kB', '3.7 MB', '0 B')
     """
-    if size < 1000:
-        return f"{size} B"
-    power, unit = next(
-        (power, unit) for power, unit in UNITS if size < 1000 ** (power + 1) or unit == "GB"
-    )
+    units = ("B", "kB", "MB", "GB")
+    power = 0
+    while size >= 1000 ** (power + 1) and power + 1 < len(units):
+        power += 1
     value = size / 1000**power
-    digits = 1 if value < 9.95 else 0
-    return f"{value:.{digits}f} {unit}"
+    digits = 1 if power > 0 and value < 9.95 else 0
+    return f"{value:.{digits}f} {units[power]}"

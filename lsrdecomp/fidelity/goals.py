@@ -1,10 +1,14 @@
-"""The two goals of a measured compression: a plan, and the smallest variant that keeps a share."""
+"""The goals of a measured compression: a plan, or the smallest variant that keeps a share.
+
+Errors of a layer count in a norm that calibration measures with some adapter active (see
+`Evaluator.statistics`), so a goal is pursued in passes: the first calibrates with the LoRA, each
+other with the variant that the pass before found. A `Goal` is that of one pass.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lsrdecomp.calibration.heads import Head
 from lsrdecomp.checkpoints.files import bytes_to_open
@@ -27,11 +31,27 @@ if TYPE_CHECKING:
     from lsrdecomp.fidelity.variants import CompressedVariant, VariantCache
 
     ShapeSearch = Callable[..., SearchedAdapter]
-    """`search_adapter` for the LoRA, which is given plans and the norm that errors count in."""
+    """`search_adapter` for the LoRA, called with plans and ``statistics``."""
 
 
-class VariantOfPlan:
-    """The variant of a given plan."""
+class Goal(Protocol):
+    """A goal in the norm of one pass, and the variants that reach it."""
+
+    def preliminary(self) -> CompressedVariant:
+        """Return a variant near the goal, with which the next pass is calibrated; cheap."""
+
+    def untrained(self) -> CompressedVariant:
+        """Return the variant that reaches the goal without training."""
+
+    def trained(self) -> CompressedVariant:
+        """Return the variant that reaches the goal with training."""
+
+    def is_better(self, new: CompressedVariant, old: CompressedVariant) -> bool:
+        """Return whether one variant is nearer to the goal than another."""
+
+
+class PlanGoal:
+    """The goal of a plan: its one variant, with the outputs nearest to the LoRA's."""
 
     def __init__(
         self, variants: VariantCache, search_shapes: ShapeSearch, plan: CompressionPlan
@@ -40,25 +60,29 @@ class VariantOfPlan:
         self.plan = plan
         self.searched = search_shapes([plan], statistics=variants.statistics)
 
-    def first(self) -> CompressedVariant:
-        """Return the variant around which the next norm is measured."""
+    def preliminary(self) -> CompressedVariant:
+        """Return the untrained variant."""
         return self.untrained()
 
     def untrained(self) -> CompressedVariant:
-        """Return the variant as the search draws it."""
-        return self.variants.untrained(self.searched.compress(self.plan))
+        """Return the variant as it was compressed."""
+        return self.variants.measure(self.searched.compress(self.plan))
 
     def trained(self) -> CompressedVariant:
-        """Return the variant after training, or as it was where that is no better."""
-        return self.variants.distilled(self.untrained())
+        """Return the variant after training, or as it was if training did not improve it."""
+        return self.variants.train(self.untrained())
 
     def is_better(self, new: CompressedVariant, old: CompressedVariant) -> bool:
-        """Return whether one variant answers nearer to the LoRA than another."""
+        """Return whether the outputs of one variant are nearer to the LoRA's."""
         return new.behaviour.kl < old.behaviour.kl
 
 
-class SmallestVariant:
-    """The smallest variant that keeps a target share, of those that one search of shapes offers.
+class ShareGoal:
+    """The goal of a share: the smallest variant that keeps it, of those that a search offers.
+
+    Sizes are bytes where the storage is ``auto``, else parameters. The *size* of a variant is that
+    of its layers; its *total size* in bytes also has the head that the LoRA brings along, which is
+    the same in every variant.
 
     Parameters
     ----------
@@ -68,8 +92,7 @@ class SmallestVariant:
     target_share : float
         Share of the LoRA's effect that must be kept.
     plan_options : Mapping
-        Storage and largest rank of the plans of all sizes. Sizes are bytes where the storage is
-        ``auto``, parameters otherwise.
+        Storage and maximum rank of the plans of all sizes.
     search : SizeSearch, optional
     training : TrainedSizeSearch, optional
     """
@@ -88,15 +111,17 @@ class SmallestVariant:
         self.plan_options = dict(plan_options)
         self.search = search or SizeSearch()
         self.training = training or TrainedSizeSearch()
+        # 1. The size of the LoRA.
         source = variants.source
         self.counts_bytes = plan_options["storage"] == "auto"
-        self.head_bytes = source.extra_bytes if self.counts_bytes else 0
         if self.counts_bytes:
+            self.head_bytes = source.extra_bytes
             self.full_size = float(bytes_to_open(source.weights) - source.extra_bytes)
         else:
+            self.head_bytes = 0
             self.full_size = float(source.adapter_parameters)
-        # Larger shapes than those of a variant this size are solved only if one is asked for: they
-        # take the longest.
+        # 2. Solve the shapes of small variants. Those of larger ones take longest and are solved
+        #    only if such a variant is asked for.
         prepared_size = self.full_size / self.search.prepared_reduction
         if self.counts_bytes:
             prepared_size = max(prepared_size, HEADER_BYTES + 1.0)
@@ -115,109 +140,118 @@ class SmallestVariant:
         """The share of the LoRA's effect that may be lost."""
         return 1.0 - self.target_share
 
-    def first(self) -> CompressedVariant:
-        """Return a variant near the smallest, around which the next norm is measured."""
-        return self.sizes.variant_losing(self.search.safety * self.allowed_loss, max_measured=1)
+    def preliminary(self) -> CompressedVariant:
+        """Return a variant that keeps about the share, after one measurement."""
+        loss = self.search.safety * self.allowed_loss
+        return self.sizes.variant_near_loss(loss, max_measured=1)
 
     def is_better(self, new: CompressedVariant, old: CompressedVariant) -> bool:
-        """Return whether one variant is smaller, or keeps enough where the other does not."""
-        if not self._keeps_enough(old):
+        """Return whether one variant is smaller, or keeps the share where the other does not."""
+        if not self._passes(old):
             return True
-        return self._keeps_enough(new) and self._size(new) < self._size(old)
+        return self._passes(new) and self._total_size(new) < self._total_size(old)
 
     def untrained(self) -> CompressedVariant:
-        """Return the smallest variant without training; `BudgetError` if none keeps as much.
+        """Return the smallest variant that keeps the share without training.
 
-        A measurement is a forward pass over the selection texts.
+        Each measurement is a forward pass over the selection texts.
+
+        Raises
+        ------
+        BudgetError
+            If no variant keeps as much.
         """
-
-        def measure(size: float) -> CompressedVariant:
-            variant = self._measure(size)
-            number = len(self.sizes.measured) + 1
-            share = 1.0 - loss_of(variant)
-            self.variants.evaluator.announce(
-                f"version {number} of at most {self.search.max_measured} keeps {share:.3f}, "
-                f"{self.target_share:g} asked"
-            )
-            return variant
-
         try:
-            return replace(self.sizes, measure=measure).smallest(self.target_share)
+            return self.sizes.smallest(self.target_share, on_measured=self._announce_measured)
         except BudgetError:
-            full_size = self._measure(self.full_size)  # the LoRA's own size is the last chance
-            if not self._keeps_enough(full_size):
+            full_size = self._measure(self.full_size)  # the last chance
+            if not self._passes(full_size):
                 raise
             return full_size
 
+    def _announce_measured(self, number: int, variant: CompressedVariant) -> None:
+        share = 1.0 - loss_of(variant)
+        self.variants.evaluator.announce(
+            f"version {number} of at most {self.search.max_measured} keeps {share:.3f}, "
+            f"{self.target_share:g} asked"
+        )
+
     def trained(self) -> CompressedVariant:
-        """Return the smallest variant that keeps enough trained; an untrained one if none does."""
-        training = self.training
-        residual = self._residual_guess()
+        """Return the smallest trained variant that keeps the share, or else an untrained one."""
         trained: list[CompressedVariant] = []
-        for number in range(1, training.max_trained + 1):
-            # 1. Where training would leave about the loss that is allowed, by what it left of a
-            #    loss so far; not if that is hardly smaller than what keeps enough.
+        residual = self._residual_guess()
+        for number in range(1, self.training.max_trained + 1):
+            # 1. Of a loss of this size, training should leave about the allowed loss.
             loss = self.search.safety * self.allowed_loss / residual
-            size = self.sizes.size_losing(loss) + self.head_bytes
-            passing = self._passing(trained)
-            if passing and size * training.min_saving > self._size(trained[0]):
+            if not self._is_worth_training(loss, trained):
                 break
-            variant = self.sizes.variant_losing(loss)
-            # 2. Trained until it keeps a little more than asked: what is reported is measured on
-            #    other texts.
-            ratio = variant.compression.totals.ratio
-            stage_prefix = (
-                f"training {number} of at most {training.max_trained}, "
-                f"{ratio:.3g} times fewer numbers: "
-            )
-            stop_at = self.target_share + training.early_stop_margin * self.allowed_loss
-            trained.append(self.variants.distilled(variant, stage_prefix, stop_at))
-            # 3. To the last step where it ended before, and the selection texts say that it keeps
-            #    too little.
-            if not self._keeps_enough(trained[-1]) and trained[-1].stopped_early(stop_at):
-                trained[-1] = self.variants.distilled(variant, stage_prefix)
-            residual = max(loss_of(trained[-1]), MIN_LOSS) / max(loss_of(variant), MIN_LOSS)
-        # 4. The smaller of those that keep enough.
-        passing = self._passing(trained)
-        return min(passing, key=self._size) if passing else self.untrained()
+            # 2. Train a variant with that loss.
+            variant = self.sizes.variant_near_loss(loss)
+            result = self._train(variant, number)
+            trained.append(result)
+            # 3. Learn what share of a loss training leaves here.
+            residual = max(loss_of(result), MIN_LOSS) / max(loss_of(variant), MIN_LOSS)
+        passing = [variant for variant in trained if self._passes(variant)]
+        return min(passing, key=self._total_size) if passing else self.untrained()
 
     def _residual_guess(self) -> float:
-        """Return what share of a loss training is guessed to leave."""
+        """Return the share of its loss that a variant is assumed to have after training."""
         if self.variants.evaluator.source.head in (Head.classification, Head.regression):
             return self.training.residual_guess_classifier
         return self.training.residual_guess
 
-    def _keeps_enough(self, variant: CompressedVariant) -> bool:
+    def _is_worth_training(self, loss: float, trained: Sequence[CompressedVariant]) -> bool:
+        """Return whether a variant of a loss would be much smaller than those that passed."""
+        passing_sizes = [self._total_size(variant) for variant in trained if self._passes(variant)]
+        if not passing_sizes:
+            return True
+        total_size = self.sizes.size_at_loss(loss) + self.head_bytes
+        return total_size * self.training.min_saving <= min(passing_sizes)
+
+    def _train(self, variant: CompressedVariant, number: int) -> CompressedVariant:
+        """Train a variant until it keeps a little more than the share, or to the last step."""
+        ratio = variant.compression.totals.ratio
+        stage_prefix = (
+            f"training {number} of at most {self.training.max_trained}, "
+            f"{ratio:.3g} times fewer numbers: "
+        )
+        stop_at = self.target_share + self.training.early_stop_margin * self.allowed_loss
+        result = self.variants.train(variant, stage_prefix, stop_at)
+        # Training stops by its validation texts. If it keeps too little on the selection texts, let
+        # it go on.
+        if not self._passes(result) and result.stopped_early(stop_at):
+            result = self.variants.train(variant, stage_prefix)
+        return result
+
+    def _passes(self, variant: CompressedVariant) -> bool:
+        """Return whether a variant keeps the share on the selection texts."""
         return share_kept(variant.behaviour) >= self.target_share
 
-    def _passing(self, variants: Sequence[CompressedVariant]) -> list[CompressedVariant]:
-        """Return the variants that keep enough."""
-        return [variant for variant in variants if self._keeps_enough(variant)]
-
-    def _size(self, variant: CompressedVariant) -> int:
-        """Return the bytes or parameters of a variant."""
+    def _total_size(self, variant: CompressedVariant) -> int:
+        """Return the bytes of a variant with its head, or its parameters."""
         if self.counts_bytes:
             return bytes_to_open(variant.path / WEIGHTS)
         return variant.compression.totals.parameters
 
-    def _expected_error(self, size: float) -> float:
-        return self.searched.expected_error(self._plan(size))
-
     def _plan(self, size: float) -> CompressionPlan:
-        """Return the plan of a size."""
+        """Return the plan of a variant of a size."""
         if self.counts_bytes:
             return CompressionPlan(bytes=self.head_bytes + math.ceil(size), **self.plan_options)
         return CompressionPlan(parameters=size, **self.plan_options)
+
+    def _expected_error(self, size: float) -> float:
+        """Return the squared relative error of the variant of a size."""
+        return self.searched.expected_error(self._plan(size))
 
     def _measure(self, size: float) -> CompressedVariant:
         """Measure a size; where its file has no room for a layer, the next larger that has it."""
         while True:
             try:
-                # Any size near it will do, so the file need not be filled.
-                compressed = self.searched.compress(self._plan(size), fill=False)
+                # The file need not be filled to the last byte: any size near this one will do.
+                compression = self.searched.compress(self._plan(size), fill=False)
             except BudgetError:
                 size *= self.search.growth
                 if not self.counts_bytes or size > self.full_size:
                     raise
             else:
-                return self.variants.untrained(compressed)
+                return self.variants.measure(compression)

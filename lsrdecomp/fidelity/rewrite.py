@@ -1,4 +1,4 @@
-"""Compressed directories written again: with other numbers, or with what they keep."""
+"""Compressed directories written again: with trained factors, or with a measured fidelity."""
 
 from __future__ import annotations
 
@@ -41,44 +41,56 @@ def rewrite(
     *,
     statistics: StatisticsByLayer | None = None,
 ) -> Path:
-    """Write the directory ``written`` again with other factors, rounded as the old ones were.
+    """Write a compressed directory again with other factors, in the storage of the old ones.
 
-    Integer codes are solved for afresh: near the new numbers in the norm of the layer, or rounded,
+    Integer codes are solved for again: near the new numbers in the norm of the layer, or rounded,
     whichever is nearer.
 
     Parameters
     ----------
     out : Path
-        Must not exist.
+        Directory to write; must not exist.
     written : Path
-        What `compress` wrote from ``source``; a layer that ``products`` lacks keeps its numbers.
+        The old directory, which `compress` wrote from ``source``.
     source : Checkpoint
         The LoRA, against which errors are measured.
     products : Mapping of layer name to SeparatedProduct
+        The new factors; other layers keep their numbers.
     statistics : Mapping, optional
-        As for `compress`: the norm codes are solved in, and the error that the record tells beside
-        Frobenius'.
+        As for `compress`: the norm in which codes are solved, and in which the record has errors
+        beside those in the Frobenius norm.
+
+    Returns
+    -------
+    Path
+        ``out``.
+
+    Raises
+    ------
+    CheckpointError
+        If ``written`` was not made from ``source``, or its record is of another release.
     """
-    # 1. What was written, which must be of this LoRA; and its layers, in whose norms errors count.
+    # 1. Open the old directory, and the LoRA's layers with their norms.
     old = open_checkpoint(written)
     check_layers(old, source)
     layers = {layer.name: layer for layer in open_layers(source, statistics)}
-    # 2. The new numbers in each layer's own storage: codes solved for afresh, or floats rounded.
+    # 2. Bring the new factors to the storage of each layer.
     new: dict[str, Stored] = stored_layers(old)
     for name in new:
         if name in products:
             new[name] = stored_like(new[name], products[name], layers[name].norms)
-    floats = [stored.storage for stored in new.values() if stored.storage in PRECISIONS]
-    # 3. The files, with the record of the old ones and the errors of the new numbers.
+    float_storages = [stored.storage for stored in new.values() if stored.storage in PRECISIONS]
+    # 3. Write them, with the old record and the errors of the new numbers. The card names one
+    #    storage: the last of those in floats, or float32 where all layers are codes.
     record = read_provenance(old)
     return write_lsr(
         out,
         source=source,
         layers=new.items(),
-        storage=floats[-1] if floats else "float32",
-        provenance={key: record[key] for key in ("plan",) if key in record},
+        storage=float_storages[-1] if float_storages else "float32",
+        provenance={"plan": record["plan"]} if "plan" in record else {},
         dropped=record.get("dropped", ()),
-        files=_record(old, source, layers, new),
+        files=_updated_report(old, source, layers, new),
     )
 
 
@@ -91,29 +103,38 @@ def publish(
     inputs: Iterable[Path] = (),
     force: bool = False,
 ) -> Path:
-    """Copy a directory with what it keeps in its record and on its card, whole or not at all.
+    """Copy a compressed directory, with its fidelity in the record and on the card.
 
     Parameters
     ----------
     written : Path
-        What `Compression.save` wrote.
+        Directory that `Compression.save` wrote.
     out : path
-        Must not exist, unless ``force``.
+        Directory to write, wholly or not at all.
     report : Mapping
-        JSON values of the new record, beside what is kept.
+        JSON values of the new record beside the fidelity.
     fidelity : Fidelity
     inputs : iterable of Path
-        What ``out`` must not overwrite.
+        Paths that ``out`` must not overwrite.
+    force : bool
+        Replace ``out`` if it exists.
+
+    Returns
+    -------
+    Path
+        ``out``.
     """
     out = Path(out)
-    # All but the digests, which are made anew: record and card change.
-    with new_directory(out, inputs=inputs, force=force) as part:
+    with new_directory(out, inputs=inputs, force=force) as unfinished:
+        # 1. Copy the files. Digests are left out: new ones are written with the directory.
         for file in written.iterdir():
             if file.is_file() and file.name != SUMS:
-                shutil.copyfile(file, part / file.name)
-        record = {**report, "promise": fidelity.to_json()}
-        (part / REPORT).write_text(report_text(record), encoding="utf-8")
-        card = part / CARD
+                shutil.copyfile(file, unfinished / file.name)
+        # 2. Write the record and a line on the card.
+        record = dict(report)
+        record["promise"] = fidelity.to_json()
+        (unfinished / REPORT).write_text(report_text(record), encoding="utf-8")
+        card = unfinished / CARD
         text = card.read_text(encoding="utf-8") if card.is_file() else ""
         card.write_text(
             f"{text.rstrip()}\n\nThis adapter {fidelity.sentence()}.\n", encoding="utf-8"
@@ -122,7 +143,13 @@ def publish(
 
 
 def recorded_layers(directory: Path) -> tuple[LayerReport, ...]:
-    """Return the reports of layers in a written directory's record, in its order."""
+    """Return the layers in the record of a compressed directory.
+
+    Raises
+    ------
+    CheckpointError
+        If another release wrote the record.
+    """
     path = directory / REPORT
     rows = read_json(path).get("layers", [])
     try:
@@ -134,53 +161,69 @@ def recorded_layers(directory: Path) -> tuple[LayerReport, ...]:
 
 
 def _layer_report(row: Mapping[str, Any]) -> LayerReport:
-    """Return a row of a record, whose lists are tuples."""
-    ranks = tuple(row["separation_ranks"])
-    return LayerReport(**{**row, "separation_ranks": ranks})
+    """Return a layer of a record, whose tuples JSON turned into lists."""
+    fields = dict(row)
+    fields["separation_ranks"] = tuple(row["separation_ranks"])
+    return LayerReport(**fields)
 
 
-def _record(
+def _updated_report(
     old: Checkpoint,
     source: Checkpoint,
     layers: Mapping[str, Layer],
     new: Mapping[str, Stored],
 ) -> dict[str, str]:
-    """Return the directory's report with the errors of the new numbers; none where it had none."""
-    # Record 1: what the directory said of itself; where it said it of every layer, so does the new
-    #           one.
+    """Return the report of the old directory with the errors of the new numbers.
+
+    Parameters
+    ----------
+    old : Checkpoint
+        The old directory.
+    source : Checkpoint
+        The LoRA.
+    layers : Mapping of name to Layer
+        The LoRA's layers with their norms, in their order.
+    new : Mapping of name to Stored
+        The new numbers.
+
+    Returns
+    -------
+    dict
+        Text of the report by its file name; empty if the old directory had none.
+    """
     path = old.weights.parent / REPORT
     if not path.is_file():
         return {}
-    annotations: dict[str, Any] = dict(read_json(path))
-    detailed = "layers" in annotations
-    before = {row.name: row for row in recorded_layers(old.weights.parent)}
-    # Record 2: a row a layer, its error measured on the new numbers; shape and storage are the old
-    #           ones.
+    report: dict[str, Any] = dict(read_json(path))
+    lists_layers = "layers" in report
+    old_rows = {row.name: row for row in recorded_layers(old.weights.parent)}
+    # 1. Measure the errors of all layers. A report that lists layers knows of each how it was
+    #    compressed, which the numbers do not tell.
     rows = []
     for source_layer, layer in zip(source.layers, layers.values(), strict=True):
         stored = new.get(source_layer.name)
-        row = before.get(source_layer.name)
-        if row is not None:
-            # A directory that records every layer knows more than its numbers tell.
+        old_row = old_rows.get(source_layer.name)
+        if old_row is not None:
             row = report_layer(
                 source_layer,
                 layer,
                 stored,
-                structure=row.structure,
-                storage=row.storage,
-                met=row.met,
+                structure=old_row.structure,
+                storage=old_row.storage,
+                met=old_row.met,
             )
-        elif detailed:
+        elif lists_layers:
             text = f"has no line of layer {source_layer.name!r}; write the adapter again"
             raise CheckpointError(text, path=path)
         else:
             structure = "drop" if stored is None else stored.structure
             row = report_layer(source_layer, layer, stored, structure=structure)
         rows.append(row)
-    # Record 3: the sums. What was known of the budget (the best truncated SVD, the effect) still
-    #           holds; what was measured on a base does not: it is measured again.
-    sums = annotations.get("totals", {})
-    summary = totals(rows, source.extra_parameters, sums.get("low_rank_error"), sums.get("effect"))
+    # 2. Sum them up. What is known of the budget still holds: the error of the best truncated SVD,
+    #    and the effect. What was measured on a base does not, and will be measured again.
+    old_totals = report.get("totals", {})
+    low_rank_error = old_totals.get("low_rank_error")
+    new_totals = totals(rows, source.extra_parameters, low_rank_error, old_totals.get("effect"))
     for key in ("totals", "layers", "promise"):
-        annotations.pop(key, None)
-    return {REPORT: report_text(to_json(rows, summary, every_layer=detailed, **annotations))}
+        report.pop(key, None)
+    return {REPORT: report_text(to_json(rows, new_totals, every_layer=lists_layers, **report))}

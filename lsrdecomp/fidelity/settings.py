@@ -1,4 +1,4 @@
-"""Settings of how a compressed adapter is trained, each written once."""
+"""Settings of `lsrdecomp.distil`, each written once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DistilSettings(EvaluatorSettings):
         int, ON_COMMAND_LINE, whole_number(1), "Maximum steps, including the learning-rate search."
     ] = 200
     rate: Annotated[
-        float | None, ON_COMMAND_LINE, POSITIVE, "Relative change a step; absent, tried out."
+        float | None, ON_COMMAND_LINE, POSITIVE, "Relative change per step; absent, by trials."
     ] = None
     calibrated: Annotated[
         str | None,

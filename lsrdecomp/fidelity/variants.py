@@ -1,6 +1,6 @@
-"""Compressed variants of an adapter: written, measured and distilled, each once.
+"""Compressed variants of an adapter: written, measured and trained, each once.
 
-What a killed run has done is kept.
+They are kept in a journal, so that a killed run need not repeat what it has done.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DistilledVariant:
-    """A variant before and after distillation; the better of the two is kept."""
+    """A variant before and after distillation, of which the better one is used."""
 
     untrained: Path
     trained: Path
@@ -47,7 +47,7 @@ class DistilledVariant:
 
     @property
     def improved(self) -> bool:
-        """Whether the trained one keeps more."""
+        """Whether training made it keep more."""
         return share_kept(self.after) > share_kept(self.before)
 
     @property
@@ -62,7 +62,7 @@ class DistilledVariant:
 
     @property
     def steps(self) -> int:
-        """The steps of training in the better one."""
+        """The steps of training that the better one has had."""
         return self.training.steps if self.improved else 0
 
     def to_json(self) -> dict[str, Any]:
@@ -77,30 +77,32 @@ class DistilledVariant:
 
 @dataclass(frozen=True)
 class CompressedVariant:
-    """A variant on disk, measured."""
+    """A variant on disk, and its behaviour on the selection texts."""
 
     compression: Compression
     path: Path
     behaviour: Behaviour
-    distilled: DistilledVariant | None = None
+    distillation: DistilledVariant | None = None
 
     @property
     def steps(self) -> int:
-        """The steps of training in it."""
-        return 0 if self.distilled is None else self.distilled.steps
+        """The steps of training that it has had."""
+        return 0 if self.distillation is None else self.distillation.steps
 
     def stopped_early(self, target_share: float) -> bool:
         """Return whether training ended because this share was kept on its validation texts."""
-        return self.distilled is not None and self.distilled.training.after >= target_share
+        return self.distillation is not None and self.distillation.training.after >= target_share
 
     @property
     def annotations(self) -> dict[str, Any]:
         """Entries of the record beside those of the compression."""
-        return {} if self.distilled is None else {"distillation": self.distilled.to_json()}
+        if self.distillation is None:
+            return {}
+        return {"distillation": self.distillation.to_json()}
 
 
 class VariantCache:
-    """Writes variants to a directory, measures and distils them, each once.
+    """Writes variants to a journal, measures and trains them, each once.
 
     Parameters
     ----------
@@ -108,15 +110,15 @@ class VariantCache:
     source : Checkpoint
         The LoRA.
     statistics : mapping
-        The norm that integer codes are solved in after distillation.
+        The norm of each layer, in which integer codes are solved after training. An attribute: each
+        pass sets its own.
     steps : int
-        Steps of distillation; 0: none.
+        Maximum steps of training; 0: none.
     journal : Journal
-        Where variants are kept under the digest of their numbers, with what was measured. In
-        another run on the same texts, base and settings what is there is not done again, and a
-        distillation goes on from its last evaluation.
+        Keeps variants with what was measured, under the digest of their files. A later run on the
+        same texts, base and settings reads them, and resumes a training from its last evaluation.
     schedule : DistillationSchedule, optional
-        Learning rates, evaluations and the stopping rule of distillation.
+        Learning rates, evaluations and the stopping rule of training.
     """
 
     def __init__(
@@ -141,29 +143,31 @@ class VariantCache:
         """Every variant that was measured, in that order."""
         return tuple(self._measurements.values())
 
-    def untrained(self, compression: Compression) -> CompressedVariant:
-        """Return the variant as compressed, written and measured."""
-        # 1. Written first, since its name is the digest of its bytes: equal variants of two sizes
-        #    are one.
-        new = compression.save(self.journal.directory("new"), force=True, record=bool(self.steps))
-        files = [(new / name).read_bytes() for name in (WEIGHTS, "adapter_config.json")]
+    def measure(self, compression: Compression) -> CompressedVariant:
+        """Write a variant and measure it, untrained."""
+        # 1. Write it, then name the directory by the digest of its files: compressions of two sizes
+        #    may be the same variant.
+        unnamed = self.journal.directory("new")
+        compression.save(unnamed, force=True, record=bool(self.steps))
+        files = [(unnamed / name).read_bytes() for name in (WEIGHTS, "adapter_config.json")]
         key = content_key(self.evaluator.key, files)
         path = self.journal.directory(key)
         if path.exists():
-            shutil.rmtree(new)
+            shutil.rmtree(unnamed)
         else:
-            new.replace(path)
-        # 2. Measured, unless this run or one before has.
-        found = self.journal.get(key)
-        if found is not None:
-            behaviour = Behaviour(**found.values)
+            unnamed.replace(path)
+        # 2. Measure it, unless this run or an earlier one has.
+        entry = self.journal.get(key)
+        if entry is not None:
+            behaviour = Behaviour(**entry.values)
         else:
             number = len(self._measurements) + 1
             ratio = compression.totals.ratio
             self.evaluator.announce(f"measuring version {number}, {ratio:.3g} times fewer numbers")
             behaviour = self.evaluator.measure(path)
             self.journal.put(key, values=asdict(behaviour))
-        # 3. In the list for the report; a variant that was there keeps what training brought it.
+        # 3. List it for the report. If it was measured before, the list may have its share after
+        #    training too, which stays.
         size = bytes_to_open(path / WEIGHTS)
         measurement = Measurement(size, compression.totals.parameters, behaviour.kept)
         self._measurements.setdefault(key, measurement)
@@ -171,53 +175,57 @@ class VariantCache:
 
     @cached_property
     def distillation_data(self) -> DistillationData:
-        """Batches that every variant is trained on: the LoRA answers once."""
+        """Batches that every variant is trained on, so that the LoRA runs on them once."""
         return self.evaluator.distillation_data(self.steps)
 
-    def distilled(
+    def train(
         self, variant: CompressedVariant, stage_prefix: str = "", target_share: float = math.inf
     ) -> CompressedVariant:
-        """Return the variant trained on the LoRA's answers, or as it was where that is no better.
+        """Train a variant on the LoRA's outputs; return the better of trained and untrained.
 
-        Training ends when the target share is kept, and goes on from there when it is asked for
-        with a larger one. ``stage_prefix`` says in the progress which variant it is.
+        Parameters
+        ----------
+        variant : CompressedVariant
+            As `measure` returned it.
+        stage_prefix : str
+            Goes before the names of stages in progress updates.
+        target_share : float
+            Share kept on the validation texts at which training ends early. Called again with a
+            larger one, it resumes there.
         """
+        # 1. Train it, unless an earlier run has.
         key = content_key(variant.path.name, self.steps, target_share, self.schedule)
-        found = self.journal.get(key)
-        if found is not None:
+        entry = self.journal.get(key)
+        if entry is not None:
             distilled = DistilledVariant(
                 variant.path,
                 self.journal.directory(key),
-                Behaviour(**found.values["before"]),
-                Behaviour(**found.values["after"]),
-                Distillation.from_json(found.values["training"]),
+                Behaviour(**entry.values["before"]),
+                Behaviour(**entry.values["after"]),
+                Distillation.from_json(entry.values["training"]),
             )
         else:
             distilled = self._distil(key, variant, stage_prefix, target_share)
-        # The list has shares after training also where the untrained variant stays; the variant
-        # itself is the better one.
+        # 2. Complete its line in the list for the report, even if the untrained variant is used.
         name = variant.path.name
         self._measurements[name] = replace(
             self._measurements[name],
             distilled=distilled.behaviour.kept,
             steps=distilled.training.steps,
         )
-        layers = variant.compression.layers
+        # 3. Training changed the numbers, and with them the errors of the layers.
+        compression = variant.compression
         if distilled.steps:
-            layers = recorded_layers(distilled.path)
-        return CompressedVariant(
-            replace(variant.compression, layers=layers),
-            distilled.path,
-            distilled.behaviour,
-            distilled,
-        )
+            compression = replace(compression, layers=recorded_layers(distilled.path))
+        return CompressedVariant(compression, distilled.path, distilled.behaviour, distilled)
 
     def _distil(
         self, key: str, variant: CompressedVariant, stage_prefix: str, target_share: float
     ) -> DistilledVariant:
-        """Train a variant, and keep what came of it under a key of the journal."""
+        """Train a variant, and keep the result in the journal under a key."""
         out = self.journal.directory(key)
-        shutil.rmtree(out, ignore_errors=True)  # a kill came between writing and measuring
+        # Remove what an earlier run wrote and was killed before it measured it.
+        shutil.rmtree(out, ignore_errors=True)
         distilled = distil_variant(
             self.evaluator,
             variant.path,
@@ -259,12 +267,30 @@ def distil_variant(
     statistics: StatisticsByLayer | None = None,
     stage_prefix: str = "",
 ) -> DistilledVariant:
-    """Distil a written directory on an open base, and write it again; see `lsrdecomp.distil`.
+    """Train a written variant on an open base, write it again and measure it.
 
-    ``steps`` to ``key`` are as for `distil_factors`; ``before`` is what the variant keeps as it is;
-    ``stage_prefix`` goes before the name of each part of the work.
+    Parameters
+    ----------
+    evaluator : Evaluator
+        The base with the LoRA, and the texts.
+    written : path
+        The variant.
+    source : Checkpoint
+        The LoRA.
+    out : path
+        Directory to write the trained variant to; must not exist.
+    data : DistillationData
+        Batches to train on.
+    before : Behaviour
+        What the variant keeps untrained.
+    steps, rate, schedule, target_share, journal, key
+        As for `distil_factors`.
+    statistics : Mapping, optional
+        As for `rewrite`.
+    stage_prefix : str
+        Goes before the names of stages in progress updates.
     """
-    # 1. Training.
+    # 1. Train its factors.
     student = evaluator.base.with_adapter(written)
     stage = f"{stage_prefix}distilling, at most {steps} steps of {evaluator.batch_size} examples"
     evaluator.announce(stage)
@@ -284,21 +310,21 @@ def distil_variant(
         key=key,
         on_step=announce_step,
     )
-    # 2. What the new numbers keep as written: rounded as the old ones were.
+    # 2. Write them, rounded as the old ones were, and measure what the written files keep.
     evaluator.announce(f"{stage_prefix}writing and measuring again")
     rewrite(out, written, source, products_of(student), statistics=statistics)
     return DistilledVariant(written, out, before, evaluator.measure(out), training)
 
 
 def products_of(student: Base) -> dict[str, SeparatedProduct]:
-    """Return the products in the LSR layers of an open model, by names of modules in its base."""
+    """Return the factors of all LSR layers of an open model, by their names in its base."""
     products = {}
     for name, module in student.model.get_base_model().named_modules():  # type: ignore[operator]
         if not isinstance(module, LsrLayer):
             continue
         left = _factors(module.lsr_B["default"].factors)
         right = _factors(module.lsr_A["default"].factors)
-        # What is written has a scale of 1: PEFT's goes into a factor.
+        # Written layers have a scale of 1, so PEFT's scale is multiplied into a factor.
         left[0] = left[0] * module.scaling["default"]
         products[name] = SeparatedProduct(
             SeparatedMatrix.from_factors(left), SeparatedMatrix.from_factors(right)

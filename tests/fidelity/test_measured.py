@@ -31,7 +31,7 @@ from lsrdecomp.compression.measured_settings import EvaluatorSettings  # noqa: E
 from lsrdecomp.compression.request import Request  # noqa: E402
 from lsrdecomp.fidelity import compress as compress_module  # noqa: E402
 from lsrdecomp.fidelity import evaluate, variants  # noqa: E402
-from lsrdecomp.fidelity.compress import fulfil  # noqa: E402
+from lsrdecomp.fidelity.compress import compress_request  # noqa: E402
 from lsrdecomp.fidelity.evaluate import Evaluator  # noqa: E402
 from lsrdecomp.fidelity.fidelity import Fidelity, Measurement  # noqa: E402
 from lsrdecomp.fidelity.size_search import SizeSearch, TrainedSizeSearch  # noqa: E402
@@ -214,7 +214,7 @@ def kill(*given, **named):
 def compress_searching(lora, *, training, on_step=None, **settings):
     """`lsr.compress`, with the choices that steer the search for sizes."""
     request = Request.parse(settings)
-    return fulfil(lsr.open_checkpoint(lora), request, on_step, training=training)
+    return compress_request(lsr.open_checkpoint(lora), request, on_step, training=training)
 
 
 def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from lsrdecomp.calibration.behaviour import Behaviour  # noqa: E402
 from lsrdecomp.calibration.distil import Distillation  # noqa: E402
 from lsrdecomp.errors import BudgetError  # noqa: E402
 from lsrdecomp.fidelity import goals  # noqa: E402
-from lsrdecomp.fidelity.goals import SmallestVariant  # noqa: E402
+from lsrdecomp.fidelity.goals import ShareGoal  # noqa: E402
 from lsrdecomp.fidelity.size_search import MeasuredSizes, SizeSearch  # noqa: E402
 from lsrdecomp.fidelity.variants import CompressedVariant, DistilledVariant  # noqa: E402
 
@@ -99,7 +99,7 @@ def test_no_variant_is_trained_that_loses_more_than_training_makes_good(factor, 
     """One that loses about so much will do; of what the first lost the second is known."""
     expected, measure = curve(factor, 1.0)
     seen = {}
-    variant = MeasuredSizes(WHOLE, expected, measure, seen).variant_losing(0.2)
+    variant = MeasuredSizes(WHOLE, expected, measure, seen).variant_near_loss(0.2)
     assert len(seen) == count
     assert 0.15 < 1.0 - variant.behaviour.kept <= 0.21
 
@@ -108,7 +108,7 @@ def test_of_two_variants_near_what_training_makes_good_the_one_that_loses_less_i
     sizes = MeasuredSizes(
         WHOLE, lambda size: 3115.0 / size, lambda _: losing(0.191), {3115.0: losing(0.2447)}
     )
-    assert sizes.variant_losing(0.2177).behaviour.kept == pytest.approx(1.0 - 0.191)
+    assert sizes.variant_near_loss(0.2177).behaviour.kept == pytest.approx(1.0 - 0.191)
 
 
 def losing(share, error=0.01):
@@ -130,10 +130,10 @@ class Variants:
         self.source = SimpleNamespace(weights=weights, extra_bytes=0, adapter_parameters=WHOLE)
         self.kept, self.checks, self.trained = kept_by_steps, kept_of_checks, []
 
-    def untrained(self, compression):
+    def measure(self, compression):
         return replace(losing(0.25), compression=compression, path=compression.path)
 
-    def distilled(self, variant, stage_prefix="", target_share=math.inf):
+    def train(self, variant, stage_prefix="", target_share=math.inf):
         steps = next(
             (steps for steps, share in self.checks if share >= target_share), self.checks[-1][0]
         )
@@ -175,7 +175,7 @@ def test_a_training_that_ended_too_early_goes_on_before_another_variant_is_train
     (tmp_path / "lora").write_bytes(bytes(100))
     monkeypatch.setattr(goals, "bytes_to_open", lambda _: 4 * WHOLE)
     variants = Variants(tmp_path / "lora", kept, [(0, 0.75), (30, 0.956), (60, 0.957)])
-    smallest = SmallestVariant(
+    smallest = ShareGoal(
         variants, lambda _, statistics: searched_sizes(tmp_path), 0.95, {"storage": "float32"}
     )
     monkeypatch.setattr(smallest, "untrained", lambda: "untrained")
