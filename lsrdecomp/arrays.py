@@ -156,6 +156,8 @@ def is_differentiated(array: Array) -> bool:
 
     It does not within ``torch.no_grad``.
     """
+    if type(array) is np.ndarray:
+        return False
     return bool(getattr(array[:1, ...] * 1, "requires_grad", False))
 
 

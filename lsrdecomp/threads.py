@@ -180,10 +180,11 @@ one_blas_thread = OneBlasThread()
 """The one guard of this process, for ``with`` and as a decorator."""
 
 _NO_GUARD = nullcontext()
+_DEFAULT_LIMITS = ThreadLimits()
 
 
 def one_blas_thread_for(
-    entries: int, limits: ThreadLimits | None = None
+    entries: int, limits: ThreadLimits = _DEFAULT_LIMITS
 ) -> AbstractContextManager[object]:
     """Return the guard for decomposing a matrix of so many entries, or one that does nothing.
 
@@ -198,7 +199,6 @@ def one_blas_thread_for(
     >>> one_blas_thread_for(256 * 256) is one_blas_thread
     True
     """
-    limits = limits or ThreadLimits()
     if limits.unthreaded < entries <= limits.matrix:
         return one_blas_thread
     return _NO_GUARD

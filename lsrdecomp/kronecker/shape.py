@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import ShapeError, unknown
@@ -77,7 +78,7 @@ def balanced_split(n: int, order: int = 2) -> tuple[int, ...]:
     return tuple(sorted(split, reverse=True))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KroneckerShape:
     """Sizes ``((m_1, n_1), …, (m_d, n_d))`` of the factors of one Kronecker product.
 
@@ -154,32 +155,32 @@ class KroneckerShape:
         """Number d of Kronecker factors."""
         return len(self.factors)
 
-    @property
+    @cached_property
     def rows(self) -> tuple[int, ...]:
         """Rows m_i of each factor."""
         return tuple(m for m, _ in self.factors)
 
-    @property
+    @cached_property
     def columns(self) -> tuple[int, ...]:
         """Columns n_i of each factor."""
         return tuple(n for _, n in self.factors)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Entries of each factor: the shape of the rearranged matrix."""
         return tuple(m * n for m, n in self.factors)
 
-    @property
+    @cached_property
     def matrix_shape(self) -> tuple[int, int]:
         """(rows, columns) of the product."""
         return math.prod(self.rows), math.prod(self.columns)
 
-    @property
+    @cached_property
     def max_separation_rank(self) -> int:
         """Terms that serve every matrix of this shape: all sizes multiplied but the largest."""
         return math.prod(self.sizes) // max(self.sizes)
 
-    @property
+    @cached_property
     def essential_factors(self) -> tuple[int, ...]:
         """Indices of the factors that are not 1×1, which changes nothing; at least two of two."""
         essential = [i for i in range(self.order) if self.factors[i] != (1, 1)]
