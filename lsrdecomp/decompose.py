@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from lsrdecomp.errors import ArgumentError, BudgetError, ConvergenceError, ShapeError
+from lsrdecomp.errors import (
+    ArgumentError,
+    BudgetError,
+    ConvergenceError,
+    PrecisionError,
+    ShapeError,
+)
 from lsrdecomp.fields import accepts_settings
 from lsrdecomp.formats.number_formats import storage_format
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -241,6 +247,11 @@ def decompose_each(
     tuple of Decomposition
         One a matrix, each with its own measured error.
 
+    Raises
+    ------
+    PrecisionError
+        For entries that are not finite, with the index of their matrix.
+
     Examples
     --------
     >>> import numpy as np
@@ -248,7 +259,7 @@ def decompose_each(
     >>> [result.separation_rank for result in decompose_each(layers, rank=8)]
     [8, 8, 8, 8, 8]
     """
-    targets = [as_target(matrix) for matrix in matrices]
+    targets = _as_targets(matrices)
     if not targets:
         return ()
     with threads_for(targets[0]):
@@ -261,6 +272,17 @@ def decompose_each(
             if sizes.order == 2:
                 return _together(targets, sizes, rank, goals.get("storage"))
         return tuple(decompose(target, shape, rank=rank, **goals) for target in targets)
+
+
+def _as_targets(matrices: Any) -> list[Target]:
+    """Return the targets of a stack; an error of one matrix names its place."""
+    targets = []
+    for i, matrix in enumerate(matrices):
+        try:
+            targets.append(as_target(matrix))
+        except PrecisionError as error:
+            raise PrecisionError(f"matrix {i}: {str(error).removeprefix('matrix: ')}") from error
+    return targets
 
 
 def _are_arrays_of_one_size(targets: Sequence[Target]) -> TypeGuard[Sequence[Dense]]:

@@ -40,6 +40,7 @@ from lsrdecomp.solvers.svd.batch import (
     rayleigh_ritz,
     truncated_svds,
 )
+from lsrdecomp.solvers.svd.batched_gram import gram_solutions, is_double_array
 from lsrdecomp.solvers.svd.dense import as_matrix
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram, Rearrangement
@@ -77,6 +78,10 @@ class BatchedKrylov(MatrixSolver):
     svd_limit : int
         Terms that a matrix can have up to which its SVD is taken, as the faster way: by timing of
         64 matrices of 64 × 64.
+    min_gram_side, gram_sides_per_term : int
+        Such matrices, where NumPy holds them in double precision, give a few terms by their Gram
+        matrices sooner: from so many rows or columns of R(M) on, the fewer, and so many for each
+        term. By timing of 64 matrices of 36 × 36 to 144 × 144.
     gram_limit : int
         Terms that a matrix can have up to which `Gram` takes over where common steps were not
         enough. By hand.
@@ -103,6 +108,8 @@ class BatchedKrylov(MatrixSolver):
     seed: int = 0
     max_steps: int = 10
     svd_limit: int = 160
+    min_gram_side: int = 33
+    gram_sides_per_term: int = 8
     gram_limit: int = 512
     chunk_entries: int = 2**20
     svd_chunk_entries: int = 2**16
@@ -176,14 +183,28 @@ class BatchedKrylov(MatrixSolver):
             part = batch[start : min(start + height, batch.shape[0]), :, :]
             progress.mark(Event.start)
             if by_svd:
-                solutions += truncated_svds(
-                    part, request.shape, request.max_terms, request.atol, progress
-                )
+                solutions += self._small(part, request)
             elif request.atol is not None:
                 solutions += [self._alone(part[i, :, :], request) for i in range(part.shape[0])]
             else:
                 solutions += self._together(part, request)
         return solutions
+
+    def _small(self, batch: Array, request: _Request) -> list[Solution]:
+        """Solve for a part of the batch by Gram matrices where these are faster, else by SVDs."""
+        shape = request.shape
+        max_terms = request.max_terms
+        side = min(shape.sizes)
+        has_few_terms = request.atol is None and self.gram_sides_per_term * max_terms <= side
+        solutions: dict[int, Solution] = {}
+        if has_few_terms and side >= self.min_gram_side and is_double_array(batch):
+            solutions = gram_solutions(batch, shape, max_terms, self.tolerance, request.progress)
+        remaining = [i for i in range(batch.shape[0]) if i not in solutions]
+        if remaining:
+            part = batch[remaining] if solutions else batch
+            by_svd = truncated_svds(part, shape, max_terms, request.atol, request.progress)
+            solutions.update(zip(remaining, by_svd, strict=True))
+        return [solutions[i] for i in range(batch.shape[0])]
 
     def _block_size(self, rank: int) -> int:
         """Return the least multiple of ``columns`` that holds so many terms."""
