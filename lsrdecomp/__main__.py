@@ -13,7 +13,7 @@ def run() -> None:
 
         run_command()
     except KeyboardInterrupt:
-        print("lsrdecomp: stopped", file=sys.stderr)
+        sys.stderr.write("lsrdecomp: stopped\n")
         sys.exit(130)  # as shells give it: 128 and the number of the signal
 
 

@@ -20,6 +20,7 @@ from lsrdecomp.arrays import (
     as_double,
     conjugate,
     device,
+    is_complex,
     namespace,
     norm,
     to_numpy,
@@ -184,25 +185,25 @@ def _polished(
 def with_positive_factors(term: SeparatedMatrix) -> SeparatedMatrix:
     """Return the same term with Hermitian positive factors.
 
-    The term itself where more than signs and rounding stand in the way.
+    The term itself where more than phases and rounding stand in the way.
     """
     factors: list[Array] = []
-    sign_of_term = 1.0
+    phase_of_term: complex = 1.0
     for stack in term.factors:
         found = _positive_factor(stack[0, :, :])
         if found is None:
             return term
-        factor, sign = found
+        factor, phase = found
         factors.append(factor[None, :, :])
-        sign_of_term *= sign
-    # Signs may stand in any factor; they cancel, or the term is not positive.
-    if sign_of_term < 0:
+        phase_of_term *= phase
+    # Phases may stand in any factor; they cancel, or the term is not positive.
+    if abs(phase_of_term - 1.0) > unit_roundoff(term.dtype) ** 0.5:
         return term
     return SeparatedMatrix.from_factors(factors, term.weights)
 
 
-def _positive_factor(factor: Array) -> tuple[Array, float] | None:
-    """Return a Hermitian positive factor and the sign that was taken off it.
+def _positive_factor(factor: Array) -> tuple[Array, complex] | None:
+    """Return a Hermitian positive factor and the phase that was taken off it: a sign if real.
 
     Eigenvalues that are rounding are raised to it, so that the factor has an inverse. None for a
     factor, of norm one, that is farther from positive than half of its digits.
@@ -211,12 +212,19 @@ def _positive_factor(factor: Array) -> tuple[Array, float] | None:
         return None
     xp = namespace(factor)
     roundoff = unit_roundoff(factor.dtype)
+    phase: complex = 1.0
+    trace = to_numpy(xp.linalg.trace(factor)).item()
+    if is_complex(factor) and trace != 0.0:
+        phase = trace / abs(trace)
+        factor = factor * phase.conjugate()
+    elif trace.real < 0.0:
+        phase = -1.0
+        factor = -factor
     skew = norm(factor - adjoint(factor))
     if skew > roundoff**0.5:
         return None
     factor = 0.5 * (factor + adjoint(factor))
-    sign = 1.0 if float(to_numpy(xp.linalg.trace(factor)).real) >= 0.0 else -1.0
-    values, vectors = xp.linalg.eigh(sign * factor)
+    values, vectors = xp.linalg.eigh(factor)
     smallest = float(to_numpy(values)[0])
     largest = float(to_numpy(values)[-1])
     if smallest < -(roundoff**0.5):
@@ -224,6 +232,6 @@ def _positive_factor(factor: Array) -> tuple[Array, float] | None:
     floor = 4.0 * roundoff * int(factor.shape[0]) * largest
     if smallest < floor:
         raised = xp.where(values < floor, floor * xp.ones_like(values), values)
-        factor = sign * ((vectors * raised) @ adjoint(vectors))
+        factor = (vectors * raised) @ adjoint(vectors)
         factor = 0.5 * (factor + adjoint(factor))
-    return sign * factor, sign
+    return factor, phase

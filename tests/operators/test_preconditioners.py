@@ -66,6 +66,23 @@ def test_a_positive_matrix_has_a_positive_nearest_product(shape, rank, seed):
         ops.cholesky(found + found * 0.0)
 
 
+@pytest.mark.parametrize("order", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_complex_positive_matrix_has_hermitian_positive_factors(order, seed):
+    """Terms of a solver carry phases, which cancel in their product."""
+    rng = np.random.default_rng(seed)
+    halves = [rng.standard_normal((3, 3)) + 1j * rng.standard_normal((3, 3)) for _ in range(order)]
+    matrix = ops.kronecker_sum(*(half @ half.conj().T + 0.1 * np.eye(3) for half in halves))
+    shape = matrix.kronecker_shape
+    for given_matrix in (matrix, matrix.to_matrix()):
+        nearest = ops.nearest_kronecker(given_matrix, shape)
+        for stack in nearest.factors:
+            assert np.array_equal(stack[0], stack[0].conj().T)
+            assert np.linalg.eigvalsh(stack[0])[0] > 0.0
+        lower = ops.cholesky(nearest)
+        assert_allclose((lower @ lower.mH).to_matrix(), nearest.to_matrix(), atol=1e-12)
+
+
 @pytest.mark.parametrize("complex_values", [False, True])
 @pytest.mark.parametrize("seed", [18, 24, 36])
 def test_no_other_product_of_many_factors_is_nearer(seed, complex_values):
