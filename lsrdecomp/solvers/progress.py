@@ -86,7 +86,8 @@ class SolveProgress:
         if self._sweeps:
             self.mark(event)
         solution = solver.solve(target, shape, rank=rank, atol=atol, on_sweep=self._adopt)
-        return replace(solution, sweeps=self.sweeps)
+        has_all_sweeps = solution.sweeps == self.sweeps
+        return solution if has_all_sweeps else replace(solution, sweeps=self.sweeps)
 
     def _adopt(self, sweep: Sweep) -> None:
         if self._next_event is Event.step:
