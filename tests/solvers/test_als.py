@@ -18,7 +18,7 @@ from lsrdecomp.precision import tolerance
 from lsrdecomp.solvers.base import Status
 from lsrdecomp.solvers.cp.als import ALS
 from lsrdecomp.solvers.cp.hosvd import compress
-from lsrdecomp.solvers.cp.levenberg_marquardt import refine
+from lsrdecomp.solvers.cp.levenberg_marquardt import _NormalEquations, refine
 from lsrdecomp.solvers.cp.mttkrp import assemble, products, sweep
 from lsrdecomp.solvers.cp.options import TermGrowthOptions
 from lsrdecomp.solvers.cp.regularized import alternate, storage_ridge
@@ -390,3 +390,52 @@ def test_a_core_keeps_the_directions_that_hold_more_than_a_tolerance(xp, rng):
     packed = compress(tensor, [16] * 3, atol=1e-6)
     assert packed.core.shape == (2, 2, 2)
     assert 0.0 < packed.loss <= 1e-6
+
+
+def jacobian_of(columns):
+    """The derivatives of a sum of three-factor terms, by every entry of its columns."""
+    derivatives = []
+    for mode, column in enumerate(columns):
+        for row, term in np.ndindex(*column.shape):
+            factors = [other[:, term] for other in columns]
+            factors[mode] = np.eye(column.shape[0])[row]
+            derivatives.append(np.einsum("a,b,c->abc", *factors).ravel())
+    return np.array(derivatives).T
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+def test_the_step_by_spans_solves_the_dense_normal_equations(dtype):
+    # Modes longer than, as long as, and shorter than there are terms.
+    rng = np.random.default_rng(0)
+    s = 4
+    columns = []
+    right = []
+    for p in (7, 4, 3):
+        column, part = rng.standard_normal((2, p, s)).astype(dtype)
+        if dtype is np.complex128:
+            column, part = (column, part) + 1j * rng.standard_normal((2, p, s))
+        columns.append(column)
+        right.append(part)
+    jacobian = jacobian_of(columns)
+    dense = jacobian.conj().T @ jacobian
+    damped = dense + 0.1 * np.diag(np.diag(dense))
+    expected = np.linalg.solve(damped, np.concatenate([part.ravel() for part in right]))
+
+    grams = [column.conj().T @ column for column in columns]
+    equations = _NormalEquations.of(tuple(columns), grams, ridge=0.0).damped(0.1)
+    assert equations is not None
+    step = equations.solve(tuple(right))
+    np.testing.assert_allclose(np.concatenate([part.ravel() for part in step]), expected, 1e-9)
+
+
+def test_an_easy_problem_ends_with_two_fits_that_agree():
+    rng = np.random.default_rng(3)
+    matrix = np.zeros((64, 64))
+    for _ in range(6):
+        matrix += reduce(np.kron, rng.standard_normal((3, 4, 4)))
+    shape = [(4, 4)] * 3
+    one = decompose(matrix, shape, rank=4)
+    thorough = ALS(growth=TermGrowthOptions(negligible_penalty=0.0, agreement=0.0))
+    other = decompose(matrix, shape, rank=4, solver=thorough)
+    assert one.relative_error <= 1.001 * other.relative_error
+    assert len(one.sweeps) < 0.7 * len(other.sweeps)

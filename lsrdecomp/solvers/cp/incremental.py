@@ -116,9 +116,10 @@ class CoreFit:
                 terms = polished
                 error = self.goal
             # Core 4: where one term fewer was not near enough to be refined, it may do all the
-            # same.
+            # same. A sum of more numbers than the core has gains nothing by one term fewer.
             if error > self.goal:
-                unrefined = before, terms
+                is_shorter = n_unknowns(terms) <= self.core.size
+                unrefined = (before, terms) if is_shorter else None
             elif unrefined is not None and self._is_cheap(terms):
                 fewer = self._best_of(*unrefined, self.initializations)
                 if self.misfit(fewer) <= self.goal:
@@ -193,7 +194,12 @@ class CoreFit:
             self.progress.mark(Event.start)
             start = split_term(before, self.rng, self.growth.split_distance)
             trial = self._along_path(start, self.goal)
+            # Two fits that end at one height have mostly found the best minimum.
+            difference = abs(self._objective(trial) - self._objective(best))
+            is_agreed = difference <= self.growth.agreement * self._objective(best)
             best = min(best, trial, key=self._objective)
+            if is_agreed:
+                break
         return best
 
     def _along_path(self, terms: CPTerms, goal: float = 0.0) -> CPTerms:
@@ -203,8 +209,15 @@ class CoreFit:
         guide = max(self.ridge, (self.growth.guide_share * self.misfit(terms)) ** 2)
         while guide > self.ridge:
             terms = self._refined(terms, guide, goal, iterations=20, rtol=1e-4)
+            # Terms that cancel more and more for a smaller error pay for it by a penalty of the
+            # error's size. A penalty far below that holds nothing up: the path is at its end.
+            penalty = guide * float(np.sum(terms.weights**2))
+            if penalty <= self.growth.negligible_penalty * self.misfit(terms) ** 2:
+                break
             guide = max(self.ridge, guide * self.growth.path_factor)
-        return self._refined(terms, self.ridge, goal, iterations=60, rtol=1e-9)
+        return self._refined(
+            terms, self.ridge, goal, iterations=self.growth.max_final_steps, rtol=1e-9
+        )
 
     def _swept(self, terms: CPTerms, ridge: float, sweeps: int, rtol: float) -> CPTerms:
         return alternate(self.core, terms, ridge, sweeps=sweeps, rtol=rtol, progress=self.progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -91,9 +92,6 @@ def _accepted_steps(
     goal: float,
     options: LevenbergMarquardtOptions,
 ) -> Iterator[IterationStep[Columns]]:
-    terms = int(columns[0].shape[1])
-    offsets = np.cumsum([0] + [column.size for column in columns])
-    coupling = np.ones((terms, terms)) + ridge * np.eye(terms)
     residual, objective = _objective(core, columns, ridge)
     damping = options.initial_damping
     growth = options.damping_growth
@@ -101,18 +99,16 @@ def _accepted_steps(
     while True:
         # LM 1: Gauss–Newton matrix JᴴJ and gradient at the present columns.
         grams = [column.conj().T @ column for column in columns]
-        normal = _normal_matrix(columns, grams, coupling, offsets)
+        normal = _NormalEquations.of(columns, grams, ridge)
         gradient = _gradient(residual, columns, grams, ridge)
-        diagonal = np.real(np.diag(normal)).copy()
-        diagonal = np.maximum(diagonal, 1e-12 * diagonal.max())
         # LM 2: damp JᴴJ until the step, bent along the valley by its second-order part [2]_, lowers
         # the objective.
         for _attempt in range(options.max_refusals):
-            factor = _factor(normal, damping * diagonal)
-            if factor is not None:
-                step = _solve(factor, gradient)
-                second_order = _acceleration(factor, columns, step, options)
-                tried = _shifted(columns, step + second_order)
+            damped = normal.damped(damping)
+            if damped is not None:
+                step = damped.solve(gradient)
+                second_order = _acceleration(damped, columns, core - residual, step, options)
+                tried = _shifted(_shifted(columns, step), second_order)
                 new_residual, new_objective = _objective(core, tried, ridge)
                 if new_objective < objective:
                     break
@@ -122,7 +118,7 @@ def _accepted_steps(
             return
         # LM 3: Nielsen's rule, the damping falls smoothly with the ratio of actual to predicted
         # gain.
-        predicted = float(np.real(np.vdot(step, damping * diagonal * step + gradient)))
+        predicted = _predicted_gain(step, gradient, damping * normal.diagonals)
         gain_ratio = (objective - new_objective) / max(predicted, 1e-300)
         damping *= max(options.min_damping_factor, 1.0 - (2.0 * gain_ratio - 1.0) ** 3)
         growth = options.damping_growth
@@ -160,33 +156,136 @@ def _product(arrays: Iterable[np.ndarray]) -> np.ndarray:
 
 def _gradient(
     residual: np.ndarray, columns: Columns, grams: list[np.ndarray], ridge: float
-) -> np.ndarray:
-    """Return −½ of the gradient of the objective, all modes in a row."""
+) -> Columns:
+    """Return −½ of the gradient of the objective."""
     squares = [np.real(np.diag(gram)) for gram in grams]
     parts = []
     for mode, product in enumerate(products(residual, columns)):
         others = _product(square for m, square in enumerate(squares) if m != mode)
-        parts.append((product - ridge * columns[mode] * others).ravel())
-    return np.concatenate(parts)
+        parts.append(product - ridge * columns[mode] * others)
+    return tuple(parts)
+
+
+def _predicted_gain(step: Columns, gradient: Columns, damping: np.ndarray) -> float:
+    """Return the fall of the objective in the damped quadratic model."""
+    gain = 0.0
+    for move, slope, diagonal in zip(step, gradient, damping, strict=True):
+        gain += float(np.real(np.vdot(move, diagonal * move + slope)))
+    return gain
+
+
+@dataclass(frozen=True, slots=True)
+class _NormalEquations:
+    """JᴴJ of all columns, as the part inside the span of each mode's columns and the part outside.
+
+    The blocks between two modes see the columns alone, so that what a step has outside their span,
+    A = Q R, stands by itself: there each row has the s × s block of its mode. Inside, the unknowns
+    are Qᴴ·step, s × s a mode, and JᴴJ is that of R in place of A.
+    """
+
+    bases: tuple[np.ndarray | None, ...]  # Q (p_i, s); None where the columns span the whole mode
+    blocks: tuple[np.ndarray, ...]  # (s, s), of each row within a mode
+    n_rows: tuple[int, ...]  # of each mode inside
+    inside: np.ndarray  # upper triangle, unknowns ordered (mode, row, term)
+    diagonals: np.ndarray  # (d, s), of JᴴJ, alike in all rows of a mode; none is zero
+
+    @classmethod
+    def of(cls, columns: Columns, grams: list[np.ndarray], ridge: float) -> _NormalEquations:
+        """Form them at columns with these Gram matrices, for the penalty α = ``ridge``."""
+        s = columns[0].shape[1]
+        coupling = np.ones((s, s)) + ridge * np.eye(s)
+        # Normal 1: the same s × s block for each row of a mode.
+        blocks = []
+        for mode in range(len(columns)):
+            others = _product(gram for m, gram in enumerate(grams) if m != mode)
+            blocks.append(coupling * others)
+        diagonals = np.array([np.real(np.diag(block)) for block in blocks])
+        # Normal 2: R of the modes that are longer than there are terms, the others as they are.
+        bases: list[np.ndarray | None] = []
+        inner = []
+        for column in columns:
+            if column.shape[0] > s:
+                basis, triangle = np.linalg.qr(column)
+                bases.append(basis)
+                inner.append(triangle)
+            else:
+                bases.append(None)
+                inner.append(column)
+        return cls(
+            bases=tuple(bases),
+            blocks=tuple(blocks),
+            n_rows=tuple(int(column.shape[0]) for column in inner),
+            inside=_normal_matrix(inner, grams, blocks, coupling),
+            diagonals=np.maximum(diagonals, 1e-12 * diagonals.max()),
+        )
+
+    def damped(self, damping: float) -> _DampedEquations | None:
+        """Factor JᴴJ + damping·diagonal; None where that is not positive definite."""
+        added = damping * self.diagonals
+        # Damped 1: one s × s factor for all rows outside the span of a mode.
+        outside = []
+        for basis, block, diagonal in zip(self.bases, self.blocks, added, strict=True):
+            factor = None
+            if basis is not None:
+                factor = _cholesky(block + np.diag(diagonal))
+                if factor is None:
+                    return None
+            outside.append(factor)
+        # Damped 2: one factor of all unknowns inside.
+        of_rows = []
+        for n_rows, diagonal in zip(self.n_rows, added, strict=True):
+            of_rows.append(np.tile(diagonal, n_rows))
+        inside = self.inside.copy()
+        inside[np.diag_indices_from(inside)] += np.concatenate(of_rows)
+        factor = _cholesky(inside)
+        return None if factor is None else _DampedEquations(self.bases, tuple(outside), factor)
+
+
+@dataclass(frozen=True, slots=True)
+class _DampedEquations:
+    """Cholesky factors of `_NormalEquations` with a damping."""
+
+    bases: tuple[np.ndarray | None, ...]
+    outside: tuple[np.ndarray | None, ...]  # (s, s); None where nothing is outside
+    inside: np.ndarray
+
+    def solve(self, right: Columns) -> Columns:
+        """Return the columns whose products with the damped JᴴJ are those on the right."""
+        # Solve 1: inside the spans, all modes together.
+        coordinates = []
+        for part, basis in zip(right, self.bases, strict=True):
+            coordinates.append(part if basis is None else basis.conj().T @ part)
+        flat = np.concatenate([part.ravel() for part in coordinates])
+        solved = _split(_solve(self.inside, flat), coordinates)
+        # Solve 2: outside them, mode by mode.
+        columns = []
+        modes = zip(right, self.bases, self.outside, coordinates, solved, strict=True)
+        for part, basis, factor, coordinate, inner in modes:
+            if basis is None or factor is None:
+                columns.append(inner)
+                continue
+            remainder = part - basis @ coordinate
+            columns.append(basis @ inner + _solve(factor, remainder.T).T)
+        return tuple(columns)
 
 
 def _normal_matrix(
-    columns: Columns,
+    columns: list[np.ndarray],
     grams: list[np.ndarray],
+    blocks: list[np.ndarray],
     coupling: np.ndarray,
-    offsets: np.ndarray,
 ) -> np.ndarray:
     """Form the upper triangle of JᴴJ with unknowns ordered (mode, row, term)."""
     d = len(columns)
     s = columns[0].shape[1]
+    offsets = np.cumsum([0] + [column.size for column in columns])
     normal = np.zeros((offsets[-1], offsets[-1]), dtype=columns[0].dtype)
     for i in range(d):
         p = columns[i].shape[0]
         of_mode = slice(offsets[i], offsets[i + 1])
         # Within a mode: the same s × s block for each row.
-        block = coupling * _product(gram for m, gram in enumerate(grams) if m != i)
         rows = normal[of_mode, of_mode].reshape(p, s, p, s)
-        rows[np.arange(p), :, np.arange(p), :] = block
+        rows[np.arange(p), :, np.arange(p), :] = blocks[i]
         # Between two modes.
         for j in range(i + 1, d):
             shared = coupling * _product(gram for m, gram in enumerate(grams) if m not in (i, j))
@@ -196,14 +295,14 @@ def _normal_matrix(
     return normal
 
 
-def _factor(normal: np.ndarray, damping: np.ndarray) -> np.ndarray | None:
-    """Return the upper Cholesky factor of JᴴJ + damping, None where there is none."""
-    damped = normal.copy()
-    damped[np.diag_indices_from(damped)] += damping
-    # LAPACK itself: on cores of a few dozen unknowns the checks of cho_factor and cho_solve take
-    # longer than the work.
-    potrf = lapack.zpotrf if np.iscomplexobj(damped) else lapack.dpotrf
-    factor, failed = potrf(damped, lower=False, clean=False)
+def _cholesky(matrix: np.ndarray) -> np.ndarray | None:
+    """Return the upper Cholesky factor of a matrix given by its upper triangle, None without one.
+
+    By LAPACK itself: on cores of a few dozen unknowns the checks of cho_factor and cho_solve take
+    longer than the work.
+    """
+    potrf = lapack.zpotrf if np.iscomplexobj(matrix) else lapack.dpotrf
+    factor, failed = potrf(matrix, lower=False, clean=False)
     return None if failed else factor
 
 
@@ -212,31 +311,44 @@ def _solve(factor: np.ndarray, right: np.ndarray) -> np.ndarray:
     return np.asarray(potrs(factor, right, lower=False)[0])
 
 
-def _shifted(columns: Columns, step: np.ndarray) -> Columns:
-    """Add a step, all modes in a row, to the columns."""
-    shifted = []
+def _split(flat: np.ndarray, like: list[np.ndarray]) -> list[np.ndarray]:
+    """Cut a vector of all modes in a row into arrays of these shapes."""
+    parts = []
     start = 0
-    for column in columns:
-        shifted.append(column + step[start : start + column.size].reshape(column.shape))
-        start += column.size
-    return tuple(shifted)
+    for array in like:
+        parts.append(flat[start : start + array.size].reshape(array.shape))
+        start += array.size
+    return parts
+
+
+def _shifted(columns: Columns, step: Columns, length: float = 1.0) -> Columns:
+    """Add a step, times a length, to the columns."""
+    return tuple(column + length * move for column, move in zip(columns, step, strict=True))
 
 
 def _acceleration(
-    factor: np.ndarray, columns: Columns, step: np.ndarray, options: LevenbergMarquardtOptions
-) -> np.ndarray:
+    damped: _DampedEquations,
+    columns: Columns,
+    here: np.ndarray,
+    step: Columns,
+    options: LevenbergMarquardtOptions,
+) -> Columns:
     """Return the second-order part of the step, −½(JᴴJ + damping)⁻¹Jᴴr″ [2]_.
 
-    Cancelling terms lie in a curved valley, along which it bends the step.
+    Cancelling terms lie in a curved valley, along which it bends the step. ``here`` is the sum.
     """
     h = options.difference_length
     ones = np.ones(columns[0].shape[1])
-    here = assemble(columns, ones)
-    ahead = assemble(_shifted(columns, h * step), ones)
-    behind = assemble(_shifted(columns, -h * step), ones)
+    ahead = assemble(_shifted(columns, step, h), ones)
+    behind = assemble(_shifted(columns, step, -h), ones)
     curvature = (ahead + behind - 2.0 * here) / h**2
-    gradient = np.concatenate([product.ravel() for product in products(curvature, columns)])
-    second_order = -0.5 * _solve(factor, gradient)
-    limit = options.max_acceleration * float(np.linalg.norm(step))
-    length = max(float(np.linalg.norm(second_order)), 1e-300)
-    return np.asarray(second_order * min(1.0, limit / length))
+    second_order = damped.solve(products(curvature, columns))
+    limit = options.max_acceleration * _length(step)
+    length = max(0.5 * _length(second_order), 1e-300)
+    scale = -0.5 * min(1.0, limit / length)
+    return tuple(scale * part for part in second_order)
+
+
+def _length(columns: Columns) -> float:
+    """Return the norm of all columns together."""
+    return math.hypot(*(float(np.linalg.norm(column)) for column in columns))

@@ -51,6 +51,13 @@ class TermGrowthOptions:
     guide_share: float = 0.1
     # From that guiding penalty to the requested one α falls by this factor at a time
     path_factor: float = 1e-2
+    # A penalty below this share of the squared misfit no longer holds the terms up: α falls to the
+    # requested one at once
+    negligible_penalty: float = 1e-3
+    # Newton steps at most at the requested α, where a path that ends early left most of the way
+    max_final_steps: int = 180
+    # Relative difference of the objectives of two fits below which no further one is tried
+    agreement: float = 1e-6
     # A misfit within this factor of the goal is worth refining before another term is added
     near_goal_factor: float = 2.5
     # So is one that fell below this share of the misfit before: the true rank may be reached, and
