@@ -168,9 +168,10 @@ class ALS(MatrixSolver):
         # time, while the core meets its goal and the whole matrix does not.
         terms = self._initial_terms(rearranged, problem, size)
         max_terms = min(problem.max_terms, n_fibres - 1)
+        max_short_rank = math.prod(shape.sizes) // sum(shape.sizes)
         core_goal = goal
         while True:
-            terms = self._fit(tensor, terms, max_terms, core_goal, progress)
+            terms = self._fit(tensor, terms, max_terms, max_short_rank, core_goal, progress)
             approximation = matrix_of(terms)
             if atol is None:
                 return Solution(approximation, success, progress.sweeps)
@@ -228,6 +229,7 @@ class ALS(MatrixSolver):
         tensor: Array,
         start: CPTerms | None,
         max_terms: int,
+        max_short_rank: int,
         goal: float,
         progress: SolveProgress,
     ) -> CPTerms:
@@ -257,6 +259,7 @@ class ALS(MatrixSolver):
             sweeps=self.core_sweeps,
             initializations=self.initializations,
             goal=max(core_goal, ROUNDING),
+            max_short_rank=max_short_rank,
             progress=progress,
             growth=self.growth,
             levenberg_marquardt=self.levenberg_marquardt,

@@ -68,6 +68,7 @@ class CoreFit:
     sweeps: int  # alternating sweeps after each new term
     initializations: int  # fits from which the last one is chosen
     goal: float  # misfit norm that is good enough
+    max_short_rank: int  # terms that have no more numbers than the matrix
     progress: SolveProgress
     growth: TermGrowthOptions = field(default_factory=TermGrowthOptions)
     levenberg_marquardt: LevenbergMarquardtOptions = field(
@@ -116,10 +117,10 @@ class CoreFit:
                 terms = polished
                 error = self.goal
             # Core 4: where one term fewer was not near enough to be refined, it may do all the
-            # same. A sum of more numbers than the core has gains nothing by one term fewer.
+            # same. A sum of more numbers than the matrix gains nothing by one term fewer.
             if error > self.goal:
-                is_shorter = n_unknowns(terms) <= self.core.size
-                unrefined = (before, terms) if is_shorter else None
+                is_short = terms.rank <= self.max_short_rank
+                unrefined = (before, terms) if is_short else None
             elif unrefined is not None and self._is_cheap(terms):
                 fewer = self._best_of(*unrefined, self.initializations)
                 if self.misfit(fewer) <= self.goal:

@@ -99,7 +99,7 @@ def _accepted_steps(
     while True:
         # LM 1: Gauss–Newton matrix JᴴJ and gradient at the present columns.
         grams = [column.conj().T @ column for column in columns]
-        normal = _NormalEquations.of(columns, grams, ridge)
+        normal = _NormalEquations.of(columns, grams, ridge, options.min_split_unknowns)
         gradient = _gradient(residual, columns, grams, ridge)
         # LM 2: damp JᴴJ until the step, bent along the valley by its second-order part [2]_, lowers
         # the objective.
@@ -190,8 +190,13 @@ class _NormalEquations:
     diagonals: np.ndarray  # (d, s), of JᴴJ, alike in all rows of a mode; none is zero
 
     @classmethod
-    def of(cls, columns: Columns, grams: list[np.ndarray], ridge: float) -> _NormalEquations:
-        """Form them at columns with these Gram matrices, for the penalty α = ``ridge``."""
+    def of(
+        cls, columns: Columns, grams: list[np.ndarray], ridge: float, min_split_unknowns: int = 0
+    ) -> _NormalEquations:
+        """Form them at columns with these Gram matrices, for the penalty α = ``ridge``.
+
+        Fewer unknowns than ``min_split_unknowns`` are all taken as inside.
+        """
         s = columns[0].shape[1]
         coupling = np.ones((s, s)) + ridge * np.eye(s)
         # Normal 1: the same s × s block for each row of a mode.
@@ -201,10 +206,11 @@ class _NormalEquations:
             blocks.append(coupling * others)
         diagonals = np.array([np.real(np.diag(block)) for block in blocks])
         # Normal 2: R of the modes that are longer than there are terms, the others as they are.
+        is_split = sum(column.size for column in columns) >= min_split_unknowns
         bases: list[np.ndarray | None] = []
         inner = []
         for column in columns:
-            if column.shape[0] > s:
+            if is_split and column.shape[0] > s:
                 basis, triangle = np.linalg.qr(column)
                 bases.append(basis)
                 inner.append(triangle)

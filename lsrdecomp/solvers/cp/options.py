@@ -55,7 +55,7 @@ class TermGrowthOptions:
     # requested one at once
     negligible_penalty: float = 1e-3
     # Newton steps at most at the requested α, where a path that ends early left most of the way
-    max_final_steps: int = 180
+    max_final_steps: int = 130
     # Relative difference of the objectives of two fits below which no further one is tried
     agreement: float = 1e-6
     # A misfit within this factor of the goal is worth refining before another term is added
@@ -79,6 +79,9 @@ class LevenbergMarquardtOptions:
     # Unknowns up to which it is used: its normal matrix is dense, 54 MB at this size, and costs
     # n³/3 operations a step. By hand.
     max_unknowns: int = 2600
+    # Unknowns from which the part of a step outside the span of a mode's columns is solved by
+    # itself: with fewer, the small factors cost more than they save. Measured at 96 to 600.
+    min_split_unknowns: int = 200
     # Damping at the first step, in units of the normal matrix's diagonal. By hand.
     initial_damping: float = 1e-4
     # Growth of the damping after a step that was refused; the growth doubles with each refusal
