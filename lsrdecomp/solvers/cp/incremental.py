@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import Event
 from lsrdecomp.solvers.cp.levenberg_marquardt import n_unknowns, refine
+from lsrdecomp.solvers.cp.mttkrp import products
 from lsrdecomp.solvers.cp.options import LevenbergMarquardtOptions, TermGrowthOptions
 from lsrdecomp.solvers.cp.regularized import alternate
 from lsrdecomp.solvers.cp.terms import CPTerms
@@ -125,7 +127,8 @@ class CoreFit:
                 fewer = self._best_of(*unrefined, self.initializations)
                 if self.misfit(fewer) <= self.goal:
                     terms = fewer
-        return terms
+        # Core 5: a goal that was met while the guiding penalty was large: the weights without it.
+        return self._with_best_weights(terms) if self.goal > ROUNDING else terms
 
     def by_sweeps(self, terms: CPTerms, rank: int) -> CPTerms:
         """Return the best of a few fits without Newton steps, for a tensor whose spectrum is flat.
@@ -143,6 +146,19 @@ class CoreFit:
             # Sweeps 2: until they settle.
             fits.append(self._swept(trial, self.ridge, self.growth.max_settling_sweeps, 1e-6))
         return min(fits, key=self._objective)
+
+    def _with_best_weights(self, terms: CPTerms) -> CPTerms:
+        """Refit the weights under the requested penalty alone, where that lowers the objective."""
+        if terms.rank == 0:
+            return terms
+        # The normal equations of real weights: (G + αI) λ = ⟨t_k, T⟩.
+        grams = [column.conj().T @ column for column in terms.columns]
+        gram = np.real(reduce(np.multiply, grams)) + self.ridge * np.eye(terms.rank)
+        first_product = products(self.core, terms.columns)[0]
+        overlaps = np.real(np.sum(terms.columns[0].conj() * first_product, axis=0))
+        weights = np.linalg.lstsq(gram, overlaps, rcond=None)[0]
+        refitted = CPTerms.of((terms.columns[0] * weights, *terms.columns[1:]))
+        return min(terms, refitted, key=self._objective)
 
     def _is_cheap(self, terms: CPTerms) -> bool:
         return n_unknowns(terms) <= self.growth.max_cheap_unknowns
