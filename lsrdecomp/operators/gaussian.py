@@ -9,13 +9,15 @@ Source: Y. Saatçi, Scalable inference for structured Gaussian process models, P
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lsrdecomp.arrays import like, to_numpy
 from lsrdecomp.errors import MatrixError, ShapeError
 from lsrdecomp.operators.diagonal import along
+from lsrdecomp.operators.gradients import followed_once, requires_gradient, with_derivative
 from lsrdecomp.operators.single import outer, require_hermitian
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ class GridLikelihood:
 
     Attributes
     ----------
-    value : float
+    value : float, or a scalar tensor of torch where an argument required a gradient
         −½ yᵀ(K + σ²I)⁻¹y − ½ log det(K + σ²I) − ½ n log 2π.
     covariance_gradients : tuple of arrays, shapes (m_i, m_i)
         ∂ value / ∂ K_i, symmetric; chain with ∂K_i/∂θ by Σ G ∘ ∂K.
@@ -46,7 +48,7 @@ class GridLikelihood:
     -1.5
     """
 
-    value: float
+    value: Any
     covariance_gradients: tuple[np.ndarray, ...]
     noise_gradient: float
     weights: np.ndarray
@@ -66,7 +68,8 @@ def log_marginal_likelihood(covariances: Sequence[Any], noise: float, y: Any) ->
     Returns
     -------
     GridLikelihood
-        No derivative of an eigenvector is taken, so equal eigenvalues do no harm.
+        No derivative of an eigenvector is taken, so equal eigenvalues do no harm. Where a tensor of
+        torch requires a gradient, of a covariance, the noise or y, ``value`` has it, once.
 
     Raises
     ------
@@ -84,6 +87,8 @@ def log_marginal_likelihood(covariances: Sequence[Any], noise: float, y: Any) ->
     >>> bool(np.isclose(likelihood.value, -3.0 * np.log(4.0 * np.pi)))  # six of variance 1 + 1
     True
     """
+    if requires_gradient(*covariances, noise, y):
+        return _differentiable(covariances, noise, y)
     matrices = [np.asarray(k, dtype=np.float64) for k in covariances]
     values = np.asarray(y, dtype=np.float64).reshape(-1)
     _check_grid(matrices, noise, values)
@@ -114,6 +119,26 @@ def log_marginal_likelihood(covariances: Sequence[Any], noise: float, y: Any) ->
         gradients.append(v @ diagonal_basis @ v.T)
     noise_gradient = 0.5 * (float(weighted @ weighted) - float(np.sum(inverse)))
     return GridLikelihood(value, tuple(gradients), noise_gradient, alpha)
+
+
+def _differentiable(covariances: Sequence[Any], noise: Any, y: Any) -> GridLikelihood:
+    """Return the likelihood of tensors, its value with its gradient."""
+    import torch
+
+    arguments = [torch.as_tensor(q) for q in (*covariances, noise, y)]
+    *matrices, variance, observations = [to_numpy(q) for q in arguments]
+    constant = log_marginal_likelihood(matrices, float(variance), observations)
+    slopes = (
+        *constant.covariance_gradients,
+        np.asarray(constant.noise_gradient),
+        -constant.weights.reshape(observations.shape),
+    )
+    terms = []
+    for slope, argument in zip(slopes, arguments, strict=True):
+        terms.append((like(slope, argument) * followed_once(argument)).sum())
+    expression = sum(terms)
+    value = with_derivative(like(np.asarray(constant.value), expression), expression)
+    return replace(constant, value=value)
 
 
 def _check_grid(covariances: Sequence[np.ndarray], noise: float, values: np.ndarray) -> None:

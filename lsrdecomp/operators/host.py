@@ -43,7 +43,8 @@ def without_gradient(array: Array) -> Array:
     """Return the array; raise `MatrixError` if it requires a gradient, which would be lost."""
     if getattr(array, "requires_grad", False):
         raise MatrixError(
-            "gradients are followed through one term only; detach the tensors of this sum first"
+            "gradients are followed through one term, and through solve, logdet and slogdet of "
+            "sums that have an exact method; detach the tensors of this sum first"
         )
     return array
 

@@ -18,6 +18,7 @@ from lsrdecomp.decompose import decompose
 from lsrdecomp.errors import LsrError, MatrixError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.operators.host import to_host
 from lsrdecomp.operators.preconditioners import nearest_kronecker
 from lsrdecomp.operators.single import inv
 from lsrdecomp.operators.threads import one_thread_for_small_factors
@@ -261,4 +262,4 @@ def _separated(
         raise ShapeError("say in which KroneckerShape the inverse is sought")
     else:
         separated = decompose(matrix, shape, rtol=terms_rtol, throw=True).approximation
-    return separated.to_numpy().in_double()
+    return to_host(separated)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -12,7 +13,12 @@ import numpy as np
 from lsrdecomp.arrays import Array, as_double, as_floating, is_complex, like, norm, to_numpy
 from lsrdecomp.errors import BudgetError, ConvergenceError, MatrixError
 from lsrdecomp.operators.diagonal import Diagonalized, diagonalize
-from lsrdecomp.operators.host import as_solution, check_sides, to_host, without_gradient
+from lsrdecomp.operators.gradients import (
+    requires_gradient,
+    solution_with_gradient,
+    without_graph,
+)
+from lsrdecomp.operators.host import as_solution, check_sides, to_host
 from lsrdecomp.operators.krylov import KrylovMethod, krylov
 from lsrdecomp.operators.single import solve_single
 from lsrdecomp.operators.threads import one_thread_for_small_factors
@@ -102,8 +108,9 @@ def solve(
     ----------
     matrix : SeparatedMatrix, shape (n, n)
     b : array, shape (n,) or (n, k)
-        Of the library of the factors. On torch tensors one term is differentiable; other sums
-        refuse tensors that require a gradient.
+        Of the library of the factors. On torch tensors the solution is differentiable in b and in
+        the terms where it is exact, once in sums; iterations refuse tensors that require a
+        gradient.
     rtol : float
         Goal for ‖b − A x‖ / ‖b‖ of each column of an iterative method.
     method : str
@@ -161,12 +168,19 @@ def solve(
         record = _measured(matrix, b, solve_single(matrix, b), "factors", 0, rtol)
         return _converged(record, throw)
 
-    terms = to_host(matrix)
-    right_hand = to_numpy(as_double(without_gradient(b)))
+    needs_gradient = requires_gradient(matrix, b)
+    constant = without_graph(matrix) if needs_gradient else matrix
+    terms = to_host(constant)
+    right_hand = to_numpy(as_double(b))
     iterations = 0
     solved = _by_common_bases(terms, right_hand) if wants_exact else None
     if solved is not None:
         x, name = solved
+    elif needs_gradient:
+        raise MatrixError(
+            f"{matrix.separation_rank} terms of {matrix.kronecker_shape} have no exact method, and "
+            "gradients are not followed through iterations; detach the tensors first"
+        )
     elif method == "exact":
         raise MatrixError(
             f"{matrix.separation_rank} terms of {matrix.kronecker_shape} are not triangular in "
@@ -175,7 +189,10 @@ def solve(
     else:
         krylov_method = KrylovMethod(method, rtol, preconditioner, max_iterations, on_iteration)
         x, name, iterations = krylov(terms, right_hand, krylov_method)
-    record = _measured(matrix, b, like(x, as_solution(b, matrix)), name, iterations, rtol)
+    solution = like(x, as_solution(b, constant))
+    if needs_gradient:
+        solution = solution_with_gradient(matrix, b, solution, partial(_solve_exactly, terms.mH))
+    record = _measured(matrix, b, solution, name, iterations, rtol)
     return _converged(record, throw)
 
 
@@ -192,6 +209,15 @@ def _by_common_bases(matrix: SeparatedMatrix, b: np.ndarray) -> tuple[np.ndarray
     x = x + form.solve(b - matrix @ x)  # one step of refinement
     is_real = not is_complex(matrix.factors[0]) and not np.iscomplexobj(b)
     return (x.real if is_real else x), name
+
+
+def _solve_exactly(matrix: SeparatedMatrix, b: np.ndarray) -> np.ndarray:
+    """Return A⁻¹ b of a sum that has common bases."""
+    solved = _by_common_bases(matrix, b)
+    if solved is None:
+        raise MatrixError("the adjoint of a sum with common bases was found to have none")
+    x, _ = solved
+    return x
 
 
 def _measured(

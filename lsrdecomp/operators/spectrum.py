@@ -10,6 +10,11 @@ from lsrdecomp.arrays import Array, is_complex, like, namespace
 from lsrdecomp.errors import MatrixError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.operators.diagonal import diagonalize
+from lsrdecomp.operators.gradients import (
+    log_det_with_gradient,
+    requires_gradient,
+    without_graph,
+)
 from lsrdecomp.operators.host import check_separated, to_host
 from lsrdecomp.operators.single import slogdet_of_term
 from lsrdecomp.operators.threads import one_thread_for_small_factors
@@ -20,8 +25,9 @@ from lsrdecomp.operators.triangular import triangularize
 def slogdet(matrix: SeparatedMatrix) -> tuple[Any, Any]:
     """Return (sign, log|det A|) of any sum that `solve` solves exactly.
 
-    The sign is a complex phase for complex factors. Of one term,
-    det(A ⊗ B) = det(A)^p · det(B)^m; of the zero matrix (0, −∞).
+    The sign is a complex phase for complex factors; the logarithm is differentiable in torch's
+    tensors, once in sums. Of one term, det(A ⊗ B) = det(A)^p · det(B)^m; of the zero matrix
+    (0, −∞).
 
     Parameters
     ----------
@@ -49,11 +55,14 @@ def slogdet(matrix: SeparatedMatrix) -> tuple[Any, Any]:
     """
     if check_separated(matrix).separation_rank <= 1:
         return slogdet_of_term(matrix)
-    terms = to_host(matrix)
+    needs_gradient = requires_gradient(matrix)
+    terms = to_host(without_graph(matrix) if needs_gradient else matrix)
     form = diagonalize(terms) or triangularize(terms)
     if form is None:
         raise _no_closed_form(matrix, "log-determinant")
     sign, log_det = form.slogdet()
+    if needs_gradient:
+        log_det = log_det_with_gradient(matrix, log_det, form)
     if not is_complex(matrix.factors[0]):
         sign = float(np.sign(np.real(sign)))
     return sign, log_det

@@ -10,7 +10,9 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from array_api_compat import is_array_api_obj
 
+from lsrdecomp.arrays import device, namespace
 from lsrdecomp.errors import BudgetError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.targets.base import Dense
@@ -29,6 +31,7 @@ def kronecker_sum(*parts: Any) -> SeparatedMatrix:
     Parameters
     ----------
     *parts : arrays or sparse matrices, shapes (m_i, m_i)
+        Of one array library; differentiable in torch's tensors.
 
     Returns
     -------
@@ -52,18 +55,22 @@ def kronecker_sum(*parts: Any) -> SeparatedMatrix:
             )
     matrices = []
     for i, part in enumerate(parts, 1):
-        matrix = np.asarray(part.toarray() if hasattr(part, "toarray") else part)
+        matrix = part.toarray() if hasattr(part, "toarray") else part
+        if not is_array_api_obj(matrix):
+            matrix = np.asarray(matrix)
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
             raise ShapeError(
-                f"part {i} of a Kronecker sum must be square, it has shape {matrix.shape}"
+                f"part {i} of a Kronecker sum must be square, it has shape {tuple(matrix.shape)}"
             )
         matrices.append(matrix)
-    dtype = np.result_type(*matrices, np.float32)
+    xp = namespace(*matrices)
+    dtype = xp.result_type(*matrices, xp.float32)
     stacks = []
     for i, matrix in enumerate(matrices):
-        stack = np.stack([np.eye(len(matrix), dtype=dtype)] * len(matrices))
-        stack[i] = matrix
-        stacks.append(stack)
+        identity = xp.eye(matrix.shape[0], dtype=dtype, device=device(matrix))
+        stack = [identity] * len(matrices)
+        stack[i] = xp.astype(matrix, dtype)
+        stacks.append(xp.stack(stack))
     return SeparatedMatrix.from_factors(stacks)
 
 
