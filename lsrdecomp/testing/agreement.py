@@ -131,7 +131,8 @@ class Identities:
                 )
 
             update_wrapper(check, sides)
-            del check.__wrapped__  # type: ignore[attr-defined]  # the signature is that of the check
+            # Its signature is that of the check, not that of the sides.
+            del check.__wrapped__  # type: ignore[attr-defined]
             for case in cases:
                 self.checks.append(Check(check, case, sums, linalg))
             return check
