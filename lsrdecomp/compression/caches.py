@@ -1,4 +1,4 @@
-"""Caches of values that stay read while they fit, and of values in a temporary file."""
+"""Two caches: one of values read last, one that moves to a temporary file when it grows."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class LRUCache(Generic[T]):
-    """Values as they were last read; those not used for longest are forgotten first.
+    """Keeps values in memory; the least recently used are dropped first.
 
     Parameters
     ----------
     max_entries : int
-        Numbers that all values together hold at most; the one read last stays whatever it holds.
+        Maximum entries of all values together. The value read last stays even if it is larger.
     count_entries : callable
-        Counts the numbers of a value.
+        Returns the entries (numbers) of a value.
     """
 
     def __init__(self, max_entries: int, count_entries: Callable[[T], int]) -> None:
@@ -35,7 +35,7 @@ class LRUCache(Generic[T]):
         self._values: OrderedDict[str, T] = OrderedDict()
 
     def get(self, name: str, read: Callable[[], T]) -> T:
-        """Return the value of a name, read if it is not held."""
+        """Return the value of a name; read it if it is not in the cache."""
         value = self._values.pop(name, None)
         if value is None:
             value = read()
@@ -45,21 +45,22 @@ class LRUCache(Generic[T]):
         return value
 
     def _entries_with(self, value: T) -> int:
+        """Return the entries of all values in the cache and of this one."""
         held = sum(map(self._count_entries, self._values.values()))
         return held + self._count_entries(value)
 
 
 class SpillCache:
-    """Values put away and read back with the same bits.
+    """Stores values outside of the working set, to be read back bit for bit.
 
-    They lie in memory while they are few, else in a temporary file. The file has no name (it
-    vanishes with the process, also when that is killed) and nobody else can write to it: that is
-    why it may hold pickles. It lies where ``TMPDIR`` says.
+    They are in memory while they are few, else in a temporary file of the directory ``TMPDIR``. The
+    file has no name: it vanishes with the process, even if that is killed, and nobody else can
+    write to it. So it is safe to hold pickles.
 
     Parameters
     ----------
     max_bytes : int
-        Held in memory; beyond it everything moves to the file.
+        Bytes in memory beyond which everything moves to the file.
 
     Examples
     --------
@@ -74,16 +75,17 @@ class SpillCache:
         weakref.finalize(self, self._file.close)
 
     def put(self, value: T) -> Callable[[], T]:
-        """Store a value and return what reads it back; `CheckpointError` if the disk is full."""
+        """Store a value, and return a function that reads it back.
+
+        Raises `CheckpointError` if the disk is full.
+        """
         start = self._end
         try:
             self._file.seek(start)
             pickle.dump(value, self._file, protocol=pickle.HIGHEST_PROTOCOL)
             self._end = self._file.tell()
         except OSError as error:
-            text = (
-                f"factors that wait cannot be kept: {error.strerror}; point TMPDIR to a larger disk"
-            )
+            text = f"a temporary file cannot grow: {error.strerror}; point TMPDIR to a larger disk"
             raise CheckpointError(text, path=tempfile.gettempdir()) from error
         return partial(self._read, start)
 

@@ -1,10 +1,12 @@
-"""Every layer of a checkpoint under one plan; what comes out can be looked at, then written.
+"""Compression of all layers of a checkpoint under one plan.
 
-1. Open: the layers of the checkpoint, each with the norm its error counts in (`open_layers`).
-2. Fit: candidates of all layers, solved once (`search_layers`), and which of them a plan takes.
-3. Materialize: the factors of those taken, rounded to their storage and measured
-   (`candidates.materialize`).
-4. Report: a row a layer (`report_layer`), in a `Compression` that can be saved.
+1. `search_adapter` opens the layers, each with the norm in which its error counts (`open_layers`),
+   and solves candidates for all of them (`search.search_layers`).
+2. `SearchedAdapter.compress` chooses the candidates that meet a plan (`search.fit_budget`), rounds
+   their factors to their storage and measures them (`candidates.materialize`).
+3. It reports every layer (`result.report_layer`) in a `Compression`, which can be saved.
+
+One search serves any number of plans.
 """
 
 from __future__ import annotations
@@ -48,11 +50,11 @@ if TYPE_CHECKING:
     from lsrdecomp.compression.search_table import SearchTable
 
 HEADER_BYTES = 320
-"""Bytes of a header and a config that say little."""
+"""Bytes of the shortest header and config."""
 
 GIVEN_TERMS_SOLVER = JointALS(tolerance=5e-4, initializations=1, single=True)
-"""Of layers at given terms: ends after about eight sweeps, in the median half a thousandth above
-where hundreds end."""
+"""Solver of layers at given numbers of terms. It ends after about eight sweeps, at errors that are
+0.05 % above those after hundreds of sweeps, in the median."""
 
 DEFAULT_FILLING = FileFilling()
 
@@ -66,27 +68,27 @@ def search_adapter(
     search: Search | None = None,
     resources: Resources | None = None,
 ) -> SearchedAdapter:
-    """Solve the shapes that these plans could want, once, for any number of budgets.
+    """Solve shapes of all layers once, for any number of plans.
 
     Parameters
     ----------
     checkpoint : Checkpoint
         As returned by `lsrdecomp.open_checkpoint`.
     plans : sequence of CompressionPlan
-        What will be asked, at least one and all in one storage: larger shapes than they could want
-        are not solved. Other plans may be drawn as well.
+        The plans that the search prepares for, at least one and all in one storage. Shapes too
+        large for any of them are not solved. Other plans may be compressed to as well.
     statistics : Mapping of module name to statistics, optional
-        As read by `read_statistics`: errors then count in the Fisher norm, and layers are weighed
-        against each other by what they do. Absent, the Frobenius norm of ΔW.
+        As read by `read_statistics`: errors then count in the Fisher norm, which weighs layers by
+        their effect on the outputs. Absent, the Frobenius norm of ΔW.
     search : Search, optional
-        How far to look for shapes; refused where all plans give terms (``separation_rank``).
+        Effort of the search; refused if all plans give terms (``separation_rank``).
     resources : Resources, optional
         Processes, device, journal and progress.
 
     Returns
     -------
     SearchedAdapter
-        Its `SearchedAdapter.compress` draws a plan.
+        Its `SearchedAdapter.compress` compresses to a plan.
 
     Raises
     ------
@@ -94,22 +96,22 @@ def search_adapter(
         If there is no plan, plans differ in storage, or a divergence (``kl``) is asked for without
         statistics.
     SettingsError
-        For a search, workers or a journal where all plans give terms.
+        For a search, workers or a journal if all plans give terms.
     CheckpointError
-        Naming file and tensor, if a layer is not a LoRA or its numbers cannot be used.
+        If a layer is not a LoRA or its numbers cannot be used; the message has file and tensor.
     LsrError
         If torch cannot compute in float64 on the device, or joblib is missing and several workers
         are asked for.
 
     Notes
     -----
-    Layers are read as they are needed, so many at a time as fit in 8 MiB (`effort.ResourceLimits`),
-    at least one. What they became waits in memory up to 8 MiB and then in a temporary file, as do
-    the factors of all products that were solved for.
+    Layers are read when they are needed, as many at a time as fit in 8 MiB
+    (`effort.ResourceLimits`), at least one. Solved factors are kept in memory up to 8 MiB, and
+    beyond that in a temporary file.
 
     Examples
     --------
-    One search, two sizes, and another between them of what was solved.
+    One search for two sizes, and a size between them.
 
     >>> from importlib.resources import files
     >>> from lsrdecomp.checkpoints import open_checkpoint
@@ -121,7 +123,7 @@ def search_adapter(
     >>> [lora.adapter_parameters // size for size in sizes] >= [96, 48, 61]
     True
     """
-    # Compress 1, open: what cannot be written or shared is refused now, not after hours of search.
+    # 1. Open the layers, and refuse now what would fail after hours of search.
     resources = resources or Resources()
     effect = None
     if isinstance(statistics, Statistics):
@@ -140,8 +142,8 @@ def search_adapter(
         check_divergence(plan, statistics is not None)
         if plan.bytes is not None:
             _bytes_for_factors(checkpoint, plan.bytes)
-    # Compress 2, fit: every layer at the shapes that a budget could want. Plans of given terms
-    # search for none.
+    # 2. Solve every layer at the shapes that a budget could choose. Plans that give terms need no
+    #    search.
     budgets = [plan.budget(layers, effect) for plan in plans if plan.separation_rank is None]
     table = None
     if budgets:
@@ -158,24 +160,23 @@ def search_adapter(
 
 @dataclass(frozen=True, eq=False)
 class SearchedAdapter:
-    """A checkpoint whose layers were solved at many shapes; `compress` draws a plan from them.
+    """A checkpoint whose layers were solved at many shapes; `compress` chooses among them.
 
     Attributes
     ----------
     checkpoint : Checkpoint
     layers : sequence of Layer
     table : SearchTable or None
-        None: every layer at given terms.
+        The solved candidates; None if all plans give terms.
     cache : SpillCache
-        Where factors wait.
+        Keeps factors.
     resources : Resources
-        What it solves with.
     effect : float, optional
-        KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA.
+        KL(LoRA ‖ no adapter) in nats per prediction, if the statistics are of this LoRA.
     filling : FileFilling
-        The files that are tried for a number of bytes.
+        Search for the file that fills a number of bytes.
     solver : JointALS
-        Of plans that give terms.
+        Solver for plans that give terms.
 
     Examples
     --------
@@ -183,7 +184,7 @@ class SearchedAdapter:
     >>> from lsrdecomp.checkpoints import open_checkpoint
     >>> lora = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
     >>> plan = CompressionPlan(separation_rank=1)
-    >>> search_adapter(lora, [plan]).compress(plan).totals.layers  # `search_adapter` makes one
+    >>> search_adapter(lora, [plan]).compress(plan).totals.layers
     12
     """
 
@@ -198,40 +199,39 @@ class SearchedAdapter:
 
     @one_blas_thread
     def compress(self, plan: CompressionPlan, *, fill: bool = True) -> Compression:
-        """Return the adapter under one plan.
+        """Compress the adapter to a plan.
 
         Parameters
         ----------
         plan : CompressionPlan
-            In the storage that was searched for, unless it gives terms.
+            In the storage of the search, unless it gives terms.
         fill : bool
-            Of a plan of bytes, whether files are tried, and solved for, till one is as full as may
-            be. Without, it is the first, which may be some hundred bytes larger.
+            For a plan of bytes, whether to try files until one nearly fills the bytes. Otherwise
+            the first one is returned, which may be some hundred bytes too large.
 
         Raises
         ------
         BudgetError
-            If the plan cannot be met; says what is reachable. For another storage than was searched
-            in, and for a divergence without statistics.
+            If the plan cannot be met, with what can be reached; if its storage is not that of the
+            search; for a divergence without statistics.
         """
-        plan = self._checked(plan)
+        plan = self._checked_plan(plan)
         if plan.bytes is not None and fill:
-            return self._filled(plan, plan.bytes)
-        return self._reported(plan, self._fit(plan))
+            return self._fill_bytes(plan, plan.bytes)
+        return self._report(plan, self._fit(plan))
 
     @one_blas_thread
     def expected_error(self, plan: CompressionPlan) -> float:
-        """Return the squared relative error of a plan by the prices of what was solved.
+        """Estimate the squared relative error of a plan of parameters or bytes, in milliseconds.
 
-        The same table answers for every size. In the norm that was searched in, before refining, so
-        somewhat above what `compress` comes to; milliseconds. The plan has a number of parameters
-        or bytes. Raises `BudgetError` as `compress`.
+        It is the error of the candidates that were solved, before the chosen ones are refined, and
+        so somewhat larger than that of `compress`. Raises `BudgetError` as `compress`.
         """
-        plan = self._checked(plan)
+        plan = self._checked_plan(plan)
         return self._searched.expected_error(self._budget(plan))
 
-    def _checked(self, plan: CompressionPlan) -> CompressionPlan:
-        """Return the plan with its storage; `BudgetError` if the search cannot answer for it."""
+    def _checked_plan(self, plan: CompressionPlan) -> CompressionPlan:
+        """Return the plan with a storage; raise `BudgetError` if the search was for another."""
         plan = plan.with_default_storage()
         check_divergence(plan, not self.layers[0].is_frobenius)
         if plan.separation_rank is None and plan.storages != self._searched.storages:
@@ -244,14 +244,16 @@ class SearchedAdapter:
 
     @property
     def _searched(self) -> SearchTable:
+        """The table of candidates; raises `BudgetError` if there is none."""
         if self.table is None:
             raise BudgetError("the search was for given terms only; search again for this plan")
         return self.table
 
     def _budget(self, plan: CompressionPlan, size: float | None = None) -> Budget:
-        """Return what a plan allows the layers.
+        """Return a plan as a budget for the layers.
 
-        Of a plan of bytes, factors of ``size``, or what its files leave for them.
+        For a plan of bytes that is ``size`` bytes of factors; absent, what is left of the plan's
+        bytes beside everything else in a file.
         """
         budget = plan.budget(self.layers, self.effect)
         if plan.bytes is None:
@@ -261,7 +263,7 @@ class SearchedAdapter:
         return replace(budget, bytes=size)
 
     def _fit(self, plan: CompressionPlan, size: float | None = None) -> FittedLayers:
-        """Compress 2 and 3: choose what each layer becomes, make its factors and measure them."""
+        """Choose the candidate of each layer, make its factors and measure them."""
         if plan.separation_rank is None:
             return fit_budget(self._searched, self._budget(plan, size))
         materialized = at_given_terms(
@@ -276,8 +278,15 @@ class SearchedAdapter:
         )
         return FittedLayers(materialized, None)
 
-    def _reported(self, plan: CompressionPlan, fitted: FittedLayers) -> Compression:
-        """Compress 4, report: a row a layer."""
+    def _report(self, plan: CompressionPlan, fitted: FittedLayers) -> Compression:
+        """Report every layer; raise `BudgetError` if all were left out."""
+        if all(materialized.stored is None for materialized in fitted.chosen):
+            if not any(layer.squared_norm for layer in self.layers):
+                raise BudgetError(
+                    "every layer of the adapter is zero: it does nothing, and there is nothing to "
+                    "keep"
+                )
+            raise BudgetError("nothing of the adapter fits into this budget; allow more")
         rows = []
         for source_layer, layer, materialized in zip(
             self.checkpoint.layers, self.layers, fitted.chosen, strict=True
@@ -299,60 +308,54 @@ class SearchedAdapter:
                     met=meets_plan,
                 )
             )
-        if all(materialized.stored is None for materialized in fitted.chosen):
-            if not any(layer.squared_norm for layer in self.layers):
-                raise BudgetError(
-                    "every layer of the adapter is zero: it does nothing, and there is nothing to "
-                    "keep"
-                )
-            raise BudgetError("nothing of the adapter fits into this budget; allow more")
         return Compression(
             self.checkpoint, plan, tuple(rows), fitted.chosen, fitted.low_rank_error, self.effect
         )
 
-    def _filled(self, plan: CompressionPlan, max_bytes: int) -> Compression:
-        """Return the best adapter whose weight file and config have at most so many bytes together.
+    def _fill_bytes(self, plan: CompressionPlan, max_bytes: int) -> Compression:
+        """Return the best adapter whose weight file and config have at most ``max_bytes`` together.
 
-        What a file holds beside its factors is known only once the factors are chosen, so files are
-        tried.
+        The bytes of a file beside its factors are known only once the factors are chosen. So files
+        of several sizes of factors are tried.
         """
         best: Compression | None = None
-        sizes: list[int] = []
-        # The answer lies between factors that made a file that fits and factors that made one that
-        # does not.
+        file_sizes: list[int] = []
+        # The size of the factors lies between one whose file fits and one whose file does not.
         low = 0.0
         high = float(_bytes_for_factors(self.checkpoint, max_bytes))
         factor_bytes = high
         for _ in range(self.filling.max_files):
-            # Fill 1: factors of so many bytes, and the file they make.
+            # 1. Make factors of this size, and measure their file.
             try:
-                result = self._reported(plan, self._fit(plan, factor_bytes))
+                result = self._report(plan, self._fit(plan, factor_bytes))
             except BudgetError:
-                if not sizes:
+                if not file_sizes:
                     raise
                 break
-            size = _written_bytes(result)
-            sizes.append(size)
-            # Fill 2: the interval becomes smaller.
-            if size <= max_bytes:
+            file_size = _written_bytes(result)
+            file_sizes.append(file_size)
+            # 2. Shrink the interval.
+            if file_size <= max_bytes:
                 low = max(low, factor_bytes)
                 if best is None or result.error <= best.error:
                     best = result
-                if size >= self.filling.min_fill * max_bytes:
+                if file_size >= self.filling.min_fill * max_bytes:
                     break
             else:
                 high = min(high, factor_bytes)
-            # Fill 3: so many bytes more as the file had to spare; where that changed no layer's
-            # choice, nearly all that may be; where it leads out of the interval, its middle.
-            guess = factor_bytes + max_bytes - size
-            if sizes.count(size) > 1:
+            # 3. Guess the next size: add the bytes that the file had to spare. If two sizes made
+            #    the same file, go nearly to the end of the interval.
+            guess = factor_bytes + max_bytes - file_size
+            if file_sizes.count(file_size) > 1:
                 guess = low + 0.9 * (high - low)
+            # A guess outside of the interval is replaced by its middle.
             is_inside = guess < high and (guess > low or best is None)
             factor_bytes = max(guess, 0.0) if is_inside else 0.5 * (low + high)
             if high - low < 4.0:
                 break
         if best is None:
-            text = f"{max_bytes:,} bytes are too few: the smallest file found has {min(sizes):,}"
+            smallest = min(file_sizes)
+            text = f"{max_bytes:,} bytes are too few: the smallest file found has {smallest:,}"
             raise BudgetError(text)
         return best
 
@@ -368,15 +371,29 @@ def at_given_terms(
     limits: ResourceLimits = DEFAULT_LIMITS,
     on_step: OnStep | None = None,
 ) -> tuple[Materialized, ...]:
-    """Return every layer as an LSR product of balanced shape, of so many terms a side.
+    """Compress every layer to an LSR product of balanced shape with the same number of terms.
 
-    A shape that needs fewer gets as many as it needs. Layers that can be solved together are; their
-    factors wait in the cache.
+    Parameters
+    ----------
+    layers : sequence of Layer
+    terms : int
+        Terms of each side; a side that cannot have as many has as many as it can.
+    inner_shape : tuple of int, optional
+        Inner shape of the products; absent, a balanced split of each layer's rank.
+    storage : str
+        Element type of the factors.
+    solver : JointALS
+    cache : SpillCache, optional
+        Keeps the factors.
+    limits : ResourceLimits
+        How many layers are solved together.
+    on_step : callable, optional
+        Called with a `ProgressUpdate` after each layer.
     """
     cache = cache or SpillCache()
     groups: dict[Any, list[int]] = {}
     for i, layer in enumerate(layers):
-        max_inner_rank = min(layer.rank, *layer.shape)  # a larger one is of no use
+        max_inner_rank = min(layer.rank, *layer.shape)
         inner = inner_shape or balanced_split(max_inner_rank)
         shape = ProductShape.balanced(layer.shape, inner)
         groups.setdefault((layer.group_key, shape), []).append(i)
@@ -391,7 +408,7 @@ def at_given_terms(
             for i, solution in zip(indices[span], solved, strict=True):
                 layer = layers[i]
                 candidate: Candidate = lsr_candidate(solution, cache)
-                # So many terms may take more numbers than the pair itself, which is exact.
+                # The product may have more parameters than the pair itself, which is exact.
                 if candidate.parameters > layer.parameters and storage not in INTEGER_BITS:
                     candidate = keep(layer)
                 results[i] = materialize(layer, replace(candidate, storage=storage), cache)
@@ -400,13 +417,13 @@ def at_given_terms(
 
 
 def _written_bytes(result: Compression) -> int:
-    """Return how many bytes open an adapter once it is written."""
+    """Return the bytes of weight file and config of a written adapter."""
     with TemporaryDirectory() as folder:
         return bytes_to_open(result.save(Path(folder) / "sized") / WEIGHTS)
 
 
 def _bytes_for_factors(checkpoint: Checkpoint, size: int) -> int:
-    """Return the bytes for factors in files of so many; `BudgetError` if there are none."""
+    """Return the bytes that files of a size leave for factors; `BudgetError` if there are none."""
     fixed = checkpoint.extra_bytes + HEADER_BYTES
     if size <= fixed:
         text = f"heads, header and config alone take {fixed:,} bytes"

@@ -1,7 +1,7 @@
-"""Choices of a search, each with its unit and where its value comes from.
+"""Numbers that steer a search: its grid of shapes, its sweeps and stopping rules, its memory.
 
-Numbers only, so that settings are read without NumPy. Values are by hand unless a line says where
-they were measured.
+Each has its unit. Values were set by hand unless a line says what was measured. The file needs no
+NumPy, so that settings are read without it.
 """
 
 from __future__ import annotations
@@ -9,31 +9,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 Ranks = tuple[int, int]
-"""Terms of the out side and of the in side."""
+"""Numbers of terms of the output side and of the input side of an LSR product."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeGrid:
-    """The shapes that are solved for each size of layer, and at which numbers of terms.
+    """The shapes that are solved for each size of layer, and their numbers of terms.
 
     Attributes
     ----------
     terms_of_two, terms_of_three : tuple of (int, int)
-        Terms of even splits into two and into three factors, without an inner rank. Each holds the
-        ones before it, so that solutions are nested.
+        Numbers of terms at which even splits into two and three factors are solved, without an
+        inner rank. In growing order: solutions with more terms start from those with fewer.
     terms_with_inner : tuple of (int, int)
-        Terms of shapes with an inner rank.
+        Numbers of terms of shapes with an inner rank.
     even_inner : tuple of (int, int)
         Inner shapes of even splits besides (1, 1).
     tall : tuple of (int, (int, int))
-        Tall shapes, low rank of a reshaped side: the small factor is the divisor nearest to the
-        number and has all of the inner rank. On a language model these and the even ones come
-        within a hundredth of 116 shapes, from 1/96 to 1/4 of the parameters.
+        Tall shapes, low rank of a reshaped side: their small factor is the divisor nearest to the
+        number, and has all of the inner rank. On a language model these and the even shapes come
+        within 1 % of the errors of 116 shapes, from 1/96 to 1/4 of the parameters.
     large_inner : tuple of (int, int)
-        Inner shapes that pay only for about as many parameters as one rank of truncated SVD takes,
-        or more.
+        Inner shapes that are worth a solve only if a layer may have about as many parameters as a
+        truncated SVD of rank 1, or more.
     min_large_ranks : float
-        Parameters from which those are solved for, in ranks of truncated SVD.
+        Parameters from which they are solved, in units of the parameters of a truncated SVD of
+        rank 1.
     """
 
     terms_of_two: tuple[Ranks, ...] = (
@@ -53,20 +54,20 @@ class ShapeGrid:
 
 @dataclass(frozen=True, slots=True)
 class SolveEffort:
-    """Sweeps and starts that one shape is given, and when they stop.
+    """Sweeps and starts for one shape, and the rule that stops them.
 
     Attributes
     ----------
     sweeps : int
-        Sweeps over both sides at most, from what was solved before.
+        Maximum sweeps over both sides from an earlier solution.
     tolerance : float
-        A sweep that lowers no layer's error by a larger share ends the solve.
+        Stop after a sweep that lowers no layer's error by a larger share than this.
     min_gain : float
-        So does one that lowers no squared error by more, absolute.
+        Stop after a sweep that lowers no layer's squared error by more than this, absolute.
     starts : int
-        Starts from singular vectors where nothing was solved before; the nearest goes on.
+        Starts from singular vectors where there is no earlier solution. The nearest one is swept.
     cold_sweeps : int
-        Sweeps from there.
+        Maximum sweeps from such a start.
     cg_steps : int
         Conjugate gradient steps of a block update in a weighted norm.
     """
@@ -81,57 +82,60 @@ class SolveEffort:
 
 @dataclass(frozen=True, slots=True)
 class SearchEffort:
-    """The steps of a search beyond its first choice, and when they stop.
+    """Choices of a search beyond its first allocation of the budget; see `compression.search`.
 
     Attributes
     ----------
     grid : ShapeGrid
     solve : SolveEffort
-        Of shapes on the grid and of neighbours; refining has its own.
+        Effort for shapes of the grid and for neighbours.
     max_layer_share : float
-        Most parameters that a layer is given, in units of what the budget gives a layer on average.
+        Maximum parameters of a layer, in units of what the budget gives a layer on average.
     max_grid_passes : int
-        Times that the fine grid is solved for a budget: after each, some layers are given more,
-        others less.
+        Maximum times that the fine grid is solved for a budget. After each, some layers get more
+        parameters and others fewer.
     size_step : float
-        The fine grid is solved up to this factor above the size that a layer was given; from the
-        fewest terms, since what grew from fewer terms comes nearer than what starts from singular
-        vectors.
+        The fine grid is solved up to this factor above the parameters of a layer. It is solved from
+        the fewest terms on, since growing solutions come nearer than starts from singular vectors.
     max_groups : int
-        Groups of layers of one chosen shape whose neighbours are tried in a round, the largest
-        first.
+        Maximum groups of layers with one chosen shape whose neighbours are tried in a round, the
+        largest groups first.
     min_group_share : float
-        Smallest such group, as a share of all layers.
+        Least layers of such a group, as a share of all layers.
     trial_layers : int
         Layers of a group, from all depths of the network, on which a neighbour is tried.
     min_gain : float
-        Share by which a neighbour must lower loss and cost on those, weighed against each other as
-        the budget does, to be solved for the whole group.
+        A neighbour is solved for the whole group if it lowers the Lagrangian of the trial layers
+        (squared error plus exchange rate times parameters) by more than this share.
     max_neighbours : int
-        Neighbours of one chosen shape that are solved for the whole group at most.
+        Maximum neighbours of one chosen shape that are solved for the whole group.
     common_shapes : int
-        Shapes that layers of one size share with another adapter, besides each its own: on
-        SmolLM2's adapters errors are 1.03 to 1.10 times as large with none, 1.01 with two.
+        Number of the commonest shapes, among layers of its size, that a layer is solved at besides
+        its own. With the shapes of another adapter errors on SmolLM2's adapters are 1.03 to 1.10
+        times as large with none, 1.01 with two.
     expected_refinement : float
-        Share of its squared error that refining usually leaves of a product: what is chosen is
-        chosen for what it may become, against truncated SVD, which is as good as it can be from the
-        start. On a language model's layers it leaves 0.4 to 0.9.
+        Share of its squared error that a product is expected to have after refining. Products are
+        chosen by it against truncated SVDs, which cannot be refined. On a language model's layers
+        0.4 to 0.9 are left.
     max_refinements : int
-        Times that a budget is drawn anew because refining changed what is best.
+        Maximum times that the budget is allocated again because refined errors changed what is
+        best.
     refine_tolerance : float
-        A sweep that lowers no error by a larger share ends refining.
+        Stop refining after a sweep that lowers no layer's error by a larger share than this.
     min_relative_gain : float
-        So does one that lowers no squared error by this share of what a layer loses on average.
+        Stop refining after a sweep that lowers no layer's squared error by more than this share of
+        the average squared error of a layer.
     sweeps_per_round : int
-        Sweeps of refining at a time; after them only layers go on whose losses fell by as much as
-        ends refining each.
+        Sweeps between two decisions which layers are refined further: those whose squared errors
+        fell on average by more a sweep than the two stopping rules ask for.
     hull_margin : float
-        Candidates this factor above the convex hull of a layer's errors are still tried in
-        integers.
+        Candidates are tried in integers if their error is at most this many times that of the
+        convex hull of their layer.
     max_code_sizes : int
-        Sizes of low rank in integers that a layer offers at most.
+        Maximum sizes at which a layer offers truncated SVD in integers.
     consecutive_ranks : int
-        Up to this rank each is one of them, where parameters are counted.
+        Where parameters are counted, such a size for each rank up to this one; larger ranks are
+        spaced evenly in their logarithm.
     """
 
     grid: ShapeGrid = ShapeGrid()
@@ -160,27 +164,27 @@ DEFAULT_EFFORT = SearchEffort()
 
 @dataclass(frozen=True, slots=True)
 class ResourceLimits:
-    """Limits of memory and workers, in numbers of eight bytes unless it says otherwise.
+    """Limits of memory and workers. Entries are numbers of eight bytes.
 
     Attributes
     ----------
     pair_entries : int
-        Pairs that are solved together, and pairs that stay read: 8 MiB, or one layer if it is
-        larger.
+        Maximum entries of LoRA pairs that are solved together, and of those that are kept in
+        memory: 8 MiB. One layer may be larger.
     norm_entries : int
         The same for the weights of their norms.
     leading_entries : int
-        The same for the weights in their leading coordinates, which every step of a solve reads:
-        about what a processor has at hand without going to memory.
+        The same for the reduced weights of their norms (`Layer.leading`), which every step of a
+        solve reads: about as much as a processor's cache holds.
     min_shrinkage : int
-        Leading coordinates of a layer that are this many times fewer than the norm's wait in the
-        `SpillCache`; others are made again.
+        Reduced weights are kept in the `SpillCache` if they are this many times smaller than the
+        norm's; else they are computed again when needed.
     spill_bytes : int
-        Bytes that a `SpillCache` holds before it moves to disk.
+        Bytes that a `SpillCache` holds in memory before it moves to disk.
     tasks_in_flight : int
-        Tasks a worker that are read, under way or waiting for their turn, so that not all layers
-        are in memory at once. Of those that wait none is in the journal yet: so many are solved
-        again after a kill.
+        Maximum tasks per worker that are read but whose results are not taken yet, so that not all
+        layers are in memory at once. None of their results is in the journal yet: after a kill they
+        are solved again.
     worker_timeout : int
         Seconds after which a worker without work ends.
     """
@@ -199,14 +203,14 @@ DEFAULT_LIMITS = ResourceLimits()
 
 @dataclass(frozen=True, slots=True)
 class FileFilling:
-    """The files that are tried for a number of bytes.
+    """Search for the file that fills a number of bytes.
 
     Attributes
     ----------
     max_files : int
-        Files that are written and measured at most.
+        Maximum files that are written and measured.
     min_fill : float
-        A file this full is full enough to stop.
+        Stop at a file that fills this share of the bytes.
     """
 
     max_files: int = 8

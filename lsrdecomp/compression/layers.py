@@ -1,8 +1,8 @@
-"""The layers of an adapter: ΔW of each, and the norm its error counts in.
+"""The layers of an adapter: ΔW of each, and the norm in which its error counts.
 
-The numbers of a stored layer are read when they are asked for and forgotten when those of others
-are, so that an adapter of any length takes a few layers' memory. What is small and wanted often
-waits in a `SpillCache`.
+The numbers of a layer are read from the file when they are asked for, and dropped when those of
+other layers are, so that an adapter of any length takes the memory of a few layers. Small values
+that are needed often are kept in a `SpillCache`.
 """
 
 from __future__ import annotations
@@ -34,22 +34,20 @@ from lsrdecomp.targets.weights import Identity, NormWeights
 T = TypeVar("T")
 
 MAX_NORM = 1e140
-"""Of ΔW: squares of such norms, and sums of them over all layers of a model, are still finite in
+"""Largest ‖ΔW‖_F. Squares of such norms, and their sums over all layers of a model, are finite in
 double precision."""
 
-
 StatisticsByLayer = Mapping[str, NormWeights]
-"""The norm that a layer's errors count in, by its name: `Statistics` of calibration, or weights of
-one's own."""
+"""Weights of the norm of each layer, by its name: `Statistics` of a calibration, or others."""
 
 
 # -- a layer ---------------------------------------------------------------------------------------
 
 
 class Layer:
-    """A LoRA layer to compress, and the norm its error counts in.
+    """A LoRA layer to compress, and the norm in which its error counts.
 
-    It is known by its sizes; its numbers are read when they are asked for.
+    Sizes are known from the start; numbers are read when they are asked for.
 
     Parameters
     ----------
@@ -61,7 +59,7 @@ class Layer:
     read_norms : callable, optional
         Reads the `NormWeights`; absent, the Frobenius norm.
     cache : SpillCache, optional
-        Where its leading norm and its gauge wait; absent, in memory.
+        Keeps `leading` and `gauge`; absent, they stay in memory.
     min_shrinkage : int
         See `lsrdecomp.compression.effort.ResourceLimits`.
     """
@@ -89,42 +87,51 @@ class Layer:
 
     @classmethod
     def of(cls, name: str, pair: LowRank, weights: NormWeights | None = None) -> Layer:
-        """Return a layer whose numbers are at hand."""
+        """Return a layer whose numbers are in memory."""
         read_norms = None if weights is None or weights.is_frobenius else _in_memory(weights)
         return cls(name, pair.shape, pair.rank, _in_memory(pair), read_norms)
 
     @property
     def pair(self) -> LowRank:
-        """ΔW as a low-rank pair, its scale folded in; read now if it is not held."""
+        """ΔW as a low-rank pair with its scale folded in, read if it is not in memory."""
         return self._read_pair()
 
     @property
     def norms(self) -> NormWeights:
-        """Weights of the norm; read now if they are not held."""
+        """Weights G and C of the norm ‖G^½ X C^½‖_F, read if they are not in memory."""
         return self._read_norms()
 
     @property
     def leading(self) -> NormWeights:
-        """The norm in its leading coordinates: what solves use; see `leading_norms`."""
+        """Reduced weights of the norm, with which shapes are solved.
+
+        Only the leading eigenpairs of G and C are kept, and the other eigenvalues replaced by their
+        mean: a solve takes a fraction of the time, and its errors agree with those in the whole
+        norm to about a thousandth (`leading_norms`).
+        """
         if self._leading is None:
             leading = leading_norms(self.norms)
             is_hardly_smaller = self._min_shrinkage * norm_entries(leading) > self.norm_entries
             if self._cache is not None and is_hardly_smaller:
-                return leading  # made again rather than kept
-            self._leading = self._put_away(leading)
+                return leading  # computed again when needed rather than kept
+            self._leading = self._keep(leading)
         return self._leading()
 
     @property
     def gauge(self) -> tuple[Array, Array, Array]:
-        """S, σ, T of the SVD (B S, σ, T A) in the layer's norm; U and V would be larger."""
+        """The SVD ΔW = U σ Vᵀ in the layer's norm, as small matrices S, σ and T.
+
+        U = B S and Vᵀ = T A for the pair ΔW = B A. S and T have only r² numbers, so they are kept
+        in place of U and V.
+        """
         if self._gauge is None:
             pair = self.pair
             left, right = as_double(pair.left), as_double(pair.right)
-            self._gauge = self._put_away(weighted_gauge(left, right, self.norms))
+            self._gauge = self._keep(weighted_gauge(left, right, self.norms))
         return self._gauge()
 
     def truncated(self, rank: int) -> tuple[Array, Array]:
-        """Return U√σ (m, rank) and √σ Vᵀ (rank, n), the best approximation in the norm."""
+        """Return U√σ (m, rank) and √σ Vᵀ (rank, n): the best approximation of that rank."""
         columns, sigma, rows = self.gauge
         root = namespace(sigma).sqrt(sigma[:rank])
         pair = self.pair
@@ -133,11 +140,13 @@ class Layer:
 
     @cached_property
     def squared_norm(self) -> float:
-        """‖G^½ ΔW C^½‖_F²: the loss of dropping the layer."""
-        return self.pair.norm**2 if self.is_frobenius else weighted_norm(self.pair, self.norms) ** 2
+        """‖G^½ ΔW C^½‖_F²: the squared error of leaving the layer out."""
+        if self.is_frobenius:
+            return self.pair.norm**2
+        return weighted_norm(self.pair, self.norms) ** 2
 
     def squared_error(self, approximation: SeparatedProduct | SeparatedMatrix) -> float:
-        """Return ‖G^½ (ΔW − M̂) C^½‖_F², from a formed residual."""
+        """Return ‖G^½ (ΔW − M̂) C^½‖_F², computed from the residual."""
         if self.is_frobenius:
             return self.pair.residual_norm(approximation) ** 2
         return weighted_residual_norm(self.pair, approximation, self.norms) ** 2
@@ -149,13 +158,15 @@ class Layer:
 
     @cached_property
     def group_key(self) -> tuple[object, ...]:
-        """Equal for layers that can be solved together."""
-        # A batch of solves shares array shapes, and one way to apply its norms.
+        """Key that is equal for layers that can be solved together.
+
+        A batch of solves needs arrays of the same shapes, and norms of the same kinds.
+        """
         return (*self.shape, type(self.norms.output), type(self.norms.input))
 
     @cached_property
     def norm_entries(self) -> int:
-        """Numbers in the weights of its norm."""
+        """Numbers in the weights of the norm."""
         return norm_entries(self.norms)
 
     @cached_property
@@ -163,7 +174,8 @@ class Layer:
         """Numbers in the weights of `leading`."""
         return norm_entries(self.leading)
 
-    def _put_away(self, value: T) -> Callable[[], T]:
+    def _keep(self, value: T) -> Callable[[], T]:
+        """Store a value in the cache, if there is one; return a function that reads it back."""
         return _in_memory(value) if self._cache is None else self._cache.put(value)
 
 
@@ -172,7 +184,7 @@ def _in_memory(value: T) -> Callable[[], T]:
 
 
 def norm_entries(norms: NormWeights) -> int:
-    """Return how many numbers the weights of both sides hold."""
+    """Return the number of entries in the weights of both sides; the identity has none."""
     weights = [side for side in (norms.output, norms.input) if not isinstance(side, Identity)]
     return sum(math.prod(side.basis.shape) for side in weights)
 
@@ -180,29 +192,40 @@ def norm_entries(norms: NormWeights) -> int:
 def batches(
     layers: Sequence[Layer], limits: ResourceLimits = DEFAULT_LIMITS, *, leading: bool = False
 ) -> list[slice]:
-    """Return runs of layers that fit in memory together, at least one layer each.
+    """Split layers into consecutive runs that fit in memory together, at least one layer each.
 
-    With ``leading`` their norms count as they are in their leading coordinates.
+    Parameters
+    ----------
+    layers : sequence of Layer
+    limits : ResourceLimits
+    leading : bool
+        Count the reduced weights of the norms (`Layer.leading`), not the whole ones.
+
+    Returns
+    -------
+    list of slice
     """
-    max_norms = limits.leading_entries if leading else limits.norm_entries
+    max_norm_entries = limits.leading_entries if leading else limits.norm_entries
     runs = []
-    start = pairs = norms = 0
+    start = 0
+    pair_sum = 0
+    norm_sum = 0
     for i, layer in enumerate(layers):
-        entries = layer.leading_entries if leading else layer.norm_entries
-        pairs += layer.parameters
-        norms += entries
-        is_too_much = pairs > limits.pair_entries or norms > max_norms
+        layer_norm_entries = layer.leading_entries if leading else layer.norm_entries
+        pair_sum += layer.parameters
+        norm_sum += layer_norm_entries
+        is_too_much = pair_sum > limits.pair_entries or norm_sum > max_norm_entries
         if i > start and is_too_much:
             runs.append(slice(start, i))
             start = i
-            pairs = layer.parameters
-            norms = entries
+            pair_sum = layer.parameters
+            norm_sum = layer_norm_entries
     if layers:
         runs.append(slice(start, len(layers)))
     return runs
 
 
-# -- in and out of files ---------------------------------------------------------------------------
+# -- layers of a checkpoint ------------------------------------------------------------------------
 
 
 def open_layers(
@@ -210,13 +233,16 @@ def open_layers(
     statistics: StatisticsByLayer | None = None,
     limits: ResourceLimits = DEFAULT_LIMITS,
 ) -> list[Layer]:
-    """Return the layers of a checkpoint, each read when its numbers are asked for.
+    """Return the layers of a checkpoint, whose numbers are read when they are asked for.
 
-    They are forgotten when others are read. Raises `CheckpointError` for a layer that is not a
-    LoRA, `BudgetError` naming a layer that the statistics lack.
+    Raises
+    ------
+    CheckpointError
+        For a layer that is not a LoRA.
+    BudgetError
+        For a layer that the statistics lack: errors in different norms cannot share a budget.
     """
-    # What cannot be compressed is said of all layers before the first is read; errors in different
-    # norms cannot share a budget.
+    # Check all layers before the first is read.
     for layer in checkpoint.layers:
         _require_lora(checkpoint, layer)
         if statistics is not None and layer.name not in statistics:
@@ -248,19 +274,17 @@ def open_layers(
 
 
 def pair_entries(pair: LowRank) -> int:
-    """Return how many numbers both halves of a pair hold."""
+    """Return the number of entries in both matrices of a pair."""
     return pair.rank * sum(pair.shape)
 
 
 def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
     """Return ΔW of a LoRA layer with its scale folded into B, in double precision.
 
-    Raises `CheckpointError` naming the layer if the size of ΔW leaves the range in which norms can
-    be computed.
+    Raises `CheckpointError` if ‖ΔW‖ may exceed `MAX_NORM`.
     """
     _require_lora(checkpoint, layer)
-    left, right = layer.load()
-    left, right = left.astype(np.float64), right.astype(np.float64)
+    left, right = (matrix.astype(np.float64) for matrix in layer.load())
     # ‖B‖·‖A‖ bounds ‖ΔW‖_F without forming the product.
     with np.errstate(over="ignore"):
         size = float(np.linalg.norm(left)) * float(np.linalg.norm(right)) * abs(layer.scale)
@@ -275,6 +299,7 @@ def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
 
 
 def _require_lora(checkpoint: Checkpoint, layer: Any) -> None:
+    """Raise `CheckpointError` for a layer that is not a LoRA."""
     if isinstance(layer, LoraLayer):
         return
     text = LOKR_STAYS
@@ -284,7 +309,7 @@ def _require_lora(checkpoint: Checkpoint, layer: Any) -> None:
 
 
 def layer_product(layer: Any) -> SeparatedProduct:
-    """Return ΔW of any layer as a separated product; of a LoRA layer one term a side."""
+    """Return ΔW of any layer as a separated product; that of a LoRA has one term on each side."""
     if isinstance(layer, LoraLayer):
         up, down = layer.load()
         return low_rank_product(up.astype(np.float64) * layer.scale, down.astype(np.float64))

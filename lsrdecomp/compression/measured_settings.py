@@ -1,4 +1,4 @@
-"""Settings of how a base is asked about a compressed adapter, each written once."""
+"""Settings of measurements on a base, each written once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lsrdecomp.fields import ON_COMMAND_LINE, SHARE, Settings, one_of, settings,
 
 @settings
 class EvaluatorSettings(Settings):
-    """Settings of how a base is asked, and on what the final measurement is made.
+    """Settings of how a base reads texts, and of how many are held out.
 
     Examples
     --------

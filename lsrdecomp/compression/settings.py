@@ -1,7 +1,7 @@
-"""What a caller says of a compression: goal, search, resources.
+"""Settings of a compression: its goal, its search, its resources.
 
-`CompressionPlan` is the goal, `Budget` what it allows the layers at hand. Light enough for the
-command line, which loads nothing before it works.
+`CompressionPlan` is the goal, and `Budget` the same goal for given layers. The file imports nothing
+heavy, so that the command line can read settings before it loads NumPy or torch.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 GOALS = ("rtol", "separation_rank", "parameters", "ratio", "bytes", "kl")
 STORAGES = {"auto": ("float16", "int8", "int4"), "int8": ("int8",), "int4": ("int4",)}
-"""Storages that are more than one floating type: what each layer may choose from."""
+"""Storages with integers, and the element types that each layer may choose from in them."""
 DEFAULT_STORAGE = "float32"
-"""Of a plan that names none."""
+"""Storage of a plan that names none."""
 
 SPLIT = list_of(whole_number(1), "two or more whole numbers, r1, r2, …", min_length=2)
 
@@ -51,7 +51,7 @@ class CompressionPlan(Settings):
     """A goal, and how factors are stored.
 
     Errors are in the Frobenius norm of ΔW or, if `compress` is given statistics, in the Fisher
-    norm, where they measure the change of the network's answers.
+    norm, where they estimate the change of the network's outputs.
 
     Examples
     --------
@@ -112,7 +112,7 @@ class CompressionPlan(Settings):
     ] = None
 
     def check_together(self) -> None:
-        """Refuse more than one goal, and what does not go with it."""
+        """Refuse more than one goal, and settings that do not go with it."""
         goals = [name for name in GOALS if getattr(self, name) is not None]
         if len(goals) != 1:
             raise BudgetError(
@@ -143,7 +143,7 @@ class CompressionPlan(Settings):
                 "shapes do; with separation_rank name one, such as int8"
             )
         if self.storage is not None and self.storage not in STORAGES:
-            # NumPy comes with it, and options come from fields.
+            # Imported here because NumPy comes with it.
             from lsrdecomp.precision import PRECISIONS, type_name
 
             floats = [name for name in PRECISIONS if name != "tf32"]
@@ -154,35 +154,35 @@ class CompressionPlan(Settings):
 
     @property
     def storages(self) -> tuple[str, ...]:
-        """Element types a layer may be stored in."""
+        """Element types that each layer may choose from."""
         storage = self.storage or DEFAULT_STORAGE
         return STORAGES.get(storage, (storage,))
 
     def with_default_storage(self, storage: str = DEFAULT_STORAGE) -> CompressionPlan:
-        """Return the plan in its own storage, or in this one where it names none."""
+        """Return the plan with this storage if it names none, else the plan itself."""
         return self if self.storage else self.replace(storage=storage)
 
     @property
     def float_storage(self) -> str:
-        """The type of whatever is not stored in integers."""
+        """Floating type of the numbers that are not stored in integers."""
         floats = [name for name in self.storages if name.startswith(("float", "bfloat"))]
         return floats[0] if floats else "float16"
 
     def budget(self, layers: Sequence[Layer], effect: float | None = None) -> Budget:
-        """Return what the goal allows these layers; not for ``separation_rank``.
+        """Return the goal as a budget for these layers; not for ``separation_rank``.
 
         Parameters
         ----------
         layers : sequence of Layer
         effect : float, optional
-            KL(LoRA ‖ no adapter), nats an answer: a divergence is then this times a squared
-            relative error. Absent, it is ½ Σ‖G^½ (ΔW − ΔŴ) C^½‖², the second-order estimate in the
-            Fisher norm.
+            KL(LoRA ‖ no adapter) in nats per prediction. A divergence is then estimated as this
+            times the squared relative error over all layers. Absent, it is estimated to second
+            order as ½ Σ‖G^½ (ΔW − ΔŴ) C^½‖² in the Fisher norm.
 
         Raises
         ------
         BudgetError
-            If a divergence is asked for that is no less than without the adapter.
+            If the divergence that is asked for is no less than ``effect``.
         """
         budget = Budget(self.parameters, self.bytes, layer_rtol=self.rtol)
         max_rank = self.max_rank
@@ -200,26 +200,26 @@ class CompressionPlan(Settings):
         return replace(budget, squared_error=share * squared_norm)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as it is written into the provenance."""
+        """Return the settings that are not None, for the provenance of a written adapter."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A goal in the units of layers that are at hand: one of the first four is set.
+    """A bound on the cost or on the error of all layers: one of the first four is set.
 
     Attributes
     ----------
     parameters : float, optional
-        Numbers in the factors of all layers, at most.
+        Maximum parameters in the factors of all layers.
     bytes : float, optional
-        Of the factors of all layers as stored.
+        Maximum bytes of the factors of all layers as stored.
     squared_error : float, optional
-        Σ‖ΔW − ΔŴ‖² over the layers, in their norm.
+        Maximum Σ‖ΔW − ΔŴ‖² over the layers, in their norm.
     layer_rtol : float, optional
-        ‖ΔW − ΔŴ‖ / ‖ΔW‖ of every layer on its own.
+        Maximum ‖ΔW − ΔŴ‖ / ‖ΔW‖ of every layer on its own.
     allowed : callable, optional
-        Says which candidates may be taken; absent, all.
+        Returns whether a candidate may be chosen; absent, all may.
 
     Examples
     --------
@@ -235,13 +235,14 @@ class Budget:
 
     @property
     def cost(self) -> float | None:
-        """The most that may be spent; None if the error is bounded instead."""
+        """Maximum cost in parameters or bytes; None if the error is bounded instead."""
         return self.parameters if self.bytes is None else self.bytes
 
     def allows(self, candidate: Candidate) -> bool:
-        """Return whether a candidate may be taken; dropping a layer always may."""
-        drops = not candidate.parameters
-        return drops or self.allowed is None or self.allowed(candidate)
+        """Return whether a candidate may be chosen; leaving a layer out is always allowed."""
+        if candidate.parameters == 0 or self.allowed is None:
+            return True
+        return self.allowed(candidate)
 
     @property
     def counts_bytes(self) -> bool:
@@ -250,19 +251,22 @@ class Budget:
 
     @property
     def max_parameters(self) -> float:
-        """Numbers that it pays for at most: where bytes are counted, of four bits each."""
+        """Most parameters that the cost can pay for; infinite if errors are bounded instead."""
         if self.bytes is not None:
-            return 2.0 * self.bytes
+            return 2.0 * self.bytes  # numbers of four bits are the smallest
         return math.inf if self.parameters is None else self.parameters
 
     @property
     def bounds_error(self) -> bool:
-        """True if the error is bounded; it is then measured on rounded factors."""
+        """True if the error is bounded, not the cost."""
         return self.squared_error is not None or self.layer_rtol is not None
 
 
 class PlanKeywords(TypedDict, total=False):
-    """The fields of a `CompressionPlan` as keyword arguments, but storage, which is one anyway."""
+    """The fields of a `CompressionPlan` as keyword arguments, without storage.
+
+    Functions with these arguments have ``storage`` as a parameter of their own.
+    """
 
     rtol: float | None
     separation_rank: int | None
@@ -275,7 +279,10 @@ class PlanKeywords(TypedDict, total=False):
 
 
 def share_of_effect(kl: float, effect: float) -> float:
-    """Return a divergence by that without the adapter; `BudgetError` unless it is less."""
+    """Return a divergence as a share of that without the adapter.
+
+    Raises `BudgetError` unless it is less than that.
+    """
     if kl >= effect:
         text = f"a divergence of {kl:g} nats is no less than that without the adapter, {effect:.3g}"
         raise BudgetError(f"{text}: ask for less")
@@ -284,28 +291,28 @@ def share_of_effect(kl: float, effect: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The shapes that a search looks for.
+    """The shapes that a search tries, and how far they are refined.
 
     Parameters
     ----------
     rounds : int
-        Times that neighbours of what a budget chose are tried.
+        Maximum rounds in which neighbours of the chosen shapes are tried.
     orders : tuple of int
-        Numbers of Kronecker factors of a term. Three and more pay for very few parameters and have
-        no canonical form. Empty: truncated SVD alone.
+        Numbers of Kronecker factors of a term. Three or more are of use for very few parameters,
+        and have no canonical form. Empty: truncated SVD only.
     inner_rank : int
-        Largest inner rank that is tried; the rank of the layer bounds it too.
+        Maximum inner rank; the rank of a layer bounds it too.
     sweeps : int
-        Sweeps at most of the joint least squares that refine what a budget chose.
+        Maximum sweeps of the joint least squares that refine the chosen products.
     shapes : Mapping of layer name to configuration, optional
-        What the layers of another adapter became: these shapes, and the commonest ones for each
-        size of layer, are solved for in place of the grid and its neighbours; see `Search.like`.
+        Shapes of the layers of another adapter. They, and the commonest of them for each size of
+        layer, are solved in place of the grid and its neighbours; see `Search.like`.
     effort : SearchEffort
-        Everything else that a search could be told; seldom of use.
+        All other choices of a search.
 
     Examples
     --------
-    >>> Search(orders=(2,), rounds=0).orders  # the fastest: two factors, no neighbours
+    >>> Search(orders=(2,), rounds=0).orders  # the fastest search: two factors, no neighbours
     (2,)
     """
 
@@ -318,15 +325,15 @@ class Search:
 
     @classmethod
     def like(cls, compressed: Checkpoint) -> Search:
-        """Return a search of the shapes that serve another adapter of the same base and layers.
+        """Return a search of only the shapes that another adapter of the same base was given.
 
-        On LoRAs of a language model errors come within 3 % of those of a search of its own, in half
-        the time (``benchmarks/cost/fleet.py``).
+        On LoRAs of a language model errors come within 3 % of those of a full search, in half the
+        time (``benchmarks/cost/fleet.py``).
 
         Parameters
         ----------
         compressed : Checkpoint
-            What `lsrdecomp.compress` made of the other adapter under the same plan. If none of its
+            The other adapter, as `lsrdecomp.compress` wrote it under the same plan. If none of its
             layers is a sum of Kronecker products, this is the default search.
 
         Examples
@@ -352,20 +359,19 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """The workers, device, journal and listener of a search, and its limits.
+    """Workers, device, journal and progress callback of a search, and its limits of memory.
 
     Attributes
     ----------
     workers : int
         Processes, of one thread each.
     device : str, optional
-        Of torch; absent, NumPy solves.
+        Device of torch; absent, NumPy solves.
     journal : Journal, optional
-        Entered; what was solved is kept there and used again.
+        An entered journal, which keeps solved shapes for a later run.
     on_step : callable, optional
-        Called with a `ProgressUpdate` as a search goes on.
+        Called with a `ProgressUpdate` during the search.
     limits : ResourceLimits
-        How much is held at a time; seldom of use.
 
     Examples
     --------

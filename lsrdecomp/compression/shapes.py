@@ -1,8 +1,8 @@
 """The grid of shapes for each size of layer, and the neighbours of a shape. Integers only.
 
-Which shapes are worth solving for hardly depends on the adapter: the most even splits into two and
-three factors where there are few parameters, tall ones (low rank of a reshaped side) where there
-are more. So no shape is probed; the table is `lsrdecomp.compression.effort.ShapeGrid`.
+Which shapes are worth a solve hardly depends on the adapter. For few parameters they are the most
+even splits into two and three factors, for more parameters also tall ones (low rank of a reshaped
+side). So the grid is a fixed table, `lsrdecomp.compression.effort.ShapeGrid`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 Configuration = tuple[ProductShape, Ranks]
-"""A shape of an LSR product, and the terms of its out side and its in side."""
+"""A shape of an LSR product, and the terms of its output side and its input side."""
 
 DEFAULT_GRID = DEFAULT_EFFORT.grid
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeRequest:
-    """One shape at growing numbers of terms, to be solved for layers of one group."""
+    """One shape with the numbers of terms, in growing order, at which it is to be solved."""
 
     shape: ProductShape
     terms: tuple[Ranks, ...]
@@ -41,7 +41,7 @@ def shape_grid(
     max_parameters: float,
     grid: ShapeGrid = DEFAULT_GRID,
 ) -> list[ShapeRequest]:
-    """Return the whole grid for layers of a size, in a fixed order.
+    """Return the coarse and the fine grid for layers of a size.
 
     Parameters
     ----------
@@ -49,11 +49,11 @@ def shape_grid(
     rank : int
         Rank of the layers.
     orders : sequence of int
-        Numbers of factors.
+        Numbers of Kronecker factors.
     inner_rank : int
-        Largest inner rank.
+        Maximum inner rank.
     max_parameters : float
-        Of a shape at its number of terms.
+        Maximum parameters of a shape at a number of terms.
     grid : ShapeGrid
     """
     coarse = coarse_grid(matrix_shape, orders, max_parameters, grid)
@@ -69,7 +69,7 @@ def coarse_grid(
 ) -> list[ShapeRequest]:
     """Return the even splits without an inner rank.
 
-    They are cheap to solve, and near enough to see what a budget gives a layer.
+    They are cheap to solve, and their errors show how much of a budget each layer gets.
     """
     rows, columns = matrix_shape
     requests = []
@@ -92,7 +92,8 @@ def fine_grid(
         return []
     rows, columns = matrix_shape
     max_rank = min(rank, inner_rank, rows, columns)
-    out, into = _even_split(rows, 2), _even_split(columns, 2)
+    out = _even_split(rows, 2)
+    into = _even_split(columns, 2)
     even = [
         ProductShape(out, inner, into) for inner in grid.even_inner if math.prod(inner) <= max_rank
     ]
@@ -102,8 +103,7 @@ def fine_grid(
         if max(inner) <= max_rank
     ]
     shapes = [*even, *tall]
-    # Large inner ranks cost about as much as a rank of truncated SVD, m + n: below that they are
-    # not worth a solve.
+    # Shapes with a large inner rank have about as many parameters as a truncated SVD of rank 1.
     if max_parameters < grid.min_large_ranks * (rows + columns):
         shapes = [shape for shape in shapes if shape.inner not in grid.large_inner]
     return _fitting_requests([(shape, grid.terms_with_inner) for shape in shapes], max_parameters)
@@ -112,13 +112,13 @@ def fine_grid(
 def _fitting_requests(
     requests: Iterable[tuple[ProductShape, Sequence[Ranks]]], max_parameters: float
 ) -> list[ShapeRequest]:
-    """Return each shape once, at the numbers of terms that it can have in so many parameters."""
+    """Return each shape once, at those numbers of terms that it can have within the parameters."""
     by_shape: dict[ProductShape, ShapeRequest] = {}
     for shape, terms in requests:
         fitting = []
         for ranks in terms:
-            can_have = clipped(shape, ranks) == ranks
-            if can_have and shape.parameters(*ranks) <= max_parameters:
+            is_possible = clipped(shape, ranks) == ranks
+            if is_possible and shape.parameters(*ranks) <= max_parameters:
                 fitting.append(ranks)
         if fitting:
             by_shape[shape] = ShapeRequest(shape, tuple(fitting))
@@ -130,33 +130,41 @@ def shapes_like(
     sizes: Mapping[str, tuple[int, int]],
     common_shapes: int = DEFAULT_EFFORT.common_shapes,
 ) -> dict[str, tuple[ShapeRequest, ...]]:
-    """Return for each layer the shape chosen for it, and those chosen most often for its size.
+    """Return for each layer the shape chosen for it, and the commonest for layers of its size.
 
-    Every shape at the numbers of terms that any layer of that size took, and at one more.
+    Each shape comes with the numbers of terms that any layer of that size was given, and one more.
 
     Parameters
     ----------
     chosen : Mapping of layer name to configuration
     sizes : Mapping of layer name to (m, n)
-        The layers that are asked for.
+        Names and sizes of the layers to return shapes for.
     common_shapes : int
-        How many of those chosen most often.
+        Number of the commonest shapes.
     """
     by_layer: dict[str, tuple[ShapeRequest, ...]] = {}
     for size in dict.fromkeys(sizes.values()):
-        of_size = {name: pair for name, pair in chosen.items() if pair[0].matrix_shape == size}
-        requests = _requests_for(of_size.values())
-        counts = Counter(shape for shape, _ in of_size.values())
+        chosen_shapes = {}
+        configurations = []
+        for name, (shape, ranks) in chosen.items():
+            if shape.matrix_shape == size:
+                chosen_shapes[name] = shape
+                configurations.append((shape, ranks))
+        requests = _requests_for(configurations)
+        counts = Counter(chosen_shapes.values())
         common = [shape for shape, _ in counts.most_common(common_shapes)]
-        for name, other_size in sizes.items():
-            if other_size == size:
-                shapes = [*common, of_size[name][0]] if name in of_size else common
-                by_layer[name] = tuple(requests[shape] for shape in dict.fromkeys(shapes))
+        for name, layer_size in sizes.items():
+            if layer_size != size:
+                continue
+            shapes = list(common)
+            if name in chosen_shapes and chosen_shapes[name] not in common:
+                shapes.append(chosen_shapes[name])
+            by_layer[name] = tuple(requests[shape] for shape in shapes)
     return by_layer
 
 
 def _requests_for(chosen: Iterable[Configuration]) -> dict[ProductShape, ShapeRequest]:
-    """Return every chosen shape at the numbers of terms it was chosen at, and at one more."""
+    """Return every chosen shape with the numbers of terms it was chosen at, and one more."""
     terms: dict[ProductShape, set[Ranks]] = {}
     for shape, ranks in chosen:
         one_more = clipped(shape, more_terms(ranks)[-1])
@@ -169,50 +177,51 @@ def _requests_for(chosen: Iterable[Configuration]) -> dict[ProductShape, ShapeRe
 
 
 def neighbours(configuration: Configuration, max_rank: int) -> Iterator[Configuration]:
-    """Yield shapes one step away.
+    """Yield shapes that are one step away, at the same numbers of terms.
 
-    An inner factor one more or less, a factor of a side moved, a split exchanged.
+    A step makes an inner factor larger or smaller by one, moves a prime factor within a side, or
+    exchanges two factors of a side.
     """
     shape, ranks = configuration
-    near = [(shape.out, inner, shape.into) for inner in _steps(shape.inner, max_rank)]
-    near += [(out, shape.inner, shape.into) for out in _moves(shape.out)]
-    near += [(shape.out, shape.inner, into) for into in _moves(shape.into)]
-    itself = (shape.out, shape.inner, shape.into)
-    for sizes in dict.fromkeys(near):
-        if sizes != itself:
-            neighbour = ProductShape(*sizes)
+    sizes = [(shape.out, inner, shape.into) for inner in _inner_steps(shape.inner, max_rank)]
+    sizes += [(out, shape.inner, shape.into) for out in _moves(shape.out)]
+    sizes += [(shape.out, shape.inner, into) for into in _moves(shape.into)]
+    own_sizes = (shape.out, shape.inner, shape.into)
+    for neighbour_sizes in dict.fromkeys(sizes):
+        if neighbour_sizes != own_sizes:
+            neighbour = ProductShape(*neighbour_sizes)
             yield neighbour, clipped(neighbour, ranks)
 
 
 def more_terms(ranks: Ranks) -> list[Ranks]:
-    """Return a term more on one side, on the other, on both."""
+    """Return numbers with one more term on either side, and on both."""
     s, t = ranks
     return [(s + 1, t), (s, t + 1), (s + 1, t + 1)]
 
 
 def terms_around(ranks: Ranks) -> tuple[Ranks, ...]:
-    """Return a term fewer on both sides, these, a term more on both."""
+    """Return numbers of terms: one fewer on both sides, the same, and one more on both."""
     s, t = ranks
-    fewer = max(1, s - 1), max(1, t - 1)
-    return tuple(dict.fromkeys([fewer, ranks, (s + 1, t + 1)]))
+    fewer = (max(1, s - 1), max(1, t - 1))
+    more = (s + 1, t + 1)
+    return tuple(dict.fromkeys([fewer, ranks, more]))
 
 
 def clipped(shape: ProductShape, ranks: Ranks) -> Ranks:
-    """Return these numbers of terms, or as many as the sides can need."""
+    """Return numbers of terms, limited to the maximum separation rank of each side."""
     left, right = ranks
-    max_left, max_right = shape.left.max_separation_rank, shape.right.max_separation_rank
-    return min(left, max_left), min(right, max_right)
+    return min(left, shape.left.max_separation_rank), min(right, shape.right.max_separation_rank)
 
 
 @cache
 def _even_split(size: int, order: int) -> tuple[int, ...]:
-    """Return the split into so many factors that are most alike, ascending."""
+    """Return the most even split of a size into ``order`` factors, ascending."""
     most_even = min(splits(size, order), key=lambda split: max(split) / min(split))
     return tuple(sorted(most_even))
 
 
 def _tall_shape(matrix_shape: tuple[int, int], near: int, inner: Ranks) -> ProductShape:
-    """Return a shape whose small factor is outermost or innermost, where the inner rank is."""
+    """Return the shape whose small factors, near a number, are those that have the inner rank."""
     out, into = (_tall_split(size, near) for size in matrix_shape)
     if inner[0] > 1:
         return ProductShape(out, inner, into)
@@ -221,14 +230,14 @@ def _tall_shape(matrix_shape: tuple[int, int], near: int, inner: Ranks) -> Produ
 
 @cache
 def _tall_split(size: int, near: int) -> tuple[int, int]:
-    """Return (q, size / q) with the divisor q nearest to a small number, not one."""
+    """Return (q, size / q) with the divisor q > 1 that is nearest to ``near`` in ratio."""
     candidates = [q for q in divisors(size) if q > 1]
     small = min(candidates, key=lambda q: abs(math.log(q / near)), default=1)
     return small, size // small
 
 
-def _steps(inner: tuple[int, ...], max_rank: int) -> Iterator[tuple[int, ...]]:
-    """Yield inner shapes with one factor one more or one less."""
+def _inner_steps(inner: tuple[int, ...], max_rank: int) -> Iterator[tuple[int, ...]]:
+    """Yield inner shapes with one factor larger or smaller by one."""
     for i in range(len(inner)):
         for change in (1, -1):
             stepped = (*inner[:i], inner[i] + change, *inner[i + 1 :])
@@ -237,7 +246,7 @@ def _steps(inner: tuple[int, ...], max_rank: int) -> Iterator[tuple[int, ...]]:
 
 
 def _moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield other splits: two factors exchanged, or a prime of one given to another."""
+    """Yield other splits of a side: two factors exchanged, or a prime moved to another factor."""
     for i in range(len(sizes)):
         for j in range(len(sizes)):
             if i < j:
@@ -254,5 +263,5 @@ def _moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @cache
 def _primes(size: int) -> list[int]:
-    """Return the distinct primes of a size, ascending."""
+    """Return the distinct prime factors of a size, ascending."""
     return [divisor for divisor in divisors(size) if len(divisors(divisor)) == 2]

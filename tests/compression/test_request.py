@@ -136,7 +136,7 @@ def test_the_docs_have_the_same_table() -> None:
 def received_in_python(road: Road, settings: dict[str, Any], patch: pytest.MonkeyPatch) -> str:
     """What the road is given of a call; it goes no further."""
     patch.setattr(library_module, "search_adapter", arrive)
-    patch.setattr(library_module, "_measured", arrive)
+    patch.setattr(library_module, "_compress_measured", arrive)
     try:
         if road is Road.TRUNCATED:
             return repr(cut_file(**settings))
