@@ -1,20 +1,27 @@
-"""The search over the shapes of all layers under one budget, from top to bottom: Search 1 to 7.
+"""The search over the shapes of all layers under one budget, in seven steps.
+
+`search_layers` solves candidates beforehand:
 
 1. Plain candidates of every layer: nothing, the layer as it is, truncated SVD of every rank.
-2. The coarse grid: even splits without an inner rank, for all layers of a group at once; for
-   several budgets all of it.
-3. A budget takes one candidate a layer, by what one more parameter removes of the loss.
-4. The fine grid, up to about the size that the budget gave each layer, unless low rank wins there;
-   it chooses again.
-5. Neighbours of the shapes chosen most often, tried on a few layers and adopted where they pay; it
-   chooses again.
-6. Shapes that layers of one size chose, for the others of that size.
-7. More sweeps for what is chosen, measured in the whole norm, until the choice stays.
+2. The coarse grid: even splits without an inner rank, for all layers of a group at once. For
+   several budgets, the fine grid as well.
 
-Steps 4 to 7 are in `search_steps`. What was solved stays in the table (`search_table`), from which
-the next budget starts. Cost: the solves of steps 2 to 7, each O((m + n)(R r + s r)) a sweep and
-layer (`JointALS`); choosing is milliseconds a layer (docs/scale.md). The numbers that steer it are
-in `lsrdecomp.compression.effort.SearchEffort`.
+`fit_budget` chooses among them, and solves more where a budget needs it:
+
+3. The budget is allocated: each layer gets one candidate, by the loss that a parameter removes.
+4. The fine grid is solved up to about the size that each layer got, unless low rank wins there. The
+   budget is allocated again.
+5. Neighbours of the shapes chosen most often are tried on a few layers, and solved for all layers
+   of a group where they pay. The budget is allocated again.
+6. Shapes that layers of one size were given are solved for the others of that size.
+7. The chosen products are refined by more sweeps and measured in the whole norm. The budget is
+   allocated again, until the choice stays.
+
+Steps 4 to 7 are in `search_steps`. Everything that was solved stays in the table (`search_table`),
+from which the next budget starts. The cost is that of the solves in steps 2 to 7, each
+O((m + n)(R r + s r)) a sweep and layer (`JointALS`); an allocation takes milliseconds a layer
+(docs/scale.md). The numbers that steer the search are in
+`lsrdecomp.compression.effort.SearchEffort`.
 """
 
 from __future__ import annotations
@@ -45,13 +52,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FittedLayers:
-    """All layers under one budget.
+    """The factors of all layers under one budget.
 
     Attributes
     ----------
     chosen : tuple of Materialized
+        The chosen candidate of each layer.
     low_rank_error : float or None
-        Of the best truncated SVD found for the same budget and norm; None: none fits.
+        Relative error of the best truncated SVDs for the same budget and norm; None if none fit.
     """
 
     chosen: tuple[Materialized, ...]
@@ -73,22 +81,20 @@ def search_layers(
     ----------
     layers : sequence of Layer
     budgets : sequence of Budget
-        What will be drawn, from `CompressionPlan.budget`; larger shapes than they could want are
-        not solved.
+        The budgets to prepare for, from `CompressionPlan.budget`. Shapes too large for any of them
+        are not solved.
     search : Search, optional
     storages : sequence of str
-        Types the factors may be stored in; more than one is of use when bytes are counted. With
-        int8 or int4 among them, truncated SVD in water-filled bits takes part.
+        Element types that each layer may choose from; more than one is of use if bytes are counted.
+        With int8 or int4 among them, truncated SVDs in integer codes are candidates too.
     cache : SpillCache, optional
-        Where factors wait.
+        Keeps factors.
     resources : Resources, optional
 
     Returns
     -------
     SearchTable
-        Of which `fit_budget` draws any budget. The error is never above that of the best truncated
-        SVD for the same budget and norm (``low_rank_error``), which is among the starting points of
-        every allocation.
+        The candidates, for `fit_budget`.
 
     Examples
     --------
@@ -106,28 +112,30 @@ def search_layers(
     table = SearchTable(layers, search, storages, cache or SpillCache(), resources or Resources())
     limit = max(budget.max_parameters for budget in budgets)
     table.refines_grid = limit < math.inf and len(budgets) == 1 and not search.shapes
-    # Search 1: what needs no solve. All that is wanted of a layer is read at once.
+    # Search 1: candidates that need no solve, with all that must be read of a layer.
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, layer in enumerate(layers):
         table.rows[i] = [TableEntry(candidate) for candidate in plain_candidates(layer, limit)]
         if can_be_solved(layer):
             groups.setdefault(layer.group_key, []).append(i)
             table.whole_norm[i] = layer.leading_entries == layer.norm_entries
-    # Search 2: the grid, layers of one group together; or the shapes that another adapter took.
+    # Search 2: the grid for the layers of each group, or the shapes of another adapter.
     if search.shapes:
-        tasks = _shapes_of_another(table, groups)
+        tasks = _tasks_for_given_shapes(table, groups)
     else:
         tasks = []
         for indices in groups.values():
-            tasks += table.runner.tasks(
-                indices, _grid(table, indices, limit), effort=search.effort.solve
-            )
+            requests = _grid(table, indices, limit)
+            tasks += table.runner.tasks(indices, requests, effort=search.effort.solve)
     table.solve(tasks, "solving shapes")
     return table
 
 
 def _grid(table: SearchTable, indices: Sequence[int], limit: float) -> list[ShapeRequest]:
-    """Return the grid for layers of one size, whole or coarse, as far as a budget could want it."""
+    """Return the grid for a group of layers, up to the largest shape that a budget could choose.
+
+    Only the coarse grid, if the table refines it for each budget.
+    """
     search = table.search
     grid = search.effort.grid
     first = table.layers[indices[0]]
@@ -139,12 +147,12 @@ def _grid(table: SearchTable, indices: Sequence[int], limit: float) -> list[Shap
     return shape_grid(first.shape, max_rank, search.orders, search.inner_rank, max_parameters, grid)
 
 
-def _shapes_of_another(
+def _tasks_for_given_shapes(
     table: SearchTable, groups: Mapping[tuple[object, ...], Sequence[int]]
 ) -> list[SolveTask]:
-    """Return tasks for the shapes that were passed for each layer.
+    """Return tasks for the shapes of another adapter, `Search.shapes`.
 
-    Layers of one group are solved together where they share one.
+    Layers of one group are solved together at the shapes that they share.
     """
     search = table.search
     sizes = {layer.name: layer.shape for layer in table.layers}
@@ -162,33 +170,35 @@ def _shapes_of_another(
 
 
 def fit_budget(table: SearchTable, budget: Budget) -> FittedLayers:
-    """Return the candidate of every layer under one budget over all of them, its factors made.
+    """Choose the candidates of all layers for one budget, refine them and make their factors.
 
-    Any number of budgets can be drawn from one table, which grows by what is solved for each.
+    The error is never above that of the best truncated SVDs for the same budget and norm, which are
+    among the starts of every allocation.
 
     Parameters
     ----------
     table : SearchTable
-        What `search_layers` returned.
+        From `search_layers`. It grows by what is solved for the budget, and serves any number of
+        budgets.
     budget : Budget
 
     Raises
     ------
     BudgetError
-        If the budget cannot be met; says what is reachable.
+        If the budget cannot be met; the message has what can be reached.
     """
     search = table.search
     effort = search.effort
-    # Search 3: the first choice, of what is in the table.
+    # Search 3: the first allocation.
     allocation = table.allocated(budget)
-    # Search 4: the fine grid where the choice wants it.
+    # Search 4: the fine grid.
     for _ in range(effort.max_grid_passes if table.refines_grid else 0):
         sizes = [candidate.parameters for _, candidate in allocation.chosen]
         if not solve_fine_grid(table, sizes):
             break
         allocation = table.allocated(budget)
-    # Search 5 and 6: neighbours of the shapes that were chosen, and shapes of other layers of that
-    # size. A tolerance for each layer has no rate of exchange between layers.
+    # Search 5 and 6: neighbours of the chosen shapes, and shapes of other layers of the same size.
+    # Not where each layer has a tolerance of its own: no parameter can be exchanged between layers.
     if not (search.shapes or budget.layer_rtol):
         for _ in range(search.rounds):
             if not try_neighbours(table, allocation.entries, allocation.exchange_rate):
@@ -196,8 +206,8 @@ def fit_budget(table: SearchTable, budget: Budget) -> FittedLayers:
             allocation = table.allocated(budget)
         if search.rounds:
             exchange_shapes(table, allocation.entries)
-    # Search 7: refine what is chosen for what it may become, until refining changes no choice; then
-    # only errors in the whole norm count.
+    # Search 7: refining, of the products that are best at their expected errors, until they all are
+    # refined. The last allocation goes by measured errors only.
     for _ in range(effort.max_refinements):
         allocation = table.allocated(budget, "expected")
         if not refine(table, allocation.entries, together=budget.layer_rtol is None):

@@ -1,6 +1,6 @@
-"""Steps of a search that refine its first choice: finer shapes, neighbours, exchanges, sweeps.
+"""Steps 4 to 7 of a search: finer shapes, neighbours, exchanges, refining.
 
-They are Search 4 to 7 of `lsrdecomp.compression.search`, which says when each is taken.
+`lsrdecomp.compression.search` says when each is taken.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from lsrdecomp.kronecker.product import SeparatedProduct
 
 ShapeGroup = tuple[tuple[object, ...], ProductShape]
-"""Layers that can be solved together and took one shape, by their key and the shape."""
+"""Key of a group of layers that can be solved together (`Layer.group_key`) and have one shape."""
 
 
 def can_be_solved(layer: Layer) -> bool:
-    """Return whether a layer has numbers, and sizes to split."""
+    """Return whether a layer is neither zero nor a single row or column."""
     return layer.squared_norm > 0.0 and min(layer.shape) > 1
 
 
@@ -45,17 +45,17 @@ def can_be_solved(layer: Layer) -> bool:
 
 
 def solve_fine_grid(table: SearchTable, sizes: Sequence[int]) -> bool:
-    """Solve every layer at the fine grid up to about its size; return whether there was any.
+    """Solve the fine grid for every layer, up to about its size; return whether any was solved.
 
     Parameters
     ----------
     table : SearchTable
     sizes : sequence of int
-        Parameters that a budget gave each layer.
+        Parameters of each layer in the last allocation.
     """
     search = table.search
     size_step = search.effort.size_step
-    # 4.1 Sizes by powers of `size_step`, so that layers share a task; each layer and power once.
+    # 4.1 Group layers whose sizes are near one power of `size_step`, each layer and power once.
     groups: dict[tuple[tuple[object, ...], int, int], list[int]] = {}
     for i, (layer, size) in enumerate(zip(table.layers, sizes, strict=True)):
         if size > 0 and can_be_solved(layer) and not _coarse_grid_suffices(table, i):
@@ -63,7 +63,7 @@ def solve_fine_grid(table: SearchTable, sizes: Sequence[int]) -> bool:
             if ("fine grid", i, power) not in table.tried:
                 table.tried.add(("fine grid", i, power))
                 groups.setdefault((layer.group_key, layer.rank, power), []).append(i)
-    # 4.2 The grid of each group up to one power above, at most half of a layer.
+    # 4.2 Solve the grid of each group up to the next power, and to half of a layer.
     tasks: list[SolveTask] = []
     for (_, rank, power), indices in groups.items():
         first = table.layers[indices[0]]
@@ -84,9 +84,9 @@ def solve_fine_grid(table: SearchTable, sizes: Sequence[int]) -> bool:
 def _coarse_grid_suffices(table: SearchTable, i: int) -> bool:
     """Return whether no finer shape of a layer is worth a solve.
 
-    Where the coarse grid has nothing nearer than low rank in the Frobenius norm: of the LoRAs that
-    were tried no finer shape was, and where ΔW is near an LSR product of any shape, the coarse grid
-    is nearer too.
+    In the Frobenius norm that is so if the coarse grid has nothing nearer than low rank: for none
+    of the LoRAs that were tried was a finer shape nearer then, and where ΔW is near an LSR product
+    of any shape, the coarse grid is nearer than low rank too.
     """
     is_frobenius = table.layers[i].is_frobenius
     return is_frobenius and bool(table.products(i)) and table.low_rank_wins(i)
@@ -96,57 +96,60 @@ def _coarse_grid_suffices(table: SearchTable, i: int) -> bool:
 
 
 def try_neighbours(table: SearchTable, chosen: Sequence[TableEntry], rate: float) -> bool:
-    """Solve for neighbours of the chosen shapes where they pay; return whether there was any.
+    """Try neighbours of the chosen shapes, and solve those that pay; return whether any were.
+
+    Shapes of different sizes are compared by the Lagrangian of the budget, the loss plus ``rate``
+    times the parameters.
 
     Parameters
     ----------
     table : SearchTable
     chosen : sequence of TableEntry
-        One a layer.
+        The entry of each layer.
     rate : float
-        Loss that one parameter removes at the margin of the budget.
+        Loss that one more parameter in the budget would remove, `Allocation.exchange_rate`.
     """
     if rate <= 0.0:
         return False
     effort = table.search.effort
-    # 5.1 The largest groups of layers of one group that took one shape.
+    # 5.1 Take the largest groups of layers with one shape.
     groups = _largest_groups(table, chosen)
-    # 5.2 One term more for all of their layers, neighbouring shapes for a few.
-    terms = [task for indices in groups.values() for task in _more_terms(table, chosen, indices)]
-    trials = []
+    # 5.2 Solve one more term for all of their layers, and neighbouring shapes for a few layers.
+    more_terms_tasks: list[SolveTask] = []
+    trials: list[SolveTask] = []
     for group, indices in groups.items():
+        more_terms_tasks += _more_terms(table, chosen, indices)
         trials += _trials(table, group, chosen, indices)
-    counter = table.runner.counter([*terms, *trials], "trying neighbours")
-    for task, shapes in table.runner.results(terms, counter):
+    counter = table.runner.counter([*more_terms_tasks, *trials], "trying neighbours")
+    for task, shapes in table.runner.results(more_terms_tasks, counter):
         table.add(task, shapes)
-    # 5.3 What a trial gains: in the loss, plus what its parameters would have removed elsewhere.
-    worth_before: dict[ShapeGroup, float] = defaultdict(float)
+    # 5.3 Sum up by how much each neighbour lowers the Lagrangian of the trial layers.
+    before: dict[ShapeGroup, float] = defaultdict(float)
     gains: dict[ShapeGroup, dict[Configuration, float]] = defaultdict(lambda: defaultdict(float))
     for task, shapes in table.runner.results(trials, counter):
         products = [chosen[i].product for i in task.indices]
-        group = table.layers[task.indices[0]].group_key, products[0].shape
-        worths = [product.squared_error + rate * product.parameters for product in products]
-        worth_before[group] += sum(worths)
+        group = (table.layers[task.indices[0]].group_key, products[0].shape)
+        lagrangians = [product.squared_error + rate * product.parameters for product in products]
+        before[group] += sum(lagrangians)
         for solved in shapes:
-            gains[group][solved.shape, solved.ranks] += _gain(worths, solved, rate)
+            gains[group][solved.shape, solved.ranks] += _gain(lagrangians, solved, rate)
         table.add(task, shapes)
-    # 5.4 A neighbour that gains enough on the few is solved for the whole group, at terms around
-    # those tried.
-    adopted: list[SolveTask] = []
+    # 5.4 Solve the best neighbours for the whole group, at terms around those tried.
+    neighbour_tasks: list[SolveTask] = []
     for group, gain_of in gains.items():
         best_first = sorted(gain_of.items(), key=lambda item: -item[1])
         for (shape, ranks), gain in best_first[: effort.max_neighbours]:
-            if gain > effort.min_gain * worth_before[group]:
+            if gain > effort.min_gain * before[group]:
                 request = ShapeRequest(shape, terms_around(ranks))
-                adopted += table.runner.tasks(groups[group], [request], effort=effort.solve)
-    table.solve(adopted, "solving neighbours")
-    return bool(terms or adopted)
+                neighbour_tasks += table.runner.tasks(groups[group], [request], effort=effort.solve)
+    table.solve(neighbour_tasks, "solving neighbours")
+    return bool(more_terms_tasks or neighbour_tasks)
 
 
 def _largest_groups(
     table: SearchTable, chosen: Sequence[TableEntry]
 ) -> dict[ShapeGroup, list[int]]:
-    """Return the layers of the groups whose neighbours are tried, the largest group first."""
+    """Return the groups whose neighbours are tried, each with its layers, the largest first."""
     effort = table.search.effort
     groups: dict[ShapeGroup, list[int]] = {}
     for i, entry in enumerate(chosen):
@@ -158,29 +161,28 @@ def _largest_groups(
     return {group: groups[group] for group in largest}
 
 
-def _gain(worths: Sequence[float], solved: SolvedShape, rate: float) -> float:
-    """Return by how much a solved shape is worth more, over the layers where it is."""
-    new_worths: list[float] = (
-        solved.errors**2 + rate * solved.shape.parameters(*solved.ranks)
-    ).tolist()
-    return sum(max(0.0, old - new) for old, new in zip(worths, new_worths, strict=True))
+def _gain(before: Sequence[float], solved: SolvedShape, rate: float) -> float:
+    """Return by how much a solved shape lowers the Lagrangian, over the layers where it does."""
+    parameters = solved.shape.parameters(*solved.ranks)
+    after: list[float] = (solved.errors**2 + rate * parameters).tolist()
+    return sum(max(0.0, old - new) for old, new in zip(before, after, strict=True))
 
 
 def _more_terms(
     table: SearchTable, chosen: Sequence[TableEntry], indices: Sequence[int]
 ) -> list[SolveTask]:
-    """Return tasks for one term more of each of these layers, from where they stand."""
-    alike: dict[tuple[Ranks, tuple[Ranks, ...]], list[int]] = {}
+    """Return tasks for one more term of each of these layers, started from its product."""
+    members_by_terms: dict[tuple[Ranks, tuple[Ranks, ...]], list[int]] = {}
     for i in indices:
         product = chosen[i].product
         solved = [other.ranks for other in table.products(i) if other.shape == product.shape]
-        fresh = tuple(ranks for ranks in more_terms(product.ranks) if ranks not in solved)
-        if fresh:
-            alike.setdefault((product.ranks, fresh), []).append(i)
+        new_terms = tuple(ranks for ranks in more_terms(product.ranks) if ranks not in solved)
+        if new_terms:
+            members_by_terms.setdefault((product.ranks, new_terms), []).append(i)
     tasks: list[SolveTask] = []
-    for (_, fresh), members in alike.items():
+    for (_, new_terms), members in members_by_terms.items():
         starts = {i: chosen[i].product.product() for i in members}
-        request = ShapeRequest(chosen[members[0]].product.shape, fresh)
+        request = ShapeRequest(chosen[members[0]].product.shape, new_terms)
         tasks += table.runner.tasks(
             members, [request], starts=starts, effort=table.search.effort.solve
         )
@@ -193,67 +195,77 @@ def _trials(
     """Return tasks for neighbouring shapes of a group, on a few of its layers."""
     key, shape = group
     search = table.search
-    trial_layers = search.effort.trial_layers
-    every = max(1, len(indices) // trial_layers)
-    few = list(indices)[::every][:trial_layers]
+    # Evenly spaced layers, at the number of terms that most layers have.
+    n_trial = search.effort.trial_layers
+    spacing = max(1, len(indices) // n_trial)
+    trial_layers = list(indices)[::spacing][:n_trial]
     ((ranks, _),) = Tally(chosen[i].product.ranks for i in indices).most_common(1)
     max_rank = min(max(table.layers[i].rank for i in indices), search.inner_rank)
-    solved = {product.shape for product in table.products(few[0])}
+    solved = {product.shape for product in table.products(trial_layers[0])}
     requests = []
     for neighbour, terms in neighbours((shape, ranks), max_rank):
         if (key, neighbour, terms) not in table.tried and neighbour not in solved:
             table.tried.add((key, neighbour, terms))
             requests.append(ShapeRequest(neighbour, (terms,)))
-    return table.runner.tasks(few, requests, effort=search.effort.solve)
+    return table.runner.tasks(trial_layers, requests, effort=search.effort.solve)
 
 
 # -- Search 6 --------------------------------------------------------------------------------------
 
 
 def exchange_shapes(table: SearchTable, chosen: Sequence[TableEntry]) -> None:
-    """Solve what was chosen most often for a size of layer for those that lack it.
+    """Solve the shapes chosen most often for layers of one size, for the others of that size.
 
-    At numbers of terms that some layer took, up to a factor `SearchEffort.size_step` from the size
-    that a layer was given.
+    A layer is solved at the numbers of terms that any of them has, up to a factor
+    `SearchEffort.size_step` from its own size.
     """
     effort = table.search.effort
-    # 6.1 The common shapes of every size of layer.
+    # 6.1 Find the common shapes of every size of layer.
     configurations = {}
     for layer, entry in zip(table.layers, chosen, strict=True):
         if entry.is_lsr:
             configurations[layer.name] = entry.product.configuration
     sizes = {layer.name: layer.shape for layer in table.layers}
     common = shapes_like(configurations, sizes, effort.common_shapes)
-    # 6.2 Layers that lack one at terms near their size; each layer, shape and number of terms once.
+    # 6.2 Find the layers that have not been solved at one of them, at terms near their size.
     lacking: dict[tuple[ShapeGroup, tuple[Ranks, ...]], list[int]] = {}
     for i, layer in enumerate(table.layers):
         if layer.squared_norm == 0.0:
             continue
-        solved = {product.configuration for product in table.products(i)}
-        size = chosen[i].exact.parameters
+        max_parameters = effort.size_step * chosen[i].exact.parameters
         for request in common[layer.name]:
             shape = request.shape
             if shape.inner_rank > layer.rank:
                 continue
-            terms = []
-            is_lacking = False
-            for ranks in request.terms:
-                parameters = shape.parameters(*ranks)
-                if parameters > effort.size_step * size:
-                    continue
-                terms.append(ranks)
-                if parameters * effort.size_step >= size:
-                    tried = ("exchanged", i, shape, ranks)
-                    is_new = (shape, ranks) not in solved and tried not in table.tried
-                    is_lacking = is_lacking or is_new
-                    table.tried.add(tried)
-            if is_lacking:
-                lacking.setdefault(((layer.group_key, shape), tuple(terms)), []).append(i)
+            terms = tuple(
+                ranks for ranks in request.terms if shape.parameters(*ranks) <= max_parameters
+            )
+            if _lacks_shape(table, i, shape, terms, chosen[i].exact.parameters):
+                lacking.setdefault(((layer.group_key, shape), terms), []).append(i)
+    # 6.3 Solve them.
     tasks: list[SolveTask] = []
-    for ((_, shape), terms_to_solve), indices in lacking.items():
-        request = ShapeRequest(shape, terms_to_solve)
-        tasks += table.runner.tasks(indices, [request], effort=effort.solve)
+    for ((_, shape), terms), indices in lacking.items():
+        tasks += table.runner.tasks(indices, [ShapeRequest(shape, terms)], effort=effort.solve)
     table.solve(tasks, "exchanging shapes")
+
+
+def _lacks_shape(
+    table: SearchTable, i: int, shape: ProductShape, terms: Sequence[Ranks], size: int
+) -> bool:
+    """Return whether a layer was not solved at a shape, at any of these terms near its size.
+
+    It is marked as tried at all of them.
+    """
+    solved = {product.configuration for product in table.products(i)}
+    is_lacking = False
+    for ranks in terms:
+        if shape.parameters(*ranks) * table.search.effort.size_step < size:
+            continue
+        tried = ("exchanged", i, shape, ranks)
+        if (shape, ranks) not in solved and tried not in table.tried:
+            is_lacking = True
+        table.tried.add(tried)
+    return is_lacking
 
 
 # -- Search 7 --------------------------------------------------------------------------------------
@@ -261,83 +273,98 @@ def exchange_shapes(table: SearchTable, chosen: Sequence[TableEntry]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Refining:
-    """A product that is refined, and its loss after the last sweeps."""
+    """A product that is being refined, and its loss after the last round."""
 
     product: SeparatedProduct
     loss: float
 
 
 def refine(table: SearchTable, chosen: Sequence[TableEntry], *, together: bool = True) -> bool:
-    """Refine the chosen LSR products by more sweeps; return whether there were any.
+    """Refine the chosen LSR products by more sweeps, and measure them in the whole norm.
 
-    They are measured in the whole norm. With ``together`` it is the loss of all layers that counts,
-    and sweeps stop where they lower that by little.
+    Products are swept in rounds. After each, those that gain little are finished, so that no batch
+    waits for its slowest layer.
+
+    Parameters
+    ----------
+    table : SearchTable
+    chosen : sequence of TableEntry
+        The entry of each layer.
+    together : bool
+        Whether the error over all layers counts: sweeps then stop where they lower it by little.
+
+    Returns
+    -------
+    bool
+        Whether there was any product that had not been refined.
     """
     search = table.search
     effort = search.effort
-    # 7.1 The chosen products that were not refined yet, and the gain in loss below which no sweep
-    # is worth its time.
-    waiting: dict[int, _Refining] = {}
+    # 7.1 Take the products that have not been refined.
+    unfinished: dict[int, _Refining] = {}
     for i, entry in enumerate(chosen):
         if entry.is_lsr and not entry.product.refined:
-            waiting[i] = _Refining(entry.product.product(), entry.exact.squared_error)
-    any_waiting = bool(waiting)
-    min_gain = 0.0
-    if together:
-        loss = sum(entry.exact.squared_error for entry in chosen)
-        products = sum(entry.is_lsr for entry in chosen)
-        min_gain = effort.min_relative_gain * loss / max(1, products)
-    counter = Counter(table.runner.resources.on_step, "refining", len(waiting), "layers")
+            unfinished[i] = _Refining(entry.product.product(), entry.exact.squared_error)
+    any_to_refine = bool(unfinished)
+    counter = Counter(table.runner.resources.on_step, "refining", len(unfinished), "layers")
+    min_gain = _min_refining_gain(table, chosen) if together else 0.0
     for sweeps_done in range(0, search.sweeps, effort.sweeps_per_round):
-        # 7.2 Some sweeps for the layers of one group, shape and number of terms together, each from
-        #     where it stands; all that are left for one that is alone in its task, since no other
-        #     waits for it.
+        # 7.2 Make a round of sweeps.
         sweeps_left = search.sweeps - sweeps_done
-        to_the_end = replace(
+        last_round = replace(
             effort.solve,
             sweeps=sweeps_left,
             tolerance=effort.refine_tolerance,
             min_gain=min_gain,
         )
-        before = waiting
-        waiting = {}
-        for task, shapes in table.runner.results(
-            _refining_tasks(table, chosen, before, to_the_end)
-        ):
+        tasks = _refining_tasks(table, chosen, unfinished, last_round)
+        before = unfinished
+        unfinished = {}
+        for task, shapes in table.runner.results(tasks):
             for position, i in enumerate(task.indices):
                 product = product_of(shapes[0].factors_of(position))
                 loss = float(shapes[0].errors[position]) ** 2
-                # 7.3 Layers that still gain go on among themselves, so that no batch waits for its
-                # slowest.
+                # 7.3 Sweep it further if the average sweep gained more than the stopping rules ask
+                #     for; else finish and measure it.
                 gain = before[i].loss - loss
-                ends_refining = max(min_gain, 2.0 * effort.refine_tolerance * loss)
-                still_gains = gain > effort.sweeps_per_round * ends_refining
+                min_sweep_gain = max(min_gain, 2.0 * effort.refine_tolerance * loss)
+                still_gains = gain > effort.sweeps_per_round * min_sweep_gain
                 if task.effort.sweeps < sweeps_left and still_gains:
-                    waiting[i] = _Refining(product, loss)
-                # 7.4 The others are measured.
+                    unfinished[i] = _Refining(product, loss)
                 else:
                     table.refined(i, chosen[i], product)
                     counter.add()
-    return any_waiting
+    return any_to_refine
+
+
+def _min_refining_gain(table: SearchTable, chosen: Sequence[TableEntry]) -> float:
+    """Return the gain in loss below which a sweep of a layer is not worth its time."""
+    loss = sum(entry.exact.squared_error for entry in chosen)
+    n_products = sum(entry.is_lsr for entry in chosen)
+    return table.search.effort.min_relative_gain * loss / max(1, n_products)
 
 
 def _refining_tasks(
     table: SearchTable,
     chosen: Sequence[TableEntry],
-    refining: Mapping[int, _Refining],
-    to_the_end: SolveEffort,
+    unfinished: Mapping[int, _Refining],
+    last_round: SolveEffort,
 ) -> list[SolveTask]:
-    """Return tasks of one round for layers that are alike, and of all rounds for one alone."""
-    sweeps = min(table.search.effort.sweeps_per_round, to_the_end.sweeps)
-    one_round = replace(to_the_end, sweeps=sweeps)
-    alike: dict[tuple[tuple[object, ...], Configuration], list[int]] = defaultdict(list)
-    for i in refining:
-        alike[table.layers[i].group_key, chosen[i].product.configuration].append(i)
-    starts = {i: refined.product for i, refined in refining.items()}
+    """Return tasks for one round of sweeps, each from the product so far.
+
+    Layers of one group, shape and number of terms are solved together. A layer that is alone in its
+    task gets all sweeps that are left at once: no other layer waits for it.
+    """
+    sweeps = min(table.search.effort.sweeps_per_round, last_round.sweeps)
+    one_round = replace(last_round, sweeps=sweeps)
+    groups: dict[tuple[tuple[object, ...], Configuration], list[int]] = defaultdict(list)
+    for i in unfinished:
+        groups[table.layers[i].group_key, chosen[i].product.configuration].append(i)
+    starts = {i: refining.product for i, refining in unfinished.items()}
     tasks = []
-    for (_, (shape, ranks)), members in alike.items():
+    for (_, (shape, ranks)), members in groups.items():
         request = ShapeRequest(shape, (ranks,))
         for task in table.runner.tasks(members, [request], starts=starts, effort=one_round):
             is_alone = len(task.indices) == 1
-            tasks.append(replace(task, effort=to_the_end) if is_alone else task)
+            tasks.append(replace(task, effort=last_round) if is_alone else task)
     return tasks

@@ -1,4 +1,8 @@
-"""The table of a search: candidates of every layer so far, and which of them a budget takes.
+"""The table of a search: candidates of every layer so far, and the allocation of a budget to them.
+
+Shapes are solved with reduced weights of the norm (`Layer.leading`), so the error of a new product
+is that in the reduced norm. Refining lowers it, and measures it in the whole norm. Rounding to a
+storage may add to it. `Losses` says which of these errors an allocation goes by.
 
 References
 ----------
@@ -41,34 +45,31 @@ if TYPE_CHECKING:
     from lsrdecomp.kronecker.product import SeparatedProduct
 
 NO_NEARER = 1.0 - 1e-6
-"""A product at this factor of truncated SVD's loss is no nearer: it may be a truncated SVD itself,
-but for rounding."""
+"""A product is nearer than truncated SVD if its loss is below this factor of it: up to rounding it
+may be a truncated SVD itself."""
 
 Losses = Literal["solved", "expected", "measured"]
-"""The losses by which products are chosen.
+"""The losses (squared errors) of products by which an allocation goes.
 
-``"solved"``: as they are. ``"expected"``: where they were not refined yet, what refining usually
-leaves of them. ``"measured"``: only products that were measured in the whole norm. A budget that
-bounds errors expects nothing.
+``"solved"``: those in the table. ``"expected"``: of products that were not refined yet, the share
+that refining usually leaves; a budget that bounds errors must not count on it. ``"measured"``: only
+products whose error was measured in the whole norm may be chosen.
 """
 
 
 @dataclass(eq=False)
 class TableEntry:
-    """A candidate before rounding, and its versions in the storages.
-
-    Of those that were chosen, the factors are there too.
-    """
+    """A candidate before rounding, with its versions in each storage."""
 
     exact: Candidate
-    priced: dict[bool, list[Candidate]] = field(
-        default_factory=dict
-    )  # by whether errors are measured as rounded
-    materialized: dict[str, Materialized] = field(default_factory=dict)  # by storage
+    priced: dict[bool, list[Candidate]] = field(default_factory=dict)
+    """Versions in all storages, under whether their errors are those of rounded factors."""
+    materialized: dict[str, Materialized] = field(default_factory=dict)
+    """Factors of the versions that were chosen, by storage."""
 
     @property
     def product(self) -> LsrCandidate:
-        """The candidate, an LSR product."""
+        """The candidate, which must be an LSR product."""
         assert isinstance(self.exact, LsrCandidate)
         return self.exact
 
@@ -80,16 +81,16 @@ class TableEntry:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The candidates that a budget takes.
+    """The candidates that were chosen for a budget.
 
     Attributes
     ----------
     rows : list of list of (TableEntry, Candidate)
-        By layer, the candidates in their storages that it chose from.
+        The candidates of each layer that it was chosen from, in their storages.
     chosen : list of (TableEntry, Candidate)
-        One a layer.
+        The candidate of each layer.
     low_rank_error : float or None
-        Relative error of truncated SVD alone; None if it cannot meet the budget.
+        Relative error of truncated SVDs within the same budget; None if they cannot meet it.
     """
 
     rows: list[list[tuple[TableEntry, Candidate]]]
@@ -98,27 +99,26 @@ class Allocation:
 
     @property
     def entries(self) -> list[TableEntry]:
-        """The entries that are taken, one a layer."""
+        """The entry of each layer's candidate."""
         return [entry for entry, _ in self.chosen]
 
     @property
     def exchange_rate(self) -> float:
-        """Loss that one more parameter removes at the margin.
+        """Loss that one more parameter in the budget would remove.
 
-        It is nearly the best of the steps not taken.
+        It is estimated from the best step of each layer to a larger candidate: as the upper
+        quartile of these, since a single steep step says little of the others.
         """
         slopes = []
         for row, (_, picked) in zip(self.rows, self.chosen, strict=True):
             steepest = _steepest_step(picked, [candidate for _, candidate in row])
             if steepest is not None:
                 slopes.append(steepest)
-        # Not the largest: a single layer whose next step happens to be steep says little of the
-        # others.
         return float(np.quantile(slopes, 0.75)) if slopes else 0.0
 
 
 def _steepest_step(picked: Candidate, others: Sequence[Candidate]) -> float | None:
-    """Return the most loss that a larger candidate removes a parameter; None if none does."""
+    """Return the most loss per parameter that a larger candidate removes; None if none does."""
     slopes = []
     for other in others:
         is_larger = other.parameters > picked.parameters
@@ -129,23 +129,25 @@ def _steepest_step(picked: Candidate, others: Sequence[Candidate]) -> float | No
 
 
 class SearchTable:
-    """The candidates of all layers, in rows that only grow.
+    """The candidates of all layers, to which a search only adds.
 
     Attributes
     ----------
     layers : sequence of Layer
     search : Search
+    storages : tuple of str
+        Element types that each layer may choose from.
     rows : list of list of TableEntry
-        By layer.
+        The candidates of each layer.
     whole_norm : list of bool
-        By layer, whether errors in the table are those of the whole norm, not of its leading
-        coordinates.
+        For each layer, whether shapes are solved in its whole norm: its reduced weights are no
+        smaller.
     runner : TaskRunner
-        Of these layers.
+        Solves shapes of these layers.
     tried : set
-        Shapes that were tried on a few layers of a size.
+        Keys of what the steps of the search have tried, so that nothing is tried twice.
     refines_grid : bool
-        Whether the fine grid waits for a budget to say where it is wanted.
+        Whether the fine grid is solved for each budget, where it is of use, and not beforehand.
     """
 
     def __init__(
@@ -167,11 +169,11 @@ class SearchTable:
         self.whole_norm = [True] * len(layers)
         self.tried: set[tuple[object, ...]] = set()
         self.refines_grid = False
-        # Low rank in few bits, where integers are asked for, by layer and limit.
+        # Truncated SVDs in integer codes, by layer and limit of bytes.
         self._coded: dict[tuple[int, float], list[TableEntry]] = {}
 
     def layer_limit(self, layer: Layer, limit: float) -> float:
-        """Return the most that a layer could want of so much for all layers."""
+        """Return the largest part that a layer can have of a limit for all layers."""
         max_share = self.search.effort.max_layer_share
         return min(limit, max_share * limit * layer.parameters / self.parameters)
 
@@ -180,7 +182,10 @@ class SearchTable:
         return [entry.exact for entry in self.rows[i] if isinstance(entry.exact, LsrCandidate)]
 
     def low_rank_wins(self, i: int) -> bool:
-        """Return whether a layer's LSR products all lie above the line of its truncated SVDs."""
+        """Return whether no LSR product of a layer is nearer than its truncated SVDs.
+
+        They are compared with the line through the truncated SVDs, over parameters.
+        """
         low_rank = [
             (entry.exact.parameters, entry.exact.squared_error)
             for entry in self.rows[i]
@@ -197,19 +202,9 @@ class SearchTable:
     def candidates(
         self, i: int, budget: Budget, losses: Losses
     ) -> Iterator[tuple[TableEntry, Candidate]]:
-        """Yield the candidates of a layer in their storages that a budget may take.
-
-        Those that a cheaper one beats are left out.
-        """
-        measured = budget.bounds_error
+        """Yield the candidates of a layer, in each storage, that a budget may choose."""
         for entry in self._worth_trying(i, budget, losses):
-            if measured not in entry.priced:
-                entry.priced[measured] = [
-                    priced_as(self.layers[i], entry.exact, storage, measured=measured)
-                    for storage in self.storages
-                    if entry.exact.exists_in(storage)
-                ]
-            for candidate in entry.priced[measured]:
+            for candidate in self._in_all_storages(i, entry, measured=budget.bounds_error):
                 if budget.allows(candidate):
                     yield entry, self._at_loss(candidate, budget, losses)
         if self.has_integers:
@@ -217,15 +212,26 @@ class SearchTable:
                 if budget.allows(entry.exact):
                     yield entry, entry.exact
 
-    def _worth_trying(self, i: int, budget: Budget, losses: Losses) -> list[TableEntry]:
-        """Return a row without products that a cheaper one beats.
+    def _in_all_storages(self, i: int, entry: TableEntry, *, measured: bool) -> list[Candidate]:
+        """Return the versions of an entry, with errors of rounded factors if ``measured``."""
+        if measured not in entry.priced:
+            entry.priced[measured] = [
+                priced_as(self.layers[i], entry.exact, storage, measured=measured)
+                for storage in self.storages
+                if entry.exact.exists_in(storage)
+            ]
+        return entry.priced[measured]
 
-        For integers only those near the hull stay.
+    def _worth_trying(self, i: int, budget: Budget, losses: Losses) -> list[TableEntry]:
+        """Return the entries of a layer that an allocation should consider.
+
+        They are all that are not LSR products, and the products that are better than all smaller
+        ones. With ``losses="measured"`` a product must have been measured in the whole norm.
         """
         others = [entry for entry in self.rows[i] if not entry.is_lsr]
         falling = self._falling_products(i, budget, losses)
         if self.has_integers and falling:
-            # Codes are made for each candidate, so only for those that a budget could take.
+            # Codes are made of every candidate, which takes long: only of promising ones.
             falling = self._near_hull(falling)
             limit = self.layer_limit(self.layers[i], budget.max_parameters)
             falling = [entry for entry in falling if entry.exact.parameters <= limit]
@@ -234,7 +240,7 @@ class SearchTable:
         return [*others, *falling]
 
     def _falling_products(self, i: int, budget: Budget, losses: Losses) -> list[TableEntry]:
-        """Return the products of a row by size, each of less loss than all smaller ones."""
+        """Return the products of a layer by size, without those that a smaller one beats."""
         products = []
         for entry in self.rows[i]:
             if entry.is_lsr:
@@ -262,13 +268,14 @@ class SearchTable:
         ]
 
     def _coded_low_rank(self, i: int, budget: Budget) -> list[TableEntry]:
-        """Return low rank in integers.
+        """Return truncated SVDs of a layer in integer codes.
 
-        Bits are spread over the components where bytes count, else as fine as allowed.
+        Where bytes are counted, bits are spread over the components; else each component has as
+        many as the storage allows.
         """
         layer = self.layers[i]
         max_width = max(INTEGER_BITS.get(storage, 0) for storage in self.storages)
-        # Limits in powers of two, so that budgets near each other share what was coded.
+        # Limits are powers of two, so that budgets of similar sizes share codes.
         limit = math.inf
         if budget.bytes is not None:
             limit = 2.0 ** math.ceil(math.log2(self.layer_limit(layer, budget.bytes + 1.0)))
@@ -285,7 +292,7 @@ class SearchTable:
         return self._coded[i, limit]
 
     def _at_loss(self, candidate: Candidate, budget: Budget, losses: Losses) -> Candidate:
-        """Return the candidate at the loss by which it is chosen; see `Losses`."""
+        """Return the candidate with the loss that an allocation goes by; see `Losses`."""
         if losses != "expected" or budget.bounds_error:
             return candidate
         if not isinstance(candidate, LsrCandidate) or candidate.refined:
@@ -294,11 +301,16 @@ class SearchTable:
         return replace(candidate, squared_error=expected)
 
     def allocated(self, budget: Budget, losses: Losses = "solved") -> Allocation:
-        """Return the candidate that each layer takes under a budget.
+        """Choose the candidate of each layer for a budget.
 
-        Truncated SVD alone, in that norm, is never better. By the steepest steps along the lower
-        convex hulls of all layers [1]_, then single changes and exchanges with what is left. Raises
-        `BudgetError` if no choice meets the budget; says what is reachable.
+        Layers take the steepest steps along the lower convex hulls of their losses [1]_, and what
+        is left of the budget goes to single changes and exchanges. The result is never worse than
+        the best choice of truncated SVDs in the same norm.
+
+        Raises
+        ------
+        BudgetError
+            If no choice meets the budget; the message has what can be reached.
         """
         rows = [list(self.candidates(i, budget, losses)) for i in range(len(self.layers))]
         candidates = [[candidate for _, candidate in row] for row in rows]
@@ -316,32 +328,24 @@ class SearchTable:
     def _allocate(
         self, candidates: Sequence[Sequence[Candidate]], budget: Budget
     ) -> tuple[Choice, float | None]:
-        """Return one candidate a layer under a budget, and the error of truncated SVD alone."""
-        # Allocation 1: points of cost and loss, in parameters or bytes and in squared error.
+        """Return the index of each layer's candidate, and the relative error of truncated SVDs."""
         options = [_cost_and_loss(row, budget) for row in candidates]
-        # Allocation 2: what truncated SVD alone can do. Where it cannot meet the budget, all
-        # candidates together may.
-        low_rank = [[k for k, c in enumerate(row) if c.is_truncated_svd] for row in candidates]
-        narrow = [row.select(kept) for row, kept in zip(options, low_rank, strict=True)]
+        # 1. The best choice of truncated SVDs, if they can meet the budget.
         starts: list[Choice] = []
         low_rank_error = None
-        try:
-            picked = _allocate_within(narrow, budget)
-        except BudgetError:
-            pass
-        else:
-            starts.append([kept[k] for kept, k in zip(low_rank, picked, strict=True)])
-            size = math.fsum(layer.squared_norm for layer in self.layers)
-            loss = total_loss(options, starts[0])
-            low_rank_error = math.sqrt(loss / size) if size > 0.0 else 0.0
-        # Allocation 3: all candidates, with the answer of 2 among the starts.
+        low_rank_choice = _allocate_low_rank(candidates, options, budget)
+        if low_rank_choice is not None:
+            starts.append(low_rank_choice)
+            squared_norm = math.fsum(layer.squared_norm for layer in self.layers)
+            loss = total_loss(options, low_rank_choice)
+            low_rank_error = math.sqrt(loss / squared_norm) if squared_norm > 0.0 else 0.0
+        # 2. The best choice of all candidates, which may start from it.
         return _allocate_within(options, budget, starts), low_rank_error
 
     def expected_error(self, budget: Budget) -> float:
-        """Return the squared relative error of what a budget takes, as priced.
+        """Return the squared relative error of the choice for a budget, before refining.
 
-        Nothing is made or refined. Raises `BudgetError` as `allocated`, and if it takes no layer at
-        all.
+        Raises `BudgetError` as `allocated`, and if the choice leaves all layers out.
         """
         chosen = [candidate for _, candidate in self.allocated(budget).chosen]
         if not any(candidate.parameters for candidate in chosen):
@@ -350,7 +354,7 @@ class SearchTable:
         return lost / math.fsum(layer.squared_norm for layer in self.layers)
 
     def materialized(self, allocation: Allocation) -> tuple[Materialized, ...]:
-        """Return the factors of what every layer takes; each is made and measured once."""
+        """Return the chosen candidates with their factors, each made and measured once."""
         results = []
         for layer, (entry, candidate) in zip(self.layers, allocation.chosen, strict=True):
             if candidate.storage not in entry.materialized:
@@ -361,15 +365,12 @@ class SearchTable:
     # -- solving -----------------------------------------------------------------------------------
 
     def solve(self, tasks: Sequence[SolveTask], stage: str) -> None:
-        """Put the candidates of all tasks into the table, counted as a stage of the run."""
+        """Solve tasks and add their shapes to the table; report progress as a stage."""
         for task, shapes in self.runner.results(tasks, self.runner.counter(tasks, stage)):
             self.add(task, shapes)
 
     def add(self, task: SolveTask, shapes: Sequence[SolvedShape]) -> None:
-        """Put the solved shapes of a task into the rows of its layers.
-
-        Those that one of no more parameters beats are left out.
-        """
+        """Add the solved shapes of a task to the rows of its layers, unless they are beaten."""
         for solved in shapes:
             for position, i in enumerate(task.indices):
                 ranks = solved.ranks_of(position)
@@ -388,14 +389,14 @@ class SearchTable:
                     self.rows[i].append(TableEntry(candidate))
 
     def _is_beaten(self, i: int, size: int, loss: float) -> bool:
-        """Return whether a product in the row of a layer is no larger and loses no more."""
+        """Return whether the row of a layer has a product that is no larger and loses no more."""
         return any(p.parameters <= size and p.squared_error <= loss for p in self.products(i))
 
     def refined(self, i: int, entry: TableEntry, product: SeparatedProduct) -> None:
-        """Put a refined product in the place of the old one, with its error in the whole norm.
+        """Replace the product of an entry by a refined one, with its error in the whole norm.
 
-        In one floating type that is the error of its factors as they will be written, so that they
-        are measured once.
+        If the storage is one floating type, its rounded factors are made now: their error is the
+        one that counts, and is measured only once.
         """
         layer = self.layers[i]
         refined = replace(
@@ -418,15 +419,12 @@ class SearchTable:
 
 
 def _product_later(factors: Callable[[], Factors]) -> SeparatedProduct:
-    """Return the product of factors that wait.
-
-    Most of what is solved is never chosen, and no product is made of it.
-    """
+    """Return the product of factors that are read now: most of them are never chosen."""
     return product_of(factors())
 
 
 def _cost_and_loss(candidates: Sequence[Candidate], budget: Budget) -> PartOptions:
-    """Return costs of the candidates of a layer, in the units of the budget, and losses."""
+    """Return the cost of each candidate, in the units of the budget, and its loss."""
     if budget.counts_bytes:
         costs = [candidate.bytes for candidate in candidates]
     else:
@@ -434,19 +432,34 @@ def _cost_and_loss(candidates: Sequence[Candidate], budget: Budget) -> PartOptio
     return PartOptions.of(costs, [candidate.squared_error for candidate in candidates])
 
 
+def _allocate_low_rank(
+    candidates: Sequence[Sequence[Candidate]], options: Sequence[PartOptions], budget: Budget
+) -> Choice | None:
+    """Return the best choice of truncated SVDs; None if they cannot meet the budget."""
+    low_rank = [
+        [k for k, candidate in enumerate(row) if candidate.is_truncated_svd] for row in candidates
+    ]
+    narrow = [row.select(indices) for row, indices in zip(options, low_rank, strict=True)]
+    try:
+        picked = _allocate_within(narrow, budget)
+    except BudgetError:
+        return None
+    return [indices[k] for indices, k in zip(low_rank, picked, strict=True)]
+
+
 def _allocate_within(
     options: Sequence[PartOptions], budget: Budget, starts: Sequence[Choice] = ()
 ) -> Choice:
-    """Return the best choice within the cost of a budget, or within its error."""
+    """Return a choice of small loss within the cost of a budget, or of small cost in its error."""
     if budget.cost is None:
         return within_loss(options, budget.squared_error or 0.0, starts)
     return within_cost(options, budget.cost, starts)
 
 
 def _within_tolerance(layer: Layer, candidates: Sequence[Candidate], rtol: float) -> int:
-    """Return the index of fewest parameters within a relative error, else of the least error."""
-    allowed = rtol**2 * layer.squared_norm
-    good = [k for k, candidate in enumerate(candidates) if candidate.squared_error <= allowed]
-    if good:
-        return min(good, key=lambda k: (candidates[k].parameters, candidates[k].squared_error))
+    """Return the index of the smallest candidate within a relative error, or else the nearest."""
+    max_loss = rtol**2 * layer.squared_norm
+    within = [k for k, candidate in enumerate(candidates) if candidate.squared_error <= max_loss]
+    if within:
+        return min(within, key=lambda k: (candidates[k].parameters, candidates[k].squared_error))
     return min(range(len(candidates)), key=lambda k: candidates[k].squared_error)
