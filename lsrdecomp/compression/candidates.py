@@ -1,10 +1,9 @@
-"""Candidates of a layer, each with its price: nothing, itself, low rank, an LSR product.
+"""Candidates for a layer, each with its cost and error: nothing, itself, low rank, an LSR product.
 
-A `Candidate` is a value without factors: thousands are weighed against each other. It says of its
-structure all that a search asks: what it is called, whether it counts as truncated SVD, which
-storages it exists in, and how its factors are made. `priced_as` says what one costs and loses in a
-storage; `materialize` makes the factors of one that was chosen, once. `FAMILIES` lists the
-structures that need no solve.
+A `Candidate` has no factors, since a search compares thousands. Its class is its structure: how it
+is called, whether it counts as truncated SVD, which storages it exists in, and how its factors are
+made. `priced_as` returns it with the bytes and the error in a storage; `materialize` makes the
+factors of one that was chosen. `FAMILIES` lists the structures that need no solve.
 """
 
 from __future__ import annotations
@@ -46,15 +45,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate(ABC):
-    """A structure that a layer can get, at a price.
+    """A structure that may replace a layer, with its cost and its error.
 
     Attributes
     ----------
     structure : str
-        The word in tables, on disk and in JSON.
+        Name of the structure in tables, on disk and in JSON.
     is_truncated_svd : bool
-        Whether truncated SVD alone could choose it: the error reported beside ours is that of the
-        best choice among these.
+        Whether it is among the candidates of plain truncated SVD, whose best error is reported for
+        comparison.
+    parameters : int
     squared_error : float
         Absolute, in the layer's norm.
     storage : str
@@ -62,7 +62,7 @@ class Candidate(ABC):
     bytes : int
         Size of the factors as stored, without the file's header.
     rank : int
-        Rank that a server pays for.
+        Rank of the layer when it is served as a LoRA.
     """
 
     structure: ClassVar[str]
@@ -75,20 +75,20 @@ class Candidate(ABC):
 
     @abstractmethod
     def stored(self, layer: Layer) -> Stored | None:
-        """Make what is stored of the layer; None leaves the layer out."""
+        """Make the factors as they are stored; None leaves the layer out."""
 
     def alternatives(self, _layer: Layer) -> Iterable[Stored]:
-        """Make alternatives of the same size, of which the nearest to the layer is taken."""
+        """Make other factors of the same size; `materialize` takes the nearest to the layer."""
         return ()
 
     def exists_in(self, storage: str) -> bool:
-        """Return whether the structure can be stored so; by default in every floating type."""
+        """Return whether the structure can be stored in a type; by default in floating types."""
         return storage not in INTEGER_BITS
 
     def unmade_bytes(self) -> int:
-        """Return the size in a floating type before anything is made: of the parameters alone.
+        """Return the bytes in a floating type, without making the factors.
 
-        A structure that stores more beside its parameters says so here.
+        To be overridden by a structure that stores more than its parameters.
         """
         return math.ceil(self.parameters * precision(self.storage).bytes)
 
@@ -101,7 +101,7 @@ class DropCandidate(Candidate):
     is_truncated_svd = True
 
     def stored(self, _layer: Layer) -> None:
-        """Return nothing."""
+        """Return None: nothing is stored."""
 
     def exists_in(self, _storage: str) -> bool:
         """Return True."""
@@ -122,12 +122,12 @@ class KeepCandidate(Candidate):
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankCandidate(Candidate):
-    """The truncated SVD in the layer's norm."""
+    """The truncated SVD in the layer's norm, in floating point or in integer codes."""
 
     structure = "low rank"
     is_truncated_svd = True
-    bits: tuple[int, ...] = ()  # of each component as an integer code; empty: floating point
-    unrotated: bool = False  # coded as the columns and rows that the pair has
+    bits: tuple[int, ...] = ()  # width of each component's codes; empty: floating point
+    unrotated: bool = False  # codes of the pair's own columns and rows, not of singular vectors
 
     def stored(self, layer: Layer) -> Stored:
         """Return codes of each component, or both factors in a floating type."""
@@ -144,8 +144,8 @@ class LsrCandidate(Candidate):
     is_truncated_svd = False
     shape: ProductShape
     ranks: tuple[int, int]
-    product: Callable[[], SeparatedProduct] = field(repr=False)  # from where it waits, not rounded
-    refined: bool = False
+    product: Callable[[], SeparatedProduct] = field(repr=False)  # reads it, not rounded
+    refined: bool = False  # whether more sweeps were made after it was chosen
 
     @property
     def configuration(self) -> Configuration:
@@ -153,11 +153,11 @@ class LsrCandidate(Candidate):
         return self.shape, self.ranks
 
     def stored(self, _layer: Layer) -> Stored:
-        """Return the product, rounded as it is."""
+        """Return the product, rounded factor by factor."""
         return stored_product(self.product(), self.storage)
 
     def alternatives(self, layer: Layer) -> Iterable[Stored]:
-        """Make codes that are solved for in the layer's norm, where integers are stored."""
+        """Make integer codes that are solved in the layer's norm, not just rounded."""
         if self.storage in INTEGER_BITS:
             yield refitted_product(layer, self.product(), INTEGER_BITS[self.storage])
 
@@ -180,12 +180,12 @@ def keep(layer: Layer) -> KeepCandidate:
 
 
 def plain_candidates(layer: Layer, max_parameters: float = math.inf) -> list[Candidate]:
-    """Return the candidates of all `FAMILIES`, of at most about so many parameters."""
+    """Return the candidates that need no solve, up to about a number of parameters."""
     return [candidate for family in FAMILIES for candidate in family(layer, max_parameters)]
 
 
 def _drop_or_keep(layer: Layer, _max_parameters: float) -> list[Candidate]:
-    """Return both ends of the scale, whatever the limit."""
+    """Return the smallest and the largest candidate, whatever the limit."""
     return [drop(layer), keep(layer)]
 
 
@@ -208,35 +208,35 @@ FAMILIES: tuple[Callable[[Layer, float], Sequence[Candidate]], ...] = (
     _drop_or_keep,
     low_rank_candidates,
 )
-"""Candidates that need no solve, of a layer and a number of parameters above which none is
-wanted."""
+"""Functions that return the candidates of a layer that need no solve, up to about a number of
+parameters."""
 
 
 def water_filled_candidates(
     layer: Layer, max_bytes: float = math.inf, effort: SearchEffort = DEFAULT_EFFORT
 ) -> list[LowRankCandidate]:
-    """Return SVD with bits spread over its components, at several sizes.
+    """Return truncated SVDs in codes whose bits are spread over the components, at several sizes.
 
-    From the smallest useful size to eight bits each.
+    Sizes go from the smallest useful one to eight bits for each component.
 
     Parameters
     ----------
     layer : Layer
     max_bytes : float
-        Of the codes.
+        Maximum bytes of the codes.
     effort : SearchEffort
-        Says how many sizes at most.
+        Has the maximum number of sizes.
     """
     svd = layer_svd(layer)
-    filled = water_fill(layer, *svd)
-    if not filled:
+    widths_by_step = water_fill(layer, *svd)
+    if not widths_by_step:
         return []
-    # Neighbouring steps differ by the bits of one component: of many some, evenly spaced in their
-    # logarithm.
-    steps = np.geomspace(1, len(filled), min(effort.max_code_sizes, len(filled)))
+    # Consecutive steps differ in one component: take some, evenly spaced in their logarithm.
+    n_steps = len(widths_by_step)
+    spaced = np.geomspace(1, n_steps, min(effort.max_code_sizes, n_steps))
     candidates = []
-    for step in sorted({round(step) for step in steps}):
-        bits = filled[step - 1]
+    for step in sorted({round(value) for value in spaced}):
+        bits = widths_by_step[step - 1]
         if sum(bits) * sum(layer.shape) <= 8.0 * max_bytes:
             candidates.append(_coded_candidate(layer, spectral_code(layer, svd, bits), bits))
     return candidates
@@ -245,30 +245,30 @@ def water_filled_candidates(
 def equal_bits_candidates(
     layer: Layer, bits: int, effort: SearchEffort = DEFAULT_EFFORT
 ) -> list[LowRankCandidate]:
-    """Return SVD with equally many bits in every component, for budgets that count parameters.
+    """Return truncated SVDs in codes of one width, for budgets that count parameters.
 
-    Of all ranks up to `SearchEffort.consecutive_ranks`, then of some more.
+    They have all ranks up to `SearchEffort.consecutive_ranks`, and some larger ones.
     """
     svd = layer_svd(layer)
-    rank = int(np.count_nonzero(svd[1]))
+    max_rank = int(np.count_nonzero(svd[1]))
     last = effort.consecutive_ranks
-    ranks = set(range(1, min(rank, last) + 1))
-    if rank > last:
-        more = np.geomspace(last, rank, effort.max_code_sizes - last)
-        ranks |= {round(value) for value in more}
+    ranks = set(range(1, min(max_rank, last) + 1))
+    if max_rank > last:
+        spaced = np.geomspace(last, max_rank, effort.max_code_sizes - last)
+        ranks |= {round(value) for value in spaced}
     candidates = []
-    for some_rank in sorted(ranks):
-        widths = (bits,) * some_rank
+    for rank in sorted(ranks):
+        widths = (bits,) * rank
         candidates.append(_coded_candidate(layer, spectral_code(layer, svd, widths), widths))
     return candidates
 
 
 def unrotated_candidates(layer: Layer) -> list[LowRankCandidate]:
-    """Return the pair's own columns and rows as components of eight bits.
+    """Return the pair's own columns and rows in eight bits; nothing for a layer of zeros.
 
-    Nothing for a layer of zeros. LoRA starts one side uniformly at random and most of that start is
-    still there. In eight bits uniform numbers lose about half as much as Gaussian ones, which
-    singular vectors resemble; with fewer bits, components by size are ahead.
+    LoRA starts one side uniformly at random, and most of that start is still there after training.
+    In eight bits uniform numbers lose about half as much as Gaussian ones, which singular vectors
+    resemble. With fewer bits singular vectors are better.
     """
     if layer.squared_norm == 0.0:
         return []
@@ -277,7 +277,7 @@ def unrotated_candidates(layer: Layer) -> list[LowRankCandidate]:
 
 
 def _coded_candidate(layer: Layer, code: SpectralCode, bits: tuple[int, ...]) -> LowRankCandidate:
-    """Return the candidate of a code that was made of the layer, at its price."""
+    """Return the candidate of a code of the layer, with its bytes and its error."""
     rank = len(code.bits)
     parameters = rank * sum(layer.shape)
     unpriced = LowRankCandidate(parameters=parameters, squared_error=0.0, rank=rank, bits=bits)
@@ -285,7 +285,7 @@ def _coded_candidate(layer: Layer, code: SpectralCode, bits: tuple[int, ...]) ->
 
 
 def lsr_candidate(solution: PairSolution, cache: SpillCache) -> LsrCandidate:
-    """Return the candidate of a solution, whose factors wait in the cache."""
+    """Return the candidate of a solution, and keep its factors in the cache."""
     product = solution.product
     return LsrCandidate(
         parameters=product.parameters,
@@ -302,21 +302,21 @@ def lsr_candidate(solution: PairSolution, cache: SpillCache) -> LsrCandidate:
 
 @dataclass(frozen=True, eq=False)
 class Materialized:
-    """A candidate whose factors were made once and wait in a cache as they will be written."""
+    """A candidate with its factors as they will be written."""
 
-    candidate: Candidate  # its price is that of the stored factors
-    stored: Callable[[], Stored] | None = field(repr=False)  # None for a layer left out
+    candidate: Candidate  # with the bytes and the error of these factors
+    stored: Callable[[], Stored] | None = field(repr=False)  # reads them; None for a layer left out
 
     @property
     def product(self) -> SeparatedProduct | None:
-        """The product that a reader gets; None for a layer left out."""
+        """The product that is read from the written factors; None for a layer left out."""
         return None if self.stored is None else self.stored().dequantized()
 
 
 def materialize(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materialized:
     """Make the factors of a candidate in its storage, and measure them in the layer's norm.
 
-    Of its alternatives the nearest is taken.
+    If the candidate has alternatives, the nearest to the layer is taken.
     """
     stored = candidate.stored(layer)
     if stored is None:
@@ -333,13 +333,13 @@ def materialize(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materi
 def priced_as(
     layer: Layer, candidate: Candidate, storage: str, *, measured: bool = True
 ) -> Candidate:
-    """Return the candidate in a storage: its bytes counted, its error measured on rounded factors.
+    """Return a candidate with its bytes and its error in a storage.
 
-    Without ``measured`` a floating type leaves the error as it is. Integers for a low-rank pair are
-    `water_filled_candidates`.
+    Without ``measured`` the error in a floating type is that before rounding. Truncated SVDs in
+    integers are candidates of their own, `water_filled_candidates`.
     """
     candidate = replace(candidate, storage=storage)
-    # Codes are always measured: what few bits lose cannot be told from the exact error.
+    # Codes are always measured: the loss in few bits does not follow from the error before.
     if storage not in INTEGER_BITS and not measured:
         return replace(candidate, bytes=candidate.unmade_bytes())
     stored = candidate.stored(layer)
@@ -350,6 +350,6 @@ C = TypeVar("C", bound=Candidate)
 
 
 def _priced(layer: Layer, candidate: C, stored: Stored) -> C:
-    """Return the candidate at the bytes and the error of what is stored of it."""
+    """Return the candidate with the bytes and the error of stored factors."""
     error = layer.squared_error(stored.dequantized())
     return replace(candidate, bytes=stored.bytes, storage=stored.storage, squared_error=error)

@@ -1,10 +1,12 @@
-"""Factors in few bits: codes of the sides of a product, and of the components of an SVD.
+"""Factors in few bits: integer codes of LSR products, and of the components of a truncated SVD.
 
-An LSR product has codes of one width and a float16 scale a term, rounded one factor after the other
-while the others are solved again. Truncated SVD is stored by reverse water-filling [1]_: component
-k, a column and a row, in b_k-bit codes with one float16 scale. Bits go where they lower the
-expected error most; components below the water level get none. The pair itself, unrotated, can be
-coded in the same way.
+The factors of an LSR product have codes of one width, and each term one float16 scale. They are
+rounded one factor after the other, while the others are solved again.
+
+The components of a truncated SVD, each a column and a row, have codes of different widths and one
+float16 scale each. Bits are spread by reverse water-filling [1]_: they go where they lower the
+expected error most, and components below the water level get none. The columns and rows of the LoRA
+pair can be coded in the same way.
 
 References
 ----------
@@ -42,13 +44,13 @@ INTEGER_BITS = {name: FORMATS[name].bits for name in INTEGERS}
 """Bits of an integer code by the name of its storage."""
 
 MAX_BITS = 8
-"""Of an integer code: codes are held in one byte each."""
+"""Largest width of an integer code, which is held in one byte."""
 
 GAUSSIAN_ERROR = {
     2: 0.191, 3: 0.0467, 4: 0.01256, 5: 0.00341, 6: 0.000884, 7: 0.000225, 8: 0.0000558,
 }  # fmt: skip
-"""Relative squared error of a few hundred Gaussian numbers in so many bits, at the step of
-`nearest_codes`; measured."""
+"""Relative squared error by bits, measured on a few hundred Gaussian numbers at the step of
+`nearest_codes`."""
 
 Doubles = NDArray[np.float64]
 
@@ -59,8 +61,8 @@ Doubles = NDArray[np.float64]
 def stored_product(product: SeparatedProduct, storage: str) -> FloatProduct | QuantizedProduct:
     """Round a product to factors in a floating type, or to codes as int8 or int4.
 
-    The form is canonical first where there is one (two factors), so that γ = 1 and rounding adds no
-    more than its own size. Raises `PrecisionError` for an unknown storage.
+    A product of two factors is brought to canonical form first, which has condition γ = 1: rounding
+    errors are not amplified. Raises `PrecisionError` for an unknown storage.
     """
     if storage in INTEGER_BITS:
         return quantized_product(product, INTEGER_BITS[storage])
@@ -73,20 +75,17 @@ def stored_product(product: SeparatedProduct, storage: str) -> FloatProduct | Qu
 
 
 def quantized_product(product: SeparatedProduct, bits: int) -> QuantizedProduct:
-    """Round both sides to codes, in canonical form for two factors.
-
-    Orthogonal terms do not amplify rounding.
-    """
+    """Round both sides to codes; a product of two factors is brought to canonical form first."""
     if product.left.order == 2:
         product = product.canonical()
     return QuantizedProduct(quantize(product.left, bits), quantize(product.right, bits))
 
 
 def refitted_product(layer: Layer, product: SeparatedProduct, bits: int) -> QuantizedProduct:
-    """Find codes near a layer in its norm.
+    """Find codes of a product that are near the layer in its norm, by `quantize_sequentially`.
 
-    Each factor is rounded in turn and the others are solved again. By `quantize_sequentially`. Of
-    as many bytes as `quantized_product`, and seldom farther.
+    Each factor is rounded in turn, and the others are solved again. The result has as many bytes as
+    that of `quantized_product`, and is seldom farther from the layer.
     """
     if 0 in product.separation_ranks:
         return quantized_product(product, bits)
@@ -101,28 +100,28 @@ def refitted_product(layer: Layer, product: SeparatedProduct, bits: int) -> Quan
 def coded_product(
     product: SeparatedProduct, bits: int, norms: NormWeights | None = None
 ) -> QuantizedProduct | SpectralCode:
-    """Find codes near a product: solved for in the norm, or rounded, whichever is nearer.
+    """Find codes near a product: solved in the norm, or rounded, whichever are nearer.
 
-    Rounded, since training may have left numbers that lie near codes already. A product of one
-    factor a side is a matrix of low rank, and its singular vectors are coded.
+    Rounded ones may be nearer after training, whose numbers may be close to codes already. A
+    product of one factor on each side is a matrix of low rank: its singular vectors are coded.
     """
-    aim = Layer.of("", LowRank(*product.to_lora()), norms)
+    target = Layer.of("", LowRank(*product.to_lora()), norms)
     if product.left.order == 1:
-        return svd_code(aim, [bits] * len(aim.gauge[1]))
+        return svd_code(target, [bits] * len(target.gauge[1]))
     rounded = quantized_product(product, bits)
-    solved = refitted_product(aim, product, bits)
-    return min((rounded, solved), key=lambda coded: aim.squared_error(coded.dequantized()))
+    solved = refitted_product(target, product, bits)
+    return min((rounded, solved), key=lambda coded: target.squared_error(coded.dequantized()))
 
 
 @singledispatch
 def stored_like(
     old: Stored, _product: SeparatedProduct, _norms: NormWeights | None = None
 ) -> Stored:
-    """Store a product in the structure and storage of ``old``, near the product in the norm.
+    """Return a product in the structure and storage of ``old``, as near as possible in the norm.
 
-    Raises `UnsupportedError` for a structure that no function is registered for.
+    Raises `UnsupportedError` for a structure for which no function is registered.
     """
-    raise UnsupportedError(f"layers of {old.structure} are not stored anew with other numbers")
+    raise UnsupportedError(f"layers of {old.structure} cannot be stored with other numbers")
 
 
 @stored_like.register(FloatProduct)
@@ -133,7 +132,7 @@ def _floats_like(
 
 
 @stored_like.register(QuantizedProduct)
-def _terms_like(
+def _codes_like(
     old: QuantizedProduct, product: SeparatedProduct, norms: NormWeights | None = None
 ) -> Stored:
     return coded_product(product, max(old.left.bits, old.right.bits), norms)
@@ -143,17 +142,17 @@ def _terms_like(
 def _components_like(
     old: SpectralCode, product: SeparatedProduct, norms: NormWeights | None = None
 ) -> Stored:
-    # Bits by rank: the k-th largest singular value of the new product gets those that the k-th
-    # component had.
-    aim = Layer.of("", LowRank(*product.to_lora()), norms)
-    rank = len(aim.gauge[1])
-    return svd_code(aim, (*old.bits, *[0] * rank)[:rank])
+    # The k-th largest component of the new product gets the bits that the k-th one had.
+    target = Layer.of("", LowRank(*product.to_lora()), norms)
+    rank = len(target.gauge[1])
+    bits = (*old.bits, *[0] * rank)
+    return svd_code(target, bits[:rank])
 
 
 def quantize(matrix: SeparatedMatrix, bits: int) -> QuantizedMatrix:
-    """Round each factor to the nearest integers at the scale of least squared error.
+    """Round each factor to integers, at the scale of each term with the least squared error.
 
-    Terms stay in their order. Raises `PrecisionError` unless 2 ≤ bits ≤ 8.
+    Raises `PrecisionError` unless 2 ≤ bits ≤ 8.
     """
     if not 2 <= bits <= MAX_BITS:
         raise PrecisionError(f"codes have 2 to {MAX_BITS} bits, got {bits}")
@@ -168,9 +167,9 @@ def quantize(matrix: SeparatedMatrix, bits: int) -> QuantizedMatrix:
 
 
 def _float16(scales: Doubles) -> tuple[NDArray[np.float16], int]:
-    """Return scales as float16, and the power of two they are multiplied by.
+    """Return scales as float16, and the exponent of a power of two to multiply them by.
 
-    It brings the largest to between a half and one.
+    The power is such that the largest float16 lies between a half and one.
     """
     exponent = math.frexp(float(np.max(np.abs(scales), initial=0.0)))[1]
     return np.ldexp(scales, -exponent).astype(np.float16), exponent
@@ -180,12 +179,12 @@ def _float16(scales: Doubles) -> tuple[NDArray[np.float16], int]:
 
 
 def svd_code(layer: Layer, bits: Sequence[int]) -> SpectralCode:
-    """Return the code of the layer's SVD with these bits a component; see `spectral_code`."""
+    """Return the codes of a layer's SVD with these bits for each component; see `spectral_code`."""
     return spectral_code(layer, layer_svd(layer), bits)
 
 
 def pair_code(layer: Layer) -> SpectralCode:
-    """Return the code of the pair's own columns and rows, eight bits each."""
+    """Return codes of eight bits of the pair's own columns and rows."""
     left = to_numpy(layer.pair.left).astype(np.float64)
     right = to_numpy(layer.pair.right).astype(np.float64)
     column_norms = np.linalg.norm(left, axis=0)
@@ -212,19 +211,21 @@ def water_fill(layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles) -> list[tu
     Returns
     -------
     list of tuple of int
-        One width a component, 0 where it is left out; each entry spends more bits than the one
+        Widths of all components, 0 for those left out. Each entry has more bits than the one
         before.
 
     Notes
     -----
-    O(r log r) steps of a heap. The noise of a code of b bits in u_k counts ‖u_k‖² · tr G / m · D(b)
-    against u_kᵀ G u_k = 1, likewise for v_k: in the Frobenius norm both factors are one.
+    O(r log r) steps of a heap. The noise of codes of b bits in u_k has the squared norm
+    ‖u_k‖² · tr G / m · D(b), relative to u_kᵀ G u_k = 1, and likewise in v_k. In the Frobenius norm
+    both factors before D(b) are one.
     """
-    # Water 1: what noise in a component weighs beside the component itself.
-    output, input_ = layer.norms.output, layer.norms.input
+    # 1. The squared norm of noise in each component, relative to the component.
+    output = layer.norms.output
+    input_ = layer.norms.input
     noise = np.sum(u * u, axis=0) * (float(output.trace) / output.size)
     noise = noise + np.sum(vh * vh, axis=1) * (float(input_.trace) / input_.size)
-    # Water 2: the best next width of every component, by loss removed per bit.
+    # 2. The best next width of every component, by loss removed per bit.
     widths = [0] * len(sigma)
     heap = []
     for k in range(len(sigma)):
@@ -232,7 +233,7 @@ def water_fill(layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles) -> list[tu
         if step is not None:
             heap.append(step)
     heapq.heapify(heap)
-    # Water 3: the steepest step first, until none lowers the loss.
+    # 3. The steepest step first, until none lowers the loss.
     filled: list[tuple[int, ...]] = []
     while heap:
         _, k, bits = heapq.heappop(heap)
@@ -247,14 +248,14 @@ def water_fill(layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles) -> list[tu
 def _next_width(
     k: int, width: int, sigma: Doubles, noise: Doubles
 ) -> tuple[float, int, int] | None:
-    """Return (−loss removed per bit, k, bits) of the best next width of component k.
+    """Return (−loss removed per bit, k, bits) for the best next width of component k.
 
-    None if none lowers its loss. Several bits at once where that removes more per bit than one: a
-    first bit alone codes nothing.
+    A step may add several bits, since a first bit alone codes nothing. None if no width lowers the
+    loss.
     """
     energy = float(sigma[k] ** 2)
 
-    def lost(bits: int) -> float:
+    def loss_in(bits: int) -> float:
         if bits == 0:
             return energy
         return energy * min(1.0, float(noise[k]) * GAUSSIAN_ERROR[bits])
@@ -262,7 +263,7 @@ def _next_width(
     best_gain = 0.0
     best_bits = 0
     for bits in range(max(width + 1, 2), MAX_BITS + 1):
-        gain = (lost(width) - lost(bits)) / (bits - width)
+        gain = (loss_in(width) - loss_in(bits)) / (bits - width)
         if (gain, bits) > (best_gain, best_bits):
             best_gain = gain
             best_bits = bits
@@ -272,45 +273,43 @@ def _next_width(
 def spectral_code(
     layer: Layer, svd: Sequence[Doubles], bits: Sequence[int], *, rounds: int = 2
 ) -> SpectralCode:
-    """Find codes of columns and rows near the layer in its norm.
-
-    They are rounded in turn, each side fitted to the other's codes.
+    """Find codes of columns and rows whose products are near the layer in its norm.
 
     Parameters
     ----------
     layer : Layer
     svd : (u, sigma, vh), shapes (m, r), (r,), (r, n)
-        Where to start.
+        Columns, sizes and rows to start from.
     bits : sequence of int
-        Of each component; 0 leaves it out.
+        Width of each component; 0 leaves it out.
     rounds : int
-        Times that both sides are fitted to each other's codes. By hand.
+        Times that each side is fitted to the codes of the other. By hand.
 
     Notes
     -----
-    O((m + n) r²) a round, and what the norm takes to be applied.
+    O((m + n) r²) a round, and two applications of the weights of the norm.
     """
-    # Codes 1: σ goes to both sides alike, and both are rounded.
+    # 1. Round both sides, with half of σ on each.
     u, sigma, vh = svd
     coded = [k for k, width in enumerate(bits) if width]
     widths = tuple(bits[k] for k in coded)
     root = np.sqrt(sigma[coded])
     left_codes, left = _nearest_columns(u[:, coded] * root, widths)
     right_codes, _ = _nearest_columns(vh[coded, :].T * root, widths)
-    # Codes 2: least squares in the norm for one side given the values of the other, rounded, and
-    # the other way round.
+    # 2. With ΔW = b aᵀ and the left side L fixed, the right side of least error in the norm is
+    #    ΔWᵀ G L (Lᵀ G L)⁺. Round it, fix it, and solve for the left side in the same way with C.
     norms = layer.norms
     b = to_numpy(layer.pair.left).astype(np.float64)
     a = to_numpy(layer.pair.right).astype(np.float64).T
     for _ in range(rounds):
-        weighted = norms.output.apply(left)
-        fitted = a @ (b.T @ weighted) @ np.linalg.pinv(left.T @ weighted, hermitian=True)
-        right_codes, right = _nearest_columns(fitted, widths)
-        weighted = norms.input.apply(right)
-        fitted = b @ (a.T @ weighted) @ np.linalg.pinv(right.T @ weighted, hermitian=True)
-        left_codes, left = _nearest_columns(fitted, widths)
-    # Codes 3: the scales by least squares: Gram matrix of the rank-one codes, and their products
-    # with the layer.
+        weighted_left = norms.output.apply(left)
+        inverse_gram = np.linalg.pinv(left.T @ weighted_left, hermitian=True)
+        right_codes, right = _nearest_columns(a @ (b.T @ weighted_left) @ inverse_gram, widths)
+        weighted_right = norms.input.apply(right)
+        inverse_gram = np.linalg.pinv(right.T @ weighted_right, hermitian=True)
+        left_codes, left = _nearest_columns(b @ (a.T @ weighted_right) @ inverse_gram, widths)
+    # 3. The scales of the rank-one codes by least squares: their Gram matrix, and their inner
+    #    products with ΔW.
     left = left_codes.astype(np.float64)
     right = right_codes.astype(np.float64)
     weighted_left = norms.output.apply(left)
@@ -324,7 +323,7 @@ def spectral_code(
 
 
 def _nearest_columns(columns: Doubles, widths: Sequence[int]) -> tuple[Codes, Doubles]:
-    """Return codes of each column at its number of bits, and the values they stand for."""
+    """Return the nearest codes of each column in its number of bits, and their values."""
     codes = np.zeros(columns.shape, dtype=np.int8)
     values = np.zeros(columns.shape)
     for width in set(widths):

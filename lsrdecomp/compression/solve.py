@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 Factors = tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]
 
 SIDES = "left", "right"
-"""Names of the sides in the journal."""
+"""Names of the output side and the input side in the journal."""
 
 THREADS = ("OMP", "OPENBLAS", "MKL", "BLIS", "VECLIB_MAXIMUM", "NUMEXPR")
-"""Libraries whose threads a variable ``…_NUM_THREADS`` counts."""
+"""Libraries whose number of threads is set by an environment variable ``…_NUM_THREADS``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,15 +50,15 @@ class SolveTask:
     Attributes
     ----------
     indices : tuple of int
-        Of the layers in the whole adapter.
+        Indices of the layers in the adapter.
     requests : sequence of ShapeRequest
     starts : sequence of SeparatedProduct, optional
-        One a layer, of the shape of the only request and no more terms.
+        A start for each layer, of the shape of the only request and with no more terms.
     effort : SolveEffort
     device : str, optional
-        Of torch; absent, NumPy.
+        Device of torch; absent, NumPy solves.
     targets, weights : sequences of LowRank and of NormWeights
-        Read when the task is begun. Without weights, the Frobenius norm.
+        Numbers of the layers, read when the task is begun. Without weights, the Frobenius norm.
     """
 
     indices: tuple[int, ...]
@@ -71,7 +71,7 @@ class SolveTask:
 
     @property
     def size(self) -> int:
-        """Layers times shapes."""
+        """Number of layers times number of shapes."""
         return len(self.indices) * len(self.requests)
 
 
@@ -85,7 +85,7 @@ class SolvedShape:
     factors: Factors  # of both sides, (L, s, m_i, r_i) and (L, t, r_i, n_i)
 
     def ranks_of(self, position: int) -> Ranks:
-        """Return the terms of a layer's product, those that vanished not counted."""
+        """Return the numbers of terms of a layer's product that are not zero."""
         left, right = (_count_terms(side, position) for side in self.factors)
         return left, right
 
@@ -98,7 +98,7 @@ class SolvedShape:
 
 
 def _count_terms(side: Sequence[NDArray[np.float64]], position: int) -> int:
-    """Return how many terms of a side have no factor of zeros."""
+    """Return the number of terms of a side without a factor that is zero."""
     count = 0
     for term in range(side[0].shape[1]):
         count += all(factor[position, term].any() for factor in side)
@@ -112,17 +112,17 @@ def product_of(factors: Factors) -> SeparatedProduct:
 
 
 class _TaskInProgress(NamedTuple):
-    """A task with its numbers, and how its result is had."""
+    """A task whose numbers were read, and which may be running in a worker."""
 
     task: SolveTask
-    journal_key: (
-        str  # under which the result is kept; empty where there is no journal or it is known
-    )
+    journal_key: str
+    """Key under which the journal is to keep the result; empty if it has it, or there is none."""
     result: Callable[[], list[SolvedShape]]
+    """Returns the result: solves, reads the journal, or waits for the worker."""
 
 
 class TaskRunner:
-    """Solver of tasks, here or in processes of one thread each, which end with it.
+    """Runs tasks in this process, or in worker processes of one thread each.
 
     Raises `LsrError` if several workers are asked for and joblib is missing.
     """
@@ -147,34 +147,41 @@ class TaskRunner:
         starts: Mapping[int, SeparatedProduct] | None = None,
         effort: SolveEffort = DEFAULT_EFFORT.solve,
     ) -> list[SolveTask]:
-        """Return the same requests for layers of one group, in parts that fit in memory together.
+        """Return tasks that solve the same shapes for layers of one group.
 
-        Layers whose norms need as many coordinates lie side by side. With ``starts`` each goes on
-        from its own product.
+        Parameters
+        ----------
+        indices : sequence of int
+            The layers. Each task has as many of them as fit in memory together.
+        requests : sequence of ShapeRequest
+        starts : Mapping of index to SeparatedProduct, optional
+            The product that each layer starts from; absent, singular vectors.
+        effort : SolveEffort
         """
         if not requests:
             return []
+        # Layers with weights of similar sizes share a batch: the smaller ones are padded.
         ordered = sorted(indices, key=lambda i: self.layers[i].leading_entries)
         layers = [self.layers[i] for i in ordered]
         tasks = []
         for span in batches(layers, self.resources.limits, leading=True):
-            part = tuple(ordered[span])
-            own_starts = None if starts is None else [starts[i] for i in part]
-            tasks.append(SolveTask(part, requests, own_starts, effort, self.resources.device))
+            members = tuple(ordered[span])
+            member_starts = None if starts is None else [starts[i] for i in members]
+            tasks.append(SolveTask(members, requests, member_starts, effort, self.resources.device))
         return tasks
 
     def counter(self, tasks: Sequence[SolveTask], stage: str) -> Counter:
-        """Return what counts the layers and shapes of tasks."""
+        """Return a progress counter of the layers and shapes of tasks."""
         total = sum(task.size for task in tasks)
         return Counter(self.resources.on_step, stage, total, "layers × shapes")
 
     def results(
         self, tasks: Iterable[SolveTask], counter: Counter | None = None
     ) -> Iterator[tuple[SolveTask, list[SolvedShape]]]:
-        """Yield all tasks with their results, in their order, on which the table depends.
+        """Run tasks, and yield each with its result, in the order of the tasks.
 
-        What the journal has is not solved again. A worker that is free takes the next task,
-        whatever the others do. Raises `LsrError` if one of them is killed.
+        Results in the journal are not solved again. The order does not depend on which worker is
+        fastest, so the table does not either. Raises `LsrError` if a worker is killed.
         """
         resources = self.resources
         max_in_flight = 1
@@ -198,8 +205,8 @@ class TaskRunner:
                 yield task, shapes
         except BrokenExecutor as error:
             raise LsrError(
-                "a worker was ended from outside, most often for want of memory; take fewer and "
-                "start again: what was solved is used again"
+                "a worker was killed, most often for lack of memory; use fewer workers and start "
+                "again: what was solved is used again"
             ) from error
         except BaseException:
             if self._pool is not None:
@@ -215,9 +222,9 @@ class TaskRunner:
         key = ""
         if journal is not None:
             key = task_key(task)
-            stored = journal.get(key)
-            if stored is not None:
-                return _TaskInProgress(task, "", partial(_unpack, stored))
+            entry = journal.get(key)
+            if entry is not None:
+                return _TaskInProgress(task, "", partial(_unpack, entry))
         if self._pool is None:
             return _TaskInProgress(task, key, partial(solve, task))
         return _TaskInProgress(task, key, self._pool.submit(solve, task).result)
@@ -225,18 +232,15 @@ class TaskRunner:
 
 @one_blas_thread
 def solve(task: SolveTask) -> list[SolvedShape]:
-    """Solve all requests of a task in turn.
-
-    Each number of terms starts from the largest solved one that it holds.
-    """
-    # Targets are placed on the device and weighted once, for all shapes of the task.
+    """Solve all shapes of a task, each at growing numbers of terms."""
+    # Targets are moved to the device and weighted once, for all shapes.
     batch = WeightedTargets.of(task.targets, task.weights, task.device)
     shapes: list[SolvedShape] = []
     for request in task.requests:
         problem = PairProblem.of(batch, request.shape, task.effort.cg_steps)
         states: dict[Ranks, PairState] = {}
-        for asked in request.terms:
-            ranks = clipped(request.shape, asked)
+        for requested in request.terms:
+            ranks = clipped(request.shape, requested)
             if ranks not in states:
                 states[ranks] = _solve_ranks(problem, ranks, states, task)
         for ranks, state in states.items():
@@ -248,13 +252,16 @@ def solve(task: SolveTask) -> list[SolvedShape]:
 def _solve_ranks(
     problem: PairProblem, ranks: Ranks, states: Mapping[Ranks, PairState], task: SolveTask
 ) -> PairState:
-    """Solve one number of terms, from what was solved before if there is anything."""
+    """Solve one number of terms, from the best start there is.
+
+    That is the largest solution with fewer terms, else a product that the task brings, else
+    singular vectors.
+    """
     effort = task.effort
     sweeps = effort.sweeps
-    # Solutions of more terms start from those of fewer, which come nearer than singular vectors do.
-    fewer = [solved for solved in states if solved[0] <= ranks[0] and solved[1] <= ranks[1]]
-    if fewer:
-        start = problem.grown(states[max(fewer, key=sum)], ranks)
+    smaller = [solved for solved in states if solved[0] <= ranks[0] and solved[1] <= ranks[1]]
+    if smaller:
+        start = problem.grown(states[max(smaller, key=sum)], ranks)
     elif task.starts is not None:
         start = problem.from_products(task.starts, ranks)
     else:
@@ -264,7 +271,7 @@ def _solve_ranks(
 
 
 def task_key(task: SolveTask) -> str:
-    """Return a digest of all that a result depends on."""
+    """Return a digest of everything that the result of a task depends on."""
     pairs = [[target.left, target.right] for target in task.targets]
     shapes = [[request.shape, request.terms] for request in task.requests]
     starts = [[start.left.folded(), start.right.folded()] for start in task.starts or ()]
@@ -272,9 +279,9 @@ def task_key(task: SolveTask) -> str:
 
 
 def _pack(shapes: Sequence[SolvedShape]) -> tuple[dict[str, NDArray[np.float64]], list[Any]]:
-    """Return arrays by name, and sizes and terms of each shape.
+    """Return solved shapes as a journal keeps them: arrays by name, and JSON values.
 
-    The factors of all layers of a shape are stacked.
+    The values are the sizes and the terms of each shape.
     """
     arrays = {}
     values = []
@@ -288,7 +295,7 @@ def _pack(shapes: Sequence[SolvedShape]) -> tuple[dict[str, NDArray[np.float64]]
 
 
 def _unpack(result: JournalEntry) -> list[SolvedShape]:
-    """Return what `_pack` was given."""
+    """Return the solved shapes that `_pack` turned into a journal entry."""
     shapes = []
     for i, (sizes, ranks) in enumerate(result.values):
         shape = ProductShape(*map(tuple, sizes))

@@ -405,7 +405,7 @@ def test_a_worker_that_is_killed_is_one_clear_error(layers: list[Layer]) -> None
 
     answers = solved(range(COUNT), range(COUNT))
     assert [answer.errors.shape for answer in answers] == [(COUNT,), (COUNT,)]
-    with pytest.raises(LsrError, match=r"a worker was ended from outside.*take fewer"):
+    with pytest.raises(LsrError, match=r"a worker was killed.*use fewer workers"):
         solved(range(COUNT), [COUNT], range(COUNT))
     assert solved(range(COUNT))[0].errors.tolist() == answers[0].errors.tolist()
 

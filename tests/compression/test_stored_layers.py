@@ -168,7 +168,7 @@ def test_a_structure_without_a_row_is_refused_by_name(source: Any, tmp_path: Pat
 
     with pytest.raises(UnsupportedError, match="Unknown has no row in ENCODINGS"):
         write_lsr(tmp_path / "out", source=source, layers=[(QUERY, Unknown())])  # type: ignore[list-item]
-    with pytest.raises(UnsupportedError, match="layers of unknown are not stored anew"):
+    with pytest.raises(UnsupportedError, match="layers of unknown cannot be stored"):
         stored_like(Unknown(), product_of(np.random.default_rng(0)))  # type: ignore[arg-type]
 
 
