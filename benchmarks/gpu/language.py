@@ -120,7 +120,10 @@ def forms(options: argparse.Namespace) -> dict[str, Any]:
         calibrate(
             replace(base, name=options.llm),
             token_batches(
-                rows, size=options.batch, seed=options.seed, pad=base.tokenizer.pad_token_id
+                rows,
+                size=options.batch,
+                seed=options.seed,
+                pad_token_id=base.tokenizer.pad_token_id,
             ),
             out=work / "statistics",
             seed=options.seed,

@@ -58,7 +58,9 @@ class Judge:
         pad = source.tokenizer.pad_token_id
         self.mixed = mixed
         with self._products(source):
-            for batch in token_batches([rows[i] for i in order], size=BATCH, seed=None, pad=pad):
+            for batch in token_batches(
+                [rows[i] for i in order], size=BATCH, seed=None, pad_token_id=pad
+            ):
                 answers, recall = forward_repeatable(source, batch)
                 counted = batch["loss_mask"][:, 1:].bool()
                 wanted = batch["input_ids"][:, 1:][counted]
@@ -106,7 +108,7 @@ def said(
     """What a form says to the prompts of examples, of like length together."""
     prompts = [prompt_text(example, form.tokenizer) for example in examples]
     return generate(
-        form.model, form.tokenizer, prompts, new_tokens=new_tokens, autocast=True, batch=batch
+        form.model, form.tokenizer, prompts, new_tokens=new_tokens, autocast=True, batch_size=batch
     )
 
 

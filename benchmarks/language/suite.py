@@ -188,7 +188,9 @@ class Driver:
         base = self.opened(adapter)
         examples = read_examples(self.tasks / part.task / "train.jsonl")[: self.suite["samples"]]
         rows = tokenize(examples, base.tokenizer, max_length=self.suite["max_length"])
-        batches = token_batches(rows, size=8, seed=part.seed, pad=base.tokenizer.pad_token_id)
+        batches = token_batches(
+            rows, size=8, seed=part.seed, pad_token_id=base.tokenizer.pad_token_id
+        )
         begin, cpu = time.monotonic(), time.process_time()
         with autocast(base):
             named = replace(

@@ -70,6 +70,12 @@ class SolveEffort:
         Maximum sweeps from such a start.
     cg_steps : int
         Conjugate gradient steps of a block update in a weighted norm.
+
+    Examples
+    --------
+    >>> effort = SearchEffort(solve=SolveEffort(sweeps=4))              # for `Search(effort=…)`
+    >>> effort.solve.sweeps
+    4
     """
 
     sweeps: int = 2
@@ -187,6 +193,11 @@ class ResourceLimits:
         are solved again.
     worker_timeout : int
         Seconds after which a worker without work ends.
+
+    Examples
+    --------
+    >>> ResourceLimits(spill_bytes=2**20).spill_bytes                  # for `Resources(limits=…)`
+    1048576
     """
 
     pair_entries: int = 2**20

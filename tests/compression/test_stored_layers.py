@@ -118,7 +118,7 @@ def check_a_directory_counts_it(stored: Stored, source: Any, out: Path) -> None:
     )
     assert written.adapter_parameters == stored.parameters
     assert stored_layers(written)[QUERY].bytes == stored.bytes
-    assert stored.label in run_command("inspect", out).stdout
+    assert stored.label in run_command("inspect", out, "--wide").stdout
     exported = open_checkpoint(export_lora(written, out.with_name("exported"), storage="float64"))
     left, right = exported.layers[0].load()
     expected = np.asarray(stored.dequantized().to_matrix())
