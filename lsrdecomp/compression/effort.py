@@ -35,6 +35,12 @@ class ShapeGrid:
     min_large_ranks : float
         Parameters from which they are solved, in units of the parameters of a truncated SVD of
         rank 1.
+
+    Examples
+    --------
+    >>> grid = ShapeGrid(min_large_ranks=0.8)
+    >>> SearchEffort(grid=grid).grid.min_large_ranks
+    0.8
     """
 
     terms_of_two: tuple[Ranks, ...] = (
@@ -142,6 +148,12 @@ class SearchEffort:
     consecutive_ranks : int
         Where parameters are counted, such a size for each rank up to this one; larger ranks are
         spaced evenly in their logarithm.
+
+    Examples
+    --------
+    >>> from lsrdecomp.compression import Search
+    >>> Search(effort=SearchEffort()).effort == SearchEffort()          # the default
+    True
     """
 
     grid: ShapeGrid = ShapeGrid()

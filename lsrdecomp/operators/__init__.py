@@ -2,8 +2,8 @@
 
 Solve
     `solve`    A x = b: by factors, common bases, generalised Schur forms, or CG, MINRES, GMRES
-    `logdet`, `slogdet`, `eigenvalues`, `expm_multiply`
-               of one term, Kronecker sums, commuting terms, two terms
+    `logdet`, `slogdet`, `eigenvalues`, `expm_multiply`: of one term, Kronecker sums, commuting
+    terms, two terms
 
 One term
     `inv`, `pinv`, `det`, `eigh`, `svd`, `cholesky`, `sqrtm`
