@@ -6,6 +6,7 @@ Its error is that of the stored factors, measured.
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -14,6 +15,7 @@ from lsrdecomp.errors import (
     ArgumentError,
     BudgetError,
     ConvergenceError,
+    ConvergenceWarning,
     PrecisionError,
     ShapeError,
 )
@@ -95,7 +97,8 @@ def decompose(
         factors take its terms (`ALS`); two factors need no start, for they reach the optimum from
         any.
     throw : bool
-        Raise `ConvergenceError`, which holds the record, when the tolerance was not met.
+        Raise `ConvergenceError`, which holds the record, when the tolerance was not met; else that
+        is a `ConvergenceWarning`.
     on_sweep : callable, optional
         Called with each `Sweep`, those of solvers that take over or solve again included.
 
@@ -132,13 +135,30 @@ def decompose(
         # 2. The shape, or the search for one.
         if isinstance(shape, str) and shape == "search":
             _refuse_start_of_search(init)
-            return _in_best_shape(target, goal, solving, throw=throw)
-        if isinstance(shape, str) and shape == "balanced":
-            sizes = KroneckerShape.balanced(target.shape)
+            record = _in_best_shape(target, goal, solving, throw=throw)
         else:
-            sizes = KroneckerShape.parse(shape, ("balanced", "search"))
-        # 3. The terms in it.
-        return _in_shape(target, sizes, goal, solving, throw=throw)
+            if isinstance(shape, str) and shape == "balanced":
+                sizes = KroneckerShape.balanced(target.shape)
+            else:
+                sizes = KroneckerShape.parse(shape, ("balanced", "search"))
+            # 3. The terms in it.
+            record = _in_shape(target, sizes, goal, solving, throw=throw)
+    if not record.status.met:
+        # Tell the caller of `decompose`, which is wrapped once.
+        warnings.warn(_shortfall(record, goal.atol), ConvergenceWarning, stacklevel=3)
+    return record
+
+
+def _shortfall(record: Decomposition, atol: float | None) -> str:
+    """Return by how much a record missed its goal, why, and what to try."""
+    request = ""
+    if atol is not None:
+        goal = atol / record.target_norm if record.target_norm > 0.0 else atol
+        request = f" where {goal:.3g} was asked for"
+    return (
+        f"the relative error of {record.separation_rank} terms of {record.kronecker_shape} is "
+        f"{record.relative_error:.3g}{request}. {record.status.value}"
+    )
 
 
 def _refuse_start_of_search(init: SeparatedMatrix | None) -> None:
@@ -240,7 +260,8 @@ def decompose_each(
         Terms of each. Given alone, two factors are solved together, by batched products
         (`BatchedKrylov`).
     **goals
-        Any other argument of `decompose`; matrices are then solved one after the other.
+        Any other argument of `decompose`; matrices are then solved one after the other, and one
+        warning tells how many missed their goal.
 
     Returns
     -------
@@ -271,7 +292,31 @@ def decompose_each(
                 sizes = KroneckerShape.parse(shape)
             if sizes.order == 2:
                 return _together(targets, sizes, rank, goals.get("storage"))
-        return tuple(decompose(target, shape, rank=rank, **goals) for target in targets)
+        records, misses = _one_by_one(targets, shape, rank, goals)
+    if misses:
+        message = f"{len(misses)} of {len(records)} matrices missed their goal; {misses[0]}"
+        warnings.warn(message, ConvergenceWarning, stacklevel=2)
+    return records
+
+
+def _one_by_one(
+    targets: Sequence[Target],
+    shape: KroneckerShape | Sequence[Sequence[int]] | str,
+    rank: int | None,
+    goals: dict[str, Any],
+) -> tuple[tuple[Decomposition, ...], list[str]]:
+    """Return the records of matrices that are solved alone, and a sentence for each missed goal."""
+    records = []
+    misses = []
+    for i, target in enumerate(targets):
+        try:
+            records.append(decompose(target, shape, rank=rank, **goals | {"throw": True}))
+        except ConvergenceError as missed:
+            if goals.get("throw") or missed.record is None:
+                raise
+            records.append(missed.record)
+            misses.append(f"matrix {i}: {missed}")
+    return tuple(records), misses
 
 
 def _as_targets(matrices: Any) -> list[Target]:

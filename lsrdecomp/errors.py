@@ -15,6 +15,7 @@ __all__ = [
     "BudgetError",
     "CheckpointError",
     "ConvergenceError",
+    "ConvergenceWarning",
     "LsrError",
     "MatrixError",
     "PrecisionError",
@@ -56,6 +57,14 @@ class ConvergenceError(LsrError, RuntimeError):
     def __init__(self, message: str, record: Any = None) -> None:
         super().__init__(message)
         self.record = record
+
+
+class ConvergenceWarning(RuntimeWarning):
+    """A result fell short of its goal; its status says why, and what to try.
+
+    ``throw=True`` raises `ConvergenceError` instead; a loop over many matrices can look at the
+    status and filter the warning: ``warnings.simplefilter("ignore", ConvergenceWarning)``.
+    """
 
 
 class CheckpointError(LsrError, ValueError):

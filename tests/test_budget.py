@@ -8,7 +8,7 @@ from oracles import exact_error
 from problems import kronecker_sum
 
 from lsrdecomp.decompose import decompose
-from lsrdecomp.errors import BudgetError, ConvergenceError
+from lsrdecomp.errors import BudgetError, ConvergenceError, ConvergenceWarning
 from lsrdecomp.formats import smallest
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
@@ -47,7 +47,8 @@ def test_an_absolute_budget_means_the_same(kernel):
 
 
 def test_a_budget_that_the_rank_cannot_keep_says_so(kernel):
-    result = decompose(kernel, TWO, rank=2, budget=ErrorBudget(rtol=1e-6))
+    with pytest.warns(ConvergenceWarning, match="Every allowed term was used"):
+        result = decompose(kernel, TWO, rank=2, budget=ErrorBudget(rtol=1e-6))
     assert result.stored is None
     assert result.status is Status.rank_exhausted
     with pytest.raises(ConvergenceError, match="truncation alone"):
@@ -84,7 +85,8 @@ def test_the_advice_of_a_refused_budget_works_when_it_is_typed(kernel, storage, 
 
 
 def test_a_coarse_compute_type_is_reported(kernel):
-    result = decompose(kernel, TWO, budget=ErrorBudget(rtol=1e-3, compute="bfloat16"))
+    with pytest.warns(ConvergenceWarning, match="Terms cancel"):
+        result = decompose(kernel, TWO, budget=ErrorBudget(rtol=1e-3, compute="bfloat16"))
     assert result.status is Status.ill_conditioned
 
 

@@ -10,7 +10,7 @@ from scipy.sparse import linalg as sparse_linalg
 import lsrdecomp as lsr
 from lsrdecomp import operators
 from lsrdecomp.arrays import tail_norms
-from lsrdecomp.errors import BudgetError
+from lsrdecomp.errors import BudgetError, ConvergenceError, ConvergenceWarning
 from lsrdecomp.kronecker.rearrange import inverse_rearrange, rearrange
 from lsrdecomp.solvers.base import Status
 from lsrdecomp.solvers.svd.dense import SVD
@@ -56,8 +56,33 @@ def test_the_fewest_terms_that_meet_a_tolerance_are_taken(shape, data, rtol):
 
 
 def test_too_few_terms_for_the_tolerance_is_said(rng):
-    result = lsr.decompose(rng.standard_normal((12, 12)), rank=2, rtol=1e-3)
+    matrix = rng.standard_normal((12, 12))
+    with pytest.warns(
+        ConvergenceWarning, match=r"is 0\.\d+ where 0\.001 was asked for\. Every"
+    ) as told:
+        result = lsr.decompose(matrix, rank=2, rtol=1e-3)
     assert (result.status, result.separation_rank) == (Status.rank_exhausted, 2)
+    assert [warning.filename for warning in told] == [__file__]
+    with pytest.raises(ConvergenceError) as raised:
+        lsr.decompose(matrix, rank=2, rtol=1e-3, throw=True)
+    assert raised.value.record.status is Status.rank_exhausted
+
+
+def test_a_stack_says_once_how_many_missed_the_tolerance(rng):
+    stack = [np.eye(12), rng.standard_normal((12, 12)), rng.standard_normal((12, 12))]
+    with pytest.warns(ConvergenceWarning, match="2 of 3 matrices missed .* matrix 1: ") as told:
+        results = lsr.decompose_each(stack, rank=2, rtol=1e-3)
+    assert [warning.filename for warning in told] == [__file__]
+    assert [result.status.met for result in results] == [True, False, False]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_goal_that_is_met_is_met_without_a_word(rng):
+    matrix = rng.standard_normal((12, 12))
+    lsr.decompose(matrix, rank=2)
+    lsr.decompose(matrix, rtol=1e-3)
+    lsr.decompose(matrix, budget=lsr.ErrorBudget(rtol=1e-3))
+    lsr.decompose_each([matrix, matrix], rtol=1e-3)
 
 
 def test_appendix_b_is_wrong_about_rank_one_matrices(rng):

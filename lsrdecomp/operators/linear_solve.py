@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from lsrdecomp.arrays import Array, as_double, as_floating, is_complex, like, norm, to_numpy
-from lsrdecomp.errors import BudgetError, ConvergenceError, MatrixError
+from lsrdecomp.errors import BudgetError, ConvergenceError, ConvergenceWarning, MatrixError
 from lsrdecomp.operators.diagonal import Diagonalized, diagonalize
 from lsrdecomp.operators.gradients import (
     requires_gradient,
@@ -252,5 +252,5 @@ def _converged(record: LinearSolution, throw: bool) -> LinearSolution:
     if throw:
         raise ConvergenceError(message, record)
     # Tell the caller of `solve`, which is wrapped once.
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
+    warnings.warn(message, ConvergenceWarning, stacklevel=4)
     return record
