@@ -74,6 +74,7 @@ class Bidiagonal:
         self.operator = operator
         self.norm = norm
         self.block = block
+        self.is_continued = start is not None  # the first block holds vectors of another space
         self.rng = np.random.default_rng(seed)
         first = self._random(operator.shape[1])
         if start is not None:

@@ -185,6 +185,14 @@ class Certificate:
             return bound, ErrorKind.bounded
         return estimate, ErrorKind.estimated
 
+    def has_trend(self, rank: int) -> bool:
+        """Return whether two gains are known, so that an extrapolated excess can be trusted.
+
+        One gain may be small because the values around the last term lie so close together that the
+        space has not begun to tell them apart.
+        """
+        return len(self.earlier) == 2 and self.earlier[0].size > rank
+
     def has_visible_couplings(self, rank: int) -> bool:
         """Return whether couplings of the terms stand above their rounding, and the terms apart."""
         theta, _ = self._pairs
@@ -196,7 +204,7 @@ class Certificate:
 
         Infinite where they fall slowly, less than fourfold a step.
         """
-        if len(self.earlier) < 2 or self.earlier[0].size <= rank:
+        if not self.has_trend(rank):
             return math.inf
         first, second = (float(captured[rank]) for captured in self.earlier)
         previous_gain = second - first

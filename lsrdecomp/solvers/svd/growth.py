@@ -159,9 +159,17 @@ class Growth:
             return excess <= tolerance or fewer_would_fail
         if goal is not None and rank != self.max_terms:
             return False
-        excess, _ = certificate.excess(rank, tolerance)
         is_exhausted = rank < certificate.size and certificate.is_exact(certificate.error(rank))
-        return excess <= tolerance or is_exhausted
+        return is_exhausted or self._is_near_optimum(certificate, rank)
+
+    def _is_near_optimum(self, certificate: Certificate, rank: int) -> bool:
+        """Return whether the excess is within the tolerance, and can be trusted."""
+        excess, kind = certificate.excess(rank, self.tolerance)
+        if excess > self.tolerance:
+            return False
+        if kind is ErrorKind.bounded or not certificate.resolves(rank):
+            return True
+        return certificate.has_trend(rank) or self.space.is_continued
 
     def _projection(self, certificate: Certificate, rank: int) -> Projection:
         approximation = self._separated(*self.space.triples(rank), rank)
