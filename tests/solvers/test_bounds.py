@@ -38,6 +38,7 @@ def exact_norm(matrix):
     return np.sqrt(np.sum(np.abs(matrix.astype(np.clongdouble)) ** 2))
 
 
+@pytest.mark.filterwarnings("ignore::lsrdecomp.errors.ConvergenceWarning")
 @pytest.mark.parametrize("dtype", TYPES)
 @settings(max_examples=8)
 @given(
