@@ -1,6 +1,6 @@
-"""The result of `compress`: a report of every layer, sums, and factors that can be written.
+"""The result of `compress`: a report of every layer, totals, and factors that can be written.
 
-`recorded_errors` reads the errors back from disk.
+`recorded_errors` reads the errors in the report of a written adapter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lsrdecomp.formats.stored import Stored
 
 REPORT = "compression.json"
-"""The report in a written directory; `verify` compares with it."""
+"""Name of the report in a written directory, with which `verify` compares."""
 
 
 @keep_old_attributes
@@ -44,13 +44,13 @@ class Compression:
     chosen : tuple of Materialized
         The factors of each layer.
     low_rank_error : float, optional
-        Of the best truncated SVD for the same budget, in the plan's norm.
+        Relative error of the best truncated SVD for the same budget, in the plan's norm.
     effect : float, optional
-        KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA.
+        KL(LoRA ‖ no adapter) in nats per prediction, if the statistics are of this LoRA.
     fidelity : Fidelity, optional
-        Of an adapter that was measured on its base: what it keeps.
+        What is kept of the LoRA's effect, if that was measured on a base.
     tried, mismatches, truncated_svd
-        What was measured beside it: other sizes, texts answered differently, truncated SVD.
+        Other measurements on the base: other sizes, texts answered differently, truncated SVD.
 
     Examples
     --------
@@ -77,7 +77,7 @@ class Compression:
 
     @property
     def totals(self) -> Totals:
-        """All layers together."""
+        """Sizes and errors of all layers together."""
         return totals(self.layers, self.source.extra_parameters, self.low_rank_error, self.effect)
 
     @property
@@ -91,7 +91,7 @@ class Compression:
         return self.totals.missed == 0
 
     def to_json(self, *, every_layer: bool = True) -> dict[str, Any]:
-        """Return plan, source and report as plain values: of every layer, or the sums alone."""
+        """Return plan, source and report as JSON values, with or without a row for each layer."""
         return to_json(
             self.layers,
             self.totals,
@@ -121,10 +121,10 @@ class Compression:
         )
 
     def sentences(self, unit: str = "example") -> Iterator[str]:
-        """Yield what one can act on; ``unit`` is what a network answers once for.
+        """Yield the results as sentences; ``unit`` is what a prediction is made for.
 
-        A divergence is estimated where none was measured. Of an adapter that was trained since,
-        errors of its numbers say nothing any more.
+        A divergence is estimated unless one was measured. For a trained adapter errors of the
+        numbers are left out, since they say nothing about its outputs.
         """
         total = self.totals
         yield self._size_sentence()
@@ -178,11 +178,11 @@ class Compression:
     def save(self, out: str | Path, *, force: bool = False, record: bool = False) -> Path:
         """Write the LSR directory that PEFT opens.
 
-        Other tensors of the source are carried along bit for bit. With ``record`` its
-        compression.json tells of every layer what `to_json` tells, else the sums alone.
+        Other tensors of the source are copied bit for bit. With ``record`` its compression.json
+        has a row for every layer, else only the totals.
 
-        Raises `CheckpointError` if ``out`` exists (unless ``force``) or lies in the source; nothing
-        is half written.
+        Raises `CheckpointError` if ``out`` exists (unless ``force``) or lies in the source. The
+        directory is written wholly or not at all.
         """
         return write_lsr(
             out,
@@ -196,9 +196,9 @@ class Compression:
         )
 
     def _stored_layers(self) -> Iterator[tuple[str, Stored]]:
-        """Yield names and layers as they are stored, each read when it is written.
+        """Yield names and stored layers, each read when it is written.
 
-        Integer codes come after floats: like numbers side by side make the index small.
+        Layers in integer codes come after those in floats, which makes the index of the file small.
         """
         pairs = list(zip(self.layers, self.chosen, strict=True))
         for row, materialized in sorted(pairs, key=lambda pair: pair[0].storage not in PRECISIONS):
@@ -208,19 +208,19 @@ class Compression:
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One layer, before and after; errors are measured on the tensors as written.
+    """One layer before and after compression; errors are those of the tensors as written.
 
     Attributes
     ----------
     name, kind : str
     rows, columns, source_rank : int
-        Of the layer of the LoRA.
+        Size and rank of the LoRA's layer.
     structure : str
         ``"LSR"``, ``"low rank"``, ``"keep"``, ``"drop"``, or the name of another structure.
     shape : str
         The Kronecker sizes of both sides.
     separation_ranks : (int, int)
-        Terms of the out side and of the in side.
+        Terms of the output side and of the input side.
     parameters_before, parameters, bytes : int
     norm : float
         ‖ΔW‖_F.
@@ -231,10 +231,10 @@ class LayerReport:
     functional_error : float, optional
         ‖G^½ (ΔW − ΔŴ) C^½‖_F / ‖G^½ ΔW C^½‖_F.
     condition : float
-        γ, the larger of the two sides.
+        γ, the larger of those of the two sides.
     storage : str
     met : bool
-        Whether the plan's tolerance is met.
+        Whether the layer is within the plan's tolerance.
 
     Examples
     --------
@@ -281,30 +281,31 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """All layers together.
+    """Sizes and errors of all layers together.
 
     Attributes
     ----------
     layers, dropped : int
+        Number of layers, and of those left out.
     parameters_before, parameters : int
     extra_parameters : int
-        Of heads and other saved modules, carried along untouched.
+        Parameters of heads and other saved modules, which are copied unchanged.
     bytes : int
-        Of the factors, without headers and extras.
+        Bytes of the factors, without headers and copied tensors.
     relative_error : float
         (Σ‖ΔW − ΔŴ‖²)^½ / (Σ‖ΔW‖²)^½.
     functional_error : float, optional
         The same in the Fisher norm.
     kl : float, optional
-        Estimated divergence from the LoRA's answers, nats an answer; see `totals`.
+        Estimated divergence from the LoRA's outputs, in nats per prediction; see `totals`.
     worst_error : float
-        Of the layer ``worst_layer``, in the norm of the plan.
+        Relative error of the layer ``worst_layer``, in the norm of the plan.
     missed : int
-        Layers above the tolerance.
+        Number of layers above the plan's tolerance.
     low_rank_error : float, optional
-        Of the best truncated SVD found for the same budget, in the norm of the plan.
+        Relative error of the best truncated SVD for the same budget, in the norm of the plan.
     effect : float, optional
-        KL(LoRA ‖ no adapter) in nats an answer, where calibration measured it.
+        KL(LoRA ‖ no adapter) in nats per prediction, if calibration measured it.
 
     Examples
     --------
@@ -333,7 +334,7 @@ class Totals:
 
     @property
     def ratio(self) -> float:
-        """Parameters before by parameters now."""
+        """Parameters before, divided by parameters after."""
         return self.parameters_before / self.parameters if self.parameters else math.inf
 
     @property
@@ -343,7 +344,7 @@ class Totals:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """Names and values that a page or a notebook shows."""
+        """Names and values to show on a page or in a notebook."""
         pairs = [
             ("times fewer parameters", f"{self.ratio:.2f}"),
             ("relative error, all layers", f"{self.relative_error:.3g}"),
@@ -376,31 +377,33 @@ def report_layer(
     error: float | None = None,
     met: bool = True,
 ) -> LayerReport:
-    """Return the row of a layer: the one place where one is made.
+    """Return the report of a layer.
 
     Parameters
     ----------
     source_layer : LoraLayer
-        As it stands in the source.
+        The layer of the LoRA.
     layer : Layer
-        The same with its norm.
+        The same layer with its norm.
     stored : Stored, optional
-        As it is written; None if it was left out.
+        The layer as it is written; None if it was left out.
     structure, met
-        As in the row.
+        As in `LayerReport`.
     storage : str
-        Of a layer left out, that of the others.
+        Storage to report for a layer that was left out.
     error : float, optional
-        ‖G^½ (ΔW − ΔŴ) C^½‖_F, absolute, where it was measured before.
+        Absolute error in the layer's norm, ‖G^½ (ΔW − ΔŴ) C^½‖_F, if it was measured already.
     """
     product = None if stored is None else stored.dequantized()
     norm = layer.pair.norm
     norm_of_plan = math.sqrt(layer.squared_norm)
     if error is None:
         error = norm_of_plan if product is None else math.sqrt(layer.squared_error(product))
-    frobenius_error = error
-    functional_norm = functional_error = None
-    if not layer.is_frobenius:
+    if layer.is_frobenius:
+        frobenius_error = error
+        functional_norm = None
+        functional_error = None
+    else:
         frobenius_error = norm if product is None else layer.pair.residual_norm(product)
         functional_norm = norm_of_plan
         functional_error = _ratio(error, norm_of_plan)
@@ -432,11 +435,11 @@ def totals(
     low_rank_error: float | None = None,
     effect: float | None = None,
 ) -> Totals:
-    """Sum up all layers; relative errors combine through the absolute ones.
+    """Return the totals of all layers; relative errors are combined through absolute ones.
 
-    The divergence is the squared error in the Fisher norm times ``effect``, KL(LoRA ‖ no adapter)
-    as measured in calibration. Without one it is the norm's own second-order value ½ Σ‖G^½ (ΔW −
-    ΔŴ) C^½‖², which is several times too low where a LoRA changes much.
+    The divergence is estimated as the squared relative error in the Fisher norm times ``effect``,
+    KL(LoRA ‖ no adapter) as calibration measured it. Without that it is the second-order estimate
+    ½ Σ‖G^½ (ΔW − ΔŴ) C^½‖², which is several times too low where a LoRA changes much.
     """
     norms = [layer.norm for layer in layers]
     errors = [layer.norm * layer.relative_error for layer in layers]
@@ -474,7 +477,7 @@ def totals(
 def to_json(
     layers: Sequence[LayerReport], summary: Totals, *, every_layer: bool, **others: Any
 ) -> dict[str, Any]:
-    """Return plain values for a JSON file: of every layer, or the sums alone."""
+    """Return a report as JSON values, with or without a row for each layer."""
     sums = asdict(summary)
     sums["ratio"] = summary.ratio if math.isfinite(summary.ratio) else None
     report = {**others, "totals": sums}
@@ -484,24 +487,20 @@ def to_json(
 
 
 def report_text(report: dict[str, Any]) -> str:
-    """Return a report as the text of the record.
-
-    A line a value where it has every layer, else in few bytes.
-    """
+    """Return a report as JSON: indented if it lists layers, else in few bytes."""
     indent = 1 if "layers" in report else None
     return json.dumps(report, indent=indent, allow_nan=False) + "\n"
 
 
 def recorded_errors(written: Checkpoint) -> dict[str, Any]:
-    """Return relative errors as far as a written adapter records them.
+    """Return the relative errors that are recorded in a written adapter.
 
-    The report of a directory holds them, and an export of that directory repeats them in its
-    header.
+    They are in the report of a directory, and in the header of a file that was exported from it.
 
     Returns
     -------
     dict
-        ``{"total": …, "layers": {name: …}}``; the total is None if there is none.
+        ``{"total": …, "layers": {name: …}}``; the total is None if none is recorded.
     """
     path = written.weights.parent / REPORT
     if path.is_file():
@@ -525,10 +524,10 @@ def recorded_errors(written: Checkpoint) -> dict[str, Any]:
 
 
 def _ratio(lost: float, size: float) -> float:
-    """Return an error relative to a size; as it is where the size is zero."""
+    """Return an error relative to a norm; the error itself if the norm is zero."""
     return lost / size if size > 0.0 else lost
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """Return the value if it is a JSON object, else an empty one: files may say anything."""
+    """Return the value if it is a JSON object, else an empty one: files may hold anything."""
     return value if isinstance(value, dict) else {}

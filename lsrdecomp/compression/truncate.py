@@ -1,7 +1,7 @@
 """Truncated SVD of a whole adapter with one threshold over all layers, in the source's own format.
 
-It takes seconds and no base. Without one, closeness of numbers is all there is, and there low rank
-is hard to beat; so nothing else is worked out. Each layer is read twice, once for its singular
+It takes seconds and needs no base. Without a base only the weights can be matched, and there low
+rank is hard to beat, so nothing else is tried. Each layer is read twice, once for its singular
 values and once to be written, and no layer stays in memory.
 """
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 RECORD_BYTES = 2048
-"""Room for our record in the header of the file."""
+"""Bytes that are left for our record in the header of the file."""
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """An adapter cut to a plan, ready to be written.
+    """An adapter truncated to a plan, ready to be written.
 
     Attributes
     ----------
@@ -45,7 +45,7 @@ class Truncation:
     sigma : tuple of Array
         The singular values of each layer.
     ranks : tuple of int
-        What is kept of each.
+        The rank that each layer keeps.
 
     Examples
     --------
@@ -84,20 +84,20 @@ class Truncation:
     def curve(
         self, ratios: Sequence[float] = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
     ) -> Iterator[tuple[float, int, float]]:
-        """Yield (ratio, parameters, relative error) of the whole adapter at other sizes."""
+        """Yield ratio, parameters and relative error of the whole adapter at other sizes."""
         rule = rank_rule(self.source)
         for ratio in ratios:
             max_parameters = self.source.adapter_parameters / ratio
-            ranks = _ranks_within(self.layers, self.sigma, max_parameters, rule)
+            ranks = _ranks_within_size(self.layers, self.sigma, max_parameters, rule)
             if any(ranks):
                 other = replace(self, ranks=ranks)
                 yield ratio, other.parameters, other.relative_error
 
     @one_blas_thread
     def save(self, out: str | Path, *, force: bool = False, on_step: OnStep | None = None) -> Path:
-        """Write it as the source came; layers of rank 0 are left out.
+        """Write the adapter in the format of its source, without layers of rank 0.
 
-        By `lsrdecomp.checkpoints.write_pairs`.
+        See `lsrdecomp.checkpoints.write_pairs`.
         """
         record = {
             "plan": self.plan.to_json(),
@@ -113,7 +113,7 @@ class Truncation:
         )
 
     def _pairs(self, on_step: OnStep | None) -> Iterator[tuple[str, Array, Array]]:
-        """Yield what is written of each layer: the pair as it is, or cut."""
+        """Yield name and pair of each layer that is written; a layer of full rank is unchanged."""
         written = Counter(on_step, "writing", len(self.layers), "layers")
         for layer, rank in zip(self.layers, self.ranks, strict=True):
             if rank == layer.rank:
@@ -133,61 +133,60 @@ def truncate(
     on_step: OnStep | None = None,
     **settings: Unpack[PlanKeywords],
 ) -> Truncation:
-    """Cut every layer to the rank that one threshold over all singular values gives it.
+    """Truncate every layer to the rank that one threshold over all singular values gives it.
 
     Parameters
     ----------
     checkpoint : Checkpoint
-        A LoRA in a format that `write_pairs` gives back as it came.
+        A LoRA in a format that `write_pairs` can write.
     plan : CompressionPlan, optional
         A ratio, parameters or bytes of the file over all layers, or a relative error of every layer
-        (``rtol``); otherwise one of these goals as an argument.
+        (``rtol``). Absent, one of these goals is given as an argument.
     storage : str, optional
         A floating type, here or in the plan; absent, that of each layer.
     on_step : callable, optional
-        Called with a `ProgressUpdate` as the singular values of each layer are known.
+        Called with a `ProgressUpdate` after the singular values of each layer.
     **settings
         The fields of `CompressionPlan`.
 
     Returns
     -------
     Truncation
-        Nothing is written before `Truncation.save`.
+        Call its ``save`` to write the adapter.
 
     Raises
     ------
     BudgetError
-        Where nothing fits, or unless there is one goal.
+        If nothing fits, or unless there is one goal.
     SettingsError
-        For a setting that a cut file does not read, such as ``kl``, or a storage in integers.
+        For a setting that has no use here, such as ``kl``, or a storage in integers.
     UnsupportedError
-        For an adapter that is not plain pairs.
+        For an adapter that is not made of plain pairs.
     ArgumentError
-        For a name that is no goal, with the nearest that is.
+        For an unknown goal, with the nearest known name.
 
     Notes
     -----
-    O((m + n) r²) a layer; between the two readings 2 r² + r numbers a layer wait, in memory or on
-    disk.
+    O((m + n) r²) a layer. Between the two readings 2 r² + r numbers of each layer are kept, in
+    memory or on disk.
     """
     request = Request.parse({"storage": storage, **settings}, plan=plan, to_file=True)
     plan = request.plan
     assert plan is not None
     file_or_directory(checkpoint)
-    # Truncate 1: the singular values of every layer; they wait in its cache.
+    # 1. Compute the singular values of every layer.
     layers = tuple(open_layers(checkpoint))
     sigma = []
     read = Counter(on_step, "reading", len(layers), "layers")
     for layer in layers:
         sigma.append(to_numpy(layer.gauge[1]))
         read.add()
-    # Truncate 2: the rank of each layer, by a tolerance of its own or by one threshold over all of
-    # them.
+    # 2. Choose the rank of each layer, by a tolerance of its own or by one threshold over all.
     rule = rank_rule(checkpoint)
     if plan.rtol is not None:
-        ranks = _ranks_for(sigma, plan.rtol, rule)
+        ranks = _ranks_within_error(sigma, plan.rtol, rule)
     else:
-        ranks = _ranks_within(layers, sigma, _max_parameters(checkpoint, plan), rule)
+        ranks = _ranks_within_size(layers, sigma, _max_parameters(checkpoint, plan), rule)
     if plan.max_rank is not None:
         ranks = tuple(min(rank, plan.max_rank) for rank in ranks)
     if not any(ranks):
@@ -196,7 +195,7 @@ def truncate(
 
 
 def _nothing_fits(checkpoint: Checkpoint, layers: Sequence[Layer], rule: RankRule) -> str:
-    """Return what is said where no rank fits."""
+    """Return the error message if no rank fits."""
     text = "nothing of the adapter fits into this budget; allow more"
     if rule.min_rank:
         smallest = sum(sum(layer.shape) for layer in layers)
@@ -206,8 +205,8 @@ def _nothing_fits(checkpoint: Checkpoint, layers: Sequence[Layer], rule: RankRul
     return text + ", or store smaller numbers (--bytes, with --storage float16)"
 
 
-def _ranks_for(sigma: Sequence[Array], rtol: float, rule: RankRule) -> tuple[int, ...]:
-    """Return the smallest ranks within a relative error of each layer."""
+def _ranks_within_error(sigma: Sequence[Array], rtol: float, rule: RankRule) -> tuple[int, ...]:
+    """Return the smallest ranks at which each layer is within a relative error."""
     ranks = []
     for tails in map(tail_norms, sigma):
         smallest = next(rank for rank, lost in enumerate(tails) if lost <= rtol * tails[0])
@@ -221,54 +220,48 @@ def _ranks_for(sigma: Sequence[Array], rtol: float, rule: RankRule) -> tuple[int
     return tuple(ranks)
 
 
-def _ranks_within(
+def _ranks_within_size(
     layers: Sequence[Layer], sigma: Sequence[Array], max_parameters: float, rule: RankRule
 ) -> tuple[int, ...]:
-    """Return ranks by components in the order of what each removes a parameter, while they fit.
+    """Return the ranks that keep most within a number of parameters.
 
     Zeros if the smallest ranks that the format allows do not fit.
     """
-    gains = [_gains_of([sigma[i] for i in group]) for group in rule.groups]
+    # Layers of a group have one rank, so a component of a group is one of each of its layers.
+    gains = [_component_gains([sigma[i] for i in group]) for group in rule.groups]
     sizes = [sum(sum(layers[i].shape) for i in group) for group in rule.groups]
-    if rule.is_common:  # the rank with which most is kept
-        max_rank = max(len(gain) for gain in gains)
-        fills = [_fill_with(rank, gains, sizes, max_parameters) for rank in range(1, max_rank + 1)]
-        chosen = max(fills, key=lambda fill: _kept(gains, fill))
+    if rule.is_common:
+        group_ranks = _best_common_rank(gains, sizes, max_parameters)
     else:
-        chosen = _fill(gains, sizes, max_parameters, rule.min_rank)
+        group_ranks = _best_ranks(gains, sizes, max_parameters, rule.min_rank)
     ranks = [0] * len(layers)
-    for group, rank in zip(rule.groups, chosen, strict=True):
+    for group, rank in zip(rule.groups, group_ranks, strict=True):
         for i in group:
             ranks[i] = rank
     return tuple(ranks)
 
 
-def _gains_of(sigma: Sequence[Array]) -> Array:
-    """Return what each component of a group removes of the squared error, layers together."""
+def _component_gains(sigma: Sequence[Array]) -> Array:
+    """Return the squared error that each component of a group of layers removes."""
     length = max(len(values) for values in sigma)
     squares = [np.pad(values**2, (0, length - len(values))) for values in sigma]
     return np.asarray(np.sum(squares, axis=0))
 
 
-def _kept(gains: Sequence[Array], counts: Sequence[int]) -> float:
-    """Return what so many components of each group remove of the squared error."""
-    return sum(float(gain[:count].sum()) for gain, count in zip(gains, counts, strict=True))
-
-
-def _fill(
+def _best_ranks(
     gains: Sequence[Array], sizes: Sequence[int], max_parameters: float, min_rank: int = 0
 ) -> list[int]:
-    """Return how many components of each group fit, those first that remove most a parameter.
+    """Return the rank of each group, from components in the order of their gain per parameter.
 
     Parameters
     ----------
     gains : sequence of Array
-        What each component of a group removes, falling.
+        Squared error that each component of a group removes, in falling order.
     sizes : sequence of int
-        Parameters of one component of a group.
+        Parameters of one component of each group.
     max_parameters : float
     min_rank : int
-        Components of every group at least; if those do not fit, none does.
+        Least rank of every group. If it does not fit, all ranks are 0.
     """
     counts = [min_rank] * len(gains)
     used = min_rank * sum(sizes)
@@ -285,22 +278,32 @@ def _fill(
     return counts
 
 
-def _fill_with(
-    rank: int, gains: Sequence[Array], sizes: Sequence[int], max_parameters: float
+def _best_common_rank(
+    gains: Sequence[Array], sizes: Sequence[int], max_parameters: float
 ) -> list[int]:
-    """Return ``rank`` for the groups that fit with it, and none for the others."""
-    kept = [gain[:rank].sum(keepdims=True) for gain in gains]
-    counts = _fill(kept, [rank * size for size in sizes], max_parameters)
-    return [rank * count for count in counts]
+    """Return the rank of each group where all groups that are kept have the same rank."""
+    best: list[int] = []
+    best_gain = -math.inf
+    for rank in range(1, max(map(len, gains)) + 1):
+        # With a given rank each group is one component: kept or left out.
+        group_gains = [gain[:rank].sum(keepdims=True) for gain in gains]
+        group_sizes = [rank * size for size in sizes]
+        is_kept = _best_ranks(group_gains, group_sizes, max_parameters)
+        ranks = [rank * kept for kept in is_kept]
+        kept_gain = sum(float(gain[:count].sum()) for gain, count in zip(gains, ranks, strict=True))
+        if kept_gain > best_gain:
+            best = ranks
+            best_gain = kept_gain
+    return best
 
 
 def _max_parameters(checkpoint: Checkpoint, plan: CompressionPlan) -> float:
-    """Return how many numbers a plan allows in all pairs together."""
+    """Return the maximum parameters of all pairs together under a plan."""
     if plan.ratio is not None:
         return checkpoint.adapter_parameters / plan.ratio
     if plan.parameters is not None:
         return plan.parameters
-    # Of a file of so many bytes, header, alphas and other tensors go off first.
+    # Bytes of the file that are not of pairs: header, alphas and other tensors.
     assert plan.bytes is not None
     number_bytes = int(DTYPES[plan.storage or checkpoint.storage].itemsize)
     pairs = sum(layer.up.nbytes + layer.down.nbytes for layer in checkpoint.layers)
