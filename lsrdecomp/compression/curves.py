@@ -1,4 +1,4 @@
-"""Error curves of a whole adapter: every layer cut alike, errors and parameters summed."""
+"""Error curves of a whole adapter, with the same number of terms in every layer."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ Points = dict[int, tuple[int, float]]
 def adapter_curves(
     checkpoint: Checkpoint, *, on_step: OnStep | None = None
 ) -> tuple[ErrorCurve, ...]:
-    """Return relative errors over all layers against the number of terms, a curve a structure.
+    """Return relative errors over all layers against the number of terms, for two structures.
 
-    The curves: truncated SVD, at 1, 2, … ranks a layer; and the LSR product at 1, 2, 3, 4, 6, 8,
-    12, … terms a side in the balanced shape, each side by its own SVD in the balanced gauge.
-    Nothing is rounded.
+    One curve is truncated SVD, at ranks 1, 2, …. The other is an LSR product of balanced shape, at
+    1, 2, 3, 4, 6, 8, 12, … terms on each side, each side truncated by its own SVD in the balanced
+    gauge. Nothing is rounded.
 
     Parameters
     ----------
     checkpoint : Checkpoint
-        Of LoRA layers.
+        An adapter of LoRA layers.
     on_step : callable, optional
-        Called with a `ProgressUpdate` as the points of each layer are known.
+        Called with a `ProgressUpdate` after each layer.
 
     Returns
     -------
@@ -62,7 +62,7 @@ def adapter_curves(
     truncated SVD 18432
     LSR, side by side 73728
     """
-    # Curves 1: every layer at every number of terms, each read once.
+    # 1. Measure every layer at every number of terms; each is read once.
     low_rank: list[Points] = []
     factorwise: list[Points] = []
     norms = []
@@ -73,7 +73,7 @@ def adapter_curves(
         low_rank.append(_truncations(pair))
         factorwise.append(_factorwise(pair))
         measured.add()
-    # Curves 2: all layers cut alike; errors add up as squares.
+    # 2. Combine the layers at the same number of terms; squared errors add up.
     norm = math.hypot(*norms)
     return _summed("truncated SVD", low_rank, norm), _summed("LSR, side by side", factorwise, norm)
 
@@ -85,7 +85,7 @@ def _truncations(pair: LowRank) -> Points:
 
 
 def _factorwise(pair: LowRank) -> Points:
-    """Return the points of an LSR product of balanced shape, each side truncated by its own SVD."""
+    """Return the points of LSR products of balanced shape, whose sides are truncated separately."""
     shape = ProductShape.balanced(pair.shape, balanced_split(min(pair.rank, *pair.shape)))
     # Both sides are decomposed once; a number of terms then costs a truncation and a residual.
     sides = FactorwiseSVD().truncations(pair, shape)
@@ -104,9 +104,9 @@ def _term_counts(max_terms: int) -> list[int]:
 
 
 def _summed(label: str, layers: list[Points], norm: float) -> ErrorCurve:
-    """Return the curve of all layers cut alike.
+    """Return the curve of all layers at the same number of terms.
 
-    A layer that has no point for so many terms takes part with its last one.
+    A layer that cannot have as many terms counts with its largest number.
     """
     ranks = sorted(set().union(*layers))
     parameters = []

@@ -1,4 +1,4 @@
-"""An adapter of any kind as the plain low-rank pairs of the same ΔW, for tools that load LoRA."""
+"""Export of any adapter as a plain LoRA of the same ΔW, for tools that load LoRA."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def export_lora(
     like: Checkpoint | None = None,
     without_heads: bool = False,
 ) -> Path:
-    """Write the plain LoRA of the same ΔW: its inner rank is that of the LSR layers.
+    """Write a plain LoRA of the same ΔW, with the inner ranks of the LSR layers.
 
     LSR factors expand to LoRA factors, so nothing is lost beyond rounding to ``storage``.
 
@@ -55,44 +55,41 @@ def export_lora(
     ----------
     checkpoint : Checkpoint
     out : path
-        A directory for "lora", a file for "kohya", "diffusers" and "gguf"; for "same" what ``like``
-        is.
+        A directory for "lora", a file for "kohya", "diffusers" and "gguf"; for "same", the same as
+        ``like``.
     to : str
-        "lora" (PEFT), "kohya", "diffusers", "gguf" (llama.cpp) or "same": as ``like`` came, see
-        `write_pairs`.
+        The format: "lora" (PEFT), "kohya", "diffusers", "gguf" (llama.cpp), or "same" for that of
+        ``like``, see `write_pairs`.
     storage : str, optional
-        Type of the numbers; absent, the checkpoint's own (float32 where it holds codes), that of
-        ``like`` for "same", or f16 for "gguf", which also takes f32 and q8_0.
+        Type of the numbers; absent, the checkpoint's own (float32 for codes), that of ``like`` for
+        "same", or f16 for "gguf", which can also have f32 and q8_0.
     profile : str
-        Of "lora": "peft"; "server", each layer at its own rank under one global scale and without
-        the head; or "lorax", padded to one rank, with zeros for layers that were dropped. See
+        For "lora": "peft"; "server", each layer at its own rank under one global scale and without
+        the head; or "lorax", padded to one rank, with zeros for layers that were left out. See
         `lsrdecomp.checkpoints.write_lora`.
-
     base : path, optional
-        Of "gguf", and needed there: the base as GGUF file, model directory or config.json. Absent,
-        the directory that the adapter's config names, if there is one. Of "kohya" and "diffusers",
-        for layers called by position: the pipeline they were trained on, from which they get their
-        names.
+        For "gguf", which needs it: the base as GGUF file, model directory or config.json; absent,
+        the directory that the adapter's config names. For "kohya" and "diffusers", if layers are
+        called by position: the pipeline that they were trained on, which has their names.
     like : Checkpoint, optional
-        Of "same": the file whose format is wanted again; absent, the checkpoint itself, which is
-        then a LoRA.
+        For "same": the file whose format to write; absent, the checkpoint itself, which must be a
+        LoRA then.
     without_heads : bool
-        Leave out all tensors that are no part of a layer: saved heads, biases, token embeddings.
-        The profiles server and lorax do so anyway; elsewhere what cannot hold them is refused
-        without it.
+        Leave out all tensors beside the layers: saved heads, biases, token embeddings. The profiles
+        server and lorax always do. A format that cannot hold them refuses them otherwise.
 
     Returns
     -------
     Path
-        What was written: a directory or a file.
+        The directory or file.
 
     Raises
     ------
     UnsupportedError
-        For another format, by name.
+        For an unknown format.
     CheckpointError
-        If ``out`` exists (unless ``force``), or a file of the checkpoint is not what was written,
-        by its SHA256SUMS.
+        If ``out`` exists (unless ``force``), or a file of the checkpoint changed since it was
+        written, by its SHA256SUMS.
 
     Examples
     --------
@@ -112,7 +109,7 @@ def export_lora(
         text = f"{', '.join(changed)} changed since it was written: its SHA-256 is not the one in"
         text = f"{text} {SUMS}; copy or compress it again"
         raise CheckpointError(text, path=checkpoint.weights.parent)
-    # Export 1: every layer as a pair; layers called by position get the base's names.
+    # 1. Turn every layer into a pair; layers called by position get the base's names.
     names = {}
     if base is not None and to in ("kohya", "diffusers"):
         names = resolve_positions(checkpoint, read_modules(base))
@@ -121,10 +118,10 @@ def export_lora(
         for layer in checkpoint.layers
     )
     if profile == "lorax" and to == "lora":
-        layers = chain(layers, _zeros_of_dropped(checkpoint))
+        layers = chain(layers, _zeros_for_dropped_layers(checkpoint))
     is_for_server = to == "lora" and profile != "peft"
     extras: dict[str, StoredTensor] | None = {} if without_heads or is_for_server else None
-    # Export 2: what was recorded of the source, so that `verify` can hold the file to it.
+    # 2. Repeat the record of the checkpoint, with which `verify` will compare the file.
     record: dict[str, Any] = {
         "derived_from": read_provenance(checkpoint),
         "recorded": recorded_errors(checkpoint),
@@ -133,27 +130,27 @@ def export_lora(
         record["left_out"] = sorted(checkpoint.extras)
     if names:
         record["renamed"] = {new: old for old, new in names.items()}
-    # Export 3: the format.
-    written: dict[str, Any] = {"layers": layers, "extras": extras, "force": force}
+    # 3. Write the format.
+    content: dict[str, Any] = {"layers": layers, "extras": extras, "force": force}
     if to == "gguf":
-        written["storage"] = _gguf_storage(storage)
-        return write_gguf(out, base=_base(checkpoint, base), source=checkpoint, **written)
-    written["provenance"] = record
+        gguf_base = _gguf_base(checkpoint, base)
+        gguf_storage = _gguf_storage(storage)
+        return write_gguf(out, base=gguf_base, source=checkpoint, storage=gguf_storage, **content)
+    content["provenance"] = record
     if to == "same":
-        return write_pairs(out, source=like or checkpoint, storage=storage, **written)
-    written["source"] = checkpoint
-    written["storage"] = storage or checkpoint.storage
+        return write_pairs(out, source=like or checkpoint, storage=storage, **content)
+    storage = storage or checkpoint.storage
     if to == "lora":
-        return write_lora(out, profile=profile, **written)
+        return write_lora(out, source=checkpoint, storage=storage, profile=profile, **content)
     if to in ("kohya", "diffusers"):
-        return write_pairs(out, names=to, **written)
+        return write_pairs(out, source=checkpoint, storage=storage, names=to, **content)
     raise UnsupportedError(f"cannot write {unknown(to, EXPORT_FORMATS)}")
 
 
-def _zeros_of_dropped(checkpoint: Checkpoint) -> Iterator[tuple[str, Array, Array]]:
-    """Yield rank one and zero for each dropped layer.
+def _zeros_for_dropped_layers(checkpoint: Checkpoint) -> Iterator[tuple[str, Array, Array]]:
+    """Yield a pair of rank 1 that is zero for each layer that a compression left out.
 
-    A server that stacks all layers of a type then misses none.
+    A server that stacks all layers of a type needs every one of them.
     """
     sizes: dict[str, set[tuple[int, int]]] = {}
     for layer in checkpoint.layers:
@@ -172,13 +169,13 @@ def _zeros_of_dropped(checkpoint: Checkpoint) -> Iterator[tuple[str, Array, Arra
 
 
 def _gguf_storage(storage: str | None) -> str:
-    """Return llama.cpp's word for a type; half precision if none is asked for."""
+    """Return llama.cpp's name of a type; half precision if none is given."""
     words = {None: "f16", "float16": "f16", "float32": "f32"}
     return words.get(storage, storage or "f16")
 
 
-def _base(checkpoint: Checkpoint, base: str | Path | None) -> GgufBase:
-    """Return the base that a GGUF file follows: as given, or the one that the adapter names."""
+def _gguf_base(checkpoint: Checkpoint, base: str | Path | None) -> GgufBase:
+    """Return the base whose names a GGUF file needs: as given, or as the adapter's config names."""
     named = checkpoint.config.get("base_model_name_or_path")
     if base is None and isinstance(named, str) and (Path(named) / "config.json").is_file():
         base = named

@@ -1,4 +1,4 @@
-"""verify: the errors of a written adapter, measured anew from the two directories alone."""
+"""`verify`: measure the errors of a written adapter again, from its files and its source alone."""
 
 from __future__ import annotations
 
@@ -23,27 +23,25 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
 
 AGREEMENT = 1e-9
-"""Relative difference of a measured and a recorded error that agree.
-
-Both are the same computation on the same stored numbers, and libraries differ by so much.
-"""
+"""Largest relative difference of a measured and a recorded error that agree: the two are the same
+computation on the same numbers, perhaps by other libraries."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCheck:
-    """One layer measured anew.
+    """One layer, measured again.
 
     Attributes
     ----------
     name : str
     parameters : int
-        As written.
+        Parameters of the written layer.
     norm : float
         ‖ΔW‖_F of the source.
     relative_error : float
-        Measured now.
+        The error measured now.
     recorded_error : float or None
-        As the writer measured it, if it said.
+        The error that was recorded when the layer was written, if any.
 
     Examples
     --------
@@ -60,7 +58,7 @@ class LayerCheck:
 
     @property
     def agrees(self) -> bool:
-        """True if the error is a number, and the writer's figure, if there is one."""
+        """True if the error is finite and equals the recorded one, if there is one."""
         return _agree(self.relative_error, self.recorded_error)
 
 
@@ -72,19 +70,19 @@ class Verification:
     ----------
     layers : tuple of LayerCheck
     relative_error : float
-        Over all layers together.
+        The error over all layers, measured now.
     recorded_error : float or None
-        The same as the writer measured it, if it said.
+        The same error as it was recorded, if it was.
     source_matches : bool or None
-        Whether the source has the bytes it had when this was made; None: not recorded.
+        Whether the source is the file that the adapter was made from; None if none is recorded.
     changed_files : tuple of str
-        Files that are not what was written, by their recorded digests.
+        Files that changed since they were written, by their recorded digests.
     changed_tensors : tuple of str
-        Tensors carried along that differ from the source's.
+        Copied tensors that differ from the source's.
     rounding : float
-        Of the exports since the error was recorded, over all layers.
+        Relative error that later exports may have added to the recorded one.
     recorded : bool
-        Whether anything was written of what this should be; without, nothing is vouched for.
+        Whether there is any record to compare with.
 
     Examples
     --------
@@ -104,7 +102,7 @@ class Verification:
 
     @property
     def agrees(self) -> bool:
-        """True if the error over all layers is a number, and the writer's figure if any."""
+        """True if the error over all layers is finite and equals the recorded one, if any."""
         return _agree(self.relative_error, self.recorded_error, self.rounding)
 
     @property
@@ -119,7 +117,7 @@ class Verification:
 def verify(
     source: Checkpoint, written: Checkpoint, *, on_step: OnStep | None = None
 ) -> Verification:
-    """Measure the errors of ``written`` against ``source`` anew, and look for changes since.
+    """Measure the errors of ``written`` against ``source`` again, and look for changed files.
 
     The error of a layer is ‖ΔW − ΔŴ‖_F / ‖ΔW‖_F.
 
@@ -135,18 +133,17 @@ def verify(
     Returns
     -------
     Verification
-        ``passed`` if all is as the writer recorded it; an error that is larger than asked for is no
-        failure here.
+        ``passed`` if everything is as it was recorded, however large the error.
 
     Raises
     ------
     CheckpointError
-        If a layer of the source is missing or has another size, or a layer is not in the source.
+        If the layers of the two differ: one is missing, additional, or of another size.
 
     Notes
     -----
-    One thin QR of both pairs a layer, O((m + n)(r + q)²) for rank q as written; one layer is in
-    memory at a time.
+    One thin QR of both pairs for each layer, O((m + n)(r + q)²) for a written rank q. One layer is
+    in memory at a time.
 
     Examples
     --------
@@ -164,9 +161,9 @@ def verify(
         raise CheckpointError(
             "is an LSR adapter: name first the LoRA that it was made from", path=source.path
         )
-    # 1. What was recorded of the written one, and of what it was made from.
-    record = _Recorded.of(written)
-    # 2. Every layer of the source: what is there in its place, or that it was left out on purpose.
+    # 1. Read the records.
+    record = _Records.of(written)
+    # 2. Measure every layer of the source. A layer may be missing if the record says so.
     names = _source_names(source, written, record.names)
     check_layers(written, source, names)
     present = {names.get(layer.name, layer.name): layer for layer in written.layers}
@@ -177,21 +174,22 @@ def verify(
         pair = layer_pair(source, layer)
         error = pair.norm
         parameters = 0
-        was_left_out = layer.name not in present and record.allows_to_leave_out(layer.name)
+        was_left_out = layer.name not in present and record.may_lack_layer(layer.name)
         if not was_left_out:
+            # `layer` raises an error for a name that is missing without a record of it.
             other = present.get(layer.name) or written.layer(layer.name)
             error = pair.residual_norm(layer_product(other))
             parameters = other.parameters
         size = math.hypot(size, pair.norm)
         lost = math.hypot(lost, error)
         relative = error / pair.norm if pair.norm > 0.0 else error
-        # An export rounds again, so its layers have other errors than were recorded before it.
+        # An export rounds again: the recorded errors of its layers are those before.
         recorded = record.layers.get(layer.name)
         if record.is_export and not was_left_out:
             recorded = None
         checks.append(LayerCheck(layer.name, parameters, pair.norm, relative, recorded))
         measured.add()
-    # 3. Files and tensors that are not what was written.
+    # 3. Find changed files and tensors.
     changed = changed_files(written.weights.parent)
     changed_names = list(changed or ())
     if record.sha256 is not None and record.sha256 != data_sha256(written.weights):
@@ -212,36 +210,37 @@ def verify(
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
-    """The record of a written adapter, and the records of what it was made from.
+class _Records:
+    """The records of a written adapter: its own, and those of the adapters it was made from.
 
     Attributes
     ----------
     layers : dict
-        Relative error of each layer, as far as it was recorded.
+        Recorded relative error of each layer.
     total : float or None
-        Over all layers.
+        Recorded relative error over all layers.
     origins : set of str
-        Digests of the files that it was made from.
-    made_in_steps : int
-        Records in the chain.
+        Digests of the files that the adapter was made from.
+    n_records : int
+        Number of records: 1, and one more for each adapter between the source and this one.
     dropped : set of str
-        Layers that were left out on purpose.
+        Layers that a compression left out.
     left_out : set of str
-        Other tensors that were.
+        Tensors other than layers that an export left out.
     names : dict
-        The source's name of each layer that was given another.
+        The source's name of each layer that an export renamed.
     sha256 : str or None
-        Of all tensors as they were written: what is not among them was left out then.
+        Digest of all tensors as they were written. If it holds, no layer went missing later.
     is_export : bool
+        Whether the adapter was exported from another one.
     rounding : float
-        By how much the exports since the error was recorded moved ΔW, absolute.
+        Absolute error in ΔW that exports added since the errors were recorded.
     """
 
     layers: Mapping[str, float]
     total: float | None
     origins: set[str]
-    made_in_steps: int
+    n_records: int
     dropped: set[str]
     left_out: set[str]
     names: Mapping[str, str]
@@ -250,7 +249,8 @@ class _Recorded:
     rounding: float
 
     @classmethod
-    def of(cls, written: Checkpoint) -> _Recorded:
+    def of(cls, written: Checkpoint) -> _Records:
+        """Read the records of an adapter."""
         record = read_provenance(written)
         errors = recorded_errors(written)
         chain = list(_chain(record))
@@ -268,7 +268,7 @@ class _Recorded:
             layers=errors["layers"],
             total=errors["total"],
             origins=origins,
-            made_in_steps=len(chain),
+            n_records=len(chain),
             dropped=dropped,
             left_out=set(map(str, record.get("left_out") or ())),
             names={str(new): str(old) for new, old in mapping(record.get("renamed")).items()},
@@ -278,22 +278,22 @@ class _Recorded:
         )
 
     def total_for(self, source: Checkpoint) -> float | None:
-        """Return the recorded error over all layers; 0 of an export of the source itself."""
-        if self.total is None and self.is_export and self.made_in_steps == 1:
+        """Return the recorded error over all layers; for an export of the source itself, 0."""
+        if self.total is None and self.is_export and self.n_records == 1:
             return 0.0 if source.source_sha256 in self.origins else None
         return self.total
 
-    def allows_to_leave_out(self, name: str) -> bool:
-        """Return whether a layer may be missing."""
+    def may_lack_layer(self, name: str) -> bool:
+        """Return whether a layer that is missing was left out when the adapter was written."""
         return self.sha256 is not None or name in self.dropped
 
 
 def check_layers(
     written: Checkpoint, source: Checkpoint, names: Mapping[str, str] | None = None
 ) -> None:
-    """Raise `CheckpointError` unless all layers are of the source, and of the same sizes.
+    """Raise `CheckpointError` unless all layers are in the source, with the same sizes.
 
-    ``names`` are the source's of layers that were given others.
+    ``names`` has the source's names of renamed layers.
     """
     names = names or {}
     by_name = {layer.name: layer for layer in source.layers}
@@ -312,9 +312,9 @@ def check_layers(
 def _source_names(
     source: Checkpoint, written: Checkpoint, recorded: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the source's name of each layer that was given another.
+    """Return the source's names of renamed layers.
 
-    By the record, or flattened for kohya.
+    They are recorded, or for a kohya file the source's names whose flattened ones it has.
     """
     names = dict(recorded)
     if written.format != "kohya":
@@ -329,15 +329,18 @@ def _source_names(
 
 
 def _agree(measured: float, recorded: float | None, rounding: float = 0.0) -> bool:
-    """Return whether an error is a number and, if one was recorded, the recorded one."""
+    """Return whether an error is finite and equals the recorded one, if there is one.
+
+    ``rounding`` is what exports may have added since.
+    """
     if recorded is None:
         return math.isfinite(measured)
-    slack = 1e-12 + (1.0 + AGREEMENT) * rounding
-    return math.isclose(measured, recorded, rel_tol=AGREEMENT, abs_tol=slack)
+    tolerance = 1e-12 + (1.0 + AGREEMENT) * rounding
+    return math.isclose(measured, recorded, rel_tol=AGREEMENT, abs_tol=tolerance)
 
 
 def _changed_tensors(source: Checkpoint, written: Checkpoint, left_out: set[str]) -> Iterator[str]:
-    """Yield the names of other tensors that were not carried along bit for bit."""
+    """Yield the names of tensors beside the layers that are not copies of the source's."""
     expected = set(source.extras) - left_out
     for name in sorted(expected | set(written.extras)):
         if name not in source.extras or name not in written.extras:
@@ -350,13 +353,13 @@ def _changed_tensors(source: Checkpoint, written: Checkpoint, left_out: set[str]
 
 
 def _rounding(record: dict[str, Any]) -> float:
-    """Return by how much rounding moved ΔW when a file was written; 0 where it does not say."""
-    moved = record.get("rounding")
-    return float(moved) if isinstance(moved, int | float) else 0.0
+    """Return the absolute error in ΔW by the rounding of an export; 0 if none is recorded."""
+    error = record.get("rounding")
+    return float(error) if isinstance(error, int | float) else 0.0
 
 
 def _chain(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the record of a file, of the file it was made from, and so on."""
+    """Yield the record of an adapter, that of the one it was made from, and so on."""
     while record:
         yield record
         record = mapping(record.get("derived_from"))
