@@ -1,4 +1,4 @@
-"""Requests on the command line: groups of options, their spelling, and the roads that read them."""
+"""Requests on the command line: option groups, their spelling, and the routes that read them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from lsrdecomp import checkpoints
 from lsrdecomp.cli.options import Alpha, Each, Force, JsonFile, MaxMemory, Name, Quiet, Wide
 from lsrdecomp.cli.outputs import NEW_FILE, UNKNOWN
-from lsrdecomp.compression.request import ALL_ROADS, TO_DIRECTORY, Interface, Request
+from lsrdecomp.compression.request import ALL_ROUTES, TO_DIRECTORY, Interface, Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,20 +113,20 @@ class Display:
 
 
 OWN_OPTIONS = {
-    "name": ALL_ROADS,
-    "alpha": ALL_ROADS,
-    "max_memory": ALL_ROADS,
-    "out": ALL_ROADS,
-    "dry_run": ALL_ROADS,
+    "name": ALL_ROUTES,
+    "alpha": ALL_ROUTES,
+    "max_memory": ALL_ROUTES,
+    "out": ALL_ROUTES,
+    "dry_run": ALL_ROUTES,
     "record": TO_DIRECTORY,
     "report": TO_DIRECTORY,
-    "json": ALL_ROADS,
-    "force": ALL_ROADS,
+    "json": ALL_ROUTES,
+    "force": ALL_ROUTES,
     "wide": TO_DIRECTORY,
     "each": TO_DIRECTORY,
-    "quiet": ALL_ROADS,
+    "quiet": ALL_ROUTES,
 }
-"""The roads that read each option of the groups: tables and records are of LSR."""
+"""The routes that read each option of the groups: tables and records are of LSR."""
 
 
 def flag(name: str) -> str:

@@ -1,9 +1,9 @@
-"""A request of compression as one value: the goal, the road that reaches it, the settings it reads.
+"""A request of compression: its goal, the route to the goal, and the settings of that route.
 
-`lsrdecomp.compress`, `truncate`, `search_adapter` and ``lsrdecomp compress`` all ask
-`Request.parse`, before anything is opened. A setting that the road does not read is refused by
-name, with the road that reads it. `READ_ON` is the one table of settings and roads; a place of
-requests, such as the command line, adds its own options and its spelling (`Interface`).
+`lsrdecomp.compress`, `truncate`, `search_adapter` and ``lsrdecomp compress`` all call
+`Request.parse` before they open anything. A setting that the route does not read is refused by
+name, with the route that reads it. `READ_ON` is the one table of settings and routes. The command
+line adds its own options and spells settings in its own way (`Interface`).
 """
 
 from __future__ import annotations
@@ -24,48 +24,48 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints.progress import OnStep
 
 
-class Road(Enum):
-    """A way from a goal to an adapter."""
+class Route(Enum):
+    """The way from a goal to an adapter."""
 
     SEARCHED = "searched"
     """Shapes are searched for each layer, to a size or an error."""
     GIVEN_TERMS = "given terms"
     """Every layer gets the same number of terms; nothing is searched."""
     MEASURED = "measured"
-    """A base answers texts, and what the result keeps of the LoRA's effect is measured."""
+    """A base runs on texts, to measure what the result keeps of the LoRA's effect."""
     TRUNCATED = "truncated"
-    """A LoRA file is cut by truncated SVD, and stays in its own format."""
+    """A LoRA file is truncated by SVD, and stays in its own format."""
 
 
-ALL_ROADS = frozenset(Road)
-TO_DIRECTORY = ALL_ROADS - {Road.TRUNCATED}
-"""Roads that write a directory of LSR."""
-_MEASURED = frozenset({Road.MEASURED})
-_SEARCHING = frozenset({Road.SEARCHED, Road.MEASURED})
-_SIZED = frozenset({Road.SEARCHED, Road.MEASURED, Road.TRUNCATED})
+ALL_ROUTES = frozenset(Route)
+TO_DIRECTORY = ALL_ROUTES - {Route.TRUNCATED}
+"""Routes that write an LSR directory."""
+_MEASURED = frozenset({Route.MEASURED})
+_SEARCHING = frozenset({Route.SEARCHED, Route.MEASURED})
+_SIZED = frozenset({Route.SEARCHED, Route.MEASURED, Route.TRUNCATED})
 
-READ_ON: Mapping[str, frozenset[Road]] = MappingProxyType(
+READ_ON: Mapping[str, frozenset[Route]] = MappingProxyType(
     {
-        # Goals: one of them is asked for.
+        # Goals, of which a request has one.
         "ratio": _SIZED,
         "parameters": _SIZED,
         "bytes": _SIZED,
         "rtol": _SIZED,
         "kl": _SEARCHING,
         "keep": _MEASURED,
-        "separation_rank": frozenset({Road.GIVEN_TERMS, Road.MEASURED}),
-        # The rest of a plan.
-        "inner_shape": frozenset({Road.GIVEN_TERMS, Road.MEASURED}),
+        "separation_rank": frozenset({Route.GIVEN_TERMS, Route.MEASURED}),
+        # Other settings of a plan.
+        "inner_shape": frozenset({Route.GIVEN_TERMS, Route.MEASURED}),
         "max_rank": _SIZED,
-        "storage": ALL_ROADS,
-        # How it is searched, and with what.
+        "storage": ALL_ROUTES,
+        # Settings of the search, and its resources.
         "statistics": TO_DIRECTORY,
         "search": _SEARCHING,
         "workers": _SEARCHING,
         "journal": _SEARCHING,
         "device": TO_DIRECTORY,
-        "on_step": ALL_ROADS,
-        # How a base is asked.
+        "on_step": ALL_ROUTES,
+        # Settings of measurements on a base.
         "base": _MEASURED,
         "data": _MEASURED,
         "held_out": _MEASURED,
@@ -79,29 +79,29 @@ READ_ON: Mapping[str, frozenset[Road]] = MappingProxyType(
         "passes": _MEASURED,
     }
 )
-"""The roads that read each setting of the library."""
+"""The routes that read each setting of the library."""
 
 SEARCH_ONLY = ("search", "workers")
-"""Settings of a search, which ``separation_rank`` does not need on any road."""
+"""Settings of a search, which the goal ``separation_rank`` does not read on any route."""
 
-PREFERRED = (Road.SEARCHED, Road.GIVEN_TERMS, Road.MEASURED)
-"""The order in which a refusal names a road that reads a setting: what asks for least first."""
+PREFERRED = (Route.SEARCHED, Route.GIVEN_TERMS, Route.MEASURED)
+"""Order in which a refusal suggests routes that read a setting: those that need least first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """Python or the command line: its spelling of settings, and its own options."""
+    """Python or the command line: how it spells settings, and its own options."""
 
     name: Callable[[str], str]
-    """A setting as the subject of a sentence, such as ``passes`` or ``--passes``."""
+    """Returns a setting as the subject of a sentence, such as ``passes`` or ``--passes``."""
     argument: Callable[[str], str]
-    """A setting as one would give it, such as ``base=`` or ``--base``."""
+    """Returns a setting as a user types it, such as ``base=`` or ``--base``."""
     goals: str
-    """What to ask for, after "one goal is needed, got none: "."""
+    """The goals, to follow "one goal is needed, got none: "."""
     leave_truncated: str
-    """How to ask for a directory of LSR instead of a cut file, after "is read "."""
-    own_options: Mapping[str, Collection[Road]] = field(default_factory=dict)
-    """The roads that read each option that only this place has."""
+    """How to request an LSR directory and not a truncated file, to follow "is read "."""
+    own_options: Mapping[str, Collection[Route]] = field(default_factory=dict)
+    """Options that only this interface has, with the routes that read them."""
 
 
 PYTHON = Interface(
@@ -118,21 +118,21 @@ PYTHON = Interface(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One goal, the road that reaches it, and what that road reads.
+    """One goal, the route to it, and the settings that the route reads.
 
     Examples
     --------
-    >>> Request.parse({"ratio": 48}).road
-    <Road.SEARCHED: 'searched'>
+    >>> Request.parse({"ratio": 48}).route
+    <Route.SEARCHED: 'searched'>
     >>> Request.parse({"ratio": 48, "passes": 2})
     Traceback (most recent call last):
     lsrdecomp.fields.SettingsError: passes is read with base=
     """
 
-    road: Road
+    route: Route
     goal: str  # the name of the field: one of GOALS, or keep
-    plan: CompressionPlan | None = None  # None: the goal is a share, which makes plans of its own
-    storage: str | None = None  # None: not asked for; see `for_adapter`
+    plan: CompressionPlan | None = None  # None for a share to keep, whose plans are made later
+    storage: str | None = None  # None if none was given; see `for_adapter`
     max_rank: int | None = None
     base: Any = None
     data: Any = None
@@ -141,7 +141,7 @@ class Request:
     workers: int = 1
     device: str | None = None
     journal: Any = None
-    measured: MeasuredSettings | None = None  # None: no base is asked
+    measured: MeasuredSettings | None = None  # None without a base
 
     @classmethod
     def parse(
@@ -152,82 +152,81 @@ class Request:
         to_file: bool = False,
         interface: Interface = PYTHON,
     ) -> Request:
-        """Return the request that these settings make, all of which are read.
+        """Return the request for some settings, or refuse them.
 
         Parameters
         ----------
         given : Mapping of name to value
-            What the caller gave: names of `READ_ON` and of ``interface.own_options``. None stands
-            for nothing given.
+            The settings, by names in `READ_ON` and ``interface.own_options``. None counts as not
+            given.
         plan : CompressionPlan, optional
-            The goal and what belongs to it, in place of its fields in ``given``.
+            The goal and the other settings of a plan, in place of their entries in ``given``.
         to_file : bool
-            Whether a LoRA file is to come back in its own format.
+            Whether a LoRA file is to be written in its own format.
         interface : Interface
-            Where the request is made.
+            Where the request comes from.
 
         Raises
         ------
         BudgetError
-            Unless there is one goal, or where a plan and its fields contradict each other.
+            Unless there is one goal, or if a plan and settings of a plan are given.
         SettingsError
-            For a setting that the road does not read, by name, with a way to a road that does.
+            For a setting that the route does not read; the message has a route that does.
         """
         given = {name: value for name, value in given.items() if value is not None}
-        # 1. The goal.
+        # 1. Find the goal and the route.
         goal = _goal(given, plan, interface)
-        # 2. The road.
         if to_file:
-            road = Road.TRUNCATED
+            route = Route.TRUNCATED
         elif "base" in given:
-            road = Road.MEASURED
+            route = Route.MEASURED
         elif goal == "separation_rank":
-            road = Road.GIVEN_TERMS
+            route = Route.GIVEN_TERMS
         else:
-            road = Road.SEARCHED
+            route = Route.SEARCHED
         base = interface.argument("base")
         data = interface.argument("data")
-        if goal == "keep" and road is Road.SEARCHED:
+        if goal == "keep" and route is Route.SEARCHED:
             raise BudgetError(
                 f"a share to keep is measured on a base: give {base} and {data} with "
                 f"{interface.argument('keep')}; without one, as for image models, ask for a size, "
                 f"such as {_example(interface, 'ratio', 4)}"
             )
-        # 3. What this road does not read, and what it cannot do without.
-        _refuse_unread(given, plan, goal, road, interface)
-        if road is Road.MEASURED and "data" not in given:
+        # 2. Refuse what the route does not read, and ask for what it needs.
+        _refuse_unread(given, plan, goal, route, interface)
+        if route is Route.MEASURED and "data" not in given:
             raise BudgetError(
                 f"what is kept is measured on texts of the task: give {data} with {base}"
             )
-        # 4. The plan, and how the base is asked: checked as they are made.
-        return cls._checked(given, plan, goal, road)
+        # 3. Make plan and settings, which check their values.
+        return cls._with_checked_values(given, plan, goal, route)
 
     @classmethod
-    def _checked(
-        cls, given: Mapping[str, Any], plan: CompressionPlan | None, goal: str, road: Road
+    def _with_checked_values(
+        cls, given: Mapping[str, Any], plan: CompressionPlan | None, goal: str, route: Route
     ) -> Request:
-        """Return the request of settings that are all read."""
+        """Return the request for settings that the route reads, after a check of their values."""
         if plan is not None:
             options = {"storage": given["storage"]} if "storage" in given else {}
             plan = plan.replace(**options)
-            if road is not Road.TRUNCATED:
+            if route is not Route.TRUNCATED:
                 plan = plan.with_default_storage()
         else:
             fields = {name: given[name] for name in CompressionPlan.fields if name in given}
-            # A share to keep makes plans of sizes later; what belongs to all of them is checked
-            # now.
+            # The plans for a share to keep are made later. Their common settings are checked now,
+            # in a plan of any size.
             if goal == "keep":
                 fields["ratio"] = 2.0
             plan = CompressionPlan(**fields)
-        if plan.kl is not None and road is Road.SEARCHED:
+        if plan.kl is not None and route is Route.SEARCHED:
             check_divergence(plan, "statistics" in given)
         measured = None
-        if road is Road.MEASURED:
+        if route is Route.MEASURED:
             fields = {name: given[name] for name in MeasuredSettings.fields if name in given}
             measured = MeasuredSettings(**fields)
         names = ("base", "data", "statistics", "search", "workers", "device", "journal")
         return cls(
-            road=road,
+            route=route,
             goal=goal,
             plan=None if goal == "keep" else plan,
             storage=plan.storage,
@@ -237,22 +236,28 @@ class Request:
         )
 
     def for_adapter(self, storage: str) -> Request:
-        """Return the request with a storage: the one asked for, or what suits goal and adapter."""
-        if self.storage is not None or self.road is Road.TRUNCATED:
+        """Return the request with a storage: the given one, or a default for goal and adapter.
+
+        Parameters
+        ----------
+        storage : str
+            The element type of the adapter.
+        """
+        if self.storage is not None or self.route is Route.TRUNCATED:
             return self
-        if self.road is Road.MEASURED and self.goal in ("keep", "bytes"):
-            storage = "auto"  # few bytes are wanted, and the base says what each layer's bits keep
+        if self.route is Route.MEASURED and self.goal in ("keep", "bytes"):
+            storage = "auto"  # the fewest bytes; what they keep is measured
         plan = None if self.plan is None else self.plan.replace(storage=storage)
         return replace(self, plan=plan, storage=storage)
 
     def resources(self, on_step: OnStep | None) -> Resources:
-        """Return what of the settings the solvers read."""
+        """Return the resources of the search."""
         journal = None if self.goal == "separation_rank" else self.journal
         return Resources(self.workers, self.device, journal, on_step)
 
 
 def check_divergence(plan: CompressionPlan, has_statistics: bool) -> None:
-    """Raise `BudgetError` for a plan of a divergence without statistics, which measure it."""
+    """Raise `BudgetError` for a plan of a divergence without statistics, which estimate it."""
     if plan.kl is not None and not has_statistics:
         raise BudgetError(
             "a divergence (kl) is measured in the Fisher norm: calibrate first and pass the "
@@ -261,12 +266,12 @@ def check_divergence(plan: CompressionPlan, has_statistics: bool) -> None:
 
 
 def check_given_terms(resources: Resources, search: object) -> None:
-    """Raise `SettingsError` for settings of a search where all layers get terms that are given."""
+    """Raise `SettingsError` for settings of a search if all layers get given numbers of terms."""
     given = {"search": search, "journal": resources.journal}
     if resources.workers != Resources().workers:
         given["workers"] = resources.workers
     found = {name: value for name, value in given.items() if value is not None}
-    _refuse_unread(found, None, "separation_rank", Road.GIVEN_TERMS, PYTHON)
+    _refuse_unread(found, None, "separation_rank", Route.GIVEN_TERMS, PYTHON)
 
 
 def _goal(given: Mapping[str, Any], plan: CompressionPlan | None, interface: Interface) -> str:
@@ -293,44 +298,54 @@ def _refuse_unread(
     given: Mapping[str, Any],
     plan: CompressionPlan | None,
     goal: str,
-    road: Road,
+    route: Route,
     interface: Interface,
 ) -> None:
-    """Raise `SettingsError` for what the road does not read, with the way to a road that does."""
+    """Raise `SettingsError` for settings that the route does not read, with how they are read."""
     requested = dict(given)
     if plan is not None:
         requested |= plan.to_json()
-    ways: dict[str, list[str]] = {}
+    # Settings that are read in the same way share a part of the message.
+    subjects_by_way: dict[str, list[str]] = {}
     for name, value in requested.items():
-        way = _way_to_be_read(name, value, goal, road, interface)
-        if way:
-            subject = (
-                _example(interface, name, value) if name == "storage" else interface.name(name)
-            )
-            ways.setdefault(way, []).append(subject)
-    if ways:
-        parts = [f"{_listed(names)} read {way}" for way, names in ways.items()]
+        if _is_read(name, value, goal, route, interface):
+            continue
+        subject = interface.name(name)
+        if name == "storage":  # another storage is read
+            subject = _example(interface, name, value)
+        way = _way_to_be_read(name, goal, route, interface)
+        subjects_by_way.setdefault(way, []).append(subject)
+    if subjects_by_way:
+        parts = [f"{_listed(names)} read {way}" for way, names in subjects_by_way.items()]
         raise SettingsError("; ".join(parts))
 
 
-def _way_to_be_read(name: str, value: object, goal: str, road: Road, interface: Interface) -> str:
-    """Return how to ask so that a setting is read, such as "with base="; nothing if it is read."""
-    readers = frozenset(interface.own_options.get(name) or READ_ON[name])
-    # 1. A file that is cut: another road begins with a directory. No LoRA file holds integers.
+def _routes_that_read(name: str, interface: Interface) -> frozenset[Route]:
+    return frozenset(interface.own_options.get(name) or READ_ON[name])
+
+
+def _is_read(name: str, value: object, goal: str, route: Route, interface: Interface) -> bool:
+    """Return whether a route with a goal reads a setting."""
+    if route not in _routes_that_read(name, interface):
+        return False
+    if goal == "separation_rank" and name in SEARCH_ONLY:
+        return False
+    # A LoRA file cannot hold integers.
     in_integers = name == "storage" and value in STORAGES
-    if road is Road.TRUNCATED and (in_integers or road not in readers):
+    return not (route is Route.TRUNCATED and in_integers)
+
+
+def _way_to_be_read(name: str, goal: str, route: Route, interface: Interface) -> str:
+    """Return how to request that an unread setting is read, such as "with base="."""
+    readers = _routes_that_read(name, interface)
+    if route is Route.TRUNCATED:
         if readers == _MEASURED and name not in ("base", "data"):
             return f"{interface.leave_truncated}, with {interface.argument('base')}"
         return interface.leave_truncated
-    # 2. Terms that are given: nothing is searched, with a base or without.
-    is_unread = road not in readers or (goal == "separation_rank" and name in SEARCH_ONLY)
-    if goal == "separation_rank" and is_unread and Road.SEARCHED in readers:
+    if goal == "separation_rank" and Route.SEARCHED in readers:
         return f"with a goal that is searched for, such as {interface.argument('ratio')}"
-    # 3. All others: the road that asks for least.
-    if not is_unread:
-        return ""
-    other = next(each for each in PREFERRED if each in readers)
-    condition = "base" if other is Road.MEASURED else "separation_rank"
+    other = next(preferred for preferred in PREFERRED if preferred in readers)
+    condition = "base" if other is Route.MEASURED else "separation_rank"
     return f"with {interface.argument(condition)}"
 
 
@@ -342,6 +357,6 @@ def _listed(names: list[str]) -> str:
 
 
 def _example(interface: Interface, name: str, value: object) -> str:
-    """Return a setting with a value, as it would be given."""
+    """Return a setting with a value, as a user types it."""
     argument = interface.argument(name)
     return f"{argument}{value}" if argument.endswith("=") else f"{argument} {value}"

@@ -1,4 +1,4 @@
-"""Every setting on every road, from Python and the command line: read, or refused by name."""
+"""Every setting on every route, from Python and the command line: read, or refused by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lsrdecomp.cli.app import app
 from lsrdecomp.cli.requests import OWN_OPTIONS, flag
 from lsrdecomp.compression import Search, search_adapter, truncate
 from lsrdecomp.compression.measured_settings import MeasuredSettings
-from lsrdecomp.compression.request import READ_ON, SEARCH_ONLY, Request, Road
+from lsrdecomp.compression.request import READ_ON, SEARCH_ONLY, Request, Route
 from lsrdecomp.compression.settings import GOALS, CompressionPlan, Resources
 from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.fidelity import compress as library_module
@@ -64,7 +64,7 @@ VALUES: dict[str, Any] = {
     "examples": 9,
     "passes": 2,
 }
-"""A value of each setting that no road takes by itself."""
+"""A value of each setting that no route takes by itself."""
 
 TYPED = {
     "name": "x",
@@ -76,17 +76,17 @@ TYPED = {
 }
 """The same for options of the command line's own; all others are flags."""
 
-ON_ROAD: dict[Road, dict[str, Any]] = {
-    Road.SEARCHED: {"ratio": 8.0},
-    Road.GIVEN_TERMS: {"separation_rank": 2},
-    Road.MEASURED: {"ratio": 8.0, "base": "base", "data": "texts.txt"},
-    Road.TRUNCATED: {"ratio": 8.0},
+ON_ROUTE: dict[Route, dict[str, Any]] = {
+    Route.SEARCHED: {"ratio": 8.0},
+    Route.GIVEN_TERMS: {"separation_rank": 2},
+    Route.MEASURED: {"ratio": 8.0, "base": "base", "data": "texts.txt"},
+    Route.TRUNCATED: {"ratio": 8.0},
 }
-"""The least that leads to each road."""
+"""The least that leads to each route."""
 
 
 class Arrived(Exception):  # noqa: N818
-    """What a road received; it is not travelled further."""
+    """What a route received; it is not travelled further."""
 
 
 def arrive(*given: Any, **named: Any) -> None:
@@ -102,48 +102,48 @@ def options_of_the_command() -> set[str]:
     return {"statistics" if name == "calibrated" else name for name in names}
 
 
-def test_every_declared_setting_has_its_roads() -> None:
+def test_every_declared_setting_has_its_routes() -> None:
     arguments = set(inspect.signature(compress).parameters) - {"checkpoint", "plan"}
     resources = {each.name for each in dataclasses.fields(Resources)} - {"limits"}
     declared = {*CompressionPlan.fields, *MeasuredSettings.fields, *resources, *arguments}
     assert set(READ_ON) == declared
     assert options_of_the_command() - set(READ_ON) == set(OWN_OPTIONS)
     assert set(VALUES) == declared
-    assert all(READ_ON.values()), "a setting that no road reads"
+    assert all(READ_ON.values()), "a setting that no route reads"
 
 
 def test_the_docs_have_the_same_table() -> None:
     page = (DOCS / "compress-a-lora.md").read_text(encoding="utf-8")
     table = page.partition("| setting |")[2].partition("\n\n")[0].splitlines()
-    roads = [Road(cell.strip()) for cell in table[0].strip(" |").split("|")]
+    routes = [Route(cell.strip()) for cell in table[0].strip(" |").split("|")]
     found = {}
     for line in table[2:]:
         settings, *marks = [cell.strip() for cell in line.strip("|").split("|")]
-        read_on = {road for road, mark in zip(roads, marks, strict=True) if mark == "yes"}
+        read_on = {route for route, mark in zip(routes, marks, strict=True) if mark == "yes"}
         for name in re.findall(r"`([^`]+)`", settings):
             assert name not in found
             found[name] = read_on
     of_python = set(READ_ON) - options_of_the_command()
     spelled = {name: f"{name}=" if name in of_python else flag(name) for name in READ_ON}
-    wanted = {spelled[name]: set(roads) for name, roads in READ_ON.items()}
-    wanted |= {flag(name): set(roads) for name, roads in OWN_OPTIONS.items()}
+    wanted = {spelled[name]: set(routes) for name, routes in READ_ON.items()}
+    wanted |= {flag(name): set(routes) for name, routes in OWN_OPTIONS.items()}
     assert found == wanted
 
 
-# -- each setting on each road, from Python --------------------------------------------------------
+# -- each setting on each route, from Python -------------------------------------------------------
 
 
-def received_in_python(road: Road, settings: dict[str, Any], patch: pytest.MonkeyPatch) -> str:
-    """What the road is given of a call; it goes no further."""
+def received_in_python(route: Route, settings: dict[str, Any], patch: pytest.MonkeyPatch) -> str:
+    """What the route is given of a call; it goes no further."""
     patch.setattr(library_module, "search_adapter", arrive)
     patch.setattr(library_module, "_compress_measured", arrive)
     try:
-        if road is Road.TRUNCATED:
+        if route is Route.TRUNCATED:
             return repr(cut_file(**settings))
         compress(DEMO, **settings)
     except Arrived as arrived:
         return str(arrived)
-    raise AssertionError("nothing was asked of the road")
+    raise AssertionError("nothing was asked of the route")
 
 
 def cut_file(on_step: Any = None, **settings: Any) -> Any:
@@ -153,10 +153,10 @@ def cut_file(on_step: Any = None, **settings: Any) -> Any:
     return cut.plan, cut.ranks, bool(steps)
 
 
-def question(road: Road, setting: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What leads to the road without a setting, and the same with it."""
-    without = dict(ON_ROAD[road])
-    if setting == "inner_shape" and road is Road.MEASURED:  # which goes with terms only
+def question(route: Route, setting: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What leads to the route without a setting, and the same with it."""
+    without = dict(ON_ROUTE[route])
+    if setting == "inner_shape" and route is Route.MEASURED:  # which goes with terms only
         without = {"base": "base", "data": "texts.txt", "separation_rank": 2}
     if setting == "kl":
         without["statistics"] = VALUES["statistics"]
@@ -166,46 +166,46 @@ def question(road: Road, setting: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return without, asked | {setting: VALUES.get(setting, TYPED.get(setting, True))}
 
 
-def leads_elsewhere(road: Road, setting: str) -> bool:
-    """Return whether a setting decides about the road by itself, so that no road is asked."""
-    if road is Road.SEARCHED:
+def leads_elsewhere(route: Route, setting: str) -> bool:
+    """Return whether a setting decides about the route by itself, so that no route is asked."""
+    if route is Route.SEARCHED:
         return setting in ("base", "separation_rank", "keep")
-    if road is Road.GIVEN_TERMS:
+    if route is Route.GIVEN_TERMS:
         return setting in ("base", *ALL_GOALS) and setting != "separation_rank"
     return False
 
 
 def pairs(settings: Iterable[str]) -> list[Any]:
     return [
-        pytest.param(road, setting, id=f"{road.value} {setting}")
-        for road in Road
+        pytest.param(route, setting, id=f"{route.value} {setting}")
+        for route in Route
         for setting in sorted(settings)
-        if not leads_elsewhere(road, setting)
+        if not leads_elsewhere(route, setting)
     ]
 
 
-@pytest.mark.parametrize(("road", "setting"), pairs(READ_ON))
-def test_a_setting_reaches_the_road_or_is_refused_in_python(
-    road: Road, setting: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("route", "setting"), pairs(READ_ON))
+def test_a_setting_reaches_the_route_or_is_refused_in_python(
+    route: Route, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without, asked = question(road, setting)
-    if road in READ_ON[setting]:
-        plain = received_in_python(road, without, monkeypatch)
-        assert received_in_python(road, asked, monkeypatch) != plain
+    without, asked = question(route, setting)
+    if route in READ_ON[setting]:
+        plain = received_in_python(route, without, monkeypatch)
+        assert received_in_python(route, asked, monkeypatch) != plain
         return
     with pytest.raises(LsrError, match=rf"\b{setting}\b.* (is|are) read (with|by) "):
-        received_in_python(road, asked, monkeypatch)
+        received_in_python(route, asked, monkeypatch)
 
 
 @pytest.mark.parametrize("setting", SEARCH_ONLY)
 def test_given_terms_search_for_nothing_with_a_base_either(setting: str) -> None:
-    on_base = {**ON_ROAD[Road.MEASURED], "ratio": None, "separation_rank": 2}
+    on_base = {**ON_ROUTE[Route.MEASURED], "ratio": None, "separation_rank": 2}
     words = rf"^{setting} is read with a goal that is searched for, such as ratio=$"
     with pytest.raises(SettingsError, match=words):
         compress(DEMO, **on_base, **{setting: VALUES[setting]})
 
 
-# -- each option on each road, on the command line -------------------------------------------------
+# -- each option on each route, on the command line ------------------------------------------------
 
 
 @pytest.fixture
@@ -236,16 +236,16 @@ def received_by_command(settings: dict[str, Any]) -> str:
     raise done.exception or AssertionError(done.output)
 
 
-@pytest.mark.parametrize(("road", "setting"), pairs(options_of_the_command()))
-def test_an_option_reaches_the_road_or_is_refused_on_the_command_line(
-    road: Road, setting: str, folder: Path
+@pytest.mark.parametrize(("route", "setting"), pairs(options_of_the_command()))
+def test_an_option_reaches_the_route_or_is_refused_on_the_command_line(
+    route: Route, setting: str, folder: Path
 ) -> None:
-    without, asked = question(road, setting)
-    ending = ".safetensors" if road is Road.TRUNCATED else ""
+    without, asked = question(route, setting)
+    ending = ".safetensors" if route is Route.TRUNCATED else ""
     without, asked = ({"out": f"small{ending}"} | each for each in (without, asked))
     if setting == "out":
         asked["out"] = f"other{ending}"
-    if road in {**READ_ON, **OWN_OPTIONS}[setting]:
+    if route in {**READ_ON, **OWN_OPTIONS}[setting]:
         assert received_by_command(asked) != received_by_command(without)
         return
     with pytest.raises(LsrError, match=rf"{flag(setting)}\b.* (is|are) read (with|where) "):
