@@ -167,7 +167,7 @@ def _search(
         candidates += [(shape, padded) for shape in kronecker_shapes(padded.shape)]
     candidates.sort(key=lambda candidate: _parameters_per_term(candidate[0]))
     # 2. Each is examined as far as it can still beat the best so far.
-    search = _Search(target.shape, goal, seed, effort)
+    search = _ShapeTrials(target.shape, goal, seed, effort)
     search.offer(dense)
     for shape, matrix in candidates:
         search.try_shape(shape, matrix)
@@ -272,7 +272,7 @@ class _LeastError:
 _Goal: TypeAlias = _FewestParameters | _LeastError
 
 
-class _Search:
+class _ShapeTrials:
     """The choices so far, and what a shape must do to beat them."""
 
     def __init__(

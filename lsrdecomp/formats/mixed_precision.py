@@ -185,7 +185,7 @@ def smallest(
     for names in _format_sets(formats):
         rounding = _Rounding.measure(approximation, names)
         for weight_type in rounding.weight_types(atol):
-            search = _Search(target, approximation, rounding, weight_type, max_rounds)
+            search = _RoundingSearch(target, approximation, rounding, weight_type, max_rounds)
             stored, closest = search.run(atol, truncation)
             if stored is not None:
                 return stored
@@ -206,7 +206,7 @@ def _format_sets(formats: Sequence[str] | None) -> list[tuple[str, ...]]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Search:
+class _RoundingSearch:
     """The search for the formats of fewest bytes, in one set of formats and one type of weights."""
 
     target: Target

@@ -55,7 +55,7 @@ class IdentityError(LsrError, AssertionError):
         self.cause = cause
 
 
-class Check(NamedTuple):
+class IdentityCheck(NamedTuple):
     """A check of one identity, what it is tried on, and what it asks of the element type."""
 
     function: Callable[..., None]
@@ -73,7 +73,7 @@ class Identities:
     """Identities of one function with the cases they are tried on, those that tell most first."""
 
     def __init__(self) -> None:
-        self.checks: list[Check] = []
+        self.checks: list[IdentityCheck] = []
 
     def on(
         self,
@@ -134,7 +134,7 @@ class Identities:
             # Its signature is that of the check, not that of the sides.
             del check.__wrapped__  # type: ignore[attr-defined]
             for case in cases:
-                self.checks.append(Check(check, case, sums, linalg))
+                self.checks.append(IdentityCheck(check, case, sums, linalg))
             return check
 
         return decorate

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lsrdecomp.arrays import Array, Namespace, namespace, to_numpy
 from lsrdecomp.errors import ArgumentError, LsrError, PrecisionError, unknown
-from lsrdecomp.testing.agreement import Check, Identities, IdentityError
+from lsrdecomp.testing.agreement import Identities, IdentityCheck, IdentityError
 from lsrdecomp.testing.strategies import (
     SIZES,
     graded_matrices,
@@ -139,7 +139,7 @@ class CheckSettings:
             self.complex_values and self.dtype in COMPLEX_OF
         )
 
-    def allows(self, check: Check) -> bool:
+    def allows(self, check: IdentityCheck) -> bool:
         """Return whether an identity can be tried in the element type of the cases."""
         if check.linalg:
             return self.dtype in FLOATS and self.dtype != "float16"
@@ -456,7 +456,7 @@ def trials(
     return [*drawn, *corners.trials(first, function, settings)]
 
 
-def _check_drawn(check: Check, function: Callable[..., Any], cases: Cases) -> None:
+def _check_drawn(check: IdentityCheck, function: Callable[..., Any], cases: Cases) -> None:
     """Draw what an identity is tried on, and check it."""
     if isinstance(check.cases, str):
         arguments = cases.matrices(*check.cases.split())
