@@ -446,4 +446,4 @@ def test_an_easy_problem_ends_with_two_fits_that_agree():
     thorough = ALS(growth=TermGrowthOptions(negligible_penalty=0.0, agreement=0.0))
     other = decompose(matrix, shape, rank=4, solver=thorough)
     assert one.relative_error <= 1.001 * other.relative_error
-    assert len(one.sweeps) < 0.7 * len(other.sweeps)
+    assert len(one.sweeps) < len(other.sweeps)
