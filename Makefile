@@ -10,7 +10,11 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q 
 # Rooms whose numbers go through torch or BLAS
 ROOMS := solvers operators kronecker targets analysis compression fleet fidelity calibration adapters training
 
-.PHONY: demo peft llm test test-cpus test-lab servers docs lint format types check clean
+# Faults that `make mutants` plants, and the seed that draws them
+N ?= 50
+SEED ?= 0
+
+.PHONY: demo peft llm test test-cpus test-lab mutants servers docs lint format types check clean
 
 demo: .venv/core
 	$(BIN)/lsrdecomp demo
@@ -28,6 +32,10 @@ test-cpus: .venv/test
 
 test-lab: .venv/test
 	$(PYTEST) benchmarks/lab
+
+# Do the tests notice small faults? In a copy of the working tree; a run that was stopped goes on where it was
+mutants: .venv/test
+	nice $(BIN)/python tests/mutation --count $(N) --seed $(SEED)
 
 servers: .venv/servers
 	$(PYTEST) -s -m servers tests/servers
