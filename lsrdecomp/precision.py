@@ -165,6 +165,37 @@ def _require_range(largest: float, storage: Precision) -> None:
     )
 
 
+def rounded_up(value: float) -> str:
+    """Return a number in three digits that is not below it, to be typed as a tolerance."""
+    if not 0.0 < value < math.inf:
+        return f"{value:.3g}"
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return f"{math.ceil(value / unit * (1.0 + 1e-12)) * unit:.3g}"
+
+
+def coarsest_storage(condition: float, rtol: float) -> str | None:
+    """Return the floating type of fewest bits whose rounding a relative tolerance allows.
+
+    The rule is γ·μ ≤ ``rtol``; of types with as many bits the finer one is returned. None where
+    float64 is too coarse.
+
+    Parameters
+    ----------
+    condition : float
+        γ of what is stored.
+    rtol : float
+
+    Examples
+    --------
+    >>> coarsest_storage(2.0, 1e-2), coarsest_storage(2.0, 1e-4)
+    ('float16', 'float32')
+    """
+    for name in ("float16", "float32", "float64"):
+        if condition * unit_roundoff(name) <= rtol:
+            return name
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorBudget:
     """An allowed error ε with the precisions it has to survive.

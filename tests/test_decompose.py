@@ -110,6 +110,14 @@ def test_primes_and_single_rows_work(shape, rng):
     assert_close(result.approximation.to_matrix(), matrix, size=64)
 
 
+@pytest.mark.parametrize("factors", [[(8, 8)], [(2, 2), (4, 4)], [(2, 2)] * 3])
+def test_an_identity_is_one_term_for_any_number_of_factors(factors):
+    """A matrix of rank 8: its rank says nothing of how many factors a term has."""
+    result = lsr.decompose(np.eye(8), factors, rtol=1e-12)
+    assert (result.separation_rank, result.approximation.order) == (1, len(factors))
+    assert_close(result.approximation.to_matrix(), np.eye(8), size=8)
+
+
 def test_zero_matrix_needs_no_terms():
     result = lsr.decompose(np.zeros((6, 6)), rtol=1e-3)
     assert (result.separation_rank, result.relative_error, result.status) == (

@@ -177,3 +177,17 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     assert (tmp_path / "index.html").exists()
     assert len(list((tmp_path / "auto_examples").glob("plot_*.html"))) == len(EXAMPLES)
+
+
+def test_each_row_of_the_paper_has_a_state_and_its_test_exists():
+    text = (DOCS / "paper-checked.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("| ").split(" | ")]
+        for line in text.splitlines()
+        if line.startswith("| ") and not line.startswith("| Place")
+    ]
+    states = {"holds", "wrong", "not reproduced", "not run"}
+    unclear = [row[:2] for row in rows if row[2] not in states]
+    assert (len(rows) > 35, unclear) == (True, [])
+    for path, test in re.findall(r"`(tests/\S+\.py)::(\w+)`", text):
+        assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{test}"

@@ -235,9 +235,27 @@ def _show(result: Compression, json: Path | None, display: Display, unit: str) -
     plan = result.plan
     tables.say(
         f"{total.missed} of {total.layers} layers stay above {plan.rtol:g} in {plan.storage}: "
-        f"{total.worst_layer} reaches {total.worst_error:.3g}. Nothing was written; allow a larger "
-        "--rtol or a finer --storage."
+        f"{total.worst_layer} reaches {total.worst_error:.3g}. Nothing was written; "
+        f"{_ways_to_meet_tolerance(result)}."
     )
+
+
+def _ways_to_meet_tolerance(result: Compression) -> str:
+    """Return the options that would meet a tolerance which layers miss."""
+    # Imported here because NumPy comes with it.
+    from lsrdecomp.precision import PRECISIONS, coarsest_storage, rounded_up, unit_roundoff
+
+    plan = result.plan
+    ways = f"allow --rtol {rounded_up(result.totals.worst_error)}"
+    condition = max(layer.condition for layer in result.layers if not layer.met)
+    finer = coarsest_storage(condition, plan.rtol or 0.0)
+    is_tried = plan.storage in PRECISIONS and (
+        finer is None or unit_roundoff(finer) >= unit_roundoff(plan.storage)
+    )
+    if finer is None or is_tried:
+        return ways
+    rounding = condition * unit_roundoff(finer)
+    return f"{ways}, or take --storage {finer}, whose rounding costs about {rounding:.1g}"
 
 
 def _write(result: Compression, outputs: Outputs, *, unit: str, alpha: float | None) -> None:

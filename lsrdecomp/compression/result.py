@@ -231,7 +231,7 @@ class LayerReport:
     functional_error : float, optional
         ‖G^½ (ΔW − ΔŴ) C^½‖_F / ‖G^½ ΔW C^½‖_F.
     condition : float
-        γ, the larger of those of the two sides.
+        γ of the product: rounding its factors costs about γ·μ·‖ΔW‖_F (`SeparatedProduct`).
     storage : str
     met : bool
         Whether the layer is within the plan's tolerance.

@@ -14,7 +14,7 @@ from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.formats.allocation import FormatChoice, cheapest_formats
 from lsrdecomp.formats.number_formats import FORMATS, StoredFactor, round_factor, storage_format
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.precision import PRECISIONS, tolerance, unit_roundoff
+from lsrdecomp.precision import PRECISIONS, rounded_up, tolerance, unit_roundoff
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -451,13 +451,5 @@ def _stated(atol: float, size: float) -> str:
 
 def _with_relative(error: float, size: float) -> str:
     """Return an error, rounded up so that it can be typed, also relative to a norm."""
-    text = _rounded_up(error)
-    return f"{text} (rtol={_rounded_up(error / size)})" if size > 0.0 else text
-
-
-def _rounded_up(value: float) -> str:
-    """Return a number in three digits that is not below it."""
-    if not 0.0 < value < math.inf:
-        return f"{value:.3g}"
-    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
-    return f"{math.ceil(value / unit * (1.0 + 1e-12)) * unit:.3g}"
+    text = rounded_up(error)
+    return f"{text} (rtol={rounded_up(error / size)})" if size > 0.0 else text

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from lsrdecomp.arrays import Array, norm
+from lsrdecomp.arrays import (
+    Array,
+    adjoint,
+    as_double,
+    conjugate,
+    namespace,
+    norm,
+    real_part,
+    triangular_factor,
+)
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
@@ -64,8 +74,28 @@ class SeparatedProduct:
 
     @property
     def condition(self) -> float:
-        """The larger γ of the two sides."""
-        return max(self.left.condition, self.right.condition)
+        """γ of the product: rounding both sides with unit roundoff μ moves ΔW by about γμ‖ΔW‖_F.
+
+        Rounding moves a side by about γ_B·μ·‖B̂‖_F, the rule of `SeparatedMatrix.condition`. In the
+        product the errors E_B and E_A of the sides become E_B Â + B̂ E_A, up to terms in μ², and
+        they are independent of each other. So
+
+        γ² = ((γ_B ‖B̂‖_F ‖Â‖₂)² + (γ_A ‖Â‖_F ‖B̂‖₂)²) / ‖B̂ Â‖_F².
+
+        It is large where terms cancel within a side, or the sides in their product. Infinite for
+        sides that are not zero and have a product of zero. Cost O((m + n)·r²).
+        """
+        left, right = (_unit_in_double(side) for side in self.to_lora())
+        left_gram = adjoint(left) @ left
+        right_gram = right @ adjoint(right)
+        left_rounding = self.left.condition * _root_of_largest(right_gram)
+        right_rounding = self.right.condition * _root_of_largest(left_gram)
+        rounding = math.hypot(left_rounding, right_rounding)
+        product_norm = _norm_of_product(left, right, left_gram, right_gram)
+        if product_norm > 0.0:
+            return rounding / product_norm
+        is_zero = min(norm(left), norm(right)) == 0.0
+        return 1.0 if is_zero else math.inf
 
     def to_lora(self) -> tuple[Array, Array]:
         """Return (B, A) of shapes (m, r), (r, n) with B A = ΔW; every LoRA server loads it."""
@@ -80,7 +110,7 @@ class SeparatedProduct:
         return self.left @ (self.right @ x)
 
     def canonical(self) -> SeparatedProduct:
-        """Return the same product with orthogonal terms (γ = 1) and sides of equal norm."""
+        """Return the same product with orthogonal terms in sides of equal norm, each of γ = 1."""
         left = self.left.canonical()
         right = self.right.canonical()
         # Terms are orthogonal now, so the norm of λ is that of the side.
@@ -107,6 +137,37 @@ class SeparatedProduct:
         left = f"{self.left.separation_rank} × [{self.left.kronecker_shape}]"
         right = f"{self.right.separation_rank} × [{self.right.kronecker_shape}]"
         return f"SeparatedProduct({m}×{n} as {left} times {right}, {self.parameters:,} parameters)"
+
+
+def _unit_in_double(matrix: Array) -> Array:
+    """Return a matrix in double precision over its Frobenius norm; zero as it is."""
+    matrix = as_double(matrix)
+    size = norm(matrix)
+    return matrix / size if size > 0.0 else matrix
+
+
+def _root_of_largest(gram: Array) -> float:
+    """Return the largest singular value of the matrix whose Gram matrix this is."""
+    if 0 in gram.shape:
+        return 0.0
+    return math.sqrt(max(float(namespace(gram).linalg.eigvalsh(gram)[-1]), 0.0))
+
+
+def _norm_of_product(
+    left: Array, right: Array, left_gram: Array, right_gram: Array, min_resolved: float = 1e-6
+) -> float:
+    """Return ‖B̂ Â‖_F of sides of norm one.
+
+    It is read off their Gram matrices, tr(B̂ᴴB̂ ÂÂᴴ)^½. Where the sides cancel to below
+    ``min_resolved`` of their norms that has few digits, so triangular factors are taken.
+    """
+    xp = namespace(left)
+    squared = float(xp.sum(real_part(left_gram * conjugate(right_gram))))
+    if squared > min_resolved**2:
+        return math.sqrt(squared)
+    left_triangle = triangular_factor(left)
+    right_triangle = triangular_factor(adjoint(right))
+    return norm(left_triangle @ adjoint(right_triangle))
 
 
 def low_rank_product(left: Array, right: Array) -> SeparatedProduct:

@@ -86,6 +86,16 @@ def test_a_missed_tolerance_is_exit_code_one_and_writes_nothing(small, tmp_path)
     assert not (tmp_path / "o").exists()
 
 
+def test_the_ways_out_of_a_missed_tolerance_meet_it(small, tmp_path):
+    arguments = ("compress", small, "--out", tmp_path / "o", "--storage", "bfloat16", "--rtol")
+    refusal = run_command(*arguments, "1e-5").stderr
+    storage = re.search(r"take --storage (\S+),", refusal)[1]
+    rtol = re.search(r"allow --rtol ([\d.e-]+),", refusal)[1]
+    assert storage == "float32"
+    assert run_command(*arguments, rtol).returncode == 0
+    assert run_command(*arguments, "1e-5", "--storage", storage, "--force").returncode == 0
+
+
 def test_an_existing_output_is_kept_unless_forced(small, tmp_path):
     arguments = ("compress", small, "--out", tmp_path / "o", "--separation-rank")
     assert run_command(*arguments, 1).returncode == 0

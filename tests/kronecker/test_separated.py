@@ -12,6 +12,7 @@ from lsrdecomp import KroneckerShape, SeparatedMatrix
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker import SeparatedProduct
 from lsrdecomp.kronecker.product import low_rank_product
+from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.testing import kronecker_shapes, low_rank_pairs, separated_matrices
 
 TWO = kronecker_shapes(order=2)
@@ -161,7 +162,67 @@ def test_product_action_expansion_and_canonical_form(left, right):
     canonical = product.canonical()
     assert np.linalg.norm(canonical.to_matrix() - formed) <= 1e-12 * size
     assert canonical.left.norm == pytest.approx(canonical.right.norm, rel=1e-9)
-    assert canonical.condition == pytest.approx(1.0, abs=1e-9)
+    assert canonical.left.condition == pytest.approx(1.0, abs=1e-9)
+    assert canonical.right.condition == pytest.approx(1.0, abs=1e-9)
+
+
+@given(
+    separated_matrices(shape=KroneckerShape(((3, 2), (2, 2)))),
+    separated_matrices(shape=KroneckerShape(((2, 2), (2, 5)))),
+    st.sampled_from(("float32", "bfloat16")),
+)
+def test_rounding_a_product_costs_no_more_than_the_bound_of_its_sides(left, right, storage):
+    """The bound of docs/error-budget.md; not float16, of which small numbers are lost."""
+    mu = unit_roundoff(storage)
+    product = SeparatedProduct(left, right)
+    left_error, right_error = (
+        ((1.0 + mu) ** 2 - 1.0) * np.sum(side.weights) for side in (left, right)
+    )
+    left_size, right_size = (np.linalg.norm(side.to_matrix(), 2) for side in (left, right))
+    bound = left_error * right_size + left_size * right_error + left_error * right_error
+    gap = np.linalg.norm(product.round_to(storage).to_matrix() - product.to_matrix())
+    assert gap <= 1.01 * bound + 1e-12 * np.sum(left.weights) * np.sum(right.weights)
+
+
+@pytest.mark.parametrize("storage", ["float16", "bfloat16"])
+def test_the_condition_of_a_product_says_what_rounding_costs(rng, storage):
+    mu = unit_roundoff(storage)
+    shares = []
+    for _ in range(20):
+        sides = (((16, 4), (12, 2)), ((4, 16), (2, 12)))
+        left, right = (
+            SeparatedMatrix.from_factors([rng.standard_normal((3, *factor)) for factor in side])
+            for side in sides
+        )
+        product = SeparatedProduct(left, right)
+        formed = product.to_matrix()
+        gap = np.linalg.norm(product.round_to(storage).to_matrix() - formed)
+        shares.append(gap / (product.condition * mu * np.linalg.norm(formed)))
+    assert min(shares) > 0.1
+    assert max(shares) < 1.0
+
+
+def test_sides_of_condition_one_may_cancel_in_their_product(rng):
+    columns = rng.standard_normal((1, 40, 1)) + 1e-2 * rng.standard_normal((1, 40, 2))
+    rows = np.concatenate([[[1.0]], [[-1.0]]]) * rng.standard_normal((1, 1, 30))
+    product = SeparatedProduct(
+        SeparatedMatrix.from_factors([columns, np.ones((1, 1, 1))]),
+        SeparatedMatrix.from_factors([rows, np.ones((1, 1, 1))]),
+    )
+    formed = product.to_matrix()
+    gap = np.linalg.norm(product.round_to("float16").to_matrix() - formed)
+    measured = gap / (2.0**-11 * np.linalg.norm(formed))
+    assert product.left.condition == pytest.approx(1.0)
+    assert product.right.condition == pytest.approx(1.0)
+    assert 10.0 < measured < product.condition < 1000.0
+
+
+def test_the_condition_of_a_product_of_zero():
+    ones = SeparatedMatrix.from_factors([np.ones((1, 2, 2))])
+    difference = SeparatedMatrix.from_factors([np.array([[[1.0, -1.0], [-1.0, 1.0]]])])
+    nothing = SeparatedMatrix.from_factors([np.zeros((0, 2, 2))])
+    assert SeparatedProduct(ones, difference).condition > 1e14
+    assert SeparatedProduct(ones, nothing).condition == 1.0
 
 
 def test_a_product_of_unequal_inner_splits_is_refused(rng):
