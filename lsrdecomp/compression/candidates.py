@@ -19,6 +19,7 @@ from lsrdecomp.arrays import tail_norms
 from lsrdecomp.compression.effort import DEFAULT_EFFORT
 from lsrdecomp.compression.quantize import (
     INTEGER_BITS,
+    MAX_BITS,
     layer_svd,
     pair_code,
     refitted_product,
@@ -213,11 +214,16 @@ parameters."""
 
 
 def water_filled_candidates(
-    layer: Layer, max_bytes: float = math.inf, effort: SearchEffort = DEFAULT_EFFORT
+    layer: Layer,
+    max_bytes: float = math.inf,
+    effort: SearchEffort = DEFAULT_EFFORT,
+    *,
+    max_bits: int = MAX_BITS,
+    n_sizes: int | None = None,
 ) -> list[LowRankCandidate]:
     """Return truncated SVDs in codes whose bits are spread over the components, at several sizes.
 
-    Sizes go from the smallest useful one to eight bits for each component.
+    Sizes go from the smallest useful one to ``max_bits`` for each component.
 
     Parameters
     ----------
@@ -225,15 +231,19 @@ def water_filled_candidates(
     max_bytes : float
         Maximum bytes of the codes.
     effort : SearchEffort
-        Has the maximum number of sizes.
+        Has the maximum number of sizes, unless ``n_sizes`` is given.
+    max_bits : int
+        Largest width of a component.
+    n_sizes : int, optional
+        Maximum number of sizes.
     """
     svd = layer_svd(layer)
-    widths_by_step = water_fill(layer, *svd)
+    widths_by_step = water_fill(layer, *svd, max_bits)
     if not widths_by_step:
         return []
     # Consecutive steps differ in one component: take some, evenly spaced in their logarithm.
     n_steps = len(widths_by_step)
-    spaced = np.geomspace(1, n_steps, min(effort.max_code_sizes, n_steps))
+    spaced = np.geomspace(1, n_steps, min(n_sizes or effort.max_code_sizes, n_steps))
     candidates = []
     for step in sorted({round(value) for value in spaced}):
         bits = widths_by_step[step - 1]

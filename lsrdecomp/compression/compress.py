@@ -309,7 +309,13 @@ class SearchedAdapter:
                 )
             )
         return Compression(
-            self.checkpoint, plan, tuple(rows), fitted.chosen, fitted.low_rank_error, self.effect
+            self.checkpoint,
+            plan,
+            tuple(rows),
+            fitted.chosen,
+            fitted.low_rank_error,
+            self.effect,
+            is_nearest=fitted.is_nearest,
         )
 
     def _fill_bytes(self, plan: CompressionPlan, max_bytes: int) -> Compression:
@@ -334,12 +340,13 @@ class SearchedAdapter:
                 break
             file_size = _written_bytes(result)
             file_sizes.append(file_size)
+            result = replace(result, file_bytes=file_size)
             # 2. Shrink the interval.
             if file_size <= max_bytes:
                 low = max(low, factor_bytes)
                 if best is None or result.error <= best.error:
                     best = result
-                if file_size >= self.filling.min_fill * max_bytes:
+                if file_size >= self.filling.min_fill * max_bytes or result.is_nearest:
                     break
             else:
                 high = min(high, factor_bytes)

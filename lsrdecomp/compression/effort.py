@@ -145,6 +145,9 @@ class SearchEffort:
         convex hull of their layer.
     max_code_sizes : int
         Maximum sizes at which a layer offers truncated SVD in integers.
+    min_code_sizes : int
+        Sizes that all layers offer together, where each has enough: with few layers each offers
+        more, so that a number of bytes can be filled.
     consecutive_ranks : int
         Where parameters are counted, such a size for each rank up to this one; larger ranks are
         spaced evenly in their logarithm.
@@ -174,6 +177,7 @@ class SearchEffort:
     sweeps_per_round: int = 8
     hull_margin: float = 1.15
     max_code_sizes: int = 24
+    min_code_sizes: int = 96
     consecutive_ranks: int = 16
 
 

@@ -205,8 +205,18 @@ def layer_svd(layer: Layer) -> tuple[Doubles, Doubles, Doubles]:
     return u, to_numpy(sigma), vh
 
 
-def water_fill(layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles) -> list[tuple[int, ...]]:
+def water_fill(
+    layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles, max_bits: int = MAX_BITS
+) -> list[tuple[int, ...]]:
     """Return the bits of every component after each step of greedy reverse water-filling.
+
+    Parameters
+    ----------
+    layer : Layer
+    u, sigma, vh : arrays of shapes (m, r), (r,) and (r, n)
+        Its SVD in its norm.
+    max_bits : int
+        Largest width of a component.
 
     Returns
     -------
@@ -229,7 +239,7 @@ def water_fill(layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles) -> list[tu
     widths = [0] * len(sigma)
     heap = []
     for k in range(len(sigma)):
-        step = _next_width(k, 0, sigma, noise)
+        step = _next_width(k, 0, sigma, noise, max_bits)
         if step is not None:
             heap.append(step)
     heapq.heapify(heap)
@@ -239,14 +249,14 @@ def water_fill(layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles) -> list[tu
         _, k, bits = heapq.heappop(heap)
         widths[k] = bits
         filled.append(tuple(widths))
-        step = _next_width(k, bits, sigma, noise)
+        step = _next_width(k, bits, sigma, noise, max_bits)
         if step is not None:
             heapq.heappush(heap, step)
     return filled
 
 
 def _next_width(
-    k: int, width: int, sigma: Doubles, noise: Doubles
+    k: int, width: int, sigma: Doubles, noise: Doubles, max_bits: int
 ) -> tuple[float, int, int] | None:
     """Return (−loss removed per bit, k, bits) for the best next width of component k.
 
@@ -262,7 +272,7 @@ def _next_width(
 
     best_gain = 0.0
     best_bits = 0
-    for bits in range(max(width + 1, 2), MAX_BITS + 1):
+    for bits in range(max(width + 1, 2), max_bits + 1):
         gain = (loss_in(width) - loss_in(bits)) / (bits - width)
         if (gain, bits) > (best_gain, best_bits):
             best_gain = gain

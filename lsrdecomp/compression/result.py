@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from lsrdecomp.compression.layers import Layer
     from lsrdecomp.formats.stored import Stored
 
+FILLED = 0.98
+"""Share of the bytes of a plan above which nothing is said of those that are left."""
+FINER_STORAGE = {"int4": "int8 or auto", "int8": "float16", "auto": "float16", "float16": "float32"}
+"""Storages in which an adapter may take more bytes, by the plan's."""
 REPORT = "compression.json"
 """Name of the report in a written directory, with which `verify` compares."""
 
@@ -51,6 +55,10 @@ class Compression:
         What is kept of the LoRA's effect, if that was measured on a base.
     tried, mismatches, truncated_svd
         Other measurements on the base: other sizes, texts answered differently, truncated SVD.
+    file_bytes : int, optional
+        Bytes of weight file and config, for a plan of bytes that was filled.
+    is_nearest : bool
+        Whether nothing that was tried is nearer, however much the plan allows.
 
     Examples
     --------
@@ -74,6 +82,8 @@ class Compression:
     tried: tuple[Any, ...] = ()
     mismatches: tuple[Any, ...] = ()
     truncated_svd: Any = None
+    file_bytes: int | None = None
+    is_nearest: bool = False
 
     @property
     def totals(self) -> Totals:
@@ -90,6 +100,25 @@ class Compression:
         """True if every layer meets the plan."""
         return self.totals.missed == 0
 
+    @property
+    def unfilled(self) -> str | None:
+        """Why the files have fewer bytes than a plan of bytes allows, as a sentence.
+
+        None for another plan, and for files that have at least `FILLED` of the bytes.
+        """
+        allowed = self.plan.bytes
+        if allowed is None or self.file_bytes is None or self.file_bytes >= FILLED * allowed:
+            return None
+        text = f"The files have {self.file_bytes:,} of {allowed:,} bytes"
+        storage = self.plan.storage
+        if not self.is_nearest:
+            return f"{text}: the next larger choice for any layer does not fit."
+        if self.error == 0.0:
+            return f"{text}: they hold all of the adapter."
+        finer = FINER_STORAGE.get(str(storage))
+        advice = f"; with storage {finer} more bytes lower the error" if finer else ""
+        return f"{text}: in {storage} nothing larger is nearer{advice}."
+
     def to_json(self, *, every_layer: bool = True) -> dict[str, Any]:
         """Return plan, source and report as JSON values, with or without a row for each layer."""
         return to_json(
@@ -98,6 +127,7 @@ class Compression:
             every_layer=every_layer,
             plan=self.plan.to_json(),
             source=self.source.path.name,
+            **({"unfilled": self.unfilled} if self.unfilled else {}),
         )
 
     def __repr__(self) -> str:
@@ -128,6 +158,8 @@ class Compression:
         """
         total = self.totals
         yield self._size_sentence()
+        if self.unfilled is not None:
+            yield self.unfilled
         if self.fidelity is not None and self.fidelity.distilled:
             return
         yield (

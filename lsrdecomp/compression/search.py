@@ -60,10 +60,13 @@ class FittedLayers:
         The chosen candidate of each layer.
     low_rank_error : float or None
         Relative error of the best truncated SVDs for the same budget and norm; None if none fit.
+    is_nearest : bool
+        Whether no layer has a candidate that is nearer, however much the budget allows.
     """
 
     chosen: tuple[Materialized, ...]
     low_rank_error: float | None
+    is_nearest: bool = False
 
 
 def search_layers(
@@ -213,4 +216,6 @@ def fit_budget(table: SearchTable, budget: Budget) -> FittedLayers:
         if not refine(table, allocation.entries, together=budget.layer_rtol is None):
             break
     allocation = table.allocated(budget, "measured")
-    return FittedLayers(table.materialized(allocation), allocation.low_rank_error)
+    return FittedLayers(
+        table.materialized(allocation), allocation.low_rank_error, allocation.is_nearest
+    )

@@ -103,6 +103,14 @@ class Allocation:
         return [entry for entry, _ in self.chosen]
 
     @property
+    def is_nearest(self) -> bool:
+        """True if no layer has a candidate that is nearer than the chosen one."""
+        return all(
+            picked.squared_error <= min(candidate.squared_error for _, candidate in row)
+            for row, (_, picked) in zip(self.rows, self.chosen, strict=True)
+        )
+
+    @property
     def exchange_rate(self) -> float:
         """Loss that one more parameter in the budget would remove.
 
@@ -180,6 +188,12 @@ class SearchTable:
     def products(self, i: int) -> list[LsrCandidate]:
         """Return the LSR products in the row of a layer."""
         return [entry.exact for entry in self.rows[i] if isinstance(entry.exact, LsrCandidate)]
+
+    @property
+    def _code_sizes(self) -> int:
+        """Number of sizes at which a layer offers truncated SVD in integer codes."""
+        effort = self.search.effort
+        return max(effort.max_code_sizes, math.ceil(effort.min_code_sizes / len(self.layers)))
 
     def low_rank_wins(self, i: int) -> bool:
         """Return whether no LSR product of a layer is nearer than its truncated SVDs.
@@ -282,7 +296,9 @@ class SearchTable:
         if (i, limit) not in self._coded:
             effort = self.search.effort
             if budget.counts_bytes:
-                coded = water_filled_candidates(layer, limit, effort)
+                coded = water_filled_candidates(
+                    layer, limit, effort, max_bits=max_width, n_sizes=self._code_sizes
+                )
             else:
                 coded = equal_bits_candidates(layer, max_width, effort)
             coded = [*coded, *unrotated_candidates(layer)]

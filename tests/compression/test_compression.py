@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -124,6 +125,25 @@ def test_a_file_of_so_many_bytes(block, searched, tmp_path, size):
     actual = bytes_to_open(out / "adapter_model.safetensors")
     assert 0.98 * size <= actual <= size
     assert verify(block, open_checkpoint(out)).passed
+
+
+@pytest.mark.parametrize("storage", ["int4", "int8", "auto"])
+def test_more_bytes_never_raise_the_error_and_are_used_or_it_is_said_why(block, storage):
+    plans = [
+        CompressionPlan(bytes=size, storage=storage) for size in (6_000, 8_000, 11_000, 40_000)
+    ]
+    searched = search_adapter(block, plans, search=Search(orders=()))
+    results = [searched.compress(plan) for plan in plans]
+    for smaller, larger in pairwise(results):
+        assert larger.error <= smaller.error
+    for result in results:
+        filled = result.file_bytes >= 0.98 * result.plan.bytes
+        assert (result.unfilled is None) == filled
+    # Four bits for every number: 12 kB of codes.
+    if storage == "int4":
+        assert "in int4 nothing larger is nearer; with storage int8" in results[-1].unfilled
+        assert results[-1].to_json()["unfilled"] in results[-1].sentences()
+        assert results[-1].file_bytes > 12_000
 
 
 def test_too_few_bytes_say_what_would_do(block, searched):
