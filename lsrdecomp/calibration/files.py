@@ -136,19 +136,21 @@ def write_statistics(
     counts : Counts
         Numbers of what was read.
     """
-    with new_file(out / TENSORS, force=True) as partial, TensorWriter(out) as writer:
-        for name, array in arrays.items():
-            writer.add(name, array)
-        writer.write(partial, {"format": FORMAT, "version": str(VERSION)})
     metadata = {
         "format": FORMAT,
         "version": VERSION,
         "settings": settings,
         **asdict(counts),
-        "sha256": sha256(out / TENSORS),
         "layers": layers,
         "made_with": {library: version(library) for library in LIBRARIES},
     }
+    with new_file(out / TENSORS, force=True) as partial, TensorWriter(out) as writer:
+        for name, array in arrays.items():
+            writer.add(name, array)
+        header = {"format": FORMAT, "version": str(VERSION)}
+        writer.write(partial, writer.with_digests(header, metadata))
+    # Each file vouches for the other.
+    metadata["sha256"] = sha256(out / TENSORS)
     with new_file(out / METADATA, force=True) as partial:
         text = json.dumps(metadata, indent=2, sort_keys=True)
         partial.write_text(text + "\n", encoding="utf-8")

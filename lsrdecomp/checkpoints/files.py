@@ -159,9 +159,29 @@ def sha256(path: Path) -> str:
 
 def write_sums(directory: Path) -> None:
     """Record the digest of every file in ``directory``."""
-    files = [path for path in directory.iterdir() if path.is_file() and path.name != SUMS]
-    lines = [f"{sha256(path)}  {path.name}\n" for path in sorted(files)]
-    (directory / SUMS).write_text("".join(lines), encoding="utf-8")
+    (directory / SUMS).write_text(sums_text(directory), encoding="utf-8")
+
+
+def sums_text(directory: Path) -> str:
+    """Return the digests of every file in ``directory`` but hidden ones, as SHA256SUMS has them."""
+    visible = (path for path in sorted(directory.iterdir()) if not path.name.startswith("."))
+    files = [path for path in visible if path.is_file() and path.name != SUMS]
+    return "".join(f"{sha256(path)}  {path.name}\n" for path in files)
+
+
+def listed_files(directory: Path) -> frozenset[str]:
+    """Return the names that SHA256SUMS lists; none where there is no such file."""
+    record = directory / SUMS
+    if not record.is_file():
+        return frozenset()
+    return frozenset(line.partition("  ")[2] for line in _sums_lines(record))
+
+
+def _sums_lines(record: Path) -> list[str]:
+    size = record.stat().st_size
+    if size > LIMITS.digest_bytes:
+        raise CheckpointError(f"{size} bytes of digests; not a file written here", path=record)
+    return record.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 def changed_files(directory: Path) -> tuple[str, ...] | None:
@@ -175,15 +195,10 @@ def changed_files(directory: Path) -> tuple[str, ...] | None:
     record = directory / SUMS
     if not record.is_file():
         return None
-    size = record.stat().st_size
-    if size > LIMITS.digest_bytes:
-        raise CheckpointError(f"{size} bytes of digests; not a file written here", path=record)
     files = {path.name: path for path in directory.iterdir() if path.is_file()}
-    lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
-    listed = {line.partition("  ")[2] for line in lines}
     present = files.keys() & set(ADAPTER_FILES)
-    changed = [f"{name} (not in {SUMS})" for name in sorted(present - listed)]
-    for line in lines:
+    changed = [f"{name} (not in {SUMS})" for name in sorted(present - listed_files(directory))]
+    for line in _sums_lines(record):
         digest, _, name = line.partition("  ")
         if name not in files:
             changed.append(ascii(name or line)[1:81])  # as a stranger wrote it, but printable

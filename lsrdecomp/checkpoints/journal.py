@@ -22,8 +22,9 @@ import numpy as np
 
 from lsrdecomp._renamed import keep_old_attributes, warn_of_old_name
 from lsrdecomp.arrays import to_numpy
+from lsrdecomp.checkpoints.digests import ContentDigests
 from lsrdecomp.checkpoints.files import read_json
-from lsrdecomp.checkpoints.tensors import StoredTensor, TensorWriter, read_header
+from lsrdecomp.checkpoints.tensors import StoredTensor, TensorWriter, file_digests, read_header
 from lsrdecomp.checkpoints.writing import lock_directory, new_file, write_json
 from lsrdecomp.errors import CheckpointError
 
@@ -202,12 +203,14 @@ class Journal:
         return self.path / key
 
     def get(self, key: str) -> JournalEntry | None:
-        """Return what was put under a key; None if nothing was, or if the file is damaged."""
+        """Return what was put under a key; None if nothing was, or if the file changed since."""
         path = self.path / f"{key}.safetensors"
         if not path.is_file():
             return None
         try:
             header = read_header(path)
+            if ContentDigests.read(header.metadata) != file_digests(path):
+                return None
             return JournalEntry(header.tensors, json.loads(header.metadata["values"]))
         except (CheckpointError, KeyError, ValueError):
             return None
@@ -247,7 +250,7 @@ class Journal:
         ):
             for name, array in (arrays or {}).items():
                 writer.add(name, array)
-            writer.write(part, {"values": json.dumps(values)})
+            writer.write(part, writer.with_digests({"values": json.dumps(values)}))
 
 
 def content_key(*values: Any) -> str:

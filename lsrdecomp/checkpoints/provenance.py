@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 KEY = "lsrdecomp"
 CARD = "README.md"
+REPORT = "compression.json"
+"""Name of the report in a written directory, with which `lsrdecomp.compression.verify` compares."""
 CARD_SECTION = re.compile(r"^```json lsrdecomp\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
 RECORDED_PACKAGES = ("lsrdecomp", "numpy", "safetensors")
 
@@ -48,6 +50,20 @@ def card_section(source: Checkpoint | None, record: Mapping[str, Any]) -> str:
     return f"\n## Where it comes from\n\n```json {KEY}\n{text}\n```\n"
 
 
+def card_with_record(card: str, fields: Mapping[str, Any]) -> str:
+    """Return a card with further fields in its record; the card as it is if it has no record."""
+    section = CARD_SECTION.search(card)
+    if section is None:
+        return card
+    record = json.loads(section[1]) | fields
+    return f"{card[: section.start(1)]}{record_text(record, indent=1)}{card[section.end(1) :]}"
+
+
+def record_text(record: Mapping[str, Any], indent: int | None = None) -> str:
+    """Return a record as headers and cards hold it."""
+    return json.dumps(record, sort_keys=True, allow_nan=False, indent=indent)
+
+
 def _record_text(
     source: Checkpoint | None, fields: Mapping[str, Any], indent: int | None = None
 ) -> str:
@@ -60,7 +76,7 @@ def _record_text(
             "sha256": source.source_sha256,
         }
     try:
-        return json.dumps(record, sort_keys=True, allow_nan=False, indent=indent)
+        return record_text(record, indent)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the provenance is not JSON: {error}") from None
 

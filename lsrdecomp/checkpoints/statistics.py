@@ -1,8 +1,9 @@
 """Layer statistics: the two weights of the Fisher norm, as calibration wrote them; without torch.
 
 A directory of statistics holds ``statistics.json`` (`METADATA`), with the SHA-256 of the other file
-unless an older version wrote it, and ``statistics.safetensors`` (`TENSORS`). For each module and
-each side, ``input`` (C, n × n) and ``output`` (G, m × m), three tensors
+unless an older version wrote it, and ``statistics.safetensors`` (`TENSORS`), with a digest of the
+first in its header (since 0.4). For each module and each side, ``input`` (C, n × n) and ``output``
+(G, m × m), three tensors
 
     <module>.input.eigenvectors   (n, q)   orthonormal columns V
     <module>.input.eigenvalues    (q,)     λ, descending, ≥ 0
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lsrdecomp.checkpoints.digests import ContentDigests, config_digest
 from lsrdecomp.checkpoints.files import read_json, regular_file_size, sha256
 from lsrdecomp.checkpoints.tensors import StoredTensor, read_header
 from lsrdecomp.errors import CheckpointError, PrecisionError
@@ -260,4 +262,13 @@ def read_statistics(directory: str | Path) -> Statistics:
             "again, or calibrate again",
             path=path,
         )
-    return Statistics(metadata, read_header(path).tensors, path)
+    header = read_header(path)
+    recorded = ContentDigests.read(header.metadata)
+    described = {name: value for name, value in metadata.items() if name != "sha256"}
+    if recorded is not None and recorded.config != config_digest(described):
+        raise CheckpointError(
+            f"changed since it was written: its digest is not the one in {TENSORS}; copy it "
+            "again, or calibrate again",
+            path=metadata_path,
+        )
+    return Statistics(metadata, header.tensors, path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 import tempfile
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from lsrdecomp.checkpoints.digests import HEADER_KEY, ContentDigests
 from lsrdecomp.checkpoints.files import parse_json, regular_file_size
 from lsrdecomp.checkpoints.limits import LIMITS
 from lsrdecomp.errors import CheckpointError, UnsupportedError
@@ -371,6 +373,13 @@ def data_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def file_digests(path: Path, config: Mapping[str, Any] | None = None) -> ContentDigests:
+    """Return the digests of a safetensors file as it is now, which is read through."""
+    header = read_header(path)
+    tensors = {name: (tensor.dtype, tensor.shape) for name, tensor in header.tensors.items()}
+    return ContentDigests.of(tensors, header.metadata, data_sha256(path), config)
+
+
 # -- and written -----------------------------------------------------------------------------------
 
 
@@ -400,6 +409,35 @@ def encode_header(
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
+def copy_with_digests(
+    path: Path, out: Path, metadata: Mapping[str, str], config: Mapping[str, Any] | None
+) -> None:
+    """Copy a safetensors file under other metadata, with the digests of what it holds.
+
+    Parameters
+    ----------
+    path, out : Path
+        The file, and the one to write.
+    metadata : mapping of str to str
+    config : mapping, optional
+        That the file belongs to.
+    """
+    text = _read_header_text(path, regular_file_size(path))
+    entries = parse_json(text, path, what="header")
+    entries.pop("__metadata__", None)
+    in_order = sorted(entries, key=lambda name: entries[name]["data_offsets"])
+    tensors = {
+        name: (DTYPE_OF_CODE[entries[name]["dtype"]], tuple(entries[name]["shape"]))
+        for name in in_order
+    }
+    digests = ContentDigests.of(tensors, metadata, data_sha256(path), config)
+    header = encode_header(tensors, {**metadata, HEADER_KEY: digests.text})
+    with path.open("rb") as old, out.open("wb") as new:
+        old.seek(LENGTH_BYTES + len(text))
+        new.write(header)
+        shutil.copyfileobj(old, new)
+
+
 class TensorWriter:
     """Gathers tensors one by one and writes a safetensors file.
 
@@ -416,6 +454,7 @@ class TensorWriter:
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._places: dict[str, tuple[int, int]] = {}  # offset and bytes in the spool
         self._piece_bytes = max(memory_bytes // 8, 1)
+        self._hashed: tuple[list[str], str] | None = None  # the tensors, and their SHA-256
         self._spool = tempfile.SpooledTemporaryFile(  # noqa: SIM115
             max_size=memory_bytes, dir=str(directory)
         )
@@ -459,10 +498,23 @@ class TensorWriter:
 
     def sha256(self) -> str:
         """Return the hexadecimal SHA-256 of what the file will hold after its header."""
-        digest = hashlib.sha256()
-        for piece in self._pieces(self._file_order()):
-            digest.update(piece)
-        return digest.hexdigest()
+        order = self._file_order()
+        if self._hashed is None or self._hashed[0] != order:
+            digest = hashlib.sha256()
+            for piece in self._pieces(order):
+                digest.update(piece)
+            self._hashed = order, digest.hexdigest()
+        return self._hashed[1]
+
+    def with_digests(
+        self, metadata: Mapping[str, str], config: Mapping[str, Any] | None = None
+    ) -> dict[str, str]:
+        """Return metadata with the digests of all tensors, of itself, and of a config beside it.
+
+        To be called when all tensors are in; see `lsrdecomp.checkpoints.digests`.
+        """
+        digests = ContentDigests.of(self.tensors, metadata, self.sha256(), config)
+        return {**metadata, HEADER_KEY: digests.text}
 
     def _file_order(self) -> list[str]:
         def width_and_name(name: str) -> tuple[int, str]:

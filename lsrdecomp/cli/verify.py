@@ -17,6 +17,7 @@ from lsrdecomp.cli.options import ForceFile, JsonFile
 from lsrdecomp.cli.outputs import Input
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.questions import SETTINGS, AnswerTokens, DataFile, Questions
+from lsrdecomp.cli.recommendations import quoted
 from lsrdecomp.cli.requests import Display, Opening
 from lsrdecomp.cli.settings import option_groups, options_of
 from lsrdecomp.compression.measured_settings import EvaluatorSettings
@@ -76,6 +77,13 @@ def verify(
     ] = None,
     batch: Annotated[int, typer.Option(help="Examples at a time.", min=1)] = 16,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
+    accept: Annotated[
+        bool,
+        typer.Option(
+            "--accept",
+            help="Record files beside its numbers as they are now, after an edit that was meant.",
+        ),
+    ] = False,
     opening: Opening,
     display: Display,
     json: JsonFile = None,
@@ -84,8 +92,8 @@ def verify(
 ) -> None:
     """Measure a written adapter against its source.
 
-    Exit code 1 if it is not what was recorded, 3 if nothing was. With --base and texts, also how
-    their answers differ; no labels are needed.
+    Exit code 1 if it is not what was recorded, 3 if nothing was or a record is gone. With --base
+    and texts, also how their answers differ; no labels are needed.
 
     verify ADAPTER --for vllm --base BASE says which layers that server would apply, by its rules,
     without running it; verify ADAPTER --server URL asks a running one whether the adapter acts, and
@@ -96,6 +104,8 @@ def verify(
     # 1. What a server makes of an adapter, by its rules or by asking it.
     if rules is not None or server is not None:
         _refuse_two_views(written, rules, server)
+        if accept:
+            raise LsrError("--accept records what was measured: leave out --for and --server")
         if rules is not None:
             served.by_rules(source, rules, base, json)
         else:
@@ -117,8 +127,9 @@ def verify(
         questions.check()
     original = opening.open(source)
     behaviour = None
+    compressed = _opened(written, opening)
     with follow(quiet=display.quiet) as step:
-        result = compression.verify(original, _opened(written, opening), on_step=step)
+        result = compression.verify(original, compressed, on_step=step)
         if base is not None:
             pair = _model_pair(base, source, written, device, settings.dtype)
             behaviour = _behaviour(pair, questions, batch, step)
@@ -127,17 +138,17 @@ def verify(
     tables.show(json, f"Relative error over all layers: {result.relative_error:.4g}.")
     if behaviour is not None:
         tables.show(json, *_sentences(behaviour))
-    for complaint in _complaints(result, source):
-        tables.say(complaint)
     tables.write_json(_figures(result, behaviour, base), json)
+    for complaint in _complaints(result, source, written):
+        tables.say(complaint)
+    if accept:
+        compression.accept(compressed, result)
+        tables.show(json, f"Recorded {written} as it is now.")
+        return
+    _say_way_out(result, source, written)
     if not result.passed:
         raise typer.Exit(1)
-    if not result.recorded:
-        tables.say(
-            f"{written} has no record of what was written (in its header, SHA256SUMS or "
-            "compression.json): the errors above were measured, but nothing says that they are "
-            "what they should be"
-        )
+    if not result.recorded or result.missing_records:
         raise typer.Exit(3)
 
 
@@ -205,6 +216,10 @@ def _figures(
         "passed": result.passed,
         "relative_error": result.relative_error,
         "source_matches": result.source_matches,
+        "changed_files": result.changed_files,
+        "changed_fields": result.changed_fields,
+        "foreign_files": result.foreign_files,
+        "missing_records": result.missing_records,
         "layers": layers,
     }
     if behaviour is not None:
@@ -231,11 +246,35 @@ def _sentences(behaviour: Behaviour) -> Iterator[str]:
         yield f"The top prediction agrees on {behaviour.agreement:.2%}{exact}."
 
 
-def _complaints(result: compression.Verification, source: Path) -> Iterator[str]:
-    """Yield what is not as it was recorded."""
+def _say_way_out(result: compression.Verification, source: Path, written: Path) -> None:
+    """Say which command takes an adapter as it is, where something but its numbers changed."""
+    is_sound = result.passed and result.recorded and not result.missing_records
+    if result.can_be_accepted and not is_sound:
+        tables.say(
+            "If that is meant, record it as it is: lsrdecomp verify "
+            f"{quoted(source)} {quoted(written)} --accept"
+        )
+
+
+def _complaints(result: compression.Verification, source: Path, written: Path) -> Iterator[str]:
+    """Yield what is not as it was recorded, or not recorded."""
     if result.changed_files:
         files = ", ".join(result.changed_files)
-        yield f"{files} changed since it was written: its SHA-256 is not the recorded one"
+        fields = f" ({', '.join(result.changed_fields)})" if result.changed_fields else ""
+        yield f"{files}{fields} changed since it was written: its digest is not the recorded one"
+    for name in result.foreign_files:
+        yield (
+            f"{name} was not written with this adapter, and programs load or run such a file "
+            f"from its directory; remove it: rm {quoted(written / name)}"
+        )
+    if not result.recorded:
+        yield (
+            f"{written} has no record of what was written (in its header, SHA256SUMS or "
+            "compression.json): the errors above were measured, but nothing says that they are "
+            "what they should be"
+        )
+    for name in result.missing_records:
+        yield f"{written} has lost its {name}, which vouches for all of its files"
     mismatches = [layer.name for layer in result.layers if not layer.agrees]
     if mismatches:
         count = len(mismatches)

@@ -19,4 +19,5 @@ from .truncate import Truncation as Truncation
 from .truncate import truncate as truncate
 from .verify import LayerCheck as LayerCheck
 from .verify import Verification as Verification
+from .verify import accept as accept
 from .verify import verify as verify

@@ -18,7 +18,7 @@ from lsrdecomp.checkpoints import (
     write_lora,
     write_pairs,
 )
-from lsrdecomp.checkpoints.files import SUMS, changed_files
+from lsrdecomp.checkpoints.integrity import check_integrity
 from lsrdecomp.checkpoints.positional import resolve_positions
 from lsrdecomp.checkpoints.provenance import read_provenance
 from lsrdecomp.compression.layers import layer_product
@@ -89,7 +89,7 @@ def export_lora(
         For an unknown format.
     CheckpointError
         If ``out`` exists (unless ``force``), or a file of the checkpoint changed since it was
-        written, by its SHA256SUMS.
+        written, by its SHA256SUMS or the digests in its header.
 
     Examples
     --------
@@ -104,11 +104,15 @@ def export_lora(
     >>> small.format, lora.format, lora.layers[0].rank
     ('lsr', 'peft-lora', 4)
     """
-    changed = changed_files(checkpoint.weights.parent)
-    if changed:
-        text = f"{', '.join(changed)} changed since it was written: its SHA-256 is not the one in"
-        text = f"{text} {SUMS}; copy or compress it again"
-        raise CheckpointError(text, path=checkpoint.weights.parent)
+    integrity = check_integrity(checkpoint)
+    if integrity.changed:
+        fields = f" ({', '.join(integrity.fields)})" if integrity.fields else ""
+        raise CheckpointError(
+            f"{', '.join(integrity.changed)}{fields} changed since it was written; copy or "
+            "compress it again, or take it as it is: lsrdecomp verify SOURCE "
+            f"{checkpoint.weights.parent} --accept",
+            path=checkpoint.weights.parent,
+        )
     # 1. Turn every layer into a pair; layers called by position get the base's names.
     names = {}
     if base is not None and to in ("kohya", "diffusers"):

@@ -14,7 +14,7 @@ from lsrdecomp import markup
 from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.checkpoints import Checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import read_json
-from lsrdecomp.checkpoints.provenance import read_provenance
+from lsrdecomp.checkpoints.provenance import REPORT, read_provenance
 from lsrdecomp.compression.settings import GOALS, CompressionPlan
 from lsrdecomp.precision import PRECISIONS
 from lsrdecomp.threads import one_blas_thread
@@ -31,8 +31,6 @@ FILLED = 0.98
 """Share of the bytes of a plan above which nothing is said of those that are left."""
 FINER_STORAGE = {"int4": "int8 or auto", "int8": "float16", "auto": "float16", "float16": "float32"}
 """Storages in which an adapter may take more bytes, by the plan's."""
-REPORT = "compression.json"
-"""Name of the report in a written directory, with which `verify` compares."""
 
 
 @keep_old_attributes

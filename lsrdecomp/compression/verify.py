@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.checkpoints.files import changed_files
+from lsrdecomp.checkpoints.integrity import check_integrity, record_again
 from lsrdecomp.checkpoints.names import flat_name
 from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.checkpoints.provenance import read_provenance
-from lsrdecomp.checkpoints.tensors import data_sha256
 from lsrdecomp.compression.layers import layer_pair, layer_product
 from lsrdecomp.compression.result import mapping, recorded_errors
 from lsrdecomp.errors import CheckpointError
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 
     from lsrdecomp.checkpoints import Checkpoint
 
+RECORDS_AND_CONFIG = ("adapter_config.json", "README.md", "compression.json", "SHA256SUMS")
+"""Files beside the numbers."""
 AGREEMENT = 1e-9
 """Largest relative difference of a measured and a recorded error that agree: the two are the same
 computation on the same numbers, perhaps by other libraries."""
@@ -77,12 +78,20 @@ class Verification:
         Whether the source is the file that the adapter was made from; None if none is recorded.
     changed_files : tuple of str
         Files that changed since they were written, by their recorded digests.
+    changed_fields : tuple of str
+        Fields of adapter_config.json that changed, where a record tells.
+    foreign_files : tuple of str
+        Files beside the adapter that programs load or run, and that were not written with it.
+    missing_records : tuple of str
+        Records that were written beside the adapter and are gone: SHA256SUMS.
     changed_tensors : tuple of str
         Copied tensors that differ from the source's.
     rounding : float
         Relative error that later exports may have added to the recorded one.
     recorded : bool
         Whether there is any record to compare with.
+    contradicts_header : bool
+        Whether the numbers are not those that their own header has the digest of.
 
     Examples
     --------
@@ -99,6 +108,10 @@ class Verification:
     changed_tensors: tuple[str, ...]
     rounding: float = 0.0
     recorded: bool = True
+    changed_fields: tuple[str, ...] = ()
+    foreign_files: tuple[str, ...] = ()
+    missing_records: tuple[str, ...] = ()
+    contradicts_header: bool = False
 
     @property
     def agrees(self) -> bool:
@@ -108,9 +121,25 @@ class Verification:
     @property
     def passed(self) -> bool:
         """True if everything is as it was recorded."""
-        if self.changed_files or self.changed_tensors or self.source_matches is False:
+        return not (self.changed_files or self.foreign_files) and self.numbers_hold
+
+    @property
+    def numbers_hold(self) -> bool:
+        """True if all numbers are those of the source, within the errors that were recorded."""
+        if self.changed_tensors or self.contradicts_header or self.source_matches is False:
             return False
         return self.agrees and all(layer.agrees for layer in self.layers)
+
+    @property
+    def can_be_accepted(self) -> bool:
+        """True if `accept` records the adapter as it is now.
+
+        The numbers hold, with a recorded error to tell, or nobody says that they changed.
+        """
+        if self.foreign_files or not self.numbers_hold:
+            return False
+        only_config = all(name.startswith(RECORDS_AND_CONFIG) for name in self.changed_files)
+        return only_config or self.recorded_error is not None
 
 
 @one_blas_thread
@@ -190,23 +219,64 @@ def verify(
         checks.append(LayerCheck(layer.name, parameters, pair.norm, relative, recorded))
         measured.add()
     # 3. Find changed files and tensors.
-    changed = changed_files(written.weights.parent)
-    changed_names = list(changed or ())
-    if record.sha256 is not None and record.sha256 != data_sha256(written.weights):
-        changed_names.append(written.weights.name)
+    integrity = check_integrity(written)
     recorded_total = record.total_for(source)
-    has_digests = changed == () or record.sha256 is not None
     is_the_source = written.source_sha256 == source.source_sha256
     return Verification(
         tuple(checks),
         lost / size if size > 0.0 else lost,
         recorded_total,
         source_matches=source.source_sha256 in record.origins if record.origins else None,
-        changed_files=tuple(dict.fromkeys(changed_names)),
+        changed_files=integrity.changed,
         changed_tensors=tuple(_changed_tensors(source, written, record.left_out)),
         rounding=record.rounding / size if size > 0.0 else 0.0,
-        recorded=recorded_total is not None or has_digests or is_the_source,
+        recorded=recorded_total is not None or integrity.has_digests or is_the_source,
+        changed_fields=integrity.fields,
+        foreign_files=integrity.foreign,
+        missing_records=integrity.missing,
+        contradicts_header=integrity.contradicts_header,
     )
+
+
+def accept(written: Checkpoint, verification: Verification) -> None:
+    """Record an adapter as it is now, after an edit that was meant: a moved base, a new card.
+
+    Its digests are written anew: in the header of the weight file, on the card, and in SHA256SUMS.
+
+    Parameters
+    ----------
+    written : Checkpoint
+    verification : Verification
+        What `verify` found of it.
+
+    Raises
+    ------
+    CheckpointError
+        Unless ``verification.can_be_accepted``: other numbers are another adapter.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from importlib.resources import files
+    >>> from lsrdecomp import compress, open_checkpoint
+    >>> lora = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
+    >>> made = compress(lora, separation_rank=2, inner_shape=(2, 4))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     small = made.save(f"{folder}/small")
+    ...     config = small / "adapter_config.json"
+    ...     moved = config.read_text().replace("sentence-transformers/", "/models/")
+    ...     count = config.write_text(moved)
+    ...     check = verify(lora, open_checkpoint(small))
+    ...     accept(open_checkpoint(small), check)
+    ...     check.changed_fields, verify(lora, open_checkpoint(small)).passed
+    (('base_model_name_or_path',), True)
+    """
+    if not verification.can_be_accepted:
+        reason = "its numbers are not those that were written; compress the source again"
+        if verification.foreign_files:
+            reason = f"{', '.join(verification.foreign_files)} was not written with it; remove it"
+        raise CheckpointError(f"is not recorded as it is: {reason}", path=written.path)
+    record_again(written)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +299,9 @@ class _Records:
         Tensors other than layers that an export left out.
     names : dict
         The source's name of each layer that an export renamed.
-    sha256 : str or None
-        Digest of all tensors as they were written. If it holds, no layer went missing later.
+    has_digest : bool
+        Whether there is a digest of all tensors as they were written. If it holds, no layer went
+        missing later.
     is_export : bool
         Whether the adapter was exported from another one.
     rounding : float
@@ -244,7 +315,7 @@ class _Records:
     dropped: set[str]
     left_out: set[str]
     names: Mapping[str, str]
-    sha256: str | None
+    has_digest: bool
     is_export: bool
     rounding: float
 
@@ -272,7 +343,7 @@ class _Records:
             dropped=dropped,
             left_out=set(map(str, record.get("left_out") or ())),
             names={str(new): str(old) for new, old in mapping(record.get("renamed")).items()},
-            sha256=record.get("sha256"),
+            has_digest=record.get("sha256") is not None,
             is_export="rounding" in record,
             rounding=sum(_rounding(entry) for entry in exports),
         )
@@ -285,7 +356,7 @@ class _Records:
 
     def may_lack_layer(self, name: str) -> bool:
         """Return whether a layer that is missing was left out when the adapter was written."""
-        return self.sha256 is not None or name in self.dropped
+        return self.has_digest or name in self.dropped
 
 
 def check_layers(

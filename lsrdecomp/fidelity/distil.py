@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.checkpoints import Journal, check_output_directory, content_key, open_checkpoint
 from lsrdecomp.checkpoints.files import read_json
+from lsrdecomp.checkpoints.provenance import REPORT
 from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.compression.result import REPORT
 from lsrdecomp.compression.verify import check_layers
 from lsrdecomp.errors import needs
 from lsrdecomp.fidelity.rewrite import publish

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import SUMS, read_json
 from lsrdecomp.checkpoints.packed_index import stored_layers
-from lsrdecomp.checkpoints.provenance import CARD, read_provenance
+from lsrdecomp.checkpoints.provenance import CARD, REPORT, read_provenance
 from lsrdecomp.checkpoints.writing import new_directory
 from lsrdecomp.compression.layers import Layer, StatisticsByLayer, open_layers
 from lsrdecomp.compression.quantize import stored_like
 from lsrdecomp.compression.result import (
-    REPORT,
     LayerReport,
     report_layer,
     report_text,

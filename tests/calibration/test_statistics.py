@@ -54,6 +54,26 @@ def test_statistics_are_read_by_module_name(directory):
             read("layer.1.query")
 
 
+@pytest.mark.parametrize("field", ["settings", "examples", "layers", "made_with", "sha256"])
+def test_an_edit_of_what_calibration_wrote_is_refused(tmp_path, field):
+    pytest.importorskip("torch")
+    from lsrdecomp.calibration.accumulators import Counts
+    from lsrdecomp.calibration.files import write_statistics
+
+    arrays = {f"{ATTENTION}.input.rest": np.asarray(0.5, np.float32)}
+    settings = {"adapter_base": "tiny", "effect": 0.25}
+    write_statistics(tmp_path, settings, arrays, {ATTENTION: {"shape": (6, 5)}}, Counts())
+    assert read_statistics(tmp_path).metadata["settings"] == settings
+    path = tmp_path / "statistics.json"
+    metadata = json.loads(path.read_text())
+    path.write_text(json.dumps(metadata | {field: "other"}))
+    with pytest.raises(CheckpointError, match="changed since it was written"):
+        read_statistics(tmp_path)
+    # Other spaces and another order say the same.
+    path.write_text(json.dumps(dict(reversed(metadata.items())), indent=1))
+    read_statistics(tmp_path)
+
+
 def test_reading_needs_no_torch(directory):
     code = (
         "import sys; from lsrdecomp.checkpoints.statistics import read_statistics;"

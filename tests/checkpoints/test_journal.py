@@ -183,6 +183,26 @@ class Settings:
     weights: np.ndarray
 
 
+@pytest.mark.parametrize("part", ["header", "numbers"])
+def test_a_result_of_which_a_bit_changed_is_none(tmp_path: Path, part: str) -> None:
+    with Journal.beside(tmp_path / "out") as journal:
+        path = tmp_path / ".out.journal" / "a.safetensors"
+        journal.put("a", ARRAYS, values=[1, "two"])
+        sound = path.read_bytes()
+        # One bit of the values ("1" becomes "0" or "3"), and each bit of the numbers.
+        values = sound.index(b"[1,") + 1
+        end_of_header = 8 + int.from_bytes(sound[:8], "little")
+        places = [values] if part == "header" else range(end_of_header, len(sound))
+        for place in places:
+            for bit in (0, 1) if part == "header" else (0, 7):
+                content = bytearray(sound)
+                content[place] ^= 1 << bit
+                path.write_bytes(content)
+                assert journal.get("a") is None, (place, bit)
+        path.write_bytes(sound)
+        assert journal.get("a") is not None
+
+
 def test_keys_differ_where_anything_does() -> None:
     ones = np.ones(4)
     keys = [

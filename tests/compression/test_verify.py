@@ -242,6 +242,7 @@ def test_an_export_is_held_to_the_recorded_error_where_its_digest_was_made_anew(
     source, small = unet
     out = export_lora(small, tmp_path / "o.safetensors", to="same", like=source)
     metadata, tensors = dict(open_checkpoint(out).metadata), load_file(out)
+    del metadata["lsr"]
     tensors = {key: 3 * array if "lora_B" in key else array for key, array in tensors.items()}
     save_file(tensors, out, metadata=metadata)
     record = json.loads(metadata["lsrdecomp"]) | {"sha256": data_sha256(out)}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lsrdecomp._renamed import warn_of_old_name
 from lsrdecomp.checkpoints.config import carried_fields, most_common
+from lsrdecomp.checkpoints.digests import field_digests
 from lsrdecomp.checkpoints.encodings import bytes_of, entry_of, parse
 from lsrdecomp.checkpoints.format import CONFIG
 from lsrdecomp.checkpoints.packed import NUMBERS
@@ -112,12 +113,18 @@ def write_lsr(
             raise CheckpointError("no layers to write", path=out)
         for key, tensor in source.extras.items():
             writer.add(key, tensor.read())
-        writer.write(part / WEIGHTS, {})
         config = _config(source, entries)
+        writer.write(part / WEIGHTS, writer.with_digests({}, config))
         # Without spaces and lines: the config counts among the bytes of an adapter.
         text = json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False)
         (part / CONFIG).write_text(f"{text}\n", encoding="utf-8")
-        record = {"storage": storage, "dropped": list(dropped), **(provenance or {})}
+        record = {
+            "storage": storage,
+            "dropped": list(dropped),
+            "sha256": writer.sha256(),
+            "config": field_digests(config),
+            **(provenance or {}),
+        }
         card = _card(config) + card_section(source, record)
         (part / CARD).write_text(card, encoding="utf-8")
         for file, content in (files or {}).items():

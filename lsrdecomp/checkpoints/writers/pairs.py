@@ -222,9 +222,12 @@ def write_pairs(
             header = writer.record(provenance, storage=storage)
         else:
             header = _same_metadata(like, writer) | writer.record(provenance)
-        writer.write(part / MLX_WEIGHTS if is_directory else part, header)
         if like is not None and is_directory:
-            write_json(part / CONFIG, _mlx_config(like, writer.ranks))
+            config = _mlx_config(like, writer.ranks)
+            write_json(part / CONFIG, config)
+            writer.write(part / MLX_WEIGHTS, writer.with_digests(header, config))
+        else:
+            writer.write(part, writer.with_digests(header))
     return out
 
 

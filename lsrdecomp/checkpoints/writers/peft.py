@@ -132,7 +132,7 @@ def write_lora(
         if not extras:
             fields["modules_to_save"] = None
         fields |= _lora_fields(writer, profile)
-        writer.write(part / WEIGHTS, header)
+        writer.write(part / WEIGHTS, writer.with_digests(header, fields))
         write_json(part / CONFIG, fields)
     return out
 

@@ -1,0 +1,174 @@
+"""Whether an adapter is what was written: by SHA256SUMS, by its header, and by what lies beside it.
+
+`record_again` takes it for written as it is now, after an edit that was meant.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lsrdecomp.checkpoints.digests import ContentDigests, changed_fields, field_digests
+from lsrdecomp.checkpoints.files import SUMS, changed_files, listed_files, read_json, sums_text
+from lsrdecomp.checkpoints.format import BESIDE_CONFIG, CONFIG
+from lsrdecomp.checkpoints.provenance import (
+    CARD,
+    KEY,
+    REPORT,
+    card_with_record,
+    read_provenance,
+    record_text,
+)
+from lsrdecomp.checkpoints.tensors import (
+    copy_with_digests,
+    data_sha256,
+    file_digests,
+    read_header,
+)
+from lsrdecomp.checkpoints.writing import new_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from lsrdecomp.checkpoints.records import Checkpoint
+
+LOADABLE = (
+    ".bin",
+    ".ckpt",
+    ".gguf",
+    ".npz",
+    ".pickle",
+    ".pkl",
+    ".pt",
+    ".pth",
+    ".py",
+    ".safetensors",
+)
+"""Endings of files that programs load or run from an adapter's directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Integrity:
+    """What became of an adapter's files since they were written.
+
+    Attributes
+    ----------
+    changed : tuple of str
+        Files that are not what was recorded.
+    fields : tuple of str
+        Fields of adapter_config.json that changed, where a record tells.
+    foreign : tuple of str
+        Files that lie beside the adapter, that programs load, and that no record has.
+    missing : tuple of str
+        Records that the directory should have.
+    has_digests : bool
+        Whether there is any digest that the numbers were held to.
+    contradicts_header : bool
+        Whether the numbers are not those that their own header has the digest of.
+    """
+
+    changed: tuple[str, ...]
+    fields: tuple[str, ...]
+    foreign: tuple[str, ...]
+    missing: tuple[str, ...]
+    has_digests: bool
+    contradicts_header: bool
+
+
+def check_integrity(adapter: Checkpoint) -> Integrity:
+    """Hold an adapter's files to what was recorded of them; they are read through.
+
+    Parameters
+    ----------
+    adapter : Checkpoint
+    """
+    weights = adapter.weights
+    directory = weights.parent
+    record = read_provenance(adapter)
+    # 1. All files, by SHA256SUMS.
+    by_sums = changed_files(directory)
+    changed = list(by_sums or ())
+    # 2. Numbers and config, by the header of the weight file.
+    config = _config_beside(weights)
+    in_header = ContentDigests.read(adapter.metadata)
+    contradicts_header = False
+    if in_header is not None:
+        current = file_digests(weights, config)
+        contradicts_header = current.tensors != in_header.tensors
+        if contradicts_header:
+            changed.append(weights.name)
+        if in_header.config and current.config != in_header.config:
+            changed.append(CONFIG)
+    # 3. The numbers once more, by the record of an export or of the card.
+    recorded_sha256 = record.get("sha256")
+    if recorded_sha256 is not None and recorded_sha256 != data_sha256(weights):
+        changed.append(weights.name)
+    # 4. What the config's record on the card says of its fields.
+    fields: tuple[str, ...] = ()
+    if CONFIG in changed and config is not None and isinstance(record.get("config"), dict):
+        fields = tuple(changed_fields(config, record["config"]))
+    # 5. What should be there, and what should not.
+    has_digests = by_sums == () or recorded_sha256 is not None or in_header is not None
+    foreign: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    has_report = (directory / REPORT).is_file()
+    was_written_here = has_digests or by_sums is not None or bool(record) or has_report
+    if config is not None and was_written_here:
+        foreign = tuple(_foreign_files(weights))
+        missing = () if by_sums is not None else (SUMS,)
+    return Integrity(
+        tuple(dict.fromkeys(changed)), fields, foreign, missing, has_digests, contradicts_header
+    )
+
+
+def record_again(adapter: Checkpoint) -> None:
+    """Record the digests of an adapter as it is now: in its header, on its card, in SHA256SUMS.
+
+    Each file appears whole or not at all; SHA256SUMS comes last.
+
+    Parameters
+    ----------
+    adapter : Checkpoint
+        A safetensors file, or a directory with one. Of a torch file SHA256SUMS alone is written.
+    """
+    weights = adapter.weights
+    config = _config_beside(weights)
+    if weights.suffix == ".safetensors":
+        metadata = dict(read_header(weights).metadata)
+        if KEY in metadata:
+            metadata[KEY] = record_text(
+                json.loads(metadata[KEY]) | {"sha256": data_sha256(weights)}
+            )
+        with new_file(weights, force=True) as part:
+            copy_with_digests(weights, part, metadata, config)
+    if config is None:
+        return
+    card = weights.parent / CARD
+    if card.is_file():
+        record: Mapping[str, Any] = {
+            "sha256": data_sha256(weights),
+            "config": field_digests(config),
+        }
+        text = card_with_record(card.read_text(encoding="utf-8"), record)
+        with new_file(card, force=True) as part:
+            part.write_text(text, encoding="utf-8")
+    with new_file(weights.parent / SUMS, force=True) as part:
+        part.write_text(sums_text(weights.parent), encoding="utf-8")
+
+
+def _config_beside(weights: Path) -> dict[str, Any] | None:
+    """Return the config that a weight file belongs to, or None for a file of its own."""
+    path = weights.parent / CONFIG
+    if weights.name not in BESIDE_CONFIG or not path.is_file():
+        return None
+    return read_json(path)
+
+
+def _foreign_files(weights: Path) -> Iterator[str]:
+    """Yield the names of loadable files beside the weights that SHA256SUMS does not list."""
+    written = {weights.name, *listed_files(weights.parent)}
+    for path in sorted(weights.parent.iterdir()):
+        if path.suffix.lower() in LOADABLE and path.name not in written:
+            yield path.name
