@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import stat
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints.limits import LIMITS
@@ -155,6 +157,64 @@ def sha256(path: Path) -> str:
     """Return the hexadecimal SHA-256 of a file, read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class FileReading:
+    """What a file held when it was read through.
+
+    Attributes
+    ----------
+    path : Path
+    sha256 : str
+    status : tuple of int
+        Inode, size and times before it was read.
+    is_fresh : bool
+        Whether it was so young then that its times may not tell a later change.
+    """
+
+    path: Path
+    sha256: str
+    status: tuple[int, ...]
+    is_fresh: bool
+
+    @classmethod
+    def of(cls, path: Path, *, clock_step: float = 2.0) -> FileReading:
+        """Read a file through.
+
+        Parameters
+        ----------
+        path : Path
+        clock_step : float
+            Seconds, the coarsest step of a file system's clock: FAT's.
+        """
+        status = _status(path)
+        modified = max(status[2:]) / 1e9
+        is_fresh = abs(time.time() - modified) < clock_step
+        return cls(path, sha256(path), status, is_fresh)
+
+    def check_unchanged(self) -> None:
+        """Raise `CheckpointError` if the file holds something else by now.
+
+        It is read through again only where its times do not tell.
+        """
+        try:
+            if not self.is_fresh and _status(self.path) == self.status:
+                return
+            current = sha256(self.path)
+        except OSError as error:
+            current = error.strerror or type(error).__name__
+        if current != self.sha256:
+            raise CheckpointError(
+                "changed while it was read, so that what was made of it is of no one adapter; run "
+                "this again when nobody writes to it",
+                path=self.path,
+            )
+
+
+def _status(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def write_sums(directory: Path) -> None:

@@ -32,6 +32,8 @@ def header_metadata(
 ) -> dict[str, str]:
     """Return metadata of a header: PEFT's format mark and one JSON text of ours.
 
+    To be asked for when all numbers are read: a source that changed meanwhile is refused.
+
     Parameters
     ----------
     source : Checkpoint, optional
@@ -70,6 +72,7 @@ def _record_text(
     versions = {name: installed_version(name) for name in RECORDED_PACKAGES}
     record: dict[str, Any] = {"versions": versions, **fields}
     if source is not None:
+        source.check_source()
         record["source"] = {
             "file": source.weights.name,
             "format": source.format,

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lsrdecomp._renamed import keep_old_attributes
-from lsrdecomp.checkpoints.files import sha256
+from lsrdecomp.checkpoints.files import FileReading
 from lsrdecomp.checkpoints.names import module_role
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.formats.stored import product_label
@@ -254,9 +254,24 @@ class Checkpoint:
         return "\n".join([head, *lines])
 
     @cached_property
+    def _reading(self) -> FileReading:
+        return FileReading.of(self.weights)
+
+    @property
     def source_sha256(self) -> str:
         """SHA-256 of the weight file, which is read through once, when first asked for."""
-        return sha256(self.weights)
+        return self._reading.sha256
+
+    def watch_source(self) -> None:
+        """Remember what the weight file holds before its numbers are read.
+
+        `check_source` compares.
+        """
+        _ = self._reading
+
+    def check_source(self) -> None:
+        """Refuse a weight file that changed since `watch_source`, or since its SHA-256 was read."""
+        self._reading.check_unchanged()
 
     @property
     def adapter_parameters(self) -> int:

@@ -129,6 +129,7 @@ def search_adapter(
     if isinstance(statistics, Statistics):
         statistics.check_base(checkpoint.config.get("base_model_name_or_path"))
         effect = statistics.effect(checkpoint.source_sha256)
+    checkpoint.watch_source()
     layers = open_layers(checkpoint, statistics, resources.limits)
     cache = SpillCache(resources.limits.spill_bytes)
     plans = [plan.with_default_storage() for plan in plans]

@@ -104,6 +104,7 @@ def export_lora(
     >>> small.format, lora.format, lora.layers[0].rank
     ('lsr', 'peft-lora', 4)
     """
+    checkpoint.watch_source()
     integrity = check_integrity(checkpoint)
     if integrity.changed:
         fields = f" ({', '.join(integrity.fields)})" if integrity.fields else ""

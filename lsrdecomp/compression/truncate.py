@@ -175,6 +175,7 @@ def truncate(
     assert plan is not None
     file_or_directory(checkpoint)
     # 1. Compute the singular values of every layer.
+    checkpoint.watch_source()
     layers = tuple(open_layers(checkpoint))
     sigma = []
     read = Counter(on_step, "reading", len(layers), "layers")

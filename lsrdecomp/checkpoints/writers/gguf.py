@@ -289,6 +289,8 @@ def write_gguf(
             is_empty = False
         if is_empty:
             raise CheckpointError("no layers to write", path=out)
+        if source is not None:
+            source.check_source()
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
