@@ -5,6 +5,7 @@ They run on this host or on a Ray cluster.
 
 from __future__ import annotations
 
+import os
 from collections import Counter as Counts
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import Any
 
 from lsrdecomp.checkpoints import CONFIG, open_checkpoint
 from lsrdecomp.checkpoints.files import changed_files
+from lsrdecomp.checkpoints.format import BESIDE_CONFIG, WEIGHT_SUFFIXES
 from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.checkpoints.writing import remove_leftovers
@@ -22,7 +24,8 @@ from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.fleet.manifest import MANIFEST, Manifest, Outcome, State
 
 FILE = ".safetensors"
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "pytorch_lora_weights.safetensors")
+NAMED_BY_DIRECTORY = (*BESIDE_CONFIG, "pytorch_lora_weights.safetensors")
+"""Weights that programs save under one name, each in a directory of its own."""
 CONFIGS = (CONFIG, "config.json", METADATA)
 """Of an adapter, of a model and of statistics: a file beside one is no adapter of its own."""
 
@@ -45,10 +48,11 @@ Runner = Callable[[Sequence[Job], CompressionPlan], Iterator[Outcome]]
 
 
 def find_adapters(folder: Path) -> list[str]:
-    """Find all directories below a folder that hold adapter weights, and all LoRA files.
+    """Find all adapters below a folder: whatever `open_checkpoint` may read, or refuse by name.
 
-    A file is one where no config lies beside it, of an adapter, a model or statistics. Hidden
-    directories are left out: what a killed run left half written is one.
+    They are the directories with an adapter_config.json, with or without weights, and all weight
+    files that no config lies beside, of an adapter, a model or statistics. Hidden directories are
+    left out: what a killed run left half written is one.
 
     Parameters
     ----------
@@ -72,16 +76,24 @@ def find_adapters(folder: Path) -> list[str]:
     """
     if not folder.is_dir():
         raise CheckpointError("is not a directory of adapters", path=folder)
-    found: set[Path] = set()
-    for name in WEIGHTS:
-        found |= {path.parent for path in folder.rglob(name)}
-    for path in folder.rglob(f"*{FILE}"):
-        beside_config = any((path.parent / config).exists() for config in CONFIGS)
-        if path.name not in WEIGHTS and not beside_config:
-            found.add(path)
-    relative = [path.relative_to(folder) for path in found - {folder}]
-    visible = [path for path in relative if not _is_hidden(path)]
-    return sorted(path.as_posix() for path in visible)
+    found: list[Path] = []
+    for directory, _, files in os.walk(folder):
+        place = Path(directory).relative_to(folder)
+        if not _is_hidden(place):
+            found += _adapters_of(place, [name for name in files if not name.startswith(".")])
+    return sorted(path.as_posix() for path in found if path != Path())
+
+
+def _adapters_of(place: Path, files: Sequence[str]) -> list[Path]:
+    """Return the adapters in one directory: itself, or its weight files, or none."""
+    if CONFIG in files:
+        return [place]
+    weights = [name for name in files if Path(name).suffix in WEIGHT_SUFFIXES]
+    if len(weights) == 1 and weights[0] in NAMED_BY_DIRECTORY and place != Path():
+        return [place]
+    if any(config in files for config in CONFIGS):
+        return [place / name for name in weights if name in NAMED_BY_DIRECTORY]
+    return [place / name for name in weights]
 
 
 def _is_hidden(path: Path) -> bool:
@@ -164,20 +176,28 @@ def run_fleet(
         )
     # 1. What there is, and what of it has no line in the manifest yet.
     names = find_adapters(folder)
+    if not names and (folder / CONFIG).is_file():
+        raise CheckpointError(
+            f"is one adapter, and no directory of such; lsrdecomp compress {folder} makes it small",
+            path=folder,
+        )
     if not names:
         raise CheckpointError(
-            f"holds no adapters (directories with {' or '.join(WEIGHTS)})", path=folder
+            f"holds no adapters: no directory with {CONFIG}, and no file that ends in "
+            f"{', '.join(WEIGHT_SUFFIXES)}",
+            path=folder,
         )
     statistics_of = _statistics_of(names, statistics)
+    places = _output_directories(out, names)
     out.mkdir(parents=True, exist_ok=True)
     calibrated = None if statistics is None else str(Path(statistics).resolve())
     manifest = Manifest(out / MANIFEST, plan, calibrated)
     pending = {}
     for name in names:
-        place = _output_directory(out, name)
-        if not _is_finished(manifest.outcomes.get(name), place):
+        if not _is_finished(manifest.outcomes.get(name), places[name]):
             source = str(folder / name)
-            pending[name] = Job(name, source, str(place), max_memory, statistics_of.get(name))
+            place = str(places[name])
+            pending[name] = Job(name, source, place, max_memory, statistics_of.get(name))
     ended = Counter(on_step, "compressing", len(pending), "adapters")
 
     def run(jobs: Sequence[Job]) -> None:
@@ -197,14 +217,14 @@ def run_fleet(
         run([pending.pop(name) for name in sorted(leaders)])
     # 3. The others, those of a group in the shapes of its leader.
     for group in groups:
-        like = str(_output_directory(out, _leader(group, manifest, pending)))
+        leader = _leader(group, manifest, pending)
         for name in group:
             if name in pending:
-                pending[name] = replace(pending[name], like=like)
+                pending[name] = replace(pending[name], like=str(places[leader]))
     run(list(pending.values()))
     # 4. What workers that were killed, in this run or an earlier one, left half written.
     for name in names:
-        remove_leftovers(_output_directory(out, name), age=0.0)
+        remove_leftovers(places[name], age=0.0)
     return [manifest.outcomes[name] for name in names]
 
 
@@ -307,9 +327,17 @@ def _statistics_of(names: Sequence[str], folder: str | Path | None) -> dict[str,
     return {name: str(folder / name) for name in names}
 
 
-def _output_directory(out: Path, name: str) -> Path:
-    """Return the directory that an adapter is written to, a file's without its ending."""
-    return out / name.removesuffix(FILE)
+def _output_directories(out: Path, names: Collection[str]) -> dict[str, Path]:
+    """Return the directory that each adapter is written to.
+
+    That of a safetensors file is called without its ending, unless another adapter is called so.
+    """
+    taken = set(names)
+    places = {}
+    for name in names:
+        stem = name.removesuffix(FILE)
+        places[name] = out / (name if stem in taken else stem)
+    return places
 
 
 def _is_finished(outcome: Outcome | None, out: Path) -> bool:

@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+from checkpoint_files import lora_pair, write_lora_directory
 from safetensors.numpy import save_file
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
@@ -399,3 +400,82 @@ def test_single_files_are_adapters_of_a_fleet_and_parts_of_models_are_not(tmp_pa
     (outcome,) = run_fleet(folder, tmp_path / "out", PLAN, runner=in_process)
     assert outcome.state == "done"
     assert open_checkpoint(tmp_path / "out" / "styles" / "ink").format == "lsr"
+
+
+def layouts(folder):
+    """An adapter of each kind of place that `compress` reads, and three that it refuses."""
+    rng = np.random.default_rng(2)
+
+    def halves(down, up, transposed=False):
+        shapes = {down: (2, 12), up: (12, 2)}
+        return {
+            f"model.layers.0.q{key}": rng.standard_normal(
+                shape[::-1] if transposed else shape
+            ).astype(np.float32)
+            for key, shape in shapes.items()
+        }
+
+    write_lora_directory(folder / "peft", {**lora_pair("q", 16, 16)})
+    mlx = folder / "mlx"
+    mlx.mkdir()
+    save_file(halves(".lora_a", ".lora_b", transposed=True), mlx / "adapters.safetensors")
+    scale = {"lora_parameters": {"rank": 2, "scale": 2.0}, "model": "tiny"}
+    (mlx / "adapter_config.json").write_text(json.dumps(scale))
+    (folder / "styles").mkdir()
+    kohya = halves(".lora_down.weight", ".lora_up.weight")
+    save_file(kohya, folder / "styles" / "ink.safetensors")
+    torch = pytest.importorskip("torch")
+    torch.save(
+        {key: torch.from_numpy(array) for key, array in kohya.items()}, folder / "styles" / "ink.pt"
+    )
+    # What cannot be had: a config whose weights are missing, a method that is not read, damage.
+    (folder / "config only").mkdir()
+    (folder / "config only" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    write_lora_directory(folder / "dora", use_dora=True)
+    write_lora_directory(folder / "cut")
+    weights = folder / "cut" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    return folder
+
+
+def test_every_adapter_is_counted_done_or_with_its_reason(tmp_path):
+    folder = layouts(tmp_path / "in")
+    found = run_fleet(folder, tmp_path / "out", PLAN, runner=in_process)
+    states = {outcome.name: outcome.state for outcome in found}
+    assert states == {
+        "config only": "failed",
+        "cut": "failed",
+        "dora": "failed",
+        "mlx": "done",
+        "peft": "done",
+        "styles/ink.pt": "done",
+        "styles/ink.safetensors": "done",
+    }
+    reasons = {outcome.name: outcome.message for outcome in found}
+    assert "but no weights" in reasons["config only"]
+    assert "DoRA" in reasons["dora"]
+    assert "truncated" in reasons["cut"]
+    # Each under a name of its own.
+    for name, place in (
+        ("styles/ink.pt", "styles/ink.pt"),
+        ("styles/ink.safetensors", "styles/ink"),
+    ):
+        assert states[name] == "done"
+        assert open_checkpoint(tmp_path / "out" / place).format == "lsr"
+
+
+def test_a_file_and_a_directory_of_one_name_have_outputs_of_their_own(tmp_path):
+    folder = tmp_path / "in"
+    write_lora_directory(folder / "ink", lora_pair("q", 16, 16))
+    halves = {"lora_unet_q.lora_down.weight": (2, 12), "lora_unet_q.lora_up.weight": (12, 2)}
+    tensors = {key: np.ones(shape, np.float32) for key, shape in halves.items()}
+    save_file(tensors, folder / "ink.safetensors")
+    run_fleet(folder, tmp_path / "out", PLAN, runner=in_process)
+    assert open_checkpoint(tmp_path / "out" / "ink").layers[0].name == "q"
+    assert open_checkpoint(tmp_path / "out" / "ink.safetensors").layers[0].name == "lora_unet_q"
+
+
+def test_one_adapter_is_no_fleet_and_the_message_says_what_is(tmp_path):
+    write_lora_directory(tmp_path / "in")
+    with pytest.raises(CheckpointError, match=f"one adapter.*compress {tmp_path / 'in'}"):
+        run_fleet(tmp_path / "in", tmp_path / "out", PLAN, runner=in_process)
