@@ -117,8 +117,7 @@ def as_double(array: Array) -> Array:
     wide = xp.complex128 if is_complex(array) else xp.float64
     if array.dtype == wide:
         return array
-    is_jax = array_api_compat.is_jax_array(array)
-    if is_jax and "float64" not in xp.__array_namespace_info__().dtypes():
+    if is_jax(array) and "float64" not in xp.__array_namespace_info__().dtypes():
         raise PrecisionError(
             "errors are measured in float64, which JAX has switched off; "
             'call jax.config.update("jax_enable_x64", True) first, or pass numpy.asarray(matrix)'
@@ -129,6 +128,11 @@ def as_double(array: Array) -> Array:
 def is_complex(array: Array) -> bool:
     """Return whether the element type is complex."""
     return dtype_name(array).startswith("complex")
+
+
+def is_double(array: Array) -> bool:
+    """Return whether the element type is float64 or complex128."""
+    return dtype_name(array) in ("float64", "complex128")
 
 
 def device(array: Array) -> Any:
@@ -161,9 +165,14 @@ def is_differentiated(array: Array) -> bool:
     return bool(getattr(array[:1, ...] * 1, "requires_grad", False))
 
 
+def is_jax(array: Array) -> bool:
+    """Return whether an array is JAX's."""
+    return type(array) is not np.ndarray and array_api_compat.is_jax_array(array)
+
+
 def is_traced_by_jax(array: Array) -> bool:
     """Return whether an array has no numbers yet, within ``jax.jit`` or ``jax.vmap``."""
-    if not array_api_compat.is_jax_array(array):
+    if not is_jax(array):
         return False
     import jax
 
@@ -214,8 +223,21 @@ def finite_norm(array: Array, name: str = "matrix", *, computed: bool = False) -
     )
 
 
-def norm(array: Array) -> float:
-    """Return the Frobenius norm in double precision, safe where squares overflow or underflow."""
+def norm(array: Array, *, max_dot_entries: int = 2**12) -> float:
+    """Return the Frobenius norm in double precision, safe where squares overflow or underflow.
+
+    Parameters
+    ----------
+    array : Array
+    max_dot_entries : int
+        Entries of a NumPy array in double precision up to which one inner product sums the squares:
+        BLAS starts no threads for so few, whose number would be seen in the last bits. By hand.
+    """
+    if type(array) is np.ndarray and 0 < array.size <= max_dot_entries and is_double(array):
+        # `vdot` says nothing of overflow and of NaN, which `errstate` would cost more to silence
+        squared = float(np.vdot(array, array).real)
+        if 1e-280 < squared < 1e280:
+            return math.sqrt(squared)
     if hasattr(array, "detach"):
         array = array.detach()  # the answer is a number: no gradient passes
     xp = namespace(array)
@@ -244,6 +266,8 @@ def tail_norms(sigma: Array) -> list[float]:
 
 def to_numpy(array: Array) -> np.ndarray:
     """Return a NumPy copy or view on the host, of any library's array."""
+    if type(array) is np.ndarray:
+        return array
     if array_api_compat.is_torch_array(array):
         return np.asarray(array.detach().cpu().numpy())
     return np.asarray(array)

@@ -327,11 +327,13 @@ def accepts_settings(
             if field.name not in plain.parameters
         ]
         signature = plain.replace(parameters=[*own, *map(_parameter, fields)])
+        accepted = frozenset(signature.parameters).union(refused_later)
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            names = [name for name in kwargs if name not in refused_later]
-            _refuse_others(function.__name__, names, signature.parameters)
+            if not accepted.issuperset(kwargs):
+                names = [name for name in kwargs if name not in refused_later]
+                _refuse_others(function.__name__, names, signature.parameters)
             return function(*args, **kwargs)
 
         lines = [f"    {line}\n" for field in fields for line in field.documentation]

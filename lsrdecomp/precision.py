@@ -87,6 +87,8 @@ def precision(dtype: Any) -> Precision:
 
     Complex types have the row of their parts.
     """
+    if isinstance(dtype, str) and dtype in PRECISIONS:
+        return PRECISIONS[dtype]
     name = type_name(dtype)
     try:
         return PRECISIONS[name]

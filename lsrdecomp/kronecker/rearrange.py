@@ -10,7 +10,7 @@ import numpy as np
 
 from lsrdecomp.arrays import Array, Namespace, device, namespace, with_common_dtype
 from lsrdecomp.errors import ShapeError
-from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.kronecker.shape import KroneckerShape, shape_of_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,10 +94,10 @@ def rearrange(matrix: Array, shape: KroneckerShape | Sequence[Sequence[int]] | s
     front = tuple(matrix.shape[:-2])
     entries = xp.reshape(matrix, (*front, *shape.rows, *shape.columns))
     # From (…, m_1, …, m_d, n_1, …, n_d) to (…, m_1, n_1, …, m_d, n_d).
-    order = list(range(len(front)))
-    for i in range(len(front), len(front) + shape.order):
-        order += [i, i + shape.order]
-    return xp.reshape(xp.permute_dims(entries, tuple(order)), (*front, *shape.sizes))
+    axes = shape.interleaved_axes
+    if front:
+        axes = (*range(len(front)), *(axis + len(front) for axis in axes))
+    return xp.reshape(xp.permute_dims(entries, axes), (*front, *shape.sizes))
 
 
 def inverse_rearrange(
@@ -311,7 +311,7 @@ def factor_shape(factors: Sequence[Array]) -> KroneckerShape:
             raise ShapeError(
                 f"factor 1 has {factors[0].shape[0]} terms, but factor {i} has {factor.shape[0]}"
             )
-    return KroneckerShape(tuple((f.shape[1], f.shape[2]) for f in factors))
+    return shape_of_sizes(tuple([(f.shape[1], f.shape[2]) for f in factors]))
 
 
 def factor_columns(factors: Sequence[Array]) -> list[Array]:

@@ -18,6 +18,7 @@ from lsrdecomp.arrays import (
     conjugate,
     device,
     is_complex,
+    is_jax,
     like,
     namespace,
     norm,
@@ -110,7 +111,7 @@ class SeparatedMatrix:
 
     def __post_init__(self) -> None:
         check_weights(self.kronecker_shape, self.factors, self.weights)
-        if array_api_compat.is_jax_array(self.weights):
+        if is_jax(self.weights):
             register_pytree(SeparatedMatrix)
 
     @staticmethod

@@ -5,13 +5,24 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import ShapeError, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+
+@lru_cache(maxsize=2**12)
+def shape_of_sizes(factors: tuple[tuple[int, int], ...]) -> KroneckerShape:
+    """Return the shape of factors whose sizes are integers, with what it has derived from them.
+
+    >>> shape_of_sizes(((4, 4), (2, 2))) is shape_of_sizes(((4, 4), (2, 2)))
+    True
+    """
+    return KroneckerShape(factors)
 
 
 def divisors(n: int) -> tuple[int, ...]:
@@ -143,14 +154,14 @@ class KroneckerShape:
         if isinstance(value, str):
             return cls(_sizes_in_text(value, words))
         try:
-            return cls(tuple((m, n) for m, n in value))
+            return shape_of_sizes(tuple([(_size(m), _size(n)) for m, n in value]))
         except (TypeError, ValueError) as error:
             raise ShapeError(
                 "shape: expected a KroneckerShape, pairs ((16, 16), (8, 8)) or '16x16, 8x8', "
                 f"got {value!r}"
             ) from error
 
-    @property
+    @cached_property
     def order(self) -> int:
         """Number d of Kronecker factors."""
         return len(self.factors)
@@ -181,6 +192,12 @@ class KroneckerShape:
         return math.prod(self.sizes) // max(self.sizes)
 
     @cached_property
+    def interleaved_axes(self) -> tuple[int, ...]:
+        """Axes (m_1, …, m_d, n_1, …, n_d) in the order m_1, n_1, …, m_d, n_d."""
+        pairs = [(i, i + self.order) for i in range(self.order)]
+        return tuple(chain.from_iterable(pairs))
+
+    @cached_property
     def essential_factors(self) -> tuple[int, ...]:
         """Indices of the factors that are not 1×1, which changes nothing; at least two of two."""
         essential = [i for i in range(self.order) if self.factors[i] != (1, 1)]
@@ -188,7 +205,7 @@ class KroneckerShape:
         n_kept = max(len(essential), min(2, self.order))
         return tuple(sorted([*essential, *trivial][:n_kept]))
 
-    @property
+    @cached_property
     def essential(self) -> KroneckerShape:
         """The shape of the `essential_factors` alone."""
         kept = self.essential_factors

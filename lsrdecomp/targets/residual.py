@@ -66,15 +66,14 @@ def block_height(columns: int, max_entries: int = 2**22, max_rows: int = 512) ->
     return max(1, min(max_rows, max_entries // columns))
 
 
-def row_blocks(rows: int, columns: int, max_entries: int = 2**22) -> Iterator[slice]:
-    """Yield slices that cover ``rows`` in blocks of `block_height`."""
+def row_blocks(rows: int, columns: int, max_entries: int = 2**22) -> list[slice]:
+    """Return slices that cover ``rows`` in blocks of `block_height`."""
     height = block_height(columns, max_entries)
-    for start in range(0, rows, height):
-        yield slice(start, min(start + height, rows))
+    return [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
 
 
-def cached_row_blocks(rows: int, columns: int, max_entries: int = 2**15) -> Iterator[slice]:
-    """Yield slices that cover the rows of a matrix in memory in blocks that stay in a cache.
+def cached_row_blocks(rows: int, columns: int, max_entries: int = 2**15) -> list[slice]:
+    """Return slices that cover the rows of a matrix in memory in blocks that stay in a cache.
 
     By default at most 256 KiB in double precision: such a block needs no fresh pages either.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from lsrdecomp.targets.base import Dense, LowRank
@@ -23,7 +24,8 @@ def threads_for(target: Target) -> AbstractContextManager[object]:
     Kronecker products take products of thin matrices only, which gain nothing from threads.
     Products of any other target are the caller's own code, and so are its threads.
     """
+    if isinstance(target, Dense):
+        return one_blas_thread_for(math.prod(target.shape))
     if isinstance(target, LowRank | Separated | Sparse):
         return one_blas_thread
-    entries = math.prod(target.shape) if isinstance(target, Dense) else 0
-    return one_blas_thread_for(entries)
+    return nullcontext()

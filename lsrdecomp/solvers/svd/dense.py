@@ -12,6 +12,7 @@ from lsrdecomp.arrays import (
     Array,
     adjoint,
     as_double,
+    device,
     is_differentiated,
     namespace,
     norm,
@@ -176,7 +177,7 @@ def as_separated(
     Those that are zero are left out.
     """
     (m, n), (p, q) = shape.factors
-    rank = min(rank, int(np.count_nonzero(to_numpy(sigma[:rank]) > 0.0)))
+    rank = min(rank, int(np.count_nonzero(to_numpy(sigma[:rank]))))
     left, right = signed(namespace(u).matrix_transpose(u[:, :rank]), vh[:rank, :])
     xp = namespace(left)
     factors = xp.reshape(left, (rank, m, n)), xp.reshape(right, (rank, p, q))
@@ -188,17 +189,20 @@ def signed(left: Array, right: Array) -> tuple[Array, Array]:
 
     Shapes (…, s, p) and (…, s, q). SVD libraries disagree on signs.
     """
-    xp = namespace(left)
     if 0 in left.shape:
         return left, right
-    peak = xp.argmax(xp.abs(left), axis=-1)[..., None]
-    entry = xp.take_along_axis(left, peak, axis=-1)
-    phase = entry / xp.abs(entry)
-    return left / phase, right * phase
+    xp = namespace(left)
+    rows = xp.reshape(left, (-1, left.shape[-1]))
+    peaks = xp.argmax(xp.abs(rows), axis=-1)
+    entries = rows[xp.arange(rows.shape[0], device=device(left)), peaks]
+    phases = xp.reshape(entries / xp.abs(entries), (*left.shape[:-1], 1))
+    return left / phases, right * phases
 
 
 def residual_blocks(rows: Array, left: Array, sigma: Array, vh: Array) -> Iterator[Array]:
     """Yield R − U Σ Vᴴ, a block of rows at a time that stays in the cache."""
-    weighted = left * namespace(left).astype(sigma, left.dtype)
+    if sigma.dtype != left.dtype:
+        sigma = namespace(left).astype(sigma, left.dtype)
+    weighted = left * sigma
     for part in cached_row_blocks(*rows.shape):
         yield rows[part, :] - weighted[part, :] @ vh
