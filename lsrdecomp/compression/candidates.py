@@ -24,6 +24,7 @@ from lsrdecomp.compression.quantize import (
     pair_code,
     refitted_product,
     spectral_code,
+    stored_pair,
     stored_product,
     svd_code,
     water_fill,
@@ -133,7 +134,7 @@ class LowRankCandidate(Candidate):
     def stored(self, layer: Layer) -> Stored:
         """Return codes of each component, or both factors in a floating type."""
         if not self.bits:
-            return stored_product(low_rank_product(*layer.truncated(self.rank)), self.storage)
+            return stored_pair(*layer.truncated(self.rank), self.storage)
         return pair_code(layer) if self.unrotated else svd_code(layer, self.bits)
 
 
@@ -310,12 +311,49 @@ def lsr_candidate(solution: PairSolution, cache: SpillCache) -> LsrCandidate:
 # -- in a storage type -----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class StoredSummary:
+    """Sizes and terms of a layer as it is stored, without its numbers.
+
+    Attributes
+    ----------
+    shape : str
+        The Kronecker sizes of both sides.
+    separation_ranks : (int, int)
+        Terms of the output side and of the input side that are not zero.
+    condition : float
+        γ, the larger of those of the two sides.
+    parameters, bytes : int
+    storage : str
+    """
+
+    shape: str
+    separation_ranks: tuple[int, int]
+    condition: float
+    parameters: int
+    bytes: int
+    storage: str
+
+    @classmethod
+    def of(cls, stored: Stored, product: SeparatedProduct) -> StoredSummary:
+        """Return the summary of a stored layer and of the product that a reader gets."""
+        return cls(
+            str(stored.shape),
+            product.separation_ranks,
+            product.condition,
+            stored.parameters,
+            stored.bytes,
+            stored.storage,
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Materialized:
     """A candidate with its factors as they will be written."""
 
     candidate: Candidate  # with the bytes and the error of these factors
     stored: Callable[[], Stored] | None = field(repr=False)  # reads them; None for a layer left out
+    summary: StoredSummary | None = None  # what a report says of them; None for a layer left out
 
     @property
     def product(self) -> SeparatedProduct | None:
@@ -328,16 +366,23 @@ def materialize(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materi
 
     If the candidate has alternatives, the nearest to the layer is taken.
     """
-    stored = candidate.stored(layer)
-    if stored is None:
+    best = candidate.stored(layer)
+    if best is None:
         return Materialized(candidate, None)
-    priced = _priced(layer, candidate, stored)
+    product = best.dequantized()
+    error = layer.squared_error(product)
     for other in candidate.alternatives(layer):
-        other_priced = _priced(layer, candidate, other)
-        if other_priced.squared_error < priced.squared_error:
-            stored = other
-            priced = other_priced
-    return Materialized(priced, cache.put(stored))
+        other_product = other.dequantized()
+        other_error = layer.squared_error(other_product)
+        if other_error < error:
+            best = other
+            product = other_product
+            error = other_error
+    return Materialized(
+        replace(candidate, bytes=best.bytes, storage=best.storage, squared_error=error),
+        cache.put(best),
+        StoredSummary.of(best, product),
+    )
 
 
 def priced_as(

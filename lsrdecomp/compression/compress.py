@@ -302,10 +302,11 @@ class SearchedAdapter:
                 report_layer(
                     source_layer,
                     layer,
-                    None if materialized.stored is None else materialized.stored(),
+                    materialized.stored,
                     structure=candidate.structure,
                     storage=candidate.storage,
                     error=error,
+                    summary=materialized.summary,
                     met=meets_plan,
                 )
             )

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, as_double, namespace
+from lsrdecomp.arrays import Array, as_double, namespace, norm
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer
 from lsrdecomp.checkpoints.records import LOKR_STAYS
 from lsrdecomp.compression.caches import LRUCache, SpillCache
@@ -88,8 +88,8 @@ class Layer:
     @classmethod
     def of(cls, name: str, pair: LowRank, weights: NormWeights | None = None) -> Layer:
         """Return a layer whose numbers are in memory."""
-        read_norms = None if weights is None or weights.is_frobenius else _in_memory(weights)
-        return cls(name, pair.shape, pair.rank, _in_memory(pair), read_norms)
+        read_norms = None if weights is None or weights.is_frobenius else in_memory(weights)
+        return cls(name, pair.shape, pair.rank, in_memory(pair), read_norms)
 
     @property
     def pair(self) -> LowRank:
@@ -140,10 +140,18 @@ class Layer:
 
     @cached_property
     def squared_norm(self) -> float:
-        """‖G^½ ΔW C^½‖_F²: the squared error of leaving the layer out."""
+        """‖G^½ ΔW C^½‖_F²: the squared error of leaving the layer out.
+
+        In the Frobenius norm the sum of the squared singular values, which a search needs anyway.
+        """
         if self.is_frobenius:
-            return self.pair.norm**2
+            return float(norm(self.gauge[1])) ** 2
         return weighted_norm(self.pair, self.norms) ** 2
+
+    @cached_property
+    def frobenius_norm(self) -> float:
+        """‖ΔW‖_F."""
+        return math.sqrt(self.squared_norm) if self.is_frobenius else self.pair.norm
 
     def squared_error(self, approximation: SeparatedProduct | SeparatedMatrix) -> float:
         """Return ‖G^½ (ΔW − M̂) C^½‖_F², computed from the residual."""
@@ -176,10 +184,11 @@ class Layer:
 
     def _keep(self, value: T) -> Callable[[], T]:
         """Store a value in the cache, if there is one; return a function that reads it back."""
-        return _in_memory(value) if self._cache is None else self._cache.put(value)
+        return in_memory(value) if self._cache is None else self._cache.put(value)
 
 
-def _in_memory(value: T) -> Callable[[], T]:
+def in_memory(value: T) -> Callable[[], T]:
+    """Return a function that returns the value."""
     return lambda: value
 
 

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lsrdecomp.arrays import as_double, to_numpy
+from lsrdecomp.arrays import Array, as_double, to_numpy
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.errors import PrecisionError, UnsupportedError
 from lsrdecomp.formats.number_formats import FORMATS, Codes, nearest_codes
 from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct, SpectralCode
 from lsrdecomp.formats.stored import FloatProduct, Stored
-from lsrdecomp.precision import INTEGERS, PRECISIONS
+from lsrdecomp.precision import INTEGERS, PRECISIONS, numpy_dtype, round_to, type_name
 from lsrdecomp.solvers.pair.quantization_aware import quantize_sequentially
 from lsrdecomp.targets.base import LowRank
 
@@ -72,6 +72,17 @@ def stored_product(product: SeparatedProduct, storage: str) -> FloatProduct | Qu
     if product.left.order == 2:
         product = product.canonical()
     return FloatProduct.of(product.round_to(storage), storage)
+
+
+def stored_pair(left: Array, right: Array, storage: str) -> FloatProduct:
+    """Round a plain pair (m, r) and (r, n) to a floating type, and hold it in that type.
+
+    Raises `PrecisionError` if a number overflows the type.
+    """
+    dtype = numpy_dtype(type_name(storage))
+    factors = (np.asarray(round_to(side, storage)).astype(dtype) for side in (left, right))
+    rounded_left, rounded_right = factors
+    return FloatProduct((rounded_left[None],), (rounded_right[None],), storage)
 
 
 def quantized_product(product: SeparatedProduct, bits: int) -> QuantizedProduct:

@@ -15,12 +15,13 @@ from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.checkpoints import Checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.provenance import REPORT, read_provenance
+from lsrdecomp.compression.candidates import StoredSummary
 from lsrdecomp.compression.settings import GOALS, CompressionPlan
 from lsrdecomp.precision import PRECISIONS
 from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from lsrdecomp.compression.candidates import Materialized
@@ -400,11 +401,12 @@ class Totals:
 def report_layer(
     source_layer: Any,
     layer: Layer,
-    stored: Stored | None,
+    stored: Callable[[], Stored] | None,
     *,
     structure: str,
     storage: str = "",
     error: float | None = None,
+    summary: StoredSummary | None = None,
     met: bool = True,
 ) -> LayerReport:
     """Return the report of a layer.
@@ -415,18 +417,25 @@ def report_layer(
         The layer of the LoRA.
     layer : Layer
         The same layer with its norm.
-    stored : Stored, optional
-        The layer as it is written; None if it was left out.
+    stored : callable, optional
+        Reads the layer as it is written; None if it was left out.
     structure, met
         As in `LayerReport`.
     storage : str
         Storage to report for a layer that was left out.
     error : float, optional
         Absolute error in the layer's norm, ‖G^½ (ΔW − ΔŴ) C^½‖_F, if it was measured already.
+    summary : StoredSummary, optional
+        Sizes of the layer as it is written, if they are known already.
     """
-    product = None if stored is None else stored.dequantized()
-    norm = layer.pair.norm
+    norm = layer.frobenius_norm
     norm_of_plan = math.sqrt(layer.squared_norm)
+    # The numbers are read only where they are needed: an adapter may have many.
+    product = None
+    if stored is not None and (error is None or summary is None or not layer.is_frobenius):
+        as_written = stored()
+        product = as_written.dequantized()
+        summary = summary or StoredSummary.of(as_written, product)
     if error is None:
         error = norm_of_plan if product is None else math.sqrt(layer.squared_error(product))
     if layer.is_frobenius:
@@ -444,17 +453,17 @@ def report_layer(
         columns=source_layer.in_features,
         source_rank=source_layer.rank,
         structure=structure,
-        shape="–" if stored is None else str(stored.shape),
-        separation_ranks=(0, 0) if product is None else product.separation_ranks,
+        shape="–" if summary is None else summary.shape,
+        separation_ranks=(0, 0) if summary is None else summary.separation_ranks,
         parameters_before=source_layer.parameters,
-        parameters=0 if stored is None else stored.parameters,
-        bytes=0 if stored is None else stored.bytes,
+        parameters=0 if summary is None else summary.parameters,
+        bytes=0 if summary is None else summary.bytes,
         norm=norm,
         relative_error=_ratio(frobenius_error, norm),
         functional_norm=functional_norm,
         functional_error=functional_error,
-        condition=1.0 if product is None else product.condition,
-        storage=storage if stored is None else stored.storage,
+        condition=1.0 if summary is None else summary.condition,
+        storage=storage if summary is None else summary.storage,
         met=met,
     )
 

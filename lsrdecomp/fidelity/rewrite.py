@@ -11,7 +11,7 @@ from lsrdecomp.checkpoints.files import SUMS, read_json
 from lsrdecomp.checkpoints.packed_index import stored_layers
 from lsrdecomp.checkpoints.provenance import CARD, REPORT, read_provenance
 from lsrdecomp.checkpoints.writing import new_directory
-from lsrdecomp.compression.layers import Layer, StatisticsByLayer, open_layers
+from lsrdecomp.compression.layers import Layer, StatisticsByLayer, in_memory, open_layers
 from lsrdecomp.compression.quantize import stored_like
 from lsrdecomp.compression.result import (
     LayerReport,
@@ -200,7 +200,8 @@ def _updated_report(
     #    compressed, which the numbers do not tell.
     rows = []
     for source_layer, layer in zip(source.layers, layers.values(), strict=True):
-        stored = new.get(source_layer.name)
+        layer_stored = new.get(source_layer.name)
+        stored = None if layer_stored is None else in_memory(layer_stored)
         old_row = old_rows.get(source_layer.name)
         if old_row is not None:
             row = report_layer(
@@ -215,7 +216,7 @@ def _updated_report(
             text = f"has no line of layer {source_layer.name!r}; write the adapter again"
             raise CheckpointError(text, path=path)
         else:
-            structure = "drop" if stored is None else stored.structure
+            structure = "drop" if layer_stored is None else layer_stored.structure
             row = report_layer(source_layer, layer, stored, structure=structure)
         rows.append(row)
     # 2. Sum them up. What is known of the budget still holds: the error of the best truncated SVD,
