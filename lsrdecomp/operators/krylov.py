@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lsrdecomp.arrays import is_complex
-from lsrdecomp.errors import LsrError
+from lsrdecomp.errors import LsrError, MatrixError
 from lsrdecomp.operators.preconditioners import nearest_kronecker
 from lsrdecomp.operators.single import deviation, inv
 
@@ -85,6 +85,13 @@ def krylov(
     import scipy.sparse.linalg as sparse
 
     name = choose(matrix) if method.name in ("auto", "exact") else method.name
+    if name == "minres" and is_complex(matrix.factors[0]):
+        raise MatrixError(
+            "minres takes real symmetric matrices, and the factors are complex; "
+            'method="gmres" takes any'
+        )
+    if name == "minres" and np.iscomplexobj(b):
+        return _by_real_parts(matrix, b, replace(method, name=name))
     # SciPy's MINRES compares with absolute numbers: at 1e-14 it gives up.
     norm = matrix.norm or 1.0
     matrix = matrix * (1.0 / norm)
@@ -104,6 +111,17 @@ def krylov(
         most_products = max(most_products, products.count)
     x = np.stack(columns, axis=1).reshape(b.shape) / norm
     return x, name, most_products
+
+
+def _by_real_parts(
+    matrix: SeparatedMatrix, b: np.ndarray, method: KrylovMethod
+) -> tuple[np.ndarray, str, int]:
+    """Solve A x = b of a real A for the real and the imaginary part of b, one beside the other."""
+    columns = b.reshape(len(b), -1)
+    parts = np.concatenate([columns.real, columns.imag], axis=1)
+    x, name, iterations = krylov(matrix, parts, method)
+    real, imaginary = np.split(x, 2, axis=1)
+    return (real + 1j * imaginary).reshape(b.shape), name, iterations
 
 
 def choose(matrix: SeparatedMatrix) -> str:

@@ -1,11 +1,13 @@
 """The HTML report: complete, self-contained, escaped, small."""
 
+import math
 import re
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lsrdecomp.analysis import ErrorCurve
@@ -13,7 +15,7 @@ from lsrdecomp.calibration import Behaviour
 from lsrdecomp.compression.html_report import html_report
 from lsrdecomp.compression.result import Compression, LayerReport
 from lsrdecomp.compression.settings import CompressionPlan
-from lsrdecomp.compression.svg_curves import svg_curves
+from lsrdecomp.compression.svg_curves import Line, svg_curves, svg_shares
 from lsrdecomp.fidelity import Fidelity, Measurement
 
 LAYER = LayerReport(
@@ -189,15 +191,90 @@ def test_what_was_written_is_listed(tmp_path):
     assert "import lsrdecomp.adapters" in page
 
 
+def read_back(svg):
+    """Return how a picture's places become numbers, by the lines of its own grid and their labels.
+
+    Both axes are logarithmic: two lines of each are enough.
+    """
+    number = {"k": 1e3, "M": 1e6, "G": 1e9}
+
+    def value(text):
+        return float(text.rstrip("kMG")) * number.get(text[-1], 1.0)
+
+    lines = r'<line class="grid" x1="([\d.]+)" x2="([\d.]+)" y1="([\d.]+)" y2="([\d.]+)"/>'
+    label = r'<text class="small" x="[\d.]+" y="[\d.]+" text-anchor="\w+">([^<]+)</text>'
+    grid = re.findall(lines + label, svg)
+    columns = {float(x1): value(text) for x1, x2, _, _, text in grid if x1 == x2}
+    rows = {float(y1): value(text) for _, _, y1, y2, text in grid if y1 == y2}
+
+    def scale(places):
+        (first, low), *_, (last, high) = sorted(places.items())
+        steepness = math.log(high / low) / (last - first)
+        return lambda place: low * math.exp(steepness * (place - first))
+
+    return scale(columns), scale(rows)
+
+
+def view_box(svg):
+    return tuple(map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups()))
+
+
 def test_curves_lie_where_their_numbers_are():
     svg = svg_curves([CURVE], here=(1000, 0.5), lora=6144)
     path = re.search(r'<polyline class="c0" points="([^"]+)"', svg).group(1)
     points = [tuple(map(float, pair.split(","))) for pair in path.split()]
     assert len(points) == 2, "zero parameters and rounding are not drawn"
-    assert points[0][0] < points[1][0]
+    size_at, error_at = read_back(svg)
+    sizes = [size_at(x) for x, _ in points]
+    errors = [error_at(y) for _, y in points]
+    assert sizes == pytest.approx([1000, 2000], rel=0.01)
+    assert errors == pytest.approx([0.5, 0.25], rel=0.01)
     assert points[0][1] < points[1][1], "down the page is a smaller error"
     mark = re.search(r'class="here" cx="([\d.]+)" cy="([\d.]+)"', svg)
     assert (float(mark.group(1)), float(mark.group(2))) == points[0]
+    lora = re.search(r'class="lora" x1="([\d.]+)" x2="([\d.]+)"', svg)
+    assert lora.group(1) == lora.group(2)
+    assert size_at(float(lora.group(1))) == pytest.approx(6144, rel=0.01)
+
+
+@pytest.mark.parametrize("sizes", [(900, 1100), (1000, 2000, 40_000), (10, 10**4, 10**7)])
+@pytest.mark.parametrize("errors", [(0.9, 0.8), (0.9, 0.2), (0.9, 0.001)])
+def test_all_that_is_drawn_is_on_the_page(sizes, errors):
+    ends = np.geomspace(*errors, len(sizes))
+    curve = ErrorCurve("curve", range(len(sizes)), sizes, tuple(ends), 1.0)
+    svg = svg_curves([curve], here=(sizes[0], errors[0]), lora=2 * sizes[-1])
+    width, height = view_box(svg)
+    places = [(float(x), float(y)) for x, y in re.findall(r'c?x="([-\d.]+)" c?y="([-\d.]+)"', svg)]
+    points = re.search(r'<polyline class="c0" points="([^"]+)"', svg).group(1).split()
+    drawn = [tuple(map(float, pair.split(","))) for pair in points]
+    places += drawn
+    places += [(float(x), 0.0) for x in re.findall(r'x[12]="([-\d.]+)"', svg)]
+    places += [(0.0, float(y)) for y in re.findall(r'y[12]="([-\d.]+)"', svg)]
+    assert len(places) > 10
+    assert all(0.0 <= x <= width and 0.0 <= y <= height for x, y in places)
+    # Of each axis, enough lines to read a number by
+    size_at, error_at = read_back(svg)
+    assert [size_at(x) for x, _ in drawn] == pytest.approx(sizes, rel=0.03)
+    assert [error_at(y) for _, y in drawn] == pytest.approx(ends, rel=0.03)
+
+
+def test_a_picture_of_shares_has_one_scale_from_the_least_to_one():
+    """Shares may be negative; 1 is all of the LoRA's effect, and the top."""
+    lines = [Line("untrained", [(1000.0, -0.2), (2000.0, 0.4), (4000.0, 1.0)])]
+    svg = svg_shares(lines, (2000, 0.4))
+    heights = [float(y) for y in re.findall(r'class="p0" cx="[^"]*" cy="([^"]*)"', svg)]
+    least, middle, most = heights
+    assert 0 < most < middle < least < view_box(svg)[1]
+    assert (least - middle) / (least - most) == pytest.approx(0.6 / 1.2, abs=0.01)
+    rows = {
+        float(label): float(y)
+        for y, label in re.findall(
+            r'y1="([\d.]+)" y2="\1"/><text [^>]*text-anchor="end">([-\d.]+)<', svg
+        )
+    }
+    assert list(rows) == pytest.approx([-0.2, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rows[1.0] == pytest.approx(most, abs=0.1)
+    assert rows[0.4] == pytest.approx(middle, abs=0.1)
 
 
 @pytest.mark.parametrize("curves", [[], [ErrorCurve("flat", (0,), (0,), (1.0,), 1.0)]])

@@ -354,6 +354,71 @@ def test_other_sums_are_iterated_and_say_how_far_they_came(kind, seed, rows, sca
         ops.logdet(a)
 
 
+def symmetric_stack(rng, s, m, complex_values, shift):
+    stack = rng.standard_normal((s, m, m)) + 1j * complex_values * rng.standard_normal((s, m, m))
+    stack = stack + stack.conj().transpose(0, 2, 1) + shift * np.eye(m)
+    return stack if complex_values else stack.real
+
+
+def solvable_by(road, rng, complex_values):
+    """A matrix, 3 × 4 blocks, that `solve` takes to this road of its own accord."""
+    general = (
+        rng.standard_normal((3, 3)) + 4 * np.eye(3),
+        rng.standard_normal((4, 4)) + 5 * np.eye(4),
+    )
+    if complex_values:
+        general = tuple(f + 1j * rng.standard_normal(f.shape) for f in general)
+    if road == "factors":
+        return one(general)
+    if road == "triangular":
+        return ops.kronecker_sum(*general)
+    if road == "diagonal":
+        stacks = [symmetric_stack(rng, 1, m, complex_values, 12) for m in (3, 4)]
+        return ops.kronecker_sum(*(stack[0] for stack in stacks))
+    shift = {"cg": 12, "minres": 0, "gmres": 12}[road]
+    stacks = [symmetric_stack(rng, 3, m, complex_values, shift) for m in (3, 4)]
+    if road == "gmres":
+        stacks = [stack + np.triu(rng.standard_normal(stack.shape)) for stack in stacks]
+    return lsr.SeparatedMatrix.from_factors(stacks)
+
+
+@pytest.mark.parametrize("right_hand", ["one", "one column", "two", "as many as rows", "one is 0"])
+@pytest.mark.parametrize("values", ["real", "complex b", "complex A", "both complex"])
+@pytest.mark.parametrize("road", ["factors", "diagonal", "triangular", "cg", "minres", "gmres"])
+def test_every_road_solves_each_right_hand_side_and_keeps_their_places(road, values, right_hand):
+    """That a single vector is solved says nothing of several: they come back column for column."""
+    rng = np.random.default_rng(61)
+    complex_matrix = values in ("complex A", "both complex")
+    if road == "minres" and complex_matrix:
+        pytest.skip("SciPy's MINRES is for real symmetric matrices; GMRES takes these")
+    a = solvable_by(road, rng, complex_matrix)
+    shape = {"one": (12,), "one column": (12, 1), "as many as rows": (12, 12)}.get(right_hand)
+    b = rng.standard_normal(shape or (12, 2))
+    if values in ("complex b", "both complex"):
+        b = b + 1j * rng.standard_normal(b.shape)
+    if right_hand == "one is 0":
+        b[:, 0] = 0.0
+    found = ops.solve(a, b, rtol=1e-10)
+    assert found.method == road
+    assert found.converged
+    expected = np.linalg.solve(a.to_matrix(), b)
+    assert found.x.shape == b.shape
+    assert np.iscomplexobj(found.x) == np.iscomplexobj(expected)
+    assert_allclose(found.x, expected, rtol=0, atol=1e-7 * np.abs(expected).max())
+    # The worst column stands for all, so that none hides behind another
+    columns = [c for c in range(b.reshape(12, -1).shape[1]) if b.reshape(12, -1)[:, c].any()]
+    residual = (b - a.to_matrix() @ found.x).reshape(12, -1)[:, columns]
+    norms = np.linalg.norm(residual, axis=0) / np.linalg.norm(b.reshape(12, -1)[:, columns], axis=0)
+    assert_allclose(found.relative_residual, norms.max(), atol=1e-12)
+
+
+def test_minres_refuses_a_complex_matrix_and_names_a_method_that_takes_it(rng):
+    a = solvable_by("cg", rng, complex_values=True)
+    with pytest.raises(MatrixError, match='the factors are complex; method="gmres" takes any'):
+        ops.solve(a, np.ones(12), method="minres")
+    assert ops.solve(a, np.ones(12), method="gmres").converged
+
+
 def test_an_iteration_that_falls_short_warns_or_raises_with_its_record(rng):
     a = random_sum(rng, (6, 6), 3, "general")
     with pytest.warns(RuntimeWarning, match=r"gmres: .* iterations"):

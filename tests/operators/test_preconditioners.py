@@ -250,6 +250,21 @@ def test_more_terms_make_a_better_inverse_and_fewer_iterations(rng):
     assert np.linalg.norm(a @ x - b) <= 1e-9 * np.linalg.norm(b)
 
 
+def test_an_inverse_acts_as_its_matrix_does_on_either_side(rng):
+    """Methods that need Xᴴ, least squares among them, take it as an operator."""
+    stacks = [
+        f + 0.3j * rng.standard_normal(f.shape) for f in sum_near_a_product(rng, (4, 3), 2).factors
+    ]
+    a = lsr.SeparatedMatrix.from_factors(stacks)
+    inverse = ops.approximate_inverse(a, rank=2)
+    dense = inverse.approximation.to_matrix()
+    x = rng.standard_normal(12) + 1j * rng.standard_normal(12)
+    assert_allclose(inverse @ x, dense @ x, atol=1e-12)
+    assert_allclose(inverse.rmatvec(x), dense.conj().T @ x, atol=1e-12)
+    operator = scipy.sparse.linalg.aslinearoperator(inverse)
+    assert_allclose(operator.H @ x, dense.conj().T @ x, atol=1e-12)
+
+
 def test_inverses_of_arrays_and_sparse_matrices(rng):
     a = sum_near_a_product(rng, (4, 3), 2)
     expected = ops.approximate_inverse(a, rank=2)
