@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -151,6 +152,96 @@ def test_a_worker_that_dies_is_tried_again_alone(fleet, undisturbed, tmp_path):
         "failed",
         "its worker died: killed",
     )
+
+
+def dies_of(name):
+    """A job that ends its whole process, as the system does to one that takes too much memory."""
+
+    def job(job, plan):
+        if job.name == name:
+            time.sleep(0.2)  # others are finished by then, and others begun
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run_job(job, plan)
+
+    return job
+
+
+def test_each_job_of_a_pool_whose_worker_is_killed_ends_under_its_own_name(
+    undisturbed, tmp_path, monkeypatch
+):
+    folder, out = make_fleet(tmp_path / "in", 4), tmp_path / "out"
+    names = find_adapters(folder)
+    fatal = names[2]
+    monkeypatch.setattr(runners, "run_job", dies_of(fatal))
+    pools = []
+
+    def noted(jobs, plan):
+        pools.append([])
+        for outcome in joblib_runner(2)(jobs, plan):
+            pools[-1].append(outcome)
+            yield outcome
+
+    outcomes = {outcome.name: outcome for outcome in run_fleet(folder, out, PLAN, runner=noted)}
+    assert sorted(outcome.name for outcome in pools[0]) == sorted(names)
+    assert {outcome.name: outcome.state for outcome in pools[0]}[fatal] == "died"
+    # Those that died are tried again alone: only the one that kills is lost
+    assert all(len(pool) == 1 for pool in pools[1:])
+    states = {name: outcome.state for name, outcome in outcomes.items()}
+    assert states == dict.fromkeys(names, "done") | {fatal: "failed"}
+    assert re.fullmatch(r"its worker died: [^\n]{5,}", outcomes[fatal].message)
+    whole = contents(undisturbed)
+    made = tuple(f"{name}/" for name in names if name != fatal)
+    assert contents(out) == {name: whole[name] for name in whole if name.startswith(made)}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"name": "team0/adapter0"},
+        {"state": "done"},
+        {"name": "team0/adapter0", "state": "finished"},
+        {"name": 7, "state": "done"},
+        {"name": "team0/adapter0", "state": "done", "parameters": "12"},
+        {"name": "team0/adapter0", "state": "done", "relative_error": "0.5"},
+        {"name": "team0/adapter0", "state": "done", "attempts": 1.5},
+        {"name": "team0/adapter0", "state": "done", "message": None},
+        {"name": "team0/adapter0", "state": "done", "seconds": 1},
+        {"plan": {}},
+        [1, 2],
+        "done",
+    ],
+)
+def test_a_line_of_another_program_is_refused_and_never_taken_for_a_finished_adapter(
+    fleet, tmp_path, line
+):
+    """Else that adapter would never be made."""
+    out = tmp_path / "out"
+    out.mkdir()
+    manifest = json.dumps({"plan": PLAN.to_json()}) + "\n" + json.dumps(line) + "\n"
+    (out / MANIFEST).write_text(manifest)
+    with pytest.raises(CheckpointError, match="choose another output"):
+        run_fleet(fleet, out, PLAN, runner=never)
+    assert (out / MANIFEST).read_text() == manifest
+    assert [path.name for path in out.iterdir()] == [MANIFEST]
+
+
+@pytest.mark.parametrize("cut", [1, 7, 8])
+def test_a_first_line_that_a_kill_cut_short_is_written_again(fleet, undisturbed, tmp_path, cut):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / MANIFEST).write_bytes((undisturbed / MANIFEST).read_bytes()[:cut])
+    assert summary(run_fleet(fleet, out, PLAN, runner=in_process))["done"] == 9
+    assert contents(out) == contents(undisturbed)
+    assert run_fleet(fleet, out, PLAN, runner=never)
+
+
+def test_bytes_that_begin_no_manifest_are_not_overwritten(fleet, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / MANIFEST).write_bytes(b'{"pla"')
+    with pytest.raises(CheckpointError, match="is not a manifest written here"):
+        run_fleet(fleet, out, PLAN, runner=never)
+    assert (out / MANIFEST).read_bytes() == b'{"pla"'
 
 
 def test_what_has_lost_its_line_is_made_again(fleet, undisturbed, tmp_path):

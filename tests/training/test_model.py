@@ -99,6 +99,18 @@ def test_what_is_trained_is_in_single_precision_whatever_the_base_is_in(place, p
     assert base == {getattr(torch, precision)}
 
 
+def test_a_head_is_trained_in_single_precision_on_a_base_in_half_of_it(place):
+    """PEFT copies a head in the precision of its base."""
+    run = FinetuneSettings(
+        str(place / "base"), "embedded", str(place), precision="bfloat16", device="cpu"
+    )
+    model, _ = open_model(run, run.model, 2)
+    trained = {name: parameter for name, parameter, _ in trainable_parameters(model)}
+    heads = [name for name in trained if "modules_to_save" in name]
+    assert len(heads) == 1
+    assert {parameter.dtype for parameter in trained.values()} == {torch.float32}
+
+
 @pytest.mark.parametrize("quantized", ["is_loaded_in_4bit", "is_loaded_in_8bit"])
 def test_on_a_quantized_base_factors_are_still_trained_in_single_precision(
     place, tmp_path, monkeypatch, quantized
