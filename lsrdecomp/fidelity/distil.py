@@ -142,7 +142,8 @@ def distil(
     check_layers(compressed, source)
     replaces = force or out is None
     out = directory if out is None else Path(out)
-    check_output_directory(out, (source.path,), replaces)
+    read = [source.path, *_paths(data, options.calibrated)]
+    check_output_directory(out, read, replaces)
     texts = read_data(data)
     statistics = None
     if options.calibrated is not None:
@@ -178,6 +179,11 @@ def distil(
             record = variant.path / REPORT
             report = dict(read_json(record)) if record.is_file() else {}
             report["distillation"] = variant.to_json()
-            publish(variant.path, out, report, fidelity, inputs=(source.path,), force=replaces)
+            publish(variant.path, out, report, fidelity, inputs=read, force=replaces)
         processes.wait_for_everyone()
     return Distilled(out, fidelity, variant)
+
+
+def _paths(*given: Any) -> list[Path]:
+    """Return those of the arguments that are paths."""
+    return [Path(value) for value in given if isinstance(value, str | Path)]

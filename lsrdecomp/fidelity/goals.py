@@ -74,7 +74,7 @@ class PlanGoal:
 
     def is_better(self, new: CompressedVariant, old: CompressedVariant) -> bool:
         """Return whether the outputs of one variant are nearer to the LoRA's."""
-        return new.behaviour.kl < old.behaviour.kl
+        return share_kept(new.behaviour) > share_kept(old.behaviour)
 
 
 class ShareGoal:

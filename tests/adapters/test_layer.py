@@ -212,7 +212,11 @@ def test_a_shape_that_does_not_tile_the_layer_names_it():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"r": 0}, "should be a positive integer value but the value passed is 0"),
+        ({"r": 0}, "r should be a positive integer value but the value passed is 0"),
+        ({"r": -4, "inner_shape": [2, 2]}, "r should be a positive integer .* passed is -4"),
+        ({"order": -1}, "order should be a positive integer value but the value passed is -1"),
+        ({"order": 0, "inner_shape": [2]}, "order should be a positive integer .* passed is 0"),
+        ({"order": 2.0}, "order should be a positive integer value but the value passed is 2.0"),
         ({"inner_shape": [2, 2], "r": 8}, "inner_shape 2 x 2 = 4, but r is 8"),
         ({"inner_shape": [2, 2], "order": 3}, "has 2 sizes, but order is 3"),
         ({"separation_rank": [1, 2, 3]}, r"one number or \[out side, in side\]"),

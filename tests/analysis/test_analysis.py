@@ -100,6 +100,34 @@ def test_the_gaussian_limit_lies_below_truncated_svd_and_is_the_cheapest_mix(rng
         assert np.interp(size, alone.bytes, alone.relative_errors) <= error + 1e-12
 
 
+@pytest.mark.parametrize("energies", [(1.0, 1.0), (1.0, 0.3), (1.0, 1e-3)])
+def test_no_share_of_bits_between_two_components_loses_less_than_the_gaussian_limit(energies):
+    """By trying all: a component of energy E with b bits a number loses E (1 − (1 − 4⁻ᵇ)²)."""
+    left, right = np.eye(4, 2) * np.sqrt(energies), np.eye(2, 6)
+    limit = gaussian_limit([LowRank(left, right)])
+    assert limit.bytes[0] == 0.0
+    for size, error in zip(limit.bytes, limit.relative_errors, strict=True):
+        bits = 8.0 * size / (4 + 6)  # of both components together, a number of each
+        first = np.linspace(0.0, bits, 2001)
+        kept = [(1.0 - 4.0**-b) ** 2 for b in (first, bits - first)]
+        losses = sum(e * (1.0 - k) for e, k in zip(energies, kept, strict=True)) / sum(energies)
+        assert error**2 <= losses.min() + 1e-9
+        assert error**2 == pytest.approx(losses.min(), rel=1e-3, abs=1e-9)
+
+
+def test_the_gaussian_limit_reaches_from_nothing_kept_to_rounding():
+    pair = LowRank(np.ones((3, 1)), np.ones((1, 5)))
+    limit = gaussian_limit([pair])
+    assert (limit.bytes[0], limit.relative_errors[0]) == (0.0, 1.0)
+    assert limit.relative_errors[-1] < 1e-8
+    # Of less than so much of a bit a component has nothing: it jumps where coding first pays
+    first = 8.0 * limit.bytes[1] / 8
+    assert 0.5 < first < 1.5
+    coarse = gaussian_limit([pair], decades=2, points_per_decade=3)
+    assert len(coarse.bytes) < 8
+    assert coarse.relative_errors[-1] > 0.05
+
+
 def test_a_layer_of_zeros_has_a_limit_at_zero():
     assert gaussian_limit([LowRank(np.zeros((3, 2)), np.ones((2, 4)))]).relative_errors == (0.0,)
 

@@ -106,6 +106,26 @@ def test_an_existing_output_is_kept_unless_forced(small, tmp_path):
     assert open_checkpoint(tmp_path / "o").layers[0].left_rank == 2
 
 
+def test_two_ratios_have_a_directory_each_and_no_report_in_common(small, tmp_path):
+    """One would describe one of them, and stand for both."""
+    goal = ("compress", small, "--ratio", "1.5,2", "--out", tmp_path / "o")
+    for figures in (("--report", tmp_path / "r.html"), ("--json", "-")):
+        done = run_command(*goal, *figures)
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert "several ratios have no common report; ask for one at a time" in done.stderr
+        assert list(tmp_path.iterdir()) == []
+    assert run_command(*goal, "--json", tmp_path / "both.json").returncode == 0
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {"o-1.5", "o-2", "both.json"}
+    sizes = [open_checkpoint(tmp_path / f"o-{ratio}").adapter_parameters for ratio in ("1.5", "2")]
+    assert 96 / 1.5 >= sizes[0] > sizes[1]
+    one = run_command(*goal[:3], "2", *goal[4:], "--report", tmp_path / "r.html", "--json", "-")
+    assert one.returncode == 0
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+    assert json.loads(one.stdout)["totals"]["parameters"] == sizes[1]
+
+
 def test_force_never_replaces_what_is_not_an_adapter(tmp_path):
     (tmp_path / "o").mkdir()
     (tmp_path / "o" / "precious.txt").write_text("mine")

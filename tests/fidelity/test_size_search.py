@@ -184,6 +184,48 @@ def test_a_training_that_ended_too_early_goes_on_before_another_variant_is_train
     assert (best == "untrained") == (steps[-1] == 60 and len(steps) == 4)
 
 
+def refused_below(least, asked):
+    """Shapes of a search in which smaller files have no room for a layer's header."""
+
+    def compress(plan, fill):
+        asked.append(plan.bytes if plan.bytes is not None else plan.parameters)
+        if asked[-1] < least:
+            raise BudgetError("a layer has no room")
+        return SimpleNamespace(path=None, totals=SimpleNamespace(parameters=asked[-1]))
+
+    return SimpleNamespace(expected_error=lambda plan: 0.1, compress=compress)
+
+
+@pytest.mark.parametrize("storage", ["auto", "float32"])
+def test_a_file_too_small_for_a_layer_is_made_a_little_larger_and_parameters_are_not(
+    storage, tmp_path, monkeypatch
+):
+    """Bytes have a header that depends on the layers; so many parameters are what was asked."""
+    (tmp_path / "lora").write_bytes(bytes(100))
+    monkeypatch.setattr(goals, "bytes_to_open", lambda _: WHOLE)
+    variants = Variants(tmp_path / "lora", {}, [])
+    variants.measure = lambda compression: replace(losing(0.1), compression=compression)
+    asked = []
+    goal = ShareGoal(
+        variants, lambda _, statistics: refused_below(1200, asked), 0.5, {"storage": storage}
+    )
+    if storage == "float32":
+        with pytest.raises(BudgetError, match="no room"):
+            goal._measure(1000.0)
+        assert asked == [1000.0]
+        return
+    found = goal._measure(1000.0)
+    assert found.compression.totals.parameters == asked[-1]
+    assert 1200 <= asked[-1] < 1200 * 1.1
+    assert asked == sorted(asked)
+    assert asked[0] == 1000
+    # One that is refused in the size of the LoRA itself is refused
+    goal.searched = refused_below(2 * WHOLE, asked)
+    with pytest.raises(BudgetError, match="no room"):
+        goal._measure(0.9 * WHOLE)
+    assert asked[-1] <= 1.1 * WHOLE
+
+
 def test_what_cannot_be_kept_says_what_can():
     with pytest.raises(BudgetError, match=r"keeps 0.95 .* the best of \d keeps 0.800"):
         MeasuredSizes(WHOLE, curve(1.0, 1.0)[0], lambda _: losing(0.2)).smallest(0.95)

@@ -1,5 +1,7 @@
 """Stored forms: none exceeds the error it claims; formats chosen term by term save bytes."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,8 +10,8 @@ from oracles import exact_error
 
 from lsrdecomp.errors import BudgetError, PrecisionError
 from lsrdecomp.formats.allocation import cheapest_formats
-from lsrdecomp.formats.mixed_precision import SMALL_FORMATS, smallest
-from lsrdecomp.formats.number_formats import FORMATS, nearest_codes, round_factor
+from lsrdecomp.formats.mixed_precision import SMALL_FORMATS, least_bytes, smallest
+from lsrdecomp.formats.number_formats import FORMATS, nearest_codes, round_factor, storage_format
 from lsrdecomp.kronecker.rearrange import inverse_rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
@@ -136,6 +138,36 @@ def check_claim(seed, scale, rtol, formats, kind, pairs):
     actual = exact_error(matrix, stored.approximation)
     assert actual <= stored.certified_error <= rtol * target.norm
     assert stored.certified_error <= 1.01 * actual + 1e-12 * target.norm
+
+
+@pytest.mark.parametrize("pairs", [((3, 2), (2, 4)), ((1, 1), (7, 5)), ((2, 2), (2, 3), (3, 1))])
+@pytest.mark.parametrize("formats", [SMALL_FORMATS, ("float16",), ("int8", "float8_e5m2")])
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_no_stored_terms_take_fewer_bytes_than_are_said_to_be_the_least(pairs, formats, rank, rng):
+    """A search for fewer bytes ends by this number: too large, and it ends too early.
+
+    It is reached: here all that could be is asked for, an error as large as the matrix.
+    """
+    shape = KroneckerShape(pairs)
+    factors = [rng.standard_normal((max(rank, 1), m, n)) for m, n in pairs]
+    separated = SeparatedMatrix.from_factors(factors, 2.0 ** -np.arange(max(rank, 1)))
+    target = Dense(separated.to_matrix())
+    cheapest = min(
+        (
+            [storage_format(name) for name in chosen]
+            for chosen in itertools.product(formats, repeat=shape.order)
+        ),
+        key=lambda chosen: sum(f.bytes(n) for f, n in zip(chosen, shape.sizes, strict=True)),
+    )
+    codes = sum(f.bytes(n) for f, n in zip(cheapest, shape.sizes, strict=True))
+    term = 4 + shape.order + codes  # a weight in float32, a byte a factor, the codes
+    assert least_bytes(shape, rank, formats) == 8 + rank * term
+    for share in (0.9, 0.3, 0.05):
+        try:
+            stored = smallest(target, separated, atol=share * target.norm, formats=formats)
+        except BudgetError:
+            continue
+        assert stored.bytes >= least_bytes(shape, stored.separation_rank, formats)
 
 
 @pytest.mark.parametrize("spectrum", ["exponential", "algebraic"])

@@ -45,14 +45,14 @@ class Limits:
         CPU seconds beside them, for the imports of the package and of the tests.
     waiting : float
         Seconds by the clock, as a multiple of the CPU seconds that are allowed: a fault that makes
-        a test wait for ever uses no CPU. Wide, for the machine may have other work.
+        a test wait for ever uses no CPU. The machine may have other work.
     memory : int
         GiB of address space, so that a wrong size ends in a MemoryError.
     """
 
-    factor: float = 4.0
-    start: float = 40.0
-    waiting: float = 10.0
+    factor: float = 3.0
+    start: float = 25.0
+    waiting: float = 3.0
     memory: int = 32
 
 
