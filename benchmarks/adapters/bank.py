@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import statistics
 import time
 import tracemalloc
@@ -31,7 +29,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from benchmarks import RESULTS, provenance
+from benchmarks import record as records
+from benchmarks.record import RESULTS
 from lsrdecomp.adapters import LsrConfig, to_lora
 from lsrdecomp.adapters.bank import AdapterBank
 
@@ -218,15 +217,11 @@ def main() -> None:
     with TemporaryDirectory() as work:
         figures = measure(options, Path(work))
     figures |= {
-        "seed": options.seed,
         "base": "tiny" if options.tiny else "SmolLM2-135M",
-        "cpu": platform.machine(),
     }
     figures["weights"] = "from --base" if options.base else "random"
-    figures |= provenance("torch", "transformers", "peft")
     out = options.out or RESULTS / ("bank-tiny.json" if options.tiny else "bank.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(figures, indent=1) + "\n")
+    records.save(out, figures, "torch", "transformers", "peft", seed=options.seed)
     for name, value in figures.items():
         print(f"{name}: {value}")
 

@@ -13,7 +13,6 @@ within one `generate`, where the pairs are formed once for all tokens.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,9 +23,9 @@ import torch
 from peft import LoKrConfig, LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
-from benchmarks import RESULTS
+from benchmarks import record as records
+from benchmarks.record import RESULTS
 from lsrdecomp.adapters import LsrConfig
-from lsrdecomp.training.record import commit, versions
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "LoRA": lambda: LoraConfig(r=8, target_modules="all-linear"),
@@ -68,10 +67,8 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
         "device": where,
         "dtype": options.dtype,
         "layers": LAYERS,
-        "seed": 0,
         "rows": [],
     }
-    record |= {"versions": versions(), "commit": commit()}
     for width in options.widths:
         for tokens in options.tokens:
             if width * width * tokens <= MOST_PRODUCTS[device.type]:
@@ -80,7 +77,7 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
                     case(width, tokens, device, dtype, options.rounds, options.seconds)
                 )
                 print(line(record["rows"][-1]), flush=True)
-                out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                records.save(out, record, "torch", "peft", seed=0)
     return record
 
 

@@ -11,12 +11,9 @@ figures are on the dev split, which neither training nor calibration saw. No ret
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import time
 from collections import Counter
 from collections.abc import Mapping
-from importlib.metadata import version
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +22,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from benchmarks import record as records
 from benchmarks.lab.structures.fit import make_layers
 from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint
@@ -155,10 +153,8 @@ def main() -> None:
             structures=Counter(layer.structure for layer in result.layers),
             cpu_seconds=round(time.process_time() - begin, 1),
         )
-    versions = {name: version(name) for name in ("lsrdecomp", "numpy", "torch", "transformers")}
-    facts = {"task": "SST-2 dev", "examples": len(judge.labels), "seed": 0, "versions": versions}
-    text = json.dumps({**facts, "machine": platform.machine(), "rows": rows}, indent=1) + "\n"
-    arguments.out.write_text(text, encoding="utf-8")
+    results = {"task": "SST-2 dev", "examples": len(judge.labels), "rows": rows}
+    records.save(arguments.out, results, "torch", "transformers", seed=0)
 
 
 if __name__ == "__main__":

@@ -23,14 +23,11 @@ on. One thread.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
 import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,11 +36,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import RESULTS
+from benchmarks import record as records
 from benchmarks.lab.recover.jobs import Job
 from benchmarks.lab.recover.plan import recover_plan
 from benchmarks.lab.runs import Failure, do_runs, outcome
 from benchmarks.lab.suite import read_suite
+from benchmarks.record import RESULTS
 from lsrdecomp.calibration.base_model import Base, load_base
 from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.calibrate import calibrate
@@ -61,7 +59,7 @@ from lsrdecomp.fidelity.distil import distil
 from lsrdecomp.fidelity.evaluate import Evaluator
 from lsrdecomp.fidelity.texts import TextSplit
 from lsrdecomp.training.dataset import read_dataset, score_outputs
-from lsrdecomp.training.record import ADAPTER, Scores, commit
+from lsrdecomp.training.record import ADAPTER, Scores
 from lsrdecomp.training.tasks import TASKS
 
 SUITE = Path(__file__).parents[1] / "experiments" / "recover-minilm.toml"
@@ -106,18 +104,13 @@ def main() -> None:
             part(arguments, record)
 
 
-def facts() -> dict[str, Any]:
-    names = ("lsrdecomp", "numpy", "torch", "transformers", "peft")
-    return {"machine": platform.machine(), "versions": {name: version(name) for name in names}}
-
-
 class Record:
     """The file of results, written anew with every row."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        fresh = {"base": "all-MiniLM-L6-v2", **facts(), "rows": [], "draws": []}
-        self.value: dict[str, Any] = json.loads(path.read_text()) if path.exists() else fresh
+        fresh = {"base": "all-MiniLM-L6-v2", "rows": [], "draws": []}
+        self.value: dict[str, Any] = fresh | records.load(path)
         for row in self.value["rows"]:
             row.setdefault("task", DEMO)  # the only one there once was
 
@@ -132,7 +125,7 @@ class Record:
         self.write()
 
     def write(self) -> None:
-        self.path.write_text(json.dumps(self.value, indent=1) + "\n", encoding="utf-8")
+        records.save(self.path, self.value, "torch", "transformers", "peft", seed=None)
 
 
 @dataclass(frozen=True)
@@ -374,7 +367,7 @@ def promises(arguments: argparse.Namespace, record: Record) -> None:
     }
     record.value |= {
         "draws": [],
-        "draws_about": {"choosing": CHOOSING, "promising": HELD, "texts": FRESH, **facts()},
+        "draws_about": {"choosing": CHOOSING, "promising": HELD, "texts": FRESH},
     }
     for row in drawn(losses, reference.effects, CHOOSING, HELD):
         record.add(row, "draws")
@@ -444,7 +437,7 @@ def prompted(arguments: argparse.Namespace, record: Record) -> None:
     }
     rows = list(drawn(losses, reference.effects, *about.values()))
     about["texts"] = reference.examples
-    entry = {"base": "smollm2", "commit": commit(), **about, **facts(), "draws": rows}
+    entry = {"base": "smollm2", **about, "draws": rows}
     record.value["prompted"] = record.value.get("prompted", {}) | {task: entry}
     record.write()
 

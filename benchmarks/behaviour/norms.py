@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.numpy import load_file
 
-from benchmarks import RESULTS
+from benchmarks import record as provenance
 from benchmarks.behaviour.norms_model import (
     HELD_OUT,
     Inputs,
@@ -242,7 +240,7 @@ def main() -> None:
     )
     parser.add_argument("--tasks", nargs="+", choices=HELD_OUT, default=list(HELD_OUT))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=RESULTS / "functional.json")
+    parser.add_argument("--out", type=Path, default=provenance.RESULTS / "functional.json")
     arguments = parser.parse_args()
     records = []
     for task in arguments.tasks:
@@ -252,20 +250,15 @@ def main() -> None:
                 kept.write_text(json.dumps(run(arguments.data, arguments.work, task, seed)))
                 print(f"{task} seed {seed}: measured", flush=True)
             records += json.loads(kept.read_text())
-    libraries = {
-        name: version(name) for name in ("lsrdecomp", "numpy", "torch", "transformers", "peft")
-    }
-    settings = {
+    results = {
         "budgets": BUDGETS,
         "samples": SAMPLES,
         "damping": Statistics({}, {}, Path()).damping,
         "judged": JUDGED,
-        "machine": platform.machine(),
+        "records": records,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(
-        json.dumps({"versions": libraries, **settings, "records": records}, indent=1) + "\n"
-    )
+    packages = ("torch", "transformers", "peft")
+    provenance.save(arguments.out, results, *packages, seed=arguments.seeds)
     print(table(records))
 
 

@@ -13,22 +13,21 @@ says which it left out.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS
+from benchmarks import record as records
 from benchmarks.compression.arms import Outcome, arms
 from benchmarks.compression.frobenius import usable
 from benchmarks.lab.structures.fit import Fit
+from benchmarks.record import RESULTS
 from lsrdecomp.compression.candidates import Candidate, DropCandidate, LsrCandidate
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.search import fit_budget, search_layers
@@ -137,14 +136,8 @@ def measured(layers: Sequence[Layer], search: Search) -> Row:
 
 
 def facts(options: argparse.Namespace, search: Search) -> Row:
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     settings = {"orders": search.orders, "inner_rank": search.inner_rank, "rounds": search.rounds}
-    return {"versions": versions, "layers": options.layers, "search": settings}
+    return {"layers": options.layers, "search": settings}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -158,9 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=24, help="most layers of an adapter")
     options = parser.parse_args(arguments)
     search = Search()
-    record: Row = {"facts": facts(options, search), "adapters": {}}
-    if options.out.exists():
-        record["adapters"] = json.loads(options.out.read_text(encoding="utf-8"))["adapters"]
+    record: Row = {"adapters": {}} | records.load(options.out) | {"facts": facts(options, search)}
+    packages = [name for name in PACKAGES if find_spec(name)]
     for path in options.adapters:
         if path.name in record["adapters"]:
             continue
@@ -169,8 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         said = [path.name, f"{time.process_time() - begun:.0f} s", *found["missing"]]
         print("; ".join(said), file=sys.stderr, flush=True)
         record["adapters"][path.name] = found
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        records.save(options.out, record, *packages, seed=None)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import copy
 import csv
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +34,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import lsrdecomp as lsr
-from benchmarks import RESULTS, provenance
+from benchmarks import record as records
+from benchmarks.record import RESULTS
 from lsrdecomp.calibration.base_model import Base, adapted_modules
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.experts import attach_adapter
@@ -216,8 +216,7 @@ def main() -> None:
         base = Qwen3MoeForCausalLM.from_pretrained(f"{folder}/base").eval()
         measure(base, Path(folder), sentences[:-256])
         record = compared(base, Path(folder), rows)
-    about = {"seed": SEED, **provenance("torch", "transformers", "peft")}
-    RESULT.write_text(json.dumps(about | record, indent=1) + "\n")
+    records.save(RESULT, record, "torch", "transformers", "peft", seed=SEED)
 
 
 def measure(base: Any, folder: Path, texts: list[str]) -> None:

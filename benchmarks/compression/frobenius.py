@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks import record
 from benchmarks.lab.structures.direct import direct_sums_of
 from benchmarks.lab.structures.fit import lsr_candidates, solve_together
 from lsrdecomp.checkpoints import open_checkpoint
@@ -228,18 +227,11 @@ def main() -> None:
         }
         print(path.name, json.dumps(short, default=float), file=sys.stderr, flush=True)
         facts = {
-            "lsrdecomp": version("lsrdecomp"),
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-            "seed": options.seed,
             "layers": options.layers,
             "long": options.long,
             "terms": TERMS,
         }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(
-            json.dumps({"facts": facts, "adapters": results}, indent=1, default=float) + "\n"
-        )
+        record.save(options.out, {"facts": facts, "adapters": results}, seed=options.seed)
 
 
 if __name__ == "__main__":

@@ -13,16 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import time
 from dataclasses import replace
-from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS
+from benchmarks import record as records
 from benchmarks.lab.structures.fit import FittedLayer, fit_layers, make_layers
+from benchmarks.record import RESULTS
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.candidates import LowRankCandidate
@@ -92,11 +91,8 @@ def main() -> None:
             figures = {"ratio": ratio, "parameters": fit.parameters, "seconds_searching": searching}
             rows.append(figures | row(fit.layers, storage))
             print(json.dumps(rows[-1]), flush=True)
-    versions = {"python": platform.python_version()} | {
-        name: version(name) for name in ("lsrdecomp", "numpy", "scipy")
-    }
     record = {"adapter": options.adapter.name, "layers": len(layers), "rows": rows}
-    options.out.write_text(json.dumps(record | {"versions": versions}, indent=1) + "\n")
+    records.save(options.out, record, seed=None)
 
 
 if __name__ == "__main__":

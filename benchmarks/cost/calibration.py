@@ -25,12 +25,12 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from benchmarks import RESULTS
+from benchmarks import record as records
+from benchmarks.record import RESULTS
 from lsrdecomp.calibration.base_files import find_base
 from lsrdecomp.calibration.base_model import Base, adapted_modules
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.heads import Head
-from lsrdecomp.training.record import commit, versions
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 JOBS = {
@@ -123,7 +123,7 @@ def main() -> None:
         print(json.dumps(measure(options)))
         return
     record: dict[str, Any] = {
-        name: getattr(options, name) for name in ("examples", "tokens", "batch", "seed")
+        name: getattr(options, name) for name in ("examples", "tokens", "batch")
     }
     record |= {
         "model": "smollm2",
@@ -132,7 +132,6 @@ def main() -> None:
         "goals": GOALS,
         "jobs": {},
     }
-    record |= {"commit": commit(), "versions": versions()}
     for job in options.jobs:
         command = [sys.executable, "-m", "benchmarks.cost.calibration", *sys.argv[1:], "--job", job]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -140,7 +139,7 @@ def main() -> None:
         if PEER in record["jobs"]:
             found["cpu_ratio"] = found["cpu_seconds"] / record["jobs"][PEER]["cpu_seconds"]
         print(job, json.dumps(found), flush=True)
-        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        records.save(options.out, record, "torch", "transformers", "peft", seed=options.seed)
 
 
 if __name__ == "__main__":

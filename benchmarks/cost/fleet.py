@@ -18,7 +18,6 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -32,7 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import RESULTS
+from benchmarks import record as records
+from benchmarks.record import RESULTS
 from lsrdecomp.checkpoints import write_lora
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.fleet.batch import Job, run_fleet, run_job, summary
@@ -219,9 +219,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--out", type=Path, default=RESULTS / "fleet.json")
     options = parser.parse_args()
-    record = json.loads(options.out.read_text()) if options.out.exists() else {}
-    record["versions"] = {"python": platform.python_version(), "numpy": np.__version__}
-    record |= {
+    record = records.load(options.out) | {
         "cores": os.cpu_count(),
         "layers_of_each": [LAYERS, SIZE, SIZE, RANK],
         "plan": PLAN.to_json(),
@@ -233,7 +231,7 @@ def main() -> None:
             record["resumed"] = resumed(Path(name), options.adapters)
         if options.shared:
             record["shared"] = shared(options.shared, options.calibrated, options.ratio, Path(name))
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    records.save(options.out, record, seed=None)
     print(json.dumps(record, indent=1))
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from benchmarks import RESULTS
+from benchmarks import record as records
+from benchmarks.record import RESULTS
 from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.tensors import encode_header
@@ -169,10 +169,7 @@ def main() -> None:
         adapter, job = Path(options.child[0]), options.child[1]
         print(json.dumps(times(adapter) if job == "times" else measure(adapter, job)))
         return
-    record: dict[str, Any] = (
-        json.loads(options.out.read_text()) if options.out.exists() else {"runs": []}
-    )
-    record["versions"] = {"python": platform.python_version(), "numpy": np.__version__}
+    record: dict[str, Any] = {"runs": []} | records.load(options.out)
     jobs = [(1, "times")] if options.times else []
     jobs += [(n, "terms") for n in options.blocks]
     jobs += [(n, plan) for n in options.searched for plan in ("rtol", "ratio")]
@@ -189,7 +186,7 @@ def main() -> None:
                 [*others, {"route": job, "blocks": blocks, **found}], key=_order
             )
         print(blocks, job, json.dumps(found), flush=True)
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        records.save(options.out, record, seed=None)
 
 
 if __name__ == "__main__":

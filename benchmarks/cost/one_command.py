@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import resource
 import subprocess
@@ -28,14 +27,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks import RESULTS
+from benchmarks import record as records
+from benchmarks.record import RESULTS
 from lsrdecomp.checkpoints.progress import ProgressUpdate
 from lsrdecomp.training.record import commit
 
@@ -78,7 +77,7 @@ def main() -> None:
     if arguments.child:
         print(json.dumps(timed_command(arguments.child)))
         return
-    record = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": []}
+    record = {"rows": []} | records.load(arguments.out)
     rows, norms = record["rows"], record.get("norms", [])
     if arguments.norms:
         norms = by_norm(arguments)
@@ -89,17 +88,9 @@ def main() -> None:
             print(json.dumps(row, indent=1), flush=True)
             rows = [old for old in rows if (old["name"], old["seed"]) != (row["name"], row["seed"])]
             rows.append(row)
-    record |= facts() | {"rows": rows, "norms": norms}
-    arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def facts() -> dict[str, Any]:
-    names = ("numpy", "torch", "transformers", "peft")
-    return {
-        "machine": platform.machine(),
-        "threads": 1,
-        "versions": {name: version(name) for name in names},
-    }
+    record |= {"rows": rows, "norms": norms}
+    packages = ("torch", "transformers", "peft")
+    records.save(arguments.out, record, *packages, seed=arguments.seed)
 
 
 def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:

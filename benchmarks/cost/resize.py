@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import RESULTS, provenance
+from benchmarks import record as records
+from benchmarks.record import RESULTS
 from lsrdecomp.checkpoints.tensors import TensorWriter
 
 SIZES = {
@@ -95,7 +96,7 @@ def main() -> None:
         }
         rows.append(row | {"relative_error": figures["relative_error"]})
         print(rows[-1], flush=True)
-    RESULT.write_text(json.dumps({"seed": SEED, **provenance(), "rows": rows}, indent=1) + "\n")
+    records.save(RESULT, {"rows": rows}, seed=SEED)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,8 +23,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from benchmarks import RESULTS
+from benchmarks import record as records
 from benchmarks.lab.structures.fit import fit_layers, make_layers
+from benchmarks.record import RESULTS
 from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.compression.layers import layer_pair
@@ -168,9 +168,7 @@ def main() -> None:
         "rows": rows,
         "fits": {key: fitted(rows, key) for key in ("seconds_sweep", "seconds_layer")},
     }
-    record["seed"] = options.seed
-    record["versions"] = {"python": platform.python_version(), "numpy": np.__version__}
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    records.save(options.out, record, seed=options.seed)
 
 
 if __name__ == "__main__":

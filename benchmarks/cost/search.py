@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import RESULTS
+from benchmarks import record as records
 from benchmarks.lab.structures.fit import Fit
+from benchmarks.record import RESULTS
 from lsrdecomp.checkpoints import open_checkpoint, read_statistics, write_lora
 from lsrdecomp.checkpoints.statistics import METADATA
 from lsrdecomp.compression.layers import Layer, open_layers
@@ -123,24 +122,17 @@ def main() -> None:
             name, files = options.adapter.name, (options.adapter, options.statistics)
         layers = open_layers(open_checkpoint(files[0]), read_statistics(files[1]))
         rows = measured(layers, options.ratios, options.workers)
-    versions = {"python": platform.python_version()} | {
-        name: version(name) for name in ("lsrdecomp", "numpy", "scipy")
-    }
     record = {
         "of": name,
         "layers": len(layers),
         "workers": options.workers,
-        "seed": SEED,
         "rows": rows,
     }
-    known = json.loads(options.out.read_text())["runs"] if options.out.exists() else []
-    runs = [run for run in known if (run["of"], run["workers"]) != (name, options.workers)] + [
-        record
+    known = {"runs": []} | records.load(options.out)
+    others = [
+        run for run in known["runs"] if (run["of"], run["workers"]) != (name, options.workers)
     ]
-    options.out.write_text(
-        json.dumps({"runs": runs, "versions": versions, "machine": platform.machine()}, indent=1)
-        + "\n"
-    )
+    records.save(options.out, known | {"runs": [*others, record]}, seed=SEED)
 
 
 if __name__ == "__main__":

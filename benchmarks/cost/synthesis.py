@@ -44,8 +44,9 @@ from numpy.typing import NDArray
 from scipy.linalg import solve_triangular
 from scipy.optimize import brentq
 
-from benchmarks import RESULTS, provenance
+from benchmarks import record as records
 from benchmarks.cost.memory import peak
+from benchmarks.record import RESULTS
 from lsrdecomp.checkpoints import Checkpoint, Journal, open_checkpoint, write_lora
 from lsrdecomp.checkpoints.statistics import TENSORS, Statistics, damped_weight, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
@@ -507,7 +508,7 @@ def main() -> None:
     if options.job == "child":
         print(json.dumps(child(*options.files)))
         return
-    record = json.loads(options.out.read_text("utf-8")) if options.out.exists() else {"loras": []}
+    record = {"loras": []} | records.load(options.out)
     if options.job == "measure":
         new = measure(options)
         others = [
@@ -528,8 +529,7 @@ def main() -> None:
     else:
         record["fit"] = fit(record)
         print(json.dumps(record["fit"], indent=1))
-    record |= provenance("torch", "transformers", "peft") | {"seed": options.seed}
-    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    records.save(options.out, record, "torch", "transformers", "peft", seed=options.seed)
 
 
 if __name__ == "__main__":

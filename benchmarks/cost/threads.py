@@ -32,7 +32,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from benchmarks import RESULTS, THREAD_VARIABLES, provenance
+from benchmarks import record as records
+from benchmarks.record import RESULTS, THREAD_VARIABLES
 from lsrdecomp.checkpoints.tensors import TensorWriter
 from lsrdecomp.decompose import decompose, decompose_each
 from lsrdecomp.threads import OneBlasThread, blas_libraries, one_blas_thread
@@ -57,7 +58,8 @@ def main() -> None:
     found = [name for name in THREAD_VARIABLES if name in os.environ]
     if found:
         raise SystemExit(f"{', '.join(found)} must not be set: this measures what users get")
-    rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    known = records.load(options.out)
+    rows = known.get("rows", [])
     if not options.quick:
         rows = [row for row in rows if not row["quick"]]
     if options.again:
@@ -72,7 +74,8 @@ def main() -> None:
             row["load"] = round(os.getloadavg()[0], 1)
             print(json.dumps(row), flush=True)
             rows.append(row)
-            options.out.write_text(json.dumps({**about(), "rows": rows}, indent=1) + "\n")
+            record = known | {"layers": LAYERS, "rank": RANK, "rows": rows}
+            records.save(options.out, record, "threadpoolctl", seed=SEED)
 
 
 def arguments() -> argparse.Namespace:
@@ -85,11 +88,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="measure rows that are there again")
     parser.add_argument("--out", type=Path, default=RESULTS / "threads.json")
     return parser.parse_args()
-
-
-def about() -> Row:
-    """Return what the record says of the machine and the file."""
-    return {"seed": SEED, "layers": LAYERS, "rank": RANK, **provenance("threadpoolctl")}
 
 
 # Commands

@@ -20,7 +20,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS
+from benchmarks.record import RESULTS
 
 PUBLISHED: dict[str, Any] = json.loads(
     Path(__file__).with_name("peft_arena.json").read_text("utf-8")

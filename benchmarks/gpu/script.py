@@ -27,18 +27,17 @@ from typing import Any
 import torch
 
 import lsrdecomp as lsr
-from benchmarks import RESULTS
+from benchmarks import record as records
 from benchmarks.adapters import layers
 from benchmarks.gpu import language
+from benchmarks.record import RESULTS
 from lsrdecomp.training.finetune import evaluate, finetune
 from lsrdecomp.training.record import (
     ADAPTER,
     RECORD,
     FinetuneRecord,
     Scores,
-    commit,
     read_record,
-    versions,
 )
 from lsrdecomp.training.settings import FinetuneSettings
 
@@ -97,11 +96,8 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
             stage.name: json.loads(done(options.work, stage).read_text("utf-8"))
             for stage in finished
         },
-        "versions": versions(),
-        "commit": commit(),
     }
-    options.out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return record
+    return records.save(options.out, record, "torch", "transformers", "peft", seed=options.seed)
 
 
 def read_arguments(given: list[str] | None) -> argparse.Namespace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +21,7 @@ from benchmarks.lab.recover.recovery import recover as recover_suite
 from benchmarks.lab.recover.table import Recovery, read_recovery
 from benchmarks.lab.runs import Failure, Outcome, Run
 from benchmarks.lab.suite import Suite, read_suite
+from benchmarks.record import this_run
 from lsrdecomp import plots
 from lsrdecomp.checkpoints.progress import Counter
 from lsrdecomp.cli import tables
@@ -113,7 +114,8 @@ def show_comparison(results: Results, out: Path, json: Path | None) -> None:
         _draw_comparison(rows, out)
     tables.show(json, *compare_table.notes(results, rows))
     if json is not None:
-        tables.write_json(compare_table.to_json(results), json)
+        figures = compare_table.to_json(results)
+        tables.write_json(figures | _provenance(figures), json)
 
 
 def _draw_comparison(rows: Any, out: Path) -> None:
@@ -190,7 +192,14 @@ def show_recovery(found: Recovery, out: Path, json: Path | None) -> None:
         _draw_recovery(found, out)
     tables.show(json, *recover_table.notes(found))
     if json is not None:
-        tables.write_json(recover_table.to_json(found), json)
+        figures = recover_table.to_json(found)
+        tables.write_json(figures | _provenance(figures), json)
+
+
+def _provenance(figures: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry of the process that made the tables; the runs name their own commits."""
+    run = this_run("torch", "transformers", "peft", seed=figures["seeds"])
+    return {"provenance": [asdict(run)]}
 
 
 def _draw_recovery(found: Recovery, out: Path) -> None:

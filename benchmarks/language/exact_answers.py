@@ -16,21 +16,19 @@ minutes a row on one core.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import random
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import RESULTS
+from benchmarks import record as records
 from benchmarks.language.judge import Judge
+from benchmarks.record import RESULTS
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.dataset import read_examples
 from lsrdecomp.calibration.distil import distil_factors
@@ -126,9 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def make_rows(options: argparse.Namespace, journal: Journal) -> None:
     """Those of the task that the record has not."""
-    record = json.loads(options.out.read_text()) if options.out.exists() else {"rows": []}
-    names = ("numpy", "torch", "transformers", "peft")
-    record |= {"machine": platform.machine(), "versions": {name: version(name) for name in names}}
+    record = {"rows": []} | records.load(options.out)
 
     def rows(**key: Any) -> list[dict[str, Any]]:
         return [row for row in record["rows"] if key.items() <= row.items()]
@@ -136,7 +132,7 @@ def make_rows(options: argparse.Namespace, journal: Journal) -> None:
     def add(row: dict[str, Any]) -> None:
         print(row, flush=True)
         record["rows"].append(row | {"commit": commit()})
-        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        records.save(options.out, record, "torch", "transformers", "peft", seed=0)
 
     # 1. The base with the LoRA, its answers to the problems, and the norm.
     task = {"task": options.task.name}

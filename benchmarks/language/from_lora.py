@@ -13,19 +13,19 @@ of a CPU. Writes the rows of its task in `results/from_lora.json`;
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import RESULTS
+from benchmarks import record as records
+from benchmarks.record import RESULTS
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.writers.lsr import pack_lsr
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.layers import layer_product
 from lsrdecomp.compression.quantize import coded_product
 from lsrdecomp.training.finetune import evaluate, finetune
-from lsrdecomp.training.record import ADAPTER, RECORD, FinetuneRecord, commit, read_record, versions
+from lsrdecomp.training.record import ADAPTER, RECORD, FinetuneRecord, read_record
 from lsrdecomp.training.settings import FinetuneSettings
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -81,9 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
         "lora": evaluate(start.replace(init=str(options.lora))).loss,
     }
     task, out = options.task.name, options.out
-    before = (
-        json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"tasks": {}, "rows": []}
-    )
+    before = {"tasks": {}, "rows": []} | records.load(out)
     facts = {
         "steps": options.steps,
         "batch": 8,
@@ -106,13 +104,8 @@ def main(arguments: list[str] | None = None) -> None:
             )
             rows[task, arm, seed] = {"task": task, **row(arm, seed, record), "int4": in_bits}
             print(rows[task, arm, seed], flush=True)
-            results = {
-                "tasks": tasks,
-                "rows": list(rows.values()),
-                "versions": versions(),
-                "commit": commit(),
-            }
-            out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            results = before | {"tasks": tasks, "rows": list(rows.values())}
+            records.save(out, results, "torch", "transformers", "peft", seed=options.seeds)
 
 
 def run(settings: FinetuneSettings, out: Path) -> FinetuneRecord:

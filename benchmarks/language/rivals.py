@@ -36,16 +36,13 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import json
 import math
-import platform
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +60,8 @@ from peft import (
 )
 from torch import Tensor, nn
 
-from benchmarks import RESULTS
+from benchmarks import record as records
+from benchmarks.record import RESULTS
 from lsrdecomp import compress
 from lsrdecomp.calibration.base_model import Base, load_base
 from lsrdecomp.calibration.batches import prompt_batches
@@ -591,11 +589,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "rivals.json")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = (
-        json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": []}
-    )
-    names = ("lsrdecomp", "numpy", "torch", "transformers", "peft")
-    record |= {"machine": platform.machine(), "versions": {name: version(name) for name in names}}
+    record: dict[str, Any] = {"rows": []} | records.load(arguments.out)
     opened = subject(arguments)
     record.setdefault("effects", {})[arguments.task] = [
         round(each, 3) for each in opened.reference.effects.tolist()
@@ -618,7 +612,8 @@ def main() -> None:
         spent = round(time.process_time() - begin, 1)
         record["rows"].append({**key, **facts, "cpu_seconds": spent, "commit": commit()})
         print(record["rows"][-1], flush=True)
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        packages = ("torch", "transformers", "peft")
+        records.save(arguments.out, record, *packages, seed=arguments.seeds)
 
 
 if __name__ == "__main__":

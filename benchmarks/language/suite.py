@@ -34,10 +34,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import RESULTS
+from benchmarks import record as records
 from benchmarks.language import forms, table
 from benchmarks.language.judge import Judge, autocast, opened, overlaps, said
 from benchmarks.language.tasks import write_tasks
+from benchmarks.record import RESULTS
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import read_examples
@@ -45,7 +46,7 @@ from lsrdecomp.calibration.tokens import token_batches, tokenize
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.fidelity.distil import distil
 from lsrdecomp.training.finetune import finetune
-from lsrdecomp.training.record import ADAPTER, RECORD, commit, versions
+from lsrdecomp.training.record import ADAPTER, RECORD
 from lsrdecomp.training.settings import FinetuneSettings
 
 SMALL: dict[str, Any] = {
@@ -429,10 +430,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if not options.table:
         driver.run()
     record = table.collect(options.work, driver.suite)
-    record |= {"versions": versions(), "commit": commit(), "device": driver.device}
+    record["device"] = driver.device
     stem = options.out or RESULTS / options.suite.stem.replace("-", "_")
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    write_json(stem.with_suffix(".json"), record)
+    packages = ("torch", "transformers", "peft")
+    records.save(stem.with_suffix(".json"), record, *packages, seed=None)
     stem.with_suffix(".md").write_text(table.markdown(record), encoding="utf-8")
     print(f"Wrote {stem}.json from {len(record['forms'])} forms of {len(record['loras'])} LoRAs.")
     return record

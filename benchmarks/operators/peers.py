@@ -10,7 +10,6 @@ Needs pyamg.
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +19,9 @@ import scipy.sparse
 import scipy.sparse.linalg
 
 import lsrdecomp as lsr
-from benchmarks import RESULTS, provenance
+from benchmarks import record as records
 from benchmarks.operators.solve import SEED, diffusion, squared_exponential, timed
+from benchmarks.record import RESULTS
 from lsrdecomp import operators as ops
 
 GOAL = 1e-8
@@ -144,13 +144,9 @@ def main() -> None:
     result = {
         "diffusion": [poisson(n) for n in (20, 40)],
         "naive": naive(),
-        "seed": SEED,
-        "machine": {"processor": platform.machine()},
         "clock": "CPU seconds, one thread",
-    } | provenance("pyamg")
-    (RESULTS / "operators-peers.json").write_text(
-        json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    )
+    }
+    records.save(RESULTS / "operators-peers.json", result, "pyamg", seed=SEED)
     print(json.dumps(result, indent=1, ensure_ascii=False))
 
 

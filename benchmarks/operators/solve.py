@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import resource
 import time
 from collections.abc import Callable
@@ -23,7 +22,8 @@ import scipy.linalg
 import scipy.sparse.linalg
 
 import lsrdecomp as lsr
-from benchmarks import RESULTS, provenance
+from benchmarks import record as records
+from benchmarks.record import RESULTS
 from lsrdecomp import operators as ops
 
 SEED = 23
@@ -495,18 +495,9 @@ def main() -> None:
     parser.add_argument(
         "parts", nargs="*", help=f"some of {', '.join(PARTS)}; all if none is named"
     )
-    ran = provenance()
     for part in parser.parse_args().parts or PARTS:
-        result = {
-            **PARTS[part](),
-            "seed": SEED,
-            **ran,
-            "machine": {"system": platform.system(), "processor": platform.machine()},
-            "clock": "CPU seconds, one thread",
-        }
-        (RESULTS / f"operators-{part}.json").write_text(
-            json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-        )
+        result = PARTS[part]() | {"clock": "CPU seconds, one thread"}
+        records.save(RESULTS / f"operators-{part}.json", result, seed=SEED)
         print(part, json.dumps(result, indent=1, ensure_ascii=False))
 
 

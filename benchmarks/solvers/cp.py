@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 import warnings
@@ -21,7 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import RESULTS, provenance
+from benchmarks import record as records
+from benchmarks.record import RESULTS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import problems
@@ -188,18 +188,14 @@ def main() -> None:
     )
     options = parser.parse_args()
     stored = RESULTS / "cp.json"
-    held = json.loads(stored.read_text())["rows"] if options.only and stored.exists() else []
-    rows = {row["problem"]: row for row in held}
-    ran = provenance("tensorly", "pyttb")
+    held = records.load(stored) if options.only else {}
+    rows = {row["problem"]: row for row in held.get("rows", [])}
     for case in cases(options.small):
         if not options.only or any(word in case[0] for word in options.only):
-            run = {"threads": os.environ.get("OMP_NUM_THREADS", "default"), "limit": options.limit}
-            rows[case[0]] = (
-                measure(*case, options.limit, options.runs) | run | {"commit": ran["commit"]}
-            )
+            rows[case[0]] = measure(*case, options.limit, options.runs) | {"limit": options.limit}
             print(json.dumps(rows[case[0]]), flush=True)
-    record = {"rows": list(rows.values()), "seed": 0, "versions": ran["versions"]}
-    stored.write_text(json.dumps(record, indent=1) + "\n")
+    record = held | {"rows": list(rows.values())}
+    records.save(stored, record, "tensorly", "pyttb", seed=0)
     draw(list(rows.values()), RESULTS / "cp.png")
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from scipy.sparse.linalg import svds
 
 import lsrdecomp as lsr
-from benchmarks import RESULTS, provenance
+from benchmarks import record as records
+from benchmarks.record import RESULTS
 from lsrdecomp.kronecker.rearrange import rearrange
 
 SIZE, RANKS, SEED = 4096, (8, 32), 0
@@ -47,8 +48,8 @@ def main() -> None:
             }
         )
         print(json.dumps(rows[-1]), flush=True)
-    record = {"size": SIZE, "shape": str(shape), "seed": SEED, "rows": rows} | provenance()
-    (RESULTS / "error_curve.json").write_text(json.dumps(record, indent=1) + "\n")
+    record = {"size": SIZE, "shape": str(shape), "rows": rows}
+    records.save(RESULTS / "error_curve.json", record, seed=SEED)
 
 
 if __name__ == "__main__":

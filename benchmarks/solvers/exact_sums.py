@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import RESULTS, provenance
+from benchmarks import record as records
+from benchmarks.record import RESULTS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import problems
@@ -66,17 +67,14 @@ def main() -> None:
     parser.add_argument("--sums", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    ran = provenance()
     groups: dict[tuple[str, int], list[dict]] = defaultdict(list)
     for drawn in problems.drawn_sums(options.sums, options.seed):
         groups[drawn.kind, drawn.shape.order].append(measure(drawn))
     rows = [summary(kind, order, runs) for (kind, order), runs in sorted(groups.items())]
     for row in rows:
         print(json.dumps(row))
-    record = {"sums": options.sums, "seed": options.seed, "rtol": [1e-13, 1e-2], "rows": rows} | ran
-    (RESULTS / "exact_sums.json").write_text(
-        json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-    )
+    record = {"sums": options.sums, "rtol": [1e-13, 1e-2], "rows": rows}
+    records.save(RESULTS / "exact_sums.json", record, seed=options.seed)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ for one thread.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks import RESULTS, provenance
+from benchmarks import record as records
+from benchmarks.record import RESULTS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import problems
@@ -96,16 +96,9 @@ def bounded_condition(rank: int) -> dict:
 
 
 def main() -> None:
-    ran = provenance("tensorly", "pyttb")
     rows = [noise(*case) for case in NOISE] + [bounded_condition(rank) for rank in (6, 8)]
-    record = ran | {
-        "threads": os.environ.get("OMP_NUM_THREADS", "default"),
-        "starts of the others": STARTS,
-        "rows": rows,
-    }
-    (RESULTS / "three_factor_ends.json").write_text(
-        json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-    )
+    record = {"starts of the others": STARTS, "rows": rows}
+    records.save(RESULTS / "three_factor_ends.json", record, "tensorly", "pyttb", seed=0)
     for row in rows:
         print(json.dumps(row, ensure_ascii=False), flush=True)
 

@@ -22,7 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS, provenance
+from benchmarks import record as records
+from benchmarks.record import RESULTS
 
 
 def main() -> None:
@@ -48,7 +49,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     size = "" if options.size == 4096 else f"{options.size}-"
     file = options.out / f"solvers-{size}threads{options.threads}.json"
-    record: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    record = records.load(file)
     settings = {
         name: getattr(options, name)
         for name in ("threads", "size", "rank", "runs", "seed", "matrices")
@@ -63,9 +64,8 @@ def main() -> None:
     }
     for name, part in parts.items():
         if options.only in (None, name):  # the parts of one file may be measured one by one
-            ran = provenance("scikit-learn", "torch")
-            record[name] = {"settings": settings, **ran, "rows": part(options)}
-            file.write_text(json.dumps(record, indent=1) + "\n")
+            record[name] = {"settings": settings, "rows": part(options)}
+            records.save(file, record, "scikit-learn", "torch", seed=options.seed)
             print(json.dumps(record[name], indent=1), flush=True)
     if options.only in (None, "dense"):
         figure(record["dense"]["rows"], file.with_suffix(".png"))

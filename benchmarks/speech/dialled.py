@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,8 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from transformers import WhisperFeatureExtractor
 
-from benchmarks import RESULTS, provenance
+from benchmarks import record as records
+from benchmarks.record import RESULTS
 from benchmarks.speech.whisper import open_whisper
 from lsrdecomp import compress
 from lsrdecomp.calibration.base_model import Base
@@ -237,8 +237,8 @@ def main() -> None:
                 }
                 record["rows"].append(row | judged(opened, held))
                 print(record["rows"][-1], flush=True)
-            text = json.dumps(record | provenance("torch", "transformers", "peft"), indent=1) + "\n"
-            arguments.out.write_text(text, encoding="utf-8")
+            packages = ("torch", "transformers", "peft")
+            records.save(arguments.out, record, *packages, seed=arguments.seeds)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ types, entries that are not finite). The record holds each finding as it is prin
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
 from collections.abc import Callable
@@ -24,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import RESULTS, provenance
+from benchmarks import record as records
+from benchmarks.record import RESULTS
 from lsrdecomp.testing import (
     IdentityError,
     check_apply,
@@ -245,8 +245,7 @@ def main() -> None:
         if options.show:
             print(*row["findings"], sep="\n\n")
     if not options.show:
-        record = {**provenance(), "command": "python -m benchmarks.testing.found", "rows": rows}
-        options.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        records.save(options.out, {"rows": rows}, seed=None)
 
 
 def checked(subject: Subject) -> dict[str, Any]:

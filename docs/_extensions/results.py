@@ -9,6 +9,8 @@ from docutils.statemachine import StringList
 from result_tables import RESULTS, TABLES, table
 from sphinx.util.docutils import SphinxDirective
 
+from benchmarks import record
+
 
 def unbroken(cell: str) -> str:
     """A figure and its spread stay on one line."""
@@ -22,13 +24,24 @@ class ResultsDirective(SphinxDirective):
         name = self.arguments[0]
         self.env.note_dependency(str(RESULTS / TABLES[name][0]))
         head, rows = table(name)
+        made = f"*{measured(TABLES[name][0])}*"
         lines = [
             "| " + " | ".join(map(unbroken, row)) + " |"
             for row in (head, ("---",) * len(head), *rows)
         ]
+        lines += ["", made]
         block = nodes.Element()
         self.state.nested_parse(StringList(lines), self.content_offset, block)
         return block.children
+
+
+def measured(name: str) -> str:
+    """Say which version made a record and when, and whether it is older than this version."""
+    version, day = record.measured_with(record.load(RESULTS / name))
+    sentence = f"Measured with lsrdecomp {version} on {day.day} {day:%B %Y}"
+    if record.is_outdated(version, record.version_of_clone()):
+        return f"{sentence}; not measured again since."
+    return f"{sentence}."
 
 
 def setup(app: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import RESULTS
+from benchmarks.record import RESULTS
 from benchmarks.testing.found import Subject, checked
 from lsrdecomp.testing import check_kron
 

