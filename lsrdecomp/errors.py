@@ -82,6 +82,10 @@ class CheckpointError(LsrError, ValueError):
         self.tensor = tensor
 
 
+class StorageRangeError(CheckpointError, PrecisionError):
+    """A number lies outside of the range of the type that it is to be stored in."""
+
+
 class UnsupportedError(CheckpointError, NotImplementedError):
     """The file is sound, but holds what this library cannot express and will not drop silently."""
 

@@ -24,3 +24,4 @@ from .writing import check_output_directory as check_output_directory
 from .writing import check_output_file as check_output_file
 from .writing import check_output_path as check_output_path
 from .writing import new_file as new_file
+from .writing import remove_leftovers as remove_leftovers

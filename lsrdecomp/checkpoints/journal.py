@@ -25,8 +25,8 @@ from lsrdecomp.arrays import to_numpy
 from lsrdecomp.checkpoints.digests import ContentDigests
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.tensors import StoredTensor, TensorWriter, file_digests, read_header
-from lsrdecomp.checkpoints.writing import lock_directory, new_file, write_json
-from lsrdecomp.errors import CheckpointError
+from lsrdecomp.checkpoints.writing import lock_path, new_file, write_json
+from lsrdecomp.errors import CheckpointError, PrecisionError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -50,7 +50,8 @@ class Journal:
     """Results of an unfinished run: a context that holds the lock and decides what stays.
 
     If the block ends well the directory goes. If it ends with an error, the results stay and a note
-    on the error says where; a directory without results goes too.
+    on the error says where; a directory without results goes too, and one whose numbers do not fit
+    the storage that was asked for.
 
     Parameters
     ----------
@@ -118,7 +119,9 @@ class Journal:
         """Remove the directory, or say on the error that it stays."""
         if self._reads_only:
             return
-        keep = error is not None and bool(self._results)
+        # The same command would be refused again, and another storage has no use for the results.
+        is_refused = isinstance(error, PrecisionError)
+        keep = error is not None and not is_refused and bool(self._results)
         if error is not None and keep:
             error.add_note(
                 f"What was done waits in {self.path}: the same command goes on from there; "
@@ -131,7 +134,7 @@ class Journal:
         record_path = self.path / RECORD
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_directory(self.path)
+            self._lock = lock_path(self.path)
             self._check_lock_is_on_path()
             record = read_json(record_path) if record_path.is_file() else {}
         except FileNotFoundError:  # the run that was here ended meanwhile

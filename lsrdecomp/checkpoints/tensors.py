@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from lsrdecomp.checkpoints.digests import HEADER_KEY, ContentDigests
 from lsrdecomp.checkpoints.files import parse_json, regular_file_size
 from lsrdecomp.checkpoints.limits import LIMITS
-from lsrdecomp.errors import CheckpointError, UnsupportedError
+from lsrdecomp.errors import CheckpointError, StorageRangeError, UnsupportedError
 from lsrdecomp.precision import PRECISIONS, numpy_dtype
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def cast(array: Array, storage: str, name: str) -> Array:
     way_out = "no storage here holds it: the adapter must be scaled down"
     if wider:
         way_out = f"store as {' or '.join(wider)}"
-    raise CheckpointError(
+    raise StorageRangeError(
         f"its largest entry {largest:.3g} does not fit {storage}; {way_out}", tensor=name
     )
 

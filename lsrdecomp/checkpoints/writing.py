@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import glob
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -201,7 +201,7 @@ def new_directory(
     with ExitStack() as locks, _hidden_path(out) as part:
         remove_leftovers(out.absolute())
         part.mkdir()
-        lock = lock_directory(part)
+        lock = lock_path(part)
         if lock is not None:
             locks.callback(os.close, lock)
         yield part
@@ -249,8 +249,12 @@ def new_file(
     """
     out = Path(out)
     check_output_file(out, inputs, force=force)
-    with _hidden_path(out) as part:
+    with ExitStack() as locks, _hidden_path(out) as part:
+        remove_leftovers(out.absolute())
         part.touch(exist_ok=False)
+        lock = lock_path(part)
+        if lock is not None:
+            locks.callback(os.close, lock)
         yield part
         _fsync(part)
         part.replace(out)
@@ -358,8 +362,8 @@ def _exchange(first: Path, second: Path) -> bool:
         return False
 
 
-def lock_directory(directory: Path) -> int | None:
-    """Lock the directory itself, so that the lock goes where it goes and ends with the process.
+def lock_path(path: Path) -> int | None:
+    """Lock a file or a directory itself: the lock goes where it goes and ends with the process.
 
     Returns
     -------
@@ -368,12 +372,12 @@ def lock_directory(directory: Path) -> int | None:
 
     Notes
     -----
-    Not with filelock, which locks regular files only: a lock file of its own would be one more
-    thing a kill leaves.
+    Not with filelock, which locks no directories: a lock file of its own would be one more thing a
+    kill leaves.
     """
     if fcntl is None:
         return None
-    handle = os.open(directory, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -382,8 +386,8 @@ def lock_directory(directory: Path) -> int | None:
     return handle
 
 
-def remove_leftovers(out: Path, age: float = 60.0) -> None:
-    """Clear what killed runs left: hidden directories of ours that nobody holds a lock on any more.
+def remove_leftovers(out: Path, age: float = 60.0) -> list[Path]:
+    """Clear what killed runs left: hidden outputs of ours that nobody holds a lock on any more.
 
     Parameters
     ----------
@@ -392,16 +396,29 @@ def remove_leftovers(out: Path, age: float = 60.0) -> None:
     age : float
         Seconds; what was made or dated within so many of now stays, since a run may be about to
         take its lock. By hand.
+
+    Returns
+    -------
+    list of Path
+        What nobody holds and stays all the same.
     """
-    pattern = f".{glob.escape(_short_name(out))}.*.partial"
-    for leftover in out.parent.glob(pattern):
+    unfinished = re.compile(rf"\.{re.escape(_short_name(out))}\.[0-9a-f]{{12}}\.partial")
+    staying = []
+    for leftover in sorted(out.parent.iterdir()) if out.parent.is_dir() else ():
+        if not unfinished.fullmatch(leftover.name):
+            continue
         with contextlib.suppress(OSError):
-            if abs(time.time() - leftover.stat().st_mtime) < age:
+            handle = lock_path(leftover)
+            if handle is None:
                 continue
-            handle = lock_directory(leftover)
-            if handle is not None:
+            if abs(time.time() - leftover.stat().st_mtime) < age:
+                staying.append(leftover)
+            elif leftover.is_dir():
                 shutil.rmtree(leftover, ignore_errors=True)
-                os.close(handle)
+            else:
+                leftover.unlink()
+            os.close(handle)
+    return staying
 
 
 def _fsync(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from lsrdecomp import checkpoints
+from lsrdecomp.cli import tables
 from lsrdecomp.errors import CheckpointError
 
 
@@ -79,9 +81,18 @@ def checked(verb: Callable[..., Any]) -> Callable[..., Any]:
             if values.get(name) is not None and str(values[name]) != "-"
         }
         _check_outputs(written, outputs, tuple(read), force=bool(values.get("force")))
+        for path in written.values():
+            _say_leftovers(path)
         return verb(*args, **kwargs)
 
     return run
+
+
+def _say_leftovers(path: Path) -> None:
+    """Remove what killed runs left of an output, and name what is too young to be removed."""
+    for leftover in checkpoints.remove_leftovers(path.absolute()):
+        shown = shlex.quote(str(leftover))
+        tables.say(f"{leftover} was left by a run that was killed; remove it: rm -r {shown}")
 
 
 def _expanded(value: Any) -> Any:

@@ -12,10 +12,12 @@ from threading import Barrier, Semaphore
 
 import numpy as np
 import pytest
+from checkpoint_files import lora_pair, write_lora_directory
+from console import run_command
 
 from lsrdecomp.checkpoints import Journal, content_key
-from lsrdecomp.checkpoints.writing import lock_directory
-from lsrdecomp.errors import CheckpointError
+from lsrdecomp.checkpoints.writing import lock_path
+from lsrdecomp.errors import CheckpointError, PrecisionError, StorageRangeError
 
 ARRAYS = {
     "sums": np.arange(6.0).reshape(2, 3),
@@ -118,7 +120,7 @@ def test_a_second_run_is_refused_by_the_number_of_the_first_and_its_helpers_only
 def test_a_run_that_begins_as_another_ends_has_a_directory_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    lock, ended = lock_directory, []
+    lock, ended = lock_path, []
 
     def meanwhile(path: Path) -> int | None:
         handle = lock(path) if when == "after it" or ended else None
@@ -127,7 +129,7 @@ def test_a_run_that_begins_as_another_ends_has_a_directory_of_its_own(
             path.rmdir()
         return handle or lock(path)
 
-    monkeypatch.setattr("lsrdecomp.checkpoints.journal.lock_directory", meanwhile)
+    monkeypatch.setattr("lsrdecomp.checkpoints.journal.lock_path", meanwhile)
     with Journal.beside(tmp_path / "out") as journal:
         journal.put("a", ARRAYS)
         with pytest.raises(CheckpointError, match="is writing this output"):
@@ -201,6 +203,34 @@ def test_a_result_of_which_a_bit_changed_is_none(tmp_path: Path, part: str) -> N
                 assert journal.get("a") is None, (place, bit)
         path.write_bytes(sound)
         assert journal.get("a") is not None
+
+
+def test_a_journal_of_numbers_that_do_not_fit_their_storage_goes(tmp_path: Path) -> None:
+    """The same command would be refused again; the next storage has no use for it."""
+    tensors = {key: 3e5 * array for key, array in lora_pair("q", 24, 24, 4).items()}
+    source = write_lora_directory(tmp_path / "in", tensors, r=4)
+    options = ("--ratio", "1.5", "--storage", "float16", "--out", tmp_path / "out")
+    done = run_command("compress", source, *options)
+    assert done.returncode == 2
+    assert "float16: the entry" in done.stderr
+    assert "journal" not in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
+@pytest.mark.parametrize("error", [PrecisionError("overflow"), StorageRangeError("overflow")])
+def test_results_of_what_can_never_be_stored_are_not_kept(
+    tmp_path: Path, error: PrecisionError
+) -> None:
+
+    def run() -> None:
+        with Journal.beside(tmp_path / "out") as journal:
+            journal.put("a", ARRAYS)
+            raise error
+
+    with pytest.raises(PrecisionError, match="overflow"):
+        run()
+    assert list(tmp_path.iterdir()) == []
+    assert not hasattr(error, "__notes__")
 
 
 def test_keys_differ_where_anything_does() -> None:
