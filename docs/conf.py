@@ -12,7 +12,7 @@ import lsrdecomp
 
 # numpydoc reads docstrings of what a module imports, before autodoc leaves them out.
 warnings.filterwarnings("ignore", message="Unknown section", module="numpydoc")
-sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
+sys.path[:0] = [str(Path(__file__).parent / "_extensions"), str(Path(__file__).parents[1])]
 
 project = "lsrdecomp"
 author = "the lsrdecomp founders"
