@@ -14,7 +14,7 @@ ROOMS := solvers operators kronecker targets analysis compression fleet fidelity
 N ?= 50
 SEED ?= 0
 
-.PHONY: demo peft llm test test-cpus test-lab mutants servers docs lint format types check clean
+.PHONY: demo peft llm test test-cpus test-lab mutants servers records docs lint format types check clean
 
 demo: .venv/core
 	$(BIN)/lsrdecomp demo
@@ -44,6 +44,10 @@ servers: .venv/servers
 llm: .venv/llm
 	$(BIN)/python -c "from lsrdecomp.calibration.base_files import find_base; print('smollm2 is', find_base('smollm2'))"
 	@echo "Next: $(BIN)/lsrdecomp finetune --model smollm2 --data FILE.jsonl --out my-lora, as docs/language-models.md goes on"
+
+# Benchmarks whose records are of an older release, cheapest first: make records ARGS="--only cheap"
+records: .venv/test
+	$(BIN)/python -m benchmarks $(ARGS)
 
 docs: .venv/docs
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html

@@ -1,0 +1,263 @@
+"""Make the records anew: ``python -m benchmarks [JOB …] [--only cheap] [--input NAME=PATH …]``.
+
+Jobs run one after another, cheapest first, each as the command that its file documents. A job whose
+records are all of this minor release is done and is left out, so the same command goes on after a
+kill; ``--again`` runs it all the same. ``--plan`` shows the jobs, their minutes and what they lack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import string
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks import record
+
+INPUTS = {
+    "adapters": "a directory of published LoRA adapters, a directory or file each",
+    "e2e": "devset.csv of the E2E challenge",
+    "glue": "a directory of GLUE's tasks, such as benchmarks.lab.fetch_tasks writes",
+    "statistics": "statistics of the adapter that ships, on texts of SST-2",
+    "prompts": "JSON lines with prompt and completion",
+    "lora": "the LoRA of SmolLM2 that was trained on them",
+    "reviews": "SST-2's train.tsv",
+    "work": "a directory where runs are kept",
+}
+"""What jobs take that is not in the repository, by name."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command that writes records.
+
+    Parameters
+    ----------
+    name : str
+    records : tuple of str
+        Names of the files in ``results/``, without ``.json``.
+    command : str
+        Arguments of ``python -m``; ``{name}`` stands for an input, and ``{name}/*`` for its files.
+    minutes : float
+        CPU minutes on one core, measured by the record that is there, or by hand.
+    packages : tuple of str
+        Packages that the command needs beside those of the tests.
+    threads : int, optional
+        BLAS threads; None leaves the environment as it is.
+    """
+
+    name: str
+    records: tuple[str, ...]
+    command: str
+    minutes: float
+    packages: tuple[str, ...] = ()
+    threads: int | None = 1
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of the inputs that the command takes."""
+        return [name for _, name, _, _ in string.Formatter().parse(self.command) if name]
+
+    def missing(self, given: dict[str, Path]) -> list[str]:
+        """Return what has to be given or installed before the job can run."""
+        inputs = [f"--input {name}=PATH ({INPUTS[name]})" for name in self.inputs]
+        known = [f"--input {name}=" for name in given]
+        lacking = [text for text in inputs if not text.startswith(tuple(known))]
+        return lacking + [f"package {name}" for name in self.packages if find_spec(name) is None]
+
+    def is_done(self) -> bool:
+        """Return whether all its records are of this minor release."""
+        now = record.version_of_clone()
+        for name in self.records:
+            held = record.load(record.RESULTS / f"{name}.json")
+            if record.problems(held) or record.is_outdated(record.measured_with(held)[0], now):
+                return False
+        return True
+
+    def argv(self, given: dict[str, Path]) -> list[str]:
+        """Return the command with its inputs in place."""
+        arguments: list[str] = []
+        for word in shlex.split(self.command):
+            if word.endswith("/*"):
+                folder = Path(word.removesuffix("/*").format(**given))
+                arguments += sorted(map(str, folder.iterdir()))
+            else:
+                arguments.append(word.format(**given))
+        return [sys.executable, "-m", *arguments]
+
+
+def two_factors(size: int, minutes: float, threads: int = 1, part: str = "") -> Job:
+    """Return the job of dense matrices of one size."""
+    prefix = "" if size == 4096 else f"{size}-"
+    arguments = f"--size {size} --threads {threads}{part and f' --only {part}'}"
+    return Job(
+        f"solvers {size}, {threads} thread{'s' * (threads > 1)}",
+        (f"solvers-{prefix}threads{threads}",),
+        f"benchmarks.solvers.two_factors {arguments}",
+        minutes,
+        packages=("sklearn",),
+        threads=None,
+    )
+
+
+JOBS = (
+    Job("exact sums", ("exact_sums",), "benchmarks.solvers.exact_sums", 2),
+    Job("error curve", ("error_curve",), "benchmarks.solvers.error_curve", 2),
+    Job("found", ("found-in-the-wild",), "benchmarks.testing.found", 2),
+    Job("resize", ("resize",), "benchmarks.cost.resize", 2),
+    Job(
+        "operators",
+        tuple(f"operators-{part}" for part in ("accuracy", "galerkin", "samples", "grid")),
+        "benchmarks.operators.solve accuracy galerkin samples grid",
+        5,
+    ),
+    Job("peers", ("operators-peers",), "benchmarks.operators.peers", 4, ("pyamg",)),
+    Job(
+        "three factors",
+        ("three_factor_ends",),
+        "benchmarks.solvers.three_factor_ends",
+        8,
+        ("pyttb",),
+    ),
+    Job("cp", ("cp",), "benchmarks.solvers.cp", 20, ("pyttb",)),
+    Job("route", ("route_cost",), "benchmarks.cost.route", 10),
+    Job("memory", ("memory",), "benchmarks.cost.memory", 10),
+    Job(
+        "layers",
+        ("layers-cpu",),
+        "benchmarks.adapters.layers --seconds 1 --rounds 9",
+        15,
+        ("peft",),
+    ),
+    Job("bank", ("bank",), "benchmarks.adapters.bank", 5, ("peft",)),
+    Job("fleet", ("fleet",), "benchmarks.cost.fleet", 15, threads=None),
+    Job("threads", ("threads",), "benchmarks.cost.threads", 30, ("threadpoolctl",), threads=None),
+    two_factors(1024, 5, part="dense"),
+    two_factors(2048, 15, part="dense"),
+    two_factors(4096, 60),
+    two_factors(4096, 30, threads=2, part="dense"),
+    Job("million", ("operators-million",), "benchmarks.operators.solve million", 40),
+    Job("experts", ("experts",), "benchmarks.compression.experts --data {e2e}", 10, ("peft",)),
+    Job(
+        "integer factors",
+        ("integer_factors",),
+        "benchmarks.compression.integer_factors --statistics {statistics}",
+        10,
+    ),
+    Job("budgets", ("compression",), "benchmarks.compression.budgets {adapters}/*", 120),
+    Job(
+        "Frobenius",
+        ("compression_frobenius",),
+        "benchmarks.compression.frobenius {adapters}/* --out "
+        "benchmarks/results/compression_frobenius.json",
+        120,
+    ),
+    Job("calibration", ("calibration",), "benchmarks.cost.calibration", 30, ("peft",)),
+    Job(
+        "one command",
+        ("one_command",),
+        "benchmarks.cost.one_command {prompts} --lora {lora} --reviews {reviews}",
+        90,
+        ("peft",),
+    ),
+)
+"""Commands that make records. Those of the laboratory and of long suites stand in README.md."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the jobs that are asked for; return the exit status."""
+    options = read_arguments(arguments)
+    given = dict(options.input)
+    jobs = sorted(chosen(options), key=lambda job: job.minutes)
+    runnable = [job for job in jobs if not job.missing(given)]
+    for line in plan(jobs, given, again=options.again):
+        print(line, file=sys.stderr)
+    if options.plan:
+        return 0
+    left = [job for job in runnable if options.again or not job.is_done()]
+    failed: list[str] = []
+    for place, job in enumerate(left):
+        minutes = sum(each.minutes for each in left[place:])
+        about = f"{place + 1} of {len(left)}: {job.name}; about {minutes:.0f} CPU minutes left"
+        print(about, file=sys.stderr, flush=True)
+        began = time.monotonic()
+        # The environment is read when libraries are imported, so each job is a process.
+        threads = {} if job.threads is None else thread_variables(job.threads)
+        done = subprocess.run(job.argv(given), env=os.environ | threads, check=False)
+        took = (time.monotonic() - began) / 60.0
+        if done.returncode:
+            failed.append(job.name)
+        state = f"exit status {done.returncode}" if done.returncode else "done"
+        print(f"   {job.name}: {state} in {took:.1f} minutes", file=sys.stderr, flush=True)
+    if failed:
+        print(f"{len(failed)} of {len(left)} failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def thread_variables(threads: int) -> dict[str, str]:
+    """Return the variables that give every BLAS library so many threads."""
+    return dict.fromkeys(record.THREAD_VARIABLES, str(threads))
+
+
+def chosen(options: argparse.Namespace) -> list[Job]:
+    """Return the jobs that are named, or all; with ``--only cheap`` those of a few minutes."""
+    names = {job.name: job for job in JOBS}
+    unknown = [name for name in options.jobs if name not in names]
+    if unknown:
+        raise SystemExit(f"no job {unknown[0]!r}; there are {', '.join(names)}")
+    jobs = [names[name] for name in options.jobs] or list(JOBS)
+    limit = options.cheap_minutes if options.only == "cheap" else float("inf")
+    return [job for job in jobs if job.minutes <= limit]
+
+
+def plan(jobs: Sequence[Job], given: dict[str, Path], *, again: bool) -> list[str]:
+    """Return a line for each job: its minutes, and whether it is done, runs, or lacks something."""
+    lines = []
+    for job in jobs:
+        missing = job.missing(given)
+        state = "runs"
+        if missing:
+            state = f"lacks {'; '.join(missing)}"
+        elif job.is_done() and not again:
+            state = "done"
+        lines.append(f"{job.name:22} {job.minutes:5.0f} min  {state}")
+    return lines
+
+
+def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("jobs", nargs="*", metavar="JOB", help="by name; all if none is named")
+    parser.add_argument("--only", choices=["cheap"], help="those of at most --cheap-minutes")
+    parser.add_argument("--cheap-minutes", type=float, default=10.0)
+    parser.add_argument(
+        "--input", type=named_path, action="append", default=[], metavar="NAME=PATH"
+    )
+    parser.add_argument("--again", action="store_true", help="also what is of this release")
+    parser.add_argument("--plan", action="store_true", help="show the jobs and run nothing")
+    return parser.parse_args(arguments)
+
+
+def named_path(text: str) -> tuple[str, Path]:
+    """Read ``NAME=PATH``, a known name and a path that exists."""
+    name, _, place = text.partition("=")
+    if name not in INPUTS:
+        raise argparse.ArgumentTypeError(f"no input {name!r}; there are {', '.join(INPUTS)}")
+    if not Path(place).exists():
+        raise argparse.ArgumentTypeError(f"{place!r} does not exist")
+    return name, Path(place)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
