@@ -152,6 +152,9 @@ def real_part(array: Array) -> Array:
 
 def adjoint(array: Array) -> Array:
     """Return the conjugate transpose of the last two axes."""
+    if type(array) is np.ndarray:  # several times a step: a third of the time of the general way
+        transposed = array.swapaxes(-1, -2)
+        return transposed.conj() if array.dtype.kind == "c" else transposed
     return conjugate(namespace(array).matrix_transpose(array))
 
 

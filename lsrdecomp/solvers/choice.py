@@ -47,7 +47,7 @@ class SolverLimits:
     max_svd_side: int = 32
     # The same up to which `Gram` is the fastest for a matrix in memory
     max_gram_side: int = 192
-    # Entries of a matrix in memory up to which `BatchedKrylov`, which measures least on its way,
+    # Entries of a matrix in memory up to which `BatchedKrylov`, which makes the fewest products,
     # finds a few terms; and how many rows or columns there must be for each of these terms
     max_batched_entries: int = 2**20
     batched_sides_per_term: int = 16
@@ -109,7 +109,7 @@ def choose_solver(
     side = min(shape.sizes)
     if side <= limits.max_svd_side:
         return SVD()
-    if isinstance(target, Dense) and math.prod(shape.sizes) < limits.max_batched_entries:
+    if isinstance(target, Dense) and math.prod(shape.sizes) <= limits.max_batched_entries:
         if side <= limits.max_gram_side:
             return Gram(tolerance=limits.tolerance)
         has_few_terms = rank is not None and limits.batched_sides_per_term * rank <= side

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -122,34 +121,5 @@ def rayleigh_ritz(operators: Array, q: Array) -> tuple[Array, Array, Array]:
     Cost O((p + q)·k²) beside Qᴴ R.
     """
     xp = namespace(operators)
-    images, triangle = xp.linalg.qr(adjoint(adjoint(q) @ operators))
-    left, sigma, right = xp.linalg.svd(adjoint(triangle), full_matrices=False)
-    return q @ left, sigma, right @ adjoint(images)
-
-
-def extrapolated_excess(captured: list[np.ndarray]) -> np.ndarray:
-    """Return error/optimum − 1 if the gains go on as a geometric series, twice over.
-
-    At least the last gain is taken to be missing still: the first gains take in values that stand
-    out, and fall faster than those that follow. Infinite before there are two gains.
-
-    Parameters
-    ----------
-    captured : list of ndarray, shape (L,) each
-        The squared share of the norm that the space held after each step.
-    """
-    latest = captured[-1]
-    if len(captured) < 3:
-        return np.full_like(latest, math.inf)
-    # A gain below rounding is taken for rounding: it may have been as large.
-    rounding = 4.0 * unit_roundoff("float32")
-    previous_gain = np.maximum(captured[-2] - captured[-3], rounding)
-    last_gain = np.maximum(latest - captured[-2], rounding)
-    squared_error = 1.0 - latest
-    # Gains a, a q, a q², … with q = last / previous leave last² / (previous − last) to come; where
-    # they do not fall yet, a guess from the last one stands in for the series.
-    with np.errstate(divide="ignore", invalid="ignore"):
-        series = 2.0 * last_gain**2 / (previous_gain - last_gain)
-        gain = np.where(last_gain < previous_gain, series, 4.0 * last_gain)
-        gain = np.maximum(gain, last_gain)
-        return np.where(gain < squared_error, 0.5 * gain / squared_error, math.inf)
+    right, sigma, left = xp.linalg.svd(adjoint(operators) @ q, full_matrices=False)
+    return q @ adjoint(left), sigma, adjoint(right)

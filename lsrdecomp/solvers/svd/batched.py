@@ -11,6 +11,7 @@ import numpy as np
 from lsrdecomp.arrays import (
     Array,
     adjoint,
+    as_double,
     device,
     is_complex,
     is_differentiated,
@@ -33,22 +34,18 @@ from lsrdecomp.solvers.base import (
 )
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.progress import IterationStep, SolveProgress, iterate
-from lsrdecomp.solvers.svd.batch import (
-    as_batch,
-    as_sums,
-    extrapolated_excess,
-    rayleigh_ritz,
-    truncated_svds,
-)
+from lsrdecomp.solvers.svd.batch import as_batch, as_sums, rayleigh_ritz, truncated_svds
 from lsrdecomp.solvers.svd.batched_gram import gram_solutions, is_double_array
 from lsrdecomp.solvers.svd.dense import as_matrix
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram, Rearrangement
-from lsrdecomp.solvers.svd.options import SketchOptions
+from lsrdecomp.solvers.svd.lanczos import LanczosSpaces, RitzPairs, orthonormal_columns
+from lsrdecomp.solvers.svd.options import LanczosOptions, SketchOptions
 from lsrdecomp.targets.base import Dense
+from lsrdecomp.targets.residual import has_twelve_digits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from lsrdecomp.kronecker.shape import KroneckerShape
 
@@ -59,22 +56,26 @@ class BatchedKrylov(MatrixSolver):
 
     All matrices take the same steps, as batched products in single precision; a Rayleigh–Ritz step
     in the precision of the input ends it, half a step further, so single precision costs no more
-    than the square of its rounding. Matrices whose size falls fast from one random column of the
-    first block to the next are solved by `Gram`, each alone, and so are moderate ones whose error
-    is not within ``tolerance`` of the optimum by extrapolation of what the last steps gained, or is
-    too small to be told from ‖R‖² − Σσ²; larger ones by `BlockGolubKahan`. Small matrices, and
-    those of which many terms are asked for, go through one batched SVD.
+    than the square of its rounding. The steps end when each error is within ``tolerance`` of its
+    optimum, by what couples the Ritz vectors to the rest of R (see `RitzPairs`): a bound where the
+    error is smaller than the last term, else an estimate. Matrices whose size falls fast from one
+    random column of the first block to the next are finished by that block alone, in double
+    precision. What the steps leave open, or lose in the rounding of ‖R‖² − Σσ², is solved alone: by
+    `Gram` if moderate, else by `BlockGolubKahan`. Small matrices, and those of which many terms are
+    asked for, go through one batched SVD.
 
     Parameters
     ----------
     tolerance : float
         Allowed excess of each error over the optimum, relative.
     columns : int
-        Those of a block are the least multiple of this that holds the terms asked for.
+        Those of a block are the least multiple of this that holds the terms asked for and
+        ``lanczos.oversampling`` more: with eight, a product with a block takes hardly more time
+        than with four.
     seed : int
         Of the random start, which all matrices share.
     max_steps : int
-        Maximum blocks in a space, three at least: the excess is told from what they gain.
+        Maximum blocks in a space, ``lanczos.min_blocks`` at least.
     svd_limit : int
         Terms that a matrix can have up to which its SVD is taken, as the faster way: by timing of
         64 matrices of 64 × 64.
@@ -89,7 +90,14 @@ class BatchedKrylov(MatrixSolver):
         Entries of the matrices that take their steps together, and of those whose SVDs are measured
         together: 512 KiB, which stay in a processor's cache.
     sketch : SketchOptions
-        When random columns are drawn, and how many.
+        When the size falls fast enough, and what `Gram` and `BlockGolubKahan` draw.
+    lanczos : LanczosOptions
+        The size of a block, and when an estimate is trusted.
+
+    References
+    ----------
+    .. [1] G. H. Golub and R. Underwood, The block Lanczos method for computing eigenvalues, in
+       Mathematical Software III, 1977. doi:10.1016/B978-0-12-587260-7.50018-2
 
     Examples
     --------
@@ -104,7 +112,7 @@ class BatchedKrylov(MatrixSolver):
 
     order: ClassVar[int] = 2
     tolerance: float = 1e-4
-    columns: int = 16
+    columns: int = 8
     seed: int = 0
     max_steps: int = 10
     svd_limit: int = 160
@@ -114,14 +122,16 @@ class BatchedKrylov(MatrixSolver):
     chunk_entries: int = 2**20
     svd_chunk_entries: int = 2**16
     sketch: SketchOptions = field(default_factory=SketchOptions)
+    lanczos: LanczosOptions = field(default_factory=LanczosOptions)
 
     def _solve(self, problem: MatrixProblem) -> Solution:
         """Solve for one matrix, formed, as a batch of one; the method is that of `solve_batch`."""
-        batch = as_batch(as_matrix(problem.target)[None, :, :])
+        target = problem.target
+        matrix = target.matrix if isinstance(target, Dense) else as_matrix(target)
         request = _Request(
             problem.shape, problem.rank, problem.atol, problem.max_terms, problem.progress
         )
-        return self._solved(batch, request)[0]
+        return self._solved(matrix[None, :, :], request, [target.norm])[0]
 
     def solve_batch(
         self,
@@ -167,7 +177,10 @@ class BatchedKrylov(MatrixSolver):
         request = _Request(shape, rank, atol, max_terms, SolveProgress(on_sweep))
         return tuple(self._solved(batch, request))
 
-    def _solved(self, batch: Array, request: _Request) -> list[Solution]:
+    def _solved(
+        self, batch: Array, request: _Request, norms: list[float] | None = None
+    ) -> list[Solution]:
+        """Solve for the matrices of a batch, whose ``norms`` may be known."""
         block = self._block_size(request.max_terms)
         # Batch 1: an SVD where a space would soon hold the whole matrix, or where torch
         # differentiates it.
@@ -187,7 +200,8 @@ class BatchedKrylov(MatrixSolver):
             elif request.atol is not None:
                 solutions += [self._alone(part[i, :, :], request) for i in range(part.shape[0])]
             else:
-                solutions += self._together(part, request)
+                part_norms = norms or [norm(part[i, :, :]) for i in range(part.shape[0])]
+                solutions += self._together(part, part_norms, request)
         return solutions
 
     def _small(self, batch: Array, request: _Request) -> list[Solution]:
@@ -207,8 +221,8 @@ class BatchedKrylov(MatrixSolver):
         return [solutions[i] for i in range(batch.shape[0])]
 
     def _block_size(self, rank: int) -> int:
-        """Return the least multiple of ``columns`` that holds so many terms."""
-        return -(-rank // self.columns) * self.columns
+        """Return the least multiple of ``columns`` that holds so many terms, and some more."""
+        return -(-(rank + self.lanczos.oversampling) // self.columns) * self.columns
 
     def _alone(
         self, matrix: Array, request: _Request, common_sweeps: tuple[Sweep, ...] = ()
@@ -235,154 +249,164 @@ class BatchedKrylov(MatrixSolver):
             sweeps.append(replace(sweep, index=index))
         return replace(solution, sweeps=tuple(sweeps))
 
-    def _together(self, batch: Array, request: _Request) -> list[Solution]:
+    def _together(self, batch: Array, norms: Sequence[float], request: _Request) -> list[Solution]:
         """Solve for a part of the batch by common steps, and for what they leave open alone."""
-        progress = request.progress
-        # Together 1: norms, by which entries are refused that are not finite.
-        n_matrices = int(batch.shape[0])
-        norms = np.asarray([norm(batch[i, :, :]) for i in range(n_matrices)])
-        if not np.all(np.isfinite(norms)):
+        # Together 1: entries are refused that are not finite; single precision holds norms in this
+        # range, and their squares.
+        if not all(map(math.isfinite, norms)):
             require_finite(batch, "batch")
+        usable = [i for i, each in enumerate(norms) if 1e-15 < each < 1e15]
+        # Together 2: R, or its adjoint if that has fewer rows, times random columns.
         operators = rearrange(batch, request.shape)
-        # Together 2: one product with random columns is enough where a spectrum falls fast.
-        fits_single = (norms > 1e-15) & (norms < 1e15)  # it holds them and their squares
-        usable = np.flatnonzero(fits_single).tolist()
+        if operators.shape[1] > operators.shape[2]:
+            operators = adjoint(operators)
         solutions: dict[int, Solution] = {}
-        for i in usable:
-            solution = self._from_random_columns(operators[i, :, :], float(norms[i]), request)
-            if solution is not None:
-                solutions[i] = solution
-        # Together 3: the others take common steps.
-        slow = [i for i in usable if i not in solutions]
-        n_earlier = len(progress.sweeps)
-        if slow:
-            if len(slow) < n_matrices:
-                xp = namespace(batch)
-                positions = xp.asarray(slow, dtype=xp.int64, device=device(batch))
-                operators = xp.take(operators, positions, axis=0)
-            for position, solution in self._near(operators, norms[slow], request).items():
-                solutions[slow[position]] = solution
-        # Together 4: what these leave open, and what single precision cannot hold, alone.
-        common_sweeps = progress.sweeps[n_earlier:]
-        for i in range(n_matrices):
+        common_sweeps: dict[int, tuple[Sweep, ...]] = {}
+        if usable:
+            usable_norms = np.asarray([norms[i] for i in usable])
+            found, slow, common = self._in_common(_taken(operators, usable), usable_norms, request)
+            solutions = {usable[i]: solution for i, solution in found.items()}
+            common_sweeps = {usable[i]: common for i in slow}
+        # Together 3: what this leaves open, and what single precision cannot hold, alone.
+        for i in range(len(norms)):
             if i not in solutions:
-                earlier = common_sweeps if i in slow else ()
                 request_alone = replace(request, rank=request.max_terms, atol=None)
-                solutions[i] = self._alone(batch[i, :, :], request_alone, earlier)
-        return [solutions[i] for i in range(n_matrices)]
+                solutions[i] = self._alone(batch[i, :, :], request_alone, common_sweeps.get(i, ()))
+        return [solutions[i] for i in range(len(norms))]
 
-    def _from_random_columns(
-        self, operator: Array, size: float, request: _Request
-    ) -> Solution | None:
-        """Find the terms of one matrix by random columns, if its spectrum falls fast."""
-        matrix = Rearrangement.of(operator, size, request.shape)
-        solution = matrix.from_random_columns(
-            request.max_terms, self.tolerance, self.seed, self.sketch
-        )
-        if solution is None:
-            return None
-        request.progress.record(solution.relative_error or 0.0)
-        return replace(solution, sweeps=request.progress.sweeps[-1:])
+    def _in_common(
+        self, operators: Array, norms: np.ndarray, request: _Request
+    ) -> tuple[dict[int, Solution], list[int], tuple[Sweep, ...]]:
+        """Solve by one product with random columns, or by the steps that these begin.
 
-    def _near(self, operators: Array, norms: np.ndarray, request: _Request) -> dict[int, Solution]:
-        """Return solutions, by position, where common steps bring the error near the optimum."""
+        Returns
+        -------
+        solutions : dict of Solution
+            By position, of the matrices whose error is near its optimum.
+        slow : list of int
+            Positions of the matrices that took common steps.
+        sweeps : tuple of Sweep
+            The records of these steps.
+        """
         xp = namespace(operators)
         progress = request.progress
+        n_matrices, rows, columns = operators.shape
+        block = self._block_size(request.max_terms)
+        random = np.random.default_rng(self.seed).standard_normal((columns, block), np.float32)
+        start = like(random, operators)[None, :, :]
+        basis, triangle = xp.linalg.qr(operators @ start)
+        # Common 1: the range of that product is enough where a spectrum falls fast.
+        solutions: dict[int, Solution] = {}
+        for i in range(n_matrices):
+            matrix = Rearrangement.of_rows(operators[i, :, :], float(norms[i]), request.shape)
+            solution = matrix.from_range(
+                as_double(basis[i, :, :]),
+                triangle[i, :, :],
+                request.max_terms,
+                self.tolerance,
+                self.sketch,
+            )
+            if solution is not None:
+                progress.record(solution.relative_error or 0.0)
+                solutions[i] = replace(solution, sweeps=progress.sweeps[-1:])
+        slow = [i for i in range(n_matrices) if i not in solutions]
+        if not slow:
+            return solutions, [], ()
+        # Common 2: the others take common steps in single precision.
+        if solutions:
+            operators = _taken(operators, slow)
+            basis = _taken(basis, slow)
+        single = xp.complex64 if is_complex(operators) else xp.float32
+        spaces = LanczosSpaces(
+            xp.astype(operators, single),
+            norms[slow],
+            xp.astype(basis, single),
+            xp.astype(start[0, :rows, :], single),
+        )
         n_earlier = len(progress.sweeps)
-        initial = operators[:, :, :0], np.full(norms.shape, math.inf)
-        steps = self._steps(operators, norms, request.max_terms)
-        (images, excess), _ = iterate(steps, initial, progress)
+        steps = self._steps(spaces, request.max_terms)
+        check, _ = iterate(steps, _Check(spaces, [], []), progress)
+        sweeps = progress.sweeps[n_earlier:]
+        for position, solution in self._near(operators, norms[slow], check, request).items():
+            solutions[slow[position]] = replace(solution, sweeps=sweeps)
+        return solutions, slow, sweeps
+
+    def _steps(self, spaces: LanczosSpaces, rank: int) -> Iterator[IterationStep[_Check]]:
+        """Grow the spaces until the error of each matrix is near its optimum, or rounding."""
+        options = self.lanczos
+        side = min(spaces.operators.shape[1:])
+        n_steps = max(self.max_steps, options.min_blocks)
+        for n_blocks in range(1, n_steps + 1):
+            spaces.multiply()
+            pairs = spaces.ritz_pairs()
+            gaps = [each.excess(rank, self.tolerance, n_blocks, options) for each in pairs]
+            squared_errors = [max(1.0 - each.captured(rank), 0.0) for each in pairs]
+            # An error that sinks in the rounding of squares is for a solver in double precision.
+            lost = 2.0 * spaces.roundoff / self.tolerance
+            is_done = all(
+                excess <= self.tolerance or squared_error <= lost
+                for (excess, _), squared_error in zip(gaps, squared_errors, strict=True)
+            )
+            is_full = spaces.size + spaces.block > side
+            objective = max(squared_errors)
+            yield IterationStep(
+                state=_Check(spaces, pairs, gaps),
+                relative_error=math.sqrt(objective),
+                objective=objective,
+                converged=is_done or is_full or n_blocks == n_steps,
+            )
+            spaces.grow()
+
+    def _near(
+        self, operators: Array, norms: np.ndarray, check: _Check, request: _Request
+    ) -> dict[int, Solution]:
+        """Return solutions, by position, where common steps bring the error near the optimum."""
+        near = [i for i, (excess, _) in enumerate(check.gaps) if excess <= self.tolerance]
+        if not near:
+            return {}
         # Rayleigh–Ritz with the right vectors, in the precision of the input: the error of single
-        # precision is squared, and the product with R is half a step further than the last one.
-        right_basis = xp.linalg.qr(xp.astype(images, operators.dtype))[0]
+        # precision is squared.
+        operators = _taken(operators, near)
+        images = _taken(check.spaces.leading_images(check.pairs, request.max_terms), near)
+        xp = namespace(operators)
+        right_basis = orthonormal_columns(xp.astype(images, operators.dtype))
         v, sigma, uh = rayleigh_ritz(adjoint(operators), right_basis)
-        u = adjoint(uh)
-        vh = adjoint(v)
-        captured = np.sum(to_numpy(sigma).astype(np.float64) ** 2, axis=1) / norms**2
-        # Below this the error is lost in the rounding of ‖R‖² − Σσ².
-        if unit_roundoff(operators.dtype) == unit_roundoff("float64"):
-            floor = 1e6 * unit_roundoff("float32") ** 2
-        else:
-            floor = 1e3 * unit_roundoff("float32")
-        is_near = (excess <= self.tolerance) & (1.0 - captured > floor)
-        common_sweeps = progress.sweeps[n_earlier:]
+        left, right = adjoint(uh), adjoint(v)
+        if request.shape.sizes[0] > request.shape.sizes[1]:
+            left, right = v, uh
+        captured = np.sum(to_numpy(sigma).astype(np.float64) ** 2, axis=1) / norms[near] ** 2
+        # What is left of ‖R‖² is the error of the terms themselves if nothing was rounded.
+        has_digits = has_twelve_digits(1.0 - captured, 2.0)
+        is_double = unit_roundoff(operators.dtype) == unit_roundoff("float64")
         solutions = {}
-        for i, terms in enumerate(as_sums(u, sigma, vh, request.shape)):
-            if is_near[i]:
-                solutions[i] = Solution(
-                    terms,
-                    Status.rank_reached,
-                    common_sweeps,
-                    float(excess[i]),
-                    ErrorKind.estimated,
-                )
+        for i, terms in enumerate(as_sums(left, sigma, right, request.shape)):
+            excess, kind = check.gaps[near[i]]
+            error = math.sqrt(1.0 - captured[i]) if is_double and has_digits[i] else None
+            solutions[near[i]] = Solution(
+                terms,
+                Status.rank_reached,
+                optimality_gap=excess,
+                gap_kind=kind,
+                relative_error=error,
+            )
         return solutions
 
-    def _steps(
-        self, operators: Array, norms: np.ndarray, rank: int
-    ) -> Iterator[IterationStep[tuple[Array, np.ndarray]]]:
-        """Yield the images Rᴴ u (L, q, rank) of leading Ritz vectors, and the excess of errors."""
-        xp = namespace(operators)
-        block = self._block_size(rank)
-        single = xp.astype(operators, xp.complex64 if is_complex(operators) else xp.float32)
-        _, rows, columns = single.shape
-        norms_like = like(norms, single)[:, None, None]
-        # Noise of the size of rounding fills the directions that a matrix of low rank lacks.
-        noise = np.random.default_rng(self.seed + 1).standard_normal((rows, block))
-        noise = noise * unit_roundoff("float32") / rows**0.5
-        noise = like(noise, single)[None, :, :]
-        start = np.random.default_rng(self.seed).standard_normal((columns, block))
-        start = like(start, single)[None, :, :]
-        basis = xp.linalg.qr(single @ start + noise * norms_like)[0]
-        images = adjoint(single) @ basis
-        captured: list[np.ndarray] = []
-        for step in range(max(3, self.max_steps)):
-            # Krylov 1: R Rᴴ times the newest block, orthogonal to all before.
-            if step:
-                new = single @ images[:, :, -block:]
-                new = new - basis @ (adjoint(basis) @ new) + noise * norms_like**2
-                new = _orthogonal_block(new, basis)
-                basis = xp.concat((basis, new), axis=2)
-                images = xp.concat((images, adjoint(single) @ new), axis=2)
-            # Krylov 2: the energy of each matrix in the space, and what further steps may add.
-            gram = adjoint(images) @ images
-            if step < 2:  # never the last, so without vectors
-                values = xp.linalg.eigvalsh(gram)
-                leading = images[:, :, :rank]
-            else:
-                values, vectors = xp.linalg.eigh(gram)
-                leading = images @ vectors[:, :, -rank:]
-            energies = np.sum(to_numpy(values).astype(np.float64)[:, -rank:], axis=1)
-            captured.append(np.minimum(energies / norms**2, 1.0))
-            excess = extrapolated_excess(captured)
-            # Krylov 3: the end, when every error is near its optimum, or the last step gained no
-            # more than rounding.
-            is_done = excess <= self.tolerance
-            if step > 1:
-                is_done |= captured[-1] - captured[-2] <= 4.0 * unit_roundoff("float32")
-            is_full = basis.shape[2] + block > min(rows, columns)
-            squared_error = float(np.max(1.0 - captured[-1]))
-            yield IterationStep(
-                state=(leading, excess),
-                relative_error=math.sqrt(squared_error),
-                objective=squared_error,
-                converged=is_full or bool(np.all(is_done)),
-            )
+
+def _taken(arrays: Array, positions: Sequence[int]) -> Array:
+    """Return the arrays at some positions of the first axis, without a copy if that is all."""
+    if len(positions) == arrays.shape[0]:
+        return arrays
+    xp = namespace(arrays)
+    return xp.take(arrays, xp.asarray(positions, dtype=xp.int64, device=device(arrays)), axis=0)
 
 
-def _orthogonal_block(block: Array, basis: Array, max_overlap: float = 1e-4) -> Array:
-    """Return an orthonormal basis of each block's part outside of a space.
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """The state of common steps: what their spaces hold, and how near each optimum that is."""
 
-    A column of the block that nearly depends on others is mostly rounding after they are taken out,
-    in the space and outside. Where the result overlaps the space by more than ``max_overlap``,
-    whose square is then an error of the energies, it is projected again.
-    """
-    xp = namespace(block)
-    block = xp.linalg.qr(block - basis @ (adjoint(basis) @ block))[0]
-    overlap = adjoint(basis) @ block
-    if float(xp.max(xp.abs(overlap))) > max_overlap:
-        block = xp.linalg.qr(block - basis @ overlap)[0]
-    return block
+    spaces: LanczosSpaces
+    pairs: list[RitzPairs]
+    gaps: list[tuple[float, ErrorKind]]  # excess over the optimum
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,14 +141,20 @@ class Rearrangement:
     @classmethod
     def of(cls, matrix: Array, size: float, shape: KroneckerShape) -> Rearrangement:
         """Take R(M) of norm ``size``, turned and scaled where necessary."""
-        rows = as_double(matrix)
+        is_adjoint = matrix.shape[0] > matrix.shape[1]
+        return cls.of_rows(adjoint(matrix) if is_adjoint else matrix, size, shape)
+
+    @classmethod
+    def of_rows(cls, rows: Array, size: float, shape: KroneckerShape) -> Rearrangement:
+        """Take R(M), or its adjoint where that has fewer rows, scaled where necessary."""
+        rows = as_double(rows)
         scale = 1.0
         if not 1e-100 < size < 1e100:
             rows = rows / size
             scale = size
             size = 1.0
-        is_adjoint = rows.shape[0] > rows.shape[1]
-        return cls(adjoint(rows) if is_adjoint else rows, is_adjoint, size, scale, shape)
+        is_adjoint = shape.sizes[0] > shape.sizes[1]
+        return cls(rows, is_adjoint, size, scale, shape)
 
     def from_random_columns(
         self, rank: int, tolerance: float, seed: int, options: SketchOptions
@@ -164,6 +170,14 @@ class Rearrangement:
         xp = namespace(rows)
         random = np.random.default_rng(seed).standard_normal((rows.shape[1], n_columns))
         basis, triangle = xp.linalg.qr(rows @ like(random, rows))
+        return self.from_range(basis, triangle, rank, tolerance, options)
+
+    def from_range(
+        self, basis: Array, triangle: Array, rank: int, tolerance: float, options: SketchOptions
+    ) -> Solution | None:
+        """Find a few terms by QR factors of R times random columns; None as above."""
+        rows = self.rows
+        xp = namespace(rows)
         sizes = np.abs(np.diagonal(to_numpy(triangle)))  # about ‖R‖ at first
         if sizes[-1] > options.max_tail_ratio * sizes[rank - 1]:
             return None

@@ -1,0 +1,226 @@
+"""Block Lanczos on R Rᴴ for matrices of one size together, and what its spaces have not found."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import scipy.linalg
+
+from lsrdecomp.arrays import NUMPY, Array, adjoint, is_complex, like, namespace, to_numpy
+from lsrdecomp.precision import unit_roundoff
+from lsrdecomp.solvers.base import ErrorKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lsrdecomp.solvers.svd.options import LanczosOptions
+
+
+class LanczosSpaces:
+    """Krylov spaces of R Rᴴ, each of one matrix R (p, q), that grow together by blocks.
+
+    ``basis`` is Q (L, p, k) with orthonormal columns, ``images`` is Qᴴ R (L, k, q), and
+    ``projected`` is Qᴴ R Rᴴ Q/‖R‖² (L, k, k), a NumPy array in double precision. After `multiply`
+    ``following`` is the next block W (L, p, b), and ``coupling`` is N (L, b, b) in R Rᴴ Q_b = Q C +
+    W N ‖R‖², where Q_b are the newest columns of Q.
+
+    Parameters
+    ----------
+    operators : Array, shape (L, p, q)
+    norms : ndarray, shape (L,)
+        Their Frobenius norms.
+    first : Array, shape (L, p, b)
+        The first block, with orthonormal columns.
+    noise : Array, shape (p, b)
+        Directions to go on with where nothing is left of R Rᴴ Q_b outside of a space: a Krylov
+        space that has become invariant then finds repeated singular values.
+    """
+
+    def __init__(self, operators: Array, norms: np.ndarray, first: Array, noise: Array) -> None:
+        self.operators = operators
+        self.roundoff = unit_roundoff(operators.dtype)  # μ of the products
+        self.squared_norms = norms**2
+        rounding = self.roundoff / noise.shape[0] ** 0.5
+        self._noise = noise[None, :, :] * rounding * like(self.squared_norms, first)[:, None, None]
+        self.basis = first
+        self.images = adjoint(first) @ operators
+        self.projected = self._gram(self.images)
+        self.following: Array = first[:, :, :0]
+        self.coupling: np.ndarray = self.projected[:, :0, :]
+
+    @property
+    def size(self) -> int:
+        """k, the dimension of each space."""
+        return int(self.basis.shape[2])
+
+    @property
+    def block(self) -> int:
+        """b, the columns that a step adds."""
+        return int(self._noise.shape[2])
+
+    def multiply(self) -> None:
+        """Multiply the newest images by R: the next block, and its coupling to the space."""
+        newest = self.images[:, -self.block :, :]
+        product = self.operators @ adjoint(newest)
+        remainder = product - self.basis @ (adjoint(self.basis) @ product)
+        self.following = _orthogonal_block(remainder + self._noise, self.basis)
+        coupling = to_numpy(adjoint(self.following) @ product).astype(self.projected.dtype)
+        self.coupling = coupling / self.squared_norms[:, None, None]
+
+    def grow(self) -> None:
+        """Take the next block into each space."""
+        xp = namespace(self.basis)
+        images = adjoint(self.following) @ self.operators
+        n_old = self.size
+        n_new = n_old + self.block
+        projected = np.zeros((len(self.projected), n_new, n_new), self.projected.dtype)
+        projected[:, :n_old, :n_old] = self.projected
+        projected[:, n_old:, n_old:] = self._gram(images)
+        newest = slice(n_old - self.block, n_old)
+        projected[:, n_old:, newest] = self.coupling
+        projected[:, newest, n_old:] = self.coupling.conj().swapaxes(1, 2)
+        self.projected = projected
+        self.basis = xp.concat((self.basis, self.following), axis=2)
+        self.images = xp.concat((self.images, images), axis=1)
+
+    def ritz_pairs(self) -> list[RitzPairs]:
+        """Return the Ritz pairs of each space, and what couples them to the next block."""
+        values, vectors = np.linalg.eigh(self.projected)
+        residuals = self.coupling @ vectors[:, -self.block :, :]
+        squares = np.sum(residuals.real**2 + residuals.imag**2, axis=1)
+        roundoff = self.roundoff
+        pairs = []
+        for i, ascending in enumerate(values.tolist()):
+            ritz_values = [max(value, 0.0) for value in reversed(ascending)]
+            couplings = [
+                square / max(value, roundoff)
+                for square, value in zip(reversed(squares[i].tolist()), ritz_values, strict=True)
+            ]
+            pairs.append(RitzPairs(ritz_values, couplings, vectors[i, :, ::-1], roundoff))
+        return pairs
+
+    def leading_images(self, pairs: Sequence[RitzPairs], rank: int) -> Array:
+        """Return Rᴴ q of the leading Ritz vectors q, shape (L, q, rank)."""
+        vectors = np.stack([each.vectors[:, :rank] for each in pairs])
+        return adjoint(self.images) @ like(vectors, self.images)
+
+    def _gram(self, images: Array) -> np.ndarray:
+        dtype = np.complex128 if is_complex(images) else np.float64
+        gram = to_numpy(images @ adjoint(images)).astype(dtype)
+        projected: np.ndarray = gram / self.squared_norms[:, None, None]
+        return projected
+
+
+@dataclass(frozen=True, slots=True)
+class RitzPairs:
+    """Ritz pairs of R Rᴴ in one of `LanczosSpaces`, for ‖R‖ = 1, and what they may lack.
+
+    Let q be Ritz vectors, θ q̃ᴴ = qᴴ R their images, and f the part of R q̃ outside of the space.
+    Then R has the form of `Certificate`, transposed: the images of the first s capture Σ(θ² +
+    ‖f‖²), and the optimum at most Σ‖f‖²τ²/(θ² − τ²) more, where τ < θ is the norm of what couples
+    to none of them. Two figures are put for τ:
+
+    - all of ‖R‖ that was not captured, which makes it a bound;
+    - the largest value that the space has seen beyond s, coupling included. Then it is an
+      estimate, as the bound by θ‖f‖ is, the distance from θ² to an eigenvalue of R Rᴴ [1]_, which
+      needs no gap. The smaller of both is summed over the s terms.
+
+    The estimate assumes that the first Ritz values are near the first eigenvalues, which takes two
+    blocks, and three where θ_s does not stand apart: a cluster may be wider than the space, and the
+    second block may go to what a start holds of small singular values.
+
+    References
+    ----------
+    .. [1] B. N. Parlett, The Symmetric Eigenvalue Problem, SIAM 1998, theorems 4.5.1 and 11.7.1.
+       doi:10.1137/1.9781611971163
+    """
+
+    values: list[float]  # θ², largest first
+    couplings: list[float]  # ‖f‖²
+    vectors: np.ndarray  # (k, k): in the basis of the space, as columns
+    roundoff: float  # of the products
+
+    def captured(self, rank: int) -> float:
+        """Return what the images of the first Ritz vectors capture of ‖R‖² = 1."""
+        return sum(self.values[:rank]) + sum(self.couplings[:rank])
+
+    def excess(
+        self, rank: int, tolerance: float, n_blocks: int, options: LanczosOptions
+    ) -> tuple[float, ErrorKind]:
+        """Return error/optimum − 1 of the first terms, infinite where nothing is known.
+
+        It is the bound where that is at most ``tolerance`` and certain to rounding.
+        """
+        squared_error = 1.0 - self.captured(rank)
+        last = self.values[rank - 1]
+        # Excess 1: the bound, with τ = all that is left.
+        outside = max(squared_error, 0.0) + 64.0 * self.roundoff
+        if last > outside and 64.0 * self.roundoff <= tolerance * squared_error:
+            coupled = sum(self.couplings[:rank]) + self.roundoff
+            bound = _excess(coupled * outside / (last - outside), squared_error)
+            if bound <= tolerance:
+                return bound, ErrorKind.bounded
+        # Excess 2: the estimate, with τ as far as it was seen.
+        beyond = zip(self.values[rank:], self.couplings[rank:], strict=True)
+        seen = max((value + coupling for value, coupling in beyond), default=0.0)
+        tail = min(seen, outside)
+        is_apart = tail <= options.max_tail_ratio * last
+        if n_blocks < (options.min_blocks if is_apart else options.min_blocks_of_clusters):
+            return math.inf, ErrorKind.estimated
+        gain = 4.0 * self.roundoff
+        for value, coupling in zip(self.values[:rank], self.couplings[:rank], strict=True):
+            by_distance = math.sqrt(value * coupling)
+            by_gap = coupling * tail / (value - tail) if value > tail else math.inf
+            gain += min(by_distance, by_gap)
+        return _excess(gain, squared_error), ErrorKind.estimated
+
+
+def _excess(gain: float, squared_error: float) -> float:
+    """Return error/optimum − 1 where the optimum captures ``gain`` more."""
+    if gain >= squared_error:
+        return math.inf
+    return 1.0 / math.sqrt(1.0 - gain / squared_error) - 1.0
+
+
+def orthonormal_columns(blocks: Array) -> Array:
+    """Return Q of thin QR factorizations of blocks (L, p, b).
+
+    NumPy factorizes single precision in double and forms R besides, at four times the price.
+    """
+    xp = namespace(blocks)
+    if xp is not NUMPY:
+        return xp.linalg.qr(blocks)[0]
+    factorize, form = _lapack_qr(blocks.dtype.char)
+    bases = []
+    for block in blocks:
+        reflectors, scales, _, _ = factorize(block)
+        bases.append(form(reflectors, scales)[0])
+    return np.stack(bases)
+
+
+@cache
+def _lapack_qr(type_code: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    names = ("geqrf", "ungqr" if type_code in "FD" else "orgqr")
+    factorize, form = scipy.linalg.get_lapack_funcs(names, dtype=np.dtype(type_code))
+    return factorize, form
+
+
+def _orthogonal_block(block: Array, basis: Array, max_overlap: float = 1e-4) -> Array:
+    """Return an orthonormal basis of each block's part outside of a space.
+
+    A column of the block that nearly depends on others is mostly rounding after they are taken out,
+    in the space and outside. Where the result overlaps the space by more than ``max_overlap``,
+    whose square is then an error of the energies, it is projected again.
+    """
+    xp = namespace(block)
+    block = orthonormal_columns(block)
+    for _ in range(2):
+        overlap = adjoint(basis) @ block
+        if float(xp.max(xp.abs(overlap))) <= max_overlap:
+            break
+        block = orthonormal_columns(block - basis @ overlap)
+    return block
