@@ -19,7 +19,7 @@ from lsrdecomp.checkpoints.limits import LIMITS
 from lsrdecomp.checkpoints.packed import Bytes, IndexEntry, Reader
 from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS, cast, little_endian_bytes
 from lsrdecomp.errors import UnsupportedError
-from lsrdecomp.formats.number_formats import pack, packed_size
+from lsrdecomp.formats.number_formats import group_count, pack, packed_size
 from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct, SpectralCode
 from lsrdecomp.formats.stored import FloatProduct, Stored, product_label
 from lsrdecomp.kronecker.shape import ProductShape
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 Structure = tuple[int, ...]
 """An entry as integers from 0 on, without its exponents: layers that differ in their numbers alone
 have the same."""
+MAX_GROUP_POWER = 20
+GROUP_SIZES = frozenset(2**power for power in range(MAX_GROUP_POWER + 1))
+"""Numbers that may share a step in codes with groups."""
 Exponents = tuple[int, ...]
 MakeEntry = Callable[..., list[Any]]
 """Makes an entry of its exponents."""
@@ -45,6 +48,10 @@ class Encoding(ABC):
 
     kind: ClassVar[str]  # the word with which entries begin
     stored_type: ClassVar[type[Stored]]
+
+    def writes(self, stored: Stored) -> bool:
+        """Return whether layers such as this one are written in this encoding."""
+        return isinstance(stored, self.stored_type)
 
     @abstractmethod
     def entry(self, stored: Any) -> list[Any]:
@@ -216,6 +223,10 @@ class ComponentsEncoding(Encoding):
     kind = "components"
     stored_type = SpectralCode
 
+    def writes(self, stored: Stored) -> bool:
+        """Return whether it is a code without groups, as up to version 0.3."""
+        return isinstance(stored, SpectralCode) and not stored.groups
+
     def entry(self, stored: SpectralCode) -> list[Any]:
         """Return the entry of a layer."""
         return [stored.matrix_shape, stored.bits, stored.exponent]
@@ -262,7 +273,92 @@ class ComponentsEncoding(Encoding):
         return (lambda exponent: [sizes, bits, exponent]), 1
 
 
-ENCODINGS: tuple[Encoding, ...] = (FloatEncoding(), TermsEncoding(), ComponentsEncoding())
+class GroupsEncoding(Encoding):
+    """Singular components in integer codes with a step for each group of numbers.
+
+    Each is a float16 scale, a byte for each group of u and each of v, then the codes of u and v.
+    Its entry is ``[m, n], [bits of each component], [numbers in a group of each], exponent``.
+    """
+
+    kind = "groups"
+    stored_type = SpectralCode
+
+    def writes(self, stored: Stored) -> bool:
+        """Return whether it is a code with groups."""
+        return isinstance(stored, SpectralCode) and bool(stored.groups)
+
+    def entry(self, stored: SpectralCode) -> list[Any]:
+        """Return the entry of a layer."""
+        return [stored.matrix_shape, stored.bits, stored.groups, stored.exponent]
+
+    def pieces(self, stored: SpectralCode, _name: str) -> Iterator[Bytes]:
+        """Yield the bytes of a layer."""
+        for k, bits in enumerate(stored.bits):
+            yield little_endian_bytes(stored.scales[k : k + 1])
+            yield stored.steps[k]
+            yield pack(np.concatenate([stored.left[k], stored.right[k]]), bits)
+
+    def parse(self, *entry: Any) -> IndexEntry:
+        """Check an entry and return how the layer is read."""
+        (m, n), bits, groups, exponent = entry
+        widths = tuple(map(_bits, bits))
+        sizes = tuple(map(_group, groups))
+        if len(sizes) != len(widths) or not sizes:
+            raise ValueError(f"{len(widths)} widths and {len(sizes)} groups")
+        no_scales = np.zeros(0, np.float16)
+        empty = SpectralCode((), (), no_scales, _exponent(exponent), widths, (m, n), sizes)
+        size = 0
+        for width, group in zip(widths, sizes, strict=True):
+            steps = group_count(m, group) + group_count(n, group)
+            size += 2 + steps + packed_size(m + n, width)
+        read = partial(self._read, empty)
+        return product_entry(empty.shape, empty.terms, empty.storage, size, read)
+
+    def _read(self, empty: SpectralCode, reader: Reader) -> SpectralCode:
+        m, n = empty.matrix_shape
+        scales = []
+        steps = []
+        left = []
+        right = []
+        for bits, group in zip(empty.bits, empty.groups, strict=True):
+            scales.append(reader.scales(1))
+            n_steps = group_count(m, group) + group_count(n, group)
+            steps.append(np.frombuffer(reader.take(n_steps), np.uint8))
+            pair = reader.codes(bits, (m + n,))
+            left.append(pair[:m])
+            right.append(pair[m:])
+        return replace(
+            empty,
+            left=tuple(left),
+            right=tuple(right),
+            scales=np.concatenate(scales),
+            steps=tuple(steps),
+        )
+
+    def structure(self, *entry: Any) -> tuple[Structure, Exponents]:
+        """Split an entry into integers from 0 on and exponents."""
+        (m, n), bits, groups, exponent = entry
+        powers = [group.bit_length() - 1 for group in groups]
+        return (m, n, len(bits), *bits, *powers), (exponent,)
+
+    def read_structure(self, reader: Reader) -> tuple[MakeEntry, int]:
+        """Read the integers that `structure` gave."""
+        sizes = reader.integers(2)
+        count = reader.integer()
+        bits = reader.integers(count)
+        powers = reader.integers(count)
+        if any(power > MAX_GROUP_POWER for power in powers):
+            raise ValueError(f"groups of 2^{max(powers)} numbers")
+        groups = [2**power for power in powers]
+        return (lambda exponent: [sizes, bits, groups, exponent]), 1
+
+
+ENCODINGS: tuple[Encoding, ...] = (
+    FloatEncoding(),
+    TermsEncoding(),
+    ComponentsEncoding(),
+    GroupsEncoding(),
+)
 """Every structure that is written and read. A place here is a number in the index, so new ones go
 to the end."""
 
@@ -273,7 +369,7 @@ to the end."""
 def encoding_of(stored: Stored) -> Encoding:
     """Return the row of `ENCODINGS` for a stored layer; `UnsupportedError` if there is none."""
     for encoding in ENCODINGS:
-        if isinstance(stored, encoding.stored_type):
+        if encoding.writes(stored):
             return encoding
     raise UnsupportedError(f"{type(stored).__name__} has no row in ENCODINGS, so it is not written")
 
@@ -352,6 +448,12 @@ def _read_sizes(reader: Reader) -> list[list[int]]:
 def _bits(value: Any) -> int:
     if type(value) is not int or not 2 <= value <= 8:
         raise ValueError(f"codes of {str(value)[:40]} bits")
+    return value
+
+
+def _group(value: Any) -> int:
+    if type(value) is not int or value not in GROUP_SIZES:
+        raise ValueError(f"groups of {str(value)[:40]} numbers")
     return value
 
 

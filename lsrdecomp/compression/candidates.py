@@ -19,13 +19,16 @@ from lsrdecomp.arrays import tail_norms
 from lsrdecomp.compression.effort import DEFAULT_EFFORT
 from lsrdecomp.compression.quantize import (
     INTEGER_BITS,
-    MAX_BITS,
-    layer_svd,
-    pair_code,
     refitted_product,
-    spectral_code,
     stored_pair,
     stored_product,
+)
+from lsrdecomp.compression.spectral_codes import (
+    MAX_BITS,
+    ComponentCodes,
+    equal_width_levels,
+    layer_svd,
+    pair_code,
     svd_code,
     water_fill,
 )
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from lsrdecomp.compression.effort import SearchEffort
     from lsrdecomp.compression.layers import Layer
     from lsrdecomp.compression.shapes import Configuration
+    from lsrdecomp.compression.spectral_codes import Level
     from lsrdecomp.formats.quantized import SpectralCode
     from lsrdecomp.formats.stored import Stored
     from lsrdecomp.kronecker.shape import ProductShape
@@ -129,13 +133,14 @@ class LowRankCandidate(Candidate):
     structure = "low rank"
     is_truncated_svd = True
     bits: tuple[int, ...] = ()  # width of each component's codes; empty: floating point
+    groups: tuple[int, ...] = ()  # numbers of each component that share a step
     unrotated: bool = False  # codes of the pair's own columns and rows, not of singular vectors
 
     def stored(self, layer: Layer) -> Stored:
         """Return codes of each component, or both factors in a floating type."""
         if not self.bits:
             return stored_pair(*layer.truncated(self.rank), self.storage)
-        return pair_code(layer) if self.unrotated else svd_code(layer, self.bits)
+        return pair_code(layer) if self.unrotated else svd_code(layer, self.bits, self.groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,17 +244,18 @@ def water_filled_candidates(
         Maximum number of sizes.
     """
     svd = layer_svd(layer)
-    widths_by_step = water_fill(layer, *svd, max_bits)
-    if not widths_by_step:
+    codes = ComponentCodes(layer, svd)
+    levels_by_step = water_fill(layer, *svd, max_bits)
+    if not levels_by_step:
         return []
     # Consecutive steps differ in one component: take some, evenly spaced in their logarithm.
-    n_steps = len(widths_by_step)
+    n_steps = len(levels_by_step)
     spaced = np.geomspace(1, n_steps, min(n_sizes or effort.max_code_sizes, n_steps))
     candidates = []
     for step in sorted({round(value) for value in spaced}):
-        bits = widths_by_step[step - 1]
-        if sum(bits) * sum(layer.shape) <= 8.0 * max_bytes:
-            candidates.append(_coded_candidate(layer, spectral_code(layer, svd, bits), bits))
+        levels = levels_by_step[step - 1]
+        if sum(bits for bits, _ in levels) * sum(layer.shape) <= 8.0 * max_bytes:
+            candidates.append(_coded_candidate(layer, *codes.priced(levels), levels))
     return candidates
 
 
@@ -261,6 +267,7 @@ def equal_bits_candidates(
     They have all ranks up to `SearchEffort.consecutive_ranks`, and some larger ones.
     """
     svd = layer_svd(layer)
+    codes = ComponentCodes(layer, svd)
     max_rank = int(np.count_nonzero(svd[1]))
     last = effort.consecutive_ranks
     ranks = set(range(1, min(max_rank, last) + 1))
@@ -269,8 +276,8 @@ def equal_bits_candidates(
         ranks |= {round(value) for value in spaced}
     candidates = []
     for rank in sorted(ranks):
-        widths = (bits,) * rank
-        candidates.append(_coded_candidate(layer, spectral_code(layer, svd, widths), widths))
+        levels = equal_width_levels(layer, *svd, bits, rank)
+        candidates.append(_coded_candidate(layer, *codes.priced(levels), levels))
     return candidates
 
 
@@ -284,15 +291,25 @@ def unrotated_candidates(layer: Layer) -> list[LowRankCandidate]:
     if layer.squared_norm == 0.0:
         return []
     code = pair_code(layer)
-    return [replace(_coded_candidate(layer, code, code.bits), unrotated=True)]
+    squared_error = layer.squared_error(code.dequantized())
+    levels = list(zip(code.bits, code.groups, strict=True))
+    return [replace(_coded_candidate(layer, code, squared_error, levels), unrotated=True)]
 
 
-def _coded_candidate(layer: Layer, code: SpectralCode, bits: tuple[int, ...]) -> LowRankCandidate:
+def _coded_candidate(
+    layer: Layer, code: SpectralCode, squared_error: float, levels: Sequence[Level]
+) -> LowRankCandidate:
     """Return the candidate of a code of the layer, with its bytes and its error."""
     rank = len(code.bits)
-    parameters = rank * sum(layer.shape)
-    unpriced = LowRankCandidate(parameters=parameters, squared_error=0.0, rank=rank, bits=bits)
-    return _priced(layer, unpriced, code)
+    return LowRankCandidate(
+        parameters=rank * sum(layer.shape),
+        squared_error=squared_error,
+        rank=rank,
+        bytes=code.bytes,
+        storage=code.storage,
+        bits=tuple(bits for bits, _ in levels),
+        groups=tuple(group for _, group in levels),
+    )
 
 
 def lsr_candidate(solution: PairSolution, cache: SpillCache) -> LsrCandidate:

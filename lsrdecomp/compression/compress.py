@@ -31,6 +31,7 @@ from lsrdecomp.compression.candidates import (
 )
 from lsrdecomp.compression.effort import DEFAULT_LIMITS, FileFilling, ResourceLimits
 from lsrdecomp.compression.layers import Layer, StatisticsByLayer, batches, open_layers
+from lsrdecomp.compression.plain_svd import plain_svd_error
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.request import check_divergence, check_given_terms
 from lsrdecomp.compression.result import Compression as Compression
@@ -218,8 +219,20 @@ class SearchedAdapter:
         """
         plan = self._checked_plan(plan)
         if plan.bytes is not None and fill:
-            return self._fill_bytes(plan, plan.bytes)
-        return self._report(plan, self._fit(plan))
+            return self._beside_plain_svd(self._fill_bytes(plan, plan.bytes))
+        return self._beside_plain_svd(self._report(plan, self._fit(plan)))
+
+    def _beside_plain_svd(self, result: Compression) -> Compression:
+        """Return a result in integers with the error of plain truncated SVD in as many bytes.
+
+        Of other results, and of plans that give terms or bound the error of each layer, it stays
+        what it is.
+        """
+        if not result.has_plain_rival or result.low_rank_error is None:
+            return result
+        storages = [storage for storage in result.plan.storages if storage in INTEGER_BITS]
+        plain = plain_svd_error(self.layers, storages, result.totals.bytes)
+        return replace(result, low_rank_error=plain)
 
     @one_blas_thread
     def expected_error(self, plan: CompressionPlan) -> float:

@@ -1,21 +1,12 @@
-"""Factors in few bits: integer codes of LSR products, and of the components of a truncated SVD.
+"""Factors in few bits: integer codes of LSR products, and of what was stored before.
 
 The factors of an LSR product have codes of one width, and each term one float16 scale. They are
-rounded one factor after the other, while the others are solved again.
-
-The components of a truncated SVD, each a column and a row, have codes of different widths and one
-float16 scale each. Bits are spread by reverse water-filling [1]_: they go where they lower the
-expected error most, and components below the water level get none. The columns and rows of the LoRA
-pair can be coded in the same way.
-
-References
-----------
-.. [1] T. M. Cover and J. A. Thomas, Elements of Information Theory, 2nd ed., section 10.3.3.
+rounded one factor after the other, while the others are solved again. Truncated SVDs in codes are
+in `spectral_codes`.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from functools import singledispatch
 from typing import TYPE_CHECKING
@@ -23,34 +14,31 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lsrdecomp.arrays import Array, as_double, to_numpy
+from lsrdecomp.arrays import Array, to_numpy
 from lsrdecomp.compression.layers import Layer
+from lsrdecomp.compression.spectral_codes import DEFAULT_GROUP, MAX_BITS, float16_scales, svd_code
 from lsrdecomp.errors import PrecisionError, UnsupportedError
-from lsrdecomp.formats.number_formats import FORMATS, Codes, nearest_codes
-from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct, SpectralCode
+from lsrdecomp.formats.number_formats import (
+    FORMATS,
+    nearest_codes,
+)
+from lsrdecomp.formats.quantized import (
+    QuantizedMatrix,
+    QuantizedProduct,
+    SpectralCode,
+)
 from lsrdecomp.formats.stored import FloatProduct, Stored
 from lsrdecomp.precision import INTEGERS, PRECISIONS, numpy_dtype, round_to, type_name
 from lsrdecomp.solvers.pair.quantization_aware import quantize_sequentially
 from lsrdecomp.targets.base import LowRank
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from lsrdecomp.kronecker.product import SeparatedProduct
     from lsrdecomp.kronecker.separated import SeparatedMatrix
     from lsrdecomp.targets.weights import NormWeights
 
 INTEGER_BITS = {name: FORMATS[name].bits for name in INTEGERS}
 """Bits of an integer code by the name of its storage."""
-
-MAX_BITS = 8
-"""Largest width of an integer code, which is held in one byte."""
-
-GAUSSIAN_ERROR = {
-    2: 0.191, 3: 0.0467, 4: 0.01256, 5: 0.00341, 6: 0.000884, 7: 0.000225, 8: 0.0000558,
-}  # fmt: skip
-"""Relative squared error by bits, measured on a few hundred Gaussian numbers at the step of
-`nearest_codes`."""
 
 Doubles = NDArray[np.float64]
 
@@ -104,7 +92,7 @@ def refitted_product(layer: Layer, product: SeparatedProduct, bits: int) -> Quan
         product = product.canonical()
     weights = None if layer.is_frobenius else layer.norms
     sides = quantize_sequentially(layer.pair, product, bits, weights=weights)
-    left, right = (QuantizedMatrix(codes, *_float16(scales), bits) for codes, scales in sides)
+    left, right = (QuantizedMatrix(codes, *float16_scales(scales), bits) for codes, scales in sides)
     return QuantizedProduct(left, right)
 
 
@@ -153,11 +141,12 @@ def _codes_like(
 def _components_like(
     old: SpectralCode, product: SeparatedProduct, norms: NormWeights | None = None
 ) -> Stored:
-    # The k-th largest component of the new product gets the bits that the k-th one had.
+    # The k-th largest component of the new product gets the bits and groups that the k-th one had.
     target = Layer.of("", LowRank(*product.to_lora()), norms)
     rank = len(target.gauge[1])
     bits = (*old.bits, *[0] * rank)
-    return svd_code(target, bits[:rank])
+    groups = (*old.groups, *[DEFAULT_GROUP] * rank)
+    return svd_code(target, bits[:rank], groups[:rank])
 
 
 def quantize(matrix: SeparatedMatrix, bits: int) -> QuantizedMatrix:
@@ -174,182 +163,4 @@ def quantize(matrix: SeparatedMatrix, bits: int) -> QuantizedMatrix:
         code, steps = nearest_codes(values.reshape(len(values), math.prod(values.shape[1:])), bits)
         codes.append(code.reshape(values.shape))
         scales = scales * steps
-    return QuantizedMatrix(tuple(codes), *_float16(scales), bits)
-
-
-def _float16(scales: Doubles) -> tuple[NDArray[np.float16], int]:
-    """Return scales as float16, and the exponent of a power of two to multiply them by.
-
-    The power is such that the largest float16 lies between a half and one.
-    """
-    exponent = math.frexp(float(np.max(np.abs(scales), initial=0.0)))[1]
-    return np.ldexp(scales, -exponent).astype(np.float16), exponent
-
-
-# -- low rank --------------------------------------------------------------------------------------
-
-
-def svd_code(layer: Layer, bits: Sequence[int]) -> SpectralCode:
-    """Return the codes of a layer's SVD with these bits for each component; see `spectral_code`."""
-    return spectral_code(layer, layer_svd(layer), bits)
-
-
-def pair_code(layer: Layer) -> SpectralCode:
-    """Return codes of eight bits of the pair's own columns and rows."""
-    left = to_numpy(layer.pair.left).astype(np.float64)
-    right = to_numpy(layer.pair.right).astype(np.float64)
-    column_norms = np.linalg.norm(left, axis=0)
-    row_norms = np.linalg.norm(right, axis=1)
-    sizes = column_norms * row_norms
-    nonzero = np.flatnonzero(sizes)
-    columns = left[:, nonzero] / column_norms[nonzero]
-    rows = right[nonzero, :] / row_norms[nonzero, None]
-    return spectral_code(layer, (columns, sizes[nonzero], rows), (MAX_BITS,) * len(nonzero))
-
-
-def layer_svd(layer: Layer) -> tuple[Doubles, Doubles, Doubles]:
-    """Return U (m, r), σ, Vᵀ (r, n) of a layer in its norm."""
-    pair = layer.pair
-    columns, sigma, rows = layer.gauge
-    u = to_numpy(as_double(pair.left) @ columns)
-    vh = to_numpy(rows @ as_double(pair.right))
-    return u, to_numpy(sigma), vh
-
-
-def water_fill(
-    layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles, max_bits: int = MAX_BITS
-) -> list[tuple[int, ...]]:
-    """Return the bits of every component after each step of greedy reverse water-filling.
-
-    Parameters
-    ----------
-    layer : Layer
-    u, sigma, vh : arrays of shapes (m, r), (r,) and (r, n)
-        Its SVD in its norm.
-    max_bits : int
-        Largest width of a component.
-
-    Returns
-    -------
-    list of tuple of int
-        Widths of all components, 0 for those left out. Each entry has more bits than the one
-        before.
-
-    Notes
-    -----
-    O(r log r) steps of a heap. The noise of codes of b bits in u_k has the squared norm
-    ‖u_k‖² · tr G / m · D(b), relative to u_kᵀ G u_k = 1, and likewise in v_k. In the Frobenius norm
-    both factors before D(b) are one.
-    """
-    # 1. The squared norm of noise in each component, relative to the component.
-    output = layer.norms.output
-    input_ = layer.norms.input
-    noise = np.sum(u * u, axis=0) * (float(output.trace) / output.size)
-    noise = noise + np.sum(vh * vh, axis=1) * (float(input_.trace) / input_.size)
-    # 2. The best next width of every component, by loss removed per bit.
-    widths = [0] * len(sigma)
-    heap = []
-    for k in range(len(sigma)):
-        step = _next_width(k, 0, sigma, noise, max_bits)
-        if step is not None:
-            heap.append(step)
-    heapq.heapify(heap)
-    # 3. The steepest step first, until none lowers the loss.
-    filled: list[tuple[int, ...]] = []
-    while heap:
-        _, k, bits = heapq.heappop(heap)
-        widths[k] = bits
-        filled.append(tuple(widths))
-        step = _next_width(k, bits, sigma, noise, max_bits)
-        if step is not None:
-            heapq.heappush(heap, step)
-    return filled
-
-
-def _next_width(
-    k: int, width: int, sigma: Doubles, noise: Doubles, max_bits: int
-) -> tuple[float, int, int] | None:
-    """Return (−loss removed per bit, k, bits) for the best next width of component k.
-
-    A step may add several bits, since a first bit alone codes nothing. None if no width lowers the
-    loss.
-    """
-    energy = float(sigma[k] ** 2)
-
-    def loss_in(bits: int) -> float:
-        if bits == 0:
-            return energy
-        return energy * min(1.0, float(noise[k]) * GAUSSIAN_ERROR[bits])
-
-    best_gain = 0.0
-    best_bits = 0
-    for bits in range(max(width + 1, 2), max_bits + 1):
-        gain = (loss_in(width) - loss_in(bits)) / (bits - width)
-        if (gain, bits) > (best_gain, best_bits):
-            best_gain = gain
-            best_bits = bits
-    return (-best_gain, k, best_bits) if best_gain > 0.0 else None
-
-
-def spectral_code(
-    layer: Layer, svd: Sequence[Doubles], bits: Sequence[int], *, rounds: int = 2
-) -> SpectralCode:
-    """Find codes of columns and rows whose products are near the layer in its norm.
-
-    Parameters
-    ----------
-    layer : Layer
-    svd : (u, sigma, vh), shapes (m, r), (r,), (r, n)
-        Columns, sizes and rows to start from.
-    bits : sequence of int
-        Width of each component; 0 leaves it out.
-    rounds : int
-        Times that each side is fitted to the codes of the other. By hand.
-
-    Notes
-    -----
-    O((m + n) r²) a round, and two applications of the weights of the norm.
-    """
-    # 1. Round both sides, with half of σ on each.
-    u, sigma, vh = svd
-    coded = [k for k, width in enumerate(bits) if width]
-    widths = tuple(bits[k] for k in coded)
-    root = np.sqrt(sigma[coded])
-    left_codes, left = _nearest_columns(u[:, coded] * root, widths)
-    right_codes, _ = _nearest_columns(vh[coded, :].T * root, widths)
-    # 2. With ΔW = b aᵀ and the left side L fixed, the right side of least error in the norm is
-    #    ΔWᵀ G L (Lᵀ G L)⁺. Round it, fix it, and solve for the left side in the same way with C.
-    norms = layer.norms
-    b = to_numpy(layer.pair.left).astype(np.float64)
-    a = to_numpy(layer.pair.right).astype(np.float64).T
-    for _ in range(rounds):
-        weighted_left = norms.output.apply(left)
-        inverse_gram = np.linalg.pinv(left.T @ weighted_left, hermitian=True)
-        right_codes, right = _nearest_columns(a @ (b.T @ weighted_left) @ inverse_gram, widths)
-        weighted_right = norms.input.apply(right)
-        inverse_gram = np.linalg.pinv(right.T @ weighted_right, hermitian=True)
-        left_codes, left = _nearest_columns(b @ (a.T @ weighted_right) @ inverse_gram, widths)
-    # 3. The scales of the rank-one codes by least squares: their Gram matrix, and their inner
-    #    products with ΔW.
-    left = left_codes.astype(np.float64)
-    right = right_codes.astype(np.float64)
-    weighted_left = norms.output.apply(left)
-    weighted_right = norms.input.apply(right)
-    gram = (left.T @ weighted_left) * (right.T @ weighted_right)
-    cross = np.sum((b.T @ weighted_left) * (a.T @ weighted_right), axis=0)
-    scales, exponent = _float16(np.linalg.lstsq(gram, cross, rcond=None)[0])
-    return SpectralCode(
-        tuple(left_codes.T), tuple(right_codes.T), scales, exponent, widths, layer.shape
-    )
-
-
-def _nearest_columns(columns: Doubles, widths: Sequence[int]) -> tuple[Codes, Doubles]:
-    """Return the nearest codes of each column in its number of bits, and their values."""
-    codes = np.zeros(columns.shape, dtype=np.int8)
-    values = np.zeros(columns.shape)
-    for width in set(widths):
-        same = [k for k, other in enumerate(widths) if other == width]
-        nearest, steps = nearest_codes(columns[:, same].T, width)
-        codes[:, same] = nearest.T
-        values[:, same] = (nearest * steps[:, None]).T
-    return codes, values
+    return QuantizedMatrix(tuple(codes), *float16_scales(scales), bits)

@@ -16,7 +16,7 @@ from lsrdecomp.checkpoints import Checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.provenance import REPORT, read_provenance
 from lsrdecomp.compression.candidates import StoredSummary
-from lsrdecomp.compression.settings import GOALS, CompressionPlan
+from lsrdecomp.compression.settings import GOALS, STORAGES, CompressionPlan
 from lsrdecomp.precision import PRECISIONS
 from lsrdecomp.threads import one_blas_thread
 
@@ -47,7 +47,9 @@ class Compression:
     chosen : tuple of Materialized
         The factors of each layer.
     low_rank_error : float, optional
-        Relative error of the best truncated SVD for the same budget, in the plan's norm.
+        Relative error of the best truncated SVD for the same budget, in the plan's norm. With
+        `has_plain_rival` that of plain truncated SVD in integers, in as many bytes
+        (`lsrdecomp.compression.plain_svd`).
     effect : float, optional
         KL(LoRA ‖ no adapter) in nats per prediction, if the statistics are of this LoRA.
     fidelity : Fidelity, optional
@@ -100,6 +102,18 @@ class Compression:
         return self.totals.missed == 0
 
     @property
+    def has_plain_rival(self) -> bool:
+        """True if ``low_rank_error`` is that of plain truncated SVD in integers.
+
+        So it is for a storage in integers, and for ``"auto"`` where bytes are counted: otherwise
+        it takes float16.
+        """
+        plan = self.plan
+        if plan.storage == "auto":
+            return plan.bytes is not None
+        return plan.storage in STORAGES
+
+    @property
     def unfilled(self) -> str | None:
         """Why the files have fewer bytes than a plan of bytes allows, as a sentence.
 
@@ -138,7 +152,8 @@ class Compression:
         norm = "Frobenius" if total.functional_error is None else "Fisher"
         svd = ""
         if total.low_rank_error is not None:
-            svd = f"; best truncated SVD of that size {total.low_rank_error:.3g}"
+            which = "plain" if self.has_plain_rival else "best"
+            svd = f"; {which} truncated SVD of that size {total.low_rank_error:.3g}"
         missed = "" if self.met else f"\n   {total.missed} layers miss the tolerance"
         return (
             f"Compression of {self.source.path.name}, {goal} = {plan[goal]:,}\n"
@@ -169,7 +184,10 @@ class Compression:
             yield self._fisher_sentence(unit)
         if total.low_rank_error is not None:
             error = total.low_rank_error
-            yield f"Truncated SVD at the same budget and in the same norm: {error:.3g}."
+            rival = "Truncated SVD at the same budget"
+            if self.has_plain_rival:
+                rival = "Plain truncated SVD with group-wise integers, in as many bytes"
+            yield f"{rival} and in the same norm: {error:.3g}."
 
     def _size_sentence(self) -> str:
         total = self.totals

@@ -33,6 +33,7 @@ from lsrdecomp.compression.candidates import (
 )
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.solve import Factors, SolvedShape, SolveTask, TaskRunner, product_of
+from lsrdecomp.compression.spectral_codes import MAX_BITS
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.allocation import Choice, PartOptions, total_loss, within_cost, within_loss
 
@@ -301,7 +302,8 @@ class SearchTable:
                 )
             else:
                 coded = equal_bits_candidates(layer, max_width, effort)
-            coded = [*coded, *unrotated_candidates(layer)]
+            if max_width >= MAX_BITS:
+                coded = [*coded, *unrotated_candidates(layer)]
             self._coded[i, limit] = [
                 TableEntry(candidate) for candidate in coded if max(candidate.bits) <= max_width
             ]

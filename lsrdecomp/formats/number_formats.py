@@ -259,6 +259,115 @@ def nearest_codes(
     return best_codes.astype(np.int8), best_steps
 
 
+# -- codes in groups of numbers that share a step --------------------------------------------------
+
+STEPS_PER_OCTAVE = 16
+"""Sizes of a step between one and its double: a step is stored as a sign and a power of
+2^(−1/16)."""
+MAX_STEP_EXPONENT = 127
+"""Largest power of 2^(−1/16) of a step; it takes seven bits, and the sign the eighth."""
+
+CLIP_SHIFTS = {2: (0, 4, 8, 12, 16), 3: (0, 3, 6, 9, 12)}
+"""Steps that are tried for a group by the bits of its codes, in sixteenths of an octave below the
+one that brings the largest number to the end of the range. By hand."""
+FEW_CLIP_SHIFTS = (0, 2, 4, 6)
+"""The same for more bits, which pay less for clipping."""
+
+
+def nearest_grouped_codes(
+    rows: NDArray[np.float64], bits: int, group: int
+) -> tuple[Codes, NDArray[np.uint8], NDArray[np.float64]]:
+    """Return integer codes of rows x, a step for each group of numbers, and a unit for each row.
+
+    The numbers of a group are unit · step · code, where `step_values` says what a step stands for.
+    The largest number of a group is on the side of the range that has one code more, so the sign
+    of its step is that of the number, changed.
+
+    Parameters
+    ----------
+    rows : (s, p)
+    bits : int
+        Codes go from −2^(bits−1) to 2^(bits−1) − 1.
+    group : int
+        Consecutive numbers that share a step; the last group of a row may have fewer.
+
+    Returns
+    -------
+    codes (s, p), steps (s, ⌈p/group⌉), units (s,)
+        A row of zeros has codes and unit zero.
+
+    Examples
+    --------
+    >>> codes, steps, units = nearest_grouped_codes(np.array([[8.0, 4.0, -0.25, 0.125]]), 4, 2)
+    >>> codes.tolist(), steps.tolist(), units.tolist()
+    ([[-8, -4, -8, 4]], [[128, 80]], [1.0])
+    """
+    n_rows, size = rows.shape
+    n_groups = group_count(size, group)
+    width = group if n_groups > 1 else size
+    padded = np.zeros((n_rows, n_groups * width))
+    padded[:, :size] = rows
+    grouped = padded.reshape(n_rows, n_groups, width)
+    lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    # 1. The step of each group that brings its largest number to the lowest code, and its exponent
+    #    below the largest of these in its row.
+    largest = np.max(grouped, axis=2)
+    smallest = np.min(grouped, axis=2)
+    is_negative_step = largest >= -smallest
+    ends = np.maximum(largest, -smallest) / -lowest
+    units = np.max(ends, axis=1, initial=0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        below = np.rint(STEPS_PER_OCTAVE * np.log2(units[:, None] / ends))
+    below = np.where(ends > 0.0, below, MAX_STEP_EXPONENT)
+    signs = np.where(is_negative_step, -1.0, 1.0)
+    inverse_units = np.divide(1.0, units, out=np.zeros_like(units), where=units > 0.0)
+    scaled = grouped * (signs * inverse_units[:, None])[:, :, None]
+    # 2. Of some steps the one of least error.
+    best_error = np.full(ends.shape, np.inf)
+    best_codes = np.zeros_like(scaled)
+    best_exponents = np.full(ends.shape, float(MAX_STEP_EXPONENT))
+    for shift in CLIP_SHIFTS.get(bits, FEW_CLIP_SHIFTS):
+        exponents = np.clip(below + shift, 0, MAX_STEP_EXPONENT)
+        sizes = np.exp2(-exponents / STEPS_PER_OCTAVE)[:, :, None]
+        codes = np.clip(np.rint(scaled / sizes), lowest, highest)
+        residual = scaled - sizes * codes
+        error = np.einsum("sgp,sgp->sg", residual, residual)
+        is_better = error < best_error
+        best_error = np.where(is_better, error, best_error)
+        best_exponents = np.where(is_better, exponents, best_exponents)
+        best_codes = np.where(is_better[:, :, None], codes, best_codes)
+    steps = (best_exponents + np.where(is_negative_step, 128, 0)).astype(np.uint8)
+    flat_codes = best_codes.reshape(n_rows, n_groups * width)[:, :size]
+    return flat_codes.astype(np.int8), steps, units
+
+
+def step_values(steps: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Return what steps of groups stand for, relative to their row's unit.
+
+    >>> step_values(np.array([0, 16, 144], dtype=np.uint8)).tolist()
+    [1.0, 0.5, -0.5]
+    """
+    sizes = np.exp2(-(steps & 127).astype(np.float64) / STEPS_PER_OCTAVE)
+    return np.where(steps & 128, -sizes, sizes)
+
+
+def expand_steps(steps: NDArray[np.uint8], group: int, size: int) -> NDArray[np.float64]:
+    """Return the step of each of ``size`` numbers; steps may have leading axes.
+
+    >>> expand_steps(np.array([0, 16], dtype=np.uint8), 2, 3).tolist()
+    [1.0, 1.0, 0.5]
+    """
+    values = step_values(steps)
+    if steps.shape[-1] == 1:
+        return np.repeat(values, size, axis=-1)
+    return np.repeat(values, group, axis=-1)[..., :size]
+
+
+def group_count(size: int, group: int) -> int:
+    """Return how many groups so many numbers make."""
+    return -(-size // group)
+
+
 def _rounded(flat: np.ndarray, chosen: Format, peak: float, relative_scale: float) -> np.ndarray:
     """Return numbers in a floating format, scaled to its range where that is narrow."""
     scale = 1.0

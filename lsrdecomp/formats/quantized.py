@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lsrdecomp.formats.number_formats import Codes, packed_size
+from lsrdecomp.formats.number_formats import Codes, expand_steps, group_count, packed_size
 from lsrdecomp.formats.stored import Factors, padded_factors, product_label
 from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 COMPONENT_BYTES = 3
 """Bytes of the float16 scale and of the number of bits of a component of a `SpectralCode`."""
+WHOLE = 2**20
+"""A group so large that all numbers of a vector share a step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +127,10 @@ class QuantizedProduct:
 class SpectralCode:
     """Components of an SVD in integer codes, each in its own bits: Σ_k 2^e · scale_k · u_k v_kᵀ.
 
+    A component may have a step for each group of numbers of u and of v besides, of one byte
+    (`lsrdecomp.formats.number_formats.step_values`). Without groups, as up to version 0.3, codes
+    are symmetric about zero.
+
     Examples
     --------
     >>> u, v = np.array([1, 0, -1], dtype=np.int8), np.array([1, 1], dtype=np.int8)
@@ -144,6 +150,8 @@ class SpectralCode:
     exponent: int
     bits: tuple[int, ...]
     matrix_shape: tuple[int, int]
+    groups: tuple[int, ...] = ()  # numbers that share a step, of each component; empty: no steps
+    steps: tuple[NDArray[np.uint8], ...] = ()  # of each component: of the groups of u, then of v
 
     @property
     def structure(self) -> str:
@@ -170,7 +178,9 @@ class SpectralCode:
         """Bytes of both sides."""
         entries = sum(self.matrix_shape)
         packed = sum(packed_size(entries, bits) for bits in self.bits)
-        return packed + COMPONENT_BYTES * len(self.bits) + 1
+        group_sizes = len(self.groups)  # a byte each in the index
+        steps = sum(step.size for step in self.steps)
+        return packed + COMPONENT_BYTES * len(self.bits) + group_sizes + steps + 1
 
     @property
     def storage(self) -> str:
@@ -192,10 +202,20 @@ class SpectralCode:
         # Each side takes the root of a scale; its sign goes to the left.
         scales = self.scales.astype(np.float64)
         roots = np.sqrt(np.abs(np.ldexp(scales, self.exponent)))
-        columns = np.stack([u.astype(np.float64) for u in self.left], axis=1)
-        rows = np.stack([v.astype(np.float64) for v in self.right])
+        columns = np.stack([self._values(k, 0) for k in range(len(self.bits))], axis=1)
+        rows = np.stack([self._values(k, 1) for k in range(len(self.bits))])
         return low_rank_product(columns * (roots * np.sign(scales)), roots[:, None] * rows)
 
     def factors(self) -> tuple[Factors, Factors]:
         """Return the factors in float64, weights folded in."""
         return padded_factors(self.dequantized(), self.terms)
+
+    def _values(self, k: int, side: int) -> NDArray[np.float64]:
+        """Return u_k (side 0) or v_k (side 1): its codes, times the steps of their groups."""
+        codes = (self.left, self.right)[side][k].astype(np.float64)
+        if not self.groups:
+            return codes
+        group = self.groups[k]
+        left_groups = group_count(self.matrix_shape[0], group)
+        steps = (self.steps[k][:left_groups], self.steps[k][left_groups:])[side]
+        return codes * expand_steps(steps, group, codes.size)

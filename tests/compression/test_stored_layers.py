@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -22,13 +23,8 @@ from lsrdecomp.checkpoints.encodings import bytes_of, entry_of
 from lsrdecomp.checkpoints.packed_index import index_text, read_index, stored_layers
 from lsrdecomp.compression import CompressionPlan, Search, candidates, export_lora, verify
 from lsrdecomp.compression.layers import Layer
-from lsrdecomp.compression.quantize import (
-    pair_code,
-    quantized_product,
-    stored_like,
-    stored_product,
-    svd_code,
-)
+from lsrdecomp.compression.quantize import quantized_product, stored_like, stored_product
+from lsrdecomp.compression.spectral_codes import pair_code, svd_code
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
@@ -55,6 +51,11 @@ def product_of(rng: np.random.Generator, terms: tuple[int, int] = (3, 2)) -> Any
     return FactorwiseSVD().truncations(layer_of(rng).pair, shape).truncate(*terms)
 
 
+def without_groups(code: Any) -> Any:
+    """Return the codes as up to version 0.3, which had no steps."""
+    return replace(code, groups=(), steps=())
+
+
 STRUCTURES: dict[str, Callable[[np.random.Generator], Stored]] = {
     "product in float32": lambda rng: stored_product(product_of(rng), "float32"),
     "product in bfloat16": lambda rng: stored_product(product_of(rng), "bfloat16"),
@@ -64,6 +65,8 @@ STRUCTURES: dict[str, Callable[[np.random.Generator], Stored]] = {
     "product in int4": lambda rng: quantized_product(product_of(rng), 4),
     "product in int4 of no terms": lambda rng: quantized_product(product_of(rng, (0, 0)), 4),
     "components": lambda rng: svd_code(layer_of(rng), (6, 4, 0, 2, 0, 0)),
+    "components in groups": lambda rng: svd_code(layer_of(rng), (4, 3), (16, 2**20)),
+    "components without groups": lambda rng: without_groups(svd_code(layer_of(rng), (6, 4, 2))),
     "no components": lambda rng: svd_code(layer_of(rng), (0,) * 6),
     "columns of the pair": lambda rng: pair_code(layer_of(rng)),
 }
@@ -98,9 +101,9 @@ def check_index_and_bytes_say_what_is_stored(stored: Stored) -> None:
         stored.terms,
         stored.storage,
     )
-    in_the_index = stored.bytes - numbers.size  # widths and exponents of codes
+    in_the_index = stored.bytes - numbers.size  # widths, groups and exponents of codes
     assert entry.size == numbers.size
-    assert 0 <= in_the_index <= 8
+    assert 0 <= in_the_index <= 13
     again = packed.stored()
     assert type(again) is type(stored)
     assert_same_product(again, stored)

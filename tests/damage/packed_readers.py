@@ -7,6 +7,7 @@ import json
 import math
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,14 @@ def _codes() -> dict[str, Any]:
         return QuantizedMatrix(codes, rng.random(terms).astype(np.float16), -3, bits)
 
     parts = [tuple(rng.integers(-1, 2, size).astype(np.int8) for _ in range(2)) for size in (4, 6)]
+    without_groups = SpectralCode(*parts, rng.random(2).astype(np.float16), 1, (2, 3), (4, 6))
+    steps = tuple(rng.integers(0, 256, count).astype(np.uint8) for count in (5, 2))
     return {
         "a.q": QuantizedProduct(side(4, 3, (2, 2), (2, 1)), side(8, 2, (2, 3), (1, 2))),
         "b": QuantizedProduct(side(4, 0, (2, 1), (2, 1)), side(4, 1, (1, 3), (1, 2))),
-        "c": SpectralCode(*parts, rng.random(2).astype(np.float16), 1, (2, 3), (4, 6)),
+        "c": without_groups,
         "d": SpectralCode((), (), np.zeros(0, np.float16), 0, (), (4, 6)),
+        "e": replace(without_groups, groups=(2, 2**20), steps=steps),
     }
 
 
