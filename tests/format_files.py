@@ -38,6 +38,14 @@ KEYS = {
         f"model.layers.0.self_attn.q_proj.lora_{half}": shape
         for half, shape in (("a", (64, 8)), ("b", (8, 64)))
     },
+    "mlx, npz": {
+        f"model.layers.0.self_attn.q_proj.lora_{half}": shape
+        for half, shape in (("a", (64, 8)), ("b", (8, 64)))
+    },
+    "mlx-vlm": {
+        f"language_model.model.layers.0.self_attn.q_proj.{half}": shape
+        for half, shape in (("A", (64, 8)), ("B", (8, 64)))
+    },
     "peft-lora": pair_shapes(f"{PREFIX}model.layers.0.self_attn.q_proj", *NEW),
     "peft-lora, experts by name": pair_shapes(
         f"{PREFIX}model.layers.0.mlp.experts.1.gate_proj", *NEW
@@ -58,6 +66,8 @@ CONFIGS = {
         "task_type": "CAUSAL_LM",
     },
 }
+CONFIGS["mlx, npz"] = CONFIGS["mlx"]
+CONFIGS["mlx-vlm"] = {"rank": 8, "alpha": 0.1, "dropout": 0.1}
 CONFIGS["peft-lora, experts by name"] = CONFIGS["peft-lora"] | {"target_modules": ["gate_proj"]}
 EXPERTS = {"r": 4, "target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}
 CONFIGS["peft-lora, stacked experts"] = CONFIGS["peft-lora"] | EXPERTS
@@ -79,8 +89,9 @@ def write_format(folder, form):
         return "style.safetensors"
     (folder / "style").mkdir()
     (folder / "style" / "adapter_config.json").write_text(json.dumps(CONFIGS[form]))
-    save_file(
-        tensors,
-        folder / "style" / f"{'adapters' if form == 'mlx' else 'adapter_model'}.safetensors",
-    )
+    if form.endswith("npz"):
+        np.savez(folder / "style" / "adapters.npz", **tensors)
+        return "style"
+    stem = "adapters" if form.startswith("mlx") else "adapter_model"
+    save_file(tensors, folder / "style" / f"{stem}.safetensors")
     return "style"

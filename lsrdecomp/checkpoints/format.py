@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lsrdecomp._ordering import natural_key
 from lsrdecomp.checkpoints.files import read_json, regular_file_size
+from lsrdecomp.checkpoints.npz import read_npz
 from lsrdecomp.checkpoints.pickles import read_pickle
 from lsrdecomp.checkpoints.records import Checkpoint, Layer, rank_notes
 from lsrdecomp.checkpoints.tensors import StoredTensor, read_header
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
 CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # in PEFT's own order
 MLX_WEIGHTS = "adapters.safetensors"
-BESIDE_CONFIG = (*PEFT_WEIGHTS, MLX_WEIGHTS)
+OLD_MLX_WEIGHTS = "adapters.npz"
+BESIDE_CONFIG = (*PEFT_WEIGHTS, MLX_WEIGHTS, OLD_MLX_WEIGHTS)
 SHARD = re.compile(r"-\d+-of-\d+\.")
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".npz")
 TEXT_SUFFIXES = (".json", ".md", ".txt", ".toml", ".yaml")
 
 
@@ -180,6 +182,8 @@ def _read_bundle(
         return Bundle(path, weights, header.tensors, header.metadata, config)
     if regular_file_size(weights) == 0:
         raise CheckpointError("the file is empty", path=weights)
+    if weights.suffix == ".npz":
+        return Bundle(path, weights, read_npz(weights), {}, config)
     return Bundle(path, weights, read_pickle(weights, max_memory), {}, config)
 
 
@@ -190,6 +194,9 @@ PREFIX = "base_model.model."
 ADAPTER_PART = re.compile(r"\.(lora|hada|lokr|oft|glora)[._]")
 Roles = dict[str, StoredTensor]
 """The tensors of one module by what they are of it, such as ``{"up": …, "down": …}``."""
+
+OWN_PARTS = ("weight", "bias")
+"""What a module of the base has itself, and an adapter may have trained beside its update."""
 
 DORA_NEEDS_BASE = (
     "DoRA rescales every row by the norm of the base weights, which are not in this file"
@@ -341,7 +348,27 @@ def group_by_module(
             raise UnsupportedError(message, path=tensor.path, tensor=tensor.name)
         else:
             extras[PREFIX + key] = tensor
+    _refuse_unknown_parts(modules, extras, suffixes)
     return modules, extras
+
+
+def _refuse_unknown_parts(
+    modules: Mapping[str, Roles], extras: Mapping[str, StoredTensor], suffixes: Mapping[str, str]
+) -> None:
+    """Refuse a tensor inside a module that is neither a part of its update nor its own weights.
+
+    Carried along it would be lost: it may well scale or reshape the update.
+    """
+    for key, tensor in extras.items():
+        module, _, part = key.removeprefix(PREFIX).rpartition(".")
+        if module in modules and part not in OWN_PARTS:
+            known = ", ".join(sorted(suffix.removeprefix(".") for suffix in suffixes))
+            raise UnsupportedError(
+                f"is inside the layer {module}, of which {known} are known: what it does to the "
+                "update is not; save the layer without it",
+                path=tensor.path,
+                tensor=tensor.name,
+            )
 
 
 def require_roles(
@@ -361,6 +388,19 @@ def require_roles(
             path=example.path,
             tensor=module,
         )
+
+
+def alpha_scale(alpha: StoredTensor, rank: int) -> float:
+    """Return alpha / rank as sd-scripts and LyCORIS read it: an alpha of 0 is none, a scale of 1.
+
+    Parameters
+    ----------
+    alpha : StoredTensor
+        One number.
+    rank : int
+    """
+    value = scalar(alpha)
+    return value / rank if value else 1.0
 
 
 def scalar(tensor: StoredTensor) -> float:

@@ -57,10 +57,47 @@ def read_pickle(path: Path, max_memory: int | None = None) -> dict[str, StoredTe
     content = _load(path, zipped)
     if isinstance(content, list):
         content = _named(content)
+    elif isinstance(content, dict):
+        content = _unwrapped(content, path)
     if not isinstance(content, dict):
         found = type(content).__name__
         raise CheckpointError(f"holds a {found}, expected named tensors", path=path)
     return {name: _stored_tensor(name, value, path) for name, value in content.items()}
+
+
+RUN_STATE = re.compile(
+    r"(optimizer|scheduler|lr|loss|epoch|global_step|step|iter|args|config|callback|loop|hyper|rng|"
+    r"scaler|best|version|pytorch-lightning|meta)",
+    re.IGNORECASE,
+)
+"""How entries begin that a training run saves beside tensors, to go on from there."""
+
+
+def _unwrapped(content: dict[Any, Any], path: Path) -> dict[Any, Any]:
+    """Return the tensors that lie one level deeper, as in ``{"weights": {…}, "epoch": 3}``.
+
+    Raises
+    ------
+    UnsupportedError
+        If something else lies beside them that may act on the model, such as an alpha.
+    """
+    inner = [
+        name
+        for name, value in content.items()
+        if isinstance(value, dict) and value and not RUN_STATE.match(str(name))
+    ]
+    if len(inner) != 1 or any(hasattr(value, "untyped_storage") for value in content.values()):
+        return content
+    (wrapper,) = inner
+    others = [str(name) for name in content if name != wrapper and not RUN_STATE.match(str(name))]
+    if others:
+        raise UnsupportedError(
+            f"its tensors lie in {str(wrapper)[:60]!r} beside {', '.join(others)[:120]}, which may "
+            f"act on them: save {str(wrapper)[:60]!r} alone, and give what it was scaled by",
+            path=path,
+        )
+    unwrapped: dict[Any, Any] = content[wrapper]
+    return unwrapped
 
 
 def _named(halves: list[Any]) -> dict[str, Any]:

@@ -688,6 +688,7 @@ FILES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, object] | None]] = 
     "loralib": ({"q.lora_A": (2, 6), "q.lora_B": (4, 2)}, None),
     "torchtune": ({"q.lora_a.weight": (2, 6), "q.lora_b.weight": (4, 2)}, None),
     "mlx": ({"q.lora_a": (6, 2), "q.lora_b": (2, 4)}, None),
+    "mlx-vlm": ({"q.A": (6, 2), "q.B": (2, 4)}, {"rank": 2, "alpha": 0.5, "dropout": 0.0}),
 }
 OUTSIDE = ("loralib", "torchtune", "mlx")  # whose files do not hold their scale
 """Of each format the smallest file, as shapes, and its config; LSR directories have a test file of
@@ -718,7 +719,7 @@ def test_every_format_of_the_table_has_a_file_and_the_signature_of_the_protocol(
 def test_a_file_is_taken_by_its_own_format_and_none_before_it(tmp_path: Path, form: str) -> None:
     bundle = open_bundle(put(tmp_path / "a", form))
     taking = [other.name for other in FORMATS if other.matches(bundle)]
-    also = ["peft-lora"] if form in ("peft-loha", "peft-lokr") else []
+    also = ["peft-lora"] if form in ("peft-loha", "peft-lokr", "mlx-vlm") else []
     assert taking == [form, *also]
     assert open_checkpoint(tmp_path / "a", alpha=2 if form in OUTSIDE else None).format == form
 
@@ -750,7 +751,7 @@ def test_a_file_of_no_format_is_told_which_are_read(tmp_path: Path) -> None:
     save_file({"weight": normal(2, 2)}, tmp_path / "x.safetensors")
     with pytest.raises(
         CheckpointError,
-        match="it holds 'weight'; read are peft-loha, peft-lokr, mlx, peft-lora, lycoris",
+        match="it holds 'weight'; read are peft-loha, peft-lokr, mlx, mlx-vlm, peft-lora",
     ):
         open_checkpoint(tmp_path)
 
@@ -878,7 +879,9 @@ def test_an_mlx_directory_is_read_transposed_with_the_scale_of_its_config(mlx: P
 def test_other_directories_of_mlx_are_refused_with_the_cause(mlx: Path) -> None:
     config = json.loads((mlx / "adapter_config.json").read_text())
     (mlx / "adapter_config.json").write_text(json.dumps(config | {"fine_tune_type": "dora"}))
-    with pytest.raises(UnsupportedError, match="fine_tune_type is 'dora': only lora is read"):
+    with pytest.raises(
+        UnsupportedError, match="fine_tune_type is 'dora': mlx-lm's, which rescales"
+    ):
         open_checkpoint(mlx)
     (mlx / MLX).write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n")
     with pytest.raises(CheckpointError, match="adapters.safetensors: this is a Git-LFS pointer"):

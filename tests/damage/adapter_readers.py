@@ -136,6 +136,29 @@ def json_text(content: bytes, folder: Path) -> None:
     parse_json(content, folder / "x.json")
 
 
+def sound_archives() -> list[bytes]:
+    archives = []
+    for save_archive in (np.savez, np.savez_compressed):
+        for dtype in ("f4", "f2", "V2"):  # the last is MLX's bfloat16
+            halves = {
+                key: np.ones(shape, dtype) if dtype != "V2" else np.ones(shape, "f2").view("V2")
+                for key, shape in {"q.lora_a": (6, 2), "q.lora_b": (2, 4)}.items()
+            }
+            buffer = io.BytesIO()
+            save_archive(buffer, **halves)
+            archives.append(buffer.getvalue())
+    return archives
+
+
+@reader(sound_archives)
+def archive(content: bytes, folder: Path) -> None:
+    """An .npz archive of old mlx-lm."""
+    path = folder / "adapters.npz"
+    path.write_bytes(content)
+    for layer in open_checkpoint(path, alpha=4, max_memory=MAX_MEMORY).layers:
+        layer.load()
+
+
 def sound_torch() -> list[bytes]:
     import torch
 

@@ -66,6 +66,14 @@ FOUND: dict[str, list[bytes]] = {
     "manifest": [
         b'{"plan": {"rtol": 0.1, "storage": "float32"}}\n{"name": "a/b", "3tate": "done"}\n'
     ],
+    # An archive with a password.
+    "archive": [
+        (
+            b"PK\x03\x04\x14\0\x01\0\0\0\0\0\0\0" + bytes(12) + b"\x0c\0\0\0q.lora_a.npy"
+            b"PK\x01\x02\x14\0\x14\0\x01\0" + bytes(18) + b"\x0c\0" + bytes(16) + b"q.lora_a.npy"
+            b"PK\x05\x06\0\0\0\0\x01\0\x01\0\x3a\0\0\0\x2a\0\0\0\0\0"
+        )
+    ],
     # A scale of zero.
     "packed_index": [b'[["a","terms",[2],[1],[2],[4,0,1],[4,0,1]]]\0' + bytes(8)],
 }

@@ -61,8 +61,12 @@ def _pickle() -> Iterator[tuple[str, Fault]]:
         "an empty list": lambda torch: [],
         "a list of numbers": lambda torch: [1, 2],
         "a list in a dict": lambda torch: {DOWN: [1, 2]},
-        "a state inside": lambda torch: {
-            "state_dict": {key: torch.ones(shape) for key, shape in pair.items()}
+        "a state beside an alpha": lambda torch: {
+            "state_dict": {key: torch.ones(shape) for key, shape in pair.items()},
+            "alpha": 4,
+        },
+        "two states": lambda torch: {
+            name: {key: torch.ones(shape) for key, shape in pair.items()} for name in ("a", "b")
         },
         "a number for a tensor": lambda torch: {DOWN: 1.0, UP: torch.ones(4, 2)},
         "keys that are numbers": lambda torch: {1: torch.ones(2, 6)},

@@ -23,6 +23,7 @@ from lsrdecomp.checkpoints.format import (
     PREFIX,
     Bundle,
     Roles,
+    alpha_scale,
     group_by_module,
     make_checkpoint,
     refuse_alpha,
@@ -48,8 +49,15 @@ EMBEDDING_DOWN = ".lora_embedding_A"
 # Attention processors of old diffusers files named these four by themselves: in the UNet and in
 # text encoders.
 PROCESSOR = "_lora."
+KOHYA_DOWN = ".lora_down.weight"
 UNET_NAMES = {"to_out": "to_out.0"}
 TEXT_NAMES = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
+MLX_VLM = "mlx-vlm"
+MLX_TYPES = {
+    "full": "holds whole weights and no update",
+    "dora": "rescales every row by the norm of the base weights",
+}
+"""What other fine_tune_types of mlx-lm are."""
 MLX_EMBEDDINGS = ("embed_tokens", "wte")
 """Embeddings of mlx-lm's models."""
 ScaleOf = Callable[[str, int], float]
@@ -116,6 +124,8 @@ class Layout:
             is_mlx = peft_type is None and self.transposed
             if not is_mlx:
                 return False
+        elif self.name == MLX_VLM:
+            return False  # so short are other programs' keys too
         return any(key.endswith(tuple(self.parts)) for key in bundle.tensors)
 
     def read(self, bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
@@ -182,7 +192,14 @@ class Layout:
     def _read_peft(self, bundle: Bundle, alpha: float | None) -> Checkpoint:
         """Read a PEFT directory as PEFT 0.21 loads it; what is not one of our layers is refused."""
         config = Config(bundle.config or {}, bundle.config_path)
+        if config.raw.get("peft_type") is None:
+            _mlx_scale(bundle)  # says what is not read, and whose config it is not
+            raise bundle.config_error(
+                "is mlx-lm's or mlx-vlm's, and no tensor is called .lora_a or .A as theirs are: "
+                "give the weights that were saved with it"
+            )
         refuse_alpha(bundle, alpha)
+        _refuse_expert_tensors(bundle)
         notes = check_supported(config)
         check_carried(config)
         scales = Scales(
@@ -212,7 +229,7 @@ class Layout:
         return pair_layer(name, roles, scale_of, transposed=self.transposed)
 
 
-KOHYA = Layout("kohya", pair_parts((".lora_down.weight", ".lora_up.weight")), ALPHA)
+KOHYA = Layout("kohya", pair_parts((KOHYA_DOWN, ".lora_up.weight")), ALPHA)
 DIFFUSERS = Layout(
     "diffusers",
     pair_parts(
@@ -231,6 +248,7 @@ LAYOUTS = (
     Layout(
         "mlx", pair_parts((".lora_a", ".lora_b")), MAGNITUDE, scaled_outside=True, transposed=True
     ),
+    Layout(MLX_VLM, pair_parts((".A", ".B")), scaled_outside=True, transposed=True),
     Layout(
         "peft-lora",
         pair_parts((".lora_A.weight", ".lora_B.weight"), (EMBEDDING_DOWN, ".lora_embedding_B")),
@@ -281,7 +299,10 @@ def pair_layer(
     if "alpha" not in roles:
         return replace(layer, scale=scale_of(name, layer.rank))
     alpha = roles["alpha"]
-    return replace(layer, scale=scalar(alpha) / layer.rank, alpha=alpha)
+    scale = scalar(alpha) / layer.rank
+    if down.name.endswith(KOHYA_DOWN):
+        scale = alpha_scale(alpha, layer.rank)
+    return replace(layer, scale=scale, alpha=alpha)
 
 
 def _lora_layers(
@@ -348,6 +369,20 @@ def _with_middle(mid: StoredTensor, down: StoredTensor) -> StoredTensor:
     return derived_tensor(down, (mid.shape[0], down.shape[1], *mid.shape[2:]), product)
 
 
+def _refuse_expert_tensors(bundle: Bundle) -> None:
+    """Refuse Tinker's experts, whose halves have an axis for the experts."""
+    for key, tensor in bundle.tensors.items():
+        if ".experts." in key and ".lora_" in key and len(tensor.shape) == 3:
+            raise UnsupportedError(
+                f"shape {tensor.shape}: experts with an axis of their own, as Tinker saves them "
+                "and PEFT does not load them; make a PEFT adapter of it by tinker_cookbook.weights"
+                f".build_lora_adapter(base_model=…, adapter_path={str(bundle.weights.parent)!r}, "
+                "output_path=…), and give that",
+                path=tensor.path,
+                tensor=key,
+            )
+
+
 def _refuse_merged(name: str, up: StoredTensor, down: StoredTensor) -> None:
     """Refuse loralib's MergedLinear, which lays A of several parts over each other.
 
@@ -407,22 +442,26 @@ def _header_scales(bundle: Bundle) -> dict[str, Scales]:
 
 
 def _mlx_scale(bundle: Bundle) -> float | None:
-    """Read the scale in mlx-lm's adapter_config.json."""
+    """Read the scale in the adapter_config.json of mlx-lm or mlx-vlm."""
     if bundle.config is None:
         return None
     fine_tune_type = bundle.config.get("fine_tune_type", "lora")
     if fine_tune_type != "lora":
+        what = MLX_TYPES.get(fine_tune_type, "is not read")
         raise UnsupportedError(
-            f"fine_tune_type is {ascii(fine_tune_type)[:40]}: only lora is read; train with "
-            "--fine-tune-type lora",
+            f"fine_tune_type is {ascii(fine_tune_type)[:40]}: mlx-lm's, which {what}; only lora is "
+            "read: train with --fine-tune-type lora",
             path=bundle.config_path,
         )
     settings = bundle.config.get("lora_parameters")
-    if not isinstance(settings, Mapping):
-        raise bundle.config_error(
-            "has neither peft_type (PEFT) nor lora_parameters (mlx-lm): whose config is it?"
-        )
-    return Config(settings, bundle.config_path).number("scale")
+    if isinstance(settings, Mapping):
+        return Config(settings, bundle.config_path).number("scale")
+    if {"rank", "alpha"} <= bundle.config.keys():  # mlx-vlm's, which multiplies by alpha itself
+        return Config(bundle.config, bundle.config_path).number("alpha")
+    raise bundle.config_error(
+        "has neither peft_type (PEFT), lora_parameters (mlx-lm), nor rank and alpha (mlx-vlm): "
+        "whose config is it?"
+    )
 
 
 # -- what a PEFT config may say --------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lsrdecomp.checkpoints.format import Roles, require_roles, scalar
+from lsrdecomp.checkpoints.format import Roles, alpha_scale, require_roles
 from lsrdecomp.checkpoints.records import KroneckerLayer, LoraLayer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor, derived_tensor
 from lsrdecomp.kronecker.shape import ProductShape
@@ -122,8 +122,7 @@ def _kronecker_side(name: str, roles: Roles, number: int) -> _Matrix:
 
 
 def _lycoris_scale(roles: Roles, rank: int) -> float:
-    alpha = scalar(roles["alpha"]) if "alpha" in roles else 0.0
-    return alpha / rank if alpha else 1.0  # LyCORIS takes an alpha of 0 as none
+    return alpha_scale(roles["alpha"], rank) if "alpha" in roles else 1.0
 
 
 class _Matrix:

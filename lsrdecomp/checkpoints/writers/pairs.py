@@ -13,7 +13,7 @@ import numpy as np
 
 from lsrdecomp.checkpoints.config import most_common, patterns
 from lsrdecomp.checkpoints.files import read_json
-from lsrdecomp.checkpoints.format import CONFIG, MLX_WEIGHTS, PREFIX, scalar
+from lsrdecomp.checkpoints.format import CONFIG, MLX_WEIGHTS, PREFIX, alpha_scale
 from lsrdecomp.checkpoints.names import diffusers_name, kohya_name
 from lsrdecomp.checkpoints.pickles import UNNAMED
 from lsrdecomp.checkpoints.readers.layouts import METADATA
@@ -25,6 +25,7 @@ from lsrdecomp.checkpoints.writing import new_directory, new_file, write_json
 from lsrdecomp.errors import CheckpointError, UnsupportedError, unknown
 
 NAMES = ("same", "kohya", "diffusers")
+MLX_FORMATS = ("mlx", "mlx-vlm")
 KOHYA_KEYS = (".lora_down.weight", ".lora_up.weight")
 DIFFUSERS_KEYS = (".lora_A.weight", ".lora_B.weight")
 MODEL_HASH = "sshs_model_hash"
@@ -68,7 +69,7 @@ def file_or_directory(like: Checkpoint) -> str:
             )
     if like.layers[0].up.name.startswith(f"{UNNAMED}:"):
         raise UnsupportedError("is a pickled list without keys; write lora instead", path=like.path)
-    is_mlx_directory = like.format == "mlx" and (like.weights.parent / CONFIG).is_file()
+    is_mlx_directory = like.format in MLX_FORMATS and (like.weights.parent / CONFIG).is_file()
     return "directory" if is_mlx_directory or like.format == "peft-lora" else "file"
 
 
@@ -241,9 +242,12 @@ def _extras_in_diffusers(extras: Mapping[str, StoredTensor], out: Path) -> Unsup
 
 
 def _mlx_config(like: Checkpoint, ranks: Mapping[str, int]) -> dict[str, Any]:
-    """Return the config of mlx-lm's directory, whose rank is the largest."""
+    """Return the config of a directory of mlx-lm or mlx-vlm, whose rank is the largest."""
     config = read_json(like.weights.parent / CONFIG)
-    config["lora_parameters"] = config["lora_parameters"] | {"rank": max(ranks.values())}
+    rank = {"rank": max(ranks.values())}
+    if "lora_parameters" not in config:
+        return config | rank
+    config["lora_parameters"] = config["lora_parameters"] | rank
     return config
 
 
@@ -276,9 +280,9 @@ def _add_same(writer: PairWriter, like: Checkpoint, layers: Pairs, storage: str 
         layer: LoraLayer = like.layer(name)
         scale = common_scale
         if layer.alpha is not None:
-            scale = scalar(layer.alpha) / down.shape[0]
+            scale = alpha_scale(layer.alpha, down.shape[0])
             writer.add(layer.alpha.name, layer.alpha.read())
-        elif like.format == "mlx":
+        elif like.format in MLX_FORMATS:
             scale = layer.scale
         writer.add_pair(
             name,
@@ -288,7 +292,7 @@ def _add_same(writer: PairWriter, like: Checkpoint, layers: Pairs, storage: str 
             storage or layer.dtype,
             rank=common_rank,
             scale=scale,
-            transposed=like.format == "mlx",
+            transposed=like.format in MLX_FORMATS,
         )
 
 
