@@ -280,7 +280,8 @@ def decompose_each(
     >>> [result.separation_rank for result in decompose_each(layers, rank=8)]
     [8, 8, 8, 8, 8]
     """
-    targets = _as_targets(matrices)
+    with one_blas_thread:  # entered once, for the norms of all
+        targets = _as_targets(matrices)
     if not targets:
         return ()
     with threads_for(targets[0]):
@@ -291,7 +292,9 @@ def decompose_each(
             else:
                 sizes = KroneckerShape.parse(shape)
             if sizes.order == 2:
-                return _together(targets, sizes, rank, goals.get("storage"))
+                is_stacked = getattr(matrices, "ndim", 0) == 3
+                batch = matrices if is_stacked else [target.matrix for target in targets]
+                return _together(targets, batch, sizes, rank, goals.get("storage"))
         records, misses = _one_by_one(targets, shape, rank, goals)
     if misses:
         message = f"{len(misses)} of {len(records)} matrices missed their goal; {misses[0]}"
@@ -336,13 +339,12 @@ def _are_arrays_of_one_size(targets: Sequence[Target]) -> TypeGuard[Sequence[Den
 
 
 def _together(
-    targets: Sequence[Dense], shape: KroneckerShape, rank: int, storage: Any
+    targets: Sequence[Dense], batch: Any, shape: KroneckerShape, rank: int, storage: Any
 ) -> tuple[Decomposition, ...]:
-    """Return records of arrays of one size, solved together by batched products."""
+    """Return records of the arrays of a batch, solved together by batched products."""
     goal = _goal(targets[0].norm, rank, None, None, None, storage)
     solver = BatchedKrylov(tolerance=1e-3)
-    matrices = [target.matrix for target in targets]
-    solutions = solver.solve_batch(matrices, shape, rank=goal.max_terms)
+    solutions = solver.solve_batch(batch, shape, rank=goal.max_terms)
     return tuple(
         measure(target, solution, goal.storage)
         for target, solution in zip(targets, solutions, strict=True)

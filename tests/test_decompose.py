@@ -191,39 +191,44 @@ def test_a_stack_of_matrices_is_decomposed_together_as_one_by_one(rng):
         assert record.relative_error == pytest.approx(actual, rel=1e-9)
 
 
-def assert_same_as_a_loop(stack, shape, rank, rtol):
+def assert_as_good_as_a_loop(stack, shape, rank, rtol):
     for matrix, together in zip(stack, lsr.decompose_each(stack, shape, rank=rank), strict=True):
         alone = lsr.decompose(matrix, shape, rank=rank)
         assert together.separation_rank == alone.separation_rank
         assert together.status is alone.status
         assert together.target_norm == alone.target_norm
         assert together.gap_kind.name == "bounded"
-        assert together.relative_error == pytest.approx(alone.relative_error, rel=rtol, abs=rtol)
-        difference = np.max(np.abs(together.to_matrix() - alone.to_matrix()))
-        assert difference <= 100 * rtol * alone.target_norm
+        gap = together.optimality_gap
+        assert gap <= 1e-3
+        largest = alone.relative_error * (1.0 + gap + rtol) + rtol
+        smallest = alone.relative_error / (1.0 + (alone.optimality_gap or 0.0) + rtol) - rtol
+        assert smallest <= together.relative_error <= largest
+        if gap <= rtol:
+            difference = np.max(np.abs(together.to_matrix() - alone.to_matrix()))
+            assert difference <= 100 * rtol * alone.target_norm
 
 
 @pytest.mark.parametrize("shape", ["4x4, 4x4", "8x6, 6x8", "4x12, 12x4", "10x6, 6x8", "6x8, 10x6"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
-def test_a_stack_gives_the_numbers_of_a_loop(shape, dtype, rng):
+def test_a_stack_is_solved_as_well_as_in_a_loop(shape, dtype, rng):
     size = lsr.KroneckerShape(shape).matrix_shape
     stack = rng.standard_normal((5, *size))
     if dtype.startswith("complex"):
         stack = stack + 1j * rng.standard_normal((5, *size))
     rounding = 1e-5 if dtype in ("float32", "complex64") else 1e-13
-    assert_same_as_a_loop(stack.astype(dtype), shape, 4, rounding)
+    assert_as_good_as_a_loop(stack.astype(dtype), shape, 4, rounding)
 
 
 @pytest.mark.parametrize("shape", ["4x4, 4x4", "8x8, 8x8"])
 def test_zero_and_extreme_matrices_of_a_stack_are_those_of_a_loop(shape, rng):
     plain = rng.standard_normal(lsr.KroneckerShape(shape).matrix_shape)
     stack = np.stack([0.0 * plain, plain, 1e-180 * plain, 1e180 * plain])
-    assert_same_as_a_loop(stack, shape, 3, 1e-13)
+    assert_as_good_as_a_loop(stack, shape, 3, 1e-13)
 
 
 @pytest.mark.parametrize("rank", [1, 8, 9, 63, 64, 1000])
 def test_a_rank_of_a_stack_is_clipped_as_in_a_loop(rank, rng):
-    assert_same_as_a_loop(rng.standard_normal((3, 64, 64)), "8x8, 8x8", rank, 1e-13)
+    assert_as_good_as_a_loop(rng.standard_normal((3, 64, 64)), "8x8, 8x8", rank, 1e-13)
 
 
 def test_a_stack_may_hold_matrices_of_fewer_terms_than_requested(rng):

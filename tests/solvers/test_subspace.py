@@ -12,6 +12,8 @@ from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Event, Solution
 from lsrdecomp.solvers.svd.batched import BatchedKrylov
 from lsrdecomp.solvers.svd.dense import SVD
+from lsrdecomp.solvers.svd.options import SubspaceOptions
+from lsrdecomp.solvers.svd.subspace import Workspace, leading_subspaces
 from lsrdecomp.targets.base import Dense
 
 SHAPE = KroneckerShape(((10, 9), (8, 14)))  # R(M) is 90 × 112
@@ -271,3 +273,70 @@ def test_fast_spectra_need_no_common_steps_and_are_bounded(base, kind, rng):
             assert error <= best * (1 + 1e-4) + rounding
             if solution.gap_kind is ErrorKind.bounded and solution.optimality_gap is not None:
                 assert error <= best * (1 + solution.optimality_gap) + rounding
+
+
+def rows_with_spectra(kind, rng, side=40):
+    """Matrices R of norm one (L, side, side + 3): flat, in clusters, steep, of few terms."""
+    k = np.arange(1.0, side + 1)
+    spectra = [
+        np.ones(side),
+        np.where(k <= 10, 2.0, 1.0),
+        np.where(k <= 2, 2.0, np.linspace(1.0, 0.01, side)),
+        1.0 / k,
+        0.5**k,
+        np.where(k <= 3, 1.0, 0.0),
+    ]
+    matrices = []
+    for spectrum in spectra:
+        left, right = rng.standard_normal((2, side + 3, side))
+        if kind == "complex":
+            left = left + 1j * rng.standard_normal(left.shape)
+        left, right = np.linalg.qr(left[:side])[0], np.linalg.qr(right)[0]
+        matrices.append((left * spectrum) @ right.T / np.linalg.norm(spectrum))
+    return np.stack(matrices)
+
+
+@pytest.mark.parametrize("count", [1, 4, 10])
+@pytest.mark.parametrize("kind", ["real", "complex"])
+@pytest.mark.parametrize("options", [SubspaceOptions(), SubspaceOptions(oversampling=1, steps=1)])
+def test_no_space_captures_more_than_the_bound_of_a_leading_one(options, kind, count, rng):
+    rows = rows_with_spectra(kind, rng)
+    basis, max_sums = leading_subspaces(rows, count, 0, options, Workspace())
+    energies = np.linalg.svd(rows, compute_uv=False) ** 2
+    assert np.all(max_sums >= np.sum(energies[:, :count], axis=1) * (1.0 - 1e-13))
+    gram = basis.conj().swapaxes(1, 2) @ basis
+    assert_close(gram, np.broadcast_to(np.eye(count), gram.shape), size=40)
+
+
+def test_spectra_without_clusters_are_bounded_to_ten_digits_by_powers(rng):
+    rows = rows_with_spectra("real", rng)[3:4]
+    _, max_sums = leading_subspaces(rows, 4, 0, SubspaceOptions(), Workspace())
+    best = np.sum(np.linalg.svd(rows, compute_uv=False)[:, :4] ** 2, axis=1)
+    np.testing.assert_allclose(max_sums, best, rtol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["real", "complex"])
+@pytest.mark.parametrize("rank", [1, 5, 10])
+def test_small_matrices_are_solved_by_powers_as_well_as_alone(rank, kind, rng):
+    shape = KroneckerShape(((8, 5), (7, 6)))  # R(M) is 40 × 42
+    rows = rows_with_spectra(kind, rng)[:, :, :42]
+    scales = 10.0 ** np.array([0, 60, -60, 3, 0, -200])  # the last one has no square
+    batch = inverse_rearrange(rows, shape) * scales[:, None, None]
+    solutions = BatchedKrylov(tolerance=1e-3).solve_batch(batch, shape, rank=rank)
+    for matrix, solution in zip(batch, solutions, strict=True):
+        target = Dense(matrix)
+        best = SVD().solve(target, shape, rank=rank).approximation
+        found = target.residual_norm(solution.approximation)
+        assert found <= target.residual_norm(best) * 1.001 + 1e-14 * target.norm
+        assert solution.relative_error == pytest.approx(found / target.norm, rel=1e-9, abs=1e-14)
+        assert solution.gap_kind is ErrorKind.bounded
+        assert solution.optimality_gap <= 1e-3
+
+
+def test_a_part_of_a_batch_does_not_write_into_the_answers_of_another(rng):
+    batch = rng.standard_normal((6, 36, 36))
+    shape = KroneckerShape(((6, 6), (6, 6)))
+    by_parts = BatchedKrylov(svd_chunk_entries=2 * 36 * 36).solve_batch(batch, shape, rank=2)
+    at_once = BatchedKrylov().solve_batch(batch, shape, rank=2)
+    for part, whole in zip(by_parts, at_once, strict=True):
+        assert_close(part.approximation.to_matrix(), whole.approximation.to_matrix(), size=36)

@@ -40,7 +40,8 @@ from lsrdecomp.solvers.svd.dense import as_matrix
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram, Rearrangement
 from lsrdecomp.solvers.svd.lanczos import LanczosSpaces, RitzPairs, orthonormal_columns
-from lsrdecomp.solvers.svd.options import LanczosOptions, SketchOptions
+from lsrdecomp.solvers.svd.options import LanczosOptions, SketchOptions, SubspaceOptions
+from lsrdecomp.solvers.svd.subspace import Workspace
 from lsrdecomp.targets.base import Dense
 from lsrdecomp.targets.residual import has_twelve_digits
 
@@ -82,7 +83,8 @@ class BatchedKrylov(MatrixSolver):
     min_gram_side, gram_sides_per_term : int
         Such matrices, where NumPy holds them in double precision, give a few terms by their Gram
         matrices sooner: from so many rows or columns of R(M) on, the fewer, and so many for each
-        term. By timing of 64 matrices of 36 × 36 to 144 × 144.
+        term, above the ``subspace.max_side`` that has its own. By timing of 64 matrices of 36 × 36
+        to 144 × 144.
     gram_limit : int
         Terms that a matrix can have up to which `Gram` takes over where common steps were not
         enough. By hand.
@@ -93,6 +95,8 @@ class BatchedKrylov(MatrixSolver):
         When the size falls fast enough, and what `Gram` and `BlockGolubKahan` draw.
     lanczos : LanczosOptions
         The size of a block, and when an estimate is trusted.
+    subspace : SubspaceOptions
+        How leading eigenvectors of small Gram matrices are found together.
 
     References
     ----------
@@ -123,6 +127,7 @@ class BatchedKrylov(MatrixSolver):
     svd_chunk_entries: int = 2**16
     sketch: SketchOptions = field(default_factory=SketchOptions)
     lanczos: LanczosOptions = field(default_factory=LanczosOptions)
+    subspace: SubspaceOptions = field(default_factory=SubspaceOptions)
 
     def _solve(self, problem: MatrixProblem) -> Solution:
         """Solve for one matrix, formed, as a batch of one; the method is that of `solve_batch`."""
@@ -209,10 +214,22 @@ class BatchedKrylov(MatrixSolver):
         shape = request.shape
         max_terms = request.max_terms
         side = min(shape.sizes)
-        has_few_terms = request.atol is None and self.gram_sides_per_term * max_terms <= side
+        sides_per_term = self.gram_sides_per_term
+        if side <= self.subspace.max_side:
+            sides_per_term = self.subspace.sides_per_term
+        has_few_terms = request.atol is None and sides_per_term * max_terms <= side
         solutions: dict[int, Solution] = {}
         if has_few_terms and side >= self.min_gram_side and is_double_array(batch):
-            solutions = gram_solutions(batch, shape, max_terms, self.tolerance, request.progress)
+            solutions = gram_solutions(
+                batch,
+                shape,
+                max_terms,
+                request.progress,
+                tolerance=self.tolerance,
+                seed=self.seed,
+                subspace=self.subspace,
+                workspace=request.workspace,
+            )
         remaining = [i for i in range(batch.shape[0]) if i not in solutions]
         if remaining:
             part = batch[remaining] if solutions else batch
@@ -418,3 +435,4 @@ class _Request:
     atol: float | None
     max_terms: int
     progress: SolveProgress
+    workspace: Workspace = field(default_factory=Workspace)
