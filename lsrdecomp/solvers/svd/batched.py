@@ -15,6 +15,7 @@ from lsrdecomp.arrays import (
     device,
     is_complex,
     is_differentiated,
+    is_double,
     like,
     namespace,
     norm,
@@ -22,7 +23,6 @@ from lsrdecomp.arrays import (
     to_numpy,
 )
 from lsrdecomp.kronecker.rearrange import rearrange
-from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import (
     ErrorKind,
     Event,
@@ -311,17 +311,15 @@ class BatchedKrylov(MatrixSolver):
         block = self._block_size(request.max_terms)
         random = np.random.default_rng(self.seed).standard_normal((columns, block), np.float32)
         start = like(random, operators)[None, :, :]
-        basis, triangle = xp.linalg.qr(operators @ start)
+        basis, sizes = orthonormal_columns(operators @ start)
         # Common 1: the range of that product is enough where a spectrum falls fast.
         solutions: dict[int, Solution] = {}
         for i in range(n_matrices):
+            if not self.sketch.falls_fast(sizes[i], request.max_terms):
+                continue
             matrix = Rearrangement.of_rows(operators[i, :, :], float(norms[i]), request.shape)
             solution = matrix.from_range(
-                as_double(basis[i, :, :]),
-                triangle[i, :, :],
-                request.max_terms,
-                self.tolerance,
-                self.sketch,
+                as_double(basis[i, :, :]), sizes[i], request.max_terms, self.tolerance, self.sketch
             )
             if solution is not None:
                 progress.record(solution.relative_error or 0.0)
@@ -386,19 +384,21 @@ class BatchedKrylov(MatrixSolver):
         operators = _taken(operators, near)
         images = _taken(check.spaces.leading_images(check.pairs, request.max_terms), near)
         xp = namespace(operators)
-        right_basis = orthonormal_columns(xp.astype(images, operators.dtype))
+        right_basis, _ = orthonormal_columns(xp.astype(images, operators.dtype))
         v, sigma, uh = rayleigh_ritz(adjoint(operators), right_basis)
         left, right = adjoint(uh), adjoint(v)
         if request.shape.sizes[0] > request.shape.sizes[1]:
             left, right = v, uh
         captured = np.sum(to_numpy(sigma).astype(np.float64) ** 2, axis=1) / norms[near] ** 2
         # What is left of ‖R‖² is the error of the terms themselves if nothing was rounded.
-        has_digits = has_twelve_digits(1.0 - captured, 2.0)
-        is_double = unit_roundoff(operators.dtype) == unit_roundoff("float64")
+        measures = is_double(operators)
         solutions = {}
         for i, terms in enumerate(as_sums(left, sigma, right, request.shape)):
             excess, kind = check.gaps[near[i]]
-            error = math.sqrt(1.0 - captured[i]) if is_double and has_digits[i] else None
+            squared_error = 1.0 - float(captured[i])
+            error = None
+            if measures and has_twelve_digits(squared_error, 2.0):
+                error = math.sqrt(squared_error)
             solutions[near[i]] = Solution(
                 terms,
                 Status.rank_reached,

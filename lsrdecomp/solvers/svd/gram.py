@@ -31,6 +31,7 @@ from lsrdecomp.solvers.svd.dense import (
     residual_blocks,
 )
 from lsrdecomp.solvers.svd.options import SketchOptions
+from lsrdecomp.targets.residual import has_twelve_digits
 
 if TYPE_CHECKING:
     from lsrdecomp.kronecker.shape import KroneckerShape
@@ -170,20 +171,23 @@ class Rearrangement:
         xp = namespace(rows)
         random = np.random.default_rng(seed).standard_normal((rows.shape[1], n_columns))
         basis, triangle = xp.linalg.qr(rows @ like(random, rows))
-        return self.from_range(basis, triangle, rank, tolerance, options)
+        sizes = np.abs(np.diagonal(to_numpy(triangle)))  # about ‖R‖ at first
+        if not options.falls_fast(sizes, rank):
+            return None
+        return self.from_range(basis, sizes, rank, tolerance, options)
 
     def from_range(
-        self, basis: Array, triangle: Array, rank: int, tolerance: float, options: SketchOptions
+        self, basis: Array, sizes: np.ndarray, rank: int, tolerance: float, options: SketchOptions
     ) -> Solution | None:
-        """Find a few terms by QR factors of R times random columns; None as above."""
+        """Find a few terms in the range of R times random columns, whose sizes fall fast.
+
+        None where no bound says that they are near the optimum.
+        """
         rows = self.rows
         xp = namespace(rows)
-        sizes = np.abs(np.diagonal(to_numpy(triangle)))  # about ‖R‖ at first
-        if sizes[-1] > options.max_tail_ratio * sizes[rank - 1]:
-            return None
-        if sizes[-1] > options.flat_ratio * sizes[-1 - options.flat_columns]:
-            _, _, vh = xp.linalg.svd(adjoint(basis) @ rows, full_matrices=False)
-            basis, _ = xp.linalg.qr(rows @ adjoint(vh))
+        if options.is_flat(sizes):
+            right, _, _ = xp.linalg.svd(adjoint(rows) @ basis, full_matrices=False)
+            basis, _ = xp.linalg.qr(rows @ right)
         return self.solution(basis, rank, tolerance, certain=False)
 
     def solution(
@@ -200,10 +204,15 @@ class Rearrangement:
         for _ in range(2):
             # Terms 1: Rayleigh–Ritz with R itself gives singular values to full accuracy; the error
             # is measured, and how each term couples to the residual.
-            u, sigma, vh = xp.linalg.svd(adjoint(basis) @ rows, full_matrices=False)
-            left = basis @ u[:, :rank]
+            # (LAPACK is faster on tall matrices than on wide ones.)
+            images, sigma, uh = xp.linalg.svd(adjoint(rows) @ basis, full_matrices=False)
+            left = basis @ adjoint(uh[:rank, :])
             weights = sigma[:rank]
-            right = vh[:rank, :]
+            right = adjoint(images[:, :rank])
+            if certain and not is_followed:
+                solution = self._of_eigenvectors((left, weights, right), rank, tolerance)
+                if solution is not None:
+                    return solution
             error, couplings = self._measured(left, weights, right)
             # Terms 2: the optimum is known by the couplings, or by what they and squaring may have
             # lost.
@@ -223,8 +232,25 @@ class Rearrangement:
                 return self._solution(triples, rank, error, gap, tolerance)
             # Terms 3: squares that sink in rounding mix directions, which one more product with R
             # and Rᴴ sorts.
-            basis, _ = xp.linalg.qr(rows @ adjoint(vh))
+            basis, _ = xp.linalg.qr(rows @ images)
         return None
+
+    def _of_eigenvectors(
+        self, triples: tuple[Array, Array, Array], rank: int, tolerance: float
+    ) -> Solution | None:
+        """Return terms of LAPACK's eigenvectors where ‖R‖² − Σσ² measures their error.
+
+        These couple to the residual by rounding alone, which is then nothing beside the error.
+        """
+        _, weights, _ = triples
+        theta = to_numpy(weights) / self.norm
+        squared_error = 1.0 - float(theta @ theta)
+        if not has_twelve_digits(squared_error, 2.0):
+            return None
+        gap = 0.5 * (squaring_loss(rank) + rank * ROUNDING) / squared_error
+        left, _, right = triples
+        triples = left, weights * self.scale, right
+        return self._solution(triples, rank, math.sqrt(squared_error), gap, tolerance)
 
     def _measured(self, left: Array, weights: Array, right: Array) -> tuple[float, np.ndarray]:
         """Measure the error of some terms, and the norm of the residual along each right vector."""

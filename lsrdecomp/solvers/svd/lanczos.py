@@ -67,7 +67,7 @@ class LanczosSpaces:
         newest = self.images[:, -self.block :, :]
         product = self.operators @ adjoint(newest)
         remainder = product - self.basis @ (adjoint(self.basis) @ product)
-        self.following = _orthogonal_block(remainder + self._noise, self.basis)
+        self.following = self._outside(remainder)
         coupling = to_numpy(adjoint(self.following) @ product).astype(self.projected.dtype)
         self.coupling = coupling / self.squared_norms[:, None, None]
 
@@ -107,6 +107,27 @@ class LanczosSpaces:
         """Return Rᴴ q of the leading Ritz vectors q, shape (L, q, rank)."""
         vectors = np.stack([each.vectors[:, :rank] for each in pairs])
         return adjoint(self.images) @ like(vectors, self.images)
+
+    def _outside(self, remainder: Array, max_overlap: float = 1e-4) -> Array:
+        """Return orthonormal bases of blocks, which were projected out of each space.
+
+        A column that nearly depends on others is mostly rounding after they are taken out, in the
+        space and outside. Where the result may overlap the space by more than ``max_overlap``,
+        whose square is then an error of the energies, it is projected again.
+        """
+        block, sizes = orthonormal_columns(remainder)
+        smallest = float(np.min(sizes / self.squared_norms[:, None]))
+        if smallest <= 4.0 * self.roundoff:
+            block, _ = orthonormal_columns(remainder + self._noise)
+        if smallest * max_overlap > self.roundoff:
+            return block
+        xp = namespace(block)
+        for _ in range(2):
+            overlap = adjoint(self.basis) @ block
+            if float(xp.max(xp.abs(overlap))) <= max_overlap:
+                break
+            block, _ = orthonormal_columns(block - self.basis @ overlap)
+        return block
 
     def _gram(self, images: Array) -> np.ndarray:
         dtype = np.complex128 if is_complex(images) else np.float64
@@ -186,20 +207,22 @@ def _excess(gain: float, squared_error: float) -> float:
     return 1.0 / math.sqrt(1.0 - gain / squared_error) - 1.0
 
 
-def orthonormal_columns(blocks: Array) -> Array:
-    """Return Q of thin QR factorizations of blocks (L, p, b).
+def orthonormal_columns(blocks: Array) -> tuple[Array, np.ndarray]:
+    """Return Q of thin QR factorizations of blocks (L, p, b), and the diagonals of R (L, b).
 
-    NumPy factorizes single precision in double and forms R besides, at four times the price.
+    These are positive. NumPy factorizes single precision in double and copies R besides, at four
+    times the price of LAPACK.
     """
     xp = namespace(blocks)
     if xp is not NUMPY:
-        return xp.linalg.qr(blocks)[0]
+        bases, triangles = xp.linalg.qr(blocks)
+        return bases, np.abs(np.diagonal(to_numpy(triangles), axis1=1, axis2=2))
     factorize, form = _lapack_qr(blocks.dtype.char)
-    bases = []
-    for block in blocks:
-        reflectors, scales, _, _ = factorize(block)
-        bases.append(form(reflectors, scales)[0])
-    return np.stack(bases)
+    factors = [factorize(block) for block in blocks]
+    sizes = np.abs([np.diagonal(reflectors) for reflectors, *_ in factors])
+    columns = blocks.shape[2]
+    bases = [form(reflectors[:, :columns], scales)[0] for reflectors, scales, *_ in factors]
+    return np.stack(bases), sizes
 
 
 @cache
@@ -207,20 +230,3 @@ def _lapack_qr(type_code: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     names = ("geqrf", "ungqr" if type_code in "FD" else "orgqr")
     factorize, form = scipy.linalg.get_lapack_funcs(names, dtype=np.dtype(type_code))
     return factorize, form
-
-
-def _orthogonal_block(block: Array, basis: Array, max_overlap: float = 1e-4) -> Array:
-    """Return an orthonormal basis of each block's part outside of a space.
-
-    A column of the block that nearly depends on others is mostly rounding after they are taken out,
-    in the space and outside. Where the result overlaps the space by more than ``max_overlap``,
-    whose square is then an error of the energies, it is projected again.
-    """
-    xp = namespace(block)
-    block = orthonormal_columns(block)
-    for _ in range(2):
-        overlap = adjoint(basis) @ block
-        if float(xp.max(xp.abs(overlap))) <= max_overlap:
-            break
-        block = orthonormal_columns(block - basis @ overlap)
-    return block

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,14 @@ class SketchOptions:
     # flat, or rounding, which one more product takes out
     flat_ratio: float = 0.05
     flat_columns: int = 5
+
+    def falls_fast(self, sizes: np.ndarray, rank: int) -> bool:
+        """Return whether the sizes of columns, in their order, fall so fast that these suffice."""
+        return bool(sizes[-1] <= self.max_tail_ratio * sizes[rank - 1])
+
+    def is_flat(self, sizes: np.ndarray) -> bool:
+        """Return whether the last columns hold a flat remainder, or rounding."""
+        return bool(sizes[-1] > self.flat_ratio * sizes[-1 - self.flat_columns])
 
 
 @dataclass(frozen=True, slots=True)
