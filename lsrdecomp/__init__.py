@@ -65,5 +65,5 @@ def _hint(name: str) -> str:
             homes[public] = f"lsrdecomp.{room}.{public}"
     if name in homes:
         return f": it is {homes[name]}"
-    similar = get_close_matches(name, homes, n=1)
+    similar = get_close_matches(name, homes, n=1, cutoff=0.7)
     return f"; did you mean {homes[similar[0]]}?" if similar else ""

@@ -50,6 +50,14 @@ class ShapeChoice:
     relative_error: float  # of the best approximation of that rank, to a few percent of ε
     padded: bool = False  # rows or columns of zeros are added first
 
+    def __str__(self) -> str:
+        """Return the choice in one line."""
+        padded = ", padded" if self.padded else ""
+        return (
+            f"{self.rank} × [{self.shape}]{padded}, {self.structure}: "
+            f"{self.parameters:,} parameters, relative error {self.relative_error:.2g}"
+        )
+
     @property
     def parameters(self) -> int:
         """Numbers stored for so many terms, weights folded in."""
@@ -66,7 +74,7 @@ class ShapeChoice:
         return "low rank" if is_column_times_row or is_row_times_column else "kronecker"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ShapeSearch:
     """The outcome of a search over shapes."""
 
@@ -77,6 +85,17 @@ class ShapeSearch:
     candidates: int  # shapes there are
     examined: int  # shapes that cost alone did not rule out
     unresolved: int  # shapes whose Krylov space grew too large; there may be better than was found
+
+    def __repr__(self) -> str:
+        rows, columns = self.dense.shape.factors[0]
+        beside = [f"dense {rows * columns:,}"]
+        if self.low_rank is not None:
+            beside.insert(0, f"truncated SVD {self.low_rank.parameters:,}")
+        unresolved = f", {self.unresolved:,} unresolved" if self.unresolved else ""
+        return (
+            f"ShapeSearch({self.best}; {', '.join(beside)}; "
+            f"{self.examined:,} of {self.candidates:,} shapes examined{unresolved})"
+        )
 
 
 @accepts_settings()

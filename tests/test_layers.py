@@ -331,6 +331,7 @@ PUBLIC = {
         ("decompos", "lsrdecomp has no 'decompos'; did you mean lsrdecomp.decompose"),
         ("logdet", "it is lsrdecomp.operators.logdet"),
         ("markup", "lsrdecomp has no 'markup' yet: import lsrdecomp.markup"),
+        ("frobnicate", "lsrdecomp has no 'frobnicate'$"),
         ("qqqqqqq", "lsrdecomp has no 'qqqqqqq'$"),
     ],
 )

@@ -165,3 +165,14 @@ def test_a_budget_searches_for_the_fewest_bytes(name):
     others = [decompose(matrix, choice.shape, budget=budget) for choice in shapes[:3]]
     assert found.stored.bytes == min(other.stored.bytes for other in others)
     assert found.stored.bytes < decompose(matrix, budget=budget).stored.bytes or name == "kernel"
+
+
+def test_a_search_prints_its_choice_and_what_it_was_compared_with():
+    i = np.arange(64.0)
+    search = best_shape(1.0 / (1.0 + i[:, None] + i[None, :]), rtol=1e-3)
+    text = repr(search)
+    assert str(search.best) in text
+    assert f"{search.best.parameters:,} parameters" in text
+    assert f"{search.low_rank.parameters:,}, dense 4,096;" in text
+    assert "\n" not in text
+    assert len(text) < 200

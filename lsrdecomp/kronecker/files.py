@@ -29,8 +29,11 @@ def write_terms(
     *,
     provenance: Mapping[str, Any] | None,
     overwrite: bool,
+    figures: Mapping[str, Any] | None = None,
 ) -> None:
     """Write weights and factors as they are to one safetensors file, whole or not at all.
+
+    ``figures`` are those of a decomposition, which `read_figures` gives back.
 
     Raises
     ------
@@ -50,6 +53,8 @@ def write_terms(
         "kronecker_shape": json.dumps(factor_shape(factors).factors),
         "provenance": json.dumps(dict(provenance or {}), sort_keys=True),
     }
+    if figures is not None:
+        metadata["figures"] = json.dumps(dict(figures), sort_keys=True)
     data = save({name: _as_real(array) for name, array in tensors.items()}, metadata)
     handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
     try:
@@ -131,6 +136,26 @@ def read_provenance(path: str | Path) -> dict[str, Any]:
         return dict(provenance)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"its provenance cannot be read: {error}", path=path) from error
+
+
+def read_figures(path: Path) -> dict[str, Any]:
+    """Return the figures of a decomposition that were written beside its terms.
+
+    Raises
+    ------
+    CheckpointError
+        If the file is damaged, or holds a matrix without figures.
+    """
+    metadata, _ = _read(path)
+    if "figures" not in metadata:
+        raise CheckpointError(
+            "holds a matrix without the figures of a decomposition; SeparatedMatrix.load reads it",
+            path=path,
+        )
+    try:
+        return dict(json.loads(metadata["figures"]))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"its figures cannot be read: {error}", path=path) from error
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:

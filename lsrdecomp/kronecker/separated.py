@@ -78,7 +78,8 @@ class SeparatedMatrix:
     - *Form*: ``canonical truncate folded round_to astype in_double``
     - *Algebra*: ``+ - * /`` with numbers, arrays and each other, ``kron``, ``inner``
     - *Action*: ``@ dot matvec matmat rmatvec rmatmat``, ``A @ B``, ``T mT H mH conj transpose
-      adjoint``, ``ndim size to_numpy to_linear_operator``; NumPy and SciPy take it as it is
+      adjoint``, ``ndim size to_numpy toarray to_linear_operator``; NumPy, SciPy and torch take it
+      as it is
     - *Entries*: ``A[i, j]``, rows and columns, ``diagonal``, ``trace``
     - *Files*: ``save``, ``load``
 
@@ -334,7 +335,7 @@ class SeparatedMatrix:
     @overload
     def __sub__(self, other: Any) -> Any: ...
     def __sub__(self, other: Any) -> Any:
-        if hasattr(other, "toarray"):  # a sparse matrix of SciPy
+        if _is_sparse(other):
             other = other.toarray()
         return self + (-other)
 
@@ -588,6 +589,19 @@ class SeparatedMatrix:
         formed = to_numpy(self._form("numpy.asarray"))
         return formed if dtype is None else formed.astype(dtype)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """Form the matrix for ``torch.as_tensor``, with the limit of `__array__`."""
+        return self._form("DLPack").__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[Any, int]:
+        """Return the device on which the formed matrix will lie."""
+        device_of_factors: tuple[Any, int] = self.factors[0].__dlpack_device__()
+        return device_of_factors
+
+    def toarray(self) -> np.ndarray:
+        """Return the formed matrix as a NumPy array, whatever its size; as SciPy's matrices do."""
+        return to_numpy(self.to_matrix())
+
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Answer ``x @ A``, ``np.matmul(A, x)``, ``2 * A``, … by the operators of this class.
 
@@ -621,7 +635,7 @@ class SeparatedMatrix:
 
         Raises `TypeError` for an array of another library than that of the factors.
         """
-        if hasattr(x, "toarray"):
+        if _is_sparse(x):
             x = x.toarray()
         x = as_floating(x, "x")
         factor = self.factors[0]
@@ -725,6 +739,11 @@ def _repeat_terms(factor: Array, s: int, t: int) -> Array:
     xp = namespace(factor)
     sizes = factor.shape[2:]
     return xp.reshape(xp.broadcast_to(factor, (s, t, *sizes)), (s * t, *sizes))
+
+
+def _is_sparse(value: Any) -> bool:
+    """Return whether a value is a sparse matrix of SciPy, or like one."""
+    return hasattr(value, "toarray") and not isinstance(value, SeparatedMatrix)
 
 
 def _is_number(value: Any) -> bool:

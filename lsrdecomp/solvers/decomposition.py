@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp import markup
 from lsrdecomp.arrays import Array, is_complex, to_numpy
+from lsrdecomp.errors import CheckpointError
 from lsrdecomp.formats.number_formats import storage_format
+from lsrdecomp.kronecker.files import read_figures, read_terms, write_terms
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import PRECISIONS, unit_roundoff
-from lsrdecomp.solvers.base import ErrorKind, Status, Sweep
+from lsrdecomp.solvers.base import ErrorKind, Event, Status, Sweep
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,7 +45,10 @@ class Decomposition(SeparatedMatrix):
         known.
     gap_kind : ErrorKind
     stored : StoredMatrix, optional
-        The number formats and codes that are written, where a budget was given.
+        The number formats and codes that are written, where a budget was given; None in what `load`
+        returns.
+    stored_bytes : int, optional
+        Bytes of ``stored``, kept by `save`.
 
     Examples
     --------
@@ -64,6 +73,7 @@ class Decomposition(SeparatedMatrix):
     optimality_gap: float | None = None
     gap_kind: ErrorKind = ErrorKind.estimated
     stored: Any = None  # a `StoredMatrix`
+    stored_bytes: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", self.approximation.weights)
@@ -79,6 +89,8 @@ class Decomposition(SeparatedMatrix):
         """Bytes of the factors as stored; of a budget's mixed formats with their scales."""
         if self.stored is not None:
             return int(self.stored.bytes)
+        if self.stored_bytes is not None:
+            return self.stored_bytes
         parts = 2 if is_complex(self.factors[0]) else 1
         bits = parts * self.parameters * storage_format(self.storage).bits
         return -(-bits // 8)
@@ -148,6 +160,82 @@ class Decomposition(SeparatedMatrix):
             if is_coarser and sweep.condition * unit_roundoff(name) <= sweep.relative_error:
                 return name
         return None
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        provenance: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """Write weights, factors and figures to one safetensors file, whole or not at all.
+
+        `SeparatedMatrix.load` reads it as well, without the figures. Parameters and errors are
+        those of `SeparatedMatrix.save`.
+        """
+        path = Path(path)
+        figures = {
+            "relative_error": self.relative_error,
+            "status": self.status.name,
+            "storage": self.storage,
+            "target_norm": self.target_norm,
+            "error_kind": self.error_kind.name,
+            "optimality_gap": self.optimality_gap,
+            "gap_kind": self.gap_kind.name,
+            "sweeps": [{**asdict(sweep), "event": sweep.event.name} for sweep in self.sweeps],
+            "stored_bytes": self.bytes if self.stored is not None else self.stored_bytes,
+        }
+        write_terms(
+            path,
+            self.weights,
+            self.factors,
+            provenance=provenance,
+            overwrite=overwrite,
+            figures=figures,
+        )
+        return path
+
+    @staticmethod
+    def load(path: str | Path) -> Decomposition:
+        """Read a file of `save`: the same terms, bit for bit, as NumPy arrays, and the figures.
+
+        Raises
+        ------
+        CheckpointError
+            If the file is missing, damaged, or holds a matrix without figures.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> import numpy as np
+        >>> import lsrdecomp as lsr
+        >>> result = lsr.decompose(np.kron(np.eye(4), np.ones((3, 3))), "4x4, 3x3", rank=1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     again = lsr.solvers.Decomposition.load(result.save(f"{folder}/result.safetensors"))
+        >>> again.status is result.status, again.relative_error == result.relative_error
+        (True, True)
+        """
+        path = Path(path)
+        figures = read_figures(path)
+        terms = read_terms(path)
+        try:
+            return Decomposition(
+                approximation=SeparatedMatrix(*terms),
+                relative_error=float(figures["relative_error"]),
+                status=Status[figures["status"]],
+                storage=str(figures["storage"]),
+                target_norm=float(figures["target_norm"]),
+                error_kind=ErrorKind[figures["error_kind"]],
+                sweeps=tuple(
+                    Sweep(**{**sweep, "event": Event[sweep["event"]]})
+                    for sweep in figures["sweeps"]
+                ),
+                optimality_gap=figures["optimality_gap"],
+                gap_kind=ErrorKind[figures["gap_kind"]],
+                stored_bytes=figures["stored_bytes"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"its figures cannot be read: {error!r}", path=path) from error
 
     def __repr__(self) -> str:
         return f"Decomposition({self.summary})"

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 import lsrdecomp as lsr
+from lsrdecomp import ErrorBudget, SeparatedMatrix
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.errors import CheckpointError, PrecisionError, ShapeError
-from lsrdecomp.kronecker.files import read_provenance
+from lsrdecomp.kronecker.files import read_provenance, write_terms
 from lsrdecomp.testing import kronecker_shapes
 
 KINDS = ("float64", "complex128", "float32")
@@ -442,3 +443,52 @@ def test_the_docstring_is_a_table_of_contents():
     assert public <= words
     chapters = re.findall(r"- \*(\w+)\*:", contents)
     assert chapters == re.findall(r"# --- (\w+) ---", inspect.getsource(lsr.SeparatedMatrix))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"shape": "8x8, 4x4", "rank": 3},
+        {"shape": "4x4, 4x4, 2x2", "rtol": 1e-2},
+        {"shape": "8x8, 4x4", "budget": ErrorBudget(rtol=1e-2)},
+        {"shape": "8x8, 4x4", "rank": 2, "storage": "float16"},
+    ],
+)
+def test_a_saved_decomposition_comes_back_with_its_figures(tmp_path, settings):
+    i = np.arange(32.0)
+    result = lsr.decompose(1.0 / (1.0 + i[:, None] + i[None, :]), **settings)
+    again = lsr.solvers.Decomposition.load(
+        result.save(tmp_path / "r.safetensors", provenance={"n": 1})
+    )
+    names = "relative_error status storage target_norm error_kind optimality_gap gap_kind sweeps"
+    for name in [*names.split(), "bytes", "separation_rank", "summary"]:
+        assert getattr(again, name) == getattr(result, name), name
+    assert np.array_equal(again.toarray(), np.asarray(result))
+    assert read_provenance(tmp_path / "r.safetensors") == {"n": 1}
+    plain = SeparatedMatrix.load(tmp_path / "r.safetensors")
+    assert type(plain) is SeparatedMatrix
+    twice = lsr.solvers.Decomposition.load(again.save(tmp_path / "twice.safetensors"))
+    assert twice.summary == result.summary
+
+
+def test_a_matrix_without_figures_is_no_decomposition(tmp_path, rng):
+    matrix = SeparatedMatrix.from_factors([rng.standard_normal((1, 2, 2))])
+    path = matrix.save(tmp_path / "m.safetensors")
+    with pytest.raises(CheckpointError, match="SeparatedMatrix.load reads it"):
+        lsr.solvers.Decomposition.load(path)
+    result = lsr.decompose(rng.standard_normal((4, 4)), "2x2, 2x2", rank=1)
+    write_terms(
+        path, result.weights, result.factors, provenance=None, overwrite=True, figures={"status": 1}
+    )
+    with pytest.raises(CheckpointError, match="its figures cannot be read"):
+        lsr.solvers.Decomposition.load(path)
+
+
+def test_torch_forms_the_matrix_once(monkeypatch, rng):
+    torch = pytest.importorskip("torch")
+    matrix = SeparatedMatrix.from_factors([rng.standard_normal((2, 3, 4)) for _ in range(2)])
+    monkeypatch.delattr(SeparatedMatrix, "__getitem__")
+    assert np.array_equal(torch.as_tensor(matrix).numpy(), matrix.toarray())
+    assert np.array_equal(np.from_dlpack(matrix), matrix.toarray())
+    other = SeparatedMatrix.from_factors([torch.ones(1, 2, 2), torch.ones(1, 2, 2)])
+    assert torch.equal(torch.as_tensor(other), other.to_matrix())
