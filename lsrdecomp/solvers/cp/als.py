@@ -131,6 +131,7 @@ class ALS(MatrixSolver):
         Returns
         -------
         Solution
+            In the type of the target, or in double precision where ``atol`` is finer than that type.
             ``relative_error`` is measured where ``atol`` is given. ``sweeps`` are the alternating
             sweeps and accepted Newton steps; ``objective`` is ‖M − M̂‖² + αΣλ² for ‖M‖ = 1, of the
             core until it is swept as a whole. ``optimality_gap`` is None: the problem is not
@@ -146,6 +147,8 @@ class ALS(MatrixSolver):
         target, shape, progress = problem.target, problem.shape, problem.progress
         atol = problem.atol
         rearranged = rearranged_tensor(target, shape, self.core.max_spanned_entries)
+        if atol is not None and self._is_below_rounding(rearranged.core, problem):
+            rearranged = rearranged.in_double()
         size = target.norm
         refuse_gradients(rearranged.core, shape)
         progress.max_sweeps = self.max_sweeps
@@ -189,6 +192,11 @@ class ALS(MatrixSolver):
                 error = expansion_error
         status = self._status(error <= atol, approximation, goal, max_terms, progress)
         return Solution(approximation, status, progress.sweeps, relative_error=error / size)
+
+    def _is_below_rounding(self, tensor: Array, problem: MatrixProblem) -> bool:
+        """Return whether terms in the type of a tensor would be rounded by more than the goal."""
+        rounding = self.core.double_margin * unit_roundoff(dtype_name(tensor))
+        return (problem.relative_goal or 0.0) < rounding
 
     def _needs_all_fibres(self, tensor: Array, n_fibres: int, problem: MatrixProblem) -> bool:
         """Return whether the request takes one term for each fibre of a tensor of norm one."""

@@ -38,6 +38,11 @@ class CompressedTensor:
             expanded.append(column if basis is None else basis @ column)
         return tuple(expanded)
 
+    def in_double(self) -> CompressedTensor:
+        """Return the same tensor in float64 or complex128."""
+        bases = tuple(None if basis is None else as_double(basis) for basis in self.bases)
+        return CompressedTensor(as_double(self.core), bases, self.loss)
+
     def to_tensor(self) -> Array:
         """Form core ×_1 U_1 … ×_d U_d."""
         xp = namespace(self.core)

@@ -23,6 +23,9 @@ class CoreOptions:
     negligible_share: float = 1e-3
     # Unit roundoffs of the tensor's type below which a core's loss cannot be told from rounding
     rounding_margin: float = 16.0
+    # Unit roundoffs of the tensor's type below which a tolerance is not one for terms of that type:
+    # they are computed in double precision
+    double_margin: float = 64.0
     # Columns of the random sketch beyond the rank: the usual 5 to 10 of randomised range finders
     oversampling: int = 8
     # A core of 2s directions that loses more of the norm than this holds little of what s terms
