@@ -18,7 +18,11 @@ from lsrdecomp.precision import tolerance
 from lsrdecomp.solvers.base import Status
 from lsrdecomp.solvers.cp.als import ALS
 from lsrdecomp.solvers.cp.hosvd import compress
-from lsrdecomp.solvers.cp.levenberg_marquardt import _NormalEquations, refine
+from lsrdecomp.solvers.cp.levenberg_marquardt import (
+    _curvature_products,
+    _NormalEquations,
+    refine,
+)
 from lsrdecomp.solvers.cp.mttkrp import assemble, products, sweep
 from lsrdecomp.solvers.cp.options import TermGrowthOptions
 from lsrdecomp.solvers.cp.regularized import alternate, storage_ridge
@@ -440,11 +444,30 @@ def test_the_step_by_spans_solves_the_dense_normal_equations(dtype):
     damped = dense + 0.1 * np.diag(np.diag(dense))
     expected = np.linalg.solve(damped, np.concatenate([part.ravel() for part in right]))
 
-    grams = [column.conj().T @ column for column in columns]
-    equations = _NormalEquations.of(tuple(columns), grams, ridge=0.0).damped(0.1)
+    equations = _NormalEquations.of(columns, ridge=0.0).damped(0.1)
     assert equations is not None
-    step = equations.solve(tuple(right))
-    np.testing.assert_allclose(np.concatenate([part.ravel() for part in step]), expected, 1e-9)
+    step = equations.solve(np.concatenate(right))
+    np.testing.assert_allclose(step.ravel(), expected, 1e-9)
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (3, 4, 2), (2, 3, 2, 3)])
+def test_the_second_derivative_of_a_sum_along_a_step_is_that_of_differences(sizes, rng):
+    def drawn():
+        return [rng.standard_normal((p, 2)) + 1j * rng.standard_normal((p, 2)) for p in sizes]
+
+    columns, moves = drawn(), drawn()
+
+    def ahead(h):
+        shifted = [c + h * move for c, move in zip(columns, moves, strict=True)]
+        return assemble(shifted, np.ones(2))
+
+    h = 1e-4
+    differences = (ahead(h) + ahead(-h) - 2.0 * ahead(0.0)) / h**2
+    grams = [column.conj().T @ column for column in columns]
+    for found, expected in zip(
+        _curvature_products(columns, grams, moves), products(differences, columns), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_an_easy_problem_ends_with_two_fits_that_agree():

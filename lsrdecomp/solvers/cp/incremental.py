@@ -12,12 +12,14 @@ import numpy as np
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import Event
 from lsrdecomp.solvers.cp.levenberg_marquardt import n_unknowns, refine
-from lsrdecomp.solvers.cp.mttkrp import products
+from lsrdecomp.solvers.cp.mttkrp import products, sweep
 from lsrdecomp.solvers.cp.options import LevenbergMarquardtOptions, TermGrowthOptions
 from lsrdecomp.solvers.cp.regularized import alternate
 from lsrdecomp.solvers.cp.terms import CPTerms
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lsrdecomp.solvers.progress import SolveProgress
 
 ROUNDING = 16.0 * unit_roundoff("float64")
@@ -182,17 +184,39 @@ class CoreFit:
     def _with_term(self, terms: CPTerms, ridge: float) -> CPTerms:
         """Add the best of a few rank-one fits to the residual, then move all terms by sweeps."""
         residual = self.core - terms.to_tensor()
-        best = self._rank_one_fit(residual, _leading_vectors(residual))
-        for _ in range(self.growth.starts_per_term - 1):
-            trial = self._rank_one_fit(residual, random_terms(self.core, 1, self.rng))
-            if trial.weights[0] > best.weights[0]:
-                best = trial
+        columns, weight = self._rank_one_fit(residual)
         self.progress.mark(Event.new_term)
-        extended = terms.with_term([column[:, 0] for column in best.columns], best.weights)
+        extended = terms.with_term(columns, np.array([weight]))
         return self._swept(extended, ridge, self.sweeps, 1e-4)
 
-    def _rank_one_fit(self, residual: np.ndarray, start: CPTerms) -> CPTerms:
-        return alternate(residual, start, 0.0, sweeps=self.growth.rank_one_steps, rtol=1e-3)
+    def _rank_one_fit(self, residual: np.ndarray) -> tuple[list[np.ndarray], float]:
+        """Return the unit columns (p_i,) and the weight of the best of a few rank-one fits.
+
+        By the higher-order power method, all starts at once: one is a column.
+        """
+        columns: Sequence[np.ndarray] = _leading_vectors(residual)
+        n_random = self.growth.starts_per_term - 1
+        if n_random > 0:
+            random = random_terms(self.core, n_random, self.rng)
+            columns = [np.hstack(pair) for pair in zip(columns, random.columns, strict=True)]
+        weights = np.zeros(1 + n_random)
+
+        def normalized(mode: int, product: np.ndarray) -> np.ndarray:
+            nonlocal weights
+            weights = np.linalg.norm(product, axis=0)
+            is_zero = weights == 0.0  # such a column stays where it is
+            return np.where(is_zero, columns[mode], product / np.where(is_zero, 1.0, weights))
+
+        for _ in range(self.growth.rank_one_steps):
+            previous_weights = weights
+            columns = sweep(residual, columns, normalized)
+            if np.all(weights <= (1.0 + self.growth.rank_one_rtol) * previous_weights):
+                break
+        # Of starts that end at one height a random one: it makes the fits of a symmetric tensor, and
+        # those from other seeds, different.
+        is_best = weights >= (1.0 - self.growth.rank_one_rtol) * weights.max()
+        best = int(np.flatnonzero(is_best)[-1])
+        return [column[:, best] for column in columns], float(weights[best])
 
     def _best_of(self, before: CPTerms, terms: CPTerms, n_fits: int) -> CPTerms:
         """Return the best of ``n_fits`` fits of as many terms as ``terms`` has.
@@ -257,10 +281,10 @@ class CoreFit:
         return self.misfit(terms) ** 2 + self.ridge * float(np.sum(terms.weights**2))
 
 
-def _leading_vectors(residual: np.ndarray) -> CPTerms:
-    """Return the leading left singular vector of every unfolding, as one term."""
+def _leading_vectors(residual: np.ndarray) -> list[np.ndarray]:
+    """Return the leading left singular vector of every unfolding, each of shape (p_i, 1)."""
     columns = []
     for mode in range(residual.ndim):
         unfolded = np.moveaxis(residual, mode, 0).reshape(residual.shape[mode], -1)
         columns.append(np.linalg.eigh(unfolded @ unfolded.conj().T).eigenvectors[:, -1:])
-    return CPTerms(np.ones(1), tuple(columns))
+    return columns

@@ -16,10 +16,7 @@ from lsrdecomp.solvers.cp.terms import CPTerms
 from lsrdecomp.solvers.progress import IterationStep, SolveProgress, iterate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-Columns = tuple[np.ndarray, ...]
-"""One array (p_i, s) for each mode, the terms' weights shared among them."""
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 def n_unknowns(terms: CPTerms) -> int:
@@ -78,38 +75,77 @@ def refine(
     options = options or LevenbergMarquardtOptions()
     if terms.rank == 0 or n_unknowns(terms) > options.max_unknowns:
         return terms
-    start = terms.balanced()
-    steps = _accepted_steps(core, start, ridge, rtol, goal, options)
-    columns, _ = iterate(steps, start, progress, max_steps=iterations)
-    return CPTerms.of(columns)
+    layout = _Layout.of([int(p) for p in core.shape])
+    start = np.concatenate(terms.balanced())
+    steps = _accepted_steps(core, start, layout, ridge, rtol, goal, options)
+    stack, _ = iterate(steps, start, progress, max_steps=iterations)
+    return CPTerms.of(layout.modes(stack))
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The places of the modes in a stack (Σ p_i, s): the columns of all modes, one below another.
+
+    In a stack the weights of the terms are shared among the modes.
+    """
+
+    sizes: tuple[int, ...]  # rows of each mode
+    slices: tuple[slice, ...]
+    starts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> _Layout:
+        """Return that of modes with so many rows."""
+        ends = np.cumsum(sizes).tolist()
+        starts = [0, *ends[:-1]]
+        return cls(tuple(sizes), tuple(map(slice, starts, ends)), tuple(starts))
+
+    def modes(self, stack: np.ndarray) -> list[np.ndarray]:
+        """Return the columns of each mode, shapes (p_i, s)."""
+        return [stack[place] for place in self.slices]
+
+    def squared_lengths(self, stack: np.ndarray) -> np.ndarray:
+        """Return the squared lengths of the columns of each mode, shape (d, s)."""
+        return np.add.reduceat(_squares(stack), self.starts, axis=0)
+
+    def to_rows(self, values: np.ndarray) -> np.ndarray:
+        """Repeat one row of values a mode, shape (d, …), for each row of a stack."""
+        return np.repeat(values, self.sizes, axis=0)
 
 
 def _accepted_steps(
     core: np.ndarray,
-    columns: Columns,
+    stack: np.ndarray,
+    layout: _Layout,
     ridge: float,
     rtol: float,
     goal: float,
     options: LevenbergMarquardtOptions,
-) -> Iterator[IterationStep[Columns]]:
-    residual, objective = _objective(core, columns, ridge)
+) -> Iterator[IterationStep[np.ndarray]]:
+    lengths = layout.squared_lengths(stack)
+    residual, objective = _objective(core, stack, layout, lengths, ridge)
     damping = options.initial_damping
     growth = options.damping_growth
     n_small_gains = 0
     while True:
         # LM 1: Gauss–Newton matrix JᴴJ and gradient at the present columns.
-        grams = [column.conj().T @ column for column in columns]
-        normal = _NormalEquations.of(columns, grams, ridge, options.min_split_unknowns)
-        gradient = _gradient(residual, columns, grams, ridge)
+        columns = layout.modes(stack)
+        normal = _NormalEquations.of(columns, ridge, options.min_split_unknowns)
+        gradient = np.concatenate(products(residual, columns))
+        if ridge > 0.0:
+            gradient -= ridge * stack * layout.to_rows(_of_others(lengths))
         # LM 2: damp JᴴJ until the step, bent along the valley by its second-order part [2]_, lowers
         # the objective.
         for _attempt in range(options.max_refusals):
             damped = normal.damped(damping)
             if damped is not None:
                 step = damped.solve(gradient)
-                second_order = _acceleration(damped, columns, core - residual, step, options)
-                tried = _shifted(_shifted(columns, step), second_order)
-                new_residual, new_objective = _objective(core, tried, ridge)
+                bend = _second_order(damped, columns, normal.grams, step, options)
+                new_stack = stack + step + bend
+                new_lengths = layout.squared_lengths(new_stack)
+                new_residual, new_objective = _objective(
+                    core, new_stack, layout, new_lengths, ridge
+                )
                 if new_objective < objective:
                     break
             damping *= growth
@@ -117,61 +153,64 @@ def _accepted_steps(
         else:
             return
         # LM 3: Nielsen's rule, the damping falls smoothly with the ratio of actual to predicted
-        # gain.
-        predicted = _predicted_gain(step, gradient, damping * normal.diagonals)
-        gain_ratio = (objective - new_objective) / max(predicted, 1e-300)
+        # gain. A full Gauss–Newton step meets next to no resistance of the damping.
+        resistance = damping * float(np.vdot(layout.to_rows(normal.diagonals), _squares(step)))
+        slope = float(np.vdot(step, gradient).real)
+        gain = objective - new_objective
+        gain_ratio = gain / max(slope + resistance, 1e-300)
         damping *= max(options.min_damping_factor, 1.0 - (2.0 * gain_ratio - 1.0) ** 3)
         growth = options.damping_growth
-        # LM 4: enough small gains in a row end the search.
-        if objective - new_objective <= rtol * objective:
-            n_small_gains += 1
-        else:
+        # LM 4: one small gain of a full step ends the search, or enough small gains in a row.
+        if gain > rtol * objective:
             n_small_gains = 0
+        elif resistance <= options.full_step_share * slope:
+            n_small_gains = options.patience
+        else:
+            n_small_gains += 1
         # LM 5: share λ_k equally among the modes again, where all modes are alike to a step.
-        renewed = CPTerms.of(tried)
-        columns = renewed.balanced()
+        weights = np.sqrt(np.prod(new_lengths, axis=0))
+        lengths = np.broadcast_to(weights ** (2.0 / core.ndim), new_lengths.shape)
+        scales = np.sqrt(lengths / np.where(new_lengths > 0.0, new_lengths, 1.0))
+        stack = new_stack * layout.to_rows(scales)
         residual = new_residual
         objective = new_objective
-        misfit = float(np.linalg.norm(residual))
-        condition = renewed.condition(math.sqrt(max(1.0 - misfit**2, 1e-300)))
-        converged = n_small_gains == options.patience or misfit <= goal
-        yield IterationStep(columns, misfit, condition, objective, converged)
+        misfit = _norm(residual)
+        condition = _norm(weights) / math.sqrt(max(1.0 - misfit**2, 1e-300))
+        converged = n_small_gains >= options.patience or misfit <= goal
+        yield IterationStep(stack, misfit, condition, objective, converged)
 
 
-def _objective(core: np.ndarray, columns: Columns, ridge: float) -> tuple[np.ndarray, float]:
-    """Return the residual, and ‖T − Σ‖² + α Σλ²."""
-    residual = core - assemble(columns, np.ones(columns[0].shape[1]))
-    penalty = ridge * float(np.sum(_squared_weights(columns)))
-    return residual, float(np.linalg.norm(residual)) ** 2 + penalty
+def _objective(
+    core: np.ndarray, stack: np.ndarray, layout: _Layout, lengths: np.ndarray, ridge: float
+) -> tuple[np.ndarray, float]:
+    """Return the residual, and ‖T − Σ‖² + α Σλ², given the squared lengths of the columns."""
+    residual = core - assemble(layout.modes(stack), np.ones(stack.shape[1]))
+    squared_weights = np.prod(lengths, axis=0)
+    return residual, _norm(residual) ** 2 + ridge * float(squared_weights.sum())
 
 
-def _squared_weights(columns: Columns) -> np.ndarray:
-    """Return λ_k², from columns of any length."""
-    return _product(np.sum(np.abs(column) ** 2, axis=0) for column in columns)
+def _norm(array: np.ndarray) -> float:
+    """Return the Frobenius norm of numbers that are no larger than about one."""
+    return math.sqrt(float(np.vdot(array, array).real))
+
+
+def _squares(array: np.ndarray) -> np.ndarray:
+    """Return |x|² of each entry."""
+    if np.iscomplexobj(array):
+        return array.real**2 + array.imag**2
+    return array**2
 
 
 def _product(arrays: Iterable[np.ndarray]) -> np.ndarray:
     return reduce(np.multiply, arrays, np.ones(()))
 
 
-def _gradient(
-    residual: np.ndarray, columns: Columns, grams: list[np.ndarray], ridge: float
-) -> Columns:
-    """Return −½ of the gradient of the objective."""
-    squares = [np.real(np.diag(gram)) for gram in grams]
-    parts = []
-    for mode, product in enumerate(products(residual, columns)):
-        others = _product(square for m, square in enumerate(squares) if m != mode)
-        parts.append(product - ridge * columns[mode] * others)
-    return tuple(parts)
-
-
-def _predicted_gain(step: Columns, gradient: Columns, damping: np.ndarray) -> float:
-    """Return the fall of the objective in the damped quadratic model."""
-    gain = 0.0
-    for move, slope, diagonal in zip(step, gradient, damping, strict=True):
-        gain += float(np.real(np.vdot(move, diagonal * move + slope)))
-    return gain
+def _of_others(values: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+    """Return for each mode the entrywise product of the values of all other modes."""
+    n_modes = len(values)
+    return np.array(
+        [_product(values[m] for m in range(n_modes) if m != mode) for mode in range(n_modes)]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,45 +222,46 @@ class _NormalEquations:
     are Qᴴ·step, s × s a mode, and JᴴJ is that of R in place of A.
     """
 
+    layout: _Layout  # of a step
+    grams: tuple[np.ndarray, ...]  # AᴴA of each mode
     bases: tuple[np.ndarray | None, ...]  # Q (p_i, s); None where the columns span the whole mode
-    blocks: tuple[np.ndarray, ...]  # (s, s), of each row within a mode
-    n_rows: tuple[int, ...]  # of each mode inside
-    inside: np.ndarray  # upper triangle, unknowns ordered (mode, row, term)
+    blocks: np.ndarray  # (d, s, s), of each row within a mode
+    inside_layout: _Layout  # of the rows inside
+    inside: np.ndarray  # lower triangle, unknowns ordered (mode, row, term), columns contiguous
     diagonals: np.ndarray  # (d, s), of JᴴJ, alike in all rows of a mode; none is zero
 
     @classmethod
     def of(
-        cls, columns: Columns, grams: list[np.ndarray], ridge: float, min_split_unknowns: int = 0
+        cls, columns: Sequence[np.ndarray], ridge: float, min_split_unknowns: int = 0
     ) -> _NormalEquations:
-        """Form them at columns with these Gram matrices, for the penalty α = ``ridge``.
+        """Form them at columns (p_i, s) for the penalty α = ``ridge``.
 
         Fewer unknowns than ``min_split_unknowns`` are all taken as inside.
         """
         s = columns[0].shape[1]
+        grams = tuple(column.conj().T @ column for column in columns)
         coupling = np.ones((s, s)) + ridge * np.eye(s)
         # Normal 1: the same s × s block for each row of a mode.
-        blocks = []
-        for mode in range(len(columns)):
-            others = _product(gram for m, gram in enumerate(grams) if m != mode)
-            blocks.append(coupling * others)
-        diagonals = np.array([np.real(np.diag(block)) for block in blocks])
+        blocks = coupling * _of_others(grams)
+        diagonals = np.real(np.diagonal(blocks, axis1=1, axis2=2))
         # Normal 2: R of the modes that are longer than there are terms, the others as they are.
         is_split = sum(column.size for column in columns) >= min_split_unknowns
         bases: list[np.ndarray | None] = []
         inner = []
         for column in columns:
+            basis = None
             if is_split and column.shape[0] > s:
-                basis, triangle = np.linalg.qr(column)
-                bases.append(basis)
-                inner.append(triangle)
-            else:
-                bases.append(None)
-                inner.append(column)
+                basis, column = np.linalg.qr(column)
+            bases.append(basis)
+            inner.append(column)
+        inside_layout = _Layout.of([column.shape[0] for column in inner])
         return cls(
+            layout=_Layout.of([column.shape[0] for column in columns]),
+            grams=grams,
             bases=tuple(bases),
-            blocks=tuple(blocks),
-            n_rows=tuple(int(column.shape[0]) for column in inner),
-            inside=_normal_matrix(inner, grams, blocks, coupling),
+            blocks=blocks,
+            inside_layout=inside_layout,
+            inside=_normal_matrix(inner, inside_layout, grams, blocks, coupling),
             diagonals=np.maximum(diagonals, 1e-12 * diagonals.max()),
         )
 
@@ -233,128 +273,135 @@ class _NormalEquations:
         for basis, block, diagonal in zip(self.bases, self.blocks, added, strict=True):
             factor = None
             if basis is not None:
-                factor = _cholesky(block + np.diag(diagonal))
+                factor = _cholesky(np.tril(block + np.diag(diagonal)))
                 if factor is None:
                     return None
             outside.append(factor)
         # Damped 2: one factor of all unknowns inside.
-        of_rows = []
-        for n_rows, diagonal in zip(self.n_rows, added, strict=True):
-            of_rows.append(np.tile(diagonal, n_rows))
-        inside = self.inside.copy()
-        inside[np.diag_indices_from(inside)] += np.concatenate(of_rows)
+        inside = self.inside.copy(order="K")
+        inside[np.diag_indices_from(inside)] += self.inside_layout.to_rows(added).ravel()
         factor = _cholesky(inside)
-        return None if factor is None else _DampedEquations(self.bases, tuple(outside), factor)
+        if factor is None:
+            return None
+        return _DampedEquations(self.layout, self.bases, tuple(outside), factor)
 
 
 @dataclass(frozen=True, slots=True)
 class _DampedEquations:
     """Cholesky factors of `_NormalEquations` with a damping."""
 
+    layout: _Layout
     bases: tuple[np.ndarray | None, ...]
     outside: tuple[np.ndarray | None, ...]  # (s, s); None where nothing is outside
     inside: np.ndarray
 
-    def solve(self, right: Columns) -> Columns:
-        """Return the columns whose products with the damped JᴴJ are those on the right."""
+    def solve(self, right: np.ndarray) -> np.ndarray:
+        """Return the stack whose product with the damped JᴴJ is the stack on the right."""
+        if all(basis is None for basis in self.bases):
+            return _solve(self.inside, right.ravel()).reshape(right.shape)
         # Solve 1: inside the spans, all modes together.
+        parts = self.layout.modes(right)
         coordinates = []
-        for part, basis in zip(right, self.bases, strict=True):
+        for part, basis in zip(parts, self.bases, strict=True):
             coordinates.append(part if basis is None else basis.conj().T @ part)
-        flat = np.concatenate([part.ravel() for part in coordinates])
-        solved = _split(_solve(self.inside, flat), coordinates)
+        joined = np.concatenate(coordinates)
+        solved = _solve(self.inside, joined.ravel()).reshape(joined.shape)
+        inside = _Layout.of([len(coordinate) for coordinate in coordinates]).modes(solved)
         # Solve 2: outside them, mode by mode.
         columns = []
-        modes = zip(right, self.bases, self.outside, coordinates, solved, strict=True)
+        modes = zip(parts, self.bases, self.outside, coordinates, inside, strict=True)
         for part, basis, factor, coordinate, inner in modes:
             if basis is None or factor is None:
                 columns.append(inner)
                 continue
             remainder = part - basis @ coordinate
             columns.append(basis @ inner + _solve(factor, remainder.T).T)
-        return tuple(columns)
+        return np.concatenate(columns)
 
 
 def _normal_matrix(
     columns: list[np.ndarray],
-    grams: list[np.ndarray],
-    blocks: list[np.ndarray],
+    layout: _Layout,
+    grams: Sequence[np.ndarray],
+    blocks: np.ndarray,
     coupling: np.ndarray,
 ) -> np.ndarray:
-    """Form the upper triangle of JᴴJ with unknowns ordered (mode, row, term)."""
+    """Form the lower triangle of JᴴJ with unknowns ordered (mode, row, term), as LAPACK reads it.
+
+    That is the upper triangle of its conjugate, row by row.
+    """
     d = len(columns)
     s = columns[0].shape[1]
-    offsets = np.cumsum([0] + [column.size for column in columns])
-    normal = np.zeros((offsets[-1], offsets[-1]), dtype=columns[0].dtype)
+    n_rows = sum(layout.sizes)
+    normal = np.zeros((n_rows, s, n_rows, s), dtype=columns[0].dtype)
+    # Matrix 1: within a mode, the same s × s block for each row.
+    rows = np.arange(n_rows)
+    normal[rows, :, rows, :] = layout.to_rows(blocks.conj())
+    # Matrix 2: between two modes.
     for i in range(d):
-        p = columns[i].shape[0]
-        of_mode = slice(offsets[i], offsets[i + 1])
-        # Within a mode: the same s × s block for each row.
-        rows = normal[of_mode, of_mode].reshape(p, s, p, s)
-        rows[np.arange(p), :, np.arange(p), :] = blocks[i]
-        # Between two modes.
         for j in range(i + 1, d):
-            shared = coupling * _product(gram for m, gram in enumerate(grams) if m not in (i, j))
-            left = columns[i][:, None, :] * shared  # (a, k, l)
-            block = left[:, :, None, :] * columns[j].conj().T[:, :, None]  # (a, k, b, l)
-            normal[of_mode, offsets[j] : offsets[j + 1]] = block.reshape(p * s, -1)
-    return normal
+            shared = coupling * _product(grams[m] for m in range(d) if m not in (i, j))
+            left = (columns[i][:, None, :] * shared).conj()  # (a, k, l)
+            right = columns[j].T  # (k, b)
+            between = normal[layout.slices[i], :, layout.slices[j], :]
+            np.multiply(left[:, :, None, :], right[:, :, None], out=between)
+    return normal.reshape(n_rows * s, n_rows * s).T
 
 
 def _cholesky(matrix: np.ndarray) -> np.ndarray | None:
-    """Return the upper Cholesky factor of a matrix given by its upper triangle, None without one.
+    """Return the lower Cholesky factor of a matrix given by its lower triangle, None without one.
 
-    By LAPACK itself: on cores of a few dozen unknowns the checks of cho_factor and cho_solve take
-    longer than the work.
+    In place where its columns are contiguous. By LAPACK itself: on cores of a few dozen unknowns
+    the checks of cho_factor and cho_solve take longer than the work.
     """
     potrf = lapack.zpotrf if np.iscomplexobj(matrix) else lapack.dpotrf
-    factor, failed = potrf(matrix, lower=False, clean=False)
+    factor, failed = potrf(matrix, lower=True, clean=False, overwrite_a=True)
     return None if failed else factor
 
 
 def _solve(factor: np.ndarray, right: np.ndarray) -> np.ndarray:
     potrs = lapack.zpotrs if np.iscomplexobj(factor) else lapack.dpotrs
-    return np.asarray(potrs(factor, right, lower=False)[0])
+    return np.asarray(potrs(factor, right, lower=True)[0])
 
 
-def _split(flat: np.ndarray, like: list[np.ndarray]) -> list[np.ndarray]:
-    """Cut a vector of all modes in a row into arrays of these shapes."""
-    parts = []
-    start = 0
-    for array in like:
-        parts.append(flat[start : start + array.size].reshape(array.shape))
-        start += array.size
-    return parts
-
-
-def _shifted(columns: Columns, step: Columns, length: float = 1.0) -> Columns:
-    """Add a step, times a length, to the columns."""
-    return tuple(column + length * move for column, move in zip(columns, step, strict=True))
-
-
-def _acceleration(
+def _second_order(
     damped: _DampedEquations,
-    columns: Columns,
-    here: np.ndarray,
-    step: Columns,
+    columns: Sequence[np.ndarray],
+    grams: Sequence[np.ndarray],
+    step: np.ndarray,
     options: LevenbergMarquardtOptions,
-) -> Columns:
-    """Return the second-order part of the step, −½(JᴴJ + damping)⁻¹Jᴴr″ [2]_.
+) -> np.ndarray:
+    """Return the second-order part of a step, −½(JᴴJ + damping)⁻¹Jᴴr″ [2]_.
 
-    Cancelling terms lie in a curved valley, along which it bends the step. ``here`` is the sum.
+    Cancelling terms lie in a curved valley, along which it bends the step.
     """
-    h = options.difference_length
-    ones = np.ones(columns[0].shape[1])
-    ahead = assemble(_shifted(columns, step, h), ones)
-    behind = assemble(_shifted(columns, step, -h), ones)
-    curvature = (ahead + behind - 2.0 * here) / h**2
-    second_order = damped.solve(products(curvature, columns))
-    limit = options.max_acceleration * _length(step)
-    length = max(0.5 * _length(second_order), 1e-300)
-    scale = -0.5 * min(1.0, limit / length)
-    return tuple(scale * part for part in second_order)
+    moves = damped.layout.modes(step)
+    bend = -0.5 * damped.solve(np.concatenate(_curvature_products(columns, grams, moves)))
+    length = _norm(bend)
+    limit = options.max_acceleration * _norm(step)
+    return bend if length <= limit else bend * (limit / length)
 
 
-def _length(columns: Columns) -> float:
-    """Return the norm of all columns together."""
-    return math.hypot(*(float(np.linalg.norm(column)) for column in columns))
+def _curvature_products(
+    columns: Sequence[np.ndarray], grams: Sequence[np.ndarray], moves: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """Return Jᴴr″, r″ the second derivative of the sum along the moves, shapes (p_i, s).
+
+    The sum at A + τV is a polynomial in τ. Its products with the columns of all modes but one are
+    (A_m + τV_m) Π (B_n + τC_n) over the other modes n, entry by entry, of the s × s matrices
+    B = AᵀĀ and C = VᵀĀ; τ² has half of the second derivative.
+    """
+    crossed = [move.T @ column.conj() for column, move in zip(columns, moves, strict=True)]
+    twice = []
+    for mode, (column, move) in enumerate(zip(columns, moves, strict=True)):
+        constant: np.ndarray = np.ones(())
+        linear: np.ndarray = np.zeros(())
+        square: np.ndarray = np.zeros(())
+        for n, (gram, cross) in enumerate(zip(grams, crossed, strict=True)):
+            if n == mode:
+                continue
+            square = square * gram.T + linear * cross
+            linear = linear * gram.T + constant * cross
+            constant = constant * gram.T
+        twice.append(2.0 * (move @ linear + column @ square))
+    return twice

@@ -50,6 +50,9 @@ class TermGrowthOptions:
     starts_per_term: int = 3
     # Alternating steps of each of these fits; the term is moved with all others afterwards
     rank_one_steps: int = 12
+    # They end where none of them raises the weight of its term by more than this share; weights
+    # that differ by less are alike
+    rank_one_rtol: float = 2e-3
     # While terms are being added γ is held so low that the penalty is about this share of the error
     guide_share: float = 0.1
     # From that guiding penalty to the requested one α falls by this factor at a time
@@ -94,8 +97,10 @@ class LevenbergMarquardtOptions:
     min_damping_factor: float = 1.0 / 5.0
     # Refusals after which the search ends. By hand.
     max_refusals: int = 12
-    # Steps in a row that gain little before it ends: one short step may be the damping's doing
+    # Steps in a row that gain little before it ends: one short step may be the damping's doing.
+    # After a step of which the damping holds back less than this share, one is enough. By hand.
     patience: int = 3
+    full_step_share: float = 0.1
     # Length of the finite difference along the step for its second-order part, and the largest
     # ratio of that part to the step. By hand; the GNU Scientific Library takes 0.02 and 0.75.
     difference_length: float = 0.1
