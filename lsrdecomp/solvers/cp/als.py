@@ -131,7 +131,7 @@ class ALS(MatrixSolver):
         Returns
         -------
         Solution
-            In the type of the target, or in double precision where ``atol`` is finer than that type.
+            In the type of the target, or in double precision where ``atol`` is finer than it.
             ``relative_error`` is measured where ``atol`` is given. ``sweeps`` are the alternating
             sweeps and accepted Newton steps; ``objective`` is ‖M − M̂‖² + αΣλ² for ‖M‖ = 1, of the
             core until it is swept as a whole. ``optimality_gap`` is None: the problem is not

@@ -204,15 +204,16 @@ class CoreFit:
         def normalized(mode: int, product: np.ndarray) -> np.ndarray:
             nonlocal weights
             weights = np.linalg.norm(product, axis=0)
-            is_zero = weights == 0.0  # such a column stays where it is
-            return np.where(is_zero, columns[mode], product / np.where(is_zero, 1.0, weights))
+            # A start that the residual does not see stays where it is.
+            is_seen = weights > 0.0
+            return np.where(is_seen, product / np.where(is_seen, weights, 1.0), columns[mode])
 
         for _ in range(self.growth.rank_one_steps):
             previous_weights = weights
             columns = sweep(residual, columns, normalized)
             if np.all(weights <= (1.0 + self.growth.rank_one_rtol) * previous_weights):
                 break
-        # Of starts that end at one height a random one: it makes the fits of a symmetric tensor, and
+        # Of starts that end alike a random one: it makes the fits of a symmetric tensor, and
         # those from other seeds, different.
         is_best = weights >= (1.0 - self.growth.rank_one_rtol) * weights.max()
         best = int(np.flatnonzero(is_best)[-1])
