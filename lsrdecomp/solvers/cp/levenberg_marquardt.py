@@ -196,9 +196,10 @@ def _norm(array: np.ndarray) -> float:
 
 def _squares(array: np.ndarray) -> np.ndarray:
     """Return |x|² of each entry."""
+    squares: np.ndarray = array.real**2
     if np.iscomplexobj(array):
-        return array.real**2 + array.imag**2
-    return array**2
+        squares += array.imag**2
+    return squares
 
 
 def _product(arrays: Iterable[np.ndarray]) -> np.ndarray:
