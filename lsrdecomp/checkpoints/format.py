@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lsrdecomp._ordering import natural_key
 from lsrdecomp.checkpoints.files import read_json, regular_file_size
+from lsrdecomp.checkpoints.gguf_files import read_gguf
 from lsrdecomp.checkpoints.npz import read_npz
 from lsrdecomp.checkpoints.pickles import read_pickle
 from lsrdecomp.checkpoints.records import Checkpoint, Layer, rank_notes
@@ -182,6 +183,9 @@ def _read_bundle(
         return Bundle(path, weights, header.tensors, header.metadata, config)
     if regular_file_size(weights) == 0:
         raise CheckpointError("the file is empty", path=weights)
+    if weights.suffix == ".gguf":
+        tensors, metadata = read_gguf(weights)
+        return Bundle(path, weights, tensors, metadata, config)
     if weights.suffix == ".npz":
         return Bundle(path, weights, read_npz(weights), {}, config)
     return Bundle(path, weights, read_pickle(weights, max_memory), {}, config)

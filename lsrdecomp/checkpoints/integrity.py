@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lsrdecomp.checkpoints.digests import ContentDigests, changed_fields, field_digests
 from lsrdecomp.checkpoints.files import SUMS, changed_files, listed_files, read_json, sums_text
 from lsrdecomp.checkpoints.format import BESIDE_CONFIG, CONFIG
+from lsrdecomp.checkpoints.gguf_files import gguf_digests, read_gguf
 from lsrdecomp.checkpoints.provenance import (
     CARD,
     KEY,
@@ -95,7 +96,12 @@ def check_integrity(adapter: Checkpoint) -> Integrity:
     in_header = ContentDigests.read(adapter.metadata)
     contradicts_header = False
     if in_header is not None:
-        current = file_digests(weights, config)
+        if adapter.format == "gguf":
+            tensors, metadata = read_gguf(weights)
+            numbers = {name: tensor.read() for name, tensor in tensors.items()}
+            current = gguf_digests(numbers, metadata)
+        else:
+            current = file_digests(weights, config)
         contradicts_header = current.tensors != in_header.tensors
         if contradicts_header:
             changed.append(weights.name)

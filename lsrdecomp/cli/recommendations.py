@@ -37,6 +37,8 @@ def next_command(checkpoint: Checkpoint, output: Path, alpha: float | None) -> s
         out = quoted(f"{output}.safetensors" if to == "kohya" else f"{output}-lora")
         return f"As a plain LoRA:\n  lsrdecomp export {quoted(output)} --to {to} --out {out}"
     out = quoted(f"{output}-{checkpoint.format}" if is_directory else f"{output}.safetensors")
+    if checkpoint.format == "gguf":
+        out = quoted(f"{output}.gguf")
     command = f"lsrdecomp export {quoted(output)} --to same --like {quoted(checkpoint.weights)}"
     if alpha is not None:
         command += f" --alpha {alpha:g}"

@@ -39,7 +39,7 @@ def lora_files(folder: Path) -> list[Path]:
 
 def names_file(out: Path | None) -> bool:
     """Return whether an output asks by its ending for one LoRA file."""
-    return out is not None and out.suffix.lower() == ".safetensors"
+    return out is not None and out.suffix.lower() in (".safetensors", ".gguf")
 
 
 def resize(
@@ -148,9 +148,13 @@ def _show_written(cut: Truncation, path: Path, json: Path | None) -> float:
     """Say what was written, and return what rounding adds to its relative error at most."""
     from lsrdecomp.checkpoints.tensors import read_header
 
-    record = loads(read_header(path).metadata["lsrdecomp"])
-    kept = (1.0 - cut.relative_error**2) ** 0.5
-    rounding: float = float(record["rounding"]) / float(record["norm"]) * kept
+    if path.suffix == ".gguf":  # whose header has no record: it is measured
+        written = compression.verify(cut.source, checkpoints.open_checkpoint(path))
+        rounding = abs(written.relative_error - cut.relative_error)
+    else:
+        record = loads(read_header(path).metadata["lsrdecomp"])
+        kept = (1.0 - cut.relative_error**2) ** 0.5
+        rounding = float(record["rounding"]) / float(record["norm"]) * kept
     rounding_text = f", which rounding moves by {rounding:.1g} at most" if rounding else ""
     dropped = sum(rank == 0 for rank in cut.ranks)
     tables.show(

@@ -136,6 +136,9 @@ def export_lora(
     if names:
         record["renamed"] = {new: old for old, new in names.items()}
     # 3. Write the format.
+    if to == "same" and (like or checkpoint).format == "gguf":
+        to = "gguf"
+        base = base or (like or checkpoint).weights
     content: dict[str, Any] = {"layers": layers, "extras": extras, "force": force}
     if to == "gguf":
         gguf_base = _gguf_base(checkpoint, base)
@@ -181,6 +184,8 @@ def _gguf_storage(storage: str | None) -> str:
 
 def _gguf_base(checkpoint: Checkpoint, base: str | Path | None) -> GgufBase:
     """Return the base whose names a GGUF file needs: as given, or as the adapter's config names."""
+    if base is None and checkpoint.format == "gguf":
+        base = checkpoint.weights
     named = checkpoint.config.get("base_model_name_or_path")
     if base is None and isinstance(named, str) and (Path(named) / "config.json").is_file():
         base = named

@@ -15,6 +15,7 @@ from typing import Any
 from lsrdecomp.checkpoints import CONFIG, open_checkpoint
 from lsrdecomp.checkpoints.files import changed_files
 from lsrdecomp.checkpoints.format import BESIDE_CONFIG, WEIGHT_SUFFIXES
+from lsrdecomp.checkpoints.gguf_files import is_gguf_adapter
 from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.checkpoints.writing import remove_leftovers
@@ -80,7 +81,11 @@ def find_adapters(folder: Path) -> list[str]:
     for directory, _, files in os.walk(folder):
         place = Path(directory).relative_to(folder)
         if not _is_hidden(place):
-            found += _adapters_of(place, [name for name in files if not name.startswith(".")])
+            visible = [name for name in files if not name.startswith(".")]
+            found += _adapters_of(place, visible)
+            for name in visible:
+                if name.endswith(".gguf") and is_gguf_adapter(Path(directory, name)):
+                    found.append(place / name)
     return sorted(path.as_posix() for path in found if path != Path())
 
 

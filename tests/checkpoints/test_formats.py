@@ -707,7 +707,7 @@ def put(folder: Path, form: str, more: dict[str, tuple[int, ...]] | None = None)
 
 
 def test_every_format_of_the_table_has_a_file_and_the_signature_of_the_protocol() -> None:
-    assert sorted(form.name for form in FORMATS) == sorted(["lsr", *FILES])
+    assert sorted(form.name for form in FORMATS) == sorted(["lsr", "gguf", *FILES])
     for form in FORMATS:
         for method in ("matches", "read"):
             own = inspect.signature(getattr(form, method)).parameters.values()
@@ -751,7 +751,7 @@ def test_a_file_of_no_format_is_told_which_are_read(tmp_path: Path) -> None:
     save_file({"weight": normal(2, 2)}, tmp_path / "x.safetensors")
     with pytest.raises(
         CheckpointError,
-        match="it holds 'weight'; read are peft-loha, peft-lokr, mlx, mlx-vlm, peft-lora",
+        match="it holds 'weight'; read are gguf, peft-loha, peft-lokr, mlx, mlx-vlm, peft-lora",
     ):
         open_checkpoint(tmp_path)
 

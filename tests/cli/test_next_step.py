@@ -81,7 +81,10 @@ def test_a_lora_comes_back_as_it_was_by_the_command_shown(form, tmp_path):
         assert back.format == "kohya"
         return
     assert (back.format, back.layers[0].dtype) == (source.format, "float16")
-    before, after = load_file(source.weights), load_file(back.weights)
+    # mlx-lm saves archives no more: such an adapter comes back as it saves them now.
+    is_archive = source.weights.suffix == ".npz"
+    before = dict(np.load(source.weights)) if is_archive else load_file(source.weights)
+    after = load_file(back.weights)
     assert after.keys() == before.keys()
     assert {key: array.dtype for key, array in after.items()} == {
         key: array.dtype for key, array in before.items()

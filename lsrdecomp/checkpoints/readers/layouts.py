@@ -31,6 +31,8 @@ from lsrdecomp.checkpoints.format import (
     require_roles,
     scalar,
 )
+from lsrdecomp.checkpoints.gguf_files import ALPHA as GGUF_ALPHA
+from lsrdecomp.checkpoints.gguf_files import ARCHITECTURE
 from lsrdecomp.checkpoints.readers.lycoris import (
     HADA_PARTS,
     LOKR_PARTS,
@@ -52,6 +54,7 @@ PROCESSOR = "_lora."
 KOHYA_DOWN = ".lora_down.weight"
 UNET_NAMES = {"to_out": "to_out.0"}
 TEXT_NAMES = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
+GGUF = "gguf"
 MLX_VLM = "mlx-vlm"
 MLX_TYPES = {
     "full": "holds whole weights and no update",
@@ -114,6 +117,9 @@ class Layout:
 
         LoRA takes every PEFT config that no other layout takes, and refuses it with a reason.
         """
+        is_gguf = ARCHITECTURE in bundle.metadata
+        if is_gguf or self.name == GGUF:
+            return is_gguf and self.name == GGUF
         has_config = bundle.config is not None
         peft_type = bundle.config.get("peft_type") if bundle.config is not None else None
         if self.peft_type == "LORA":
@@ -171,6 +177,9 @@ class Layout:
         if self.scaled_outside:
             # Without alpha the file is refused, once the ranks to name are known.
             return lambda _, rank: 1.0 if alpha is None else alpha / rank
+        if self.name == GGUF:
+            gguf_alpha = float(bundle.metadata.get(GGUF_ALPHA, 0.0))
+            return lambda _, rank: gguf_alpha / rank if gguf_alpha else 1.0
         by_component = _header_scales(bundle)
 
         def scale_of(name: str, rank: int) -> float:
@@ -241,6 +250,8 @@ DIFFUSERS = Layout(
     ALPHA,
 )
 LAYOUTS = (
+    # Told by its header.
+    Layout(GGUF, pair_parts((".weight.lora_a", ".weight.lora_b"))),
     # With a config, told by its peft_type, which mlx-lm's has not. LoRA takes every type that is
     # left, and refuses by name what is not LoRA.
     Layout("peft-loha", HADA_PARTS, peft_type="LOHA"),
@@ -295,6 +306,13 @@ def pair_layer(
         _refuse_merged(name, up, down)
     if down.name.endswith(EMBEDDING_DOWN) or (transposed and name.endswith(MLX_EMBEDDINGS)):
         layer_type = "embedding"
+    if name == "token_embd" and down.name.endswith(".weight.lora_a"):
+        raise UnsupportedError(
+            "an embedding, whose halves llama.cpp stores the other way round; not read: convert "
+            "the adapter that the file was made from",
+            path=down.path,
+            tensor=down.name,
+        )
     layer = low_rank_layer(name, up, down, 1.0, layer_type=layer_type)
     if "alpha" not in roles:
         return replace(layer, scale=scale_of(name, layer.rank))

@@ -15,11 +15,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lsrdecomp.checkpoints.config import Config
+from lsrdecomp.checkpoints.digests import HEADER_KEY
 from lsrdecomp.checkpoints.files import read_json
+from lsrdecomp.checkpoints.gguf_files import (
+    ADAPTER_TYPE,
+    ALPHA,
+    ARCHITECTURE,
+    GGUF_NAME,
+    gguf_digests,
+)
+from lsrdecomp.checkpoints.gguf_files import import_gguf as import_gguf
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor, cast
 from lsrdecomp.checkpoints.writers.pair_writer import check_pair
 from lsrdecomp.checkpoints.writing import new_file
-from lsrdecomp.errors import CheckpointError, LsrError, UnsupportedError
+from lsrdecomp.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -102,7 +111,7 @@ class GgufBase:
 
     def name_of(self, name: str) -> str:
         """Return the GGUF name of a module; `UnsupportedError` for one that this base has not."""
-        tensor = self.find(name)
+        tensor = name if GGUF_NAME.fullmatch(name) else self.find(name)
         if tensor is not None and (not self.shapes or tensor in self.shapes):
             return tensor
         would_be = "" if tensor is None else f" (it would be {tensor})"
@@ -127,7 +136,8 @@ def read_base(path: str | Path) -> GgufBase:
     Parameters
     ----------
     path : str or Path
-        A GGUF file, a model's directory with config.json, or such a config.
+        A GGUF file, a model's directory with config.json, or such a config. A LoRA in GGUF will do
+        for layers that are called by its names.
 
     Returns
     -------
@@ -173,6 +183,8 @@ def _base_from_gguf(path: Path) -> GgufBase:
     try:
         reader = gguf.GGUFReader(path)
         architecture = str(reader.fields["general.architecture"].contents())
+        if ADAPTER_TYPE in reader.fields:
+            return _base_from_adapter(path, architecture, reader.tensors)
         sizes = {
             name: int(reader.fields[f"{architecture}.{key}"].contents())
             for name, key in SIZE_KEYS.items()
@@ -193,6 +205,21 @@ def _base_from_gguf(path: Path) -> GgufBase:
     if architecture not in ARCHITECTURES.values():
         raise _unknown_architecture(architecture, path)
     return GgufBase(path, architecture, key_heads=key_heads, shapes=shapes, **sizes)
+
+
+def _base_from_adapter(path: Path, architecture: str, tensors: Iterable[Any]) -> GgufBase:
+    """Describe a base by a LoRA for it: names and sizes of the matrices that it adapts.
+
+    It says nothing of heads, and layers under its own names have their rows in order.
+    """
+    halves = {tensor.name: [int(size) for size in tensor.shape] for tensor in tensors}
+    shapes = {}
+    for key, (columns, _) in halves.items():
+        name = key.removesuffix(".weight.lora_a")
+        other = halves.get(f"{name}.weight.lora_b")
+        if name != key and other is not None:
+            shapes[name] = other[1], columns
+    return GgufBase(path, architecture, 0, 0, 0, 0, shapes)
 
 
 def _unknown_architecture(name: str, path: Path) -> UnsupportedError:
@@ -268,6 +295,8 @@ def write_gguf(
     with new_file(out, inputs=(source.path,) if source else (), force=force) as part:
         # The header says adapter and alpha 0: llama.cpp then takes B A as it is.
         writer = gguf.GGUFWriter(part, base.architecture)
+        stored: dict[str, Array] = {}
+        header = {ARCHITECTURE: base.architecture, ADAPTER_TYPE: "lora", ALPHA: "0.0"}
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 0.0)
@@ -276,21 +305,21 @@ def write_gguf(
             check_pair(name, up, down, source_layers.get(name))
             tensor = base.name_of(name)
             _check_layer(name, tensor, up, down, source_layers.get(name), base)
-            ordered_up = _in_base_order(tensor, np.asarray(up), base)
-            _add_tensor(
-                writer, f"{tensor}.weight.lora_a", cast(down, STORAGES[storage], name), storage
-            )
-            _add_tensor(
-                writer,
-                f"{tensor}.weight.lora_b",
-                cast(ordered_up, STORAGES[storage], name),
-                storage,
-            )
+            ordered_up = np.asarray(up)
+            if tensor != name:  # of a GGUF file the rows are in order already
+                ordered_up = _in_base_order(tensor, ordered_up, base)
+            for key, half in (
+                (f"{tensor}.weight.lora_a", down),
+                (f"{tensor}.weight.lora_b", ordered_up),
+            ):
+                rounded = cast(half, STORAGES[storage], name)
+                stored[key] = _add_tensor(writer, key, rounded, storage)
             is_empty = False
         if is_empty:
             raise CheckpointError("no layers to write", path=out)
         if source is not None:
             source.check_source()
+        writer.add_string(HEADER_KEY, gguf_digests(stored, header).text)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -298,16 +327,20 @@ def write_gguf(
     return out
 
 
-def _add_tensor(writer: Any, key: str, array: Array, storage: str) -> None:
-    """Add a matrix, in eight bits where that is asked for and its rows are whole blocks."""
+def _add_tensor(writer: Any, key: str, array: Array, storage: str) -> Array:
+    """Add a matrix, in eight bits where that is asked for and its rows are whole blocks.
+
+    Returns what a reader gets of it.
+    """
     array = np.ascontiguousarray(array)
     if storage != "q8_0" or array.shape[1] % Q8_BLOCK:
         writer.add_tensor(key, array)
-        return
+        return array
     gguf = import_gguf()
     eight_bits = gguf.GGMLQuantizationType.Q8_0
     blocks = gguf.quants.quantize(array.astype(np.float32), eight_bits)
     writer.add_tensor(key, blocks, raw_dtype=eight_bits)
+    return np.asarray(gguf.quants.dequantize(blocks, eight_bits), np.float32)
 
 
 def _check_layer(
@@ -347,12 +380,3 @@ def _in_base_order(tensor: str, up: Array, base: GgufBase) -> Array:
             f"{tensor}: {rows} rows are not {heads} heads of pairs, as {base.path} says"
         )
     return up.reshape(heads, 2, -1, rank).swapaxes(1, 2).reshape(up.shape)
-
-
-def import_gguf() -> Any:
-    """Import the package gguf, or say how to get it."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise LsrError("GGUF files need the package gguf: pip install gguf") from error
-    return gguf

@@ -19,12 +19,15 @@ from lsrdecomp.checkpoints.pickles import UNNAMED
 from lsrdecomp.checkpoints.readers.layouts import METADATA
 from lsrdecomp.checkpoints.records import LOKR_STAYS, Checkpoint, LoraLayer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
+from lsrdecomp.checkpoints.writers.gguf import read_base, write_gguf
 from lsrdecomp.checkpoints.writers.pair_writer import PairWriter
 from lsrdecomp.checkpoints.writers.peft import write_lora
 from lsrdecomp.checkpoints.writing import new_directory, new_file, write_json
 from lsrdecomp.errors import CheckpointError, UnsupportedError, unknown
 
 NAMES = ("same", "kohya", "diffusers")
+GGUF_STORAGES = {"float16": "f16", "float32": "f32", "bfloat16": "f32"}
+"""Types of GGUF files that hold the numbers of ours."""
 MLX_FORMATS = ("mlx", "mlx-vlm")
 KOHYA_KEYS = (".lora_down.weight", ".lora_up.weight")
 DIFFUSERS_KEYS = (".lora_A.weight", ".lora_B.weight")
@@ -187,6 +190,17 @@ def write_pairs(
     if names == "same":
         if source is None:
             raise CheckpointError("names 'same' are those of a source, and none was given")
+        if source.format == "gguf":
+            gguf_storage = GGUF_STORAGES.get(storage or source.storage, storage)
+            return write_gguf(
+                out,
+                layers=layers,
+                base=read_base(source.weights),
+                source=source,
+                extras=extras,
+                storage=gguf_storage or "f16",
+                force=force,
+            )
         if source.format == "peft-lora":
             return write_lora(
                 out,
