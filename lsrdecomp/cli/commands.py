@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.resources import as_file, files
 from importlib.util import find_spec
 from json import loads
@@ -141,9 +142,9 @@ def export(
     profile: Annotated[
         str,
         typer.Option(
-            help="Of lora: peft; server: one global scale, no head; lorax: also one padded rank."
+            help="Of lora: common, which every server reads alike; peft, each layer at its rank."
         ),
-    ] = "peft",
+    ] = "common",
     storage: Annotated[
         str | None,
         typer.Option(
@@ -154,8 +155,8 @@ def export(
         str | None,
         Input,
         typer.Option(
-            help="Of gguf: its GGUF file, directory, config.json or smollm2. For unet:7 …: its "
-            "pipeline."
+            help="Of gguf: its GGUF file, directory, config.json or smollm2; of lora: fills up "
+            "missing layers. For unet:7 …: its pipeline."
         ),
     ] = None,
     like: Annotated[
@@ -186,6 +187,8 @@ def export(
         model = checkpoints.open_checkpoint(like, alpha=alpha, max_memory=max_memory)
         alpha = None
     checkpoint = checkpoints.open_checkpoint(adapter, alpha=alpha, max_memory=max_memory)
+    from lsrdecomp.checkpoints.writers.peft import ALIASES
+
     base_path = None if base is None else served.base_path(base)
     compression.export_lora(
         checkpoint,
@@ -198,15 +201,40 @@ def export(
         like=model,
         without_heads=without_heads,
     )
-    leaves_heads_out = without_heads or (to == "lora" and profile != "peft")
+    leaves_heads_out = without_heads or (to == "lora" and profile in ALIASES)
     if checkpoint.extras and leaves_heads_out:
         reason = "as asked" if without_heads else f"as profile {profile} does"
         typer.echo(f"Left out, {reason}: {', '.join(checkpoint.extras)}.")
+    if to == "lora" and profile != "peft":
+        for sentence in _what_servers_miss(checkpoint, out, leaves_heads_out=leaves_heads_out):
+            typer.echo(sentence)
     like_or_source = checkpoint if model is None else model
     written_format = like_or_source.format if to == "same" else to
     if storage is None:
         storage = "f16" if to == "gguf" else like_or_source.storage
     typer.echo(f"Wrote {out}: a {written_format} adapter, exact up to rounding to {storage}.")
+
+
+def _what_servers_miss(
+    source: checkpoints.Checkpoint, out: Path, *, leaves_heads_out: bool
+) -> Iterator[str]:
+    """Yield what of the common form could not be had."""
+    from lsrdecomp.checkpoints.provenance import read_provenance
+
+    if source.extras and not leaves_heads_out:
+        names = ", ".join(source.extras)
+        yield (
+            f"Kept beside the layers: {names}. Servers of language models pass over them, or "
+            "refuse the file; --without-heads leaves them out."
+        )
+    written = {layer.name for layer in checkpoints.open_checkpoint(out).layers}
+    missing = [name for name in read_provenance(source).get("dropped", ()) if name not in written]
+    if missing:
+        yield (
+            f"{len(missing)} layers that were left out are not in the file, since their size is "
+            f"that of no other ({missing[0]}); --base BASE fills them up with zeros, which SGLang, "
+            "TGI and LoRAX may need."
+        )
 
 
 def demo(

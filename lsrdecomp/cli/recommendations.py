@@ -28,7 +28,7 @@ def next_command(checkpoint: Checkpoint, output: Path, alpha: float | None) -> s
         if checkpoint.format != "peft-lora" or not has_experts:
             return "Open it with PEFT after `import lsrdecomp.adapters`."
         out = quoted(f"{output}-lora")
-        command = f"lsrdecomp export {quoted(output)} --profile lorax --out {out}"
+        command = f"lsrdecomp export {quoted(output)} --out {out}"
         return f"For PEFT, which stacks experts:\n  {command}"
     try:
         is_directory = checkpoints.file_or_directory(checkpoint) == "directory"

@@ -1,4 +1,4 @@
-"""What a server makes of an adapter: by its rules, or by asking it."""
+"""What a server makes of an adapter: by its loader or rules, or by asking it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,26 @@ def base_path(base: str) -> Path:
     return path
 
 
-def by_rules(adapter: Path, server: str, base: str | None, json: Path | None) -> None:
-    """Show `serving.check_served` in words; exit code 1 if no layer would apply."""
+def by_loader(
+    adapter: Path,
+    server: str,
+    base: str | None,
+    json: Path | None,
+    python: str | None = None,
+) -> None:
+    """Show `serving.check_served` in words.
+
+    Exit code 1 if no layer would apply; 3 if that is not known.
+    """
     if base is None:
         raise LsrError("--for compares names and sizes with a base's: name it by --base")
-    check = serving.check_served(adapter, server, base_path(base))
+    check = serving.check_served(adapter, server, base_path(base), python=python)
     tables.show(json, *_check_sentences(check))
     tables.write_json(check.to_json(), json)
     if not check.applied:
         raise typer.Exit(1)
+    if not check.is_certain:
+        raise typer.Exit(3)
 
 
 def _check_sentences(check: serving.ServingCheck, max_names: int = 8) -> Iterator[str]:
@@ -61,7 +72,10 @@ def _check_sentences(check: serving.ServingCheck, max_names: int = 8) -> Iterato
         yield _rescaled_sentence(check)
     for note in check.notes:
         yield f"Note: {note}."
-    yield f"Rules read in {check.rules}; the server itself was not run."
+    if check.loader_version is not None and check.applied:
+        error = max((module.error or 0.0 for module in check.applied), default=0.0)
+        yield f"ΔW of every layer that applies was compared: relative error at most {error:.1e}."
+    yield f"{check.rules[0].upper()}{check.rules[1:]}; the server itself was not run."
 
 
 def _rescaled_sentence(check: serving.ServingCheck) -> str:
@@ -71,7 +85,7 @@ def _rescaled_sentence(check: serving.ServingCheck) -> str:
     if len(factors) > 1:
         spread += f" to {factors[-1]:g}"
     path = quote(str(check.adapter))
-    command = f"lsrdecomp export {path} --profile server --out {path}-server"
+    command = f"lsrdecomp export {path} --out {path}-served"
     return (
         f"{len(check.rescaled)} would act at {spread} times their own scale: `{command}` bakes it "
         "into B."

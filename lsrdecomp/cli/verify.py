@@ -54,7 +54,15 @@ def verify(
     rules: Annotated[
         str | None,
         typer.Option(
-            "--for", help="What would apply in peft, llama.cpp, vllm, sglang, diffusers or kohya."
+            "--for",
+            help="What vllm, sglang, tgi, lorax, peft, llama.cpp, diffusers or kohya would apply.",
+        ),
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(
+            "--python",
+            help="With --for: interpreter that has vllm, sglang, tgi or lorax: its loader is run.",
         ),
     ] = None,
     server: Annotated[
@@ -95,19 +103,22 @@ def verify(
     Exit code 1 if it is not what was recorded, 3 if nothing was or a record is gone. With --base
     and texts, also how their answers differ; no labels are needed.
 
-    verify ADAPTER --for vllm --base BASE says which layers that server would apply, by its rules,
-    without running it; verify ADAPTER --server URL asks a running one whether the adapter acts, and
-    with --base at which scale. Exit code 1 if it would not, or does not.
+    verify ADAPTER --for vllm --base BASE says which layers that server would apply, by its own
+    loader where it is installed; verify ADAPTER --server URL asks a running one whether the adapter
+    acts, and with --base at which scale. Exit code 1 if it would not, or does not; 3 if that is not
+    known here.
     """
     del force  # `outputs.checked` reads it
     settings = EvaluatorSettings(**options)
+    if python is not None and rules is None:
+        raise LsrError("--python is the interpreter of a server that is named by --for")
     # 1. What a server makes of an adapter, by its rules or by asking it.
     if rules is not None or server is not None:
         _refuse_two_views(written, rules, server)
         if accept:
             raise LsrError("--accept records what was measured: leave out --for and --server")
         if rules is not None:
-            served.by_rules(source, rules, base, json)
+            served.by_loader(source, rules, base, json, python)
         else:
             served.by_asking(source, str(server), served_as, base, text, settings.dtype, json)
         return
@@ -160,7 +171,7 @@ def _refuse_two_views(written: Path | None, rules: str | None, server: str | Non
         )
     if rules is not None and server is not None:
         raise LsrError(
-            "--for goes by a server's rules and --server asks one that runs: one at a time"
+            "--for looks at a server that does not run and --server asks one: one at a time"
         )
 
 

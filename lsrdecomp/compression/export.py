@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lsrdecomp.checkpoints import (
+    BaseModules,
     Checkpoint,
     GgufBase,
     StoredTensor,
@@ -18,9 +19,12 @@ from lsrdecomp.checkpoints import (
     write_lora,
     write_pairs,
 )
+from lsrdecomp.checkpoints.experts import Stacks
+from lsrdecomp.checkpoints.families import EQUAL_SIZES, family, missing_layers
 from lsrdecomp.checkpoints.integrity import check_integrity
 from lsrdecomp.checkpoints.positional import resolve_positions
 from lsrdecomp.checkpoints.provenance import read_provenance
+from lsrdecomp.checkpoints.writers.peft import ALIASES, PROFILES
 from lsrdecomp.compression.layers import layer_product
 from lsrdecomp.compression.result import recorded_errors
 from lsrdecomp.errors import CheckpointError, UnsupportedError, unknown
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 
     from lsrdecomp.checkpoints.tensors import Array
 
+LINEAR_TYPES = ("linear", "conv1d")
 EXPORT_FORMATS = ("lora", "same", "gguf", "kohya", "diffusers")
 
 
@@ -41,7 +46,7 @@ def export_lora(
     *,
     to: str = "lora",
     storage: str | None = None,
-    profile: str = "peft",
+    profile: str = "common",
     force: bool = False,
     base: str | Path | None = None,
     like: Checkpoint | None = None,
@@ -64,19 +69,21 @@ def export_lora(
         Type of the numbers; absent, the checkpoint's own (float32 for codes), that of ``like`` for
         "same", or f16 for "gguf", which can also have f32 and q8_0.
     profile : str
-        For "lora": "peft"; "server", each layer at its own rank under one global scale and without
-        the head; or "lorax", padded to one rank, with zeros for layers that were left out. See
+        For "lora": "common", one rank for all layers, no patterns, and zeros for layers that were
+        left out, which every server reads alike; or "peft", each layer at its own rank, for PEFT
+        alone. "server" and "lorax" are old names of "common" without heads. See
         `lsrdecomp.checkpoints.write_lora`.
     base : path, optional
         For "gguf", which needs it: the base as GGUF file, model directory or config.json; absent,
         the directory that the adapter's config names. For "kohya" and "diffusers", if layers are
-        called by position: the pipeline that they were trained on, which has their names.
+        called by position: the pipeline that they were trained on, which has their names. For
+        "common": its layers that lack a pair, where others of their kind have one, become zeros.
     like : Checkpoint, optional
         For "same": the file whose format to write; absent, the checkpoint itself, which must be a
         LoRA then.
     without_heads : bool
-        Leave out all tensors beside the layers: saved heads, biases, token embeddings. The profiles
-        server and lorax always do. A format that cannot hold them refuses them otherwise.
+        Leave out all tensors beside the layers: saved heads, biases, token embeddings. A format
+        that cannot hold them refuses them otherwise.
 
     Returns
     -------
@@ -102,7 +109,7 @@ def export_lora(
     ...     small = open_checkpoint(result.save(f"{folder}/small"))
     ...     lora = open_checkpoint(export_lora(small, f"{folder}/lora"))
     >>> small.format, lora.format, lora.layers[0].rank
-    ('lsr', 'peft-lora', 4)
+    ('lsr', 'peft-lora', 8)
     """
     checkpoint.watch_source()
     integrity = check_integrity(checkpoint)
@@ -122,10 +129,18 @@ def export_lora(
         (names.get(layer.name, layer.name), *layer_product(layer).to_lora())
         for layer in checkpoint.layers
     )
-    if profile == "lorax" and to == "lora":
-        layers = chain(layers, _zeros_for_dropped_layers(checkpoint))
-    is_for_server = to == "lora" and profile != "peft"
-    extras: dict[str, StoredTensor] | None = {} if without_heads or is_for_server else None
+    is_old_name = profile in ALIASES
+    profile = ALIASES.get(profile, profile)
+    if profile not in PROFILES:
+        raise UnsupportedError(f"there is no profile {unknown(profile, (*PROFILES, *ALIASES))}")
+    largest_rank = None
+    if profile == "common" and to == "lora":
+        stacks = Stacks(checkpoint.config, checkpoint.path)
+        if not stacks.targets:  # a stack of experts holds zeros for those that are missing
+            layers = chain(layers, _zeros_for_missing_layers(checkpoint, base))
+        largest_rank = max((layer.rank for layer in checkpoint.layers), default=1)
+    leaves_heads_out = without_heads or (is_old_name and to == "lora")
+    extras: dict[str, StoredTensor] | None = {} if leaves_heads_out else None
     # 2. Repeat the record of the checkpoint, with which `verify` will compare the file.
     record: dict[str, Any] = {
         "derived_from": read_provenance(checkpoint),
@@ -149,31 +164,59 @@ def export_lora(
         return write_pairs(out, source=like or checkpoint, storage=storage, **content)
     storage = storage or checkpoint.storage
     if to == "lora":
-        return write_lora(out, source=checkpoint, storage=storage, profile=profile, **content)
+        content |= {"profile": profile, "rank": largest_rank}
+        return write_lora(out, source=checkpoint, storage=storage, **content)
     if to in ("kohya", "diffusers"):
         return write_pairs(out, source=checkpoint, storage=storage, names=to, **content)
     raise UnsupportedError(f"cannot write {unknown(to, EXPORT_FORMATS)}")
 
 
-def _zeros_for_dropped_layers(checkpoint: Checkpoint) -> Iterator[tuple[str, Array, Array]]:
-    """Yield a pair of rank 1 that is zero for each layer that a compression left out.
+def _zeros_for_missing_layers(
+    checkpoint: Checkpoint, base: str | Path | None
+) -> Iterator[tuple[str, Array, Array]]:
+    """Yield a pair of rank 1 that is zero for each layer that a server would miss.
 
-    A server that stacks all layers of a type needs every one of them.
+    Servers that stack the layers of a type, or q, k and v of one, lose all of them where one is
+    missing. Which are: those that a compression left out, and those of a base that is given.
     """
-    sizes: dict[str, set[tuple[int, int]]] = {}
-    for layer in checkpoint.layers:
-        of_type = sizes.setdefault(layer.name.rpartition(".")[2], set())
-        of_type.add((layer.out_features, layer.in_features))
+    adapted = {layer.name: layer for layer in checkpoint.layers}
+    sizes = _sizes_by_family(checkpoint)
+    missing: dict[str, tuple[int, int] | None] = {}
     for name in read_provenance(checkpoint).get("dropped", ()):
-        of_type = sizes.get(name.rpartition(".")[2], set())
-        if len(of_type) != 1:
-            raise UnsupportedError(
-                f"{name} was dropped, and its size is not known from {len(of_type)} sizes of "
-                "layers like it; export with the profile server",
-                path=checkpoint.path,
-            )
-        ((m, n),) = of_type
+        word = name.rpartition(".")[2]
+        of_kind = sizes.get(family(name)) or sizes.get(word)
+        missing[name] = of_kind or sizes.get(EQUAL_SIZES.get(word, word))
+    if base is not None:
+        modules = read_modules(base)
+        linear = [name for name, layer in adapted.items() if layer.layer_type in LINEAR_TYPES]
+        for name in missing_layers(linear, modules):
+            missing[name] = missing.get(name) or _size_in_base(name, modules, checkpoint)
+    for name, size in missing.items():
+        if size is None or name in adapted:
+            continue  # its size is that of no layer here: nothing stacks with it
+        m, n = size
         yield name, np.zeros((m, 1), np.float32), np.zeros((1, n), np.float32)
+
+
+def _sizes_by_family(checkpoint: Checkpoint) -> dict[str, tuple[int, int] | None]:
+    """Return sizes of linear layers by family and by last word; None where several differ."""
+    sizes: dict[str, tuple[int, int] | None] = {}
+    for layer in checkpoint.layers:
+        size = layer.out_features, layer.in_features
+        for key in (family(layer.name), layer.name.rpartition(".")[2]):
+            is_known = layer.layer_type in LINEAR_TYPES and sizes.get(key, size) == size
+            sizes[key] = size if is_known else None
+    return sizes
+
+
+def _size_in_base(name: str, base: BaseModules, checkpoint: Checkpoint) -> tuple[int, int] | None:
+    """Return out x in of a linear layer of a base; None where its weight says no such thing."""
+    stored = base.find(name)
+    shape = None if stored is None else base.shapes[stored]
+    if shape is None or len(shape) != 2:
+        return None
+    is_transposed = any(layer.layer_type == "conv1d" for layer in checkpoint.layers)
+    return (shape[1], shape[0]) if is_transposed else (shape[0], shape[1])
 
 
 def _gguf_storage(storage: str | None) -> str:

@@ -1,7 +1,8 @@
-"""An adapter by the rules of a server, without running it.
+"""An adapter in a server, without running it: which of its layers would act, and why others not.
 
-They tell which of its layers would act, and why the others would not. Each rule says what was read
-to write it. Servers change: a check that passes is a reason to try, not a proof.
+Of vLLM, SGLang, TGI and LoRAX the installed package's own loader is asked. Of the others there are
+rules, and each says what was read to write it. Servers change: a check that passes is a reason to
+try, not a proof.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from lsrdecomp.checkpoints import BaseModules, Checkpoint, read_modules
 from lsrdecomp.errors import LsrError, UnsupportedError, unknown
 from lsrdecomp.serving import images, text
 from lsrdecomp.serving.adapter import read_adapter, task_type
+from lsrdecomp.serving.loaded import TITLES, check_loaded
 from lsrdecomp.serving.report import ServingCheck
 
 if TYPE_CHECKING:
@@ -21,17 +23,9 @@ if TYPE_CHECKING:
 Rule = Callable[[ServingCheck, Checkpoint, BaseModules], None]
 """Fills a check with the fate of every layer of an adapter on a base."""
 
-SERVERS: dict[str, tuple[str, Rule]] = {
+RULES: dict[str, tuple[str, Rule]] = {
     "peft": ("PEFT 0.21.2: tuners_utils.py, utils/save_and_load.py", text.peft),
     "llama.cpp": ("llama.cpp 0650ea8c05bc: src/llama-adapter.cpp", text.llama_cpp),
-    "vllm": (
-        "vLLM 0.20.2: lora/lora_model.py, model_manager.py, utils.py, peft_helper.py",
-        text.vllm,
-    ),
-    "sglang": (
-        "SGLang 0.5.23: srt/lora/lora.py, lora_config.py, utils.py, mem_pool.py",
-        text.sglang,
-    ),
     "diffusers": (
         "diffusers 0.42.1: loaders/lora_base.py, peft.py, lora_conversion_utils.py",
         images.diffusers,
@@ -40,9 +34,13 @@ SERVERS: dict[str, tuple[str, Rule]] = {
 }
 """By the name that `check_served` takes: what was read to write the rule, with version or commit,
 and the rule."""
+SERVERS = (*RULES, *TITLES)
+"""Servers that `check_served` knows: those by rules, and those whose own loader is run."""
 
 
-def check_served(adapter: str | Path, server: str, base: str | Path) -> ServingCheck:
+def check_served(
+    adapter: str | Path, server: str, base: str | Path, *, python: str | Path | None = None
+) -> ServingCheck:
     """Return which layers of an adapter a server would apply to a base.
 
     Parameters
@@ -53,6 +51,10 @@ def check_served(adapter: str | Path, server: str, base: str | Path) -> ServingC
         One of `SERVERS`.
     base : path
         As `read_modules` takes it.
+    python : path, optional
+        For vLLM, SGLang, TGI and LoRAX: the interpreter of the environment that serves, whose
+        loader is run; absent, this one. Where it has no such package, names, sizes and the form of
+        the file are compared instead, and the check says so.
 
     Returns
     -------
@@ -62,14 +64,19 @@ def check_served(adapter: str | Path, server: str, base: str | Path) -> ServingC
     Raises
     ------
     LsrError
-        For a server whose rules are not known here, or a package that is missing.
+        For a server that is not known here, a package that is missing, or an interpreter that
+        cannot be run.
     CheckpointError
         If the adapter or the base cannot be read.
     UnsupportedError
         For experts that are stored stacked.
     """
     if server not in SERVERS:
-        raise LsrError(f"no rules are known of the server {unknown(server, SERVERS)}")
+        raise LsrError(f"nothing is known of the server {unknown(server, SERVERS)}")
+    if python is not None and server not in TITLES:
+        raise LsrError(
+            f"--python names the interpreter of {', '.join(TITLES)}, and {server} goes by rules"
+        )
     checkpoint = read_adapter(adapter)
     if checkpoint.config.get("target_parameters"):
         # What vLLM makes of them depends on the class of the model and on how it was started.
@@ -80,7 +87,11 @@ def check_served(adapter: str | Path, server: str, base: str | Path) -> ServingC
             path=checkpoint.path,
         )
     modules = read_modules(base, task_type=task_type(checkpoint))
-    source, rule = SERVERS[server]
-    check = ServingCheck(server, source, checkpoint.path, modules.path)
+    if server in TITLES:
+        check = ServingCheck(server, "", checkpoint.path, modules.path)
+        check_loaded(check, checkpoint, modules, python)
+        return check
+    source, rule = RULES[server]
+    check = ServingCheck(server, f"rules read in {source}", checkpoint.path, modules.path)
     rule(check, checkpoint, modules)
     return check

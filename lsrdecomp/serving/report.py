@@ -23,6 +23,9 @@ class ModuleFate:
         Why it would not apply; None if it would.
     factor : float
         By how much the server would scale it beyond what its own format says; 1 where both agree.
+    error : float or None
+        How far the ΔW that the server's own loader made is from the layer's at that factor,
+        relative to its norm; None where no loader was run.
 
     Examples
     --------
@@ -34,22 +37,30 @@ class ModuleFate:
     rank: int
     fault: str | None = None
     factor: float = 1.0
+    error: float | None = None
 
 
 @dataclass
 class ServingCheck:
-    """An adapter by the rules of one server, on one base.
+    """An adapter in one server, on one base.
 
     Attributes
     ----------
     server, rules : str
-        Its name, and what was read to know its rules.
+        Its name, and what said what it does: its loader, or what was read.
     modules : list of ModuleFate
         A fate for each layer.
     refusals : list of str
         Why the server would not load the file at all; then nothing applies.
     notes : list of str
         What it takes to serve it.
+    options : list of str
+        That the server must be started with, by its own check.
+    loader_version : str or None
+        Of the server's package, where its loader was run.
+    is_certain : bool
+        Whether what is said of the layers is known; False where the loader could not be run and the
+        file is not of the form that all servers read alike.
 
     Examples
     --------
@@ -68,6 +79,9 @@ class ServingCheck:
     modules: list[ModuleFate] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
+    loader_version: str | None = None
+    is_certain: bool = True
 
     def refuse(self, reason: str) -> None:
         """Add a reason for refusing the file, once, however many layers give it."""
@@ -101,6 +115,10 @@ class ServingCheck:
             "largest_rank": max((module.rank for module in self.applied), default=0),
             "refusals": self.refusals,
             "notes": self.notes,
+            "options": self.options,
+            "loader_version": self.loader_version,
+            "is_certain": self.is_certain,
+            "largest_error": max((module.error or 0.0 for module in self.applied), default=0.0),
             "ignored": [{"name": module.name, "fault": module.fault} for module in self.ignored],
             "rescaled": [
                 {"name": module.name, "factor": module.factor} for module in self.rescaled

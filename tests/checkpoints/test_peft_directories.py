@@ -240,7 +240,7 @@ def test_every_kind_of_layer_reads_as_out_times_in_and_peft_reads_back_what_is_w
     assert torch.equal(loaded.base_model.model["head"].weight, model["head"].weight)
 
 
-def test_a_server_gets_each_layer_at_its_rank_and_one_scale_right_for_all(tmp_path: Path) -> None:
+def test_the_common_profile_is_read_right_by_peft_and_by_alpha_over_rank(tmp_path: Path) -> None:
     import torch
     from peft import PeftModel
     from safetensors.numpy import load_file
@@ -259,23 +259,25 @@ def test_a_server_gets_each_layer_at_its_rank_and_one_scale_right_for_all(tmp_pa
     layers = [
         (layer.name, layer.scale * layer.load()[0], layer.load()[1]) for layer in source.layers
     ]
-    write_lora(tmp_path / "b", source=source, layers=layers, profile="server")
+    write_lora(tmp_path / "b", source=source, layers=layers, profile="common")
     config = json.loads((tmp_path / "b" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"]) == (5, 5)
+    assert (config["r"], config["lora_alpha"]) == (8, 8)
     stored = load_file(tmp_path / "b" / "adapter_model.safetensors")
     model = torch.nn.ModuleDict({name: torch.nn.Linear(n, m) for name, (m, n, _) in sizes.items()})
     PeftModel.from_pretrained(model, tmp_path / "b")
     for name, up, down in layers:
         a, b = (stored[f"{PREFIX}{name}.lora_{end}.weight"] for end in "AB")
-        assert a.shape[0] == down.shape[0]
-        np.testing.assert_allclose(
-            config["lora_alpha"] / config["r"] * b @ a, up @ down, rtol=1e-5, atol=1e-6
-        )
+        # llama.cpp, which Ollama uses, scales by alpha / rank of the tensor
+        assert a.shape[0] == config["lora_alpha"]
+        np.testing.assert_allclose(b @ a, up @ down, rtol=1e-5, atol=1e-6)
         seen = model[name].get_delta_weight("default").detach().numpy()
         np.testing.assert_allclose(seen, up @ down, rtol=1e-5, atol=1e-6)
 
 
-def test_lorax_gets_one_padded_rank_and_no_patterns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("profile", ["common", "lorax", "server"])
+def test_the_common_profile_has_one_padded_rank_and_no_patterns(
+    tmp_path: Path, profile: str
+) -> None:
     tensors = {**lora_pair("layers.1.q", r=2), **lora_pair("layers.11.v", m=7, n=9, r=5, seed=1)}
     source = open_checkpoint(
         write_lora_directory(tmp_path / "a", tensors, rank_pattern={"layers.11.v": 5})
@@ -283,7 +285,7 @@ def test_lorax_gets_one_padded_rank_and_no_patterns(tmp_path: Path) -> None:
     layers = [
         (layer.name, layer.scale * layer.load()[0], layer.load()[1]) for layer in source.layers
     ]
-    write_lora(tmp_path / "b", source=source, layers=layers, profile="lorax")
+    write_lora(tmp_path / "b", source=source, layers=layers, profile=profile)
     config = json.loads((tmp_path / "b" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["rank_pattern"], config["alpha_pattern"]) == (
         8,
@@ -298,16 +300,14 @@ def test_lorax_gets_one_padded_rank_and_no_patterns(tmp_path: Path) -> None:
         np.testing.assert_allclose(np.matmul(*layer.load()), up @ down, rtol=1e-6, atol=1e-6)
 
 
-def test_a_server_takes_no_heads_and_no_rank_above_512(tmp_path: Path) -> None:
-    tensors = {**lora_pair("q"), f"{PREFIX}score.weight": np.ones((2, 2), np.float32)}
-    source = open_checkpoint(write_lora_directory(tmp_path / "a", tensors))
-    layers = [("q", *source.layers[0].load())]
-    with pytest.raises(UnsupportedError, match=r"score\.weight"):
-        write_lora(tmp_path / "b", source=source, layers=layers, profile="server")
-    big = [("q", np.zeros((4, 513)), np.zeros((513, 6)))]
-    with pytest.raises(UnsupportedError, match="513 is above 512"):
-        write_lora(tmp_path / "b", source=source, layers=big, profile="server", extras={})
-    assert not (tmp_path / "b").exists()
+@pytest.mark.parametrize(("rank", "padded"), [(1, 8), (9, 16), (17, 32), (513, 528)])
+def test_a_common_rank_is_one_that_no_server_pads(tmp_path: Path, rank: int, padded: int) -> None:
+    """TGI and LoRAX pad to 8 and multiples of 16, and then scale by the padded rank."""
+    layers = [("q", np.ones((4, rank)), np.ones((rank, 6)))]
+    out = write_lora(tmp_path / "b", layers=layers, profile="common", rank=rank)
+    (layer,) = open_checkpoint(out).layers
+    assert (layer.rank, layer.scale) == (padded, 1.0)
+    assert padded == 8 or padded % 16 == 0
 
 
 def test_layer_1_and_layer_11_keep_their_own_rank_when_written(tmp_path: Path) -> None:

@@ -293,7 +293,7 @@ def test_a_changed_head_is_noticed_without_any_record(demo, two_terms, tmp_path)
     assert len(verify(demo, open_checkpoint(out)).changed_tensors) == 1
 
 
-@pytest.mark.parametrize("profile", ["peft", "server", "lorax"])
+@pytest.mark.parametrize("profile", ["peft", "common", "server", "lorax"])
 def test_export_is_exact(two_terms, tmp_path, profile):
     written = open_checkpoint(two_terms)
     exported = open_checkpoint(export_lora(written, tmp_path / "lora", profile=profile))
@@ -303,31 +303,62 @@ def test_export_is_exact(two_terms, tmp_path, profile):
             layer_product(layer).to_matrix(),
             dtype="float32",
         )
-    if profile == "lorax":
-        assert {layer.rank for layer in exported.layers} == {8}
-    if profile == "server":
+    if profile == "peft":
         assert {layer.name: layer.rank for layer in exported.layers} == {
             x.name: x.rank for x in written.layers
         }
-    assert (exported.extras == {}) == (profile != "peft")
+    else:
+        assert {layer.rank for layer in exported.layers} == {8}
+    assert (exported.extras == {}) == (profile in ("server", "lorax"))
 
 
-def test_lorax_gets_zeros_for_a_dropped_layer_and_the_rest_as_it_was(tmp_path):
-    q, other = "layers.0.q", "layers.1.q"
-    source = open_checkpoint(
-        write_lora_directory(
-            tmp_path / "a", {**lora_pair(q, 8, 8), **lora_pair(other, 8, 8)}, target_modules=["q"]
-        )
+def with_dropped(tmp_path, sizes, dropped):
+    """An LSR directory of ones that lacks some layers of what it was made from."""
+    tensors = {k: v for name, (m, n) in sizes.items() for k, v in lora_pair(name, m, n).items()}
+    words = sorted({name.rpartition(".")[2] for name in sizes})
+    source = open_checkpoint(write_lora_directory(tmp_path / "a", tensors, target_modules=words))
+    layers = []
+    for name, (m, n) in sizes.items():
+        left = [np.ones((1, m // 4, 1)), np.ones((1, 4, 1))]
+        right = [np.ones((1, 1, n // 4)), np.ones((1, 1, 4))]
+        if name not in dropped:
+            layers.append((name, left, right))
+    return open_checkpoint(
+        write_lsr(tmp_path / "b", source=source, layers=layers, dropped=[*dropped])
     )
-    factors = [np.ones((1, 2, 1)), np.ones((1, 4, 1))], [np.ones((1, 1, 4)), np.ones((1, 1, 2))]
-    written = write_lsr(tmp_path / "b", source=source, layers=[(other, *factors)], dropped=[q])
-    out = export_lora(open_checkpoint(written), tmp_path / "c", profile="lorax")
+
+
+def test_export_writes_zeros_for_a_dropped_layer_and_the_rest_as_it_was(tmp_path):
+    q, other = "layers.0.q", "layers.1.q"
+    written = with_dropped(tmp_path, {q: (8, 8), other: (8, 8)}, [q])
+    out = export_lora(written, tmp_path / "c")
     made = {layer.name: layer.load() for layer in open_checkpoint(out).layers}
     assert {name: (up.shape, down.shape) for name, (up, down) in made.items()} == dict.fromkeys(
-        (q, other), ((8, 1), (1, 8))
+        (q, other), ((8, 8), (8, 8))
     )
     assert not np.matmul(*made[q]).any()
     assert np.matmul(*made[other]) == pytest.approx(np.ones((8, 8)))
+
+
+def test_sizes_of_dropped_layers_are_those_of_their_kind_or_of_what_stacks_with_them(tmp_path):
+    """Two blocks of other sizes with one last word, and all v of a model: none is refused."""
+    sizes = {}
+    for i in range(2):
+        sizes |= {f"down.{i}.q_proj": (16, 16), f"up.{i}.q_proj": (8, 12)}
+        sizes |= {f"up.{i}.k_proj": (4, 12), f"up.{i}.v_proj": (4, 12), f"up.{i}.o": (12, 8)}
+    dropped = ["down.1.q_proj", "up.0.q_proj", "up.0.v_proj", "up.1.v_proj", "up.0.o", "up.1.o"]
+    out = export_lora(with_dropped(tmp_path, sizes, dropped), tmp_path / "c")
+    made = {layer.name: layer.shape for layer in open_checkpoint(out).layers}
+    assert made == {name: size for name, size in sizes.items() if not name.endswith(".o")}
+
+
+def test_a_base_fills_up_layers_that_no_adapter_ever_had(tmp_path):
+    q, other = "model.layers.0.q_proj", "model.layers.1.q_proj"
+    written = with_dropped(tmp_path, {q: (8, 8)}, [])
+    base = {f"{name}.weight": np.zeros((8, 8), np.float32) for name in (q, other)}
+    save_file(base, tmp_path / "base.safetensors")
+    out = export_lora(written, tmp_path / "c", base=tmp_path / "base.safetensors")
+    assert [layer.name for layer in open_checkpoint(out).layers] == [q, other]
 
 
 @pytest.mark.parametrize("to", ["kohya", "diffusers"])

@@ -1,260 +1,296 @@
-"""Our rules of vLLM and SGLang beside the parsers of their wheels, with the engines stubbed.
+"""What `verify --for` says of an adapter beside what PEFT makes of it, with servers' own loaders.
 
-Wheels come without dependencies from the package index that pip knows; where they cannot be had,
-these tests skip.
+Thirty-two adapters, made from one by changing its config or its tensors, and what `export` writes
+of some. A verdict agrees if the file is refused where the loader raises, and every layer is said to
+act as in PEFT exactly where the loader's ΔW is PEFT's.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import json
-import logging
-import subprocess
 import sys
-import types
-import zipfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_files import lora_pair, write_lora_directory
-from safetensors.numpy import save_file
-from safetensors.torch import load_file
+from checkpoint_files import write_lora_directory
+from safetensors.numpy import load_file, save_file
+from server_packages import PACKAGES, install
 
-from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.checkpoints import open_checkpoint, read_modules
 from lsrdecomp.compression.export import export_lora
+from lsrdecomp.errors import LsrError
 from lsrdecomp.serving import check_served
+from lsrdecomp.serving.installed import Loaded, load_by_server
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
 pytestmark = pytest.mark.servers
 
-LAYERS, WIDTH = 2, 32
-SIZES = {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 32)}
-SIZES |= {"gate_proj": (48, 32), "up_proj": (48, 32), "down_proj": (32, 48)}
-PARTS = {
-    "vllm": ("lora_model", "lora_weights", "peft_helper", "utils"),
-    "sglang": ("lora", "lora_config", "utils"),
+LAYERS = 4
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+SETTINGS = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
 }
-FOLDERS = {"vllm": "vllm/lora", "sglang": "sglang/srt/lora"}
+Tensors = dict[str, np.ndarray]
+Change = Callable[[dict[str, Any], Tensors], tuple[dict[str, Any], Tensors]]
 
 
-class Engine(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Everything of a package but the files named: modules whose every name is an empty class."""
-
-    def __init__(self, package, files):
-        self.package, self.files = package, files
-
-    def find_spec(self, name, path, target=None):
-        if name.partition(".")[0] != self.package:
-            return None
-        if name in self.files:
-            return importlib.util.spec_from_file_location(name, self.files[name])
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec):
-        return Stub(spec.name)
-
-    def exec_module(self, module):
-        pass
+def fields(**changed: Any) -> Change:
+    return lambda config, tensors: ({**config, **changed}, tensors)
 
 
-class Stub(types.ModuleType):
-    __path__ = ()
+def cut(pattern: str, rank: int, **changed: Any) -> Change:
+    """Cut the layers of a name to a rank."""
 
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        setattr(self, name, type(name, (), {"__init__": lambda self, *args, **options: None}))
-        return getattr(self, name)
+    def change(config, tensors):
+        made = {}
+        for key, value in tensors.items():
+            is_cut = pattern in key
+            kept = value[:rank] if "lora_A" in key else value[:, :rank]
+            made[key] = kept.copy() if is_cut else value
+        return {**config, **changed}, made
+
+    return change
 
 
-def parsers(server, version, folder):
-    """The finder that gives a server's own parsers; skips where the wheel cannot be had."""
-    wanted = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "-d",
-        str(folder),
-    ]
-    done = subprocess.run(
-        [*wanted, f"{server}=={version}"], capture_output=True, text=True, check=False
-    )
-    wheels = list(folder.glob(f"{server}-*.whl"))
-    if not wheels:
-        pytest.skip(f"no wheel of {server} {version}: {done.stderr.strip().splitlines()[-1:]}")
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        wheel.extractall(folder, [f"{FOLDERS[server]}/{part}.py" for part in PARTS[server]])
-    root = FOLDERS[server].replace("/", ".")
-    return Engine(
-        server,
-        {f"{root}.{part}": folder / FOLDERS[server] / f"{part}.py" for part in PARTS[server]},
+def without(*patterns: str, **changed: Any) -> Change:
+    def change(config, tensors):
+        kept = {k: v for k, v in tensors.items() if not any(part in k for part in patterns)}
+        return {**config, **changed}, kept
+
+    return change
+
+
+def renamed(old: str, new: str, **changed: Any) -> Change:
+    return lambda config, tensors: (
+        {**config, **changed},
+        {key.replace(old, new): value for key, value in tensors.items()},
     )
 
 
-@pytest.fixture(scope="module", params=["vllm 0.20.2", "sglang 0.5.23"])
-def server(request, tmp_path_factory):
-    """Its name, and what loads a directory: the layers' ΔW by name, or the server's own error."""
-    name, version = request.param.split()
-    finder = parsers(name, version, tmp_path_factory.mktemp(name))
-    sys.meta_path.insert(0, finder)
-    try:
-        yield name, {"vllm": by_vllm, "sglang": by_sglang}[name]()
-    finally:
-        sys.meta_path.remove(finder)
-        for module in [module for module in sys.modules if module.partition(".")[0] == name]:
-            del sys.modules[module]
+def repeated(times: int) -> Change:
+    def change(config, tensors):
+        made = {}
+        for key, value in tensors.items():
+            made[key] = np.concatenate([value] * times, axis=0 if "lora_A" in key else 1)
+        return {**config, "r": 8 * times, "lora_alpha": 16 * times}, made
+
+    return change
 
 
-def by_vllm():
-    importlib.import_module("vllm.logger").init_logger = logging.getLogger
-    importlib.import_module("vllm.utils.platform_utils").is_pin_memory_available = lambda: False
-    model = importlib.import_module("vllm.lora.lora_model").LoRAModel
-    helper = importlib.import_module("vllm.lora.peft_helper").PEFTHelper
+def with_tensor(key: str, shape: tuple[int, ...], **changed: Any) -> Change:
+    def change(config, tensors):
+        return {**config, **changed}, {**tensors, key: np.ones(shape, np.float32)}
 
-    def load(folder):
-        config = helper.from_local_dir(str(folder), 4096)
-        config.validate_legal(types.SimpleNamespace(max_lora_rank=16))
-        settings = {"lora_model_id": 1, "device": "cpu", "dtype": torch.float32}
-        loaded = model.from_local_checkpoint(str(folder), set(SIZES), config, **settings)
-        return {
-            name: layer.scaling * (layer.lora_b @ layer.lora_a)
-            for name, layer in loaded.loras.items()
-        }
-
-    return load
+    return change
 
 
-def by_sglang():
-    def get_layer_id(name):
-        parts = name.split(".")
-        return int(parts[parts.index("layers") + 1]) if "layers" in parts else None
+def narrowed(config, tensors):
+    """Return a pair that is too narrow for its layer."""
+    made = {}
+    for key, value in tensors.items():
+        is_cut = "o_proj" in key and "lora_A" in key
+        made[key] = value[:, :40].copy() if is_cut else value
+    return config, made
 
-    importlib.import_module("sglang.srt.layers.utils").get_layer_id = get_layer_id
-    adapter = importlib.import_module("sglang.srt.lora.lora").LoRAAdapter
-    config = importlib.import_module("sglang.srt.lora.lora_config").LoRAConfig
-    utils = importlib.import_module("sglang.srt.lora.utils")
-    base = types.SimpleNamespace(
-        num_hidden_layers=LAYERS, architectures=["LlamaForCausalLM"], model_type="llama"
-    )
-    stacks = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
-    def load(folder):
-        """Stack as SGLang does, and check what its memory pool asserts of shapes.
-
-        That is `LoRAMemoryPool.load_lora_weight_to_buffer`.
-        """
-        settings = config(str(folder))
-        loaded = adapter("a", settings, base, None, None)
-        loaded.initialize_weights_from_tensors(load_file(folder / "adapter_model.safetensors"))
-        targets = utils.get_normalized_target_modules(settings.target_modules)
-        updates = {}
-        for layer in loaded.layers:
-            for name in [name for name in layer.weights if "lora_A" in name]:
-                target = utils.get_target_module_name(name, targets)
-                down, up = layer.weights[name], layer.weights[name.replace("lora_A", "lora_B")]
-                words = stacks.get(target, (target,))
-                rows = sum(SIZES[word][0] for word in words)
-                assert down.shape == (
-                    settings.r * utils.get_stacked_multiply(target),
-                    SIZES[words[0]][1],
-                )
-                assert up.shape == (rows, settings.r)
-                path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-                begin = 0
-                for k, word in enumerate(words):
-                    half = down[k * settings.r : (k + 1) * settings.r]
-                    updates[path.replace(target, word)] = (
-                        loaded.scaling * up[begin : begin + SIZES[word][0]] @ half
-                    )
-                    begin += SIZES[word][0]
-        return updates
-
-    return load
+HEAD = "base_model.model.lm_head.weight"
+VARIANTS: dict[str, Change] = {
+    "as trained": fields(),
+    "pissa": fields(init_lora_weights="pissa"),
+    "olora": fields(init_lora_weights="olora"),
+    "alpha_pattern": fields(alpha_pattern={"q_proj": 4}),
+    "rslora": fields(use_rslora=True),
+    "dora": fields(use_dora=True),
+    "bias": fields(bias="all"),
+    "lora_bias": fields(lora_bias=True),
+    "modules_to_save": fields(modules_to_save=["lm_head"]),
+    "modules_to_save score": fields(modules_to_save=["score"]),
+    "rank_pattern": cut("q_proj", 2, rank_pattern={"q_proj": 2}),
+    "short": cut("q_proj", 2),
+    "rank 32": repeated(4),
+    "rank 32 in a pattern": fields(rank_pattern={"none_such": 32}),
+    "wrong number": renamed("model.layers.0.", "model.layers.9."),
+    "wrong last word": renamed("q_proj", "qq_proj"),
+    "wrong size": narrowed,
+    "bdlora": fields(use_bdlora={"nblocks": 2}),
+    "alora": fields(alora_invocation_tokens=[1, 2]),
+    "layer_replication": fields(layer_replication=[[0, 2], [1, 3]]),
+    "rank 0": fields(r=0),
+    "one pattern for one layer": cut(
+        "layers.1.self_attn.q_proj", 2, rank_pattern={"layers.1.self_attn.q_proj": 2}
+    ),
+    # Ten more
+    "one v is missing": without("layers.2.self_attn.v_proj"),
+    "no k": without("k_proj", target_modules=["q_proj", "v_proj", "o_proj", *MLP]),
+    "no v": without("v_proj", target_modules=["q_proj", "k_proj", "o_proj", *MLP]),
+    "no gate": without("gate_proj", target_modules=[*ATTENTION, "up_proj", "down_proj"]),
+    "rank 4": cut("", 4, r=4, lora_alpha=4),
+    "rank 24": lambda config, tensors: repeated(3)(config, tensors),
+    "targets as a pattern": fields(target_modules=r".*_proj"),
+    "a saved head": with_tensor(HEAD, (96, 64), modules_to_save=["lm_head"]),
+    "another first word": renamed("model.model.", "model.model.model."),
+    "rank and alpha patterns": cut(
+        "mlp.up_proj", 4, rank_pattern={"up_proj": 4}, alpha_pattern={"up_proj": 12}
+    ),
+}
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def base(tmp_path_factory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("base")
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "hidden_size": WIDTH,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(
-        {f"{name}.weight": np.zeros(size, np.float32) for name, size in modules().items()},
-        folder / "m.safetensors",
-    )
+    LlamaForCausalLM(LlamaConfig(**SETTINGS)).save_pretrained(folder)
     return folder
 
 
-def modules():
-    attention = [key for key in SIZES if key[0] in "qkvo"]
-    return {
-        f"model.layers.{i}.{'self_attn' if key in attention else 'mlp'}.{key}": size
-        for i in range(LAYERS)
-        for key, size in SIZES.items()
-    }
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, base) -> Path:
+    """Rank 8, alpha 16, on all linear layers of the blocks."""
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for name, shape in read_modules(base).shapes.items():
+        if ".layers." not in name:
+            continue
+        m, n = shape
+        stem = f"base_model.model.{name}"
+        tensors[f"{stem}.lora_A.weight"] = rng.standard_normal((8, n)).astype(np.float32)
+        tensors[f"{stem}.lora_B.weight"] = rng.standard_normal((m, 8)).astype(np.float32)
+    config = {"r": 8, "lora_alpha": 16, "target_modules": [*ATTENTION, *MLP]}
+    return write_lora_directory(
+        tmp_path_factory.mktemp("trained") / "lora", tensors, task_type="CAUSAL_LM", **config
+    )
 
 
-CASES = {
-    "as trained": {},
-    "alpha and rank differ": {"lora_alpha": 12},
-    "one layer at another rank": {"ranks": {"model.layers.1.self_attn.q_proj": 3}},
-    "without k": {"without": ["k_proj"]},
-    "without v": {"without": ["v_proj"]},
-    "without q": {"without": ["q_proj"]},
-    "without gate": {"without": ["gate_proj"]},
-    "without up": {"without": ["up_proj"]},
-    "attention alone": {"without": ["gate_proj", "up_proj", "down_proj"]},
-    "one v is dropped": {"without": ["layers.1.self_attn.v_proj"]},
-    "an unknown word": {"more": "model.layers.0.self_attn.query"},
-    "a pattern": {"target_modules": r".*_proj"},
-}
+def by_peft(base: Path, folder: Path) -> dict[str, np.ndarray]:
+    """Return ΔW of every layer that PEFT adapts."""
+    from peft import PeftModel
+    from transformers import LlamaForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), folder)
+    updates = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "get_delta_weight") and "default" in module.scaling:
+            matrix = module.get_delta_weight("default").detach().numpy()
+            updates[name.removeprefix("base_model.model.")] = matrix
+    return updates
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("profile", [None, "server", "lorax"])
-def test_the_rule_says_what_the_parser_does(server, base, tmp_path, case, profile):
-    change = dict(CASES[case])
-    ranks, without, more = (change.pop(key, {}) for key in ("ranks", "without", "more"))
-    sizes = {name: size for name, size in modules().items() if not name.endswith(tuple(without))}
-    sizes |= {more: (WIDTH, WIDTH)} if more else {}
-    tensors = {
-        k: v
-        for name, size in sizes.items()
-        for k, v in lora_pair(name, *size, ranks.get(name, 2)).items()
-    }
-    words = sorted({name.rpartition(".")[2] for name in sizes})
-    config = {
-        "r": 2,
-        "lora_alpha": 2,
-        "target_modules": words,
-        "rank_pattern": ranks,
-        "alpha_pattern": ranks,
-    } | change
-    folder = write_lora_directory(tmp_path / "lora", tensors, **config)
-    if profile is not None:
-        folder = export_lora(open_checkpoint(folder), tmp_path / profile, profile=profile)
-    name, load = server
-    check = check_served(folder, name, base)
-    if check.refusals:
-        with pytest.raises((ValueError, KeyError, RuntimeError, AssertionError)):
-            load(folder)
+@pytest.fixture(scope="module", params=list(PACKAGES))
+def server(request, tmp_path_factory):
+    """Name and version of a server whose loader the interpreter finds."""
+    site = install(request.param, tmp_path_factory.mktemp("server"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(site), prepend=":")
+        yield request.param
+
+
+def make(trained: Path, folder: Path, change: Change) -> Path:
+    config = json.loads((trained / "adapter_config.json").read_text())
+    config, tensors = change(config, load_file(trained / "adapter_model.safetensors"))
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def runs(monkeypatch) -> list[Loaded]:
+    """What the loader made, of every run of it: kept on its way to the verdict."""
+    kept = []
+
+    def recorded(*args: Any) -> Loaded:
+        kept.append(load_by_server(*args))
+        return kept[-1]
+
+    monkeypatch.setattr("lsrdecomp.serving.loaded.load_by_server", recorded)
+    return kept
+
+
+@pytest.fixture(scope="module")
+def updates_by_peft(base) -> Callable[[str, Path], dict[str, np.ndarray]]:
+    """ΔW of a variant by PEFT, asked once for all servers."""
+    known: dict[str, dict[str, np.ndarray]] = {}
+
+    def updates(variant: str, folder: Path) -> dict[str, np.ndarray]:
+        if variant not in known:
+            known[variant] = by_peft(base, folder)
+        return known[variant]
+
+    return updates
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_verdict_is_what_the_loader_does(
+    server, base, trained, tmp_path, variant, runs, updates_by_peft
+):
+    folder = make(trained, tmp_path / "a", VARIANTS[variant])
+    try:
+        check = check_served(folder, server.partition(" ")[0], base, python=sys.executable)
+    except LsrError as error:
+        show(server, variant, f"no LoRA that is read here: {error}")
         return
-    updates = load(folder)
-    factors = {module.name: module.factor for module in check.applied}
-    for layer in open_checkpoint(folder).layers:
+    (loaded,) = runs
+    assert loaded.was_run, loaded.failure
+    if check.refusals:
+        # By the loader, or because a size differs, which a loader without a model cannot see
+        assert loaded.refusal or variant == "wrong size"
+        show(server, variant, f"refused: {check.refusals[0]}")
+        return
+    assert not loaded.refusal
+    expected = updates_by_peft(variant, folder)
+    for module in check.modules:
+        if module.name not in loaded.pairs:
+            assert module.fault or server.startswith("sglang"), module
+            continue
+        up, down = loaded.pairs[module.name]
+        served = up @ down
+        own = expected.get(module.name)
+        is_right = own is not None and np.linalg.norm(served - own) <= 1e-4 * np.linalg.norm(own)
+        is_said_right = module.fault is None and abs(module.factor - 1.0) <= 1e-4
+        assert is_right == is_said_right, module
+    text = f"{len(check.applied)} of {len(check.modules)} apply"
+    if check.rescaled:
+        text += f", {len(check.rescaled)} of them at another scale"
+    show(server, variant, f"{text} {' '.join(check.options)}")
+
+
+def show(server: str, variant: str, text: str) -> None:
+    print(f"\n{server:14} {variant:26} {text[:150]}", end="")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    ["as trained", "rank_pattern", "one v is missing", "no v", "rank 24", "rslora", "rank 4"],
+)
+def test_what_export_writes_is_read_alike_by_every_server(server, base, trained, tmp_path, variant):
+    """All layers, ΔW of PEFT, nothing rescaled and nothing lost."""
+    source = open_checkpoint(make(trained, tmp_path / "a", VARIANTS[variant]))
+    folder = export_lora(source, tmp_path / "served", base=base)
+    check = check_served(folder, server.partition(" ")[0], base, python=sys.executable)
+    assert check.refusals == []
+    assert [module for module in check.modules if module.fault] == []
+    assert check.rescaled == []
+    expected = by_peft(base, tmp_path / "a")
+    written = {layer.name: layer for layer in open_checkpoint(folder).layers}
+    assert expected.keys() <= written.keys()
+    for name, layer in written.items():
         up, down = layer.load()
-        np.testing.assert_allclose(
-            updates[layer.name], factors[layer.name] * layer.scale * (up @ down), atol=1e-5
-        )
+        own = expected.get(name, np.zeros((layer.out_features, layer.in_features)))
+        np.testing.assert_allclose(layer.scale * (up @ down), own, atol=1e-4)
+    error = max(module.error for module in check.modules)
+    show(server, variant, f"exported: {len(written)} layers, ΔW within {error:.1e}")

@@ -109,6 +109,8 @@ class PairWriter(TensorWriter):
         count: int,
         keys: tuple[str, str],
         storage: str,
+        *,
+        rank: int | None = None,
     ) -> None:
         """Add the experts of one parameter, in one tensor each for A and B, as PEFT stores them.
 
@@ -124,11 +126,15 @@ class PairWriter(TensorWriter):
             Of A and of B in the file.
         storage : str
             Type of both.
+        rank : int, optional
+            Pad with zeros to it.
         """
         down_key, up_key = keys
         stored = {}
         for name, (up, down) in pairs.items():
             check_pair(name, up, down, self.layers.get(name))
+            if rank is not None:
+                up, down = _padded(name, up, down, rank)
             stored_up = cast(up, storage, up_key)
             stored_down = cast(down, storage, down_key)
             self._measure(up, down, stored_up, stored_down, 1.0)

@@ -1,4 +1,4 @@
-"""Plain LoRA directories written: for PEFT, or for servers with one global scale."""
+"""Plain LoRA directories written: in the form that all servers read alike, or for PEFT alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lsrdecomp.checkpoints.format import CONFIG, PREFIX
 from lsrdecomp.checkpoints.provenance import read_provenance
 from lsrdecomp.checkpoints.writers.pair_writer import PairWriter
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory, write_json
-from lsrdecomp.errors import CheckpointError, UnsupportedError
+from lsrdecomp.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints.records import Checkpoint
     from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 
-SERVER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM allocates; it refuses larger ones."""
-PROFILES = ("peft", "server", "lorax")
+COMMON_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM allocates (0.33.0) and that TGI and LoRAX do not pad: they scale what they load
+after a padded layer by the padded rank (db931fcf42da, a7394ba386ec)."""
+PROFILES = ("common", "peft")
+ALIASES = {"server": "common", "lorax": "common"}
+"""Old names of profiles; `export_lora` leaves all heads out under them besides."""
 LINEAR_KEYS = ("lora_A.weight", "lora_B.weight")
 EMBEDDING_KEYS = ("lora_embedding_A", "lora_embedding_B")
 
@@ -37,6 +40,7 @@ def write_lora(
     storage: str = "float32",
     force: bool = False,
     profile: str = "peft",
+    rank: int | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a PEFT LoRA directory with ``ΔW = B @ A``.
@@ -57,12 +61,12 @@ def write_lora(
     storage : str
         Dtype of A and B; arrays already in it keep their bits.
     profile : str
-        ``"peft"``. ``"server"``: r = lora_alpha = the largest rank, each layer at its own rank;
-        servers that scale by lora_alpha / r of the config alone read that right, and by its
-        patterns PEFT does. ``"lorax"``: one rank for all layers, padded with zeros up to one of 1,
-        8, 16, 32, 64, 128, 256, 320, 512, no patterns, for servers that stack the layers of a type;
-        all layers are gathered first, to see the largest. Servers hold no other tensors, so extras
-        are refused by name under both.
+        ``"peft"``: each layer at its own rank, by patterns. ``"common"``: one rank for all layers,
+        padded with zeros up to one of `COMMON_RANKS`, r = lora_alpha and no patterns, which PEFT,
+        vLLM, SGLang, TGI, LoRAX, Ollama and MLX read alike.
+    rank : int, optional
+        Of the profile common: the largest rank that will come. Absent, all layers are gathered
+        first, to see it.
     force : bool
         Whether an adapter directory that is there may be replaced.
     provenance : Mapping, optional
@@ -80,8 +84,6 @@ def write_lora(
         one of those above.
     ShapeError
         If B and A do not multiply, or are not of the size of the source's layer.
-    UnsupportedError
-        For other tensors, or too large a rank, under the profiles server and lorax.
 
     Examples
     --------
@@ -96,6 +98,7 @@ def write_lora(
     """
     out = Path(out_dir)
     # 1. What a profile cannot hold is refused before anything is written.
+    profile = ALIASES.get(profile, profile)
     if profile not in PROFILES:
         raise CheckpointError(f"profile {profile!r} is not one of {', '.join(PROFILES)}")
     if config is None:
@@ -103,64 +106,49 @@ def write_lora(
     if extras is None:
         extras = source.extras if source else {}
     stacks = Stacks(config, out)
-    if profile != "peft":
-        _check_for_servers(extras, stacks, out)
-    common_rank = None
-    if profile == "lorax":
-        layers = list(layers)
-        largest = max((down.shape[0] for _, _, down in layers), default=1)
-        common_rank = _server_rank(largest, out)
+    padded_rank = None
+    if profile == "common":
+        if rank is None:
+            layers = list(layers)
+            rank = max((down.shape[0] for _, _, down in layers), default=1)
+        padded_rank = common_rank(rank)
     with (
         new_directory(out, inputs=(source.path,) if source else (), force=force) as part,
         PairWriter(part, source) as writer,
     ):
         # 2. The pairs as they come, then the other tensors.
-        names = _add_layers(writer, layers, stacks, storage, common_rank)
-        if profile == "server":
-            _server_rank(max(writer.ranks.values()), out)
+        names = _add_layers(writer, layers, stacks, storage, padded_rank)
         for key, tensor in extras.items():
             writer.add(key, tensor.read())
         # 3. The config for what came.
         header = writer.record(provenance, profile=profile, storage=storage)
         fields = carried_fields(config, names, set(extras), source, "lora_only")
-        if profile != "peft":
-            fields["target_modules"] = module_suffixes(writer.ranks)
-        elif stacks.targets and isinstance(fields["target_modules"], list):
+        if stacks.targets and isinstance(fields["target_modules"], list):
             fields["target_modules"] = [
                 name for name in fields["target_modules"] if stacks.parameter_of_layer(name) is None
             ]
+        elif profile == "common" and not stacks.targets:
+            fields["target_modules"] = module_suffixes(writer.ranks)
         if not extras:
             fields["modules_to_save"] = None
-        fields |= _lora_fields(writer, profile)
+        fields |= _lora_fields(writer)
         writer.write(part / WEIGHTS, writer.with_digests(header, fields))
         write_json(part / CONFIG, fields)
     return out
 
 
-def _check_for_servers(extras: Mapping[str, StoredTensor], stacks: Stacks, out: Path) -> None:
-    """Refuse what servers do not load, or load otherwise."""
-    if extras:
-        raise UnsupportedError(
-            f"{len(extras)} tensors beside the adapter ({next(iter(extras))}, …) that servers do "
-            "not load: use profile 'peft', or pass extras={} to leave them out",
-            path=out,
-        )
-    if stacks.targets:
-        raise UnsupportedError(
-            "experts are stored stacked (target_parameters), which servers read otherwise: use "
-            "profile 'peft'",
-            path=out,
-        )
+def common_rank(rank: int) -> int:
+    """Return the smallest rank that all servers take and none pads, or the next multiple of 16.
 
-
-def _server_rank(rank: int, out: Path) -> int:
-    """Return the smallest rank of a server that holds a rank."""
-    for server_rank in SERVER_RANKS:
-        if rank <= server_rank:
-            return server_rank
-    raise UnsupportedError(
-        f"rank {rank} is above {SERVER_RANKS[-1]}, the most a server takes", path=out
-    )
+    Examples
+    --------
+    >>> common_rank(2), common_rank(20), common_rank(600)
+    (8, 32, 608)
+    """
+    for allowed in COMMON_RANKS:
+        if rank <= allowed:
+            return allowed
+    return -(-rank // 16) * 16
 
 
 def _add_layers(
@@ -168,7 +156,7 @@ def _add_layers(
     layers: Iterable[tuple[str, Array, Array]],
     stacks: Stacks,
     storage: str,
-    common_rank: int | None,
+    rank: int | None,
 ) -> set[str]:
     """Add the pairs of all layers under PEFT's keys; return the names of the layers.
 
@@ -181,14 +169,15 @@ def _add_layers(
             names |= pairs.keys()
             key = PREFIX + stacks.key_of_parameter(stack)
             experts = _count_experts(stack, writer.source)
-            writer.add_experts(stack, pairs, experts, _keys(key, LINEAR_KEYS), storage)
+            keys = _keys(key, LINEAR_KEYS)
+            writer.add_experts(stack, pairs, experts, keys, storage, rank=rank)
             continue
         for name, up, down in group:
             names.add(name)
             layer = writer.layers.get(name)
             is_embedding = layer is not None and layer.layer_type == "embedding"
             keys = _keys(PREFIX + name, EMBEDDING_KEYS if is_embedding else LINEAR_KEYS)
-            writer.add_pair(name, up, down, keys, storage, rank=common_rank)
+            writer.add_pair(name, up, down, keys, storage, rank=rank)
     return names
 
 
@@ -212,10 +201,10 @@ def _count_experts(stack: str, source: Checkpoint | None) -> int:
     return 1 + max(numbers)
 
 
-def _lora_fields(writer: PairWriter, profile: str) -> dict[str, Any]:
+def _lora_fields(writer: PairWriter) -> dict[str, Any]:
     """Return the fields of LoRA in a config; alpha is the rank, since the scale is in B."""
     ranks = writer.ranks
-    common = max(ranks.values()) if profile == "server" else most_common(ranks)
+    common = most_common(ranks)
     layer_types = {layer.layer_type for name, layer in writer.layers.items() if name in ranks}
     return {
         "peft_type": "LORA",
