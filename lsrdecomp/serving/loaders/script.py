@@ -60,7 +60,7 @@ def by_vllm(request: dict[str, Any], pairs: dict[str, Any]) -> list[str]:
     helper = importlib.import_module("vllm.lora.peft_helper").PEFTHelper.from_local_dir(
         folder, None
     )
-    module = importlib.import_module("vllm.lora.lora_model")
+    module: Any = importlib.import_module("vllm.lora.lora_model")
     # Pinned memory needs a GPU, which the parser does not (0.20.2, 0.33.0)
     if hasattr(module, "PIN_MEMORY"):
         module.PIN_MEMORY = False
