@@ -22,7 +22,7 @@ from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.errors import AdapterNameError, UnsupportedLayerError
 from lsrdecomp.adapters.factors import formed_once
 from lsrdecomp.adapters.geometry import NOT_LINEAR
-from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, named_factors
+from lsrdecomp.checkpoints.packed import PACKED, named_factors, numbers_key
 from lsrdecomp.checkpoints.packed_index import read_packed_layers
 from lsrdecomp.errors import CheckpointError
 
@@ -274,7 +274,8 @@ def unpack(state_dict: dict[str, Tensor], index: str | None = None) -> dict[str,
         mean.
     """
     tensors = dict(state_dict)
-    packed = {key: tensors.pop(key).cpu().numpy() for key in (PACKED, NUMBERS) if key in tensors}
+    keys = [key for key in (PACKED, numbers_key(tensors)) if key in tensors]
+    packed = {str(key): tensors.pop(str(key)).cpu().numpy() for key in keys}
     for key, factor in named_factors(read_packed_layers(packed, index)).items():
         tensors[key] = torch.from_numpy(factor)
     return tensors

@@ -27,6 +27,8 @@ from lsrdecomp.kronecker.shape import ProductShape
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from numpy.typing import NDArray
+
 Structure = tuple[int, ...]
 """An entry as integers from 0 on, without its exponents: layers that differ in their numbers alone
 have the same."""
@@ -147,6 +149,13 @@ class TermsEncoding(Encoding):
 
     kind = "terms"
     stored_type = QuantizedProduct
+    scale_bytes = 2
+
+    def writes(self, stored: Stored) -> bool:
+        """Return whether it is a product whose scales take so many bytes."""
+        if not isinstance(stored, QuantizedProduct):
+            return False
+        return max(stored.left.scales.itemsize, stored.right.scales.itemsize) == self.scale_bytes
 
     def entry(self, stored: QuantizedProduct) -> list[Any]:
         """Return the entry of a layer."""
@@ -178,7 +187,9 @@ class TermsEncoding(Encoding):
             sides.append((_bits(bits), _exponent(exponent), terms, matrix.factors))
             counts.append(terms)
             widths.append(bits)
-            size += 2 * terms + sum(packed_size(terms * m * n, bits) for m, n in matrix.factors)
+            size += self.scale_bytes * terms + sum(
+                packed_size(terms * m * n, bits) for m, n in matrix.factors
+            )
         terms = max(1, counts[0]), max(1, counts[1])
         read = partial(self._read, sides)
         parsed = product_entry(shape, terms, f"int{max(widths)}", size, read)
@@ -187,10 +198,13 @@ class TermsEncoding(Encoding):
     def _read(self, sides: Sequence[tuple[int, int, int, Any]], reader: Reader) -> QuantizedProduct:
         matrices = []
         for bits, exponent, terms, sizes in sides:
-            scales = reader.scales(terms)
+            scales = self._scales(reader, terms)
             codes = tuple(reader.codes(bits, (terms, m, n)) for m, n in sizes)
             matrices.append(QuantizedMatrix(codes, scales, exponent, bits))
         return QuantizedProduct(*matrices)
+
+    def _scales(self, reader: Reader, terms: int) -> NDArray[np.float16] | NDArray[np.uint8]:
+        return reader.scales(terms)
 
     def structure(self, *entry: Any) -> tuple[Structure, Exponents]:
         """Split an entry into integers from 0 on and exponents."""
@@ -212,6 +226,16 @@ class TermsEncoding(Encoding):
             return [*sizes, left, right]
 
         return entry, 2
+
+
+class ShortTermsEncoding(TermsEncoding):
+    """Terms in integer codes with scales of one byte; everything else as in `TermsEncoding`."""
+
+    kind = "short terms"
+    scale_bytes = 1
+
+    def _scales(self, reader: Reader, terms: int) -> NDArray[np.uint8]:
+        return np.frombuffer(reader.take(terms), np.uint8)
 
 
 class ComponentsEncoding(Encoding):
@@ -358,6 +382,7 @@ ENCODINGS: tuple[Encoding, ...] = (
     TermsEncoding(),
     ComponentsEncoding(),
     GroupsEncoding(),
+    ShortTermsEncoding(),
 )
 """Every structure that is written and read. A place here is a number in the index, so new ones go
 to the end."""

@@ -2,12 +2,12 @@
 
 With a tensor and a pattern for each factor, their names and sizes would outweigh the factors.
 
-The tensor ``base_model.model.lsr_numbers`` holds bytes: each layer's in the order of the index,
-which is a text of the config (`lsrdecomp.checkpoints.packed_index`). An entry of the index is the
-kind of the layer's structure and what that structure says of itself;
-`lsrdecomp.checkpoints.encodings` lists them, with the layout of their bytes, and
-`lsrdecomp.formats` says what these stand for. Files of version 0.1 have codes only, in
-``lsr_packed``, after their index.
+The tensor ``lsr`` holds bytes: each layer's in the order of the index, which is a text of the
+config (`lsrdecomp.checkpoints.packed_index`). An entry of the index is the kind of the layer's
+structure and what that structure says of itself; `lsrdecomp.checkpoints.encodings` lists them, with
+the layout of their bytes, and `lsrdecomp.formats` says what these stand for. Up to version 0.3 the
+tensor was called ``base_model.model.lsr_numbers``. Files of version 0.1 have codes only, in
+``base_model.model.lsr_packed``, after their index.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.formats.number_formats import Codes, packed_size, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Container, Mapping
 
     from lsrdecomp.formats.stored import Factors, Stored
     from lsrdecomp.kronecker.shape import ProductShape
 
-NUMBERS = f"{PREFIX}lsr_numbers"
+NUMBERS = "lsr"
+LONG_NUMBERS = f"{PREFIX}lsr_numbers"
+"""The same tensor up to version 0.3."""
 PACKED = f"{PREFIX}lsr_packed"
 """The tensor of version 0.1."""
 DECODING_ERRORS = (
@@ -45,6 +47,11 @@ DECODING_ERRORS = (
 )
 """What damaged bytes may raise where they are decoded."""
 Bytes = NDArray[np.uint8]
+
+
+def numbers_key(keys: Container[str]) -> str | None:
+    """Return the name of the tensor with all numbers, if it is there, of this version or of 0.3."""
+    return next((key for key in (NUMBERS, LONG_NUMBERS) if key in keys), None)
 
 
 def damage_error(

@@ -33,11 +33,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lsrdecomp.checkpoints.config import exact_pattern
+from lsrdecomp.checkpoints.config import exact_pattern, most_common
 from lsrdecomp.checkpoints.encodings import parse, read_structure, structure_of
 from lsrdecomp.checkpoints.limits import LIMITS
 from lsrdecomp.checkpoints.packed import (
     DECODING_ERRORS,
+    LONG_NUMBERS,
     NUMBERS,
     PACKED,
     Bytes,
@@ -45,6 +46,7 @@ from lsrdecomp.checkpoints.packed import (
     PackedLayer,
     Reader,
     damage_error,
+    numbers_key,
 )
 from lsrdecomp.checkpoints.tensors import check_name, read_header
 from lsrdecomp.errors import CheckpointError
@@ -96,6 +98,10 @@ class Index:
         )
         if self.exact:
             fields["target_modules"] = sorted(self.entries)
+        if self.entries:
+            # Of layers that the patterns do not name, which training may add.
+            ranks = {name: entry.shape.inner_rank for name, entry in self.entries.items()}
+            fields["r"] = fields["lsr_alpha"] = most_common(ranks)
         return fields
 
     def layers(self, numbers: Bytes) -> dict[str, PackedLayer]:
@@ -336,7 +342,7 @@ def read_packed_layers(tensors: Mapping[str, Bytes], index: str | None) -> dict[
     Parameters
     ----------
     tensors : mapping of str to row of bytes
-        `NUMBERS`, and in directories of version 0.1 `PACKED`; none of them may be there.
+        `NUMBERS` or `LONG_NUMBERS`, and in directories of version 0.1 `PACKED`; none may be there.
     index : str, optional
         The field ``layers`` of the config, which says what the bytes of `NUMBERS` mean.
 
@@ -348,12 +354,13 @@ def read_packed_layers(tensors: Mapping[str, Bytes], index: str | None) -> dict[
     layers: dict[str, PackedLayer] = {}
     if PACKED in tensors:
         layers |= read_packed(tensors[PACKED])
-    if NUMBERS in tensors:
+    key = numbers_key(tensors)
+    if key is not None:
         if index is None:
             raise CheckpointError(
-                f"the settings lack `{FIELD}`, which says what these bytes are", tensor=NUMBERS
+                f"the settings lack `{FIELD}`, which says what these bytes are", tensor=key
             )
-        layers |= read_index(index).layers(tensors[NUMBERS])
+        layers |= read_index(index).layers(tensors[key])
     return layers
 
 
@@ -364,7 +371,9 @@ def stored_layers(checkpoint: Checkpoint) -> dict[str, Stored]:
     """
     stored_tensors = read_header(checkpoint.weights).tensors
     tensors = {
-        key: stored_tensors[key].read() for key in (PACKED, NUMBERS) if key in stored_tensors
+        key: stored_tensors[key].read()
+        for key in (PACKED, LONG_NUMBERS, NUMBERS)
+        if key in stored_tensors
     }
     packed = read_packed_layers(tensors, checkpoint.config.get(FIELD))
     layers = {name: layer.stored() for name, layer in packed.items()}

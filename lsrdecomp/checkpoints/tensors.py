@@ -400,7 +400,8 @@ def encode_header(
             "data_offsets": [begin, end],
         }
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % LENGTH_BYTES)  # numbers begin at a multiple of eight bytes
+    if any(DTYPES[dtype].itemsize > 1 for dtype, _ in tensors.values()):
+        text += b" " * (-len(text) % LENGTH_BYTES)  # numbers begin at a multiple of eight bytes
     if len(text) > LIMITS.json_bytes:
         raise CheckpointError(
             f"the header of {len(tensors)} tensors takes {len(text)} bytes; at most "

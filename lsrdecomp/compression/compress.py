@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints.progress import OnStep
     from lsrdecomp.compression.search_table import SearchTable
 
-HEADER_BYTES = 360
+HEADER_BYTES = 200
 """Bytes of the shortest header and config."""
 
 GIVEN_TERMS_SOLVER = JointALS(tolerance=5e-4, initializations=1, single=True)

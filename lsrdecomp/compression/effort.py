@@ -177,7 +177,7 @@ class SearchEffort:
     sweeps_per_round: int = 8
     hull_margin: float = 1.15
     max_code_sizes: int = 24
-    min_code_sizes: int = 96
+    min_code_sizes: int = 288
     consecutive_ranks: int = 16
 
 

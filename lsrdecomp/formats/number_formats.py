@@ -351,6 +351,22 @@ def step_values(steps: NDArray[np.uint8]) -> NDArray[np.float64]:
     return np.where(steps & 128, -sizes, sizes)
 
 
+def nearest_steps(values: NDArray[np.float64]) -> NDArray[np.uint8] | None:
+    """Return the bytes that `step_values` reads nearest to numbers of at most one.
+
+    None if one of them is too small for a byte, or zero.
+
+    >>> nearest_steps(np.array([1.0, -0.51])).tolist()
+    [0, 144]
+    """
+    sizes = np.abs(values)
+    if np.any(sizes < 2.0 ** (-MAX_STEP_EXPONENT / STEPS_PER_OCTAVE)) or np.any(sizes > 1.0):
+        return None
+    exponents = np.rint(-STEPS_PER_OCTAVE * np.log2(sizes))
+    steps: NDArray[np.uint8] = (exponents + np.where(values < 0.0, 128, 0)).astype(np.uint8)
+    return steps
+
+
 def expand_steps(steps: NDArray[np.uint8], group: int, size: int) -> NDArray[np.float64]:
     """Return the step of each of ``size`` numbers; steps may have leading axes.
 

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lsrdecomp.formats.number_formats import Codes, expand_steps, group_count, packed_size
+from lsrdecomp.formats.number_formats import (
+    Codes,
+    expand_steps,
+    group_count,
+    packed_size,
+    step_values,
+)
 from lsrdecomp.formats.stored import Factors, padded_factors, product_label
 from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -26,7 +32,8 @@ WHOLE = 2**20
 class QuantizedMatrix:
     """A separated matrix as stored: Σ_k 2^e · scale_k · Q_k⁽¹⁾ ⊗ … ⊗ Q_k⁽ᵈ⁾ with small integers Q.
 
-    A term needs one scale only, however many factors it has, since (aX) ⊗ (bY) = ab (X ⊗ Y).
+    A term needs one scale only, however many factors it has, since (aX) ⊗ (bY) = ab (X ⊗ Y). It is
+    a float16, or one byte as `lsrdecomp.formats.number_formats.step_values` reads it.
 
     Examples
     --------
@@ -40,19 +47,27 @@ class QuantizedMatrix:
     """
 
     codes: tuple[Codes, ...]  # (s, m_i, n_i), from −(2^(bits−1) − 1) to 2^(bits−1) − 1
-    scales: NDArray[np.float16]  # (s,)
+    scales: NDArray[np.float16] | NDArray[np.uint8]  # (s,)
     exponent: int  # puts the largest scale near one, away from float16's limits
     bits: int
+
+    @property
+    def has_byte_scales(self) -> bool:
+        """True if each scale takes one byte."""
+        return self.scales.dtype == np.uint8
 
     @property
     def bytes(self) -> int:
         """Bytes of the packed codes, the scales and the exponent."""
         packed = sum(packed_size(code.size, self.bits) for code in self.codes)
-        return packed + 2 * self.scales.size + 1
+        return packed + self.scales.nbytes + 1
 
     def dequantized(self) -> SeparatedMatrix:
         """Return what a reader gets, in float64."""
-        weights = np.ldexp(self.scales.astype(np.float64), self.exponent)
+        relative = self.scales.astype(np.float64)
+        if self.has_byte_scales:
+            relative = step_values(self.scales.astype(np.uint8))
+        weights = np.ldexp(relative, self.exponent)
         factors = [code.astype(np.float64) for code in self.codes]
         return SeparatedMatrix.from_factors(factors, weights)
 

@@ -231,7 +231,7 @@ def test_the_ceiling_counts_what_a_small_file_expands_to(tmp_path: Path) -> None
     ):
         open_checkpoint(out, max_memory=8 * (4096 + 64) - 1)
     with pytest.raises(
-        CheckpointError, match=r"lsr_numbers: its \d+ bytes are read whole, above the 50 allowed"
+        CheckpointError, match=r"lsr: its \d+ bytes are read whole, above the 50 allowed"
     ):
         open_checkpoint(out, max_memory=50)
 

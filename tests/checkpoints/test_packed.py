@@ -26,6 +26,7 @@ from lsrdecomp.compression.quantize import quantized_product
 from lsrdecomp.compression.spectral_codes import spectral_code, water_fill
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.formats import FloatProduct
+from lsrdecomp.formats.number_formats import step_values
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
 
 
@@ -229,9 +230,13 @@ def test_factors_expand_to_the_same_product(layers):
 def test_a_term_that_rounded_to_zero_stays(layers):
     """Sizes are told by the index, before any code is unpacked."""
     code = layers["a.q"]
-    scales = code.left.scales.copy()
-    scales[1] = 0.0
-    code = replace(code, left=replace(code.left, scales=scales))
+    scales = [step_values(side.scales).astype(np.float16) for side in (code.left, code.right)]
+    scales[0][1] = 0.0
+    code = replace(
+        code,
+        left=replace(code.left, scales=scales[0]),
+        right=replace(code.right, scales=scales[1]),
+    )
     (layer,) = read(*packed({"q": code})).values()
     left, right = layer.factors()
     assert ([f.shape for f in left], [f.shape for f in right]) == layer.factor_shapes

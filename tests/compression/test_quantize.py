@@ -17,7 +17,7 @@ from lsrdecomp.compression.candidates import (
     water_filled_candidates,
 )
 from lsrdecomp.compression.layers import Layer
-from lsrdecomp.compression.quantize import quantize, stored_product
+from lsrdecomp.compression.quantize import quantize, stored_product, with_short_scales
 from lsrdecomp.compression.search import fit_budget, search_layers
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.compression.spectral_codes import (
@@ -34,7 +34,9 @@ from lsrdecomp.formats.number_formats import (
     expand_steps,
     nearest_codes,
     nearest_grouped_codes,
+    nearest_steps,
     pack,
+    step_values,
     unpack,
 )
 from lsrdecomp.kronecker.product import SeparatedProduct
@@ -78,7 +80,7 @@ def test_int4_costs_half_a_byte_a_number_and_keeps_the_direction(
     coded = stored_product(product, "int4")
     stored, size = coded.dequantized(), coded.bytes
     scales = sum(product.separation_ranks)
-    assert size == product.parameters // 2 + 2 * scales + 2
+    assert size == product.parameters // 2 + scales + 2
     difference = np.linalg.norm(stored.to_matrix() - product.to_matrix()) / np.linalg.norm(
         product.to_matrix()
     )
@@ -93,6 +95,29 @@ def test_a_term_has_one_scale_and_zero_terms_cost_no_trouble() -> None:
     one = quantize(SeparatedMatrix.from_factors([np.full((1, 3, 2), 2.0), np.ones((1, 2, 2))]), 8)
     assert one.scales.shape == (1,)
     np.testing.assert_allclose(one.dequantized().to_matrix(), np.full((6, 4), 2.0), rtol=2**-10)
+
+
+def test_scales_of_one_byte_are_taken_in_few_bits_where_they_hold_every_term(product) -> None:
+    assert stored_product(product, "int4").left.has_byte_scales
+    assert not stored_product(product, "int8").left.has_byte_scales
+    # A term of a thousandth of the largest has no byte.
+    weights = np.array([1.0, 1e-3])
+    faint = SeparatedMatrix.from_factors([np.ones((2, 4, 2)), np.ones((2, 2, 2))], weights)
+    sides = faint, product.left
+    for left, right in (sides, sides[::-1]):
+        assert not _coded_sides(left, right).left.has_byte_scales
+
+
+def _coded_sides(left: SeparatedMatrix, right: SeparatedMatrix):
+    return with_short_scales(quantize(left, 4), quantize(right, 4))
+
+
+@given(st.integers(1, 40), st.integers(0, 1000))
+def test_scales_of_one_byte_are_a_thirty_second_of_an_octave_off(count: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    values = rng.choice([-1.0, 1.0], count) * 2.0 ** -rng.uniform(0.0, 7.9, count)
+    again = step_values(nearest_steps(values))
+    assert np.max(np.abs(np.log2(again / values))) <= 1 / 32 + 1e-12
 
 
 @given(st.integers(2, 8), st.integers(0, 1000))

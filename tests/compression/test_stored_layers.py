@@ -23,9 +23,15 @@ from lsrdecomp.checkpoints.encodings import bytes_of, entry_of
 from lsrdecomp.checkpoints.packed_index import index_text, read_index, stored_layers
 from lsrdecomp.compression import CompressionPlan, Search, candidates, export_lora, verify
 from lsrdecomp.compression.layers import Layer
-from lsrdecomp.compression.quantize import quantized_product, stored_like, stored_product
+from lsrdecomp.compression.quantize import (
+    quantize,
+    quantized_product,
+    stored_like,
+    stored_product,
+)
 from lsrdecomp.compression.spectral_codes import pair_code, svd_code
 from lsrdecomp.errors import CheckpointError, UnsupportedError
+from lsrdecomp.formats.quantized import QuantizedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
 
@@ -51,6 +57,11 @@ def product_of(rng: np.random.Generator, terms: tuple[int, int] = (3, 2)) -> Any
     return FactorwiseSVD().truncations(layer_of(rng).pair, shape).truncate(*terms)
 
 
+def long_scales(product: Any) -> Any:
+    """Return codes with float16 scales, as up to version 0.3."""
+    return QuantizedProduct(quantize(product.left, 4), quantize(product.right, 4))
+
+
 def without_groups(code: Any) -> Any:
     """Return the codes as up to version 0.3, which had no steps."""
     return replace(code, groups=(), steps=())
@@ -63,6 +74,7 @@ STRUCTURES: dict[str, Callable[[np.random.Generator], Stored]] = {
     "product of no terms": lambda rng: stored_product(product_of(rng, (0, 0)), "float16"),
     "product in int8": lambda rng: quantized_product(product_of(rng), 8),
     "product in int4": lambda rng: quantized_product(product_of(rng), 4),
+    "product in int4 with scales of two bytes": lambda rng: long_scales(product_of(rng)),
     "product in int4 of no terms": lambda rng: quantized_product(product_of(rng, (0, 0)), 4),
     "components": lambda rng: svd_code(layer_of(rng), (6, 4, 0, 2, 0, 0)),
     "components in groups": lambda rng: svd_code(layer_of(rng), (4, 3), (16, 2**20)),

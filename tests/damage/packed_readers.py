@@ -30,6 +30,9 @@ def _codes() -> dict[str, Any]:
         codes = tuple(rng.integers(-top, top + 1, (terms, *size)).astype(np.int8) for size in sizes)
         return QuantizedMatrix(codes, rng.random(terms).astype(np.float16), -3, bits)
 
+    def short(matrix: QuantizedMatrix) -> QuantizedMatrix:
+        return replace(matrix, scales=rng.integers(0, 256, matrix.scales.size).astype(np.uint8))
+
     parts = [tuple(rng.integers(-1, 2, size).astype(np.int8) for _ in range(2)) for size in (4, 6)]
     without_groups = SpectralCode(*parts, rng.random(2).astype(np.float16), 1, (2, 3), (4, 6))
     steps = tuple(rng.integers(0, 256, count).astype(np.uint8) for count in (5, 2))
@@ -38,6 +41,7 @@ def _codes() -> dict[str, Any]:
         "b": QuantizedProduct(side(4, 0, (2, 1), (2, 1)), side(4, 1, (1, 3), (1, 2))),
         "c": without_groups,
         "d": SpectralCode((), (), np.zeros(0, np.float16), 0, (), (4, 6)),
+        "f": QuantizedProduct(short(side(4, 3, (2, 2), (2, 1))), short(side(4, 1, (2, 2), (1, 2)))),
         "e": replace(without_groups, groups=(2, 2**20), steps=steps),
     }
 

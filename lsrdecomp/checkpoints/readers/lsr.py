@@ -22,7 +22,7 @@ from lsrdecomp.checkpoints.format import (
     without_prefix,
 )
 from lsrdecomp.checkpoints.limits import LIMITS
-from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, IndexEntry, PackedLayer
+from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, IndexEntry, PackedLayer, numbers_key
 from lsrdecomp.checkpoints.packed_index import (
     FIELD,
     Index,
@@ -275,13 +275,14 @@ def product_shape(name: str, value: Any) -> ProductShape:
 def _read_index(bundle: Bundle) -> Index | None:
     """Read the index of packed layers; config and weights must both have their part, or neither."""
     text = (bundle.config or {}).get(FIELD)
-    if text is None and NUMBERS not in bundle.tensors:
+    key = numbers_key(bundle.tensors)
+    if text is None and key is None:
         return None
     if text is None:
         raise bundle.config_error(
             f"lacks {FIELD}, the index of the numbers in {bundle.weights.name}; copy both again"
         )
-    if NUMBERS not in bundle.tensors:
+    if key is None:
         raise CheckpointError(
             f"is missing, of which {bundle.config_path.name} has the index ({FIELD}); copy both "
             "again",
@@ -308,7 +309,7 @@ def _with_unpacked(
         by_version_1 = read_packed(_bytes_of(packed))
         _add_factors(tensors, by_version_1, packed)
         layers |= by_version_1
-    numbers = tensors.pop(NUMBERS, None)
+    numbers = tensors.pop(numbers_key(tensors) or "", None)
     if numbers is not None and index is not None:
         indexed = index.layers(_bytes_of(numbers))
         _add_factors(tensors, indexed, numbers)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp._renamed import warn_of_old_name
-from lsrdecomp.checkpoints.config import carried_fields, most_common
+from lsrdecomp.checkpoints.config import carried_fields
 from lsrdecomp.checkpoints.digests import field_digests
-from lsrdecomp.checkpoints.encodings import bytes_of, entry_of, parse
+from lsrdecomp.checkpoints.encodings import bytes_of, entry_of
 from lsrdecomp.checkpoints.format import CONFIG
 from lsrdecomp.checkpoints.packed import NUMBERS
 from lsrdecomp.checkpoints.packed_index import FIELD, index_text, scaled_factors
@@ -220,12 +220,9 @@ def _config(source: Checkpoint, entries: Mapping[str, Sequence[Any]]) -> dict[st
     for name, default in PEFT_DEFAULTS.items():
         if fields[name] == default:
             del fields[name]
-    rank = most_common({name: parse(*entry).shape.inner_rank for name, entry in entries.items()})
     return {
         **fields,
         "peft_type": "LSR",
-        "r": rank,
-        "lsr_alpha": rank,
         FIELD: index_text(entries, layer_types, exact=exact),
     }
 
