@@ -11,6 +11,7 @@ References
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -212,10 +213,17 @@ def require_finite(array: Array, name: str = "matrix") -> None:
 def finite_norm(array: Array, name: str = "matrix", *, computed: bool = False) -> float:
     """Return the Frobenius norm.
 
-    Raises `PrecisionError` for entries that are not finite, or where the norm overflows float64.
-    Entries ``computed`` from finite ones are infinite by overflow alone, and are not looked at.
+    Raises `PrecisionError` for entries that are not finite, or where the norm overflows float64 or
+    is below its smallest normal number, where numbers lose their digits. Entries ``computed`` from
+    finite ones are infinite by overflow alone, and are not looked at.
     """
     length = norm(array)
+    if 0.0 < length < sys.float_info.min:
+        raise PrecisionError(
+            f"{name}: its Frobenius norm, {length:.3g}, is below the smallest normal float64, "
+            "2.2e-308, where numbers lose their digits; multiply the matrix by a power of two, as "
+            f"{name} * 2.0**1000"
+        )
     if math.isfinite(length):
         return length
     if not computed:

@@ -5,6 +5,7 @@ import pytest
 from scipy.sparse import csr_array
 
 import lsrdecomp as lsr
+from lsrdecomp import solvers
 from lsrdecomp.solvers import ALS, SVD
 from lsrdecomp.targets import RowStream
 
@@ -159,3 +160,71 @@ def test_a_norm_that_overflows_is_refused_by_every_verb(verb):
 
 def test_numbers_near_the_largest_are_decomposed():
     assert lsr.decompose(LARGE / 1e10, rank=1).relative_error < 1e-12
+
+
+@pytest.mark.parametrize(
+    "solver", [solvers.Greedy(), solvers.Greedy, solvers.JointALS(), solvers.FactorwiseSVD()]
+)
+def test_a_solver_with_another_answer_is_refused_with_the_call_that_works(square, solver):
+    with pytest.raises(lsr.errors.BudgetError, match="call its solve"):
+        lsr.decompose(square, FOUR, rank=2, solver=solver)
+
+
+@pytest.mark.parametrize("solver", [ALS(), SVD(), solvers.BatchedKrylov(), solvers.Greedy()])
+@pytest.mark.parametrize("shape", [((4, 4), (4, 4)), "4x4, 4x4"])
+def test_a_solver_takes_matrices_and_sizes_as_decompose_does(square, solver, shape):
+    expected = solver.solve(lsr.targets.Dense(square), FOUR, rank=2)
+    for matrix in (square, square.tolist()):
+        assert solver.solve(matrix, shape, rank=2).relative_error == expected.relative_error
+    with pytest.raises(lsr.errors.PrecisionError, match="expected a numeric array"):
+        solver.solve(None, shape, rank=2)
+    with pytest.raises(lsr.errors.ShapeError, match="sizes are written"):
+        solver.solve(square, "4x4, 4y4", rank=2)
+
+
+def test_a_batch_and_other_shapes_take_sizes_as_text(square):
+    (solution,) = solvers.BatchedKrylov().solve_batch([square], "4x4, 4x4", rank=2)
+    assert solution.approximation.kronecker_shape == FOUR
+    mixed = solvers.Greedy(["16x1, 1x16"]).solve(square, "4x4, 4x4", rank=3)
+    assert mixed.approximation.separation_rank == 3
+
+
+@pytest.mark.parametrize("solver", [solvers.JointALS(), solvers.FactorwiseSVD()])
+def test_a_pair_solver_says_that_it_takes_a_pair_and_its_shape(square, solver):
+    pair = lsr.LowRank(square[:, :4], square[:4])
+    with pytest.raises(lsr.errors.ShapeError, match="a pair needs a ProductShape, such as"):
+        solver.solve(pair, "4x4, 4x4", 2)
+    shape = lsr.ProductShape(out=(4, 4), inner=(2, 2), into=(4, 4))
+    with pytest.raises(lsr.errors.ArgumentError, match=r"expected a LowRank\(B, A\), got ndarray"):
+        solver.solve(square, shape, 2)
+
+
+@pytest.mark.parametrize("number", [5e-324, 1e-320 - 3e-321j])
+@pytest.mark.parametrize(
+    "goal",
+    [
+        {"rank": 2},
+        {"rtol": 0.1},
+        {"budget": lsr.ErrorBudget(rtol=0.1)},
+        {"rank": 2, "solver": "golub_kahan"},
+        {"shape": "2x2, 2x2, 4x4", "rank": 2},
+        {"shape": "search", "rtol": 0.1},
+    ],
+)
+def test_a_norm_that_has_lost_its_digits_is_refused_with_a_scale_that_works(square, goal, number):
+    matrix = np.sign(square) * number
+    for call in (lsr.decompose, lambda m, **kw: lsr.decompose_each(m[None], **kw)):
+        if call is not lsr.decompose and goal.get("shape") == "search":
+            continue
+        with pytest.raises(lsr.errors.PrecisionError, match=r"matrix \* 2\.0\*\*1000") as refusal:
+            call(matrix, **goal)
+        assert "below the smallest normal float64" in str(refusal.value)
+    assert np.isfinite(lsr.decompose(matrix * 2.0**1000, **goal).relative_error)
+
+
+@pytest.mark.parametrize("storage", [None, "int8", "float16"])
+def test_complex_numbers_just_above_that_keep_their_phases(square, storage):
+    matrix = (square + 1j * square.T) * 1e-308
+    large = lsr.decompose(matrix * 2.0**1000, FOUR, rank=3, storage=storage)
+    small = lsr.decompose(matrix, FOUR, rank=3, storage=storage)
+    assert small.relative_error == pytest.approx(large.relative_error, rel=1e-3)

@@ -73,10 +73,11 @@ def normalized_terms(
         units.append(unit)
         sizes.append(size)
     if weights is not None:
-        weights = xp.astype(weights, units[0].dtype)
+        if is_complex(weights) or not is_complex(units[0]):
+            weights = xp.astype(weights, units[0].dtype)
         magnitude = xp.abs(weights)
         phase = weights / xp.where(magnitude > 0, magnitude, xp.ones_like(magnitude))
-        units[0] = units[0] * phase[:, None, None]
+        units[0] = units[0] * xp.astype(phase, units[0].dtype)[:, None, None]
         sizes.append(xp.astype(magnitude, sizes[0].dtype))
 
     scale = _product(sizes)

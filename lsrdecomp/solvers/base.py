@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lsrdecomp.errors import BudgetError, ShapeError
+from lsrdecomp.errors import ArgumentError, BudgetError, ShapeError
+from lsrdecomp.kronecker.shape import ProductShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lsrdecomp.kronecker.product import SeparatedProduct
     from lsrdecomp.kronecker.separated import SeparatedMatrix
-    from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
+    from lsrdecomp.kronecker.shape import KroneckerShape
     from lsrdecomp.targets.base import LowRank, Target
     from lsrdecomp.targets.weights import NormWeights
 
@@ -163,9 +164,10 @@ class Solver(Protocol):
         Parameters
         ----------
         target : Target, shape (m, n)
-            What is approximated: `lsrdecomp.targets`.
+            What is approximated: `lsrdecomp.targets`; solvers of this package take what `as_target`
+            takes, too.
         shape : KroneckerShape
-            Sizes of the factors.
+            Sizes of the factors; solvers of this package read ``((16, 16), (8, 8))`` and text, too.
         rank : int, optional
             Number of terms; beside ``atol``, the most that may be used. More than the shape can
             need is clipped.
@@ -312,10 +314,22 @@ def validate_rank(rank: Any) -> int:
     raise ShapeError(f"a separation rank is a positive integer, got {rank!r}")
 
 
+def require_product_shape(shape: Any) -> None:
+    """Raise `ShapeError` unless a shape is that of both sides of a pair."""
+    if not isinstance(shape, ProductShape):
+        raise ShapeError(
+            "shape: a pair needs a ProductShape, such as "
+            f"ProductShape(out=(4, 4), inner=(2, 2), into=(4, 4)), got {shape!r}"
+        )
+
+
 def validate_pair_request(
     target: LowRank, shape: ProductShape, ranks: int | tuple[int, int], name: str = "the target"
 ) -> tuple[int, int]:
     """Make the checks that every `PairSolver` makes; return the terms of both sides, clipped."""
+    if not hasattr(target, "left") or not hasattr(target, "right"):
+        raise ArgumentError(f"{name}: expected a LowRank(B, A), got {type(target).__name__}")
+    require_product_shape(shape)
     if target.shape != shape.matrix_shape:
         rows, columns = shape.matrix_shape
         raise ShapeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -12,10 +13,12 @@ from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import PRECISIONS
 from lsrdecomp.solvers.cp.als import ALS
 from lsrdecomp.solvers.cp.tensorly import TensorLyCP
+from lsrdecomp.solvers.matrix import MatrixSolver
 from lsrdecomp.solvers.svd.batched import BatchedKrylov
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram
+from lsrdecomp.solvers.svd.greedy import Greedy
 from lsrdecomp.targets.base import Dense, Target
 from lsrdecomp.targets.known_entries import KnownEntries
 
@@ -61,10 +64,13 @@ DEFAULT_LIMITS = SolverLimits()
 def named_solver(solver: Any) -> Solver:
     """Return a solver by its name or its class; a value stays as it is.
 
-    Raises `BudgetError`, with the names there are, for anything without ``solve``.
+    Raises `BudgetError` for anything without ``solve``, with the names there are, and for solvers
+    whose answer is no sum of one shape or whose target is no matrix.
     """
+    if isinstance(solver, MatrixSolver):
+        return solver
     if isinstance(solver, type) and hasattr(solver, "solve"):
-        return solver()  # type: ignore[no-any-return]
+        return named_solver(solver())
     if isinstance(solver, str):
         name = solver.lower().replace("-", "_").replace("blockgolubkahan", "golub_kahan")
         if name not in SOLVERS:
@@ -76,6 +82,16 @@ def named_solver(solver: Any) -> Solver:
         raise BudgetError(
             f"solver: {type(solver).__name__} has no method solve; "
             "see lsrdecomp.solvers.base.Solver"
+        )
+    if isinstance(solver, Greedy):
+        raise BudgetError(
+            "solver: Greedy finds terms of several shapes, and decompose returns terms of one; "
+            "call its solve: Greedy(shapes).solve(matrix, shape, rank=...)"
+        )
+    if "ranks" in inspect.signature(solver.solve).parameters:
+        raise BudgetError(
+            f"solver: {type(solver).__name__} solves for both sides of a low-rank pair, and "
+            "decompose for one matrix; call its solve with LowRank(B, A), a ProductShape and ranks"
         )
     return solver  # type: ignore[no-any-return]
 

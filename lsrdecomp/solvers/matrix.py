@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lsrdecomp.arrays import device, namespace
 from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.base import Solution, Solver, Sweep, validate_request
 from lsrdecomp.solvers.progress import SolveProgress
+from lsrdecomp.targets.convert import as_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lsrdecomp.kronecker.shape import KroneckerShape
     from lsrdecomp.targets.base import Target
 
 
@@ -42,7 +43,8 @@ class MatrixProblem:
 class MatrixSolver(ABC):
     """A `Solver` whose checks are made here, so that a subclass has only to find the terms.
 
-    Factors of 1×1 are taken out before and put back afterwards. Subclasses are frozen dataclasses.
+    Matrices become targets (`as_target`), sizes a `KroneckerShape`. Factors of 1×1 are taken out
+    before and put back afterwards. Subclasses are frozen dataclasses.
     """
 
     __slots__ = ()
@@ -58,6 +60,8 @@ class MatrixSolver(ABC):
         on_sweep: Callable[[Sweep], Any] | None = None,
     ) -> Solution:
         """See `Solver.solve`, whose docstring this method gets."""
+        target = as_target(target)
+        shape = KroneckerShape.parse(shape)
         essential = shape.essential
         max_terms = validate_request(target.shape, essential, rank, atol, order=self.order)
         progress = SolveProgress(on_sweep)

@@ -9,7 +9,14 @@ from lsrdecomp.arrays import Array, as_double, is_complex, namespace, to_device
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.solvers.base import Event, PairSolution, Status, Sweep, validate_pair_request
+from lsrdecomp.solvers.base import (
+    Event,
+    PairSolution,
+    Status,
+    Sweep,
+    require_product_shape,
+    validate_pair_request,
+)
 from lsrdecomp.solvers.batched_terms import safe_ratio
 from lsrdecomp.solvers.pair.descent import steps
 from lsrdecomp.solvers.pair.options import PairOptions
@@ -277,6 +284,7 @@ class _Descent:
 def _checked(
     targets: Sequence[LowRank], shape: ProductShape, ranks: int | tuple[int, int]
 ) -> tuple[int, int]:
+    require_product_shape(shape)
     if shape.order < 2:
         raise ShapeError(
             f"joint least squares needs two or more Kronecker factors; {shape} has {shape.order}"
@@ -284,9 +292,9 @@ def _checked(
     if not targets:
         raise ShapeError("joint least squares needs at least one target")
     for i, target in enumerate(targets):
+        clipped = validate_pair_request(target, shape, ranks, f"target {i}")
         if is_complex(target.left) or is_complex(target.right):
             raise PrecisionError(f"target {i} is complex; joint least squares is for real pairs")
-        clipped = validate_pair_request(target, shape, ranks, f"target {i}")
     return clipped
 
 

@@ -23,6 +23,7 @@ from lsrdecomp.arrays import (
     to_numpy,
 )
 from lsrdecomp.kronecker.rearrange import rearrange
+from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.base import (
     ErrorKind,
     Event,
@@ -47,8 +48,6 @@ from lsrdecomp.targets.residual import has_twelve_digits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from lsrdecomp.kronecker.shape import KroneckerShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +176,7 @@ class BatchedKrylov(MatrixSolver):
             For sizes that differ or do not tile, entries that are not finite, and a missing goal.
         """
         batch = as_batch(matrices)
+        shape = KroneckerShape.parse(shape)
         size = tuple(batch.shape[1:])
         max_terms = validate_request(size, shape, rank, atol, order=self.order)
         request = _Request(shape, rank, atol, max_terms, SolveProgress(on_sweep))

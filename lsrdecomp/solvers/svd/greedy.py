@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.arrays import Array, as_double, namespace, norm
 from lsrdecomp.errors import ShapeError
+from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.base import Event, Solution, Solver, Status, Sweep, validate_request
 from lsrdecomp.solvers.progress import IterationStep, SolveProgress, iterate
 from lsrdecomp.solvers.svd.dense import SVD, as_matrix
 from lsrdecomp.targets.base import Dense, Target
+from lsrdecomp.targets.convert import as_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from lsrdecomp.kronecker.separated import SeparatedMatrix
-    from lsrdecomp.kronecker.shape import KroneckerShape
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -169,7 +170,9 @@ class Greedy:
             None, since greedy choice has no bound. Cost: one SVD of a rearrangement for each shape
             and term, and one a block and cycle.
         """
-        candidates = tuple(dict.fromkeys((shape, *self.shapes)))
+        target = as_target(target)
+        given = [KroneckerShape.parse(candidate) for candidate in (shape, *self.shapes)]
+        candidates = tuple(dict.fromkeys(given))
         limit = self.parameters if rank is None else rank
         for candidate in candidates:
             validate_request(target.shape, candidate, limit, atol, order=2)
@@ -195,7 +198,7 @@ class Greedy:
             error = norm(residual) / size
         parts = tuple(block for block in blocks.values() if block.separation_rank)
         if not parts:
-            zero = self.solver.solve(Dense(matrix), shape, rank=1).approximation.truncate(0)
+            zero = self.solver.solve(Dense(matrix), candidates[0], rank=1).approximation.truncate(0)
             parts = (zero,)
         approximation = MixedSum(parts)
         error = target.residual_norm(approximation) / (size or 1.0)
