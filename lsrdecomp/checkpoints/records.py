@@ -89,16 +89,16 @@ class LoraLayer:
         """How many numbers B and A hold."""
         return self.rank * (self.out_features + self.in_features)
 
-    def load(self) -> tuple[Array, Array]:
-        """Read B, shape (m, r), and A, shape (r, n), in at least float32.
+    def load(self, *, double: bool = False) -> tuple[Array, Array]:
+        """Read B, shape (m, r), and A, shape (r, n), in at least float32, or in float64.
 
         Raises
         ------
         CheckpointError
             If a number is not finite.
         """
-        up = self.up.load().reshape(self.out_features, self.rank)
-        down = self.down.load().reshape(self.rank, self.in_features)
+        up = self.up.load(double=double).reshape(self.out_features, self.rank)
+        down = self.down.load(double=double).reshape(self.rank, self.in_features)
         return up, down
 
 

@@ -81,8 +81,8 @@ class StoredTensor:
         """Read the stored bits, in the stored dtype (bfloat16 and float8 as ``ml_dtypes``)."""
         return self.fetch()
 
-    def load(self) -> Array:
-        """Read the numbers in float32, or in float64 where stored so.
+    def load(self, *, double: bool = False) -> Array:
+        """Read the numbers in float32, or in float64 where stored so or if ``double``.
 
         Raises
         ------
@@ -90,7 +90,8 @@ class StoredTensor:
             If a number is not finite, or if memory does not hold them.
         """
         try:
-            array = widen(self.read())
+            stored = self.read()
+            array = np.array(stored, np.float64) if double else widen(stored)
         except MemoryError:
             raise self.error(f"shape {self.shape} of {self.dtype} does not fit in memory") from None
         finite = np.isfinite(array)

@@ -290,7 +290,7 @@ class SearchedAdapter:
             limits=self.resources.limits,
             on_step=self.resources.on_step,
         )
-        return FittedLayers(materialized, None)
+        return FittedLayers(materialized, None, solved_layers=len(materialized))
 
     def _report(self, plan: CompressionPlan, fitted: FittedLayers) -> Compression:
         """Report every layer; raise `BudgetError` if all were left out."""
@@ -331,6 +331,7 @@ class SearchedAdapter:
             fitted.low_rank_error,
             self.effect,
             is_nearest=fitted.is_nearest,
+            solved_layers=fitted.solved_layers,
         )
 
     def _fill_bytes(self, plan: CompressionPlan, max_bytes: int) -> Compression:

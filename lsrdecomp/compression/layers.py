@@ -293,7 +293,7 @@ def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
     Raises `CheckpointError` if ‖ΔW‖ may exceed `MAX_NORM`.
     """
     _require_lora(checkpoint, layer)
-    left, right = (matrix.astype(np.float64) for matrix in layer.load())
+    left, right = layer.load(double=True)
     # ‖B‖·‖A‖ bounds ‖ΔW‖_F without forming the product.
     with np.errstate(over="ignore"):
         size = float(np.linalg.norm(left)) * float(np.linalg.norm(right)) * abs(layer.scale)

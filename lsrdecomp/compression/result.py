@@ -60,6 +60,9 @@ class Compression:
         Bytes of weight file and config, for a plan of bytes that was filled.
     is_nearest : bool
         Whether nothing that was tried is nearer, however much the plan allows.
+    solved_layers : int, optional
+        Number of layers for which LSR products were solved. In the others truncated SVD is nearer,
+        told by their singular values and vectors (`lsrdecomp.compression.effort.Screening`).
 
     Examples
     --------
@@ -85,6 +88,7 @@ class Compression:
     truncated_svd: Any = None
     file_bytes: int | None = None
     is_nearest: bool = False
+    solved_layers: int | None = None
 
     @property
     def totals(self) -> Totals:
@@ -141,6 +145,7 @@ class Compression:
             plan=self.plan.to_json(),
             source=self.source.path.name,
             **({"unfilled": self.unfilled} if self.unfilled else {}),
+            **({} if self.solved_layers is None else {"solved_layers": self.solved_layers}),
         )
 
     def __repr__(self) -> str:
@@ -188,6 +193,21 @@ class Compression:
             if self.has_plain_rival:
                 rival = "Plain truncated SVD with group-wise integers, in as many bytes"
             yield f"{rival} and in the same norm: {error:.3g}."
+        yield from self._solved_sentence()
+
+    def _solved_sentence(self) -> Iterator[str]:
+        """Yield in how many layers LSR products were solved, unless that is in all."""
+        layers = len(self.layers)
+        if self.solved_layers == 0:
+            yield (
+                f"Truncated SVD in all {layers} layers: no LSR product is nearer in this norm, as "
+                "their singular values and vectors tell, so none was solved."
+            )
+        elif self.solved_layers is not None and self.solved_layers < layers:
+            yield (
+                f"LSR products were solved for {self.solved_layers} of {layers} layers; in the "
+                "others truncated SVD is nearer, as their singular values and vectors tell."
+            )
 
     def _size_sentence(self) -> str:
         total = self.totals

@@ -4,7 +4,8 @@
 
 1. Plain candidates of every layer: nothing, the layer as it is, truncated SVD of every rank.
 2. The coarse grid: even splits without an inner rank, for all layers of a group at once. For
-   several budgets, the fine grid as well.
+   several budgets, the fine grid as well. In the Frobenius norm only layers are solved in which a
+   product may win (`screening`); the others stay with step 1.
 
 `fit_budget` chooses among them, and solves more where a budget needs it:
 
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING
 
 from lsrdecomp.compression.caches import SpillCache
 from lsrdecomp.compression.candidates import Materialized, plain_candidates
+from lsrdecomp.compression.screening import Spectrum, estimated_advantage, worth_solving
 from lsrdecomp.compression.search_steps import (
     can_be_solved,
     exchange_shapes,
@@ -39,7 +41,7 @@ from lsrdecomp.compression.search_steps import (
     solve_fine_grid,
     try_neighbours,
 )
-from lsrdecomp.compression.search_table import SearchTable, TableEntry
+from lsrdecomp.compression.search_table import Allocation, SearchTable, TableEntry
 from lsrdecomp.compression.settings import Budget, Resources, Search
 from lsrdecomp.compression.shapes import ShapeRequest, coarse_grid, shape_grid, shapes_like
 
@@ -62,11 +64,14 @@ class FittedLayers:
         Relative error of the best truncated SVDs for the same budget and norm; None if none fit.
     is_nearest : bool
         Whether no layer has a candidate that is nearer, however much the budget allows.
+    solved_layers : int
+        Number of layers for which LSR products were solved.
     """
 
     chosen: tuple[Materialized, ...]
     low_rank_error: float | None
     is_nearest: bool = False
+    solved_layers: int = 0
 
 
 def search_layers(
@@ -115,23 +120,54 @@ def search_layers(
     table = SearchTable(layers, search, storages, cache or SpillCache(), resources or Resources())
     limit = max(budget.max_parameters for budget in budgets)
     table.refines_grid = limit < math.inf and len(budgets) == 1 and not search.shapes
+    table.limit = limit
     # Search 1: candidates that need no solve, with all that must be read of a layer.
-    groups: dict[tuple[object, ...], list[int]] = {}
     for i, layer in enumerate(layers):
         table.rows[i] = [TableEntry(candidate) for candidate in plain_candidates(layer, limit)]
         if can_be_solved(layer):
-            groups.setdefault(layer.group_key, []).append(i)
+            table.groups.setdefault(layer.group_key, []).append(i)
             table.whole_norm[i] = layer.leading_entries == layer.norm_entries
+            if table.is_screened:
+                advantage = estimated_advantage(layer, search.orders, search.effort.grid)
+                table.spectra[i] = Spectrum.of(layer, advantage)
     # Search 2: the grid for the layers of each group, or the shapes of another adapter.
+    worth: set[int] = set()
+    for budget in budgets:
+        worth |= _worth_solving(table, budget)
+    _solve_layers(table, worth)
+    return table
+
+
+def _worth_solving(table: SearchTable, budget: Budget) -> set[int]:
+    """Return the layers for which LSR products are to be solved for a budget."""
+    if not table.is_screened:
+        return {i for indices in table.groups.values() for i in indices}
+    search = table.search
+    order = list(table.spectra)
+    spectra = list(table.spectra.values())
+    positions = worth_solving(
+        spectra, budget, search.inner_rank, table.storages, search.effort.screening
+    )
+    return {order[position] for position in positions}
+
+
+def _solve_layers(table: SearchTable, worth: set[int]) -> None:
+    """Solve the grid, or the shapes of another adapter, for layers that were not solved before."""
+    search = table.search
+    groups = {}
+    for key, indices in table.groups.items():
+        unsolved = [i for i in indices if i in worth and i not in table.solved]
+        if unsolved:
+            groups[key] = unsolved
+    table.solved |= worth
     if search.shapes:
         tasks = _tasks_for_given_shapes(table, groups)
     else:
         tasks = []
         for indices in groups.values():
-            requests = _grid(table, indices, limit)
+            requests = _grid(table, indices, table.limit)
             tasks += table.runner.tasks(indices, requests, effort=search.effort.solve)
     table.solve(tasks, "solving shapes")
-    return table
 
 
 def _grid(table: SearchTable, indices: Sequence[int], limit: float) -> list[ShapeRequest]:
@@ -192,8 +228,12 @@ def fit_budget(table: SearchTable, budget: Budget) -> FittedLayers:
     """
     search = table.search
     effort = search.effort
-    # Search 3: the first allocation.
+    # Search 3: the first allocation. A budget that the search did not prepare for may be worth
+    # solving more layers.
+    _solve_layers(table, _worth_solving(table, budget))
     allocation = table.allocated(budget)
+    if not table.has_products:
+        return _fitted(table, allocation)
     # Search 4: the fine grid.
     for _ in range(effort.max_grid_passes if table.refines_grid else 0):
         sizes = [candidate.parameters for _, candidate in allocation.chosen]
@@ -216,6 +256,14 @@ def fit_budget(table: SearchTable, budget: Budget) -> FittedLayers:
         if not refine(table, allocation.entries, together=budget.layer_rtol is None):
             break
     allocation = table.allocated(budget, "measured")
+    return _fitted(table, allocation)
+
+
+def _fitted(table: SearchTable, allocation: Allocation) -> FittedLayers:
+    """Make the factors of an allocation."""
     return FittedLayers(
-        table.materialized(allocation), allocation.low_rank_error, allocation.is_nearest
+        table.materialized(allocation),
+        allocation.low_rank_error,
+        allocation.is_nearest,
+        len(table.solved),
     )

@@ -58,7 +58,7 @@ def solve_fine_grid(table: SearchTable, sizes: Sequence[int]) -> bool:
     # 4.1 Group layers whose sizes are near one power of `size_step`, each layer and power once.
     groups: dict[tuple[tuple[object, ...], int, int], list[int]] = {}
     for i, (layer, size) in enumerate(zip(table.layers, sizes, strict=True)):
-        if size > 0 and can_be_solved(layer) and not _coarse_grid_suffices(table, i):
+        if size > 0 and i in table.solved and not _coarse_grid_suffices(table, i):
             power = round(math.log(size, size_step))
             if ("fine grid", i, power) not in table.tried:
                 table.tried.add(("fine grid", i, power))
@@ -230,7 +230,7 @@ def exchange_shapes(table: SearchTable, chosen: Sequence[TableEntry]) -> None:
     # 6.2 Find the layers that have not been solved at one of them, at terms near their size.
     lacking: dict[tuple[ShapeGroup, tuple[Ranks, ...]], list[int]] = {}
     for i, layer in enumerate(table.layers):
-        if layer.squared_norm == 0.0:
+        if i not in table.solved:
             continue
         max_parameters = effort.size_step * chosen[i].exact.parameters
         for request in common[layer.name]:

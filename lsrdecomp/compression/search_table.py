@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from lsrdecomp.compression.caches import SpillCache
     from lsrdecomp.compression.layers import Layer
+    from lsrdecomp.compression.screening import Spectrum
     from lsrdecomp.compression.settings import Budget, Resources, Search
     from lsrdecomp.kronecker.product import SeparatedProduct
 
@@ -157,6 +158,14 @@ class SearchTable:
         Keys of what the steps of the search have tried, so that nothing is tried twice.
     refines_grid : bool
         Whether the fine grid is solved for each budget, where it is of use, and not beforehand.
+    limit : float
+        Maximum parameters of all layers together, in any of the budgets prepared for.
+    groups : dict of tuple to list of int
+        Layers that can be solved together, under their `Layer.group_key`.
+    solved : set of int
+        Layers that LSR products were solved for.
+    spectra : dict of int to Spectrum
+        What decides which layers are worth solving, in the Frobenius norm.
     """
 
     def __init__(
@@ -178,8 +187,26 @@ class SearchTable:
         self.whole_norm = [True] * len(layers)
         self.tried: set[tuple[object, ...]] = set()
         self.refines_grid = False
+        self.limit = math.inf
+        self.groups: dict[tuple[object, ...], list[int]] = {}
+        self.solved: set[int] = set()
+        self.spectra: dict[int, Spectrum] = {}
         # Truncated SVDs in integer codes, by layer and limit of bytes.
         self._coded: dict[tuple[int, float], list[TableEntry]] = {}
+
+    @property
+    def has_products(self) -> bool:
+        """True if any layer has an LSR product."""
+        return any(entry.is_lsr for row in self.rows for entry in row)
+
+    @property
+    def is_screened(self) -> bool:
+        """True if only layers are solved in which a product may win.
+
+        Not where numbers are stored in integers: products lose less by these than singular vectors.
+        """
+        is_frobenius = all(layer.is_frobenius for layer in self.layers)
+        return is_frobenius and not self.search.shapes and not self.has_integers
 
     def layer_limit(self, layer: Layer, limit: float) -> float:
         """Return the largest part that a layer can have of a limit for all layers."""

@@ -13,13 +13,19 @@ import lsrdecomp.compression
 from lsrdecomp import LowRank
 from lsrdecomp.compression import Search, SearchEffort
 from lsrdecomp.compression.candidates import equal_bits_candidates, water_filled_candidates
-from lsrdecomp.compression.effort import FileFilling, ResourceLimits, ShapeGrid, SolveEffort
+from lsrdecomp.compression.effort import (
+    FileFilling,
+    ResourceLimits,
+    Screening,
+    ShapeGrid,
+    SolveEffort,
+)
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.search import search_layers
 from lsrdecomp.compression.settings import Budget
 from lsrdecomp.compression.shapes import coarse_grid
 
-VALUES = (SearchEffort, ShapeGrid, SolveEffort, ResourceLimits, FileFilling)
+VALUES = (SearchEffort, ShapeGrid, Screening, SolveEffort, ResourceLimits, FileFilling)
 FIELDS = [field.name for value in VALUES for field in dataclasses.fields(value)]
 
 
@@ -57,6 +63,7 @@ def test_the_grid_of_a_search_is_the_one_that_is_asked(layer: Layer) -> None:
     grid = ShapeGrid(terms_of_two=((1, 1),), terms_with_inner=((1, 1),))
     (request,) = coarse_grid(layer.shape, (2,), 1e9, grid)
     assert request.terms == ((1, 1),)
-    search = Search(orders=(2,), rounds=0, effort=SearchEffort(grid=grid))
+    effort = SearchEffort(grid=grid, screening=Screening(min_advantage=0.0))
+    search = Search(orders=(2,), rounds=0, effort=effort)
     table = search_layers([layer], [Budget(parameters=300)], search=search)
     assert {product.ranks for product in table.products(0)} == {(1, 1)}
