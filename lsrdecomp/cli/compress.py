@@ -20,6 +20,7 @@ from lsrdecomp.cli.recommendations import next_command, warn_if_unusable, warn_o
 from lsrdecomp.cli.requests import (
     COMMAND_LINE,
     DIRECTORY_OF_FILES,
+    TO_SAME,
     Display,
     Opening,
     Outputs,
@@ -108,11 +109,12 @@ def compress(
     the weights can be matched (Frobenius norm), where truncated SVD is hard to beat, and is taken
     where it is better.
 
-    With --out small.safetensors a LoRA file comes back in its original format, in seconds.
+    With --out small.safetensors a LoRA file comes back in its original format, in seconds, and
+    with --to same a directory: a plain LoRA, which every tool reads.
     \f
 
-    Such a file is cut by truncated SVD, with one threshold over all layers. So is every file of a
-    directory of such; --dry-run shows the curve.
+    Such a LoRA is cut by truncated SVD, with one threshold over all layers. So is every file of a
+    directory of such; --dry-run shows the curve, --verbose every layer.
 
     --distil trains at most two sizes, and the smallest that keeps the share is written; if none
     does, the untrained one. Exit code 1, and nothing written, if --rtol cannot be met in this
@@ -124,7 +126,7 @@ def compress(
     """
     # 1. What is asked, before anything is opened: a request for each ratio.
     files = [] if opening.name or calibrated or base else resize.lora_files(adapter)
-    to_file = bool(files) or resize.names_file(outputs.out)
+    to_source_format = bool(files) or resize.names_file(outputs.out) or outputs.to == "same"
     given = {
         "base": base,
         "data": data,
@@ -136,13 +138,15 @@ def compress(
     if outputs.report is not None and base is not None:
         given.setdefault("examples", 2)  # that a report shows, where no other number is asked for
     interface = DIRECTORY_OF_FILES if files else COMMAND_LINE
+    if outputs.to is not None and not resize.names_file(outputs.out):
+        interface = TO_SAME
     requests = parse_requests(
-        given, outputs, opening, display, to_file=to_file, interface=interface
+        given, outputs, opening, display, to_file=to_source_format, interface=interface
     )
     outputs.check(requests)
-    # 2. LoRA files that are to come back in their own format: truncated SVD, and that is all.
-    if to_file:
-        resize.resize(files or [adapter], requests, opening, outputs, quiet=display.quiet)
+    # 2. A LoRA that is to come back in its own format: truncated SVD, and that is all.
+    if to_source_format:
+        resize.resize(files or [adapter], requests, opening, outputs, display)
         return
     # 3. Otherwise a directory of LSR for each request.
     results = _to_directories(adapter, requests, opening, outputs, display)
@@ -226,7 +230,7 @@ def _compressed(
 
 def _show(result: Compression, json: Path | None, display: Display, unit: str) -> None:
     """Show what each layer became, or which of them missed the tolerance."""
-    table = layers_table(result.layers, result.totals, each=display.each)
+    table = layers_table(result.layers, result.totals, each=display.each or display.verbose)
     tables.show(json, table, wide=display.wide)
     if result.met:
         tables.show(json, "", *result.sentences(unit))

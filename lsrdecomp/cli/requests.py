@@ -13,7 +13,7 @@ import typer
 from lsrdecomp import checkpoints
 from lsrdecomp.cli.options import Alpha, Each, Force, JsonFile, MaxMemory, Name, Quiet, Wide
 from lsrdecomp.cli.outputs import NEW_FILE, UNKNOWN
-from lsrdecomp.compression.request import ALL_ROUTES, TO_DIRECTORY, Interface, Request
+from lsrdecomp.compression.request import ALL_ROUTES, TO_DIRECTORY, Interface, Request, Route
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,6 +58,13 @@ class Outputs:
             help="Directory to write, or for a LoRA in its original format NAME.safetensors.",
         ),
     ] = None
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            help="same: a plain LoRA in the format of the source, by truncated SVD. Absent: LSR.",
+        ),
+    ] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the table; write nothing.")] = (
         False
     )
@@ -72,6 +79,11 @@ class Outputs:
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise `typer.BadParameter` where there is no place to write, or too few."""
+        if self.to not in (None, "same"):
+            raise typer.BadParameter(
+                f"same, or absent for LSR; got {self.to!r}; export writes others",
+                param_hint="--to",
+            )
         if self.out is None and not self.dry_run:
             raise typer.BadParameter(
                 "name the directory to write, or ask for a --dry-run", param_hint="--out"
@@ -109,6 +121,12 @@ class Display:
 
     wide: Wide = False
     each: Each = False
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", help="A line for each layer: rank, and the share kept of its values."
+        ),
+    ] = False
     quiet: Quiet = False
 
 
@@ -117,6 +135,7 @@ OWN_OPTIONS = {
     "alpha": ALL_ROUTES,
     "max_memory": ALL_ROUTES,
     "out": ALL_ROUTES,
+    "to": frozenset({Route.SEARCHED, Route.TRUNCATED}),
     "dry_run": ALL_ROUTES,
     "record": TO_DIRECTORY,
     "report": TO_DIRECTORY,
@@ -124,9 +143,13 @@ OWN_OPTIONS = {
     "force": ALL_ROUTES,
     "wide": TO_DIRECTORY,
     "each": TO_DIRECTORY,
+    "verbose": ALL_ROUTES,
     "quiet": ALL_ROUTES,
 }
-"""The routes that read each option of the groups: tables and records are of LSR."""
+"""The routes that read each option of the groups: tables and records are of LSR.
+
+With ``--to same`` a search becomes a truncated SVD.
+"""
 
 
 def flag(name: str) -> str:
@@ -145,6 +168,8 @@ DIRECTORY_OF_FILES = dataclasses.replace(
     COMMAND_LINE, leave_truncated="for one adapter and where --out is a directory"
 )
 """The same where the adapter is a directory of LoRA files, all of which are cut."""
+TO_SAME = dataclasses.replace(COMMAND_LINE, leave_truncated="without --to")
+"""The same where --to asks for the format of the source."""
 
 
 def parse_requests(

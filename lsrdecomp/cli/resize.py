@@ -1,8 +1,8 @@
-"""`compress` to LoRA files in their original format, one or a directory of them: truncated SVD."""
+"""`compress` to LoRA in its original format, files or directories: truncated SVD."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from lsrdecomp.errors import LsrError, UnsupportedError
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
-    from lsrdecomp.cli.requests import Opening, Outputs
+    from lsrdecomp.cli.requests import Display, Opening, Outputs
     from lsrdecomp.compression import Truncation
     from lsrdecomp.compression.request import Request
 
@@ -47,10 +47,9 @@ def resize(
     requests: Sequence[Request],
     opening: Opening,
     outputs: Outputs,
-    *,
-    quiet: bool,
+    display: Display,
 ) -> None:
-    """Cut one LoRA file, or several, each under its own name in a directory.
+    """Cut one LoRA file or directory, or several files, each under its own name in a directory.
 
     One that fails does not stop the others; `LsrError` at the end says which did.
     """
@@ -59,13 +58,14 @@ def resize(
         raise typer.BadParameter(f"name a directory for {len(files)} files", param_hint="--out")
     figures: list[dict[str, object]] = []
     if len(files) == 1:
-        figures += _resize_file(opening.open(files[0]), requests, out, outputs, quiet=quiet)
+        figures += _resize_adapter(opening.open(files[0]), requests, out, outputs, display)
     else:
         failed = []
         for file in files:
             try:
                 checkpoint = opening.open(file)
-                figures += _resize_file(checkpoint, requests, out / file.name, outputs, quiet=quiet)
+                path = out / file.name
+                figures += _resize_adapter(checkpoint, requests, path, outputs, display)
             except LsrError as error:
                 failed.append(file.name)
                 tables.say(str(error))
@@ -76,43 +76,77 @@ def resize(
     tables.write_json(figures if len(figures) > 1 else figures[0], outputs.json)
 
 
-def _resize_file(
+def _resize_adapter(
     checkpoint: Checkpoint,
     requests: Sequence[Request],
     out: Path,
     outputs: Outputs,
-    *,
-    quiet: bool,
+    display: Display,
 ) -> list[dict[str, object]]:
-    """Write one file for each request and return the figures of each.
+    """Write one file or directory for each request and return the figures of each.
 
-    Files of several ratios share the name, with the ratio before its ending.
+    Those of several ratios share the name, with the ratio before its ending.
     """
-    if names_file(out) and checkpoints.file_or_directory(checkpoint) == "directory":
+    is_directory = checkpoints.file_or_directory(checkpoint) == "directory"
+    if names_file(out) and is_directory:
         raise UnsupportedError(
             f"{checkpoint.format} is a directory with a config, no single file: name a directory "
-            "by --out",
+            "by --out, with --to same for a plain LoRA",
             path=checkpoint.path,
         )
     plans = [request.plan for request in requests if request.plan is not None]
     paths = [out]
     if len(plans) > 1:
-        paths = [out.with_stem(f"{out.stem}-{plan.ratio:g}") for plan in plans]
-    if not outputs.dry_run:
-        for path in paths:
-            inputs = (checkpoint.path, checkpoint.weights)
+        stem, suffix = (out.name, "") if is_directory else (out.stem, out.suffix)
+        paths = [out.with_name(f"{stem}-{plan.ratio:g}{suffix}") for plan in plans]
+    inputs = (checkpoint.path, checkpoint.weights)
+    for path in [] if outputs.dry_run else paths:
+        if is_directory:
+            checkpoints.check_output_directory(path, inputs, outputs.force)
+        else:
             checkpoints.check_output_file(path, inputs, force=outputs.force)
     figures = []
     for plan, path in zip(plans, paths, strict=True):
-        with follow(quiet=quiet) as step:
+        with follow(quiet=display.quiet) as step:
             cut = compression.truncate(checkpoint, plan, on_step=step)
             if not outputs.dry_run:
                 cut.save(path, force=outputs.force, on_step=step)
+        if display.verbose:
+            tables.show(outputs.json, "\n".join(_log_lines(cut)))
         figures.append(_shown(cut, None if outputs.dry_run else path, outputs.json))
         if not outputs.dry_run:
-            warn_of_growth(checkpoint, path)
+            warn_of_growth(checkpoint, _weights(path))
     tables.show(outputs.json, METHOD)
     return figures
+
+
+def _weights(path: Path) -> Path:
+    """Return the weight file of what was written at a path."""
+    return checkpoints.open_checkpoint(path).weights if path.is_dir() else path
+
+
+def _log_lines(cut: Truncation) -> Iterator[str]:
+    """Yield a line for each layer, in the words of sd-scripts' resize_lora, and their mean."""
+    width = max(len(layer.name) for layer in cut.layers)
+    retained = []
+    for layer, sigma, rank in zip(cut.layers, cut.sigma, cut.ranks, strict=True):
+        total = float(sigma.sum())
+        norm = float((sigma**2).sum()) ** 0.5
+        if not norm > 0.0:
+            yield f"{layer.name:<{width}} | zero, dim: {rank}"
+            continue
+        kept = sigma[:rank]
+        kept_norm = float((kept**2).sum()) ** 0.5 / norm
+        retained.append(kept_norm)
+        ratio = f"{float(sigma[0] / kept[-1]):.1f}" if rank and kept[-1] > 0.0 else "-"
+        yield (
+            f"{layer.name:<{width}} | sum(S) retained: {float(kept.sum()) / total:.1%}, "
+            f"fro retained: {kept_norm:.1%}, max(S) ratio: {ratio}, dim: {rank} of {layer.rank}"
+        )
+    if retained:
+        mean = sum(retained) / len(retained)
+        spread = (sum((value - mean) ** 2 for value in retained) / len(retained)) ** 0.5
+        yield f"Average Frobenius norm retention: {mean:.2%} | std: {spread:.3f}"
 
 
 def _shown(cut: Truncation, path: Path | None, json: Path | None) -> dict[str, object]:
@@ -133,7 +167,7 @@ def _shown(cut: Truncation, path: Path | None, json: Path | None) -> dict[str, o
 def _show_curve(cut: Truncation, json: Path | None) -> list[dict[str, float]]:
     """Show the errors of other sizes, and return them."""
     curve = list(cut.curve())
-    rows = [(f"{ratio:g}", f"{size:,}", f"{error:.4f}") for ratio, size, error in curve]
+    rows = [(f"{ratio:.4g}", f"{size:,}", f"{error:.4f}") for ratio, size, error in curve]
     heads = ("times fewer", "parameters", "relative error")
     sheet = Sheet([SheetColumn(head) for head in heads], rows)
     name = cut.source.path.name
@@ -148,11 +182,12 @@ def _show_written(cut: Truncation, path: Path, json: Path | None) -> float:
     """Say what was written, and return what rounding adds to its relative error at most."""
     from lsrdecomp.checkpoints.tensors import read_header
 
+    weights = _weights(path)
     if path.suffix == ".gguf":  # whose header has no record: it is measured
         written = compression.verify(cut.source, checkpoints.open_checkpoint(path))
         rounding = abs(written.relative_error - cut.relative_error)
     else:
-        record = loads(read_header(path).metadata["lsrdecomp"])
+        record = loads(read_header(weights).metadata["lsrdecomp"])
         kept = (1.0 - cut.relative_error**2) ** 0.5
         rounding = float(record["rounding"]) / float(record["norm"]) * kept
     rounding_text = f", which rounding moves by {rounding:.1g} at most" if rounding else ""
@@ -160,7 +195,7 @@ def _show_written(cut: Truncation, path: Path, json: Path | None) -> float:
     tables.show(
         json,
         f"Wrote {path}: {cut.parameters:,} of {cut.source.adapter_parameters:,} parameters, "
-        f"{path.stat().st_size:,} of {cut.source.weights.stat().st_size:,} bytes, ranks up to "
+        f"{weights.stat().st_size:,} of {cut.source.weights.stat().st_size:,} bytes, ranks up to "
         f"{max(cut.ranks)}, {dropped} of {len(cut.ranks)} layers left out; relative error "
         f"{cut.relative_error:.4f}{rounding_text}.",
     )

@@ -84,9 +84,16 @@ class Truncation:
     def curve(
         self, ratios: Sequence[float] = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
     ) -> Iterator[tuple[float, int, float]]:
-        """Yield ratio, parameters and relative error of the whole adapter at other sizes."""
+        """Yield ratio, parameters and relative error of the whole adapter at other sizes.
+
+        The ratio of the plan is among them, or the one that the plan came to.
+        """
         rule = rank_rule(self.source)
-        for ratio in ratios:
+        own_ratio = self.plan.ratio or self.source.adapter_parameters / self.parameters
+        for ratio in sorted({*ratios, own_ratio}):
+            if ratio == own_ratio:
+                yield ratio, self.parameters, self.relative_error
+                continue
             max_parameters = self.source.adapter_parameters / ratio
             ranks = _ranks_within_size(self.layers, self.sigma, max_parameters, rule)
             if any(ranks):

@@ -152,6 +152,7 @@ def test_a_dry_run_shows_the_curve_and_writes_nothing(tmp_path):
     assert "times fewer" in done.stdout
     assert "Used truncated SVD" in done.stdout
     curve = json.loads(run_command(*arguments, "--json", "-", cwd=tmp_path).stdout)["curve"]
+    assert 2 in [point["ratio"] for point in curve]
     errors = [point["relative_error"] for point in curve]
     assert errors == sorted(errors)
     assert [path.name for path in tmp_path.iterdir()] == ["style.safetensors"]
@@ -370,3 +371,82 @@ def test_what_a_file_cannot_be_is_refused_before_any_work(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert open_checkpoint(tmp_path / "o.safetensors").format == "kohya"
+
+
+def test_a_dry_run_has_the_size_that_was_asked_for(tmp_path):
+    source = open_checkpoint(put(tmp_path / "style.safetensors"))
+    cut = truncate(source, ratio=10)
+    assert (10, cut.parameters, cut.relative_error) in list(cut.curve())
+    cut = truncate(source, parameters=5000)
+    assert (cut.parameters, cut.relative_error) in [point[1:] for point in cut.curve()]
+
+
+def test_a_directory_comes_back_as_the_plain_lora_that_it_was(tmp_path):
+    folder = write_lora_directory(tmp_path / "peft")
+    options = ("--ratio", 2, "--to", "same")
+    done = run_command("compress", folder, *options, "--out", tmp_path / "small")
+    assert done.returncode == 0, done.stderr
+    written = open_checkpoint(tmp_path / "small")
+    assert written.format == "peft-lora"
+    source = open_checkpoint(folder)
+    assert written.adapter_parameters <= source.adapter_parameters / 2
+    cut = truncate(source, ratio=2)
+    for layer, rank in zip(source.layers, cut.ranks, strict=True):
+        if rank:
+            sigma = np.linalg.svd(formed(layer), compute_uv=False)
+            error = np.linalg.norm(formed(layer) - formed(written.layer(layer.name)))
+            assert error == pytest.approx(np.linalg.norm(sigma[rank:]), rel=1e-4, abs=1e-6)
+    done = run_command("verify", folder, tmp_path / "small")
+    assert done.returncode == 0, done.stdout + done.stderr
+    # Several sizes lie beside each other, and nothing that is there is replaced.
+    options = ("--ratio", "2,4", "--to", "same")
+    done = run_command("compress", folder, *options, "--out", tmp_path / "cut")
+    assert done.returncode == 0, done.stderr
+    assert open_checkpoint(tmp_path / "cut-4").format == "peft-lora"
+    done = run_command("compress", folder, *options, "--out", tmp_path / "cut")
+    assert done.returncode == 2
+    assert "already exists" in done.stderr
+
+
+def test_a_word_that_to_does_not_take_is_refused_with_those_it_does(tmp_path):
+    folder = write_lora_directory(tmp_path / "peft")
+    done = run_command(
+        "compress", folder, "--ratio", 2, "--to", "kohya", "--out", tmp_path / "small"
+    )
+    assert done.returncode == 2
+    assert "export" in done.stderr
+
+
+def test_verbose_logs_every_layer_as_resize_lora_does(tmp_path):
+    source = open_checkpoint(put(tmp_path / "style.safetensors"))
+    options = ("--ratio", 3, "--out", tmp_path / "small.safetensors", "--verbose")
+    done = run_command("compress", tmp_path / "style.safetensors", *options)
+    assert done.returncode == 0, done.stderr
+    cut = truncate(source, ratio=3)
+    lines = {line.split(" |")[0].strip(): line for line in done.stdout.splitlines() if "|" in line}
+    for layer, sigma, rank in zip(cut.layers, cut.sigma, cut.ranks, strict=True):
+        line = lines[layer.name]
+        assert f"sum(S) retained: {sigma[:rank].sum() / sigma.sum():.1%}" in line
+        kept = np.linalg.norm(sigma[:rank]) / np.linalg.norm(sigma)
+        assert f"fro retained: {kept:.1%}" in line
+        assert line.endswith(f"dim: {rank} of {layer.rank}")
+    assert "Average Frobenius norm retention" in done.stdout
+
+
+def test_the_metadata_of_a_network_say_its_new_rank(tmp_path):
+    path = put(tmp_path / "style.safetensors")
+    metadata = {"ss_network_dim": "8", "ss_network_alpha": "4.0", "ss_training_comment": "mine"}
+    save_file(load_file(path), path, metadata=metadata)
+    small = truncate(open_checkpoint(path), ratio=3).save(tmp_path / "small.safetensors")
+    with safe_open(small, "np") as file:
+        written = file.metadata()
+    assert written["ss_network_dim"] == "Dynamic"
+    assert written["ss_network_alpha"] == "4.0"  # alphas keep their value
+    assert written["ss_training_comment"] == "dimension is resized from 8 to Dynamic; mine"
+    assert json.loads(written["lsrdecomp"])["storage"] == "float16"
+    plan = CompressionPlan(rtol=1e-9, max_rank=2, storage="bfloat16")
+    same = truncate(open_checkpoint(path), plan).save(tmp_path / "same.safetensors")
+    with safe_open(same, "np") as file:
+        written = file.metadata()
+    assert written["ss_network_dim"] == "2"
+    assert json.loads(written["lsrdecomp"])["storage"] == "bfloat16"

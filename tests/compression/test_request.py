@@ -71,6 +71,7 @@ TYPED = {
     "alpha": "9",
     "max_memory": "9MB",
     "out": "other",
+    "to": "same",
     "report": "report.html",
     "json": "figures.json",
 }
@@ -248,7 +249,10 @@ def test_an_option_reaches_the_route_or_is_refused_on_the_command_line(
     if route in {**READ_ON, **OWN_OPTIONS}[setting]:
         assert received_by_command(asked) != received_by_command(without)
         return
-    with pytest.raises(LsrError, match=rf"{flag(setting)}\b.* (is|are) read (with|where) "):
+    words = rf"{flag(setting)}\b.* (is|are) read (with|where) "
+    if setting == "to":  # it is the others that are not read with it
+        words = "(is|are) read without --to"
+    with pytest.raises(LsrError, match=words):
         received_by_command(asked)
 
 

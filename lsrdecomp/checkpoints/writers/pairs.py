@@ -35,6 +35,11 @@ MODEL_HASH = "sshs_model_hash"
 """The digest of the tensors' bytes that sd-scripts writes into a header."""
 LEGACY_HASH = "sshs_legacy_hash"
 """Its digest of a part of the file, which is left out."""
+NETWORK = "ss_network_"
+"""Beginning of the keys in which sd-scripts says what it trained."""
+NETWORK_DIM = "ss_network_dim"
+"""Its rank, "Dynamic" if layers have several."""
+TRAINING_COMMENT = "ss_training_comment"
 Pairs = Iterable[tuple[str, Array, Array]]
 
 
@@ -236,7 +241,9 @@ def write_pairs(
         if like is None:
             header = writer.record(provenance, storage=storage)
         else:
-            header = _same_metadata(like, writer) | writer.record(provenance)
+            types = {storage or layer.dtype for layer in like.layers if layer.name in writer.ranks}
+            record = writer.record(provenance, storage="+".join(sorted(types)))
+            header = _same_metadata(like, writer) | record
         if like is not None and is_directory:
             config = _mlx_config(like, writer.ranks)
             write_json(part / CONFIG, config)
@@ -326,12 +333,28 @@ def _same_metadata(like: Checkpoint, writer: PairWriter) -> dict[str, str]:
     metadata = {key: value for key, value in like.metadata.items() if key != LEGACY_HASH}
     if MODEL_HASH in metadata:
         metadata[MODEL_HASH] = writer.sha256()
+    metadata |= _network_metadata(metadata, writer.ranks)
     for name, rank in writer.ranks.items():
         if f"{name}:rank" in metadata:
             metadata[f"{name}:rank"] = str(rank)
     if METADATA in metadata:
         metadata[METADATA] = _header_config(json.loads(metadata[METADATA]), writer.ranks)
     return metadata
+
+
+def _network_metadata(metadata: Mapping[str, str], ranks: Mapping[str, int]) -> dict[str, str]:
+    """Return what sd-scripts' resize_lora says of a network's rank; alphas keep their value."""
+    if not any(key.startswith(NETWORK) for key in metadata):
+        return {}
+    found = set(ranks.values())
+    dim = str(found.pop()) if len(found) == 1 else "Dynamic"
+    before = metadata.get(NETWORK_DIM, "unknown")
+    if dim == before:
+        return {}
+    comment = f"dimension is resized from {before} to {dim}"
+    if metadata.get(TRAINING_COMMENT):
+        comment += f"; {metadata[TRAINING_COMMENT]}"
+    return {NETWORK_DIM: dim, TRAINING_COMMENT: comment}
 
 
 def _header_config(config: dict[str, Any], ranks: Mapping[str, int]) -> str:
