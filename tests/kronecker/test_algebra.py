@@ -197,6 +197,27 @@ def test_per_term_shapes_stay_within_the_parameters():
     )
 
 
+def test_three_terms_of_three_shapes_are_found_whatever_shape_was_chosen_first():
+    """The shapes chosen while other terms were missing stayed: one sum of twenty was found."""
+    shapes = [KroneckerShape(((m, m), (16 // m, 16 // m))) for m in (2, 4, 8)]
+    n_found = 0
+    for seed in range(20):
+        parts = [random_matrix(shape, 1, seed + k) for k, shape in enumerate(shapes)]
+        matrix = sum(part.to_matrix() / part.norm for part in parts)
+        fit = Greedy(shapes[1:]).solve(Dense(matrix), shapes[0], rank=3)
+        n_found += fit.relative_error < 1e-6
+    assert n_found >= 15
+
+
+def test_without_a_number_of_terms_none_changes_to_a_dearer_shape():
+    shapes = [KroneckerShape(((m, m), (16 // m, 16 // m))) for m in (2, 4, 8)]
+    matrix = sum(random_matrix(shape, 1, k).to_matrix() for k, shape in enumerate(shapes))
+    fit = Greedy(shapes[1:], parameters=120).solve(Dense(matrix), shapes[0])
+    kept = Greedy(shapes[1:], parameters=120, min_exchange_gain=1.0).solve(Dense(matrix), shapes[0])
+    assert fit.approximation.parameters <= kept.approximation.parameters
+    assert fit.relative_error <= (1.0 + 1e-9) * kept.relative_error
+
+
 def test_greedy_refuses_what_it_cannot_do():
     matrix, block, _ = separable_plus_low_rank()
     with pytest.raises(BudgetError, match="rank= or atol="):

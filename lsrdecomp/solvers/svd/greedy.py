@@ -102,8 +102,10 @@ class Greedy:
 
     A block is all terms of one shape; refitting it to what the other blocks leave is a truncated
     SVD, so the error never rises. Without refitting, greedy terms are far from optimal: that is
-    what makes this competitive. It pays for a sum of a separable and a low-rank matrix, and rarely
-    elsewhere.
+    what makes this competitive. A shape chosen while other terms were missing may be the wrong one,
+    so terms then change shapes while that lowers the error; with a number of terms all changes are
+    tried, else those to a shape with no more parameters. It pays for a sum of a separable and a
+    low-rank matrix, and rarely elsewhere.
 
     Parameters
     ----------
@@ -114,8 +116,13 @@ class Greedy:
         Maximum parameters; with it neither ``rank`` nor ``atol`` need be given.
     cycles : int
         Maximum backfitting cycles after each new term.
+    final_cycles : int
+        The same after the last term.
     rtol : float
         Backfitting stops when a cycle lowers the error by less than this fraction.
+    min_exchange_gain : float
+        A term changes its shape where that lowers the error by this fraction; 1 keeps the shapes
+        that were chosen. By hand.
     solver : Solver
         Used for each block.
 
@@ -145,7 +152,9 @@ class Greedy:
     shapes: Sequence[KroneckerShape] = ()
     parameters: int | None = None
     cycles: int = 50
+    final_cycles: int = 500
     rtol: float = 1e-3
+    min_exchange_gain: float = 0.01
     solver: Solver = field(default_factory=SVD)
 
     def solve(
@@ -180,23 +189,32 @@ class Greedy:
         matrix = as_double(as_matrix(target))
         size = target.norm
         goal = 0.0 if atol is None or size == 0.0 else atol / size
+        least = goal + _floor(matrix)
         progress = SolveProgress(on_sweep)
-        blocks: dict[KroneckerShape, SeparatedMatrix] = {}
-        residual = matrix
-        error = 1.0 if size > 0.0 else 0.0
-        while error > goal + _floor(matrix) and _n_terms(blocks) < max_terms:
+        fit = _Fit({}, matrix, 1.0 if size > 0.0 else 0.0)
+        while fit.error > least and fit.n_terms < max_terms:
             # Greedy 1: the shape whose next term gains most per parameter.
-            chosen = self._choose(residual, blocks, candidates)
+            chosen = self._choose(fit, candidates)
             if chosen is None:
                 break
-            ranks = {shape: block.separation_rank for shape, block in blocks.items()}
-            ranks[chosen] = ranks.get(chosen, 0) + 1
             # Greedy 2: all blocks refitted in turn, the new one first, until a cycle gains little.
+            ranks = fit.ranks
+            ranks[chosen] = ranks.get(chosen, 0) + 1
             progress.mark(Event.new_term)
-            steps = self._cycles(residual, blocks, ranks, chosen, size)
-            residual, _ = iterate(steps, residual, progress, max_steps=self.cycles)
-            error = norm(residual) / size
-        parts = tuple(block for block in blocks.values() if block.separation_rank)
+            fit, _ = self._backfitted(fit, ranks, chosen, size, progress)
+            # Greedy 3: terms change shapes while that lowers the error.
+            is_counted = rank is not None
+            while fit.error > least and not progress.exhausted:
+                exchanged = self._exchanged(fit, candidates, size, is_counted)
+                if exchanged is None:
+                    break
+                fit = exchanged
+                progress.record(fit.error, objective=fit.error**2)
+        # Greedy 4: of the last terms as many cycles as still gain.
+        if fit.error > least and len(fit.ranks) > 1:
+            first = next(iter(fit.ranks))
+            fit, _ = self._backfitted(fit, fit.ranks, first, size, progress, self.final_cycles)
+        parts = tuple(block for block in fit.blocks.values() if block.separation_rank)
         if not parts:
             zero = self.solver.solve(Dense(matrix), candidates[0], rank=1).approximation.truncate(0)
             parts = (zero,)
@@ -204,33 +222,58 @@ class Greedy:
         error = target.residual_norm(approximation) / (size or 1.0)
         status = Status.rank_reached
         if atol is not None:
-            is_met = error <= goal + _floor(matrix)
+            is_met = error <= least
             status = Status.converged if is_met else Status.rank_exhausted
         return MixedSolution(approximation, status, progress.sweeps, relative_error=error)
 
-    def _cycles(
+    def _backfitted(
         self,
-        residual: Array,
-        blocks: dict[KroneckerShape, SeparatedMatrix],
+        fit: _Fit,
         ranks: dict[KroneckerShape, int],
         first: KroneckerShape,
         size: float,
-    ) -> Iterator[IterationStep[Array]]:
-        """Backfit in cycles after a new term; updates ``blocks``."""
+        progress: SolveProgress | None = None,
+        max_cycles: int | None = None,
+    ) -> tuple[_Fit, bool]:
+        """Refit all blocks with these numbers of terms, the first one before the others.
+
+        Returns
+        -------
+        fit : _Fit
+        has_ended : bool
+            Whether a cycle gained little before ``max_cycles`` of them.
+        """
+        steps = self._cycles(fit, ranks, first, size)
+        return iterate(steps, fit, progress, max_steps=max_cycles or self.cycles)
+
+    def _cycles(
+        self, fit: _Fit, ranks: dict[KroneckerShape, int], first: KroneckerShape, size: float
+    ) -> Iterator[IterationStep[_Fit]]:
+        """Backfit in cycles, a step each."""
         previous_error = math.inf
         while True:
-            residual = self._cycle(residual, blocks, ranks, first)
-            error = norm(residual) / size
-            converged = len(ranks) == 1 or error >= (1.0 - self.rtol) * previous_error
-            yield IterationStep(residual, error, objective=error**2, converged=converged)
-            previous_error = error
+            fit = self._cycle(fit, ranks, first, size)
+            is_alone = len(ranks) == 1
+            converged = is_alone or fit.error >= (1.0 - self.rtol) * previous_error
+            yield IterationStep(fit, fit.error, objective=fit.error**2, converged=converged)
+            previous_error = fit.error
 
-    def _choose(
-        self,
-        residual: Array,
-        blocks: dict[KroneckerShape, SeparatedMatrix],
-        candidates: Sequence[KroneckerShape],
-    ) -> KroneckerShape | None:
+    def _cycle(
+        self, fit: _Fit, ranks: dict[KroneckerShape, int], first: KroneckerShape, size: float
+    ) -> _Fit:
+        """Refit every block once to what the others leave, the first one before the others."""
+        blocks = dict(fit.blocks)
+        residual = fit.residual
+        for shape in sorted(ranks, key=lambda shape: shape != first):
+            remainder = residual
+            if shape in blocks:
+                remainder = residual + blocks[shape].to_matrix()
+            solution = self.solver.solve(Dense(remainder), shape, rank=ranks[shape])
+            blocks[shape] = solution.approximation
+            residual = remainder - blocks[shape].to_matrix()
+        return _Fit(blocks, residual, norm(residual) / size)
+
+    def _choose(self, fit: _Fit, candidates: Sequence[KroneckerShape]) -> KroneckerShape | None:
         """Choose the shape whose next term lowers the square error most per parameter.
 
         None where no shape has room for a term that gains anything.
@@ -238,9 +281,9 @@ class Greedy:
         best: KroneckerShape | None = None
         best_gain = 0.0
         for shape in candidates:
-            if not self._has_room(shape, blocks):
+            if not self._has_room(shape, fit):
                 continue
-            leading = self.solver.solve(Dense(residual), shape, rank=1).approximation
+            leading = self.solver.solve(Dense(fit.residual), shape, rank=1).approximation
             if leading.separation_rank == 0:
                 continue
             gain = float(leading.weights[0]) / math.sqrt(shape.parameters(1))
@@ -249,37 +292,74 @@ class Greedy:
                 best_gain = gain
         return best
 
-    def _has_room(
-        self, shape: KroneckerShape, blocks: dict[KroneckerShape, SeparatedMatrix]
-    ) -> bool:
+    def _exchanged(
+        self, fit: _Fit, candidates: Sequence[KroneckerShape], size: float, is_counted: bool
+    ) -> _Fit | None:
+        """Return the best fit in which one term has changed its shape; None where none gains.
+
+        ``is_counted``: a term counts alike in every shape. Else it may not have more parameters
+        than before.
+        """
+        best: _Fit | None = None
+        max_error = (1.0 - self.min_exchange_gain) * fit.error
+        for left in fit.ranks:
+            shorter = self._shortened(fit, left, size)
+            for entered in candidates:
+                is_dearer = entered.parameters(1) > left.parameters(1)
+                if entered == left or (is_dearer and not is_counted):
+                    continue
+                if not self._has_room(entered, shorter):
+                    continue
+                ranks = shorter.ranks
+                ranks[entered] = ranks.get(entered, 0) + 1
+                trial, _ = self._backfitted(shorter, ranks, entered, size)
+                if trial.error <= max_error:
+                    best = trial
+                    max_error = trial.error
+        return best
+
+    def _shortened(self, fit: _Fit, shape: KroneckerShape, size: float) -> _Fit:
+        """Return a fit with one term of a shape less, its block refitted."""
+        blocks = dict(fit.blocks)
+        left = blocks.pop(shape)
+        residual = fit.residual + left.to_matrix()
+        if left.separation_rank > 1:
+            rank = left.separation_rank - 1
+            blocks[shape] = self.solver.solve(Dense(residual), shape, rank=rank).approximation
+            residual = residual - blocks[shape].to_matrix()
+        return _Fit(blocks, residual, norm(residual) / size)
+
+    def _has_room(self, shape: KroneckerShape, fit: _Fit) -> bool:
         """Return whether a shape can have another term, within the parameters that are allowed."""
-        if shape in blocks and blocks[shape].separation_rank >= shape.max_separation_rank:
+        if fit.ranks.get(shape, 0) >= shape.max_separation_rank:
             return False
         if self.parameters is None:
             return True
-        used = sum(block.parameters for block in blocks.values())
+        used = sum(block.parameters for block in fit.blocks.values())
         return used + shape.parameters(1) <= self.parameters
 
-    def _cycle(
-        self,
-        residual: Array,
-        blocks: dict[KroneckerShape, SeparatedMatrix],
-        ranks: dict[KroneckerShape, int],
-        first: KroneckerShape,
-    ) -> Array:
-        """Refit every block once to what the others leave, the newest first; updates ``blocks``."""
-        for shape in sorted(ranks, key=lambda shape: shape != first):
-            remainder = residual
-            if shape in blocks:
-                remainder = residual + blocks[shape].to_matrix()
-            solution = self.solver.solve(Dense(remainder), shape, rank=ranks[shape])
-            blocks[shape] = solution.approximation
-            residual = remainder - blocks[shape].to_matrix()
-        return residual
 
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """Blocks of terms, one a shape, what they leave of the matrix, and its relative norm."""
 
-def _n_terms(blocks: dict[KroneckerShape, SeparatedMatrix]) -> int:
-    return sum(block.separation_rank for block in blocks.values())
+    blocks: dict[KroneckerShape, SeparatedMatrix]
+    residual: Array
+    error: float
+
+    @property
+    def ranks(self) -> dict[KroneckerShape, int]:
+        """Terms of each shape that has any, a new dictionary."""
+        ranks = {}
+        for shape, block in self.blocks.items():
+            if block.separation_rank:
+                ranks[shape] = block.separation_rank
+        return ranks
+
+    @property
+    def n_terms(self) -> int:
+        """Terms of all shapes together."""
+        return sum(self.ranks.values())
 
 
 def _floor(matrix: Array) -> float:
