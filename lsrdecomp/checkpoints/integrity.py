@@ -28,6 +28,7 @@ from lsrdecomp.checkpoints.tensors import (
     read_header,
 )
 from lsrdecomp.checkpoints.writing import new_file
+from lsrdecomp.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -138,9 +139,20 @@ def record_again(adapter: Checkpoint) -> None:
     ----------
     adapter : Checkpoint
         A safetensors file, or a directory with one. Of a torch file SHA256SUMS alone is written.
+
+    Raises
+    ------
+    CheckpointError
+        For a file of its own that is not safetensors: there is no place for a digest.
     """
     weights = adapter.weights
     config = _config_beside(weights)
+    if config is None and weights.suffix != ".safetensors":
+        raise CheckpointError(
+            f"a file that ends in {weights.suffix} takes no digest later: export it again, or as "
+            "safetensors",
+            path=weights,
+        )
     if weights.suffix == ".safetensors":
         metadata = dict(read_header(weights).metadata)
         if KEY in metadata:

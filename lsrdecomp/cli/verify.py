@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lsrdecomp import compression
+from lsrdecomp import checkpoints, compression
 from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.cli import served, tables
 from lsrdecomp.cli.layer_tables import verification_table
@@ -267,12 +267,19 @@ def _say_way_out(result: compression.Verification, source: Path, written: Path) 
         )
 
 
+def _few(names: Sequence[str], max_names: int = 8) -> str:
+    """Return so many names of a list at most, and how many more there are."""
+    text = ", ".join(names[:max_names])
+    return text if len(names) <= max_names else f"{text} and {len(names) - max_names} more"
+
+
 def _complaints(result: compression.Verification, source: Path, written: Path) -> Iterator[str]:
     """Yield what is not as it was recorded, or not recorded."""
     if result.changed_files:
         files = ", ".join(result.changed_files)
-        fields = f" ({', '.join(result.changed_fields)})" if result.changed_fields else ""
-        yield f"{files}{fields} changed since it was written: its digest is not the recorded one"
+        yield f"{files} changed since it was written: its digest is not the recorded one"
+    if result.changed_fields:
+        yield f"changed in {checkpoints.CONFIG}: {_few(result.changed_fields)}"
     for name in result.foreign_files:
         yield (
             f"{name} was not written with this adapter, and programs load or run such a file "

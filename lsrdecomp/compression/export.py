@@ -114,11 +114,9 @@ def export_lora(
     checkpoint.watch_source()
     integrity = check_integrity(checkpoint)
     if integrity.changed:
-        fields = f" ({', '.join(integrity.fields)})" if integrity.fields else ""
         raise CheckpointError(
-            f"{', '.join(integrity.changed)}{fields} changed since it was written; copy or "
-            "compress it again, or take it as it is: lsrdecomp verify SOURCE "
-            f"{checkpoint.weights.parent} --accept",
+            f"{', '.join(integrity.changed)} changed since it was written; copy or compress it "
+            f"again, or take it as it is: lsrdecomp verify SOURCE {checkpoint.path} --accept",
             path=checkpoint.weights.parent,
         )
     # 1. Turn every layer into a pair; layers called by position get the base's names.

@@ -260,7 +260,8 @@ def test_a_base_that_moved_is_told_and_may_be_accepted(made, tmp_path, kind, bes
     done = run_command("verify", made / "source", place)
     assert done.returncode == 1
     assert CONFIG in done.stderr
-    assert ("(base_model_name_or_path)" in done.stderr) == (beside and kind != "lora")
+    named = f"changed in {CONFIG}: base_model_name_or_path\n" in done.stderr
+    assert named == (beside and kind != "lora")
     with pytest.raises(CheckpointError, match="--accept"):
         export_lora(open_checkpoint(place), tmp_path / "no")
     numbers = load_file(place / WEIGHTS)
@@ -320,6 +321,28 @@ def test_what_an_older_release_wrote_without_digests_is_held_to_its_sums(made, t
     done = run_command("verify", made / "source", place)
     assert done.returncode == 3
     assert "has lost its SHA256SUMS" in done.stderr
+
+
+def test_many_changed_fields_are_named_in_one_short_line(made, tmp_path):
+    """As PEFT writes a config anew, with every field that it knows."""
+    place = tmp_path / "o"
+    shutil.copytree(made / "lsr-float32", place)
+    config = json.loads((place / CONFIG).read_text()) | {f"field_{i}": i for i in range(20)}
+    (place / CONFIG).write_text(json.dumps(config))
+    done = run_command("verify", made / "source", place)
+    assert "field_0, field_1, field_10" in done.stderr
+    assert "and 12 more" in done.stderr
+    assert run_command("verify", made / "source", place, "--accept").returncode == 0
+
+
+def test_a_file_with_no_place_for_a_digest_is_not_accepted(made, tmp_path):
+    torch = pytest.importorskip("torch")
+    tensors = load_file(made / "kohya.safetensors")
+    state = {key: torch.from_numpy(array) for key, array in tensors.items()}
+    torch.save(state, tmp_path / "style.pt")
+    done = run_command("verify", made / "style.safetensors", tmp_path / "style.pt", "--accept")
+    assert done.returncode == 2
+    assert "a file that ends in .pt takes no digest later" in done.stderr
 
 
 def test_accepting_needs_a_measurement(made):
