@@ -7,7 +7,7 @@ The first prints the table in Markdown, the second writes the files for `script`
 
 The published rows, each with its file and commit, and the protocol are in `peft_arena.json`. A cell
 of the table stays "not run" until the record of `script` has that size for that base; of a walk
-with ``--tiny`` or another base nothing is shown. The files to prepare from are MetaMathQA's own
+with ``--small`` or another base nothing is shown. The files to prepare from are MetaMathQA's own
 (``query`` and ``response``) and GSM8K's test (``question`` and ``answer``); PEFT leaves out
 examples of more than 1,300 characters.
 """
@@ -38,7 +38,7 @@ def measured(record: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
     answers = [stage for name, stage in stages.items() if name.startswith("large answers")]
     whole = stages.get("large lora", {}).get("parameters", 0)
     base = PUBLISHED["protocol"]["base"].rpartition("/")[2]
-    if record.get("tiny") or any(Path(stage["model"]).name != base for stage in answers):
+    if record.get("small") or any(Path(stage["model"]).name != base for stage in answers):
         return {}
     return {
         (row["structure"], round(whole / row["ratio"])): row

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.arena import CONVERTED, PUBLISHED, SOURCE
+from benchmarks.gpu.needs import Needs
 from benchmarks.language.forms import FORM, form_directory, make_forms
 from benchmarks.language.judge import Judge, opened, said
 from lsrdecomp.calibration.base_model import Base
@@ -53,6 +54,8 @@ RATIOS = (8.0, 140.0, 2.0, 24.0)
 """Of the smallest conversion, of the smallest adapter that PEFT trains to more than 40 %, and two
 between."""
 STRUCTURES = ("LSR", "SVD")
+GIGABYTES = 20.0
+"""Free on the disk for the LoRA, its statistics and its forms; the model itself apart."""
 JUDGED = "judged.json"
 PROTOCOL = PUBLISHED["protocol"]
 MARK = re.compile(r"(?:answer is:? |#### )(.*)")
@@ -231,18 +234,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--new-tokens", type=int, default=300)
     group.add_argument("--max-length", type=int, default=768)
     group.add_argument(
-        "--metric", default="bleu", help="of SmolLM2's answers: bleu, chrf, exact or loss"
+        "--metric", help="of SmolLM2's answers: bleu, chrf, exact or loss; by the task if absent"
     )
 
 
-def missing(options: argparse.Namespace) -> str | None:
-    """What the stages of a large model lack, in words."""
-    if options.llm is None:
-        return "--llm MODEL"
-    files = {"--data": options.data, "--test": options.test}
-    lacking = [
-        f"{name} {path or 'FILE.jsonl'}"
-        for name, path in files.items()
-        if path is None or not path.is_file()
-    ]
-    return " and ".join(lacking) or None
+def needs(options: argparse.Namespace) -> Needs:
+    """Return what the stages of a large model need."""
+    return Needs(
+        packages=("transformers", "peft"),
+        model=options.llm,
+        ungiven=() if options.llm else ("--llm MODEL",),
+        files=(("--data", options.data), ("--test", options.test)),
+        gigabytes=GIGABYTES,
+    )

@@ -1,344 +1,43 @@
 """What one GPU is asked: a plan that fits its minutes, in stages that resume, into one JSON.
 
-    python -m benchmarks.gpu.script --plan                    # stages, estimates, what is left out
+    python -m benchmarks.gpu.script --plan                    # stages, minutes, what each lacks
     python -m benchmarks.gpu.script --minutes 45 --work runs  # the same again goes on where it was
     python -m benchmarks.gpu.script --minutes 45 --work runs --task e2e \\
         --llm meta-llama/Llama-3.2-3B --data metamath.jsonl --test gsm8k.jsonl
 
 The most telling comes first: what a kernel takes; an LSR layer beside LoRA and LoKr; SmolLM2 from a
 LoRA to LSR that is distilled or trained on; and PEFT's table of LoRA conversion on a model of one
-to eight billion weights, where its weights are there (`benchmarks/gpu/language.py`). ``--task``
-holds train.jsonl and held.jsonl, as `benchmarks.language.tasks` writes them. A stage is planned for
-eight minutes at most; what it finished in ``--work`` is not done again, whenever it was stopped.
-``--tiny`` walks the same code on a CPU.
+to eight billion weights, where its weights are there (`benchmarks/gpu/language.py`). The first five
+stages need nothing but a GPU and ``make llm``: ``--task`` holds train.jsonl and held.jsonl, as
+`benchmarks.language.tasks` writes them, and without it sums of prices are made by a seed.
+
+Before any minute is spent the plan looks up packages, models, files and disk of each stage, and
+says what is missing and how to get it. A stage that fails is recorded with its error, what builds
+on it is left out, and the next begins; the JSON is written after each. A stage is planned for eight
+minutes at most; what it finished in ``--work`` is not done again, whenever it was stopped.
+``--small`` walks the same code on a CPU.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+import sys
 from typing import Any
 
-import torch
+from benchmarks.gpu.needs import is_installed
 
-import lsrdecomp as lsr
-from benchmarks import record as records
-from benchmarks.adapters import layers
-from benchmarks.gpu import language
-from benchmarks.record import RESULTS
-from lsrdecomp.training.finetune import evaluate, finetune
-from lsrdecomp.training.record import (
-    ADAPTER,
-    RECORD,
-    FinetuneRecord,
-    Scores,
-    read_record,
-)
-from lsrdecomp.training.settings import FinetuneSettings
-
-LONGEST = 480.0  # seconds of a stage
-LOADING = 30.0  # seconds until a model is there
-FLOPS = 3e14  # a second, of a large product in bfloat16 on an H100 as training reaches it
-STEP = 0.12  # seconds of a training step of SmolLM2, whose launches take longer than its products
-TOKEN = 0.035  # seconds of a step of decoding, likewise
-SMALL_WEIGHTS, LARGE_WEIGHTS = 1.35e8, 3.2e9
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One part of the plan: purpose, time on one H100, and why it cannot run here, if so."""
-
-    name: str
-    about: str
-    seconds: float
-    run: Callable[[], dict[str, Any]]
-    missing: str | None = None
+PACKAGES = ("torch", "safetensors", "tokenizers", "transformers", "peft", "accelerate")
+"""Packages without which no stage runs."""
 
 
 def main(given: list[str] | None = None) -> dict[str, Any]:
-    """Show the plan, run what fits, and write the JSON of all that is done."""
-    options = read_arguments(given)
-    stages, budget = plan(options), 60 * options.minutes
-    chosen = fitting(stages, budget, options.work)
-    print("\n".join(table(stages, chosen, options)))
-    if options.plan:
-        return {}
-    options.work.mkdir(parents=True, exist_ok=True)
-    begin = time.monotonic()
-    for stage in chosen:
-        if done(options.work, stage).exists():
-            continue
-        print(f"\n{stage.name}: {stage.about}", flush=True)
-        started = time.monotonic()
-        figures = stage.run()
-        figures |= {
-            "seconds": round(time.monotonic() - started, 1),
-            "estimated": round(stage.seconds, 1),
-        }
-        done(options.work, stage).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        print(
-            f"{stage.name}: {figures['seconds']} s, estimated {figures['estimated']:.0f}",
-            flush=True,
-        )
-        if time.monotonic() - begin > budget:
-            print("The minutes are spent; the same command goes on.")
-            break
-    finished = [stage for stage in stages if done(options.work, stage).exists()]
-    record = {
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-        "tiny": options.tiny,
-        "stages": {
-            stage.name: json.loads(done(options.work, stage).read_text("utf-8"))
-            for stage in finished
-        },
-    }
-    return records.save(options.out, record, "torch", "transformers", "peft", seed=options.seed)
+    """Check that the packages are here, then show the plan and run it."""
+    missing = [name for name in PACKAGES if not is_installed(name)]
+    if missing:
+        sys.exit(f"no stage runs without {', '.join(missing)}; `make llm` installs what is needed")
+    # Imported here because those packages come with it.
+    from benchmarks.gpu import stages
 
-
-def read_arguments(given: list[str] | None) -> argparse.Namespace:
-    """Options; ``--tiny`` changes what they are by default."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=45)
-    parser.add_argument("--plan", action="store_true", help="show it and do nothing")
-    parser.add_argument("--work", type=Path, default=Path("gpu-runs"))
-    parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
-    parser.add_argument("--task", type=Path, help="directory with train.jsonl and held.jsonl")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--steps", type=int, default=300, help="of SmolLM2's LoRA")
-    parser.add_argument("--recover", type=int, default=200, help="steps of LSR from it")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--ratio", type=float, default=48.0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--tiny", action="store_true", help="small cases of the kernels: a walk through all stages"
-    )
-    language.add_options(parser)
-    return parser.parse_args(given)
-
-
-def plan(options: argparse.Namespace) -> list[Stage]:
-    """All stages, the most telling first, each with its estimate for one H100 in bfloat16."""
-    small = Small(options)
-    no_task = (
-        None
-        if options.task and (options.task / "train.jsonl").is_file()
-        else "--task DIR with train.jsonl"
-    )
-    no_model = language.missing(options)
-    forms = len(options.ratios) * len(options.structures)
-    # 1. Seconds of a step: six operations a weight and token with checkpointing, or what launches
-    # take.
-    step = max(STEP, 6 * SMALL_WEIGHTS * 64 * options.batch / FLOPS)
-    large_step = 6 * LARGE_WEIGHTS * options.max_length / 2 * options.batch / FLOPS
-    # 2. Seconds of a form's answers: batches after one another, a launch-bound step a token.
-    small_answers = LOADING + 12 * 64 * TOKEN
-    answers = (
-        LOADING + -(-options.test_examples // options.answer_batch) * options.new_tokens * TOKEN
-    )
-    # 3. The stages, with the sum of these.
-    of_small = [
-        (
-            "lora",
-            f"SmolLM2: a LoRA, {options.steps} steps",
-            LOADING + options.steps * step,
-            small.lora,
-        ),
-        (
-            "distil",
-            f"{options.ratio:g} times smaller, taught by it",
-            240 + options.recover * 2 * step,
-            small.distil,
-        ),
-        ("train", "the same size, trained on the task", 150 + options.recover * step, small.train),
-        (
-            "answers",
-            f"{options.metric} of all three on held-out prompts",
-            3 * small_answers,
-            small.answers,
-        ),
-    ]
-    of_large = [
-        (
-            "large lora",
-            f"PEFT's LoRA, r = {options.rank}",
-            3 * LOADING + options.llm_steps * large_step,
-            language.lora,
-        ),
-        ("large forms", f"{forms} forms of it, a search for each structure", 420, language.forms),
-    ]
-    for number, group in enumerate(language.groups(options, LONGEST / answers), start=1):
-        about = (
-            f"answers of {len(group)} forms, the LoRA's among them"
-            if None in group
-            else f"of {len(group)} forms"
-        )
-        run = partial(language.answers, group=group)
-        of_large.append((f"large answers {number}", about, len(group) * answers, run))
-    return [
-        Stage(
-            "layers",
-            "an LSR layer beside LoRA and LoKr, 1 to 4,096 tokens",
-            60,
-            partial(layer_table, options),
-        ),
-        *(Stage(name, about, seconds, run, no_task) for name, about, seconds, run in of_small),
-        *(
-            Stage(name, about, seconds, partial(run, options), no_model)
-            for name, about, seconds, run in of_large
-        ),
-    ]
-
-
-def fitting(stages: list[Stage], budget: float, work: Path) -> list[Stage]:
-    """Choose the stages that can run and fit into so many seconds, in order; done ones are free."""
-    chosen, left = [], budget
-    for stage in stages:
-        cost = 0.0 if done(work, stage).exists() else stage.seconds
-        if stage.missing is None and cost <= left:
-            chosen.append(stage)
-            left -= cost
-        elif stage.missing is None:
-            break  # what follows builds on it
-    return chosen
-
-
-def done(work: Path, stage: Stage) -> Path:
-    """The file that a finished stage leaves."""
-    return work / f"{stage.name.replace(' ', '-')}.json"
-
-
-def table(stages: list[Stage], chosen: list[Stage], options: argparse.Namespace) -> list[str]:
-    """The plan in Markdown."""
-    lines = [
-        f"Plan for {options.minutes:g} minutes on one H100, in bfloat16:",
-        "",
-        "| stage | what | minutes | |",
-    ]
-    lines.append("|---|---|---|---|")
-    for stage in stages:
-        left_out = f"left out: needs {stage.missing}" if stage.missing else "left out: no time"
-        state = (
-            "done" if done(options.work, stage).exists() else "" if stage in chosen else left_out
-        )
-        lines.append(f"| {stage.name} | {stage.about} | {stage.seconds / 60:.1f} | {state} |")
-    total = sum(stage.seconds for stage in chosen if not done(options.work, stage).exists())
-    longest = max(LONGEST, *(stage.seconds for stage in stages))
-    return [*lines, "", f"{total / 60:.0f} minutes; no stage is longer than {longest / 60:.0f}."]
-
-
-def layer_table(options: argparse.Namespace) -> dict[str, Any]:
-    """Stage 1: `benchmarks.adapters.layers`."""
-    sizes = (
-        ["--widths", "16", "--tokens", "1", "8", "--rounds", "1"]
-        if options.tiny
-        else ["--dtype", "bfloat16"]
-    )
-    return layers.main(
-        ["--device", options.device, "--out", str(options.work / "layers.json"), *sizes]
-    )
-
-
-class Small:
-    """The stages of SmolLM2: a LoRA, and LSR of it."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.work = options, options.work
-
-    @property
-    def common(self) -> FinetuneSettings:
-        return FinetuneSettings.from_mapping(
-            {
-                "model": self.options.model,
-                "data": str(self.options.task / "train.jsonl"),
-                "dev_data": str(self.options.task / "held.jsonl"),
-                "learning_rate": 2e-3,
-                "batch": self.options.batch,
-                "steps": self.options.steps,
-                "seed": self.options.seed,
-                "precision": "bfloat16",
-                "device": self.options.device,
-                "save_every": 100,
-                "samples": 0,
-                "log_every": 0,
-            }
-        )
-
-    def lora(self) -> dict[str, Any]:
-        """Stage 3."""
-        return arm(trained(self.common.replace(measure_start=True), self.work / "lora"))
-
-    def distil(self) -> dict[str, Any]:
-        """Stage 4: compressed by the task, and the factors taught by the LoRA's own answers."""
-        target = self.work / "distilled"
-        if not target.exists():
-            result = lsr.compress(
-                str(self.work / "lora" / ADAPTER),
-                base=self.options.model,
-                data=str(self.options.task / "train.jsonl"),
-                ratio=self.options.ratio,
-                distil=self.options.recover,
-                held_out=8 if self.options.tiny else 128,
-                device="cuda" if self.options.device == "cuda" else None,
-                dtype="bfloat16",
-            )
-            result.save(target)
-        return {"parameters": sum(layer.parameters for layer in lsr.open_checkpoint(target).layers)}
-
-    def train(self) -> dict[str, Any]:
-        """Stage 5: `finetune --init lora --ratio`."""
-        start = {
-            "init": str(self.work / "lora" / ADAPTER),
-            "ratio": self.options.ratio,
-            "method": "lsr",
-        }
-        settings = self.common.replace(
-            **start, steps=self.options.recover, learning_rate=5e-3, measure_start=True
-        )
-        return arm(trained(settings, self.work / "trained"))
-
-    def answers(self) -> dict[str, Any]:
-        """Stage 6: the loss and BLEU of every form."""
-        places = {"LoRA": self.work / "lora" / ADAPTER, "distilled": self.work / "distilled"}
-        places["trained on"] = self.work / "trained" / ADAPTER
-        judged = {}
-        for name, adapter in places.items():
-            method = "lora" if name == "LoRA" else "lsr"
-            settings = self.common.replace(
-                init=str(adapter), method=method, metric=self.options.metric
-            )
-            judged[name] = scored(evaluate(settings))
-        return judged
-
-
-def trained(settings: FinetuneSettings, out: Path) -> FinetuneRecord:
-    """A finished run, or a new one."""
-    return read_record(out) if (out / RECORD).exists() else finetune(settings, out)
-
-
-def arm(record: FinetuneRecord) -> dict[str, Any]:
-    """The figures of a run."""
-    return {
-        "parameters": record.adapter_parameters,
-        "file_bytes": record.file_bytes,
-        "steps": record.steps,
-        "step_seconds": round(record.step_seconds, 5),
-        "peak_bytes": record.peak_bytes,
-        "start": None if record.start is None else scored(record.start),
-        **scored(record.dev),
-    }
-
-
-def scored(scores: Scores) -> dict[str, Any]:
-    """Scores, flat."""
-    return {**scores.metrics, "loss": scores.loss}
+    return stages.main(given)
 
 
 if __name__ == "__main__":

