@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lsrdecomp import ErrorBudget, KroneckerShape, LowRank, LsrError, decompose
-from lsrdecomp.kronecker.rearrange import inverse_rearrange
+from lsrdecomp.kronecker.rearrange import inverse_rearrange, rearrange
 from lsrdecomp.solvers import ALS, SVD, BatchedKrylov, BlockGolubKahan, Gram, TensorLyCP
 
 torch = pytest.importorskip("torch")
@@ -86,12 +86,12 @@ def test_without_gradients_the_space_is_grown_as_ever(problem):
     assert len(quiet.sweeps) > 1
 
 
-@pytest.mark.parametrize("rank", [3, 4])
+@pytest.mark.parametrize("rank", [4, 20, 81])
 def test_terms_that_are_rounding_are_refused_not_differentiated(rank):
     torch.manual_seed(1)
     wide = [torch.kron(torch.randn(9, 9).double(), torch.randn(10, 10).double()) for _ in range(3)]
     matrix = sum(wide).requires_grad_(True)
-    with pytest.raises(LsrError, match=f"a matrix of 3 terms .* at rank={rank}; .* rank=2 or less"):
+    with pytest.raises(LsrError, match=f"a matrix of 3 terms .* at rank={rank}; .* rank=3 or less"):
         decompose(matrix, "9x9, 10x10", rank=rank)
 
 
@@ -109,6 +109,32 @@ def test_below_the_terms_of_an_exact_sum_gradients_agree_with_finite_differences
     torch.sum(torch.tensor(weights) * formed).backward()
     slope = float(torch.sum(given.grad * torch.tensor(direction)))
     assert slope == pytest.approx(along(matrix, direction, weights), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "solver", [None, SVD(), Gram(), BlockGolubKahan(), BatchedKrylov()], ids=lambda s: str(s)[:8]
+)
+@pytest.mark.parametrize("terms", [1, RANK])
+def test_at_the_terms_of_an_exact_sum_what_keeps_them_passes(solver, terms, problem, rng):
+    """The best sum of as many terms near M moves by the tangential part of a change of M."""
+    _, direction, weights = problem
+    left, right = rng.standard_normal((terms, 80)), rng.standard_normal((terms, 96))
+    rearranged = (0.5 ** np.arange(terms) * left.T) @ right
+    given = torch.tensor(inverse_rearrange(rearranged, SHAPE), requires_grad=True)
+    found = decompose(given, SHAPE, rank=terms, solver=solver)
+    torch.sum(torch.tensor(weights) * found.to_matrix()).backward(retain_graph=True)
+    slope = float(torch.sum(given.grad * torch.tensor(direction)))
+    u, _, vh = np.linalg.svd(rearranged, full_matrices=False)
+    u, vh = u[:, :terms], vh[:terms]
+    change = rearrange(direction, SHAPE)
+    tangential = u @ u.T @ change + (change - u @ u.T @ change) @ vh.T @ vh
+    expected = np.sum(rearrange(weights, SHAPE) * tangential)
+    assert slope == pytest.approx(expected, rel=1e-8)
+    # The weights and factors have derivatives too: σ moves by uᵀ dR v.
+    given.grad = None
+    found.weights[0].backward()
+    by_weight = float(torch.sum(given.grad * torch.tensor(direction)))
+    assert by_weight == pytest.approx(u[:, 0] @ change @ vh[0], rel=1e-8)
 
 
 @pytest.mark.filterwarnings("error")

@@ -187,10 +187,12 @@ class BatchedKrylov(MatrixSolver):
     ) -> list[Solution]:
         """Solve for the matrices of a batch, whose ``norms`` may be known."""
         block = self._block_size(request.max_terms)
-        # Batch 1: an SVD where a space would soon hold the whole matrix, or where torch
-        # differentiates it.
+        # Batch 1: an SVD where a space would soon hold the whole matrix. Where torch differentiates
+        # it each is solved alone, since only there values that are rounding are left out.
+        if is_differentiated(batch):
+            return [self._alone(batch[i, :, :], request) for i in range(batch.shape[0])]
         svd_limit = max(self.svd_limit, 3 * block)
-        by_svd = request.shape.max_separation_rank <= svd_limit or is_differentiated(batch)
+        by_svd = request.shape.max_separation_rank <= svd_limit
         # Batch 2: so many at a time that their arrays stay small; each part has its own common
         # steps.
         entries = self.svd_chunk_entries if by_svd else self.chunk_entries

@@ -102,18 +102,19 @@ def _without_rounding(
 
     torch divides by the differences of all singular values, those of rounding too. A change of a
     matrix of t terms moves its range as it moves the image of its t right vectors, and what is left
-    to decompose has t rows.
+    to decompose has t rows. At ``rank`` t a change dR of R = U Σ Vᴴ then moves the answer by
+    U Uᴴ dR + (I − U Uᴴ) dR V Vᴴ, the part of dR that keeps t terms.
 
     Raises
     ------
     LsrError
-        If ``rank`` asks for all t terms or more: those that are rounding have no derivative.
+        If ``rank`` asks for more than t terms: those that are rounding have no derivative.
     """
     values = to_numpy(sigma)
     floor = 64.0 * len(values) * unit_roundoff("float64") * values.max(initial=0.0)
     terms = int((values > floor).sum())
-    if terms < len(values) and rank >= terms:
-        fewer = f", or ask for rank={terms - 1} or less" if terms > 1 else ""
+    if terms < len(values) and rank > terms:
+        fewer = f", or ask for rank={terms} or less" if terms else ""
         raise LsrError(
             f"a matrix of {terms} terms in this shape cannot be differentiated at rank={rank}; "
             f"pass matrix.detach(){fewer}"
