@@ -29,6 +29,12 @@ from lsrdecomp.training.model import (
     written_bytes,
 )
 from lsrdecomp.training.record import ADAPTER, LAYER_LOG, FinetuneRecord, Scores, commit, versions
+from lsrdecomp.training.reporting import (
+    end_reports,
+    logging_beside,
+    reporters,
+    reporting_callbacks,
+)
 from lsrdecomp.training.saving import load_written_numbers, save_adapter
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 from lsrdecomp.training.trainer import (
@@ -97,6 +103,7 @@ def finetune(
     # 1. What does not fit is refused before any work.
     if out.exists():
         raise CheckpointError("already exists; choose another output, or remove it", path=out)
+    report_to = reporters(settings)
     key = content_key(settings.to_json())  # as it was asked: "auto" goes on where it was
     processes = PartialState(cpu=settings.device == "cpu")
     # The data set evaluates in the precision of the training.
@@ -116,7 +123,8 @@ def finetune(
                 if settings.ratio is not None:
                     start = compressed_start(settings, dataset, run / START)
             model, tokenizer = open_model(start, dataset.base, dataset.outputs)
-            record = _train(settings, dataset, model, tokenizer, run, on_step)
+            with logging_beside(out, report_to):
+                record = _train(settings, dataset, model, tokenizer, run, on_step)
         except BaseException:
             has_checkpoint = any((run / CHECKPOINTS).glob("checkpoint-*"))
             if processes.is_main_process and not has_checkpoint:
@@ -222,6 +230,7 @@ def _train(
     dev = dataset.evaluate_dev(trainer)
     validation = dataset.evaluate_validation(trainer)
     samples = dataset.samples(trainer)
+    end_reports(trainer)
     # 4. The record.
     adapter_bytes, file_bytes = written_bytes(run / ADAPTER)
     state = trainer.state
@@ -276,7 +285,7 @@ def _make_trainer(
     callbacks: list[TrainerCallback] = []
     if settings.log_every:
         callbacks.append(layer_log)
-    callbacks += [Clock(), StopWhenDiverged()]
+    callbacks += [Clock(), StopWhenDiverged(), *reporting_callbacks(reporters(settings))]
     if on_step is not None:
         callbacks.append(ReportProgress(on_step))
     if settings.patience is not None:

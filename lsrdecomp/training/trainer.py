@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lsrdecomp.calibration.tokens import length_sorted_batches
 from lsrdecomp.training.model import trainable_parameters
+from lsrdecomp.training.reporting import TENSORBOARD, reporters
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 
 if TYPE_CHECKING:
@@ -250,17 +251,16 @@ def evaluation_arguments(
         "disable_tqdm": True,
         "remove_unused_columns": False,
         "label_names": ["labels"],
-        "report_to": list(settings.report_to) or "none",
+        "report_to": "none",
         "average_tokens_across_devices": settings.is_language,
         "ddp_find_unused_parameters": False,
         "gradient_checkpointing": bool(settings.gradient_checkpointing),
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
     }
+    common |= more
     if not settings.is_language:
-        return TrainingArguments(**common, **more)
-    return SFTConfig(
-        **common, **more, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None
-    )
+        return TrainingArguments(**common)
+    return SFTConfig(**common, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None)
 
 
 def training_arguments(
@@ -318,6 +318,7 @@ def training_arguments(
             save_steps=save_every or unused,
             save_total_limit=2,
             restore_callback_states_from_checkpoint=True,
+            report_to=[name for name in reporters(settings) if name != TENSORBOARD] or "none",
             **stopping,
         )
     except (ValueError, ImportError) as error:

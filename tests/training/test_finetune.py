@@ -473,6 +473,44 @@ def test_scores_and_choices_are_learnt_too(common, tmp_path):
     assert record.head_parameters == 65
 
 
+FAKE_BOARD = """
+import itertools
+from pathlib import Path
+numbers = itertools.count()
+class SummaryWriter:
+    def __init__(self, log_dir=None):
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+        self.path = Path(log_dir, f"events.out.tfevents.{next(numbers)}")
+        self.file = self.path.open("w")
+    def add_scalar(self, key, value, step):
+        self.file.write(f"{key} {step}\\n")
+    def add_text(self, *arguments): pass
+    def flush(self): self.file.flush()
+    def close(self): self.file.close()
+"""
+
+
+def test_events_of_a_run_are_one_file_beside_its_output(common, tmp_path, monkeypatch):
+    """They were written below the journal and deleted; evaluations began files elsewhere."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "tensorboardX.py").write_text(FAKE_BOARD)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
+    settings = common.replace(report_to=("tensorboard",), steps=4, log_every=2, measure_start=True)
+    settings = settings.replace(patience=9, evaluate_every=2)
+    finetune(settings, tmp_path / "out")
+    (file,) = tmp_path.rglob("events*")
+    assert file.parent == tmp_path / "out-logs"
+    logged = [line.split() for line in file.read_text().splitlines()]
+    entries = {(f"{part}/loss", step) for part in ("train", "eval") for step in ("2", "4")}
+    assert entries <= {*map(tuple, logged)}
+    assert "TENSORBOARD_LOGGING_DIR" not in os.environ
+    evaluate(settings.replace(init=str(tmp_path / "out" / "adapter")))
+    assert len([*tmp_path.rglob("events*")]) == 1
+
+
 def test_what_cannot_be_trained_is_refused_by_name(common, tmp_path, monkeypatch):
     with pytest.raises(
         SettingsError, match=r"lsr on nothing_like_it does not fit .*No modules were targeted"
@@ -480,8 +518,10 @@ def test_what_cannot_be_trained_is_refused_by_name(common, tmp_path, monkeypatch
         finetune(common.replace(target_modules=("nothing_like_it",)), tmp_path / "no")
     with pytest.raises(SettingsError, match="c3a"):
         finetune(common.replace(method="c3a", options={"block_size": 7}), tmp_path / "no")
-    with pytest.raises(SettingsError, match="nowhere is not supported"):
+    with pytest.raises(SettingsError, match="report_to: 'nowhere'; known: "):
         finetune(common.replace(report_to=("nowhere",)), tmp_path / "no")
+    with pytest.raises(SettingsError, match="clearml is not installed: pip install clearml"):
+        finetune(common.replace(report_to=("clearml",), data="no/such/place"), tmp_path / "no")
     if not torch.cuda.is_available():
         with pytest.raises(SettingsError, match="device is cuda, but torch sees none"):
             finetune(common.replace(device="cuda"), tmp_path / "no")
