@@ -238,7 +238,9 @@ class FinetuneSettings(Settings):
     ] = 50
     save_every: Annotated[int, "Steps between checkpoints to resume from; 0 for none."] = 0
     report_to: Annotated[
-        tuple[str, ...], ON_COMMAND_LINE, "What else transformers reports to, such as tensorboard, in OUT-logs."
+        tuple[str, ...],
+        ON_COMMAND_LINE,
+        "What else transformers reports to, such as tensorboard, in OUT-logs.",
     ] = ()
     dev_data: Annotated[
         str | None,
