@@ -90,7 +90,8 @@ def test_single_precision_stays_single_in_common_steps(rng):
     batch = a_batch(rng).astype(np.float32)
     solutions = krylov().solve_batch(batch, SHAPE, rank=6)
     check(batch, solutions, 6, 2e-4)
-    assert [solution.approximation.dtype for solution in solutions] == [np.float32] * 6
+    dtypes = [solution.approximation.dtype for solution in solutions]
+    assert dtypes[:1] + dtypes[2:] == [np.float32] * 5  # the second falls fast
 
 
 def test_every_library_agrees(xp, rng):
@@ -148,12 +149,12 @@ def test_small_matrices_go_through_one_svd(xp, rng):
 
 
 def test_what_a_common_space_leaves_open_takes_its_gram_matrix(monkeypatch, rng):
-    """Four terms, six asked for, a flat remainder: no space is grown for one matrix alone."""
+    """Two blocks do not hold the first of values that hardly fall, and no more were allowed."""
     monkeypatch.setattr("lsrdecomp.solvers.svd.batched.BlockGolubKahan", None)
-    flat = [with_spectrum(np.where(K <= 4, 1.0, 1e-12), rng) for _ in range(3)]
-    batch = np.stack([with_spectrum(np.exp(-K / 30.0), rng), *flat])
-    solutions = krylov().solve_batch(batch, SHAPE, rank=6)
-    check(batch, solutions, 6, 1e-3)
+    slow = [with_spectrum(K**-0.1, rng) for _ in range(3)]
+    batch = np.stack([with_spectrum(1.0 / K, rng), *slow])
+    solutions = krylov(max_steps=2).solve_batch(batch, SHAPE, rank=1)
+    check(batch, solutions, 1, 1e-3)
     assert [any(sweep.event is Event.hand_over for sweep in one.sweeps) for one in solutions] == [
         False,
         *[True] * 3,
@@ -259,8 +260,8 @@ def test_bad_batches_are_refused(rng):
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32])
 @pytest.mark.parametrize("base", [0.3, 0.6])
-def test_fast_spectra_need_no_common_steps_and_are_bounded(base, kind, rng):
-    """What single precision cannot see is found in double, from random columns, and is measured."""
+def test_fast_spectra_are_found_in_double_and_are_bounded(base, kind, rng):
+    """What single precision cannot see needs no Gram matrix either."""
     batch = np.stack([with_spectrum(base ** (K - 1.0), rng) for _ in range(3)]).astype(kind)
     for rank in (6, 16):
         solutions = krylov().solve_batch(batch, SHAPE, rank=rank)
@@ -269,7 +270,8 @@ def test_fast_spectra_need_no_common_steps_and_are_bounded(base, kind, rng):
             error = target.residual_norm(solution.approximation)
             best = target.residual_norm(SVD().solve(target, SHAPE, rank=rank).approximation)
             rounding = 64 * unit_roundoff(kind) * target.norm
-            assert len(solution.sweeps) == 1 or best <= rounding
+            handed_over = any(sweep.event is Event.hand_over for sweep in solution.sweeps)
+            assert not handed_over or best <= rounding
             assert error <= best * (1 + 1e-4) + rounding
             if solution.gap_kind is ErrorKind.bounded and solution.optimality_gap is not None:
                 assert error <= best * (1 + solution.optimality_gap) + rounding

@@ -24,6 +24,7 @@ from lsrdecomp.arrays import (
 )
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import (
     ErrorKind,
     Event,
@@ -59,10 +60,11 @@ class BatchedKrylov(MatrixSolver):
     than the square of its rounding. The steps end when each error is within ``tolerance`` of its
     optimum, by what couples the Ritz vectors to the rest of R (see `RitzPairs`): a bound where the
     error is smaller than the last term, else an estimate. Matrices whose size falls fast from one
-    random column of the first block to the next are finished by that block alone, in double
-    precision. What the steps leave open, or lose in the rounding of ‖R‖² − Σσ², is solved alone: by
-    `Gram` if moderate, else by `BlockGolubKahan`. Small matrices, and those of which many terms are
-    asked for, go through one batched SVD.
+    random column of the first block to the next take their steps in double precision; where it
+    falls below the rounding of single, random columns alone are enough. What this leaves open, or
+    loses in the rounding of ‖R‖² − Σσ², is solved alone: by `Gram` if moderate, else by
+    `BlockGolubKahan`. Small matrices, and those of which many terms are asked for, go through one
+    batched SVD.
 
     Parameters
     ----------
@@ -166,9 +168,10 @@ class BatchedKrylov(MatrixSolver):
         Returns
         -------
         tuple of Solution, one a matrix
-            In the element type of the matrices; in double precision where solved alone. ``sweeps``
-            are the common steps and those of this matrix alone; ``optimality_gap`` is an estimate,
-            or what `Gram` says, zero and bounded where the SVD was taken.
+            In the element type of the matrices; in double precision where the spectrum falls fast
+            or a matrix was solved alone. ``sweeps`` are the common steps and those of this matrix
+            alone; ``optimality_gap`` is what `RitzPairs` or `Gram` says, zero and bounded where the
+            SVD was taken.
 
         Raises
         ------
@@ -283,9 +286,9 @@ class BatchedKrylov(MatrixSolver):
         common_sweeps: dict[int, tuple[Sweep, ...]] = {}
         if usable:
             usable_norms = np.asarray([norms[i] for i in usable])
-            found, slow, common = self._in_common(_taken(operators, usable), usable_norms, request)
+            found, sweeps = self._in_common(_taken(operators, usable), usable_norms, request)
             solutions = {usable[i]: solution for i, solution in found.items()}
-            common_sweeps = {usable[i]: common for i in slow}
+            common_sweeps = {usable[i]: each for i, each in sweeps.items()}
         # Together 3: what this leaves open, and what single precision cannot hold, alone.
         for i in range(len(norms)):
             if i not in solutions:
@@ -295,58 +298,64 @@ class BatchedKrylov(MatrixSolver):
 
     def _in_common(
         self, operators: Array, norms: np.ndarray, request: _Request
-    ) -> tuple[dict[int, Solution], list[int], tuple[Sweep, ...]]:
-        """Solve by one product with random columns, or by the steps that these begin.
+    ) -> tuple[dict[int, Solution], dict[int, tuple[Sweep, ...]]]:
+        """Solve by common steps that begin with one product with random columns.
 
         Returns
         -------
         solutions : dict of Solution
             By position, of the matrices whose error is near its optimum.
-        slow : list of int
-            Positions of the matrices that took common steps.
-        sweeps : tuple of Sweep
-            The records of these steps.
+        sweeps : dict of tuples of Sweep
+            By position, of the matrices that took steps, their records.
         """
         xp = namespace(operators)
         progress = request.progress
-        n_matrices, rows, columns = operators.shape
+        n_matrices, rows, columns = (int(size) for size in operators.shape)
         block = self._block_size(request.max_terms)
         random = np.random.default_rng(self.seed).standard_normal((columns, block), np.float32)
-        start = like(random, operators)[None, :, :]
-        basis, sizes = orthonormal_columns(operators @ start)
-        # Common 1: the range of that product is enough where a spectrum falls fast.
+        single = xp.astype(operators, xp.complex64 if is_complex(operators) else xp.float32)
+        start = like(random, single)
+        basis, sizes = orthonormal_columns(single @ start[None, :, :])
+        # Common 1: what sinks below single precision needs a few more columns in double.
         solutions: dict[int, Solution] = {}
+        fast: list[int] = []
+        slow: list[int] = []
+        invisible = 16.0 * unit_roundoff("float32")
         for i in range(n_matrices):
-            if not self.sketch.falls_fast(sizes[i], request.max_terms):
+            if sizes[i][-1] > invisible * sizes[i][0]:
+                falls_fast = self.sketch.falls_fast(sizes[i], request.max_terms)
+                (fast if falls_fast else slow).append(i)
                 continue
             matrix = Rearrangement.of_rows(operators[i, :, :], float(norms[i]), request.shape)
-            solution = matrix.from_range(
-                as_double(basis[i, :, :]), sizes[i], request.max_terms, self.tolerance, self.sketch
+            solution = matrix.from_random_columns(
+                request.max_terms, self.tolerance, self.seed, self.sketch
             )
             if solution is not None:
                 progress.record(solution.relative_error or 0.0)
                 solutions[i] = replace(solution, sweeps=progress.sweeps[-1:])
-        slow = [i for i in range(n_matrices) if i not in solutions]
-        if not slow:
-            return solutions, [], ()
-        # Common 2: the others take common steps in single precision.
-        if solutions:
-            operators = _taken(operators, slow)
-            basis = _taken(basis, slow)
-        single = xp.complex64 if is_complex(operators) else xp.float32
-        spaces = LanczosSpaces(
-            xp.astype(operators, single),
-            norms[slow],
-            xp.astype(basis, single),
-            xp.astype(start[0, :rows, :], single),
-        )
-        n_earlier = len(progress.sweeps)
-        steps = self._steps(spaces, request.max_terms)
-        check, _ = iterate(steps, _Check(spaces, [], []), progress)
-        sweeps = progress.sweeps[n_earlier:]
-        for position, solution in self._near(operators, norms[slow], check, request).items():
-            solutions[slow[position]] = replace(solution, sweeps=sweeps)
-        return solutions, slow, sweeps
+        # Common 2: the others take steps; in double precision where a spectrum falls fast, for
+        # which single has too few digits.
+        sweeps: dict[int, tuple[Sweep, ...]] = {}
+        for positions in (fast, slow):
+            if not positions:
+                continue
+            exact = _taken(operators, positions)
+            first = _taken(basis, positions)
+            factor = _taken(single, positions)
+            if positions is fast:
+                exact = factor = as_double(exact)
+                first, _ = orthonormal_columns(as_double(first))
+            noise = xp.astype(start[:rows, :], first.dtype)
+            spaces = LanczosSpaces(factor, norms[positions], first, noise)
+            n_earlier = len(progress.sweeps)
+            progress.mark(Event.start)
+            steps = self._steps(spaces, request.max_terms)
+            check, _ = iterate(steps, _Check(spaces, [], []), progress)
+            records = progress.sweeps[n_earlier:]
+            sweeps.update(dict.fromkeys(positions, records))
+            for i, solution in self._near(exact, norms[positions], check, request).items():
+                solutions[positions[i]] = replace(solution, sweeps=records)
+        return solutions, sweeps
 
     def _steps(self, spaces: LanczosSpaces, rank: int) -> Iterator[IterationStep[_Check]]:
         """Grow the spaces until the error of each matrix is near its optimum, or rounding."""

@@ -174,20 +174,9 @@ class Rearrangement:
         sizes = np.abs(np.diagonal(to_numpy(triangle)))  # about ‖R‖ at first
         if not options.falls_fast(sizes, rank):
             return None
-        return self.from_range(basis, sizes, rank, tolerance, options)
-
-    def from_range(
-        self, basis: Array, sizes: np.ndarray, rank: int, tolerance: float, options: SketchOptions
-    ) -> Solution | None:
-        """Find a few terms in the range of R times random columns, whose sizes fall fast.
-
-        None where no bound says that they are near the optimum.
-        """
-        rows = self.rows
-        xp = namespace(rows)
         if options.is_flat(sizes):
-            right, _, _ = xp.linalg.svd(adjoint(rows) @ basis, full_matrices=False)
-            basis, _ = xp.linalg.qr(rows @ right)
+            images, _, _ = xp.linalg.svd(adjoint(rows) @ basis, full_matrices=False)
+            basis, _ = xp.linalg.qr(rows @ images)
         return self.solution(basis, rank, tolerance, certain=False)
 
     def solution(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import scipy.linalg
 
-from lsrdecomp.arrays import NUMPY, Array, adjoint, is_complex, like, namespace, to_numpy
+from lsrdecomp.arrays import NUMPY, Array, adjoint, conjugate, is_complex, like, namespace, to_numpy
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class LanczosSpaces:
     """Krylov spaces of R Rᴴ, each of one matrix R (p, q), that grow together by blocks.
 
-    ``basis`` is Q (L, p, k) with orthonormal columns, ``images`` is Qᴴ R (L, k, q), and
+    ``basis`` is Q (L, p, k) with orthonormal columns, ``images`` is Rᴴ Q (L, q, k), and
     ``projected`` is Qᴴ R Rᴴ Q/‖R‖² (L, k, k), a NumPy array in double precision. After `multiply`
     ``following`` is the next block W (L, p, b), and ``coupling`` is N (L, b, b) in R Rᴴ Q_b = Q C +
     W N ‖R‖², where Q_b are the newest columns of Q.
@@ -44,13 +44,13 @@ class LanczosSpaces:
         self.operators = operators
         self.roundoff = unit_roundoff(operators.dtype)  # μ of the products
         self.squared_norms = norms**2
-        rounding = self.roundoff / noise.shape[0] ** 0.5
-        self._noise = noise[None, :, :] * rounding * like(self.squared_norms, first)[:, None, None]
+        self._noise = noise
         self.basis = first
-        self.images = adjoint(first) @ operators
+        self.images = self._multiplied_by_adjoint(first)
         self.projected = self._gram(self.images)
         self.following: Array = first[:, :, :0]
         self.coupling: np.ndarray = self.projected[:, :0, :]
+        self._newest_images = self.images
 
     @property
     def size(self) -> int:
@@ -60,12 +60,11 @@ class LanczosSpaces:
     @property
     def block(self) -> int:
         """b, the columns that a step adds."""
-        return int(self._noise.shape[2])
+        return int(self._noise.shape[1])
 
     def multiply(self) -> None:
         """Multiply the newest images by R: the next block, and its coupling to the space."""
-        newest = self.images[:, -self.block :, :]
-        product = self.operators @ adjoint(newest)
+        product = self.operators @ self._newest_images
         remainder = product - self.basis @ (adjoint(self.basis) @ product)
         self.following = self._outside(remainder)
         coupling = to_numpy(adjoint(self.following) @ product).astype(self.projected.dtype)
@@ -74,7 +73,7 @@ class LanczosSpaces:
     def grow(self) -> None:
         """Take the next block into each space."""
         xp = namespace(self.basis)
-        images = adjoint(self.following) @ self.operators
+        images = self._multiplied_by_adjoint(self.following)
         n_old = self.size
         n_new = n_old + self.block
         projected = np.zeros((len(self.projected), n_new, n_new), self.projected.dtype)
@@ -85,7 +84,8 @@ class LanczosSpaces:
         projected[:, newest, n_old:] = self.coupling.conj().swapaxes(1, 2)
         self.projected = projected
         self.basis = xp.concat((self.basis, self.following), axis=2)
-        self.images = xp.concat((self.images, images), axis=1)
+        self.images = xp.concat((self.images, images), axis=2)
+        self._newest_images = images  # in one piece, as BLAS likes it
 
     def ritz_pairs(self) -> list[RitzPairs]:
         """Return the Ritz pairs of each space, and what couples them to the next block."""
@@ -106,7 +106,7 @@ class LanczosSpaces:
     def leading_images(self, pairs: Sequence[RitzPairs], rank: int) -> Array:
         """Return Rᴴ q of the leading Ritz vectors q, shape (L, q, rank)."""
         vectors = np.stack([each.vectors[:, :rank] for each in pairs])
-        return adjoint(self.images) @ like(vectors, self.images)
+        return self.images @ like(vectors, self.images)
 
     def _outside(self, remainder: Array, max_overlap: float = 1e-4) -> Array:
         """Return orthonormal bases of blocks, which were projected out of each space.
@@ -118,7 +118,9 @@ class LanczosSpaces:
         block, sizes = orthonormal_columns(remainder)
         smallest = float(np.min(sizes / self.squared_norms[:, None]))
         if smallest <= 4.0 * self.roundoff:
-            block, _ = orthonormal_columns(remainder + self._noise)
+            lengths = like(self.squared_norms * self.roundoff, block)[:, None, None]
+            noise = self._noise[None, :, :] / self._noise.shape[0] ** 0.5
+            block, _ = orthonormal_columns(remainder + lengths * noise)
         if smallest * max_overlap > self.roundoff:
             return block
         xp = namespace(block)
@@ -129,9 +131,14 @@ class LanczosSpaces:
             block, _ = orthonormal_columns(block - self.basis @ overlap)
         return block
 
+    def _multiplied_by_adjoint(self, block: Array) -> Array:
+        """Return Rᴴ times a block; of real matrices twice as fast as the adjoint of Qᴴ R."""
+        transposed = namespace(block).matrix_transpose(self.operators)
+        return conjugate(transposed @ conjugate(block))
+
     def _gram(self, images: Array) -> np.ndarray:
         dtype = np.complex128 if is_complex(images) else np.float64
-        gram = to_numpy(images @ adjoint(images)).astype(dtype)
+        gram = to_numpy(adjoint(images) @ images).astype(dtype)
         projected: np.ndarray = gram / self.squared_norms[:, None, None]
         return projected
 
