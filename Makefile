@@ -10,11 +10,15 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q 
 # Rooms whose numbers go through torch or BLAS
 ROOMS := solvers operators kronecker targets analysis compression fleet fidelity calibration adapters training
 
+# What the tests need beside the package, where versions of the package's requirements are tried, and which are run then
+TOOLS := pytest hypothesis array-api-strict joblib
+QUICK := $(addprefix tests/,kronecker targets formats operators analysis cli test_layers.py test_decompose.py test_precision.py)
+
 # Faults that `make mutants` plants, and the seed that draws them
 N ?= 50
 SEED ?= 0
 
-.PHONY: demo peft llm test test-cpus test-lab mutants servers records docs lint format types check clean
+.PHONY: demo peft llm test test-cpus test-lab test-lowest test-newest mutants servers records docs lint format types check clean
 
 demo: .venv/core
 	$(BIN)/lsrdecomp demo
@@ -29,6 +33,19 @@ test-cpus: .venv/test
 	ATEN_CPU_CAPABILITY=default OPENBLAS_CORETYPE=Prescott ONEDNN_MAX_CPU_ISA=SSE41 $(PYTEST) -n auto $(ROOMS:%=tests/%)
 	ATEN_CPU_CAPABILITY=avx2 OPENBLAS_CORETYPE=Haswell $(PYTEST) -n auto $(ROOMS:%=tests/%)
 	$(PYTEST) -n auto $(ROOMS:%=tests/%)
+
+# A quick part of the tests, without torch, in an environment of its own: with the lowest versions that pyproject.toml
+# allows, and with the newest there are; `make test-newest PYTHON=python3.13` takes another interpreter
+test-lowest:
+	$(PYTHON) -m venv --clear build/lowest
+	build/lowest/bin/pip install --quiet $$($(PYTHON) .ci/lowest.py plots) $(TOOLS)
+	build/lowest/bin/pip install --quiet --no-deps --editable .
+	OMP_NUM_THREADS=1 build/lowest/bin/python -m pytest -q $(QUICK)
+
+test-newest:
+	$(PYTHON) -m venv --clear build/newest
+	build/newest/bin/pip install --quiet --upgrade --editable '.[plots]' $(TOOLS)
+	OMP_NUM_THREADS=1 build/newest/bin/python -m pytest -q $(QUICK)
 
 test-lab: .venv/test
 	$(PYTEST) benchmarks/lab
