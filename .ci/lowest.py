@@ -15,4 +15,4 @@ for bound in bounds:
     name, separator, rest = bound.partition(">=")
     if separator and "[" not in name:
         lowest = rest.split(",")[0].split(";")[0].strip()
-        print(f"{name.strip()}=={lowest}")
+        sys.stdout.write(f"{name.strip()}=={lowest}\n")
