@@ -221,8 +221,8 @@ def finite_norm(array: Array, name: str = "matrix", *, computed: bool = False) -
     if 0.0 < length < sys.float_info.min:
         raise PrecisionError(
             f"{name}: its Frobenius norm, {length:.3g}, is below the smallest normal float64, "
-            "2.2e-308, where numbers lose their digits; multiply the matrix by a power of two, as "
-            f"{name} * 2.0**1000"
+            "2.2e-308, where numbers lose their digits; multiply it by a power of two, such as "
+            "2.0**1000"
         )
     if math.isfinite(length):
         return length

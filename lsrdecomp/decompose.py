@@ -97,8 +97,9 @@ def decompose(
         factors take its terms (`ALS`); two factors need no start, for they reach the optimum from
         any.
     throw : bool
-        Raise `ConvergenceError`, which holds the record, when the tolerance was not met; else that
-        is a `ConvergenceWarning`.
+        Raise `ConvergenceError`, which holds the record, when the tolerance was not met, or met by
+        three and more factors with more numbers than the array has; else that is a
+        `ConvergenceWarning`.
     on_sweep : callable, optional
         Called with each `Sweep`, those of solvers that take over or solve again included.
 
@@ -143,9 +144,16 @@ def decompose(
                 sizes = KroneckerShape.parse(shape, ("balanced", "search"))
             # 3. The terms in it.
             record = _in_shape(target, sizes, goal, solving, throw=throw)
+    message = ""
     if not record.status.met:
+        message = _shortfall(record, goal.atol)
+    elif _is_longer_than_matrix(record, target, goal):
+        message = _excess_numbers(record)
+        if throw:
+            raise ConvergenceError(message, record)
+    if message:
         # Tell the caller of `decompose`, which is wrapped once.
-        warnings.warn(_shortfall(record, goal.atol), ConvergenceWarning, stacklevel=3)
+        warnings.warn(message, ConvergenceWarning, stacklevel=3)
     return record
 
 
@@ -158,6 +166,29 @@ def _shortfall(record: Decomposition, atol: float | None) -> str:
     return (
         f"the relative error of {record.separation_rank} terms of {record.kronecker_shape} is "
         f"{record.relative_error:.3g}{request}. {record.status.value}"
+    )
+
+
+def _is_longer_than_matrix(record: Decomposition, target: Target, goal: _Goal) -> bool:
+    """Return whether three and more factors met a tolerance with more numbers than an array has.
+
+    Two factors go on to the SVD of the whole matrix, as one expects; a number of terms, or of
+    bytes, was the caller's own choice.
+    """
+    is_tolerance = goal.atol is not None and goal.max_terms is None and goal.budget is None
+    has_many_factors = record.kronecker_shape.essential.order > 2
+    if not (is_tolerance and has_many_factors and isinstance(target, Dense)):
+        return False
+    return record.parameters > math.prod(target.shape)
+
+
+def _excess_numbers(record: Decomposition) -> str:
+    """Return by how many numbers a record is longer than its matrix, and what to try."""
+    rows, columns = record.shape
+    return (
+        f"{record.separation_rank} terms of {record.kronecker_shape} keep the tolerance with "
+        f"{record.parameters:,} numbers where the matrix has {rows * columns:,}: keep the matrix, "
+        'loosen the tolerance, or take two factors (shape="search" compares them with the matrix)'
     )
 
 

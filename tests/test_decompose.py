@@ -76,6 +76,23 @@ def test_a_stack_says_once_how_many_missed_the_tolerance(rng):
     assert [result.status.met for result in results] == [True, False, False]
 
 
+def test_noise_in_three_factors_is_not_passed_off_as_an_approximation(rng):
+    noise = rng.standard_normal((8, 8))
+    words = r"terms of 2×2 ⊗ 2×2 ⊗ 2×2 keep the tolerance with .* where the matrix has 64: keep"
+    shape = "2x2, 2x2, 2x2"
+    with pytest.warns(ConvergenceWarning, match=words) as told:
+        record = lsr.decompose(noise, shape, rtol=1e-6)
+    assert record.status is Status.converged
+    assert record.parameters > noise.size
+    assert [warning.filename for warning in told] == [__file__]
+    with pytest.raises(ConvergenceError, match=words):
+        lsr.decompose(noise, shape, rtol=1e-6, throw=True)
+    with pytest.warns(ConvergenceWarning, match="1 of 2 matrices missed .* matrix 1: .*" + words):
+        lsr.decompose_each([np.eye(8), noise], shape, rtol=1e-6)
+    # What the warning advises holds the matrix in as many numbers, and a scale.
+    assert lsr.decompose(noise, "search", rtol=1e-6).parameters <= noise.size + 1
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_goal_that_is_met_is_met_without_a_word(rng):
     matrix = rng.standard_normal((12, 12))
@@ -83,6 +100,8 @@ def test_a_goal_that_is_met_is_met_without_a_word(rng):
     lsr.decompose(matrix, rtol=1e-3)
     lsr.decompose(matrix, budget=lsr.ErrorBudget(rtol=1e-3))
     lsr.decompose_each([matrix, matrix], rtol=1e-3)
+    lsr.decompose(np.eye(8), "2x2, 2x2, 2x2", rtol=1e-3)
+    lsr.decompose(matrix[:8, :8], "2x2, 2x2, 2x2", rank=7)
 
 
 def test_appendix_b_is_wrong_about_rank_one_matrices(rng):
