@@ -57,6 +57,7 @@ READ_ON: Mapping[str, frozenset[Route]] = MappingProxyType(
         # Other settings of a plan.
         "inner_shape": frozenset({Route.GIVEN_TERMS, Route.MEASURED}),
         "max_rank": _SIZED,
+        "structure": _SEARCHING,
         "storage": ALL_ROUTES,
         # Settings of the search, and its resources.
         "statistics": TO_DIRECTORY,
@@ -134,6 +135,7 @@ class Request:
     plan: CompressionPlan | None = None  # None for a share to keep, whose plans are made later
     storage: str | None = None  # None if none was given; see `for_adapter`
     max_rank: int | None = None
+    structure: str | None = None
     base: Any = None
     data: Any = None
     statistics: Any = None
@@ -231,6 +233,7 @@ class Request:
             plan=None if goal == "keep" else plan,
             storage=plan.storage,
             max_rank=plan.max_rank,
+            structure=plan.structure,
             measured=measured,
             **{name: given[name] for name in names if name in given},
         )

@@ -198,7 +198,9 @@ class Compression:
     def _solved_sentence(self) -> Iterator[str]:
         """Yield in how many layers LSR products were solved, unless that is in all."""
         layers = len(self.layers)
-        if self.solved_layers == 0:
+        if self.plan.structure == "lsr":
+            yield self._structure_sentence()
+        elif self.solved_layers == 0:
             yield (
                 f"Truncated SVD in all {layers} layers: no LSR product is nearer in this norm, as "
                 "their singular values and vectors tell, so none was solved."
@@ -208,6 +210,17 @@ class Compression:
                 f"LSR products were solved for {self.solved_layers} of {layers} layers; in the "
                 "others truncated SVD is nearer, as their singular values and vectors tell."
             )
+
+    def _structure_sentence(self) -> str:
+        """Return what products in every layer keep, beside truncated SVDs."""
+        in_lsr = sum(row.structure == "LSR" for row in self.layers)
+        text = (
+            f"Kronecker products in {in_lsr} of {len(self.layers)} layers, to be fine-tuned: they "
+            f"keep {_kept(self.error)} of the squared norm of the updates"
+        )
+        if self.low_rank_error is not None:
+            text += f", where truncated SVD keeps {_kept(self.low_rank_error)}"
+        return f"{text}."
 
     def _size_sentence(self) -> str:
         total = self.totals
@@ -598,6 +611,11 @@ def recorded_errors(written: Checkpoint) -> dict[str, Any]:
         if isinstance(error, int | float):
             numbers[str(name)] = float(error)
     return {"total": float(total) if isinstance(total, int | float) else None, "layers": numbers}
+
+
+def _kept(relative_error: float) -> str:
+    """Return the share of a squared norm that a relative error leaves."""
+    return f"{100.0 * (1.0 - relative_error**2):.1f} %"
 
 
 def _ratio(lost: float, size: float) -> float:

@@ -140,7 +140,7 @@ def search_layers(
 
 def _worth_solving(table: SearchTable, budget: Budget) -> set[int]:
     """Return the layers for which LSR products are to be solved for a budget."""
-    if not table.is_screened:
+    if not table.is_screened or budget.only_lsr:
         return {i for indices in table.groups.values() for i in indices}
     search = table.search
     order = list(table.spectra)
@@ -237,7 +237,7 @@ def fit_budget(table: SearchTable, budget: Budget) -> FittedLayers:
     # Search 4: the fine grid.
     for _ in range(effort.max_grid_passes if table.refines_grid else 0):
         sizes = [candidate.parameters for _, candidate in allocation.chosen]
-        if not solve_fine_grid(table, sizes):
+        if not solve_fine_grid(table, sizes, every_layer=budget.only_lsr):
             break
         allocation = table.allocated(budget)
     # Search 5 and 6: neighbours of the chosen shapes, and shapes of other layers of the same size.

@@ -44,7 +44,7 @@ def can_be_solved(layer: Layer) -> bool:
 # -- Search 4 --------------------------------------------------------------------------------------
 
 
-def solve_fine_grid(table: SearchTable, sizes: Sequence[int]) -> bool:
+def solve_fine_grid(table: SearchTable, sizes: Sequence[int], *, every_layer: bool = False) -> bool:
     """Solve the fine grid for every layer, up to about its size; return whether any was solved.
 
     Parameters
@@ -52,13 +52,16 @@ def solve_fine_grid(table: SearchTable, sizes: Sequence[int]) -> bool:
     table : SearchTable
     sizes : sequence of int
         Parameters of each layer in the last allocation.
+    every_layer : bool
+        Also layers in which low rank wins over the coarse grid.
     """
     search = table.search
     size_step = search.effort.size_step
     # 4.1 Group layers whose sizes are near one power of `size_step`, each layer and power once.
     groups: dict[tuple[tuple[object, ...], int, int], list[int]] = {}
     for i, (layer, size) in enumerate(zip(table.layers, sizes, strict=True)):
-        if size > 0 and i in table.solved and not _coarse_grid_suffices(table, i):
+        is_worth = every_layer or not _coarse_grid_suffices(table, i)
+        if size > 0 and i in table.solved and is_worth:
             power = round(math.log(size, size_step))
             if ("fine grid", i, power) not in table.tried:
                 table.tried.add(("fine grid", i, power))

@@ -358,34 +358,41 @@ class SearchTable:
             If no choice meets the budget; the message has what can be reached.
         """
         rows = [list(self.candidates(i, budget, losses)) for i in range(len(self.layers))]
-        candidates = [[candidate for _, candidate in row] for row in rows]
+        low_rank_choice = None
         low_rank_error = None
+        if budget.layer_rtol is None:
+            low_rank_choice, low_rank_error = self._allocate_low_rank(rows, budget)
+        if budget.only_lsr:
+            rows = [_products_of(row) or row for row in rows]
+            low_rank_choice = None
+        candidates = [[candidate for _, candidate in row] for row in rows]
         if budget.layer_rtol is not None:
             choice = [
                 _within_tolerance(layer, row, budget.layer_rtol)
                 for layer, row in zip(self.layers, candidates, strict=True)
             ]
         else:
-            choice, low_rank_error = self._allocate(candidates, budget)
+            options = [_cost_and_loss(row, budget) for row in candidates]
+            starts = [] if low_rank_choice is None else [low_rank_choice]
+            choice = _allocate_within(options, budget, starts)
         chosen = [row[k] for row, k in zip(rows, choice, strict=True)]
         return Allocation(rows, chosen, low_rank_error)
 
-    def _allocate(
-        self, candidates: Sequence[Sequence[Candidate]], budget: Budget
-    ) -> tuple[Choice, float | None]:
-        """Return the index of each layer's candidate, and the relative error of truncated SVDs."""
+    def _allocate_low_rank(
+        self, rows: Sequence[Sequence[tuple[TableEntry, Candidate]]], budget: Budget
+    ) -> tuple[Choice | None, float | None]:
+        """Return the index of each layer's best truncated SVD, and their relative error.
+
+        None if they cannot meet the budget.
+        """
+        candidates = [[candidate for _, candidate in row] for row in rows]
         options = [_cost_and_loss(row, budget) for row in candidates]
-        # 1. The best choice of truncated SVDs, if they can meet the budget.
-        starts: list[Choice] = []
-        low_rank_error = None
-        low_rank_choice = _allocate_low_rank(candidates, options, budget)
-        if low_rank_choice is not None:
-            starts.append(low_rank_choice)
-            squared_norm = math.fsum(layer.squared_norm for layer in self.layers)
-            loss = total_loss(options, low_rank_choice)
-            low_rank_error = math.sqrt(loss / squared_norm) if squared_norm > 0.0 else 0.0
-        # 2. The best choice of all candidates, which may start from it.
-        return _allocate_within(options, budget, starts), low_rank_error
+        choice = _allocate_low_rank(candidates, options, budget)
+        if choice is None:
+            return None, None
+        squared_norm = math.fsum(layer.squared_norm for layer in self.layers)
+        loss = total_loss(options, choice)
+        return choice, math.sqrt(loss / squared_norm) if squared_norm > 0.0 else 0.0
 
     def expected_error(self, budget: Budget) -> float:
         """Return the squared relative error of the choice for a budget, before refining.
@@ -466,6 +473,13 @@ class SearchTable:
 def _product_later(factors: Callable[[], Factors]) -> SeparatedProduct:
     """Return the product of factors that are read now: most of them are never chosen."""
     return product_of(factors())
+
+
+def _products_of(
+    row: Sequence[tuple[TableEntry, Candidate]],
+) -> list[tuple[TableEntry, Candidate]]:
+    """Return the LSR products of a row."""
+    return [pair for pair in row if isinstance(pair[1], LsrCandidate)]
 
 
 def _cost_and_loss(candidates: Sequence[Candidate], budget: Budget) -> PartOptions:

@@ -24,6 +24,7 @@ from lsrdecomp.fields import (
     Alias,
     Settings,
     list_of,
+    one_of,
     settings,
     whole_number,
 )
@@ -104,6 +105,12 @@ class CompressionPlan(Settings):
         whole_number(1),
         "No layer of a larger rank when it is served as a LoRA.",
     ] = None
+    structure: Annotated[
+        str | None,
+        ON_COMMAND_LINE,
+        one_of(("lsr",)),
+        "lsr: Kronecker products in every layer, to fine-tune. Absent: the nearest structure.",
+    ] = None
     storage: Annotated[
         str | None,
         ON_COMMAND_LINE,
@@ -132,6 +139,11 @@ class CompressionPlan(Settings):
         if self.max_rank is not None and self.separation_rank is not None:
             raise BudgetError(
                 "max_rank goes with goals that choose their shapes, not with separation_rank"
+            )
+        if self.structure is not None and self.separation_rank is not None:
+            raise BudgetError(
+                "structure goes with goals that choose their shapes; with separation_rank every "
+                "layer is LSR"
             )
         if self.inner_shape is not None and self.separation_rank is None:
             raise BudgetError(
@@ -184,7 +196,9 @@ class CompressionPlan(Settings):
         BudgetError
             If the divergence that is asked for is no less than ``effect``.
         """
-        budget = Budget(self.parameters, self.bytes, layer_rtol=self.rtol)
+        budget = Budget(
+            self.parameters, self.bytes, layer_rtol=self.rtol, only_lsr=self.structure == "lsr"
+        )
         max_rank = self.max_rank
         if max_rank is not None:
             budget = replace(budget, allowed=lambda candidate: candidate.rank <= max_rank)
@@ -220,6 +234,8 @@ class Budget:
         Maximum ‖ΔW − ΔŴ‖ / ‖ΔW‖ of every layer on its own.
     allowed : callable, optional
         Returns whether a candidate may be chosen; absent, all may.
+    only_lsr : bool
+        Whether every layer that has LSR products must be one of them.
 
     Examples
     --------
@@ -232,6 +248,7 @@ class Budget:
     squared_error: float | None = None
     layer_rtol: float | None = None
     allowed: Callable[[Candidate], bool] | None = None
+    only_lsr: bool = False
 
     @property
     def cost(self) -> float | None:
@@ -276,6 +293,7 @@ class PlanKeywords(TypedDict, total=False):
     kl: float | None
     inner_shape: tuple[int, ...] | None
     max_rank: int | None
+    structure: str | None
 
 
 def share_of_effect(kl: float, effect: float) -> float:

@@ -336,7 +336,11 @@ def _compress_measured(
     def make_goal() -> Goal:
         if plan is not None:
             return PlanGoal(variants, search_shapes, plan)
-        plan_options = {"storage": request.storage, "max_rank": request.max_rank}
+        plan_options = {
+            "storage": request.storage,
+            "max_rank": request.max_rank,
+            "structure": request.structure,
+        }
         share = target_share or 0.0
         return ShareGoal(variants, search_shapes, share, plan_options, sizes, training)
 

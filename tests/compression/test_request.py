@@ -45,6 +45,7 @@ VALUES: dict[str, Any] = {
     "separation_rank": 3,
     "inner_shape": (2, 2),
     "max_rank": 3,
+    "structure": "lsr",
     "storage": "bfloat16",
     "statistics": DEMO.parent / "demo_statistics",
     "search": Search(orders=(2,), rounds=0),
