@@ -18,6 +18,7 @@ from lsrdecomp.formats.mixed_precision import (
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import ErrorBudget, precision, unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Event, Solution, Solver, Status
+from lsrdecomp.solvers.choice import with_start
 from lsrdecomp.solvers.decomposition import Decomposition
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ class StorageSearchOptions:
     fitted_truncation_share: float = 0.8
     # The same for a second solve for nested terms, where rounding took too much after the first
     accurate_truncation_share: float = 0.01
+    # A truncation of this share of a budget leaves all of it to rounding: terms are fitted no
+    # further, and more of them could not be rounded more coarsely
+    negligible_truncation_share: float = 0.1
 
 
 DEFAULT_OPTIONS = StorageSearchOptions()
@@ -77,11 +81,21 @@ class StorageProblem:
         """The most terms worth a solve."""
         return self.shape.max_separation_rank if self.max_terms is None else self.max_terms
 
-    def solve(self, *, rank: int | None = None, atol: float | None = None) -> Solution:
-        """Solve for a number of terms, or for a tolerance with at most the requested terms."""
+    def solve(
+        self,
+        *,
+        rank: int | None = None,
+        atol: float | None = None,
+        init: SeparatedMatrix | None = None,
+    ) -> Solution:
+        """Solve for a number of terms, or for a tolerance with at most the requested terms.
+
+        A solver that takes a start begins from the terms of ``init``.
+        """
         max_terms = self.max_terms if rank is None else rank
+        solver = with_start(self.solver, None, init, self.shape)
         return self.progress.solve(
-            self.solver, self.target, self.shape, rank=max_terms, atol=atol, event=Event.start
+            solver, self.target, self.shape, rank=max_terms, atol=atol, event=Event.start
         )
 
     def measure(
@@ -251,30 +265,58 @@ def fewest_bytes(problem: StorageProblem, budget: ErrorBudget, throw: bool) -> D
         candidate = _candidate(target, exact, goal, formats)
         if candidate.is_smaller(best):
             best = candidate
-    # Bytes 3: fresh fits of more terms, which may be rounded more coarsely, until they cannot have
-    # fewer bytes.
+    # Bytes 3: terms that are not nested may be rounded more coarsely where they are nearer or more.
     refusal = first.refusal
     if not problem.is_nested:
-        n_without_progress = 0
-        rank = max(first.solution.approximation.separation_rank, 1)
-        while n_without_progress < options.patience and rank <= problem.last_rank:
-            min_bytes = least_bytes(problem.shape, rank, formats or SMALL_FORMATS)
-            if best.stored is not None and min_bytes >= best.stored.bytes:
-                break
-            candidate = _candidate(target, problem.solve(rank=rank), goal, formats)
-            if candidate.is_smaller(best):
-                best = candidate
-                n_without_progress = 0
-            else:
-                refusal = candidate.refusal or refusal
-                n_without_progress += 1
-            rank += 1
+        best, refusal = _among_more_terms(problem, first, best, goal, formats)
     if best.stored is not None:
         return _record(target, best.solution, best.stored, budget)
     record = problem.measure(best.solution, _closest_storage(budget), goal)
     if throw:
         raise ConvergenceError(refusal, record)
     return record
+
+
+def _among_more_terms(
+    problem: StorageProblem,
+    first: _Candidate,
+    best: _Candidate,
+    goal: float,
+    formats: tuple[str, ...] | None,
+) -> tuple[_Candidate, str]:
+    """Return the candidate of fewest bytes with the first number of terms or more.
+
+    And the reason of the last one that was refused. Each number of terms is fitted from one fewer,
+    until more of them cannot have fewer bytes.
+    """
+    options = problem.options
+    refusal = first.refusal
+    atol: float | None = options.negligible_truncation_share * goal
+    init: SeparatedMatrix | None = first.solution.approximation
+    rank = max(first.solution.approximation.separation_rank, 1)
+    n_without_progress = 0
+    while n_without_progress < options.patience and rank <= problem.last_rank:
+        min_bytes = least_bytes(problem.shape, rank, formats or SMALL_FORMATS)
+        if best.stored is not None and min_bytes >= best.stored.bytes:
+            break
+        solution = problem.solve(rank=rank, atol=atol, init=init)
+        candidate = _candidate(problem.target, solution, goal, formats)
+        if candidate.is_smaller(best):
+            best = candidate
+            n_without_progress = 0
+        else:
+            refusal = candidate.refusal or refusal
+            n_without_progress += 1
+        if atol is not None and solution.status.met:
+            if best.stored is not None:
+                break
+            # Terms so near to the matrix that no type holds cancel: others, fitted anew, may not.
+            atol = None
+            init = None
+        elif atol is not None:
+            init = solution.approximation
+        rank += 1
+    return best, refusal
 
 
 def _closest_storage(budget: ErrorBudget) -> str:
