@@ -109,7 +109,7 @@ def of_bytes(size):
     return CompressionPlan(bytes=size, storage="auto")
 
 
-SIZES = (3720, 4800, 20_000)
+SIZES = (3500, 4800, 20_000)
 
 
 @pytest.fixture(scope="module")
