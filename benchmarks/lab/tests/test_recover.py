@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from importlib import import_module
 from pathlib import Path
 
@@ -387,15 +386,13 @@ def test_experiments_that_ship_can_be_read():
 
 @pytest.mark.parametrize("structure", ["lsr", "direct"])
 def test_statistics_of_another_base_are_refused_by_name(done, first, tmp_path, structure):
-    about = json.loads((first.place.statistics / "statistics.json").read_text())
+    statistics = read_statistics(first.place.statistics)
     declared = json.loads((first.place.lora / ADAPTER / "adapter_config.json").read_text())[
         "base_model_name_or_path"
     ]
-    assert about["settings"]["adapter_base"] == declared
-    shutil.copytree(first.place.statistics, tmp_path / "statistics")
-    about["settings"]["adapter_base"] = "someone/else"
-    (tmp_path / "statistics" / "statistics.json").write_text(json.dumps(about))
-    statistics = read_statistics(tmp_path / "statistics")
+    assert statistics.metadata["settings"]["adapter_base"] == declared
+    other = {**statistics.metadata["settings"], "adapter_base": "someone/else"}
+    statistics.metadata = {**statistics.metadata, "settings": other}
     with pytest.raises(CheckpointError, match="of base someone/else, and the adapter is for"):
         compress_lora(
             first.place.lora / ADAPTER,
