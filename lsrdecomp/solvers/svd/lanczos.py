@@ -91,16 +91,15 @@ class LanczosSpaces:
         """Return the Ritz pairs of each space, and what couples them to the next block."""
         values, vectors = np.linalg.eigh(self.projected)
         residuals = self.coupling @ vectors[:, -self.block :, :]
-        squares = np.sum(residuals.real**2 + residuals.imag**2, axis=1)
-        roundoff = self.roundoff
+        squares = np.einsum("lij,lij->lj", residuals, residuals.conj()).real
         pairs = []
         for i, ascending in enumerate(values.tolist()):
             ritz_values = [max(value, 0.0) for value in reversed(ascending)]
             couplings = [
-                square / max(value, roundoff)
+                square / max(value, self.roundoff)
                 for square, value in zip(reversed(squares[i].tolist()), ritz_values, strict=True)
             ]
-            pairs.append(RitzPairs(ritz_values, couplings, vectors[i, :, ::-1], roundoff))
+            pairs.append(RitzPairs(ritz_values, couplings, vectors[i, :, ::-1], self.roundoff))
         return pairs
 
     def leading_images(self, pairs: Sequence[RitzPairs], rank: int) -> Array:
@@ -116,7 +115,7 @@ class LanczosSpaces:
         whose square is then an error of the energies, it is projected again.
         """
         block, sizes = orthonormal_columns(remainder)
-        smallest = float(np.min(sizes / self.squared_norms[:, None]))
+        smallest = float(np.min(sizes.min(axis=1) / self.squared_norms))
         if smallest <= 4.0 * self.roundoff:
             lengths = like(self.squared_norms * self.roundoff, block)[:, None, None]
             noise = self._noise[None, :, :] / self._noise.shape[0] ** 0.5
@@ -225,11 +224,14 @@ def orthonormal_columns(blocks: Array) -> tuple[Array, np.ndarray]:
         bases, triangles = xp.linalg.qr(blocks)
         return bases, np.abs(np.diagonal(to_numpy(triangles), axis1=1, axis2=2))
     factorize, form = _lapack_qr(blocks.dtype.char)
-    factors = [factorize(block) for block in blocks]
-    sizes = np.abs([np.diagonal(reflectors) for reflectors, *_ in factors])
-    columns = blocks.shape[2]
-    bases = [form(reflectors[:, :columns], scales)[0] for reflectors, scales, *_ in factors]
-    return np.stack(bases), sizes
+    n_matrices, rows, columns = blocks.shape
+    bases = np.empty((n_matrices, rows, min(rows, columns)), blocks.dtype)
+    sizes = np.empty((n_matrices, min(rows, columns)))
+    for i in range(n_matrices):
+        reflectors, scales, _, _ = factorize(blocks[i])
+        sizes[i] = np.abs(reflectors.diagonal())
+        bases[i] = form(reflectors[:, :rows], scales)[0]
+    return bases, sizes
 
 
 @cache
