@@ -109,6 +109,7 @@ def two_factors(size: int, minutes: float, threads: int = 1, part: str = "") -> 
 
 JOBS = (
     Job("exact sums", ("exact_sums",), "benchmarks.solvers.exact_sums", 2),
+    Job("best peer", ("best_peer",), "benchmarks.solvers.best_peer", 5, ("sklearn", "torch")),
     Job("error curve", ("error_curve",), "benchmarks.solvers.error_curve", 2),
     Job("found", ("found-in-the-wild",), "benchmarks.testing.found", 2),
     Job("resize", ("resize",), "benchmarks.cost.resize", 2),
