@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import fields
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.testing import assert_allclose
 from lsrdecomp import KroneckerShape, LowRank, decompose, error_curve
 from lsrdecomp.analysis import (
     ErrorCurve,
+    Spectrum,
     error_curves,
     gaussian_limit,
     layer_grid,
@@ -132,6 +134,58 @@ def test_a_layer_of_zeros_has_a_limit_at_zero():
     assert gaussian_limit([LowRank(np.zeros((3, 2)), np.ones((2, 4)))]).relative_errors == (0.0,)
 
 
+def test_components_without_energy_get_no_bits():
+    """Factors of a rank that is not used: as many points, at the same places, as without them."""
+    left, right = np.zeros((4, 3)), np.eye(3, 6)
+    left[0, 0] = left[1, 1] = 1.0
+    padded, plain = LowRank(left, right), LowRank(left[:, :2], right[:2])
+    assert_allclose(gaussian_limit([padded]).bytes, gaussian_limit([plain]).bytes)
+    assert_allclose(
+        gaussian_limit([padded, padded]).bytes[-1], 2 * gaussian_limit([plain]).bytes[-1]
+    )
+
+
+@pytest.mark.parametrize("rank", [1, 4, 36])
+def test_a_curve_of_so_many_terms_is_the_beginning_of_the_whole_curve(rank):
+    """It is found by a decomposition of that rank, not by all singular values."""
+    whole, part = error_curve(HILBERT, SHAPES[1]), error_curve(HILBERT, SHAPES[1], rank=rank)
+    n = len(part.ranks)
+    assert n == min(rank, 36) + 1
+    assert part.ranks == whole.ranks[:n]
+    assert part.parameters == whole.parameters[:n]
+    assert_allclose(part.relative_errors, whole.relative_errors[:n], rtol=1e-6, atol=1e-12)
+
+
+def test_rows_of_a_curve_are_its_points_with_their_conditions():
+    curve = ErrorCurve("c", (0, 1, 2), (0, 7, 14), (1.0, 0.5, 0.25), 1.0, condition=3.0)
+    rows = curve.to_rows()
+    assert [row["rank"] for row in rows] == [0, 1, 2]
+    assert [row["parameters"] for row in rows] == [0, 7, 14]
+    assert [row["relative_error"] for row in rows] == [1.0, 0.5, 0.25]
+    assert {row["curve"] for row in rows} == {"c"}
+    assert {row["condition"] for row in rows} == {3.0}
+    measured = solver_curve(HILBERT, SHAPES[1], (1, 2))
+    assert [row["condition"] for row in measured.to_rows()] == list(measured.conditions)
+
+
+@pytest.mark.parametrize(("least", "shown"), [(0.2, 0), (0.1, 1), (1e-3, 3), (1e-6, 6), (1e-9, 6)])
+def test_a_curve_says_the_terms_for_six_powers_of_ten_at_most(least, shown):
+    errors = [1.0, *(10.0**-k for k in range(1, 16) if 10.0**-k > least), least]
+    count = tuple(range(len(errors)))
+    text = repr(ErrorCurve("c", count, count, tuple(errors), 1.0))
+    assert text.count(" with ") == shown
+    assert (", …" in text) == (least < 1e-6)
+    if shown:
+        assert "1e-01 with 1" in text
+
+
+def test_a_spectrum_without_energy_has_shares_of_zero():
+    spectrum = rearranged_spectrum(np.zeros((4, 4)), KroneckerShape(((2, 2), (2, 2))))
+    assert set(spectrum.relative) == {0.0}
+    assert Spectrum("tiny", (1e-300, 5e-301)).relative == (1.0, 0.5)
+    assert Spectrum("empty", ()).relative == ()
+
+
 def test_layers_are_laid_out_by_number():
     names = [f"model.layers.{k}.{m}" for k in (10, 2, 1) for m in ("q", "v") if (k, m) != (2, "v")]
     grid = layer_grid({name: float(k) for k, name in enumerate(names)}, "γ")
@@ -152,6 +206,7 @@ def test_records_are_plain_json():
     front = pareto_front([curve])
     grid = layer_grid({"a.0.b": 1.0, "c": 2.0})
     for record in (spectrum, curve, limit, front[0], grid):
+        assert set(record.to_json()) >= {field.name for field in fields(record)}
         assert json.loads(json.dumps(record.to_json(), allow_nan=False)) == record.to_json()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from oracles import weight_of, weighted_truncation
@@ -9,10 +11,11 @@ from oracles import weight_of, weighted_truncation
 from benchmarks.lab.structures.fit import Fit, fit_layers, lsr_candidates
 from lsrdecomp.compression.caches import SpillCache
 from lsrdecomp.compression.candidates import drop, keep, low_rank_candidates, materialize, priced_as
+from lsrdecomp.compression.effort import ShapeGrid
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Search
-from lsrdecomp.compression.shapes import shape_grid
+from lsrdecomp.compression.shapes import fine_grid, shape_grid
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
@@ -108,6 +111,19 @@ def test_storage_is_paid_for_in_bytes_and_in_error(rng: np.random.Generator) -> 
             assert made.candidate.squared_error == stored.squared_error
         assert made.candidate.squared_error <= stored.squared_error
     assert priced_as(layer, drop(layer), "int4").bytes == 0
+
+
+def test_of_a_tall_shape_the_small_factors_have_the_inner_rank() -> None:
+    """Else it is low rank of the large ones, which costs as much as the matrix."""
+    grid = ShapeGrid(even_inner=(), tall=((6, (4, 1)), (12, (1, 2)), (12, (2, 1))))
+    requests = fine_grid((192, 240), 8, (2,), 8, math.inf, grid)
+    shapes = {request.shape for request in requests}
+    assert len(shapes) == 3
+    for shape in shapes:
+        thick = max(range(2), key=shape.inner.__getitem__)
+        for sizes in (shape.out, shape.into):
+            assert sizes[thick] < sizes[1 - thick]
+            assert sizes[thick] in (6, 12)
 
 
 def test_the_grid_of_shapes_tiles_the_matrix_and_fits_the_limit() -> None:

@@ -27,5 +27,6 @@ def test_prompts_are_completed_by_both_and_plain_texts_by_none(tmp_path):
     assert [each.question for each in same] == [text.prompt for text in evaluator.held_out]
     assert all(each.matches for each in same)
     assert any(each.lora for each in same)
+    assert evaluator.compare_answers(folder / "lora", limit=3) == same[:3]
     evaluator.held_out = [("w1 w2", None)]
     assert evaluator.compare_answers(folder / "lora") == []

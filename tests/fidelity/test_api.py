@@ -10,12 +10,14 @@ import pytest
 
 import lsrdecomp as lsr
 from lsrdecomp.calibration import Behaviour
+from lsrdecomp.calibration.dataset import PromptExample
 from lsrdecomp.compression import Search
 from lsrdecomp.compression.measured_settings import MeasuredSettings
 from lsrdecomp.compression.settings import GOALS, CompressionPlan
 from lsrdecomp.errors import LsrError
 from lsrdecomp.fidelity import Fidelity, MeasuredCompression
 from lsrdecomp.fidelity.settings import DistilSettings
+from lsrdecomp.fidelity.texts import n_characters, read_data
 
 DEMO = Path(lsr.__file__).parent / "cli" / "demo_adapter"
 QUICK = Search(orders=(2,), rounds=0)
@@ -139,3 +141,11 @@ def test_what_is_said_of_a_setting_is_said_once():
         lsr.distil("small", base="b", data="texts.txt", teacher="lora", steps=0)
     with pytest.raises(LsrError, match="keep must be above 0 and below 1"):
         lsr.compress(DEMO, base="b", data="texts.txt", keep=1.5)
+
+
+def test_texts_of_one_batch_are_of_similar_length():
+    """A pair is read as one text, a conversation as all that is said in it."""
+    said = PromptExample("", "", "l", messages=({"content": "a question"}, {"content": "yes"}))
+    texts = ["six666", ("four", None), ("ab", "three"), PromptExample("prompt", "done", "l"), said]
+    lengths = [n_characters(item) for item in read_data(texts)]
+    assert lengths == [6, 4, 7, 10, 13]

@@ -17,7 +17,7 @@ from torch import nn  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerState  # noqa: E402
 from transformers.trainer_callback import CallbackHandler, TrainerControl  # noqa: E402
 
-from lsrdecomp.training.callbacks import Clock  # noqa: E402
+from lsrdecomp.training.callbacks import Clock, layer_figures  # noqa: E402
 from lsrdecomp.training.finetune import finetune  # noqa: E402
 from lsrdecomp.training.model import (  # noqa: E402
     needs_checkpointing,
@@ -128,6 +128,26 @@ def test_on_a_quantized_base_factors_are_still_trained_in_single_precision(
     finetune(settings(place), tmp_path / "run")
     assert dtypes
     assert set(dtypes) == {torch.float32}
+
+
+def test_figures_of_sharded_layers_are_those_of_their_whole_factors(place):
+    """FSDP2 leaves a process a part of each parameter, which knows the whole; it comes back."""
+    model, _ = open_model(settings(place, method="lsr"), place / "base", None)
+    with torch.no_grad():
+        for _, parameter, _ in trainable_parameters(model):
+            parameter.copy_(torch.randn_like(parameter))
+    expected = list(layer_figures(model))
+    wholes = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.requires_grad:
+                part = nn.Parameter(torch.zeros_like(parameter))
+                part.full_tensor = parameter.detach
+                module._parameters[name] = part
+                wholes[id(module), name] = (module, part)
+    assert wholes
+    assert list(layer_figures(model)) == expected
+    assert all(module._parameters[name] is part for (_, name), (module, part) in wholes.items())
 
 
 class HandMovedClock:
