@@ -29,12 +29,32 @@ METHOD = (
 )
 
 
+OTHER_FILES = (".pt", ".pth", ".bin", ".ckpt", ".npz", ".gguf")
+"""Endings of weight files that a directory of LoRA files may hold beside those that are taken."""
+
+
 def lora_files(folder: Path) -> list[Path]:
     """Return the LoRA files of a directory without a config, if there are more than one."""
     if not folder.is_dir() or (folder / checkpoints.CONFIG).exists():
         return []
     files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("."))
     return files if len(files) > 1 else []
+
+
+def _say_left_out(folder: Path) -> None:
+    """Name the weight files of a directory that are not taken, since nothing is left out unsaid."""
+    others = [
+        file.name
+        for file in sorted(folder.iterdir())
+        if file.suffix in OTHER_FILES and not file.name.startswith(".")
+    ]
+    if others:
+        shown = ", ".join(others[:8])
+        more = f" and {len(others) - 8} more" if len(others) > 8 else ""
+        tables.say(
+            f"Of {folder} only .safetensors files are taken together; left out: {shown}{more}. "
+            "Compress such a file by its own name."
+        )
 
 
 def names_file(out: Path | None) -> bool:
@@ -60,6 +80,7 @@ def resize(
     if len(files) == 1:
         figures += _resize_adapter(opening.open(files[0]), requests, out, outputs, display)
     else:
+        _say_left_out(files[0].parent)
         failed = []
         for file in files:
             try:

@@ -104,6 +104,24 @@ def test_a_file_comes_back_as_it_came_and_verify_finds_its_error(tmp_path):
     )
 
 
+def test_weight_files_that_a_directory_leaves_out_are_named(tmp_path):
+    folder = tmp_path / "styles"
+    folder.mkdir()
+    for name in "ab":
+        put(folder / f"{name}.safetensors")
+    command = ("compress", folder, "--ratio", "3", "--out", tmp_path / "small")
+    for name in ("ink.pt", "old.npz", ".hidden.pt", "notes.txt"):
+        (folder / name).write_bytes(b"anything")
+    done = run_command(*command)
+    assert done.returncode == 0, done.stderr
+    assert f"Of {folder} only .safetensors files are taken together" in done.stderr
+    assert "left out: ink.pt, old.npz." in done.stderr
+    assert sorted(file.name for file in (tmp_path / "small").iterdir()) == [
+        "a.safetensors",
+        "b.safetensors",
+    ]
+
+
 def test_a_directory_of_files_and_several_sizes_at_once(tmp_path):
     folder = tmp_path / "styles"
     folder.mkdir()
