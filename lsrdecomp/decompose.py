@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from lsrdecomp.arrays import as_floating, is_traced_by_jax, require_matrix
 from lsrdecomp.errors import (
     ArgumentError,
     BudgetError,
     ConvergenceError,
     ConvergenceWarning,
+    LsrError,
     PrecisionError,
     ShapeError,
 )
@@ -32,6 +34,7 @@ from lsrdecomp.solvers.decomposition import Decomposition
 from lsrdecomp.solvers.progress import SolveProgress
 from lsrdecomp.solvers.stored import StorageProblem, fewest_bytes, fewest_terms, measure
 from lsrdecomp.solvers.svd.batched import BatchedKrylov
+from lsrdecomp.solvers.svd.dense import traced_terms
 from lsrdecomp.targets.base import Dense, Target
 from lsrdecomp.targets.convert import as_target
 from lsrdecomp.targets.separated import Separated
@@ -106,10 +109,14 @@ def decompose(
     Returns
     -------
     Decomposition
-        The approximation as stored, its measured error, condition γ and a status.
+        The approximation as stored, its measured error, condition γ and a status. Within
+        ``jax.jit``, by ``rank`` alone and in two factors, a `SeparatedMatrix` of that many terms:
+        errors are not known when a function is compiled, nor is a term that is zero.
 
     Raises
     ------
+    LsrError
+        Within ``jax.jit`` for anything but a rank in two factors.
     ShapeError, PrecisionError, BudgetError
         For sizes that do not tile, entries that are not finite, and contradictory or missing goals.
 
@@ -127,6 +134,10 @@ def decompose(
     C. F. Van Loan and N. Pitsianis (1993), doi:10.1007/978-94-015-8196-7_17; G. Beylkin and M. J.
     Mohlenkamp (2005), doi:10.1137/040604959.
     """
+    if is_traced_by_jax(matrix):
+        others = {"rtol": rtol, "atol": atol, "budget": budget, "storage": storage}
+        others |= {"solver": solver, "init": init, "on_sweep": on_sweep}
+        return _traced(matrix, shape, rank, others)  # type: ignore[return-value]
     target = as_target(matrix)
     with threads_for(target):
         # 1. What is asked for; a norm that is not finite is refused before anything is solved.
@@ -167,6 +178,32 @@ def _shortfall(record: Decomposition, atol: float | None) -> str:
         f"the relative error of {record.separation_rank} terms of {record.kronecker_shape} is "
         f"{record.relative_error:.3g}{request}. {record.status.value}"
     )
+
+
+def _traced(
+    matrix: Any,
+    shape: KroneckerShape | Sequence[Sequence[int]] | str,
+    rank: int | None,
+    others: dict[str, Any],
+) -> SeparatedMatrix:
+    """Return the first terms of the SVD of a matrix within ``jax.jit``, which sees no numbers."""
+    require_matrix(matrix)
+    if shape == "balanced":
+        sizes = KroneckerShape.balanced(matrix.shape)
+    else:
+        sizes = KroneckerShape.parse(shape, ("balanced",))
+    given = [name for name, value in others.items() if value is not None]
+    if rank is None or given or sizes.order != 2:
+        reason = f"{given[0]}=" if given else f"{sizes.order} factors"
+        raise LsrError(
+            "within jax.jit a matrix is decomposed by rank= alone, in two factors, since how far "
+            f"others go depends on its values, which are not known yet: got "
+            f"{reason if rank is not None else 'no rank='}; call decompose outside, and pass the "
+            "SeparatedMatrix that comes of it to the compiled function"
+        )
+    sizes.check(matrix.shape)
+    n_terms = min(validate_rank(rank), sizes.max_separation_rank)
+    return traced_terms(as_floating(matrix), sizes, n_terms)
 
 
 def _is_longer_than_matrix(record: Decomposition, target: Target, goal: _Goal) -> bool:

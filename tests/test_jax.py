@@ -94,11 +94,88 @@ def the_derivative_by_a_separated_matrix_has_its_shape(jax):
 def what_depends_on_values_is_refused_in_words_under_jit(jax):
     with jax.enable_x64(True):
         matrix = jax.numpy.asarray(MATRIX)
-        with pytest.raises(LsrError, match=r"a decomposition depends on the values of the matrix"):
-            jax.jit(lambda m: lsr.decompose(m, SHAPE, rank=2).factors)(matrix)
+        for goal, words in (
+            ({"rtol": 0.1}, "got no rank="),
+            ({"rank": 2, "rtol": 0.1}, "got rtol="),
+            ({"rank": 2, "storage": "int8"}, "got storage="),
+            ({"rank": 2, "solver": "gram"}, "got solver="),
+            ({"rank": 2, "shape": "2x3, 2x2, 5x3"}, "got 3 factors"),
+        ):
+            goal = {"shape": SHAPE} | goal
+            with pytest.raises(LsrError, match=f"by rank= alone, in two factors.*{words}"):
+                jax.jit(lambda m, goal=goal: lsr.decompose(m, **goal).factors)(matrix)
+        for verb in (lambda m: lsr.error_curve(m, SHAPE), lambda m: lsr.best_shape(m, rtol=0.1)):
+            with pytest.raises(LsrError, match=r"a decomposition depends on the values"):
+                jax.jit(verb)(matrix)
         operator = lsr.decompose(matrix, SHAPE, rank=2).approximation
         with pytest.raises(LsrError, match=r"the order and number of terms depends on the values"):
             jax.jit(lambda m: (m + m).to_matrix())(operator)
+
+
+def a_rank_is_decomposed_within_a_compiled_function(jax):
+    with jax.enable_x64(True):
+        matrix = jax.numpy.asarray(MATRIX)
+        compiled = jax.jit(lambda m: lsr.decompose(m, SHAPE, rank=2))(matrix)
+        outside = lsr.decompose(MATRIX, SHAPE, rank=2)
+        assert type(compiled) is lsr.SeparatedMatrix
+        np.testing.assert_allclose(compiled.to_matrix(), outside.to_matrix(), atol=1e-13)
+        np.testing.assert_allclose(compiled.factors[0], outside.factors[0], atol=1e-13)
+        assert compiled.factors[1].shape == (2, 5, 6)
+        # Its derivative is that of NumPy's by differences.
+        change = RNG.standard_normal(MATRIX.shape)
+        _, slope = jax.jvp(
+            lambda m: lsr.decompose(m, SHAPE, rank=2).to_matrix(), (matrix,), (change,)
+        )
+        ahead, behind = (
+            lsr.decompose(MATRIX + step * change, SHAPE, rank=2).to_matrix()
+            for step in (1e-6, -1e-6)
+        )
+        np.testing.assert_allclose(slope, (ahead - behind) / 2e-6, atol=1e-6)
+    single = jax.numpy.asarray(MATRIX, dtype="float32")
+    assert jax.jit(lambda m: lsr.decompose(m, SHAPE, rank=3))(single).dtype == "float32"
+
+
+def at_the_terms_of_an_exact_sum_what_keeps_them_passes(jax):
+    with jax.enable_x64(True):
+        left, right = RNG.standard_normal((12, 2)), RNG.standard_normal((2, 30))
+        rearranged = left @ right
+        matrix = lsr.kronecker.inverse_rearrange(rearranged, SHAPE)
+        weights, change = RNG.standard_normal((2, *matrix.shape))
+
+        def loss(m):
+            return (lsr.decompose(m, SHAPE, rank=2).to_matrix() * weights).sum()
+
+        gradient = jax.grad(loss)(jax.numpy.asarray(matrix))
+        u, _, vh = np.linalg.svd(rearranged, full_matrices=False)
+        u, vh = u[:, :2], vh[:2]
+        moved = lsr.kronecker.rearrange(change, SHAPE)
+        tangential = u @ u.T @ moved + (moved - u @ u.T @ moved) @ vh.T @ vh
+        expected = np.sum(lsr.kronecker.rearrange(weights, SHAPE) * tangential)
+        assert float((gradient * change).sum()) == pytest.approx(expected, rel=1e-8)
+
+
+def one_term_is_solved_within_a_compiled_function(jax):
+    with jax.enable_x64(True):
+        factors = [RNG.standard_normal((1, n, n)) + 3 * np.eye(n) for n in (3, 4)]
+        operator = lsr.SeparatedMatrix.from_factors([jax.numpy.asarray(f) for f in factors])
+        formed = np.asarray(operator.to_matrix())
+        for b in (RNG.standard_normal(12), RNG.standard_normal((12, 2))):
+
+            def solve(matrix, right_hand):
+                solution = lsr.operators.solve(matrix, right_hand)
+                return solution.x, solution.relative_residual, solution.converged
+
+            x, residual, converged = jax.jit(solve)(operator, jax.numpy.asarray(b))
+            np.testing.assert_allclose(x, np.linalg.solve(formed, b), rtol=1e-10)
+            assert bool(converged)
+            assert float(residual) < 1e-13
+        by_b = jax.grad(lambda right_hand: lsr.operators.solve(operator, right_hand).x.sum())
+        gradient = by_b(jax.numpy.asarray(RNG.standard_normal(12)))
+        np.testing.assert_allclose(gradient, np.linalg.solve(formed.T, np.ones(12)), rtol=1e-10)
+        both = lsr.operators.kronecker_sum(np.eye(3), np.diag([1.0, 2.0, 3.0, 4.0]))
+        two = lsr.SeparatedMatrix(both.weights, both.factors)
+        with pytest.raises(LsrError, match="within jax.jit one term is solved by its factors"):
+            jax.jit(lambda right_hand: lsr.operators.solve(two, right_hand).x)(jax.numpy.ones(12))
 
 
 def without_float64_the_error_says_how_to_have_it(jax):
@@ -117,6 +194,9 @@ CHECKS = (
     a_separated_matrix_is_an_argument_of_compiled_functions,
     the_derivative_by_a_separated_matrix_has_its_shape,
     what_depends_on_values_is_refused_in_words_under_jit,
+    a_rank_is_decomposed_within_a_compiled_function,
+    at_the_terms_of_an_exact_sum_what_keeps_them_passes,
+    one_term_is_solved_within_a_compiled_function,
     without_float64_the_error_says_how_to_have_it,
     its_kronecker_product_passes_the_laws,
 )

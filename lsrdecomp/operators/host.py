@@ -20,8 +20,11 @@ def check_separated(matrix: object) -> SeparatedMatrix:
     return matrix
 
 
-def check_sides(matrix: SeparatedMatrix, b: Array) -> None:
-    """Raise `ShapeError` unless a square matrix and a right-hand side fit."""
+def check_sides(matrix: SeparatedMatrix, b: Array, *, has_values: bool = True) -> None:
+    """Raise `ShapeError` unless a square matrix and a right-hand side fit.
+
+    Without values, within ``jax.jit``, entries cannot be looked at.
+    """
     rows, columns = check_separated(matrix).shape
     if rows != columns:
         raise ShapeError(
@@ -29,7 +32,8 @@ def check_sides(matrix: SeparatedMatrix, b: Array) -> None:
         )
     if b.ndim not in (1, 2) or b.shape[0] != rows:
         raise ShapeError(f"b has shape {tuple(b.shape)}, the matrix {rows}×{columns}")
-    finite_norm(b, "b")  # refuses entries that are not finite
+    if has_values:
+        finite_norm(b, "b")  # refuses entries that are not finite
 
 
 def to_host(matrix: SeparatedMatrix) -> SeparatedMatrix:

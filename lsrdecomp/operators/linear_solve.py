@@ -10,15 +10,31 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, as_double, as_floating, is_complex, like, norm, to_numpy
-from lsrdecomp.errors import BudgetError, ConvergenceError, ConvergenceWarning, MatrixError
+from lsrdecomp.arrays import (
+    Array,
+    as_double,
+    as_floating,
+    is_complex,
+    is_traced_by_jax,
+    like,
+    namespace,
+    norm,
+    to_numpy,
+)
+from lsrdecomp.errors import (
+    BudgetError,
+    ConvergenceError,
+    ConvergenceWarning,
+    LsrError,
+    MatrixError,
+)
 from lsrdecomp.operators.diagonal import Diagonalized, diagonalize
 from lsrdecomp.operators.gradients import (
     requires_gradient,
     solution_with_gradient,
     without_graph,
 )
-from lsrdecomp.operators.host import as_solution, check_sides, to_host
+from lsrdecomp.operators.host import as_solution, check_separated, check_sides, to_host
 from lsrdecomp.operators.krylov import KrylovMethod, krylov
 from lsrdecomp.operators.single import solve_single
 from lsrdecomp.operators.threads import one_thread_for_small_factors
@@ -70,7 +86,14 @@ class LinearSolution:
 
     @property
     def converged(self) -> bool:
-        """Whether the residual met ``rtol``, or rounding where the method is exact."""
+        """Whether the residual met ``rtol``, or rounding where the method is exact.
+
+        An array of JAX within ``jax.jit``.
+        """
+        if is_traced_by_jax(self.relative_residual):
+            rounding = tolerance(self.x.dtype, int(self.x.shape[0]))
+            is_met: Any = self.relative_residual <= self.rtol
+            return is_met | (self.backward_error <= rounding)  # type: ignore[no-any-return]
         if self.relative_residual <= self.rtol:
             return True
         if self.iterations:
@@ -110,7 +133,8 @@ def solve(
     b : array, shape (n,) or (n, k)
         Of the library of the factors. On torch tensors the solution is differentiable in b and in
         the terms where it is exact, once in sums; iterations refuse tensors that require a
-        gradient.
+        gradient. Within ``jax.jit`` one term is solved, with its residual measured but not
+        warned of, and a singular factor not refused: its solution is not finite.
     rtol : float
         Goal for ‖b − A x‖ / ‖b‖ of each column of an iterative method.
     method : str
@@ -156,7 +180,8 @@ def solve(
     ('diagonal', True)
     """
     b = as_floating(b, "b")
-    check_sides(matrix, b)
+    is_traced = any(is_traced_by_jax(array) for array in (b, *check_separated(matrix).factors))
+    check_sides(matrix, b, has_values=not is_traced)
     if method not in ("auto", "exact", "cg", "minres", "gmres"):
         raise BudgetError(f"method {method!r} is none of auto, exact, cg, minres, gmres")
     if not rtol > 0.0:
@@ -164,6 +189,8 @@ def solve(
     wants_exact = method in ("auto", "exact")
     if wants_exact and matrix.separation_rank == 0:
         raise MatrixError("the matrix is zero: no solution")
+    if is_traced:
+        return _traced_solution(matrix, b, rtol, is_exact=wants_exact)
     if wants_exact and matrix.separation_rank == 1:
         record = _measured(matrix, b, solve_single(matrix, b), "factors", 0, rtol)
         return _converged(record, throw)
@@ -194,6 +221,33 @@ def solve(
         solution = solution_with_gradient(matrix, b, solution, partial(_solve_exactly, terms.mH))
     record = _measured(matrix, b, solution, name, iterations, rtol)
     return _converged(record, throw)
+
+
+def _traced_solution(
+    matrix: SeparatedMatrix, b: Array, rtol: float, *, is_exact: bool
+) -> LinearSolution:
+    """Return the solution of one term within ``jax.jit``; its figures are arrays of JAX.
+
+    Raises `LsrError` for more terms, whose method depends on their values.
+    """
+    if matrix.separation_rank != 1 or not is_exact:
+        raise LsrError(
+            "within jax.jit one term is solved by its factors; the method for "
+            f"{matrix.separation_rank} terms of {matrix.kronecker_shape} depends on their values, "
+            "which are not known yet: solve outside"
+        )
+    x = solve_single(matrix, b)
+    xp = namespace(x)
+    columns = xp.reshape(x, (x.shape[0], -1))
+    right_hand = xp.reshape(b, (b.shape[0], -1))
+    residual = right_hand - matrix @ columns
+    residual_norms = xp.linalg.vector_norm(residual, axis=0)
+    column_norms = xp.linalg.vector_norm(right_hand, axis=0)
+    scale = xp.where(column_norms > 0, column_norms, xp.ones_like(column_norms))
+    size = matrix.weights[0] * xp.linalg.vector_norm(x) + xp.linalg.vector_norm(b)
+    backward_error = xp.linalg.vector_norm(residual) / xp.where(size > 0, size, xp.ones_like(size))
+    relative = xp.max(residual_norms / scale)
+    return LinearSolution(x, relative, backward_error, "factors", 0, rtol)
 
 
 def _by_common_bases(matrix: SeparatedMatrix, b: np.ndarray) -> tuple[np.ndarray, str] | None:

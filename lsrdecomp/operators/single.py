@@ -13,7 +13,7 @@ import math
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lsrdecomp.arrays import Array, adjoint, as_double, namespace, to_numpy
+from lsrdecomp.arrays import Array, adjoint, as_double, is_traced_by_jax, namespace, to_numpy
 from lsrdecomp.errors import MatrixError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.operators.host import check_separated
@@ -353,7 +353,8 @@ def solve_single(matrix: SeparatedMatrix, b: Array) -> Array:
     state = b / matrix.weights[0]
     solved = 1
     for i, factor in enumerate(factors, 1):
-        require_invertible(factor, f"factor {i}")
+        if not is_traced_by_jax(factor):
+            require_invertible(factor, f"factor {i}")
         m = int(factor.shape[0])
         state = xp.reshape(state, (solved, m, entries // (solved * m)))
         columns = xp.reshape(xp.permute_dims(state, (1, 0, 2)), (m, entries // m))

@@ -20,6 +20,7 @@ from lsrdecomp.arrays import (
     to_numpy,
 )
 from lsrdecomp.errors import LsrError
+from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
@@ -177,8 +178,23 @@ def as_separated(
 
     Those that are zero are left out.
     """
-    (m, n), (p, q) = shape.factors
     rank = min(rank, int(np.count_nonzero(to_numpy(sigma[:rank]))))
+    return _terms(u, sigma, vh, shape, rank)
+
+
+def traced_terms(matrix: Array, shape: KroneckerShape, rank: int) -> SeparatedMatrix:
+    """Return so many terms of a matrix without looking at its numbers: `jax.jit` knows none.
+
+    In the precision of the matrix; a matrix of fewer terms has weights of zero, or of rounding.
+    """
+    rearranged = rearrange(matrix, shape)
+    u, sigma, vh = namespace(matrix).linalg.svd(rearranged, full_matrices=False)
+    return _terms(u, sigma, vh, shape, rank)
+
+
+def _terms(u: Array, sigma: Array, vh: Array, shape: KroneckerShape, rank: int) -> SeparatedMatrix:
+    """Return the first ``rank`` singular triples, with the signs of `signed`, as terms."""
+    (m, n), (p, q) = shape.factors
     left, right = signed(namespace(u).matrix_transpose(u[:, :rank]), vh[:rank, :])
     xp = namespace(left)
     factors = xp.reshape(left, (rank, m, n)), xp.reshape(right, (rank, p, q))
