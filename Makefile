@@ -10,6 +10,10 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q 
 # Rooms whose numbers go through torch or BLAS
 ROOMS := solvers operators kronecker targets analysis compression fleet fidelity calibration adapters training
 
+# What `make test` leaves to `make test-pages`
+PAGES := docs README.md tests/benchmarks tests/mutation \
+	$(addprefix tests/test_,docs.py examples.py fuzz.py records.py site_in_browser.py tutorial.py)
+
 # What the tests need beside the package, where versions of the package's requirements are tried, and which are run then
 TOOLS := pytest hypothesis array-api-strict joblib
 QUICK := $(addprefix tests/,kronecker targets formats operators analysis cli test_layers.py test_decompose.py test_precision.py)
@@ -18,7 +22,7 @@ QUICK := $(addprefix tests/,kronecker targets formats operators analysis cli tes
 N ?= 50
 SEED ?= 0
 
-.PHONY: demo peft llm test test-cpus test-lab test-lowest test-newest mutants servers records docs lint format types check clean
+.PHONY: demo peft llm test test-pages test-cpus test-lab test-lowest test-newest mutants servers records docs lint format types check clean
 
 demo: .venv/core
 	$(BIN)/lsrdecomp demo
@@ -26,7 +30,13 @@ demo: .venv/core
 peft: .venv/peft
 
 test: .venv/test
-	$(PYTEST) -n auto
+	$(PYTEST) -n auto tests lsrdecomp $(PAGES:%=--ignore=%)
+	@echo "Left to make test-pages: examples of pages and notebooks, benchmarks, records, fuzzing, the tool of make mutants."
+	@echo "Left to pytest -m slow, -m gpu and make servers: minutes of search, an accelerator, servers of others."
+
+# What the pages, the notebooks and the benchmarks promise, a short run of fuzzing, and the tool that plants faults
+test-pages: .venv/test
+	$(PYTEST) -n auto $(PAGES)
 
 # The rooms above as on processors without vector instructions, as with AVX2, and as on this one
 test-cpus: .venv/test
@@ -80,7 +90,7 @@ format: .venv/test
 types: .venv/test
 	$(BIN)/mypy
 
-check: lint types test
+check: lint types test test-pages
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv
