@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lsrdecomp._renamed import keep_old_attributes
@@ -49,3 +50,24 @@ class Behaviour:
         if self.effect > 0.0:
             return 1.0 - self.kl / self.effect
         return None
+
+    @property
+    def exact_match_error(self) -> float | None:
+        """Standard error of ``exact_match_rate`` over examples; None for fewer than two.
+
+        It says how far other texts of the same kind may lie from these. Texts of another kind,
+        longer ones above all, may lie further.
+        """
+        rate = self.exact_match_rate
+        if rate is None or self.examples < 2:
+            return None
+        return math.sqrt(rate * (1.0 - rate) / (self.examples - 1))
+
+    def exact_match_text(self) -> str:
+        """Return in how many of the texts all top predictions are the same; empty if not known."""
+        if self.exact_match_rate is None:
+            return ""
+        error = ""
+        if self.exact_match_error is not None:
+            error = f" ± {100.0 * self.exact_match_error:.0f}"
+        return f", all along in {100.0 * self.exact_match_rate:.0f}{error} % of these texts"

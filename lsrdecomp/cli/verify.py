@@ -251,9 +251,7 @@ def _sentences(behaviour: Behaviour) -> Iterator[str]:
             error = f" ± {100 * behaviour.standard_error:.1f}"
         yield f"It keeps {100 * behaviour.kept:.1f}{error} % of the LoRA's effect."
     if behaviour.agreement is not None:
-        exact = ""
-        if behaviour.exact_match_rate is not None:
-            exact = f", all along in {behaviour.exact_match_rate:.2%} of the texts"
+        exact = behaviour.exact_match_text()
         yield f"The top prediction agrees on {behaviour.agreement:.2%}{exact}."
 
 

@@ -150,8 +150,7 @@ class Fidelity(Behaviour):
         text = ""
         if self.agreement is not None:
             text += f"; top prediction agrees on {100 * self.agreement:.0f} %"
-        if self.exact_match_rate is not None:
-            text += f", all along in {100 * self.exact_match_rate:.0f} % of the texts"
+        text += self.exact_match_text()
         if self.answered:
             text += f"; the same answer to {self.n_matching} of {self.answered} texts"
         return text
@@ -159,6 +158,7 @@ class Fidelity(Behaviour):
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a JSON file, the sentence among them."""
         values = {self.json_keys.get(name, name): value for name, value in asdict(self).items()}
+        values["exact_match_error"] = self.exact_match_error
         return {"kept": self.kept, **values, "sentence": self.sentence()}
 
 

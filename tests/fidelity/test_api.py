@@ -106,8 +106,12 @@ def test_a_measurement_of_tokens_says_how_often_a_whole_answer_stays():
     )
     assert "top prediction agrees on 97 %)" in told.sentence()
     told = replace(told, exact_match_rate=0.04)
-    assert "top prediction agrees on 97 %, all along in 4 % of the texts)" in told.sentence()
+    # The standard error of a share p of n is (p (1 − p)/(n − 1))^½.
+    error = (0.04 * 0.96 / 95) ** 0.5
+    assert "on 97 %, all along in 4 ± 2 % of these texts)" in told.sentence()
     assert told.to_json()["exact_match_rate"] == 0.04
+    assert told.to_json()["exact_match_error"] == pytest.approx(error)
+    assert replace(told, examples=1).exact_match_error is None
 
 
 @pytest.mark.parametrize(
