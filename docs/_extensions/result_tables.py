@@ -427,6 +427,32 @@ def cp(results: dict[str, Any]) -> Table:
     return head, rows
 
 
+def three_factor_noise(results: dict[str, Any]) -> Table:
+    """Tabulate errors of Gaussian matrices, and CPU seconds in those of other libraries."""
+    head = ("matrices", "ALS", "TensorLy", "pyttb", "time in TensorLy's", "in pyttb's")
+    rows = []
+    for row in results["rows"]:
+        if "seeds" not in row:
+            continue
+        libraries = [row[name] for name in ("ALS", "tensorly", "pyttb")]
+        errors = (f"{library['mean error']:.5f}" for library in libraries)
+        ours, *others = (library["mean seconds"] for library in libraries)
+        ratios = (f"{ours / seconds:.1f}" for seconds in others)
+        rows.append((f"{row['seeds']} × {row['problem']}", *errors, *ratios))
+    return head, rows
+
+
+def three_factor_condition(results: dict[str, Any]) -> Table:
+    """Tabulate error and γ of the last matrix by the type whose penalty was used."""
+    row = results["rows"][-1]
+    cells = []
+    for storage in ("no storage", "float16", "bfloat16"):
+        solver = "ALS()" if storage == "no storage" else f'ALS(storage="{storage}")'
+        held = row[storage]
+        cells.append((f"`{solver}`", f"{held['error']:.2e}", f"{held['condition']:.3g}"))
+    return (row["problem"], "error", "γ"), cells
+
+
 def route_cost(results: dict[str, Any]) -> Table:
     """Seconds of a route over all layers of an adapter, and of what any route has to do."""
     cost = results["frobenius"]
@@ -530,6 +556,8 @@ TABLES = {
     "memory": ("memory.json", memory),
     "layer-times": ("memory.json", layer_times),
     "cp": ("cp.json", cp),
+    "three-factor-noise": ("three_factor_ends.json", three_factor_noise),
+    "three-factor-condition": ("three_factor_ends.json", three_factor_condition),
     "route-cost": ("route_cost.json", route_cost),
     "kfac-cost": ("route_cost.json", kfac_cost),
     "fleet": ("fleet.json", fleet),
