@@ -247,8 +247,10 @@ class Journal:
         if facts is not None:
             warn_of_old_name("Journal.put(facts=)", "Journal.put(values=)")
             values = facts
+        # Among thousands of results none looks for halves of others: they go with the directory.
+        path = self.path / f"{key}.safetensors"
         with (
-            new_file(self.path / f"{key}.safetensors", force=True) as part,
+            new_file(path, force=True, clears_leftovers=False) as part,
             TensorWriter(self.path) as writer,
         ):
             for name, array in (arrays or {}).items():

@@ -214,7 +214,11 @@ def new_directory(
 
 @contextmanager
 def new_file(
-    out: str | Path, *, inputs: Iterable[Path] = (), force: bool = False
+    out: str | Path,
+    *,
+    inputs: Iterable[Path] = (),
+    force: bool = False,
+    clears_leftovers: bool = True,
 ) -> Iterator[Path]:
     """Give a file to fill, which becomes ``out`` when the block ends, whole or not at all.
 
@@ -226,6 +230,8 @@ def new_file(
         What is read to write it.
     force : bool
         Replace a regular file.
+    clears_leftovers : bool
+        Look through the directory for what killed runs left of the same file.
 
     Yields
     ------
@@ -250,7 +256,8 @@ def new_file(
     out = Path(out)
     check_output_file(out, inputs, force=force)
     with ExitStack() as locks, _hidden_path(out) as part:
-        remove_leftovers(out.absolute())
+        if clears_leftovers:
+            remove_leftovers(out.absolute())
         part.touch(exist_ok=False)
         lock = lock_path(part)
         if lock is not None:
