@@ -182,12 +182,13 @@ def _is_adapter_directory(out: Path) -> bool:
 
 @contextmanager
 def new_directory(
-    out: str | Path, *, inputs: Iterable[Path] = (), force: bool = False
+    out: str | Path, *, inputs: Iterable[Path] = (), force: bool = False, sums: bool = True
 ) -> Iterator[Path]:
     """Give a directory to fill, which becomes ``out`` as a whole when the block ends.
 
-    It vanishes if the block fails. A kill at any moment leaves the old state or the new one, and at
-    most a hidden ``.<out>.*.partial`` beside it, which the next run to the same place removes.
+    It gets SHA256SUMS of its files, if ``sums``. It vanishes if the block fails. A kill at any
+    moment leaves the old state or the new one, and at most a hidden ``.<out>.*.partial`` beside it,
+    which the next run to the same place removes.
 
     Raises
     ------
@@ -205,7 +206,8 @@ def new_directory(
         if lock is not None:
             locks.callback(os.close, lock)
         yield part
-        write_sums(part)
+        if sums:
+            write_sums(part)
         for file in part.iterdir():
             _fsync(file)
         _fsync(part)

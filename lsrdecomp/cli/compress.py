@@ -278,7 +278,7 @@ def _write(result: Compression, outputs: Outputs, *, unit: str, alpha: float | N
         texts[report] = compression.html_report(result, curves, unit=unit)
     with tables.files(texts) as waiting:
         if directory is not None:
-            result.save(directory, force=outputs.force, record=outputs.record)
+            result.save(directory, force=outputs.force, record=outputs.record, bare=outputs.bare)
         if report is not None:
             page = compression.html_report(result, curves, out=directory, unit=unit)
             waiting[report].write_text(page, encoding="utf-8")

@@ -71,6 +71,12 @@ class Outputs:
     record: Annotated[
         bool, typer.Option("--record", help="Every layer in compression.json, not only sums.")
     ] = False
+    bare: Annotated[
+        bool,
+        typer.Option(
+            "--bare", help="Only weights and config: no README.md, SHA256SUMS, compression.json."
+        ),
+    ] = False
     report: Annotated[
         Path | None, NEW_FILE, typer.Option(help="Also write the report as one HTML file.")
     ] = None
@@ -91,6 +97,14 @@ class Outputs:
         if self.out is None and self.record:
             raise typer.BadParameter(
                 "is read with --out, whose compression.json holds it", param_hint="--record"
+            )
+        if self.out is None and self.bare:
+            raise typer.BadParameter(
+                "is read with --out, where less is written", param_hint="--bare"
+            )
+        if self.bare and self.record:
+            raise typer.BadParameter(
+                "writes compression.json, which --bare leaves out; drop one", param_hint="--record"
             )
         if self.out is None and self.force and self.json is None and self.report is None:
             raise typer.BadParameter(
@@ -138,6 +152,7 @@ OWN_OPTIONS = {
     "to": frozenset({Route.SEARCHED, Route.TRUNCATED}),
     "dry_run": ALL_ROUTES,
     "record": TO_DIRECTORY,
+    "bare": TO_DIRECTORY,
     "report": TO_DIRECTORY,
     "json": ALL_ROUTES,
     "force": ALL_ROUTES,

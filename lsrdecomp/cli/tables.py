@@ -149,7 +149,11 @@ def file_sizes(source: Checkpoint, out: Path) -> str:
     after = bytes_to_open(out / checkpoints.WEIGHTS) - heads
     carried = f"; {heads:,} bytes of other tensors in both" if heads else ""
     times = f", {before / after:.3g} times fewer" if before > after else ""
-    return f"Weights and config: {after:,} bytes instead of {before:,}{times}{carried}."
+    text = f"Weights and config: {after:,} bytes instead of {before:,}{times}{carried}"
+    beside = sum(path.stat().st_size for path in out.iterdir()) - after - heads
+    if beside:
+        text += f"; {beside:,} bytes of README.md and records beside them (--bare leaves them out)"
+    return f"{text}."
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Sheet:

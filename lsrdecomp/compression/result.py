@@ -257,11 +257,14 @@ class Compression:
         return markup.facts(f"Compression of {self.source.path.name}", pairs, total.verdict)
 
     @one_blas_thread
-    def save(self, out: str | Path, *, force: bool = False, record: bool = False) -> Path:
+    def save(
+        self, out: str | Path, *, force: bool = False, record: bool = False, bare: bool = False
+    ) -> Path:
         """Write the LSR directory that PEFT opens.
 
         Other tensors of the source are copied bit for bit. With ``record`` its compression.json
-        has a row for every layer, else only the totals.
+        has a row for every layer, else only the totals. With ``bare`` there is none, nor README.md
+        and SHA256SUMS: only the weight file and its config.
 
         Raises `CheckpointError` if ``out`` exists (unless ``force``) or lies in the source. The
         directory is written wholly or not at all.
@@ -275,6 +278,7 @@ class Compression:
             provenance={"plan": self.plan.to_json()},
             dropped=[row.name for row in self.layers if row.structure == "drop"],
             files={REPORT: report_text(self.to_json(every_layer=record))},
+            bare=bare,
         )
 
     def _stored_layers(self) -> Iterator[tuple[str, Stored]]:

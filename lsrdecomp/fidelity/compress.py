@@ -287,11 +287,15 @@ class MeasuredCompression(Compression):
         report["promise"] = self.fidelity.to_json()
         return report
 
-    def save(self, out: str | Path, *, force: bool = False, record: bool = False) -> Path:
+    def save(
+        self, out: str | Path, *, force: bool = False, record: bool = False, bare: bool = False
+    ) -> Path:
         """Write the adapter as `Compression.save` does, with its fidelity in record and card."""
         report = self.to_json(every_layer=record)
         inputs = (self.source.path,)
-        return publish(self.written, out, report, self.fidelity, inputs=inputs, force=force)
+        return publish(
+            self.written, out, report, self.fidelity, inputs=inputs, force=force, bare=bare
+        )
 
 
 def _compress_measured(

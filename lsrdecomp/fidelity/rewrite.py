@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import SUMS, read_json
+from lsrdecomp.checkpoints.format import CONFIG
 from lsrdecomp.checkpoints.packed_index import stored_layers
 from lsrdecomp.checkpoints.provenance import CARD, REPORT, read_provenance
-from lsrdecomp.checkpoints.writing import new_directory
+from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory
 from lsrdecomp.compression.layers import Layer, StatisticsByLayer, in_memory, open_layers
 from lsrdecomp.compression.quantize import stored_like
 from lsrdecomp.compression.result import (
@@ -101,6 +102,7 @@ def publish(
     *,
     inputs: Iterable[Path] = (),
     force: bool = False,
+    bare: bool = False,
 ) -> Path:
     """Copy a compressed directory, with its fidelity in the record and on the card.
 
@@ -117,6 +119,8 @@ def publish(
         Paths that ``out`` must not overwrite.
     force : bool
         Replace ``out`` if it exists.
+    bare : bool
+        Copy the weight file and its config only.
 
     Returns
     -------
@@ -124,11 +128,14 @@ def publish(
         ``out``.
     """
     out = Path(out)
-    with new_directory(out, inputs=inputs, force=force) as unfinished:
+    with new_directory(out, inputs=inputs, force=force, sums=not bare) as unfinished:
         # 1. Copy the files. Digests are left out: new ones are written with the directory.
         for file in written.iterdir():
-            if file.is_file() and file.name != SUMS:
+            is_needed = file.name in (WEIGHTS, CONFIG)
+            if file.is_file() and file.name != SUMS and (is_needed or not bare):
                 shutil.copyfile(file, unfinished / file.name)
+        if bare:
+            return out  # written when the block ends
         # 2. Write the record and a line on the card.
         record = dict(report)
         record["promise"] = fidelity.to_json()

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoint_files import lora_pair, write_lora_directory
+from console import run_command
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import assert_close, weight_of
@@ -144,6 +145,34 @@ def test_more_bytes_never_raise_the_error_and_are_used_or_it_is_said_why(block, 
         assert "in int4 nothing larger is nearer; with storage int8" in results[-1].unfilled
         assert results[-1].to_json()["unfilled"] in results[-1].sentences()
         assert results[-1].file_bytes > 12_000
+
+
+def test_a_bare_directory_has_only_what_opens_it(few, tmp_path):
+    result = compress(few, CompressionPlan(ratio=8), search=QUICK)
+    whole, bare = result.save(tmp_path / "whole"), result.save(tmp_path / "bare", bare=True)
+    assert {path.name for path in bare.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    for path in bare.iterdir():
+        assert path.read_bytes() == (whole / path.name).read_bytes()
+    checks = [verify(few, open_checkpoint(path)) for path in (bare, whole)]
+    assert checks[0].relative_error == checks[1].relative_error
+
+
+def test_the_bytes_beside_what_opens_a_directory_are_said(tmp_path):
+    words = ["--ratio", 8, "--quiet", "--out"]
+    whole = run_command("compress", DEMO, *words, tmp_path / "whole")
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "whole").iterdir()}
+    beside = sum(sizes.values()) - sizes["adapter_config.json"] - sizes["adapter_model.safetensors"]
+    assert f"{beside:,} bytes of README.md and records beside them" in " ".join(
+        whole.stdout.split()
+    )
+    bare = run_command("compress", DEMO, *words, tmp_path / "bare", "--bare")
+    assert "--bare" not in bare.stdout
+    refused = run_command("compress", DEMO, *words, tmp_path / "x", "--bare", "--record")
+    assert refused.returncode == 2
+    assert "--bare leaves out" in " ".join(refused.stderr.split())
 
 
 def test_too_few_bytes_say_what_would_do(block, searched):

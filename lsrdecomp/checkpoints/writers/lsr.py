@@ -46,6 +46,7 @@ def write_lsr(
     provenance: Mapping[str, Any] | None = None,
     dropped: Sequence[str] = (),
     coded: Iterable[tuple[str, Stored]] | None = None,
+    bare: bool = False,
 ) -> Path:
     """Write an LSR directory that PEFT opens once ``lsrdecomp.adapters`` is imported.
 
@@ -75,6 +76,9 @@ def write_lsr(
         Layers that were left out on purpose, for the record.
     coded : iterable of (name, Stored), optional
         Old name for further ``layers``, until version 0.5.
+    bare : bool
+        Write the weight file and its config only, which is all that PEFT opens: no README.md, no
+        SHA256SUMS and none of ``files``.
 
     Returns
     -------
@@ -105,7 +109,7 @@ def write_lsr(
             yield from bytes_of(stored, name)
 
     with (
-        new_directory(out, inputs=(source.path,), force=force) as part,
+        new_directory(out, inputs=(source.path,), force=force, sums=not bare) as part,
         TensorWriter(part) as writer,
     ):
         writer.add_pieces(NUMBERS, "uint8", numbers())
@@ -118,6 +122,8 @@ def write_lsr(
         # Without spaces and lines: the config counts among the bytes of an adapter.
         text = json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False)
         (part / CONFIG).write_text(f"{text}\n", encoding="utf-8")
+        if bare:
+            return out  # written when the block ends
         record = {
             "storage": storage,
             "dropped": list(dropped),
