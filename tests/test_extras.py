@@ -1,7 +1,9 @@
 """Without what an extra brings, the room that needs it says what to install."""
 
+import re
 import subprocess
 import sys
+from importlib.resources import files
 
 import pytest
 
@@ -30,3 +32,35 @@ def test_without_an_extra_the_way_out_is_told(missing, code, words):
     command = [sys.executable, "-c", f"import sys; sys.modules[{missing!r}] = None; {code}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, words)
+
+
+BASE = ["--base", "base", "--data", "texts.jsonl"]
+
+
+@pytest.mark.parametrize("missing", ["torch", "peft", "transformers"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ["finetune", "--model", "base", "--data", "texts.jsonl", "--out", "out"],
+        ["compress", "lora", *BASE, "--keep", "0.9", "--out", "out"],
+        ["calibrate", "base", "--adapter", "lora", "--data", "texts.jsonl", "--out", "x.npz"],
+        ["distil", "lora", "--teacher", "lora", *BASE, "--out", "out"],
+        ["verify", "lora", "lora", *BASE],
+    ],
+    ids=lambda verb: verb[0],
+)
+def test_a_verb_says_in_one_line_what_it_needs(verb, missing, tmp_path):
+    demo = files("lsrdecomp.cli") / "demo_adapter"
+    (tmp_path / "lora").symlink_to(str(demo))
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n' * 20)
+    code = f"import sys; sys.modules[{missing!r}] = None; from lsrdecomp.__main__ import run; run()"
+    command = [sys.executable, "-c", code, *verb]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    # What is imported first may be another package that wants the missing one
+    assert re.search(r"needs \w+: pip install 'lsrdecomp\[\w+\]'$", line), line
+    assert "needs None" not in line
+    assert not (tmp_path / "out").exists()

@@ -1,13 +1,16 @@
 """LSR adapters, and their Kronecker relatives, inside PEFT.
 
-Importing this package makes PEFT know them.
+Importing this package makes PEFT know them, and transformers' `load_adapter` open their
+directories: a member is added to PEFT's closed enum, entries to its tables, and one function is put
+before that of transformers, for the whole process. `plain_transformers` and
+``LSRDECOMP_TRANSFORMERS=0`` leave transformers alone.
 """
 
 try:
     import peft as _peft  # noqa: F401
 except ImportError as _error:
     raise ImportError(
-        "lsrdecomp.adapters needs torch and PEFT: pip install 'lsrdecomp[peft]'"
+        "lsrdecomp.adapters needs torch and PEFT: pip install 'lsrdecomp[peft]'", name=_error.name
     ) from _error
 
 from lsrdecomp.adapters.adapted import rescale
@@ -18,6 +21,7 @@ from lsrdecomp.adapters.factors import formed_once
 from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.adapters.loraplus import loraplus_groups
 from lsrdecomp.adapters.model import LsrModel
+from lsrdecomp.adapters.transformers_loading import plain_transformers
 
 __all__ = [
     "DirectConfig",
@@ -27,6 +31,7 @@ __all__ = [
     "LsrModel",
     "formed_once",
     "loraplus_groups",
+    "plain_transformers",
     "rescale",
     "save_pretrained",
     "to_lora",

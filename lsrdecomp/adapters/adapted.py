@@ -41,6 +41,7 @@ class AdaptedLayer(nn.Module, Mergeable):
         self.geometry = self._geometry_of(inner)
         self.out_features, self.in_features = self.geometry.matrix_shape
         self._disable_adapters = False
+        self.cast_input_dtype_enabled = True  # of PEFT's `disable_input_dtype_casting`
         self.merged_adapters = []
         self.merge_shares = {}
         self._merged = {}

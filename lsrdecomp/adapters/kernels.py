@@ -65,14 +65,14 @@ def expand(factors: Sequence[Tensor]) -> Tensor:
     outer = reduce(_khatri_rao, flat[:half])
     inner = flat[half:]
     with without_autocast(outer.device.type):
-        rearranged = outer.mT @ reduce(_khatri_rao, inner) if inner else outer.sum(0)
+        rearranged = outer.transpose(-1, -2) @ reduce(_khatri_rao, inner) if inner else outer.sum(0)
     # 2. Bring the axes m_1, n_1, m_2, n_2, … of rows together, and those of columns.
     sizes = [size for factor in factors for size in factor.shape[1:]]
     m, n = math.prod(sizes[0::2]), math.prod(sizes[1::2])
     row_axes, column_axes = range(0, len(sizes), 2), range(1, len(sizes), 2)
     axes = rearranged.reshape(sizes)
     if m > n:
-        return axes.permute(*column_axes, *row_axes).reshape(n, m).mT
+        return axes.permute(*column_axes, *row_axes).reshape(n, m).transpose(-1, -2)
     return axes.permute(*row_axes, *column_axes).reshape(m, n)
 
 
@@ -112,13 +112,14 @@ def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
     if second_first <= first_first:
         # Z = X [F2]ᵀ for all terms, rows ordered (b, k); then Y = [F1] Z with columns ordered
         # alike.
-        half = (blocks.reshape(n * b, d) @ second.reshape(terms * c, d).mT).view(n, b * terms, c)
+        columns = second.reshape(terms * c, d).transpose(-1, -2)
+        half = (blocks.reshape(n * b, d) @ columns).view(n, b * terms, c)
         y = first.permute(1, 2, 0).flatten(1) @ half
     else:
         # U = [F1] X for all terms, rows ordered (a, k); then Y = U [F2]ᵀ with columns ordered
         # alike.
         half = (first.transpose(0, 1).flatten(0, 1) @ blocks).view(n * a, terms * d)
-        y = (half @ second.mT.flatten(0, 1)).view(n, a, c)
+        y = (half @ second.transpose(-1, -2).flatten(0, 1)).view(n, a, c)
     return y.reshape(*x.shape[:-1], a * c)
 
 

@@ -82,7 +82,9 @@ class ParamWrapper(LsrLayer):
             return (left @ right).reshape(self.get_param().shape)
         left = left.reshape(left.shape[0], self.copies, -1).transpose(0, 1)  # (experts, out, r)
         right = right.reshape(self.copies, -1, right.shape[1])  # (experts, r, in)
-        return torch.bmm(right.mT, left.mT) if self.transposed else torch.bmm(left, right)
+        if self.transposed:
+            return torch.bmm(right.transpose(-1, -2), left.transpose(-1, -2))
+        return torch.bmm(left, right)
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         """Return that PEFT cannot convert it: all experts share factors."""

@@ -1,12 +1,18 @@
 """LSR directories for transformers' own `load_adapter`, behind pipelines and ``from_pretrained``.
 
 It puts each stored tensor where its name says, and so would not open the one tensor that all
-numbers are packed in; nor does it ask the adapter's model, as PEFT does.
+numbers are packed in; nor does it ask the adapter's model, as PEFT does. So importing
+`lsrdecomp.adapters` puts a function of its own before `load_adapter` of every transformers model of
+the process, once. It passes on every call that names no LSR directory. ``LSRDECOMP_TRANSFORMERS=0``
+in the environment leaves transformers as it is; `plain_transformers` does so for a while.
 """
 
 from __future__ import annotations
 
 import json
+import os
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from inspect import signature
 from pathlib import Path
@@ -20,8 +26,12 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from lsrdecomp.adapters.tuner import unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
+SWITCH = "LSRDECOMP_TRANSFORMERS"
+"""Environment variable: 0 leaves transformers as it is."""
+MARK = "_opens_lsr"
+_passes_on: ContextVar[bool] = ContextVar("passes_on", default=False)
 DOWNLOAD_OPTIONS = (
     "cache_dir",
     "force_download",
@@ -34,23 +44,61 @@ DOWNLOAD_OPTIONS = (
 """Options of a download that transformers, PEFT and the hub call alike."""
 
 
-def teach_transformers() -> None:
+def teach_transformers() -> bool:
     """Have `load_adapter` of every transformers model open LSR directories.
 
-    Calling it again changes nothing.
+    Calling it again changes nothing, also where another library has wrapped the function since.
+
+    Returns
+    -------
+    bool
+        Whether it opens them now: not where ``LSRDECOMP_TRANSFORMERS`` is 0.
     """
     load_adapter = PeftAdapterMixin.load_adapter
-    if getattr(load_adapter, "__module__", None) == __name__:
-        return
+    if _opens_lsr(load_adapter):
+        return True
+    if os.environ.get(SWITCH) == "0":
+        return False
     parameters = signature(load_adapter)
 
     @wraps(load_adapter, assigned=("__doc__", "__name__", "__qualname__"))
     def load_lsr_or_other(*args: Any, **kwargs: Any) -> Any:
+        if _passes_on.get():
+            return load_adapter(*args, **kwargs)
         call = parameters.bind(*args, **kwargs)
         call.arguments.update(_lsr_arguments(call.arguments))
         return load_adapter(*call.args, **call.kwargs)
 
+    setattr(load_lsr_or_other, MARK, True)
     PeftAdapterMixin.load_adapter = load_lsr_or_other  # type: ignore[method-assign]
+    return True
+
+
+@contextmanager
+def plain_transformers() -> Iterator[None]:
+    """Leave transformers' own `load_adapter` as it is within the context.
+
+    Of this thread or task; LSR directories do not open there.
+
+    Examples
+    --------
+    >>> with plain_transformers():
+    ...     pass  # model.load_adapter(…) is transformers' own
+    """
+    token = _passes_on.set(True)
+    try:
+        yield
+    finally:
+        _passes_on.reset(token)
+
+
+def _opens_lsr(function: Callable[..., Any] | None) -> bool:
+    """Return whether a function, or one that it wraps, is that of this package."""
+    while function is not None:
+        if getattr(function, MARK, False):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def _lsr_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -197,3 +197,26 @@ def test_our_own_layers_take_the_weights_that_a_pipeline_sets():
     assert close(states[0.0], plain)
     assert not close(states[0.5], states[1.0])
     assert not close(states[0.5], plain)
+
+
+@torch.no_grad()
+def test_layerwise_casting_leaves_our_numbers_and_their_effect():
+    """The base in float8 between calls; what ΔW adds is added to it as before."""
+    from peft import inject_adapter_in_model
+    from peft.helpers import disable_input_dtype_casting
+
+    from lsrdecomp.adapters import LsrConfig
+
+    pipe = pipeline()
+    plain = outputs(pipe)
+    torch.manual_seed(2)
+    config = LsrConfig(r=4, separation_rank=2, init_weights=False, target_modules=UNET)
+    inject_adapter_in_model(config, pipe.unet, "a")
+    adapted = outputs(pipe)
+    pipe.unet.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
+    with disable_input_dtype_casting(pipe.unet):
+        cast = outputs(pipe)
+    assert close(cast, outputs(pipe))
+    assert (cast - adapted).norm() < (plain - adapted).norm()
+    dtypes = {p.dtype for name, p in pipe.unet.named_parameters() if "lsr_" in name}
+    assert dtypes == {torch.float32}

@@ -8,7 +8,9 @@ import torch
 from adapters_support import kron_sum
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import get_peft_model
 
+from lsrdecomp.adapters import LsrConfig
 from lsrdecomp.adapters.kernels import expand
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.precision import unit_roundoff
@@ -44,3 +46,13 @@ def test_the_sum_is_differentiable_in_every_factor(sizes):
 def test_shapes_that_disagree_are_named():
     with pytest.raises(ShapeError, match=r"\(2, 3, 3\), \(4, 3, 3\)"):
         expand([torch.zeros(2, 3, 3), torch.zeros(4, 3, 3)])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_traced_layer_has_no_operation_that_onnx_s_older_exporter_lacks():
+    """It fails on ``aten::mT``."""
+    layer = torch.nn.Sequential(torch.nn.Linear(24, 16))
+    model = get_peft_model(layer, LsrConfig(r=2, target_modules=["0"], init_weights=False)).eval()
+    graph = str(torch.jit.trace(model, torch.randn(3, 24)).inlined_graph)
+    assert "aten::mT" not in graph

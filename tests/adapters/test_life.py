@@ -12,7 +12,7 @@ from peft import AutoPeftModelForSequenceClassification, PeftModel, get_peft_mod
 from safetensors.numpy import load_file, save_file
 from transformers import Trainer, TrainingArguments
 
-from lsrdecomp.adapters import LsrConfig
+from lsrdecomp.adapters import LsrConfig, LsrLayer
 from lsrdecomp.adapters.errors import AdapterNameError
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
@@ -317,3 +317,24 @@ def test_packed_modules_named_in_full_are_in_the_index_alone(tmp_path):
         (tmp_path / "packed" / "adapter_config.json").read_text()
     )
     assert same(logits(PeftModel.from_pretrained(tiny_bert(), tmp_path / "packed")), logits(model))
+
+
+def test_casting_of_inputs_can_be_left_to_others():
+    """`disable_input_dtype_casting` ended in AttributeError; diffusers enters it."""
+    from peft.helpers import disable_input_dtype_casting
+
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(12, 8), torch.nn.Embedding(5, 6), torch.nn.Conv1d(2, 4, 3)
+    )
+    model = get_peft_model(
+        layers, LsrConfig(r=2, target_modules=["0", "1", "2"], init_weights=False)
+    )
+    wrapped = [module for module in model.modules() if isinstance(module, LsrLayer)]
+    assert len(wrapped) == 3
+    x = torch.randn(3, 12)
+    expected = wrapped[0](x)
+    with disable_input_dtype_casting(model):
+        assert not any(layer.cast_input_dtype_enabled for layer in wrapped)
+        assert torch.equal(wrapped[0](x), expected)
+    assert all(layer.cast_input_dtype_enabled for layer in wrapped)

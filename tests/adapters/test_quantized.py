@@ -120,3 +120,28 @@ def test_a_merge_states_its_loss_and_refuses_a_large_one(folder, backend):
     assert all(0.5 < share < 1.5 for share in shares)
     correlation = torch.corrcoef(torch.stack([logits(model).flatten(), expected.flatten()]))[0, 1]
     assert correlation > 0.8
+
+
+def test_rows_of_a_mixed_batch_are_single_runs_where_outliers_do_not_couple_rows(folder):
+    """bitsandbytes computes columns with an entry above 6, in any row of a batch, in 16 bits.
+
+    So one row's answer depends on the others, with LoRA too; without that threshold none does.
+    """
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    quantized = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    base = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantized)
+    config = LsrConfig(r=4, target_modules=["q_proj", "v_proj"], init_weights=False)
+    model = get_peft_model(base, config, adapter_name="a")
+    model.add_adapter("b", config)
+    model.eval()
+    names = ["a", "b", "a", "__base__"]
+    with torch.no_grad():
+        mixed = model(ROWS, adapter_names=names).logits
+        for row, name in enumerate(names[:3]):
+            model.set_adapter(name)
+            single = model(ROWS[row : row + 1]).logits
+            assert torch.equal(mixed[row], single[0])
+        with model.disable_adapter():
+            assert torch.equal(mixed[3], model(ROWS[3:]).logits[0])

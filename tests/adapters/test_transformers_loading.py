@@ -8,7 +8,8 @@ from transformers.integrations.peft import PeftAdapterMixin
 
 import lsrdecomp as lsr
 import lsrdecomp.adapters
-from lsrdecomp.adapters.transformers_loading import teach_transformers
+from lsrdecomp.adapters import transformers_loading
+from lsrdecomp.adapters.transformers_loading import plain_transformers, teach_transformers
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
 TOKENS = torch.arange(6)[None]
@@ -82,3 +83,37 @@ def test_teaching_twice_changes_nothing():
     before = PeftAdapterMixin.load_adapter
     teach_transformers()
     assert PeftAdapterMixin.load_adapter is before
+
+
+def test_a_context_and_a_variable_leave_transformers_alone(folder, monkeypatch):
+    asked = []
+    read = transformers_loading._lsr_arguments
+    monkeypatch.setattr(
+        transformers_loading, "_lsr_arguments", lambda call: asked.append(call) or read(call)
+    )
+    with plain_transformers():
+        fresh(folder).load_adapter(str(folder / "lora"))
+    assert asked == []
+    fresh(folder).load_adapter(str(folder / "small"))
+    assert len(asked) == 1
+    own = PeftAdapterMixin.load_adapter
+    while hasattr(own, "__wrapped__"):
+        own = own.__wrapped__
+    monkeypatch.setattr(PeftAdapterMixin, "load_adapter", own)
+    monkeypatch.setenv("LSRDECOMP_TRANSFORMERS", "0")
+    assert teach_transformers() is False
+    assert PeftAdapterMixin.load_adapter is own
+
+
+def test_it_is_done_once_also_below_another_library_s_wrapper(monkeypatch):
+    import functools
+
+    ours = PeftAdapterMixin.load_adapter
+
+    @functools.wraps(ours)
+    def theirs(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    monkeypatch.setattr(PeftAdapterMixin, "load_adapter", theirs)
+    assert teach_transformers() is True
+    assert PeftAdapterMixin.load_adapter is theirs
