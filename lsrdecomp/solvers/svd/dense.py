@@ -209,10 +209,12 @@ def signed(left: Array, right: Array) -> tuple[Array, Array]:
     if 0 in left.shape:
         return left, right
     xp = namespace(left)
-    rows = xp.reshape(left, (-1, left.shape[-1]))
+    rows = left if left.ndim == 2 else xp.reshape(left, (-1, left.shape[-1]))
     peaks = xp.argmax(xp.abs(rows), axis=-1)
     entries = rows[xp.arange(rows.shape[0], device=device(left)), peaks]
-    phases = xp.reshape(entries / xp.abs(entries), (*left.shape[:-1], 1))
+    phases = (entries / xp.abs(entries))[:, None]
+    if left.ndim > 2:
+        phases = xp.reshape(phases, (*left.shape[:-1], 1))
     return left / phases, right * phases
 
 
