@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests load this file by its pa
 
 import language_tables
 import operator_tables
+import solver_tables
 import synthesis_tables
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -552,6 +553,7 @@ TABLES = {
     "one-command": ("one_command.json", one_command),
     **language_tables.TABLES,
     **synthesis_tables.TABLES,
+    **solver_tables.TABLES,
     "int4-seeds": ("recover-int4-seeds.json", int4_seeds),
     "memory": ("memory.json", memory),
     "layer-times": ("memory.json", layer_times),

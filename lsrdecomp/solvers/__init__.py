@@ -4,7 +4,7 @@ Two factors
     `SVD`              full singular value decomposition of the rearrangement; the best answer
     `Gram`             through the smaller Gram matrix; cheaper while the error is above about 1e-5
     `BlockGolubKahan`  Krylov spaces, for large matrices and few terms; bounds its excess
-    `BatchedKrylov`    many small matrices of one size at once
+    `BatchedKrylov`    the fewest products, for few terms of moderate matrices, one or many at once
     `Greedy`           terms of different shapes
 
 Any number of factors

@@ -52,7 +52,7 @@ class SolverLimits:
     max_gram_side: int = 192
     # Entries of a matrix in memory up to which `BatchedKrylov`, which makes the fewest products,
     # finds a few terms; and how many rows or columns there must be for each of these terms
-    max_batched_entries: int = 2**20
+    max_batched_entries: int = 2**22
     batched_sides_per_term: int = 16
     # Allowed excess over the optimum of the solvers that stop before it
     tolerance: float = 1e-3

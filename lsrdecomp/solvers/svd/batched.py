@@ -1,4 +1,4 @@
-"""Two factors, many matrices of one size: block Krylov spaces of a whole batch grown together."""
+"""Two factors, moderate matrices of one size: block Krylov spaces of a batch grown together."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BatchedKrylov(MatrixSolver):
-    """Leading singular triples of each R(M) of a batch, by block Lanczos on R Rᴴ.
+    """Leading singular triples of each R(M) of a batch, by block Lanczos on R Rᴴ [1]_.
 
     All matrices take the same steps, as batched products in single precision; a Rayleigh–Ritz step
     in the precision of the input ends it, half a step further, so single precision costs no more
@@ -320,7 +320,7 @@ class BatchedKrylov(MatrixSolver):
         solutions: dict[int, Solution] = {}
         fast: list[int] = []
         slow: list[int] = []
-        invisible = 16.0 * unit_roundoff("float32")
+        invisible = 4.0 * unit_roundoff("float32") * columns**0.5
         for i in range(n_matrices):
             if sizes[i][-1] > invisible * sizes[i][0]:
                 falls_fast = self.sketch.falls_fast(sizes[i], request.max_terms)
