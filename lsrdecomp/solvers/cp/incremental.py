@@ -223,13 +223,11 @@ class CoreFit:
         """Return the best of ``n_fits`` fits of as many terms as ``terms`` has.
 
         The first is ``terms`` itself; the others start from the terms ``before`` the last one was
-        added, with one of them split in two.
+        added, still under the guiding penalty, with one of them split in two.
         """
         best = self._along_path(terms, self.goal)
         if before.rank == 0 or n_fits == 1:
             return best
-        self.progress.mark(Event.start)
-        before = self._along_path(before)
         for _ in range(n_fits - 1):
             if self.misfit(best) <= self.goal:
                 break
