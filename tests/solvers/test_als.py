@@ -27,6 +27,7 @@ from lsrdecomp.solvers.cp.mttkrp import assemble, products, sweep
 from lsrdecomp.solvers.cp.options import TermGrowthOptions
 from lsrdecomp.solvers.cp.regularized import alternate, storage_ridge
 from lsrdecomp.solvers.cp.terms import CPTerms
+from lsrdecomp.solvers.progress import SolveProgress
 from lsrdecomp.targets.base import Dense
 from lsrdecomp.targets.convert import as_target
 
@@ -468,6 +469,18 @@ def test_the_second_derivative_of_a_sum_along_a_step_is_that_of_differences(size
         _curvature_products(columns, grams, moves), products(differences, columns), strict=True
     ):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_fit_that_is_at_its_end_takes_one_step(rng):
+    """It took three, at each value of the penalty: two thirds of the steps of an easy problem."""
+    columns = [np.linalg.qr(rng.standard_normal((6, 3))).Q for _ in range(3)]
+    core = assemble(columns, np.array([0.8, 0.5, 0.3])) + 0.02 * rng.standard_normal((6, 6, 6))
+    core /= np.linalg.norm(core)
+    start = CPTerms(np.array([0.8, 0.5, 0.3]), tuple(columns))
+    near = refine(core, start, 1e-8, iterations=50, rtol=1e-3)
+    steps = []
+    refine(core, near, 1e-8, iterations=50, rtol=1e-3, progress=SolveProgress(steps.append))
+    assert len(steps) <= 1
 
 
 def test_an_easy_problem_ends_with_two_fits_that_agree():
