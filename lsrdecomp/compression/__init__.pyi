@@ -3,6 +3,7 @@ from .compress import SearchedAdapter as SearchedAdapter
 from .compress import search_adapter as search_adapter
 from .curves import adapter_curves as adapter_curves
 from .effort import ResourceLimits as ResourceLimits
+from .effort import Screening as Screening
 from .effort import SearchEffort as SearchEffort
 from .effort import ShapeGrid as ShapeGrid
 from .effort import SolveEffort as SolveEffort

@@ -91,12 +91,12 @@ class Candidate(ABC):
         """Return whether the structure can be stored in a type; by default in floating types."""
         return storage not in INTEGER_BITS
 
-    def unmade_bytes(self) -> int:
+    def unmade_bytes(self, storage: str) -> int:
         """Return the bytes in a floating type, without making the factors.
 
         To be overridden by a structure that stores more than its parameters.
         """
-        return math.ceil(self.parameters * precision(self.storage).bytes)
+        return math.ceil(self.parameters * precision(storage).bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,10 +354,11 @@ class StoredSummary:
     @classmethod
     def of(cls, stored: Stored, product: SeparatedProduct) -> StoredSummary:
         """Return the summary of a stored layer and of the product that a reader gets."""
+        ranks = product.separation_ranks
         return cls(
             str(stored.shape),
-            product.separation_ranks,
-            product.condition,
+            ranks,
+            1.0 if max(ranks) <= 1 else product.condition,  # γ of one term
             stored.parameters,
             stored.bytes,
             stored.storage,
@@ -410,10 +411,10 @@ def priced_as(
     Without ``measured`` the error in a floating type is that before rounding. Truncated SVDs in
     integers are candidates of their own, `water_filled_candidates`.
     """
-    candidate = replace(candidate, storage=storage)
     # Codes are always measured: the loss in few bits does not follow from the error before.
     if storage not in INTEGER_BITS and not measured:
-        return replace(candidate, bytes=candidate.unmade_bytes())
+        return replace(candidate, storage=storage, bytes=candidate.unmade_bytes(storage))
+    candidate = replace(candidate, storage=storage)
     stored = candidate.stored(layer)
     return candidate if stored is None else _priced(layer, candidate, stored)
 

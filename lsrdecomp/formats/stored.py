@@ -14,7 +14,7 @@ from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
-from lsrdecomp.precision import precision, round_to
+from lsrdecomp.precision import numpy_dtype, precision, round_to
 
 Factors = tuple[NDArray[Any], ...]
 
@@ -153,7 +153,7 @@ class FloatProduct:
     def dequantized(self) -> SeparatedProduct:
         """Return the product that a reader gets, in float64."""
         left, right = (
-            SeparatedMatrix.from_factors([round_to(as_double(f), self.storage) for f in side])
+            SeparatedMatrix.from_factors([_rounded(factor, self.storage) for factor in side])
             for side in (self.left, self.right)
         )
         return SeparatedProduct(left, right)
@@ -161,6 +161,13 @@ class FloatProduct:
     def factors(self) -> tuple[Factors, Factors]:
         """Return the factors as they are, bit for bit."""
         return self.left, self.right
+
+
+def _rounded(factor: NDArray[Any], storage: str) -> NDArray[np.float64]:
+    """Return the numbers that a reader of a factor gets, in double precision."""
+    double: NDArray[np.float64] = as_double(factor)
+    # A factor that lies in its type already is not rounded twice.
+    return double if factor.dtype == numpy_dtype(storage) else round_to(double, storage)
 
 
 def padded_factors(product: SeparatedProduct, terms: tuple[int, int]) -> tuple[Factors, Factors]:
