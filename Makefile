@@ -64,6 +64,7 @@ test-lab: .venv/test
 mutants: .venv/test
 	nice $(BIN)/python tests/mutation --count $(N) --seed $(SEED)
 
+# What pip alone brings, and a table of it at the end; TGI_SOURCE and LORAX_SOURCE name clones of those two
 servers: .venv/servers
 	$(PYTEST) -s -m servers tests/servers
 	$(PYTEST) tests/adapters/test_diffusers.py

@@ -293,7 +293,7 @@ def agreement(
     return same / steps, whole / len(served)
 
 
-def test_log_probabilities_differ_no_more_with_an_adapter_than_without(wanted, served):
+def test_log_probabilities_differ_no_more_with_an_adapter_than_without(wanted, served, record):
     found = {case: difference(wanted[case], served[case]) for case in CASES}
     tokens, plain, _ = wanted["none"]
     effect = {
@@ -316,6 +316,9 @@ def test_log_probabilities_differ_no_more_with_an_adapter_than_without(wanted, s
         )
     for case in CASES:
         assert found[case] <= 1.2 * found["none"], case
+        record(
+            "llama.cpp", "server; nats beyond its rounding", "error", found[case] - found["none"]
+        )
         assert case == "none" or effect[case] > 3 * found[case], (
             f"{case} must move the answers for this to say anything"
         )
