@@ -95,6 +95,8 @@ def _cpu_seconds() -> float:
 
 def cover(copy: Path, file: str, into: str) -> tuple[dict[str, float], list[str]]:
     """Run one file of tests under coverage; return CPU seconds of its tests, and which failed."""
+    # The monitoring that newer interpreters default to names no contexts
+    os.environ["COVERAGE_CORE"] = "ctrace"
     import coverage
 
     cover = coverage.Coverage(
