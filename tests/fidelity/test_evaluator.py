@@ -1,0 +1,74 @@
+"""Which texts an evaluator gives to what: held out, calibration, training, validation."""
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+from tiny_bases import write_directories  # noqa: E402
+
+from lsrdecomp.checkpoints import Journal  # noqa: E402
+from lsrdecomp.compression.measured_settings import EvaluatorSettings  # noqa: E402
+from lsrdecomp.fidelity.evaluate import (  # noqa: E402
+    DistillationTexts,
+    Evaluator,
+    NormCalibration,
+)
+
+WORDS = random.Random(0)
+TEXTS = [(" ".join(f"w{WORDS.randrange(30)}" for _ in range(3 + i % 6)), None) for i in range(96)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_directories(tmp_path_factory.mktemp("classifier"), "SEQ_CLS", layers=1)
+
+
+def evaluator(folder, **choices):
+    settings = EvaluatorSettings(batch=8, max_length=16)
+    return Evaluator(folder / "base", folder / "lora", TEXTS, settings, **choices)
+
+
+def rows(batches):
+    """The texts of batches, as tuples of their tokens without padding."""
+    return [
+        tuple(tokens[mask.bool()].tolist())
+        for batch in batches
+        for tokens, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("micro", [None, 3])
+def test_every_text_that_is_left_is_trained_on_once_in_a_round(folder, micro):
+    """And none by which training is validated, or by which the result is measured."""
+    measured = evaluator(folder, distillation=DistillationTexts(validation_batches=1))
+    data = measured.distillation_data(1000, micro)
+    trained = rows(batch for step in data.batches for batch in step)
+    assert sorted(trained) == sorted(rows(measured.batches(measured.calibration_texts[8:])))
+    assert len(trained) == len(measured.calibration_texts) - 8
+    assert all(len(batch["input_ids"]) <= (micro or 8) for step in data.batches for batch in step)
+
+
+def test_few_steps_are_taught_by_few_texts(folder):
+    """The LoRA answers each once, so no more than a share of the steps, and a least number."""
+    few = DistillationTexts(validation_batches=1, min_batches=2, teacher_share=0.5)
+    measured = evaluator(folder, distillation=few)
+    assert [len(measured.distillation_data(steps, None).batches) for steps in (1, 4, 6, 8)] == [
+        2,
+        2,
+        3,
+        4,
+    ]
+    assert sum(len(step) for step in measured.distillation_data(6, None).batches) == 3
+
+
+@pytest.mark.parametrize(("limit", "used"), [(5, 5), (9, 9), (1000, None)])
+def test_the_norm_is_measured_on_no_more_texts_than_it_may_be(folder, tmp_path, limit, used):
+    measured = evaluator(folder, norm=NormCalibration(max_samples=limit))
+    with Journal(tmp_path / "journal") as journal:
+        statistics = measured.statistics(journal)
+        assert statistics.metadata["examples"] == (used or len(measured.calibration_texts))
+        assert measured.statistics(journal).path == statistics.path
