@@ -293,11 +293,12 @@ def test_callbacks_and_status_say_how_it_went(rng: np.random.Generator) -> None:
     )
 
 
-def test_canonical_form_is_exact_and_has_condition_one(rng: np.random.Generator) -> None:
+def test_canonical_form_is_exact_and_its_sides_have_condition_one(rng: np.random.Generator) -> None:
     target = low_rank(rng, SMALL, 5)
     found = JointALS(sweeps=10).solve(target, SMALL, (4, 4))
     canonical = found.product.canonical()
-    assert canonical.condition == pytest.approx(1.0, abs=1e-6)
+    assert canonical.left.condition == pytest.approx(1.0, abs=1e-6)
+    assert canonical.right.condition == pytest.approx(1.0, abs=1e-6)
     assert target.residual_norm(canonical) == pytest.approx(found.error, rel=1e-10)
 
 
