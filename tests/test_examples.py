@@ -37,6 +37,7 @@ WITHOUT = {
         "GgufBase",
         "read_base",
         "file_or_directory",
+        "remove_leftovers",
         "write_gguf",
         "write_lsr",
     },

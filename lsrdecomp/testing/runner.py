@@ -64,7 +64,8 @@ class GuardedFunction:
 
     def _formed(self, answer: Any) -> Any:
         """Return an answer as an array, or as arrays; raise `TypeError` for what is none."""
-        if hasattr(answer, "toarray"):
+        # A sparse matrix, and not an operator that can be formed.
+        if hasattr(answer, "toarray") and hasattr(answer, "nnz"):
             self.answers_sparse = True
             answer = answer.toarray()
         is_list_of_numbers = isinstance(answer, list) and not any(

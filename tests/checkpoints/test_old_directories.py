@@ -163,9 +163,9 @@ def test_beside_the_numbers_a_directory_takes_little(tmp_path, storage):
     assert {layer.name for layer in check.layers if layer.relative_error == 1.0} == set(dropped)
     lora = export_lora(written, tmp_path / "lora")
     assert verify(given, open_checkpoint(lora)).source_matches
-    assert json.loads((lora / "adapter_config.json").read_text())["target_modules"] == sorted(
-        x[0] for x in layers
-    )
+    # Layers that were left out are there too, as zeros: some servers want every layer of a type.
+    exported = json.loads((lora / "adapter_config.json").read_text())
+    assert exported["target_modules"] == sorted(targets)
 
 
 def test_the_record_of_every_layer_is_kept_where_it_is_asked_for(tmp_path):

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import array_api_compat
 import numpy as np
 
 from lsrdecomp.arrays import (
@@ -40,8 +41,12 @@ class CompressedTensor:
 
     def in_double(self) -> CompressedTensor:
         """Return the same tensor in float64 or complex128."""
-        bases = tuple(None if basis is None else as_double(basis) for basis in self.bases)
-        return CompressedTensor(as_double(self.core), bases, self.loss)
+        bases = []
+        for basis in self.bases:
+            # A sparse basis selects entries: its ones are exact in any type.
+            is_dense = basis is not None and array_api_compat.is_array_api_obj(basis)
+            bases.append(as_double(basis) if is_dense else basis)
+        return CompressedTensor(as_double(self.core), tuple(bases), self.loss)
 
     def to_tensor(self) -> Array:
         """Form core ×_1 U_1 … ×_d U_d."""
