@@ -19,7 +19,7 @@ from lsrdecomp.checkpoints.limits import LIMITS
 from lsrdecomp.checkpoints.packed import Bytes, IndexEntry, Reader
 from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS, cast, little_endian_bytes
 from lsrdecomp.errors import UnsupportedError
-from lsrdecomp.formats.number_formats import group_count, pack, packed_size
+from lsrdecomp.formats.number_formats import pack, packed_size, step_count
 from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct, SpectralCode
 from lsrdecomp.formats.stored import FloatProduct, Stored, product_label
 from lsrdecomp.kronecker.shape import ProductShape
@@ -333,7 +333,7 @@ class GroupsEncoding(Encoding):
         empty = SpectralCode((), (), no_scales, _exponent(exponent), widths, (m, n), sizes)
         size = 0
         for width, group in zip(widths, sizes, strict=True):
-            steps = group_count(m, group) + group_count(n, group)
+            steps = step_count(m, group) + step_count(n, group)
             size += 2 + steps + packed_size(m + n, width)
         read = partial(self._read, empty)
         return product_entry(empty.shape, empty.terms, empty.storage, size, read)
@@ -346,7 +346,7 @@ class GroupsEncoding(Encoding):
         right = []
         for bits, group in zip(empty.bits, empty.groups, strict=True):
             scales.append(reader.scales(1))
-            n_steps = group_count(m, group) + group_count(n, group)
+            n_steps = step_count(m, group) + step_count(n, group)
             steps.append(np.frombuffer(reader.take(n_steps), np.uint8))
             pair = reader.codes(bits, (m + n,))
             left.append(pair[:m])

@@ -24,9 +24,9 @@ from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.formats.number_formats import (
     Codes,
     expand_steps,
-    group_count,
     nearest_grouped_codes,
     packed_size,
+    step_count,
 )
 from lsrdecomp.formats.quantized import COMPONENT_BYTES, WHOLE, SpectralCode
 
@@ -168,7 +168,7 @@ def _level_bytes(shape: tuple[int, int], max_bits: int) -> dict[Level, int]:
     costs = {}
     for bits in range(2, max_bits + 1):
         for group in GROUPS:
-            steps = sum(group_count(size, group) for size in shape)
+            steps = sum(step_count(size, group) for size in shape)
             costs[bits, group] = COMPONENT_BYTES + packed_size(sum(shape), bits) + steps
     return costs
 

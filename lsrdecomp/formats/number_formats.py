@@ -294,7 +294,8 @@ def nearest_grouped_codes(
     Returns
     -------
     codes (s, p), steps (s, ⌈p/group⌉), units (s,)
-        A row of zeros has codes and unit zero.
+        A row of zeros has codes and unit zero. Where a row is one group, its step is in its unit,
+        which may be negative, and ``steps`` has shape (s, 0).
 
     Examples
     --------
@@ -338,6 +339,9 @@ def nearest_grouped_codes(
         best_codes = np.where(is_better[:, :, None], codes, best_codes)
     steps = (best_exponents + np.where(is_negative_step, 128, 0)).astype(np.uint8)
     flat_codes = best_codes.reshape(n_rows, n_groups * width)[:, :size]
+    if n_groups == 1:
+        units = units * step_values(steps[:, 0])
+        steps = steps[:, :0]
     return flat_codes.astype(np.int8), steps, units
 
 
@@ -370,18 +374,28 @@ def nearest_steps(values: NDArray[np.float64]) -> NDArray[np.uint8] | None:
 def expand_steps(steps: NDArray[np.uint8], group: int, size: int) -> NDArray[np.float64]:
     """Return the step of each of ``size`` numbers; steps may have leading axes.
 
+    Without steps all are one.
+
     >>> expand_steps(np.array([0, 16], dtype=np.uint8), 2, 3).tolist()
     [1.0, 1.0, 0.5]
     """
-    values = step_values(steps)
-    if steps.shape[-1] == 1:
-        return np.repeat(values, size, axis=-1)
-    return np.repeat(values, group, axis=-1)[..., :size]
+    if steps.shape[-1] == 0:
+        return np.ones((*steps.shape[:-1], size))
+    return np.repeat(step_values(steps), group, axis=-1)[..., :size]
 
 
 def group_count(size: int, group: int) -> int:
     """Return how many groups so many numbers make."""
     return -(-size // group)
+
+
+def step_count(size: int, group: int) -> int:
+    """Return how many steps are stored for so many numbers: none where all share one.
+
+    Their scale absorbs it.
+    """
+    n_groups = group_count(size, group)
+    return n_groups if n_groups > 1 else 0
 
 
 def _rounded(flat: np.ndarray, chosen: Format, peak: float, relative_scale: float) -> np.ndarray:

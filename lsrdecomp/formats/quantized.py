@@ -10,8 +10,8 @@ import numpy as np
 from lsrdecomp.formats.number_formats import (
     Codes,
     expand_steps,
-    group_count,
     packed_size,
+    step_count,
     step_values,
 )
 from lsrdecomp.formats.stored import Factors, padded_factors, product_label
@@ -231,6 +231,6 @@ class SpectralCode:
         if not self.groups:
             return codes
         group = self.groups[k]
-        left_groups = group_count(self.matrix_shape[0], group)
-        steps = (self.steps[k][:left_groups], self.steps[k][left_groups:])[side]
+        left_steps = step_count(self.matrix_shape[0], group)
+        steps = (self.steps[k][:left_steps], self.steps[k][left_steps:])[side]
         return codes * expand_steps(steps, group, codes.size)

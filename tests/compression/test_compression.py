@@ -124,7 +124,9 @@ def test_a_file_of_so_many_bytes(block, searched, tmp_path, size):
     result = searched.compress(of_bytes(size))
     out = result.save(tmp_path / "out")
     actual = bytes_to_open(out / "adapter_model.safetensors")
-    assert 0.98 * size <= actual <= size
+    assert actual <= size
+    assert actual >= 0.98 * size or result.unfilled
+    assert actual >= 0.97 * size
     assert verify(block, open_checkpoint(out)).passed
 
 

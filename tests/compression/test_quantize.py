@@ -189,7 +189,12 @@ def test_the_largest_number_of_a_group_has_the_side_with_one_code_more() -> None
     for sign in (1.0, -1.0):
         codes, steps, units = nearest_grouped_codes(np.array([[sign, 0.5, -0.5, 0.25]]), 4, 4)
         assert codes[0, 0] == -8
-        assert units[0] == 1 / 8
+        # One group: its step, and with it the sign, is in the unit.
+        assert units[0] == -sign / 8
+        assert steps.shape == (1, 0)
+        grouped = np.array([[sign, 0.5, -0.5, 0.25, 0.1, 0.1]])
+        codes, steps, units = nearest_grouped_codes(grouped, 4, 4)
+        assert (codes[0, 0], units[0]) == (-8, 1 / 8)
         assert steps[0, 0] == (128 if sign > 0 else 0)
 
 
@@ -262,7 +267,7 @@ def test_uniform_sides_are_nearer_as_found_than_as_singular_vectors(
     left[:, 2] = 0.0
     layer = Layer.of("q", LowRank(left, right))
     (found,) = unrotated_candidates(layer)
-    assert found.bytes == 5 * (900 + 3 + 1 + 2) + 1
+    assert found.bytes == 5 * (900 + 3 + 1) + 1
     components = spectral_code(layer, _svd(layer), (8,) * 5, found.groups)
     assert components.bytes == found.bytes
     assert found.squared_error < 0.8 * layer.squared_error(components.dequantized())
