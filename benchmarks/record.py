@@ -88,8 +88,8 @@ def this_run(*packages: str, seed: int | list[int] | None) -> Run:
     names = ("numpy", "scipy", *packages)
     return Run(
         lsrdecomp=version_of_clone(),
-        commit=_git("rev-parse", "--short=12", "HEAD") or "unknown",
-        changes=_digest_of_changes(),
+        commit=CHECKOUT[0],
+        changes=CHECKOUT[1],
         started=STARTED,
         command=_command(),
         seed=seed,
@@ -240,3 +240,7 @@ def _cpu_seconds() -> float:
     """Return user and system seconds of this process and of those that it waited for."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+CHECKOUT = (_git("rev-parse", "--short=12", "HEAD") or "unknown", _digest_of_changes())
+"""Commit and changes when this process began: another may be checked out before it ends."""
