@@ -117,8 +117,10 @@ def _child(
     os.dup2(nowhere, 2)
     os.chdir(copy)
     # The copy, and nothing of the project that the copy was made of
-    original = str(Path(__file__).resolve().parents[2])
-    sys.path[:] = [str(copy)] + [p for p in sys.path if p and not p.startswith(original)]
+    # Of the project nothing but the copy; its environment may lie in it, as .venv.
+    original = Path(__file__).resolve().parents[2]
+    sources = {str(original), str(original / "tests"), str(original / "benchmarks")}
+    sys.path[:] = [str(copy)] + [p for p in sys.path if p and p not in sources]
     os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": ""}
     os.environ["LSRDECOMP_CACHE"] = str(copy / ".pytest_cache" / "lsrdecomp")
     sys.dont_write_bytecode = False
