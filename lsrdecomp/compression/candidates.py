@@ -339,7 +339,7 @@ class StoredSummary:
     separation_ranks : (int, int)
         Terms of the output side and of the input side that are not zero.
     condition : float
-        γ, the larger of those of the two sides.
+        γ of the product: rounding its factors costs about γ·μ·‖ΔW‖_F.
     parameters, bytes : int
     storage : str
     """
@@ -354,11 +354,10 @@ class StoredSummary:
     @classmethod
     def of(cls, stored: Stored, product: SeparatedProduct) -> StoredSummary:
         """Return the summary of a stored layer and of the product that a reader gets."""
-        ranks = product.separation_ranks
         return cls(
             str(stored.shape),
-            ranks,
-            1.0 if max(ranks) <= 1 else product.condition,  # γ of one term
+            product.separation_ranks,
+            product.condition,
             stored.parameters,
             stored.bytes,
             stored.storage,

@@ -502,3 +502,12 @@ def test_a_divergence_is_a_share_of_the_effect_that_calibration_measured_with_th
         BudgetError, match="no less than that without the adapter, 0.3: ask for less"
     ):
         compress(few, CompressionPlan(kl=0.3), statistics=ours, search=QUICK)
+
+
+def test_the_condition_of_a_layer_is_that_of_its_product(block):
+    """Also of a truncated SVD, whose sides are one term each and have γ = 1."""
+    result = compress(block, ratio=4)
+    for layer, materialized in zip(result.layers, result.chosen, strict=True):
+        product = materialized.stored().dequantized()
+        assert layer.condition == pytest.approx(product.condition)
+        assert layer.condition > 1.4
