@@ -215,7 +215,7 @@ def subject(arguments: argparse.Namespace) -> Subject:
         (statistics, texts[: arguments.samples], False),
         (other, others, True),
     ):
-        if (out / METADATA).exists():
+        if not examples or (out / METADATA).exists():
             continue
         answers = "all" if of_base else "completion"
         batches = list(prompt_batches(source, examples, size=8, seed=0, answers=answers))
@@ -249,13 +249,8 @@ def compressed(
     subject: Subject, method: str, budget: int, seed: int, steps: int, rate: float
 ) -> dict[str, Any]:
     """LSR or SVD as a user makes it: compress, then distil on the lessons."""
-    made, out = (subject.work / f"{method}-{budget}{suffix}" for suffix in ("", f"-{seed}-{rate}"))
-    if not made.exists():
-        plan = CompressionPlan(bytes=budget, storage="auto")
-        statistics = read_statistics(subject.statistics)
-        compress(
-            open_checkpoint(subject.lora), plan, statistics=statistics, search=COMPRESSED[method]
-        ).save(made)
+    made = calibrated_only(subject, method, budget)
+    out = subject.work / f"{method}-{budget}-{seed}-{rate}"
     done = distil(
         made,
         base=subject.base,
@@ -272,6 +267,18 @@ def compressed(
     before = subject.reference.compare(load_base(subject.base, made)).kept
     facts = {"bytes": bytes_to_open(done.directory / WEIGHTS), "before": before}
     return {**facts, **judged(subject.reference, load_base(subject.base, done.directory))}
+
+
+def calibrated_only(subject: Subject, method: str, budget: int) -> Path:
+    """Return the directory of LSR or SVD as `compress` writes it, made at the first call."""
+    made = subject.work / f"{method}-{budget}"
+    if not made.exists():
+        plan = CompressionPlan(bytes=budget, storage="auto")
+        statistics = read_statistics(subject.statistics)
+        compress(
+            open_checkpoint(subject.lora), plan, statistics=statistics, search=COMPRESSED[method]
+        ).save(made)
+    return made
 
 
 def cores(
