@@ -83,7 +83,7 @@ def decompose(
     budget : ErrorBudget, optional
         Instead of a tolerance: the fewest *bytes* whose stored error is certified to keep it, each
         factor of each term in its own number format; what is written is the record's ``stored``.
-        See docs/error-budget.md.
+        See docs/reference/error-budget.md.
     storage : str or dtype, optional
         Number format of the stored factors: ``"float32"``, ``"float16"``, ``"bfloat16"``,
         ``"float8_e4m3fn"``, ``"int8"``, …, or a dtype. Factors are scaled to its range and λ is

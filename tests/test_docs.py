@@ -180,7 +180,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
 
 
 def test_each_row_of_the_paper_has_a_state_and_its_test_exists():
-    text = (DOCS / "paper-checked.md").read_text(encoding="utf-8")
+    text = (DOCS / "evidence" / "paper-checked.md").read_text(encoding="utf-8")
     rows = [
         [cell.strip() for cell in line.strip("| ").split(" | ")]
         for line in text.splitlines()

@@ -13,11 +13,15 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-README, LANGUAGE, SMALL = "README.md", "docs/language-models.md", "docs/small-adapters.md"
+README, LANGUAGE, SMALL = (
+    "README.md",
+    "docs/evidence/language-models.md",
+    "docs/evidence/small-adapters.md",
+)
 COMPRESS, TRAINED, SCALE = (
-    "docs/compress-a-lora.md",
-    "docs/fine-tuning-measured.md",
-    "docs/scale.md",
+    "docs/guides/compress-a-lora.md",
+    "docs/evidence/fine-tuning-measured.md",
+    "docs/evidence/scale.md",
 )
 NO_RECORD = {
     LANGUAGE: (
@@ -117,7 +121,7 @@ def in_readme():
     gemma = one_command("gemma-3-270m keep .95 distil 60")["weight_bytes"] / 1000
     yield (
         f"one of Gemma-3-270M to [{gemma:.1f} "
-        "kB](docs/language-models.md#another-base-gemma-3-270m)"
+        "kB](docs/evidence/language-models.md#another-base-gemma-3-270m)"
     )
     suite = Suite()
     demo, distilled = one_command("demo keep .8"), by_seed("smollm2 keep .95 distil 60")

@@ -15,7 +15,14 @@ SITE = Path(os.environ.get("LSRDECOMP_SITE", ROOT / "docs" / "_build" / "html"))
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-PAGES = ("index", "compress-a-lora", "results", "auto_examples/index", "api/index", "notation")
+PAGES = (
+    "index",
+    "guides/compress-a-lora",
+    "evidence/index",
+    "auto_examples/index",
+    "api/index",
+    "reference/notation",
+)
 WIDTHS = (1280, 390)
 
 

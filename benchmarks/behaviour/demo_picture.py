@@ -1,4 +1,4 @@
-"""The picture of docs/accuracy.md: what is kept of the demo's adapter, by structure and size.
+"""The picture of docs/evidence/accuracy.md: what is kept of the demo, by structure and size.
 
 python -m benchmarks.behaviour.demo_picture benchmarks/results/demo_function.json
 docs/images/demo-function.png

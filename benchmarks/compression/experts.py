@@ -61,7 +61,7 @@ Deltas = dict[str, Array]
 
 def lines(data: Path) -> tuple[list[str], list[str]]:
     """Prose of the pages, and sentences of E2E."""
-    pages = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
+    pages = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").rglob("*.md"))]
     with data.open(encoding="utf-8", newline="") as file:
         return pages, [row["ref"] for row in csv.DictReader(file)]
 

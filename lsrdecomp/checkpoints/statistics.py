@@ -54,7 +54,8 @@ class Statistics(Mapping[str, NormWeights]):
         The file that they lie in.
     damping : float
         Share of the mean eigenvalue that is added to all: directions that calibration never saw
-        still cost a little. Of .003, .03 and .3 none is better everywhere: docs/language-models.md.
+        still cost a little. Of 0.003, 0.03 and 0.3 none is better everywhere:
+        docs/evidence/language-models.md.
     orthonormal_tolerance : float
         Largest entry of VᵀV − I that stored eigenvectors may have. By hand: what is rounded to half
         precision stays far below.

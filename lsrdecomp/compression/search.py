@@ -21,7 +21,7 @@
 Steps 4 to 7 are in `search_steps`. Everything that was solved stays in the table (`search_table`),
 from which the next budget starts. The cost is that of the solves in steps 2 to 7, each
 O((m + n)(R r + s r)) a sweep and layer (`JointALS`); an allocation takes milliseconds a layer
-(docs/scale.md). The numbers that steer the search are in
+(docs/evidence/scale.md). The numbers that steer the search are in
 `lsrdecomp.compression.effort.SearchEffort`.
 """
 

@@ -138,7 +138,7 @@ def smallest(
     factor by factor; the error is predicted by Σ_dropped λ² + Σ_kept λ²(ρ_1² + … + ρ_d²), exact for
     orthogonal terms; weights are refitted to the rounded factors. What is certified is the residual
     of the rounded matrix, formed, so terms that cancel cost bytes but never the certificate. See
-    docs/error-budget.md.
+    docs/reference/error-budget.md.
 
     Parameters
     ----------

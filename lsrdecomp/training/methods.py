@@ -85,7 +85,7 @@ class Method:
 
 
 LORA = {"r": 8, "lora_alpha": 16}
-# r = 2·2 with 4 terms, scaled by 2 as LoRA's default is: docs/fine-tune.md has the comparison.
+# r = 2·2 with 4 terms, scaled by 2 as LoRA is by default: docs/evidence/fine-tuning-measured.md.
 LSR = {"inner_shape": [2, 2], "separation_rank": 4, "lsr_alpha": 8}
 # PEFT's DUMMY_TARGET_MODULES: no layer is adapted.
 HEAD = {"target_modules": "dummy-target-modules", "r": 1}

@@ -99,7 +99,7 @@ def test_a_fresh_process_needs_the_import_and_nothing_else_teaches_peft(tmp_path
 
 
 def test_packages_of_methods_are_told_of_every_kind():
-    """What PEFT with docs/upstream-peft.patch reads from installed packages."""
+    """What PEFT with docs/evidence/upstream-peft.patch reads from installed packages."""
     project = tomllib.loads(
         (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     )["project"]

@@ -11,7 +11,7 @@ from benchmarks.record import RESULTS
 from benchmarks.testing.found import Subject, checked
 from lsrdecomp.testing import check_kron
 
-PAGE = Path(__file__).parents[2] / "docs" / "found-in-the-wild.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "found-in-the-wild.md"
 
 
 def kron_that_loses_nan(a, b):

@@ -153,7 +153,9 @@ def test_stages_are_taken_in_order_as_far_as_the_minutes_go(
     assert chosen == planned[:count]
     assert max(stage.seconds for stage in planned) <= stages.LONGEST
     if minutes == 45:
-        page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+        page = (Path(__file__).parents[2] / "docs" / "evidence" / "kernels.md").read_text(
+            encoding="utf-8"
+        )
         rows = stages.table(planned, chosen, options)[2:]
         assert "\n".join(rows) in page, "the plan in the docs is another"
 

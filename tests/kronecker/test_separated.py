@@ -172,7 +172,7 @@ def test_product_action_expansion_and_canonical_form(left, right):
     st.sampled_from(("float32", "bfloat16")),
 )
 def test_rounding_a_product_costs_no_more_than_the_bound_of_its_sides(left, right, storage):
-    """The bound of docs/error-budget.md; not float16, of which small numbers are lost."""
+    """The bound of docs/reference/error-budget.md; not float16, of which small numbers are lost."""
     mu = unit_roundoff(storage)
     product = SeparatedProduct(left, right)
     left_error, right_error = (

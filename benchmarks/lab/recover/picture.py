@@ -1,4 +1,4 @@
-"""The pictures of docs/fine-tuning-measured.md: shares of a LoRA's gain, one file a task.
+"""The pictures of docs/evidence/fine-tuning-measured.md: shares of a LoRA's gain, one file a task.
 
 ``python -m benchmarks.lab.recover.picture benchmarks/results/recover-minilm.json docs/images``
 """

@@ -38,7 +38,7 @@ class ALS(MatrixSolver):
     approximation need not exist [2]_. The steps: compress to a core of 2s directions a mode; add
     terms one by one from the residual; Levenberg–Marquardt along falling α; a few sweeps over the
     whole tensor. Where the core loses half the norm the matrix is noise to so few terms, and sweeps
-    over the whole from several starts do better. See docs/als.md.
+    over the whole from several starts do better. See docs/reference/als.md.
 
     Parameters
     ----------
