@@ -33,6 +33,10 @@ class Certificate:
     say that it is small, the same bound with τ = ‖[Θ₂ F₂]‖₂, as far as the space has seen, is an
     estimate too, and mostly a sharper one: what is extrapolated is a step behind. The couplings are
     known to rounding, so that their squares reach far below the rounding of squared errors.
+
+    A space holds as many copies of a repeated value as its blocks have columns, but for those that
+    rounding brings in, and no gain tells of others. An estimate therefore adds what these could
+    capture in place of terms below a whole block of equal values.
     """
 
     captured: np.ndarray  # (k + 1,): Σ_{i≤s} σ_i² of the projection U Uᴴ R
@@ -45,6 +49,8 @@ class Certificate:
     # Extrapolated excess from which on the Ritz values are near enough to tell, by their couplings,
     # what they lack. By hand.
     converging_excess: float = 1e-3
+    # Values within this ratio are taken for copies of one. By hand.
+    equal_values: float = 0.999
 
     @classmethod
     def of(cls, space: Bidiagonal, earlier: Sequence[np.ndarray] = ()) -> Certificate:
@@ -167,7 +173,8 @@ class Certificate:
             is_certain = self.roundoff <= requested * float(self.squared_errors[rank])
             return bound, ErrorKind.bounded if is_certain else ErrorKind.estimated
         # Excess 3: what gains of the last steps leave, if they go on falling as they did.
-        estimate = self._ratio(rank, self._extrapolated_gain(rank))
+        copies = self.gain_of_copies(rank)
+        estimate = self._ratio(rank, self._extrapolated_gain(rank) + copies)
         is_converging = len(self.earlier) == 2 and requested < estimate <= self.converging_excess
         last_square = self.captured[rank] - self.captured[rank - 1]
         if not is_converging and self.squared_errors[-1] > last_square:
@@ -180,7 +187,8 @@ class Certificate:
         tau_squared = min(outside, seen_tail + self._unseen)
         bound = self._ratio(rank, self._max_gain(rank, tau_squared))
         if is_converging:
-            estimate = min(estimate, self._ratio(rank, self._max_gain(rank, seen_tail)))
+            by_couplings = self._max_gain(rank, seen_tail) + copies
+            estimate = min(estimate, self._ratio(rank, by_couplings))
         if bound <= max(requested, estimate):
             return bound, ErrorKind.bounded
         return estimate, ErrorKind.estimated
@@ -199,6 +207,21 @@ class Certificate:
         is_apart = rank == self.size or theta[rank] < (1.0 - 1e-3) * theta[rank - 1]
         return bool(is_apart and self._couplings[rank] > 4.0 * self.roundoff**2)
 
+    def gain_of_copies(self, rank: int) -> float:
+        """Return what copies of repeated values that were not found could capture besides."""
+        block = self.below.shape[0]
+        if not 1 < block < rank:  # blocks of one column live on what rounding brings
+            return 0.0
+        theta, _ = self._pairs
+        first = theta[: rank - block]
+        is_whole_block = theta[block - 1 : rank - 1] >= self.equal_values * first
+        gains = first**2 - theta[block:rank] ** 2
+        return float(np.sum(gains[is_whole_block]))
+
+    def are_copies_in_doubt(self, rank: int) -> bool:
+        """Return whether copies could gain more than steps will, as far as these can be told."""
+        return self.has_trend(rank) and self.gain_of_copies(rank) > self._extrapolated_gain(rank)
+
     def predicted_gain(self, rank: int) -> float:
         """Return the next gain over the squared error, if gains fall as the last two did.
 
@@ -211,7 +234,8 @@ class Certificate:
         last_gain = float(self.captured[rank]) - second
         if not 0.0 < 4.0 * last_gain < previous_gain:
             return math.inf
-        return last_gain**2 / previous_gain / float(self.squared_errors[rank])
+        next_gain = last_gain**2 / previous_gain + self.gain_of_copies(rank)
+        return next_gain / float(self.squared_errors[rank])
 
     def columns_needed(self, error: float) -> float:
         """Return the columns that a space needs for an error, at the rate of the last ones."""

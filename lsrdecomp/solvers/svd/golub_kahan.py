@@ -50,7 +50,8 @@ class BlockGolubKahan(MatrixSolver):
     block : int, optional
         Columns b of a block; absent, 8 to 16 by the number of terms asked for, and 8 where R(M) is
         not stored: one reading of a stored matrix serves a whole block, an unformed product is paid
-        for by the column.
+        for by the column. Where a value is repeated as often as a block has columns, a space of
+        wider blocks is grown, since there may be more copies of it.
     seed : int
         Of the random start, drawn by NumPy whatever the library of the target.
     tolerance : float
@@ -136,7 +137,7 @@ class BlockGolubKahan(MatrixSolver):
         space = self._space(problem, operator, self._block_size(problem))
         growth = SingleGrowth(space, problem, self.tolerance, self.space, rows=rows)
         grown = self._grown(growth)
-        if grown is None and growth.is_blind:
+        if grown is None and (growth.is_blind or growth.terms_in_doubt):
             return self._again_in_double(problem, rows, space)
         return problem.delegate_to(Gram()) if grown is None else grown
 
@@ -153,7 +154,10 @@ class BlockGolubKahan(MatrixSolver):
         if widened is not None and goal is not None and goal < self.space.fine_goal:
             operator = in_double(widened, problem.shape, self.single)
         space = self._space(problem, operator, self._block_size(problem))
-        solution = self._grown(Growth(space, problem, self.tolerance, self.space))
+        growth = Growth(space, problem, self.tolerance, self.space)
+        solution = self._grown(growth)
+        if solution is None and growth.terms_in_doubt:
+            return self._again_in_wider_blocks(problem, operator, growth.terms_in_doubt)
         if solution is None:
             return problem.delegate_to(Gram())
         if widened is None or goal is not None:
@@ -176,6 +180,18 @@ class BlockGolubKahan(MatrixSolver):
             block = max(self._block_size(problem), min(2 * problem.max_terms, side // 6))
         problem.progress.mark(Event.start)
         space = self._space(problem, rows, block, single.leading(block))
+        growth = Growth(space, problem, self.tolerance, self.space)
+        solution = self._grown(growth)
+        if solution is None and growth.terms_in_doubt:
+            return self._again_in_wider_blocks(problem, rows, growth.terms_in_doubt)
+        return problem.delegate_to(Gram()) if solution is None else solution
+
+    def _again_in_wider_blocks(
+        self, problem: MatrixProblem, operator: Rearranged, terms: int
+    ) -> Solution:
+        """Grow a space anew whose blocks have a column for each term, so that no copy is missed."""
+        problem.progress.mark(Event.start)
+        space = self._space(problem, operator, terms + self.space.columns_beyond_terms)
         solution = self._grown(Growth(space, problem, self.tolerance, self.space))
         return problem.delegate_to(Gram()) if solution is None else solution
 

@@ -46,6 +46,7 @@ class Growth:
     options: SpaceOptions = field(default_factory=SpaceOptions)
     captured: list[np.ndarray] = field(default_factory=list)  # of each certificate so far
     last_certificate: Certificate | None = None
+    terms_in_doubt: int | None = None  # ended at so many, whose values may have further copies
 
     @property
     def target(self) -> Target:
@@ -78,6 +79,9 @@ class Growth:
             certificate = self._new_certificate()
             rank = self._terms(certificate)
             if self._is_hopeless(certificate, rank, side):
+                return
+            if self._may_lack_copies(certificate, rank):
+                self.terms_in_doubt = rank
                 return
             # BGK 3: where the certificate sees no further, the residual is formed and measured.
             projection = None
@@ -123,6 +127,13 @@ class Growth:
             return False
         max_columns = side / self.options.predicted_columns_per_vector
         return certificate.columns_needed(self.goal) > max_columns
+
+    def _may_lack_copies(self, certificate: Certificate, rank: int) -> bool:
+        """Return whether only copies of values, which may have been missed, are in the way."""
+        if not certificate.are_copies_in_doubt(rank):
+            return False
+        excess, _ = certificate.excess(rank, self.tolerance)
+        return excess > self.tolerance
 
     def _new_certificate(self) -> Certificate:
         certificate = Certificate.of(self.space, self.captured)

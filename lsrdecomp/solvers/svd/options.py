@@ -96,6 +96,8 @@ class SpaceOptions:
     min_block: int = 8
     max_block_stored: int = 16
     max_block_unformed: int = 8
+    # Columns of a block beyond the terms where a narrower one may have missed copies of a value
+    columns_beyond_terms: int = 4
     # Relative errors below which the rounding of single precision would cost terms: these are
     # sought in double precision
     fine_goal: float = 1e-4

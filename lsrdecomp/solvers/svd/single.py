@@ -142,6 +142,7 @@ class SingleGrowth(Growth):
         # Double 2: how much nearer that came, as an estimate of what is still missing.
         excess, kind = certificate.excess(rank, self.tolerance)
         gain = captured - float(certificate.captured[rank]) + certificate.roundoff
+        gain += certificate.gain_of_copies(rank)
         falls_fast = certificate.predicted_gain(rank) < math.inf
         if falls_fast and excess > self.tolerance and gain < error**2:
             excess = 1.0 / math.sqrt(1.0 - gain / error**2) - 1.0
