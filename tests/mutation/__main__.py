@@ -18,7 +18,7 @@ from mutation import child  # noqa: E402
 from mutation.faults import PACKAGE, Fault, draw, package_faults  # noqa: E402
 from mutation.reach import Reach, copy_project, digest, files_of_tests  # noqa: E402
 from mutation.table import table  # noqa: E402
-from mutation.trial import Effort, Outcome, control, try_fault  # noqa: E402
+from mutation.trial import Effort, Outcome, Trial  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,28 +28,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not drawn:
         print(f"no room is called {' or '.join(options.rooms)}", file=sys.stderr)
         return 2
-    context, limits, effort = child.server(), child.Limits(), Effort(options.max_seconds)
-    reach = Reach(folder / "reach")
     results = _Results(folder / "faults.jsonl", digest(sorted((ROOT / "tests").rglob("*.py"))))
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / "project"
         copy_project(ROOT, copy)
-        files = files_of_tests(ROOT, options.tests)
-        for number, file in enumerate(reach.measure(context, copy, files, limits), 1):
-            _say(f"which lines do the tests come by: {number}: {file}")
-        if reach.seconds:
-            control(
-                context, copy, sorted(reach.seconds, key=reach.seconds.__getitem__)[:20], limits
-            )
-        for number, fault in enumerate(drawn, 1):
-            _say(f"{number} of {len(drawn)}: {fault}")
-            if fault.name not in results:
-                results.add(fault, try_fault(context, copy, fault, reach, limits, effort))
+        _try(drawn, copy, results, options)
     _say("")
     print(table(drawn, results.outcomes))
     print(f"\nSeed {options.seed}; each outcome is a line of {results.path}")
     n_noticed = sum(results.outcomes[fault.name].status == "killed" for fault in drawn)
     return 0 if 100 * n_noticed >= options.at_least * len(drawn) else 1
+
+
+def _try(drawn: list[Fault], copy: Path, results: _Results, options: argparse.Namespace) -> None:
+    """Try the faults that have no outcome yet: each with the tests of its room, then with all."""
+    context, limits = child.server(), child.Limits()
+    files = files_of_tests(ROOT, options.tests)
+    reach = Reach(
+        options.out / "reach",
+        copy,
+        files,
+        context,
+        limits,
+        tell=lambda file: _say(f"which lines do its tests come by: {file}"),
+    )
+    trial = Trial(context, copy, reach, limits, Effort(options.max_seconds))
+    for number, fault in enumerate(drawn, 1):
+        if fault.name not in results:
+            _say(f"{number} of {len(drawn)}: {fault}")
+            results.add(fault, trial.of_room(fault), is_last=False)
+    missed = [fault for fault in drawn if not results.is_decided(fault)]
+    for number, fault in enumerate(missed, 1):
+        _say(f"{number} of {len(missed)} that tests of other rooms are asked about: {fault}")
+        results.add(fault, trial.of_all(fault, results.outcomes[fault.name]))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -83,27 +94,42 @@ class _Results:
     """
 
     def __init__(self, path: Path, tests: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.tests = path, tests
         self.outcomes: dict[str, Outcome] = {}
+        self._open: set[str] = set()
         for line in path.read_text().splitlines() if path.exists() else ():
             entry: dict[str, Any] = json.loads(line)
             outcome = Outcome(**entry["outcome"])
             if outcome.status == "killed" or entry["tests"] == tests:
-                self.outcomes[entry["name"]] = outcome
+                self._take(entry["name"], outcome, entry["is_last"])
 
     def __contains__(self, name: str) -> bool:
         return name in self.outcomes
 
-    def add(self, fault: Fault, outcome: Outcome) -> None:
-        self.outcomes[fault.name] = outcome
+    def is_decided(self, fault: Fault) -> bool:
+        """Return whether a test noticed the fault, or all were asked."""
+        return fault.name not in self._open
+
+    def add(self, fault: Fault, outcome: Outcome, is_last: bool = True) -> None:
+        """Note an outcome; ``is_last`` when no other tests will be asked."""
+        is_last = is_last or outcome.status == "killed"
+        self._take(fault.name, outcome, is_last)
         entry = {
             "name": fault.name,
             "fault": str(fault),
             "tests": self.tests,
+            "is_last": is_last,
             "outcome": asdict(outcome),
         }
         with self.path.open("a") as file:
             file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+    def _take(self, name: str, outcome: Outcome, is_last: bool) -> None:
+        self.outcomes[name] = outcome
+        self._open -= {name}
+        if not is_last:
+            self._open.add(name)
 
 
 def _say(line: str) -> None:

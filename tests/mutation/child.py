@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -45,15 +45,20 @@ class Limits:
         CPU seconds beside them, for the imports of the package and of the tests.
     waiting : float
         Seconds by the clock, as a multiple of the CPU seconds that are allowed: a fault that makes
-        a test wait for ever uses no CPU. The machine may have other work.
+        a test wait for ever uses no CPU. The machine may have other work, so a run that was ended
+        counts only where one without the fault takes less than half at the same time.
     memory : int
         GiB of address space, so that a wrong size ends in a MemoryError.
     """
 
     factor: float = 3.0
     start: float = 25.0
-    waiting: float = 3.0
+    waiting: float = 5.0
     memory: int = 32
+
+    def scaled(self, by: float) -> Limits:
+        """Return the same limits with another share of the time."""
+        return replace(self, factor=by * self.factor, start=by * self.start)
 
 
 def server(preloaded: Sequence[str] = PRELOADED) -> Any:
@@ -116,7 +121,6 @@ def _child(
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     os.chdir(copy)
-    # The copy, and nothing of the project that the copy was made of
     # Of the project nothing but the copy; its environment may lie in it, as .venv.
     original = Path(__file__).resolve().parents[2]
     sources = {str(original), str(original / "tests"), str(original / "benchmarks")}

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "lsrdecomp"
+TOP = "(top)"
+"""The room of modules beside the packages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Fault:
     def room(self) -> str:
         """The package below ``lsrdecomp``; modules beside the packages are a room of their own."""
         parts = self.path.split("/")
-        return parts[1] if len(parts) > 2 else "(top)"
+        return parts[1] if len(parts) > 2 else TOP
 
     def __str__(self) -> str:
         before, after = (" ".join(text.split()) for text in (self.before, self.after))

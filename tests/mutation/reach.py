@@ -1,7 +1,13 @@
-"""Which test comes by which line, and what each takes: one run of the tests under ``coverage``."""
+"""Which test comes by which line, and what each takes: a run of each file under ``coverage``.
+
+A file of tests is run when one of its tests may be asked, and again only when it, a module of tests
+that it imports, or a function of the package that it came by has changed.
+"""
 
 from __future__ import annotations
 
+import ast
+import difflib
 import hashlib
 import json
 import os
@@ -9,13 +15,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mutation import child
-from mutation.faults import PACKAGE
+from mutation.faults import PACKAGE, TOP
 
 AROUND = "::around"
 """Ends the context of a file's fixtures: what they run, each test of the file depends on."""
@@ -93,8 +100,12 @@ def _cpu_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def cover(copy: Path, file: str, into: str) -> tuple[dict[str, float], list[str]]:
-    """Run one file of tests under coverage; return CPU seconds of its tests, and which failed."""
+def cover(copy: Path, file: str, into: str) -> tuple[dict[str, float], list[str], list[str]]:
+    """Run one file of tests under coverage.
+
+    Returns the CPU seconds of its tests, which of them failed, and the files of the package that
+    they came by.
+    """
     # The monitoring that newer interpreters default to names no contexts
     os.environ["COVERAGE_CORE"] = "ctrace"
     import coverage
@@ -108,97 +119,250 @@ def cover(copy: Path, file: str, into: str) -> tuple[dict[str, float], list[str]
     pytest.main([file, "-q", "-p", "no:cacheprovider"], plugins=[contexts])
     cover.stop()
     cover.save()
-    return contexts.seconds, sorted(contexts.failed)
+    return contexts.seconds, sorted(contexts.failed), sorted(cover.get_data().measured_files())
 
 
 class Reach:
     """The tests of a project by the lines that they come by, kept in a folder as they are found.
 
-    A folder is for one state of the package; a file of tests that has changed is run again.
+    Parameters
+    ----------
+    folder : Path
+        Where what was measured is kept, over states of the package.
+    copy : Path
+        The project as it is now.
+    files : sequence of str
+        Its files of tests.
+    context : Any
+        The server of `child`, whose children run them.
+    limits : child.Limits
+        What a child may use.
+    tell : callable
+        Called with the name of a file before it is run.
     """
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        copy: Path,
+        files: Sequence[str],
+        context: Any,
+        limits: child.Limits,
+        tell: Callable[[str], None] = lambda file: None,
+    ) -> None:
+        self.folder, self.copy, self.files = folder, copy, list(files)
+        self._context, self._limits, self._tell = context, limits, tell
         self.seconds: dict[str, float] = {}
-        self._digests: dict[str, str] = {}
-        self._lines: dict[str, dict[int, set[str]]] = {}
-        for line in self._notes.read_text().splitlines() if self._notes.exists() else ():
-            self._take(json.loads(line))
+        self._measured: dict[str, Measured] = {}
+        (folder / "sources").mkdir(parents=True, exist_ok=True)
 
-    @property
-    def _notes(self) -> Path:
-        return self.folder / "tests.jsonl"
+    def of_room(self, room: str) -> list[str]:
+        """Return the files of tests of a room, and its files with examples in docstrings."""
+        if room == TOP:
+            return [file for file in self.files if file.count("/") == 1]
+        folders = (f"tests/{room}/", f"{PACKAGE}/{room}/")
+        return [file for file in self.files if file.startswith(folders)]
 
-    def _take(self, note: dict[str, Any]) -> None:
-        self._digests[note["file"]] = note["digest"]
-        for test in [test for test in self.seconds if test.split("::")[0] == note["file"]]:
-            del self.seconds[test]
-        failed = set(note["failed"])
-        self.seconds |= {t: s for t, s in note["seconds"].items() if t not in failed}
-
-    def measure(
-        self, context: Any, copy: Path, files: Iterable[str], limits: child.Limits
-    ) -> Iterator[str]:
-        """Run each file that was not run yet; yield its name before."""
+    def measure(self, files: Iterable[str]) -> None:
+        """Run those of the files that were not run yet, or not as they are now."""
         for file in files:
-            digest_of_file = digest([copy / file])
-            if self._digests.get(file) == digest_of_file:
-                continue
-            yield file
-            into = str(self._data(file))
-            self._data(file).unlink(missing_ok=True)
-            # No file of tests takes an hour; one that does is not asked again
-            result = child.run(context, copy, cover, file, into, seconds=900, limits=limits)
-            seconds, failed = result or ({}, [])
-            note = {"file": file, "digest": digest_of_file, "seconds": seconds, "failed": failed}
-            with self._notes.open("a") as notes:
-                notes.write(json.dumps(note) + "\n")
-            self._take(note)
-        self._lines.clear()
+            if file not in self._measured:
+                self._measured[file] = self._stored(file) or self._run(file)
+                self.seconds |= self._measured[file].seconds
 
-    def _data(self, file: str) -> Path:
-        return self.folder / (file.replace("/", "-") + ".coverage")
+    def _stored(self, file: str) -> Measured | None:
+        note = self._note(file)
+        if not note.exists():
+            return None
+        measured = Measured(self.folder, self.copy, **json.loads(note.read_text()))
+        return measured if measured.digest == self._digest(file) and measured.holds else None
 
-    def of(self, path: str, lines: Iterable[int]) -> list[list[str]]:
-        """Return tests in the order in which they should be asked, in rounds; fastest first.
+    def _run(self, file: str) -> Measured:
+        self._tell(file)
+        into = self.folder / (file.replace("/", "-") + ".coverage")
+        into.unlink(missing_ok=True)
+        # No file of tests takes an hour; one that does is not asked again
+        result = child.run(
+            self._context, self.copy, cover, file, str(into), seconds=900, limits=self._limits
+        )
+        seconds, failed, paths = result or ({}, [], [])
+        note: dict[str, Any] = {
+            "file": file,
+            "digest": self._digest(file),
+            "seconds": {test: spent for test, spent in seconds.items() if test not in failed},
+            "sources": {path: self._keep(path) for path in paths},
+        }
+        self._note(file).write_text(json.dumps(note))
+        return Measured(self.folder, self.copy, **note)
+
+    def _note(self, file: str) -> Path:
+        return self.folder / (file.replace("/", "-") + ".json")
+
+    def _digest(self, file: str) -> str:
+        return digest([self.copy / file, *supports(self.copy, file)])
+
+    def _keep(self, path: str) -> str:
+        """Keep a source as it is now, for it may change; return its digest."""
+        name = digest([self.copy / path])
+        (self.folder / "sources" / name).write_bytes((self.copy / path).read_bytes())
+        return name
+
+    def rounds(self, path: str, lines: Iterable[int], files: Sequence[str]) -> list[list[str]]:
+        """Return tests of measured files, in rounds in which to ask them, each fastest first.
 
         First those that come by one of the lines; then, of files whose fixtures do or which run the
         line as they import the package, the tests that come by the file at all.
         """
-        reached = self._contexts(path)
-        contexts: set[str] = set().union(*(reached.get(line, set()) for line in lines))
-        direct = {test for test in contexts if test in self.seconds}
-        files = {c.removesuffix(AROUND) for c in contexts if c.endswith(AROUND)}
-        files |= {test.split("::")[0] for test in direct}
-        at_import = "" in contexts
-        indirect = set()
-        for test in set().union(*reached.values()):
-            if test in self.seconds and (at_import or test.split("::")[0] in files):
-                indirect.add(test)
-        for test in self.seconds:
-            file = test.split("::")[0]
-            if file in files and file + AROUND in contexts:
-                indirect.add(test)
-        rounds = [direct, indirect - direct]
-        return [sorted(tests, key=self.seconds.__getitem__) for tests in rounds if tests]
+        direct: set[str] = set()
+        indirect: set[str] = set()
+        wanted = set(lines)
+        for file in files:
+            measured = self._measured[file]
+            contexts = measured.contexts(path)
+            here = set().union(*(found for line, found in contexts.items() if line in wanted))
+            direct |= here & measured.seconds.keys()
+            if here:
+                indirect |= set().union(*contexts.values()) & measured.seconds.keys()
+            if file + AROUND in here:
+                indirect |= measured.seconds.keys()
+        return [self.fastest_first(tests) for tests in (direct, indirect - direct) if tests]
 
-    def of_room(self, room: str) -> list[str]:
-        """Return the tests in the folder of a room, fastest first."""
-        tests = [test for test in self.seconds if test.startswith(f"tests/{room}/")]
-        return sorted(tests, key=self.seconds.__getitem__)
+    def tests(self, file: str) -> list[str]:
+        """Return the tests of a measured file."""
+        return list(self._measured[file].seconds)
 
-    def _contexts(self, path: str) -> dict[int, set[str]]:
-        if path not in self._lines:
-            import coverage
+    def fastest_first(self, tests: Iterable[str]) -> list[str]:
+        """Return tests in the order of their CPU seconds."""
+        return sorted(tests, key=lambda test: (self.seconds[test], test))
 
-            found: dict[int, set[str]] = {}
-            for file in sorted(self._digests):
-                if not self._data(file).exists():
-                    continue
-                data = coverage.CoverageData(basename=str(self._data(file)))
-                data.read()
-                for line, contexts in data.contexts_by_lineno(path).items():
-                    found.setdefault(line, set()).update(contexts)
-            self._lines[path] = found
-        return self._lines[path]
+
+@dataclass
+class Measured:
+    """What one run of a file of tests found.
+
+    Attributes
+    ----------
+    folder, copy : Path
+        Where it is kept; the project as it is now.
+    file, digest : str
+        The file of tests, and its contents with those of the modules of tests that it imports.
+    seconds : dict
+        CPU seconds of each test that passed.
+    sources : dict
+        The digest of each file of the package that it came by, as it was then.
+    """
+
+    folder: Path
+    copy: Path
+    file: str
+    digest: str
+    seconds: dict[str, float]
+    sources: dict[str, str]
+
+    @cached_property
+    def _data(self) -> Any:
+        import coverage
+
+        data = coverage.CoverageData(str(self.folder / (self.file.replace("/", "-") + ".coverage")))
+        data.read()
+        return data
+
+    @property
+    def holds(self) -> bool:
+        """Whether the functions that its tests came by are as they were."""
+        return all(
+            (old == new) or _same_functions(old, new, self._lines_of_tests(path))
+            for path in self.sources
+            for old, new in [self._texts(path)]
+        )
+
+    def contexts(self, path: str) -> dict[int, set[str]]:
+        """Return what came by each line of a file of the package, by the lines as they are now."""
+        if path not in self.sources:
+            return {}
+        found = {line: set(by) for line, by in self._data.contexts_by_lineno(path).items()}
+        old, new = self._texts(path)
+        if old == new:
+            return found
+        line_now = moved_lines(old, new)
+        found = {line_now[line]: by for line, by in found.items() if line in line_now}
+        # What is new outside of functions runs at import
+        inside = {line for function in functions(new) for line in function}
+        fresh = set(range(1, len(new) + 1)) - set(line_now.values()) - inside
+        return found | {line: {""} for line in fresh}
+
+    def _lines_of_tests(self, path: str) -> set[int]:
+        contexts = self._data.contexts_by_lineno(path)
+        return {line for line, by in contexts.items() if any(by)}
+
+    def _texts(self, path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        now = self.copy / path
+        new = _text(now) if now.is_file() else ()
+        return _text(self.folder / "sources" / self.sources[path]), new
+
+
+def _text(file: Path) -> tuple[str, ...]:
+    return tuple(file.read_text("utf-8").splitlines())
+
+
+@cache
+def functions(source: tuple[str, ...]) -> tuple[range, ...]:
+    """Return the lines of each function that lies in no other, without its signature's first."""
+    found = []
+    waiting: list[ast.AST] = [ast.parse("\n".join(source))]
+    while waiting:
+        for node in ast.iter_child_nodes(waiting.pop()):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.append(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            else:
+                waiting.append(node)
+    return tuple(found)
+
+
+@cache
+def moved_lines(old: tuple[str, ...], new: tuple[str, ...]) -> dict[int, int]:
+    """Return where the lines of a source stand in its new text, both from 1; of lines kept."""
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    return {
+        block.a + offset + 1: block.b + offset + 1
+        for block in matcher.get_matching_blocks()
+        for offset in range(block.size)
+    }
+
+
+def _same_functions(old: tuple[str, ...], new: tuple[str, ...], lines: set[int]) -> bool:
+    """Return whether each function with one of the lines stands unchanged in the new text."""
+    line_now = moved_lines(old, new)
+    for function in functions(old):
+        if lines.isdisjoint(function):
+            continue
+        now = [line_now.get(line) for line in function]
+        if None in now or now[-1] - now[0] != len(function) - 1:  # type: ignore[operator]
+            return False
+    return True
+
+
+def supports(root: Path, file: str) -> list[Path]:
+    """Return the modules beside the tests that a file of tests imports, directly or by another."""
+    found: set[Path] = set()
+    waiting = [
+        root / file,
+        *(root / "tests").glob("conftest.py"),
+        (root / file).with_name("conftest.py"),
+    ]
+    while waiting:
+        source = waiting.pop()
+        if source in found or not source.is_file():
+            continue
+        found.add(source)
+        for node in ast.walk(ast.parse(source.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{name.name}" for name in node.names)]
+            elif isinstance(node, ast.Import):
+                names = [name.name for name in node.names]
+            else:
+                continue
+            for name in names:
+                parts = name.removeprefix("tests.").split(".")
+                waiting.append((root / "tests").joinpath(*parts).with_suffix(".py"))
+    return sorted(found - {root / file})

@@ -14,7 +14,7 @@ from mutation import child
 from mutation.faults import Fault, draw, faults
 from mutation.reach import Reach, copy_project, files_of_tests
 from mutation.table import table
-from mutation.trial import Effort, Outcome, control, try_fault
+from mutation.trial import Effort, Outcome, Trial
 
 
 @pytest.mark.parametrize(
@@ -167,54 +167,128 @@ def project(tmp_path: Path) -> Path:
     return root
 
 
-def test_what_tests_check_is_killed_and_what_they_only_run_survives(
-    project: Path, tmp_path: Path
-) -> None:
+@pytest.fixture
+def trial(project: Path, tmp_path: Path) -> Trial:
+    """The project above in a copy, nothing measured yet."""
     pytest.importorskip("coverage")
-    copy, limits = tmp_path / "copy", child.Limits(start=60.0)
+    copy = tmp_path / "copy"
     copy_project(project, copy)
-    context = child.server(preloaded=["pytest"])
-    reach = Reach(tmp_path / "reach")
-    files = files_of_tests(project, [])
-    assert list(reach.measure(context, copy, files, limits)) == ["tests/sums/test_sums.py"]
-    control(context, copy, list(reach.seconds), limits)
-    path = "lsrdecomp/sums/sums.py"
-    found = {fault.before: fault for fault in faults(path, SUMS.encode())}
-    outcomes = {
-        text: try_fault(context, copy, found[text], reach, limits, Effort())
-        for text in ("result += value", "a + 1", "a * 2")
-    }
-    # A loop without an end is ended by its limit, on a busy machine as on an idle one.
-    soon = child.Limits(start=2.0)
-    endless = found["number -= 1"]
-    outcomes["number -= 1"] = try_fault(context, copy, endless, reach, soon, Effort())
+    return trial_of(copy, tmp_path)
 
+
+def trial_of(copy: Path, tmp_path: Path) -> Trial:
+    context, limits = child.server(preloaded=["pytest"]), child.Limits(start=60.0)
+    told: list[str] = []
+    files = files_of_tests(copy, [])
+    reach = Reach(tmp_path / "reach", copy, files, context, limits, tell=told.append)
+    trial = Trial(context, copy, reach, limits)
+    trial.told = told  # type: ignore[attr-defined]
+    return trial
+
+
+SUMS_PATH = "lsrdecomp/sums/sums.py"
+SUMS_TESTS = "tests/sums/test_sums.py"
+OTHER_TESTS = "tests/others/test_others.py"
+
+
+def tried(trial: Trial, text: str) -> Outcome:
+    found = {fault.before: fault for fault in faults(SUMS_PATH, SUMS.encode())}
+    in_room = trial.of_room(found[text])
+    return in_room if in_room.status == "killed" else trial.of_all(found[text], in_room)
+
+
+def test_what_tests_check_is_killed_and_what_they_only_run_survives(trial: Trial) -> None:
+    outcomes = {text: tried(trial, text) for text in ("result += value", "a + 1", "a * 2")}
     assert {text: outcome.status for text, outcome in outcomes.items()} == {
         "result += value": "killed",
         "a + 1": "unreached",
         "a * 2": "survived",
-        "number -= 1": "killed",
     }
     assert outcomes["result += value"].by.endswith("::test_total")
-    assert outcomes["number -= 1"].by.startswith("time or memory")
-    assert all("fails_anyhow" not in test for test in reach.seconds)
-    assert (copy / path).read_text() == SUMS == (project / path).read_text()
-    # What was measured is read again, and a file of tests that has changed is run again
-    again = Reach(tmp_path / "reach")
-    assert list(again.measure(context, copy, files, limits)) == []
-    assert again.of(path, [5]) == reach.of(path, [5])
-    (copy / files[0]).write_text(TESTS + "\ndef test_more():\n    pass\n")
-    assert list(again.measure(context, copy, files, limits)) == files
-    assert "tests/sums/test_sums.py::test_more" in again.seconds
+    assert all("fails_anyhow" not in test for test in trial.reach.seconds)
+    assert (trial.copy / SUMS_PATH).read_text() == SUMS
+
+
+def test_a_loop_without_an_end_is_killed_by_its_limit(trial: Trial) -> None:
+    trial.limits = replace(trial.limits, start=10.0)
+    outcome = tried(trial, "number -= 1")
+    assert outcome.status == "killed"
+    assert outcome.by.startswith("time or memory")
+
+
+def test_a_limit_that_tests_pass_without_a_fault_decides_nothing(trial: Trial) -> None:
+    trial.reach.measure(trial.reach.files)
+    trial.effort = Effort(patience=1.0)
+    trial.limits = replace(trial.limits, start=0.0)
+    trial._control = lambda files: None  # type: ignore[method-assign]
+    assert tried(trial, "result += value").status == "undecided"
+
+
+def test_other_rooms_are_measured_only_for_what_its_own_tests_miss(trial: Trial) -> None:
+    others = trial.copy / OTHER_TESTS
+    others.parent.mkdir()
+    others.write_text(
+        "from lsrdecomp.sums.sums import loose\n\ndef test_it():\n    assert loose(2) == 4\n"
+    )
+    trial = trial_of(trial.copy, trial.copy.parent)
+    tried(trial, "result += value")
+    assert trial.told == [SUMS_TESTS]  # type: ignore[attr-defined]
+    assert tried(trial, "a * 2").by == f"{OTHER_TESTS}::test_it"
+    assert trial.told == [SUMS_TESTS, OTHER_TESTS]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("changed", "before", "after", "is_run_again"),
+    [
+        (SUMS_PATH, "return a + 1", "return a + 2", False),  # no test comes by
+        (SUMS_PATH, "def total", "import math\n\n\ndef total", False),  # only moved
+        (SUMS_PATH, "return result", "return +result", True),
+        (SUMS_PATH, "    return result", "    result *= 1\n    return result", True),
+        (SUMS_TESTS, "loose(2)", "loose(3)", True),
+        ("tests/values.py", "1", "2", True),
+    ],
+)
+def test_a_file_is_measured_again_when_what_it_came_by_has_changed(
+    trial: Trial, changed: str, before: str, after: str, is_run_again: bool
+) -> None:
+    (trial.copy / "tests" / "values.py").write_text("ONE = 1\n")
+    with (trial.copy / SUMS_TESTS).open("a") as file:
+        file.write("\ndef test_more():\n    from values import ONE\n    assert ONE\n")
+    trial.reach.measure([SUMS_TESTS])
+    text = (trial.copy / changed).read_text()
+    assert before in text
+    (trial.copy / changed).write_text(text.replace(before, after, 1))
+    again = trial_of(trial.copy, trial.copy.parent)
+    again.reach.measure([SUMS_TESTS])
+    assert again.told == [SUMS_TESTS] * is_run_again  # type: ignore[attr-defined]
+
+
+def test_lines_are_found_where_they_stand_now(trial: Trial) -> None:
+    trial.reach.measure([SUMS_TESTS])
+    path = trial.copy / SUMS_PATH
+    path.write_text("LIMIT = 3\n" + SUMS)
+    again = trial_of(trial.copy, trial.copy.parent).reach
+    again.measure([SUMS_TESTS])
+    line = SUMS.splitlines().index("        result += value") + 2
+    (direct, _) = again.rounds(SUMS_PATH, [line], [SUMS_TESTS])
+    assert direct == [f"{SUMS_TESTS}::test_total"]
+    # What is new outside of functions runs at import
+    assert len(again.rounds(SUMS_PATH, [1], [SUMS_TESTS])[0]) == 3
 
 
 def test_the_table_counts_by_room_and_lists_what_was_not_noticed() -> None:
-    three = [fault for fault in many_faults() if fault.line == 1 and fault.kind == "sign"][:3]
-    outcomes = [Outcome("killed", "t", 1), Outcome("survived", "", 7, 2), Outcome("unreached")]
-    text = table(three, {f.name: o for f, o in zip(three, outcomes, strict=True)})
+    four = [fault for fault in many_faults() if fault.line == 1 and fault.kind == "sign"]
+    outcomes = [
+        Outcome("killed", "tests/a/test_a.py::t", 1, in_its_room=True),
+        Outcome("survived", "", 7, 2),
+        Outcome("unreached"),
+        Outcome("killed", "tests/a/test_a.py::t", 1),
+    ]
+    text = table(four, {f.name: o for f, o in zip(four, outcomes, strict=True)})
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
-    assert rows["a"] == ["1", "1", "0", "0", "100"]
-    assert rows["b"] == ["1", "0", "1", "0", "0"]
-    assert rows["all"] == ["3", "1", "1", "1", "33"]
+    assert rows["a"] == ["1", "1", "1", "0", "0", "100"]
+    assert rows["b"] == ["1", "0", "0", "1", "0", "0"]
+    assert rows["(top)"] == ["1", "1", "0", "0", "0", "100"]
+    assert rows["all"] == ["4", "2", "1", "1", "1", "50"]
     assert "lsrdecomp/b/file.py:1 sign: a → b  (7 tests, 2 slow ones left out)" in text
     assert "lsrdecomp/c/file.py:1 sign: a → b  (no test comes by)" in text
