@@ -27,8 +27,8 @@ NO_RECORD = {
     LANGUAGE: (
         "mean and half the 95 % interval over seeds",
         (
-            "Another LoRA of the same task, with a smaller gain (1.22 nats), kept .87, .93 and "
-            ".98 at 1/96, 1/48 and 1/19"
+            "Another LoRA of the same task, with a smaller gain (1.22 nats), kept 0.87, 0.93 and "
+            "0.98 at 1/96, 1/48 and 1/19"
         ),
         "in one try a form at 1/48 that keeps 95 %",
     ),
@@ -39,7 +39,7 @@ UNRECORDED = {LANGUAGE: "## Tried, and not taken"}
 """A last section whose experiments left no record."""
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FIGURE = re.compile(r"[^.]{0,40}(?:(?<![\w.])\.\d+|\d %|±|\d nats)[^.]{0,20}")
+FIGURE = re.compile(r"[^.]{0,40}(?:(?<!version )(?<![\w.])0?\.\d+|\d %|±|\d nats)[^.]{0,20}")
 
 
 def record(name):
@@ -53,8 +53,8 @@ def plain(text):
 
 
 def short(value, digits=2):
-    """.92 for 0.9213, as the pages write shares."""
-    return f"{value:.{digits}f}".removeprefix("0")
+    """0.92 for 0.9213, as the pages write shares."""
+    return f"{value:.{digits}f}"
 
 
 def percent(value, digits=0):
@@ -645,7 +645,7 @@ def of_learning_rates():
 
     diverged = {(row["method"], row["rate"]) for row in rows if row["kept"] < 0.0}
     assert diverged == {("Uni-LoRA", 1.0), ("TinyLoRA", 0.1)}
-    yield "Uni-LoRA diverged at a rate of 1, TinyLoRA at .1"
+    yield "Uni-LoRA diverged at a rate of 1, TinyLoRA at 0.1"
     for method in (
         "Fisher core",
         "LSR",
@@ -659,7 +659,7 @@ def of_learning_rates():
         tried = sorted(
             {row["rate"] for row in rows if (row["method"], row["budget"]) == (method, 3000)}
         )
-        shares = [f"{at(method, rate)} at {f'{rate:g}'.removeprefix('0')}" for rate in tried]
+        shares = [f"{at(method, rate)} at {rate:g}" for rate in tried]
         names = {"XS": "LoRA-XS", "Fisher core": "Fisher cores", "Rank one": "rank one"}
         yield f"{names.get(method, method)} {', '.join(shares[:-1])} and {shares[-1]}"
     yield f"had them at one rate, with {at('FourierFT', 0.1)} and {at('VB-LoRA', 0.3)}"
