@@ -26,54 +26,56 @@ def calibrate(
     ],
     *,
     adapter: Annotated[
-        Path, typer.Option(help="PEFT adapter whose layers are measured, active while measuring.")
+        Path, typer.Option(help="PEFT adapter whose layers are measured; it is active meanwhile.")
     ],
     out: Annotated[Path, PLACE, typer.Option(help="Directory for the statistics.")],
     data: DataFile = None,
     answers: AnswerTokens = "completion",
     text: Annotated[
-        Path | None, typer.Option(help="Text file: a line an example, a tab between pairs.")
+        Path | None,
+        typer.Option(help="Text file: one example a line, a tab between the texts of a pair."),
     ] = None,
     task: Annotated[
-        Path | None, typer.Option(help="GLUE or SuperGLUE task directory, instead of --text.")
+        Path | None, typer.Option(help="Directory of a GLUE or SuperGLUE task, instead of --text.")
     ] = None,
     samples: Annotated[int, typer.Option(help="Examples to use; about 500 are enough.")] = 512,
-    batch: Annotated[int, typer.Option(help="Examples at a time.")] = 16,
+    batch: Annotated[int, typer.Option(help="Examples per batch.")] = 16,
     max_full: Annotated[
-        int, typer.Option(help="Layers up to this size keep whole covariances.")
+        int, typer.Option(help="Store full covariances of layers up to this width.")
     ] = 1024,
-    rank: Annotated[int, typer.Option(help="Eigenpairs kept of larger ones.")] = 128,
+    rank: Annotated[
+        int, typer.Option(help="Eigenpairs to store of the covariances of wider layers.")
+    ] = 128,
     max_memory: Annotated[
         int | None,
         typer.Option(
             parser=memory_size,
             metavar="SIZE",
-            help="Sums of layers held at a time, such as 512MB; for more, further passes over the "
-            "examples.",
+            help="Memory for covariances, such as 512MB; layers beyond it take further passes over "
+            "the examples.",
         ),
     ] = None,
     checkpointing: Annotated[
         bool,
         typer.Option(
-            help="Compute activations again on the way back: less memory, a third more time."
+            help="Recompute activations in the backward pass: less memory, a third more time."
         ),
     ] = True,
     seed: Annotated[
-        int, typer.Option(help="Of the order of the texts and of the drawn answers.")
+        int, typer.Option(help="Seed of the order of the texts and of the sampled answers.")
     ] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     quiet: Quiet = False,
     **options: Any,
 ) -> None:
-    """Measure what a base's layers do, once, for compress.
+    """Measure the layers of a base on texts, for compress --calibrated.
 
-    That is the covariances of their inputs and gradients, for `compress --calibrated`. No labels
-    are needed: answers are drawn from the model itself. One pass forward and one back per batch;
-    started again after a kill, it goes on where it was. The statistics serve every adapter of that
-    base with these layers.
+    Writes the covariances of their inputs and gradients. No labels are needed: answers are sampled
+    from the model itself. Takes one forward and one backward pass per batch; started again after a
+    kill, it resumes. The statistics serve every adapter of this base with the same layers.
 
-    Memory beside the base: the sums of all layers (--max-memory), and the activations of one batch
-    (--batch).
+    Memory beside the base: the covariances of all layers (--max-memory), and the activations of
+    one batch (--batch).
     """
     settings = EvaluatorSettings(**options)
     questions = Questions(
@@ -105,4 +107,4 @@ def calibrate(
     effect = about["settings"]["effect"]
     if effect is not None:
         unit = "token" if base_model.head in TOKEN_HEADS else "example"
-        typer.echo(f"Without the adapter the answers would differ by {effect:.4g} nats per {unit}.")
+        typer.echo(f"The adapter's own effect on these texts: KL {effect:.4g} nats per {unit}.")

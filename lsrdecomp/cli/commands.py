@@ -52,9 +52,9 @@ def inspect(
     json: JsonFile = None,
     force: ForceFile = False,
 ) -> None:
-    """Show what an adapter holds.
+    """List the layers of an adapter, their ranks and sizes.
 
-    Its layers, their ranks and sizes, and how fast their spectra fall.
+    The last column is the rank that a truncated SVD needs for a relative error of 1 %.
     """
     del force  # `outputs.checked` reads it
     checkpoint = opening.open(adapter)
@@ -80,7 +80,7 @@ def inspect(
 def curve(
     adapter: Adapter,
     out: Annotated[
-        Path | None, NEW_FILE, typer.Option(help="Picture to write, .png or .svg.")
+        Path | None, NEW_FILE, typer.Option(help="Picture to write: .png or .svg.")
     ] = None,
     name: Name = None,
     alpha: Alpha = None,
@@ -88,9 +88,9 @@ def curve(
     json: JsonFile = None,
     force: Force = False,
 ) -> None:
-    """Show how the error falls with size.
+    """Show the error of an adapter against its size.
 
-    The error of a whole adapter against its parameters, for each structure.
+    For truncated SVD and for Kronecker products of several shapes.
     """
     del force  # `outputs.checked` reads it
     if out is not None:
@@ -132,52 +132,53 @@ def export(
         UNKNOWN,
         typer.Option(
             "--out",
-            help="Directory (lora) or file (gguf, kohya, diffusers; same: in its original format); "
-            "must not exist.",
+            help="What to write: a directory for lora, a file for gguf, kohya and diffusers.",
         ),
     ],
     to: Annotated[
-        str, typer.Option(help="Format to write: lora, gguf, kohya, diffusers, or same as --like.")
+        str, typer.Option(help="Format: lora, gguf, kohya, diffusers, or same (that of --like).")
     ] = "lora",
     profile: Annotated[
         str,
         typer.Option(
-            help="Of lora: common, which every server reads alike; peft, each layer at its rank."
+            help="With lora: common, one rank that every server reads; peft, each layer's own."
         ),
     ] = "common",
     storage: Annotated[
         str | None,
         typer.Option(
-            help="float32, float16, bfloat16; of gguf f16, f32 or q8_0. Absent: the source's."
+            help="float32, float16 or bfloat16; with gguf f16, f32 or q8_0 [default: as "
+            "the source]."
         ),
     ] = None,
     base: Annotated[
         str | None,
         Input,
         typer.Option(
-            help="Of gguf: its GGUF file, directory, config.json or smollm2; of lora: fills up "
-            "missing layers. For unet:7 …: its pipeline."
+            help="Base model; needed with gguf (GGUF file, directory, config.json or "
+            "smollm2); with "
+            "lora it adds missing layers as zeros; for layers such as unet:7, its pipeline."
         ),
     ] = None,
     like: Annotated[
         Path | None,
         typer.Option(
-            help="Of same: the LoRA it was made from, whose keys, types and alphas are kept."
+            help="With same: the LoRA it was made from; its keys, dtypes and alphas are used."
         ),
     ] = None,
     without_heads: Annotated[
         bool,
         typer.Option(
-            "--without-heads", help="Leave out what is no part of a layer, such as heads; names it."
+            "--without-heads", help="Leave out and name other tensors, such as a classifier head."
         ),
     ] = False,
     alpha: Alpha = None,
     force: Force = False,
     max_memory: MaxMemory = None,
 ) -> None:
-    """Write an adapter for tools that load plain LoRA.
+    """Write an adapter as a plain LoRA, for tools that load LoRA.
 
-    The file is a LoRA of the same ΔW.
+    It has the same ΔW, up to rounding to --storage.
     """
     if like is not None and to != "same":
         raise typer.BadParameter("goes with --to same", param_hint="--like")
@@ -212,7 +213,7 @@ def export(
     written_format = like_or_source.format if to == "same" else to
     if storage is None:
         storage = "f16" if to == "gguf" else like_or_source.storage
-    typer.echo(f"Wrote {out}: a {written_format} adapter, exact up to rounding to {storage}.")
+    typer.echo(f"Wrote {out} ({written_format}): the same ΔW, up to rounding to {storage}.")
 
 
 def _what_servers_miss(
@@ -224,16 +225,16 @@ def _what_servers_miss(
     if source.extras and not leaves_heads_out:
         names = ", ".join(source.extras)
         yield (
-            f"Kept beside the layers: {names}. Servers of language models pass over them, or "
-            "refuse the file; --without-heads leaves them out."
+            f"Also written: {names}. Servers of language models ignore them, or refuse the file; "
+            "--without-heads leaves them out."
         )
     written = {layer.name for layer in checkpoints.open_checkpoint(out).layers}
     missing = [name for name in read_provenance(source).get("dropped", ()) if name not in written]
     if missing:
         yield (
-            f"{len(missing)} layers that were left out are not in the file, since their size is "
-            f"that of no other ({missing[0]}); --base BASE fills them up with zeros, which SGLang, "
-            "TGI and LoRAX may need."
+            f"{len(missing)} dropped layers are not in the file, since no other layer has their "
+            f"size ({missing[0]}); --base BASE adds them as zeros, which SGLang, TGI and LoRAX may "
+            "need."
         )
 
 
@@ -243,18 +244,17 @@ def demo(
     ),
     quiet: Quiet = False,
 ) -> None:
-    """Compress the adapter that comes with the package.
+    """Compress a small LoRA that comes with the package.
 
-    48 times; then export it, measure both again, draw what is kept.
+    48 times fewer parameters; then export the result, verify both, and draw what is kept.
     """
     room = files("lsrdecomp.cli")
     with as_file(room / "demo_adapter") as source, as_file(room / "demo_statistics") as statistics:
         # 1. The adapter, compressed and exported.
         tables.show(
             None,
-            "The adapter: a LoRA (r = 8) for sentiment on a MiniLM encoder, trained by us, with "
-            "statistics of what its layers do. Forty-eight times fewer parameters, kept where they "
-            "matter:\n",
+            "The adapter: a LoRA (r = 8) for sentiment on a MiniLM encoder, with statistics of its "
+            "layers. Compressed to 48 times fewer parameters:\n",
         )
         compress(
             source,
@@ -265,7 +265,7 @@ def demo(
             outputs=Outputs(out=out / "lsr", force=True),
             display=Display(quiet=quiet),
         )
-        typer.echo("\nAs a plain LoRA, for every tool that loads LoRA:")
+        typer.echo("\nExported as a plain LoRA, for tools that load LoRA:")
         export(out / "lsr", out / "lora", force=True)
         # 2. Both, measured again from their files.
         checkpoint = checkpoints.open_checkpoint(source)
@@ -273,7 +273,9 @@ def demo(
             written = checkpoints.open_checkpoint(out / name)
             if not compression.verify(checkpoint, written).passed:
                 raise LsrError(f"{out / name} is not what was recorded when it was written")
-        typer.echo("Measured again from the files, both are what was recorded.\n")
+        typer.echo(
+            "Verified: the errors of both, measured again from the files, are those recorded.\n"
+        )
         # 3. What is kept at this size and at others, as measured by us on reviews.
         kept = loads((room / "demo_kept.json").read_text(encoding="utf-8"))
         full_size = checkpoint.adapter_parameters
@@ -284,9 +286,9 @@ def demo(
         ours, svd = (f"{100 * share[full_size / 48]:.0f} %" for share in shares.values())
         tables.show(
             None,
-            f"It keeps {ours} of what the adapter gains, truncated SVD of that size in the same "
-            f"norm {svd}: measured on the {kept['examples']} reviews of {kept['task']}.\n"
-            "Measured on texts of your own, without labels:\n"
+            f"Keeps {ours} of the LoRA's gain in loss on the {kept['examples']} reviews of "
+            f"{kept['task']}; truncated SVD of that size keeps {svd}.\n"
+            "To measure it on texts of your own, without labels:\n"
             f"  lsrdecomp compress {quoted(source)} --calibrated {quoted(statistics)} "
             "--ratio 48 \\\n"
             "    --base sentence-transformers/all-MiniLM-L6-v2 --data TEXTS.txt --out "

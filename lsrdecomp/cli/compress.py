@@ -79,51 +79,52 @@ def compress(
         typer.Option(
             "--calibrated",
             "--statistics",
-            help="Statistics from `calibrate`: errors then count what the network does.",
+            help="Statistics from `calibrate`: minimize the output error, not the weight error.",
         ),
     ] = None,
     base: Annotated[
         str | None,
         Input,
-        typer.Option(help="Measure what is kept on this base: a name or a directory."),
+        typer.Option(help="Base model to measure on: a name or a directory."),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="With --base: texts of the task, no labels; some held out.")
+        Path | None, typer.Option(help="With --base: texts of the task; no labels are needed.")
     ] = None,
     storage: Storage = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that solve.", show_default="1")
+        int | None,
+        typer.Option(min=1, help="Processes that solve [default: 1].", show_default=False),
     ] = None,
     opening: Opening,
     display: Display,
     **options: Any,
 ) -> None:
-    r"""Make a LoRA adapter smaller; PEFT opens the result.
+    """Make a LoRA adapter smaller; PEFT opens the result.
 
-    With --base and --data a share is the goal: --keep 0.95 finds the smallest version that keeps
-    95 % of the LoRA's effect on held-out texts; bit widths are chosen automatically. --distil 200
-    also trains smaller ones on the LoRA's own answers, without labels.
+    With --base and --data, --keep 0.95 finds the smallest version that keeps 95 % of the LoRA's
+    effect on held-out texts; bit widths are chosen automatically. --distil 200 also trains smaller
+    versions on the LoRA's own answers, without labels.
 
     Without a base the goal is a size (--ratio, --params, --bytes) or an error (--rtol). With
-    --calibrated the error is a proxy for the change of the outputs (Fisher norm); without it only
-    the weights can be matched (Frobenius norm), where truncated SVD is hard to beat, and is taken
-    where it is better.
+    --calibrated an estimate of the output error is minimized (Fisher norm); without it the weight
+    error (Frobenius norm), for which truncated SVD is close to optimal, and used where it is
+    better.
 
-    With --out small.safetensors a LoRA file comes back in its original format, in seconds, and
-    with --to same a directory: a plain LoRA, which every tool reads.
+    --out small.safetensors writes a LoRA file in its original format, and --to same a directory: a
+    plain LoRA that every tool reads, by truncated SVD, in seconds.
     \f
 
-    Such a LoRA is cut by truncated SVD, with one threshold over all layers. So is every file of a
-    directory of such; --dry-run shows the curve, --verbose every layer.
+    Truncated SVD has one threshold over all layers. ADAPTER may then be a directory of LoRA files,
+    each of which is compressed; --dry-run shows the error of other sizes, --verbose every layer.
 
     --distil trains at most two sizes, and the smallest that keeps the share is written; if none
     does, the untrained one. Exit code 1, and nothing written, if --rtol cannot be met in this
     storage.
 
     Several ratios share one search: --ratio 96,48 --out small writes small-96 and small-48. A
-    killed run goes on where it was: what was solved waits in .NAME.journal beside --out, also for
-    another ratio, until the result is written.
-    """
+    killed run resumes when it is started again, also with another ratio: what was solved is stored
+    in .NAME.journal beside --out until the result is written.
+    """  # noqa: D301 (a form feed ends the short help)
     # 1. What is asked, before anything is opened: a request for each ratio.
     files = [] if opening.name or calibrated or base else resize.lora_files(adapter)
     to_source_format = bool(files) or resize.names_file(outputs.out) or outputs.to == "same"
@@ -301,9 +302,17 @@ def _measured_sentences(result: Compression) -> Iterator[str]:
     tried = f"{_tried(result.tried)} " if len(result.tried) > 1 else ""
     yield f"{tried}It {result.fidelity.sentence()}."
     if result.truncated_svd is not None:
-        yield f"Quantized truncated SVD, on the same texts: {result.truncated_svd}."
+        from lsrdecomp.fidelity.fidelity import size_text  # here, since NumPy comes with it
+
+        svd = result.truncated_svd
+        yield (
+            f"Quantized truncated SVD of {size_text(svd.bytes)} keeps {100 * svd.kept:.1f} % on "
+            "the same texts."
+        )
+    if result.mismatches:
+        yield "\nAnswers that differ:"
     for pair in result.mismatches:
-        yield f"\n  {pair.question}\n  LoRA: {pair.lora}\n  compressed: {pair.variant}"
+        yield f"  {pair.question}\n    LoRA: {pair.lora}\n    compressed: {pair.variant}"
 
 
 def _tried(tried: Sequence[Measurement]) -> str:
@@ -333,7 +342,7 @@ def _warn_if_poor(results: Sequence[Compression], *, distilled: bool) -> bool:
         more = "more room" if distilled else "--distil 200"
         tables.say(
             f"WARNING: this version keeps only {100 * result.fidelity.kept:.0f} % of the LoRA's "
-            f"effect; try --keep 0.9, {more}, or texts nearer to its task"
+            f"effect; try --keep 0.9, {more}, or texts closer to its task"
         )
     return any(result.plan.ratio is None for result in poor)
 

@@ -21,26 +21,25 @@ def distil(
         Path, typer.Argument(help="Directory that `compress` wrote.", show_default=False)
     ],
     *,
-    teacher: Annotated[Path, typer.Option(help="The LoRA it was made from, a PEFT directory.")],
-    base: Annotated[str, typer.Option(help="The base model, by name or directory.")],
+    teacher: Annotated[Path, typer.Option(help="PEFT directory of the LoRA it was made from.")],
+    base: Annotated[str, typer.Option(help="Base model: a name or a directory.")],
     data: Annotated[
         Path, typer.Option(help="Texts of the task, without labels; some are held out.")
     ],
     out: Annotated[
         Path | None,
         NEW_DIRECTORY,
-        typer.Option(help="Directory to write; absent, ADAPTER is replaced."),
+        typer.Option(help="Directory to write [default: ADAPTER is replaced]."),
     ] = None,
     quiet: Quiet = False,
     json: JsonFile = None,
     force: Force = False,
     **options: Any,
 ) -> None:
-    """Train a compressed adapter towards its LoRA, no labels.
+    """Train a compressed adapter on its LoRA's answers, no labels.
 
-    Its numbers are trained on the LoRA's own answers. The share kept is measured on held-out texts
-    before and after, and the better form is kept. A run that was killed goes on where it was; the
-    adapter stays as it is until the end.
+    The share kept of the LoRA's effect is measured on held-out texts before and after, and the
+    better version is written. A killed run resumes; the adapter stays as it is until the end.
     """
     from lsrdecomp.fidelity.distil import distil as run  # here, since NumPy comes with it
 
@@ -57,11 +56,11 @@ def distil(
         )
     variant = done.variant
     training = variant.training
-    verdict = "" if variant.steps else "; no better, so the old numbers stay"
+    verdict = "" if variant.steps else "; no better, so nothing was changed"
     tables.show(
         json,
-        f"{training.steps} steps at a rate of {training.rate:g}: {_percent(variant.before.kept)} "
-        f"before, {_percent(variant.after.kept)} after{verdict}.",
+        f"Trained for {training.steps} steps at a learning rate of {training.rate:g}: kept "
+        f"{_percent(variant.before.kept)} before, {_percent(variant.after.kept)} after{verdict}.",
         f"Wrote {done.directory}: {done.fidelity.sentence()}.",
     )
     tables.write_json(done.to_json(), json)

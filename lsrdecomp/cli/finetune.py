@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @options_of(FinetuneSettings)
 def finetune(
-    out: Annotated[Path, PLACE, typer.Option(help="Directory to write; must not exist.")],
+    out: Annotated[Path, PLACE, typer.Option(help="Directory to write; it must not exist.")],
     *,
     config: Annotated[
-        Path | None, typer.Option(help="TOML file with settings; options given here win.")
+        Path | None, typer.Option(help="TOML file with settings; options on the command line win.")
     ] = None,
     option: Annotated[
         list[str] | None,
@@ -41,7 +41,10 @@ def finetune(
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Throw away an interrupted run to the same place.")
+        bool,
+        typer.Option(
+            "--fresh", help="Discard an interrupted run to the same place, do not resume it."
+        ),
     ] = False,
     quiet: Quiet = False,
     json: JsonFile = None,
@@ -50,9 +53,9 @@ def finetune(
 ) -> None:
     """Train an adapter on a base: LoRA, LSR and others.
 
-    It is judged on the task's dev set. Writes OUT/adapter, a PEFT directory, OUT/record.json with
-    settings, versions and scores, and OUT/layers.jsonl with the spectra of the layers. Killed and
-    started again, a run with --set save_every=100 or --set patience=3 goes on where it was. For
+    It is evaluated on the task's dev set. Writes OUT/adapter, a PEFT directory, OUT/record.json
+    with settings, versions and scores, and OUT/layers.jsonl with the spectra of the layers. With
+    --set save_every=100 or --set patience=3 a killed run resumes when it is started again. For
     several devices: accelerate launch -m lsrdecomp.cli.main finetune ... Exit code 1 if training
     diverged.
     """
@@ -95,9 +98,9 @@ def _parts(record: FinetuneRecord, out: Path) -> Iterator[Sheet | str]:
         for source, text in completions.items():
             yield f"  {source + ':':9} {text}"
     yield (
-        f"\n{record.settings.method}: {record.adapter_parameters:,} parameters and "
-        f"{record.head_parameters:,} in the head; {record.adapter_bytes:,} bytes of "
-        f"{record.file_bytes:,}. {record.steps:,} steps in {record.wall_seconds:.1f} s."
+        f"\n{record.settings.method}: {record.adapter_parameters:,} parameters in "
+        f"{record.adapter_bytes:,} bytes, and {record.head_parameters:,} in the head; the file has "
+        f"{record.file_bytes:,} bytes. {record.steps:,} steps in {record.wall_seconds:.1f} s."
     )
     if record.dev.loss is None:
         yield "The outputs are no longer finite: try a smaller --learning-rate."
@@ -130,7 +133,7 @@ def _figure(scores: Scores, name: str) -> str:
     if name == "examples":
         return f"{scores.examples:,}"
     if name == "loss" and scores.loss is None:
-        return "lost"
+        return "not finite"
     values = {"accuracy": scores.accuracy, "loss": scores.loss, **scores.metrics}
     value = values.get(name)
     return "" if value is None else f"{value:.4f}"

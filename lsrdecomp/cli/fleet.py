@@ -28,13 +28,13 @@ def fleet(
         Path, typer.Argument(help="Directory with adapter directories anywhere below it.")
     ],
     outdir: Annotated[
-        Path, PLACE, typer.Argument(help="Where each is written, at the same relative place.")
+        Path, PLACE, typer.Argument(help="Where each is written, at the same relative path.")
     ],
     *,
     plan: Annotated[
         Path | None,
         typer.Option(
-            help="Goal and storage in a TOML file: a line [compress], then as ratio = 48."
+            help="TOML file with goal and storage: a line [compress], then lines as ratio = 48."
         ),
     ] = None,
     workers: Annotated[
@@ -45,22 +45,23 @@ def fleet(
         typer.Option(
             "--calibrated",
             "--statistics",
-            help="Statistics for all adapters, or a directory of each one's at its own place.",
+            help="Statistics for all adapters, or a directory with those of each at its own path.",
         ),
     ] = None,
     share: Annotated[
         bool,
         typer.Option(
             "--share/--alone",
-            help="Whether adapters of one base and the same layers share a search.",
+            help="Search once for adapters of one base with the same layers, or for each alone.",
         ),
     ] = True,
     ray: Annotated[
-        str | None, typer.Option(help="Run on a Ray cluster instead: its address, or auto.")
+        str | None, typer.Option(help="Run on a Ray cluster: its address, or auto.")
     ] = None,
     device: SolveDevice = None,
     per_gpu: Annotated[
-        int, typer.Option("--per-gpu", min=1, help="With --device cuda: jobs that share a GPU.")
+        int,
+        typer.Option("--per-gpu", min=1, help="With --device cuda: processes that share a GPU."),
     ] = 1,
     retries: Annotated[
         int, typer.Option(help="Further attempts for an adapter whose worker died.")
@@ -73,8 +74,8 @@ def fleet(
 ) -> None:
     """Compress every adapter below a directory.
 
-    Each to the size or error that is asked for. Started again after a kill it goes on where it was.
-    Exit code 1 if any adapter failed or missed its tolerance; the others are done all the same.
+    The goal is met by each adapter on its own. A killed run resumes when it is started again. Exit
+    code 1 if an adapter failed or missed its tolerance; all others are written nevertheless.
     """
     del force  # `outputs.checked` reads it
     if plan is not None and options:

@@ -59,30 +59,32 @@ Adapter = Annotated[
 JsonFile = Annotated[
     Path | None,
     NEW_FILE,
-    typer.Option("--json", help="Also write the figures as JSON; - for standard output."),
+    typer.Option("--json", help="Also write the results as JSON; - for standard output."),
 ]
 Force = Annotated[
-    bool, typer.Option("--force", help="Replace what the outputs name; a directory as a whole.")
+    bool, typer.Option("--force", help="Replace existing outputs; a directory as a whole.")
 ]
-ForceFile = Annotated[bool, typer.Option("--force", help="Replace a file that --json names.")]
+ForceFile = Annotated[bool, typer.Option("--force", help="Replace the file that --json names.")]
 Storage = Annotated[
     str | None,
     typer.Option(
         "--storage",
-        help="float32, float16, bfloat16, int8, int4, auto. Absent the LoRA's; with --base and "
-        "--keep or --bytes auto.",
+        help="float32, float16, bfloat16, int8, int4 or auto [default: as in the LoRA; auto with "
+        "--base and --keep or --bytes].",
     ),
 ]
 Name = Annotated[
-    str | None, typer.Option("--name", help="Weight file to take where the directory has several.")
+    str | None, typer.Option("--name", help="Weight file to open, where the directory has several.")
 ]
 Alpha = Annotated[
     float | None,
-    typer.Option("--alpha", help="LoRA alpha, for files that do not hold it (loralib)."),
+    typer.Option("--alpha", help="LoRA alpha, for files that do not store it (loralib)."),
 ]
 SolveDevice = Annotated[
     str | None,
-    typer.Option("--device", help="Solve with torch on cuda, cuda:1, cpu, …; absent, with NumPy."),
+    typer.Option(
+        "--device", help="Solve with torch on cuda, cuda:1, cpu, … [default: with NumPy]."
+    ),
 ]
 MaxMemory = Annotated[
     int | None,
@@ -90,12 +92,14 @@ MaxMemory = Annotated[
         "--max-memory",
         parser=memory_size,
         metavar="SIZE",
-        help="Refuse, before it is read, a layer or tensor that takes more than this: 4000000, "
-        "512MB, 8GiB.",
+        help="Refuse a layer or tensor larger than this before it is read: 4000000, 512MB, 8GiB.",
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")]
-Wide = Annotated[bool, typer.Option("--wide", help="All columns, however wide the table gets.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress on standard error.")]
+Wide = Annotated[
+    bool, typer.Option("--wide", help="Print all columns, however wide the table gets.")
+]
 Each = Annotated[
-    bool, typer.Option("--all", help="A row for each layer; otherwise equal ones share a row.")
+    bool,
+    typer.Option("--all", help="Print a row for each layer; otherwise equal layers share a row."),
 ]

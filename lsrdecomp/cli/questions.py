@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 DataFile = Annotated[
     Path | None,
     typer.Option(
-        help="JSON lines with prompt and completion, with messages, or with text; in place of "
+        help="JSON lines with prompt and completion, with messages, or with text; instead of "
         "--text."
     ),
 ]
 AnswerTokens = Annotated[
-    str, typer.Option("--answers", help="Which tokens of --data count: completion or all.")
+    str, typer.Option("--answers", help="Tokens of --data that count: completion or all.")
 ]
 SETTINGS = ("max_length", "truncate", "dtype")
 """Fields of `EvaluatorSettings` that are options of each verb that asks questions."""

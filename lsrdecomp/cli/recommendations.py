@@ -67,19 +67,20 @@ def warn_if_unusable(
     if total.relative_error <= unusable_error and 2 * dropped < total.layers:
         return
     tables.say(
-        f"WARNING: little of this adapter is left: error {total.relative_error:.3g}, {dropped} of "
+        f"WARNING: little of this adapter is left: weight error {total.relative_error:.3g}, "
+        f"{dropped} of "
         f"{total.layers} layers left out."
     )
     source = result.source
     if source.format.startswith("peft-") and source.config.get("task_type") in TASKS:
         tables.say(
-            "Name its base and texts of its task, and it is made small by what its layers do:\n"
+            "With its base and texts of its task the output error is minimized instead:\n"
             f"  {_measured_command(result, output)}"
         )
     else:
         tables.say(
-            "Allow a larger size: without a base and prompts only the weights can be matched. "
-            f"Bases are run for PEFT adapters whose config has a task_type ({', '.join(TASKS)})."
+            "Allow a larger size: without a base model only the weights can be matched. Bases can "
+            f"be run for PEFT adapters whose config has a task_type ({', '.join(TASKS)})."
         )
 
 

@@ -55,30 +55,34 @@ class Outputs:
         UNKNOWN,
         typer.Option(
             "--out",
-            help="Directory to write, or for a LoRA in its original format NAME.safetensors.",
+            help="Directory to write; NAME.safetensors for a LoRA in its original format.",
         ),
     ] = None
     to: Annotated[
         str | None,
         typer.Option(
             "--to",
-            help="same: a plain LoRA in the format of the source, by truncated SVD. Absent: LSR.",
+            help="same: a plain LoRA in its original format, by truncated SVD [default: LSR].",
         ),
     ] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the table; write nothing.")] = (
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the table, write nothing.")] = (
         False
     )
     record: Annotated[
-        bool, typer.Option("--record", help="Every layer in compression.json, not only sums.")
+        bool,
+        typer.Option("--record", help="List every layer in compression.json, not only totals."),
     ] = False
     bare: Annotated[
         bool,
         typer.Option(
-            "--bare", help="Only weights and config: no README.md, SHA256SUMS, compression.json."
+            "--bare",
+            help="Write no README.md, SHA256SUMS and compression.json, only weights and config.",
         ),
     ] = False
     report: Annotated[
-        Path | None, NEW_FILE, typer.Option(help="Also write the report as one HTML file.")
+        Path | None,
+        NEW_FILE,
+        typer.Option(help="Also write a report with pictures: one HTML file."),
     ] = None
     json: JsonFile = None
     force: Force = False
@@ -138,7 +142,8 @@ class Display:
     verbose: Annotated[
         bool,
         typer.Option(
-            "--verbose", help="A line for each layer: rank, and the share kept of its values."
+            "--verbose",
+            help="Print a line for each layer: its rank, and how much of its norm is kept.",
         ),
     ] = False
     quiet: Quiet = False
@@ -218,7 +223,8 @@ def parse_requests(
     ]
     if len(requests) > 1 and requests[0].measured is not None:
         raise typer.BadParameter(
-            "with --base one ratio at a time, or --keep for the smallest form that keeps a share",
+            "with --base one ratio at a time, or --keep for the smallest version "
+            "that keeps a share",
             param_hint="--ratio",
         )
     return requests

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 METHOD = (
     "Used truncated SVD with one global threshold. Without a base model only the weights can be "
-    "matched, and low rank is close to optimal for that. Bases are run for PEFT adapters of text "
-    "models only."
+    "matched, and low rank is close to optimal for that. A base can be run for "
+    "PEFT adapters of text models."
 )
 
 
@@ -211,13 +211,13 @@ def _show_written(cut: Truncation, path: Path, json: Path | None) -> float:
         record = loads(read_header(weights).metadata["lsrdecomp"])
         kept = (1.0 - cut.relative_error**2) ** 0.5
         rounding = float(record["rounding"]) / float(record["norm"]) * kept
-    rounding_text = f", which rounding moves by {rounding:.1g} at most" if rounding else ""
+    rounding_text = f" ± {rounding:.1g} by rounding" if rounding else ""
     dropped = sum(rank == 0 for rank in cut.ranks)
     tables.show(
         json,
         f"Wrote {path}: {cut.parameters:,} of {cut.source.adapter_parameters:,} parameters, "
         f"{weights.stat().st_size:,} of {cut.source.weights.stat().st_size:,} bytes, ranks up to "
-        f"{max(cut.ranks)}, {dropped} of {len(cut.ranks)} layers left out; relative error "
+        f"{max(cut.ranks)}, {dropped} of {len(cut.ranks)} layers left out; weight error "
         f"{cut.relative_error:.4f}{rounding_text}.",
     )
     return rounding

@@ -147,13 +147,14 @@ def file_sizes(source: Checkpoint, out: Path) -> str:
     heads = source.extra_bytes
     before = bytes_to_open(source.weights) - heads
     after = bytes_to_open(out / checkpoints.WEIGHTS) - heads
-    carried = f"; {heads:,} bytes of other tensors in both" if heads else ""
     times = f", {before / after:.3g} times fewer" if before > after else ""
-    text = f"Weights and config: {after:,} bytes instead of {before:,}{times}{carried}"
+    text = f"Weights and config: {after:,} bytes instead of {before:,}{times}."
+    if heads:
+        text += f" Both files hold {heads:,} bytes more of other modules, copied unchanged."
     beside = sum(path.stat().st_size for path in out.iterdir()) - after - heads
     if beside:
-        text += f"; {beside:,} bytes of README.md and records beside them (--bare leaves them out)"
-    return f"{text}."
+        text += f" README.md and records take {beside:,} bytes (--bare leaves them out)."
+    return text
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Sheet:

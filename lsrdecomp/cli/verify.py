@@ -48,27 +48,27 @@ def verify(
         str | None,
         Input,
         typer.Option(
-            help="Also compare the answers of this base; with --for, what it is served on."
+            help="Also compare outputs on this base model; with --for, the base it is served on."
         ),
     ] = None,
     rules: Annotated[
         str | None,
         typer.Option(
             "--for",
-            help="What vllm, sglang, tgi, lorax, peft, llama.cpp, diffusers or kohya would apply.",
+            help="Server: vllm, sglang, tgi, lorax, peft, llama.cpp, diffusers or kohya.",
         ),
     ] = None,
     python: Annotated[
         str | None,
         typer.Option(
             "--python",
-            help="With --for: interpreter that has vllm, sglang, tgi or lorax: its loader is run.",
+            help="With --for: Python that has vllm, sglang, tgi or lorax, to run its loader.",
         ),
     ] = None,
     server: Annotated[
         str | None,
         typer.Option(
-            "--server", help="URL of a running llama.cpp or OpenAI server: ask it instead."
+            "--server", help="URL of a running server to ask: llama.cpp or OpenAI's protocol."
         ),
     ] = None,
     served_as: Annotated[
@@ -78,18 +78,21 @@ def verify(
     data: DataFile = None,
     answers: AnswerTokens = "completion",
     text: Annotated[
-        Path | None, typer.Option(help="What it answers: a line an example, a tab between pairs.")
+        Path | None,
+        typer.Option(help="Text file: one example a line, a tab between the texts of a pair."),
     ] = None,
     task: Annotated[
-        Path | None, typer.Option(help="Dev split of a GLUE or SuperGLUE directory, not --text.")
+        Path | None,
+        typer.Option(help="Directory of a GLUE or SuperGLUE task (dev split), instead of --text."),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Examples at a time.", min=1)] = 16,
+    batch: Annotated[int, typer.Option(help="Examples per batch.", min=1)] = 16,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     accept: Annotated[
         bool,
         typer.Option(
             "--accept",
-            help="Record files beside its numbers as they are now, after an edit that was meant.",
+            help="Record the files beside the weights as they are now, after an edit "
+            "that was meant.",
         ),
     ] = False,
     opening: Opening,
@@ -100,13 +103,14 @@ def verify(
 ) -> None:
     """Measure a written adapter against its source.
 
-    Exit code 1 if it is not what was recorded, 3 if nothing was or a record is gone. With --base
-    and texts, also how their answers differ; no labels are needed.
+    Its errors are compared with those that were recorded. Exit code 1 if they differ, 3 if none
+    were recorded or a record is missing. With --base and texts the outputs of the two adapters are
+    compared too; no labels are needed.
 
     verify ADAPTER --for vllm --base BASE says which layers that server would apply, by its own
-    loader where it is installed; verify ADAPTER --server URL asks a running one whether the adapter
-    acts, and with --base at which scale. Exit code 1 if it would not, or does not; 3 if that is not
-    known here.
+    loader where it is installed. verify ADAPTER --server URL asks a running server whether the
+    adapter is active, and with --base at which scale. Exit code 1 if it is not, 3 if that cannot
+    be told here.
     """
     del force  # `outputs.checked` reads it
     settings = EvaluatorSettings(**options)
@@ -146,7 +150,7 @@ def verify(
             behaviour = _behaviour(pair, questions, batch, step)
     # 3. What came of it, for people, for machines, and as an exit code.
     tables.show(json, verification_table(result, each=display.each), wide=display.wide)
-    tables.show(json, f"Relative error over all layers: {result.relative_error:.4g}.")
+    tables.show(json, f"Weight error over all layers: {result.relative_error:.4g}.")
     if behaviour is not None:
         tables.show(json, *_sentences(behaviour))
     tables.write_json(_figures(result, behaviour, base), json)
@@ -241,18 +245,17 @@ def _figures(
 def _sentences(behaviour: Behaviour) -> Iterator[str]:
     """Yield how the answers differ, in words."""
     yield (
-        f"Divergence of the answers on {behaviour.answers:,} {behaviour.unit}s: "
-        f"{behaviour.kl:.4g} nats per {behaviour.unit}; without ΔW it would be "
-        f"{behaviour.effect:.4g}."
+        f"KL to the source {behaviour.kl:.4g} nats per {behaviour.unit}, on "
+        f"{behaviour.answers:,} {behaviour.unit}s; {behaviour.effect:.4g} without an adapter."
     )
     if behaviour.kept is not None:
         error = ""
         if behaviour.standard_error is not None:
             error = f" ± {100 * behaviour.standard_error:.1f}"
-        yield f"It keeps {100 * behaviour.kept:.1f}{error} % of the LoRA's effect."
+        yield f"Keeps {100 * behaviour.kept:.1f}{error} % of the source's effect."
     if behaviour.agreement is not None:
         exact = behaviour.exact_match_text()
-        yield f"The top prediction agrees on {behaviour.agreement:.2%}{exact}."
+        yield f"The top prediction agrees on {100 * behaviour.agreement:.1f} %{exact}."
 
 
 def _say_way_out(result: compression.Verification, source: Path, written: Path) -> None:

@@ -29,7 +29,12 @@ from lsrdecomp.compression.candidates import (
     lsr_candidate,
     materialize,
 )
-from lsrdecomp.compression.effort import DEFAULT_LIMITS, FileFilling, ResourceLimits
+from lsrdecomp.compression.effort import (
+    DEFAULT_FILLING,
+    DEFAULT_LIMITS,
+    FileFilling,
+    ResourceLimits,
+)
 from lsrdecomp.compression.layers import Layer, StatisticsByLayer, batches, open_layers
 from lsrdecomp.compression.plain_svd import plain_svd_error
 from lsrdecomp.compression.quantize import INTEGER_BITS
@@ -56,8 +61,6 @@ HEADER_BYTES = 200
 GIVEN_TERMS_SOLVER = JointALS(tolerance=5e-4, initializations=1, single=True)
 """Solver of layers at given numbers of terms. It ends after about eight sweeps, at errors that are
 0.05 % above those after hundreds of sweeps, in the median."""
-
-DEFAULT_FILLING = FileFilling()
 
 
 @one_blas_thread
@@ -356,7 +359,7 @@ class SearchedAdapter:
                 break
             file_size = _written_bytes(result)
             file_sizes.append(file_size)
-            result = replace(result, file_bytes=file_size)
+            result = replace(result, file_bytes=file_size, filling=self.filling)
             # 2. Shrink the interval.
             if file_size <= max_bytes:
                 low = max(low, factor_bytes)

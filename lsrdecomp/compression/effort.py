@@ -277,3 +277,6 @@ class FileFilling:
 
     max_files: int = 8
     min_fill: float = 0.99
+
+
+DEFAULT_FILLING = FileFilling()

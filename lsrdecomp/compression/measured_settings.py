@@ -25,14 +25,14 @@ class EvaluatorSettings(Settings):
         int | None,
         ON_COMMAND_LINE,
         whole_number(8),
-        "Held-out examples for the final measurement, at most a quarter of the data; absent, 64 "
-        "prompts or 128 texts.",
+        "Held-out examples for the final measurement, at most a quarter of the data [default: 64 "
+        "prompts or 128 texts].",
     ] = None
     batch: Annotated[
         int | None,
         ON_COMMAND_LINE,
         whole_number(1),
-        "Examples at a time, and in a step; absent, 8 for language models, else 32.",
+        "Examples per batch and per training step [default: 8 for language models, else 32].",
     ] = None
     max_length: Annotated[
         int | None,
@@ -41,7 +41,9 @@ class EvaluatorSettings(Settings):
         "Maximum tokens per example [default: 1024 for prompts, 128 for plain text].",
     ] = None
     truncate: Annotated[
-        bool, ON_COMMAND_LINE, "Cut longer prompts at their beginning, instead of refusing them."
+        bool,
+        ON_COMMAND_LINE,
+        "Cut the beginning of prompts that are too long, instead of refusing them.",
     ] = False
     dtype: Annotated[
         str,
@@ -50,9 +52,11 @@ class EvaluatorSettings(Settings):
         "Precision of the base: float32 or bfloat16.",
     ] = "float32"
     device: Annotated[
-        str | None, ON_COMMAND_LINE, "cuda, cuda:1, …; absent, the CPU, where NumPy solves."
+        str | None, ON_COMMAND_LINE, "cuda, cuda:1, … [default: the CPU, where NumPy solves]."
     ] = None
-    seed: Annotated[int, ON_COMMAND_LINE, "Seed of the split of the texts and their order."] = 0
+    seed: Annotated[
+        int, ON_COMMAND_LINE, "Seed of the order of the texts, and of which are held out."
+    ] = 0
 
 
 @settings
@@ -69,25 +73,25 @@ class MeasuredSettings(EvaluatorSettings):
         float | None,
         ON_COMMAND_LINE,
         SHARE,
-        "With --base: the smallest version that keeps this share, such as 0.95.",
+        "With --base: find the smallest version that keeps this share of the effect.",
     ] = None
     distil: Annotated[
         int,
         ON_COMMAND_LINE,
         whole_number(0),
-        "With --base: train it on the LoRA's answers for so many steps.",
+        "With --base: also train it on the LoRA's answers, for so many steps.",
     ] = 0
     examples: Annotated[
         int,
         ON_COMMAND_LINE,
         whole_number(0),
-        "With --base: show so many examples that are answered differently; SVD beside it.",
+        "With --base: show so many texts that are answered differently, and truncated SVD.",
     ] = 0
     passes: Annotated[
         int,
         ON_COMMAND_LINE,
         whole_number(1),
-        "With --base: 2 searches again in the norm around the result of the first.",
+        "With --base: 2 repeats calibration and search with the first result active.",
     ] = 1
 
 

@@ -16,6 +16,7 @@ from lsrdecomp.checkpoints import Checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.provenance import REPORT, read_provenance
 from lsrdecomp.compression.candidates import StoredSummary
+from lsrdecomp.compression.effort import DEFAULT_FILLING, FileFilling
 from lsrdecomp.compression.settings import GOALS, STORAGES, CompressionPlan
 from lsrdecomp.precision import PRECISIONS
 from lsrdecomp.threads import one_blas_thread
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from lsrdecomp.compression.layers import Layer
     from lsrdecomp.formats.stored import Stored
 
-FILLED = 0.98
-"""Share of the bytes of a plan above which nothing is said of those that are left."""
 FINER_STORAGE = {"int4": "int8 or auto", "int8": "float16", "auto": "float16", "float16": "float32"}
 """Storages in which an adapter may take more bytes, by the plan's."""
 
@@ -58,6 +57,8 @@ class Compression:
         Other measurements on the base: other sizes, texts answered differently, truncated SVD.
     file_bytes : int, optional
         Bytes of weight file and config, for a plan of bytes that was filled.
+    filling : FileFilling
+        How a plan of bytes was filled.
     is_nearest : bool
         Whether nothing that was tried is nearer, however much the plan allows.
     solved_layers : int, optional
@@ -87,6 +88,7 @@ class Compression:
     mismatches: tuple[Any, ...] = ()
     truncated_svd: Any = None
     file_bytes: int | None = None
+    filling: FileFilling = DEFAULT_FILLING
     is_nearest: bool = False
     solved_layers: int | None = None
 
@@ -121,10 +123,13 @@ class Compression:
     def unfilled(self) -> str | None:
         """Why the files have fewer bytes than a plan of bytes allows, as a sentence.
 
-        None for another plan, and for files that have at least `FILLED` of the bytes.
+        None for another plan, and for files that have at least ``min_fill`` of the bytes
+        (`lsrdecomp.compression.effort.FileFilling`).
         """
         allowed = self.plan.bytes
-        if allowed is None or self.file_bytes is None or self.file_bytes >= FILLED * allowed:
+        if allowed is None or self.file_bytes is None:
+            return None
+        if self.file_bytes >= self.filling.min_fill * allowed:
             return None
         text = f"The files have {self.file_bytes:,} of {allowed:,} bytes"
         storage = self.plan.storage
@@ -181,18 +186,21 @@ class Compression:
             yield self.unfilled
         if self.fidelity is not None and self.fidelity.distilled:
             return
-        yield (
-            f"Relative Frobenius error {total.relative_error:.3g} over all layers, "
-            "measured on what is written: how close the numbers are."
-        )
+        text = f"Weight error {total.relative_error:.3g} (relative, Frobenius norm)"
         if total.functional_error is not None:
+            yield f"{text}; not the one that was minimized."
             yield self._fisher_sentence(unit)
+        else:
+            yield f"{text}, measured on the stored numbers."
         if total.low_rank_error is not None:
-            error = total.low_rank_error
-            rival = "Truncated SVD at the same budget"
+            rival = "Truncated SVD with as many parameters"
             if self.has_plain_rival:
-                rival = "Plain truncated SVD with group-wise integers, in as many bytes"
-            yield f"{rival} and in the same norm: {error:.3g}."
+                rival = "Truncated SVD with group-wise integers, in as many bytes"
+            elif self.plan.bytes is not None:
+                rival = "Truncated SVD in as many bytes"
+            elif self.plan.rtol is not None or self.plan.kl is not None:
+                rival = "Truncated SVD at the same budget"
+            yield f"{rival}: {total.low_rank_error:.3g} in the same norm."
         yield from self._solved_sentence()
 
     def _solved_sentence(self) -> Iterator[str]:
@@ -229,7 +237,7 @@ class Compression:
             f"{total.ratio:.3g} times fewer"
         )
         if total.extra_parameters:
-            text += f"; {total.extra_parameters:,} numbers of other modules are kept as they are"
+            text += f"; {total.extra_parameters:,} of other modules are copied unchanged"
         text += "."
         if total.dropped:
             text += f" {total.dropped} of {total.layers} layers left out."
@@ -239,15 +247,14 @@ class Compression:
         total = self.totals
         text = (
             f"Output error (Fisher norm) {total.functional_error:.3g}: "
-            "a proxy for the change of the outputs."
+            "a proxy for the change of the outputs, and what was minimized."
         )
         if self.fidelity is not None:  # the change itself was measured
             return text
-        estimate = f" Estimated divergence from the LoRA's answers: {total.kl:.3g} "
+        estimate = f" Estimated KL to the LoRA: {total.kl:.3g} nats per {unit}"
         if total.effect is None:
-            how = "to second order and often several times too low"
-            return f"{text}{estimate}nats per {unit}, {how}."
-        return f"{text}{estimate}of {total.effect:.3g} nats per {unit}."
+            return f"{text}{estimate} (to second order; often several times too low)."
+        return f"{text}{estimate}, {total.effect:.3g} without an adapter."
 
     def _repr_html_(self) -> str:
         """Return the same for a notebook."""

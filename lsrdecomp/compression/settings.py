@@ -66,32 +66,38 @@ class CompressionPlan(Settings):
         float | None,
         ON_COMMAND_LINE,
         POSITIVE,
-        "Largest relative error of every layer, as written.",
+        "Maximum relative error of every layer, as written.",
     ] = None
     separation_rank: Annotated[
-        int | None, ON_COMMAND_LINE, whole_number(1), "So many terms a side in every layer."
+        int | None,
+        ON_COMMAND_LINE,
+        whole_number(1),
+        "Number of terms of every layer, on each side.",
     ] = None
     parameters: Annotated[
         float | None,
         ON_COMMAND_LINE,
         POSITIVE,
         Alias("params"),
-        "So many parameters, in the factors of all layers.",
+        "Maximum parameters of all layers together.",
     ] = None
     ratio: Annotated[
-        float | None, ON_COMMAND_LINE, POSITIVE, "So many times fewer parameters, over all layers."
+        float | None,
+        ON_COMMAND_LINE,
+        POSITIVE,
+        "Reduce the parameters of all layers together by this factor.",
     ] = None
     bytes: Annotated[
         int | None,
         ON_COMMAND_LINE,
         POSITIVE,
-        "At most so many bytes to open it: weight file and config.",
+        "Maximum bytes of weight file and config together.",
     ] = None
     kl: Annotated[
         float | None,
         ON_COMMAND_LINE,
         POSITIVE,
-        "Nats of divergence of answers: estimated by statistics, or on a base measured.",
+        "Maximum KL to the LoRA in nats: measured with --base, else estimated by statistics.",
     ] = None
     inner_shape: Annotated[
         tuple[int, ...] | None,
@@ -103,19 +109,19 @@ class CompressionPlan(Settings):
         int | None,
         ON_COMMAND_LINE,
         whole_number(1),
-        "No layer of a larger rank when it is served as a LoRA.",
+        "Maximum rank of a layer when it is served as a LoRA.",
     ] = None
     structure: Annotated[
         str | None,
         ON_COMMAND_LINE,
         one_of(("lsr",)),
-        "lsr: Kronecker products in every layer, to fine-tune. Absent: the nearest structure.",
+        "lsr: Kronecker products in every layer, to fine-tune [default: the nearest structure].",
     ] = None
     storage: Annotated[
         str | None,
         ON_COMMAND_LINE,
-        "float32 if absent, float16, bfloat16; also int8, int4, auto (float16, int8 or int4 a "
-        "layer).",
+        "float32, float16, bfloat16, int8, int4 or auto (float16, int8 or int4 by layer) "
+        "[default: float32].",
     ] = None
 
     def check_together(self) -> None:

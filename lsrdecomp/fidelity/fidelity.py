@@ -133,7 +133,8 @@ class Fidelity(Behaviour):
         error = "" if self.standard_error is None else f" ± {100 * self.standard_error:.1f}"
         files = f"files {size_text(self.bytes_before)} → {size_text(self.bytes_after)}"
         if self.head_bytes:
-            files += f" (both include a head of {size_text(self.head_bytes)})"
+            head = "classifier head" if self.unit == "example" else "of other modules"
+            files += f" (both include the {size_text(self.head_bytes)} {head})"
         texts = f"{self.examples} held-out texts of {self.data}"
         divergence = f"KL to the LoRA {self.kl:.3g} nats per {self.unit}"
         clauses = [

@@ -22,20 +22,23 @@ class DistilSettings(EvaluatorSettings):
         int, ON_COMMAND_LINE, whole_number(1), "Maximum steps, including the learning-rate search."
     ] = 200
     rate: Annotated[
-        float | None, ON_COMMAND_LINE, POSITIVE, "Relative change per step; absent, by trials."
+        float | None,
+        ON_COMMAND_LINE,
+        POSITIVE,
+        "Learning rate, a relative change per step [default: found by trials].",
     ] = None
     calibrated: Annotated[
         str | None,
         ON_COMMAND_LINE,
         INPUT_PATH,
         Alias("statistics"),
-        "Statistics, for codes solved in the Fisher norm.",
+        "Statistics from `calibrate`, to round integers in the Fisher norm.",
     ] = None
     micro: Annotated[
         int | None,
         ON_COMMAND_LINE,
         whole_number(1),
-        "Examples of a step that are read at a time.",
+        "Examples per micro-batch [default: a whole batch].",
     ] = None
 
 

@@ -400,7 +400,7 @@ class Corners:
             corners |= _two_types(first)
         for name, shapes in self.tiles.items():
             corners[name] = _plain(_repeating(shapes))
-        corners["stored by columns"] = _plain([np.asfortranarray(array) for array in first])
+        corners["Fortran-ordered input"] = _plain([np.asfortranarray(array) for array in first])
         corners["negative strides"] = [CornerArray(array, is_flipped=True) for array in first]
         if settings.is_integer and self.answer != "sum":
             corners["large integers"] = _plain(_large_integers(first, settings.dtype))
@@ -409,7 +409,7 @@ class Corners:
         can_be_nan = self.spreads_nan and not settings.is_integer
         if can_be_nan and "not finite" not in settings.leave_out:
             with_nan = [np.where(array == 1.0, np.nan, array) for array in first]
-            corners["not a number"] = _plain(with_nan)
+            corners["NaN input"] = _plain(with_nan)
         return corners
 
     def _exceptional(self, settings: CheckSettings) -> dict[str, list[CornerArray]]:

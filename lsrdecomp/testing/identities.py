@@ -60,7 +60,7 @@ def check_kron(kron: Kron, **options: Unpack[Options]) -> None:
 CORNERS = Corners(
     shapes={
         "factors of equal shape": ((2, 3), (2, 3)),
-        "all sides above five": ((6, 9), (7, 8)),
+        "large sides": ((6, 9), (7, 8)),
     },
     tiles={
         **{f"first factor {m}×{n}": ((m, n), (2, 3)) for m, n in TILES},

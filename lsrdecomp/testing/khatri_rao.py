@@ -61,7 +61,7 @@ def check_khatri_rao(khatri_rao: KhatriRao, **options: Unpack[Options]) -> None:
 CORNERS = Corners(
     shapes={
         "factors of equal shape": ((2, 3), (2, 3)),
-        "all sides above five": ((6, 9), (8, 9)),
+        "large sides": ((6, 9), (8, 9)),
     },
     tiles={
         "first factor about 16": ((17, 3), (2, 3)),

@@ -64,7 +64,7 @@ def check_kron_sum(kron_sum: KronSum, **options: Unpack[Options]) -> None:
 CORNERS = Corners(
     shapes={
         "factors of equal size": ((3, 3), (3, 3)),
-        "all sides above five": ((6, 6), (7, 7)),
+        "large sides": ((6, 6), (7, 7)),
     },
     tiles={
         "first factor about 16": ((17, 17), (2, 2)),

@@ -66,7 +66,7 @@ def check_partial_trace(partial_trace: PartialTrace, **options: Unpack[Options])
 CORNERS = Corners(
     shapes={
         "factors of equal size": ((3, 3, 3, 3),),
-        "all sides above five": ((6, 7, 6, 7),),
+        "large sides": ((6, 7, 6, 7),),
     },
     tiles={
         "first factor about 16": ((17, 2, 17, 2),),

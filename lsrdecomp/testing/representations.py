@@ -76,7 +76,7 @@ APPLY_CORNERS = Corners(
     shapes={
         "three factors": ((2, 3), (3, 2), (6, 2)),
         "five factors": ((2, 1), (1, 2), (3, 2), (1, 1), (2, 3), (12, 2)),
-        "all sides above five": ((6, 7), (8, 9), (63, 6)),
+        "large sides": ((6, 7), (8, 9), (63, 6)),
     },
     tiles={
         "first factor about 16": ((17, 16), (2, 3), (48, 2)),

@@ -89,7 +89,7 @@ def check_vec(
 CORNERS = Corners(
     shapes={
         "three columns": ((2, 3),),
-        "all sides above five": ((6, 7),),
+        "large sides": ((6, 7),),
     },
     tiles={
         "sides about 16": ((17, 15),),

@@ -166,13 +166,15 @@ def test_demo_runs_and_measures_what_it_wrote(tmp_path):
     done = run_command("demo", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "demo-output" / "kept.png").stat().st_size > 10_000
-    assert "Measured again from the files, both are what was recorded." in done.stdout
+    verified = "Verified: the errors of both, measured again from the files, are those recorded."
+    assert verified in done.stdout
     rows = json.loads((DEMO.parent / "demo_kept.json").read_text())["rows"]
     shares = {row["method"]: row["share"] for row in rows if row.get("ratio") == 48.0}
-    assert f"It keeps {100 * shares['lsr-kfac']:.0f} % of what the adapter gains" in done.stdout
-    assert f"in the same norm {100 * shares['svd-kfac']:.0f} %: measured on" in done.stdout
+    assert f"Keeps {100 * shares['lsr-kfac']:.0f} % of the LoRA's gain in loss" in done.stdout
+    rival = f"truncated SVD of that size keeps {100 * shares['svd-kfac']:.0f} %."
+    assert rival in done.stdout
     ours = float(re.search(r"\(Fisher norm\) ([0-9.]+):", done.stdout)[1])
-    svd = float(re.search(r"same norm: ([0-9.]+)\.", done.stdout)[1])
+    svd = float(re.search(r"parameters: ([0-9.]+) in the same norm", done.stdout)[1])
     assert ours < 0.75 * svd
     assert open_checkpoint(tmp_path / "demo-output" / "lsr").adapter_parameters <= 73_728 / 48
 

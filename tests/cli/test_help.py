@@ -41,6 +41,17 @@ def test_help_shows_fifteen_options_at_most_in_panels_and_all_on_request(verb):
     assert not all(f"  {flag}" in short for flag in every - {"--help-all"})
 
 
+@pytest.mark.parametrize("verb", PANELS)
+def test_the_short_help_ends_at_the_form_feed_and_shows_none(verb):
+    shown, whole = (CliRunner().invoke(app, [verb, flag]).stdout for flag in ("-h", "--help-all"))
+    assert "\\f" not in whole
+    text = get_command(app).commands[verb].help
+    if "\f" in text:
+        rest = text.split("\f")[1].replace("\b", "").split()[:6]
+        assert " ".join(rest) not in " ".join(shown.split())
+        assert " ".join(rest) in " ".join(whole.split())
+
+
 @pytest.mark.parametrize(
     ("verb", "example"), [(verb, example) for verb in VERBS for example in EXAMPLES[verb]]
 )

@@ -167,9 +167,7 @@ def test_the_bytes_beside_what_opens_a_directory_are_said(tmp_path):
     whole = run_command("compress", DEMO, *words, tmp_path / "whole")
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "whole").iterdir()}
     beside = sum(sizes.values()) - sizes["adapter_config.json"] - sizes["adapter_model.safetensors"]
-    assert f"{beside:,} bytes of README.md and records beside them" in " ".join(
-        whole.stdout.split()
-    )
+    assert f"README.md and records take {beside:,} bytes" in " ".join(whole.stdout.split())
     bare = run_command("compress", DEMO, *words, tmp_path / "bare", "--bare")
     assert "--bare" not in bare.stdout
     refused = run_command("compress", DEMO, *words, tmp_path / "x", "--bare", "--record")

@@ -94,7 +94,7 @@ def test_what_is_kept_is_read_at_a_prompt(tmp_path):
     assert [line.strip() for line in lines[-4:]] == [
         "Measured: keeps 81.3 ± 2.5 % of the LoRA's effect on 128 held-out texts of reviews.txt",
         f"{kl}; top prediction agrees on 95 %",
-        "files 302 kB → 18 kB (both include a head of 3.1 kB)",
+        "files 302 kB → 18 kB (both include the 3.1 kB classifier head)",
         "not on disk before save(directory)",
     ]
 

@@ -33,7 +33,7 @@ from lsrdecomp.fidelity import compress as compress_module  # noqa: E402
 from lsrdecomp.fidelity import evaluate, variants  # noqa: E402
 from lsrdecomp.fidelity.compress import compress_request  # noqa: E402
 from lsrdecomp.fidelity.evaluate import Evaluator  # noqa: E402
-from lsrdecomp.fidelity.fidelity import Fidelity, Measurement  # noqa: E402
+from lsrdecomp.fidelity.fidelity import Fidelity, size_text  # noqa: E402
 from lsrdecomp.fidelity.size_search import SizeSearch, TrainedSizeSearch  # noqa: E402
 from lsrdecomp.fidelity.variants import DistilledVariant  # noqa: E402
 
@@ -498,9 +498,8 @@ def test_examples_that_are_answered_differently_are_shown_and_counted_with_svd_b
     record = json.loads((out / "compression.json").read_text())
     promise, rival = record["promise"], record["truncated_svd"]
     assert rival["bytes"] <= promise["bytes_after"]
-    assert f"Quantized truncated SVD, on the same texts: {Measurement(**rival)}." in " ".join(
-        done.stdout.split()
-    )
+    rival_kept = f"{size_text(rival['bytes'])} keeps {100 * rival['kept']:.1f} % on the same texts."
+    assert f"Quantized truncated SVD of {rival_kept}" in " ".join(done.stdout.split())
     assert f"truncated SVD in bits: {rival['bytes']:,} bytes" in page.read_text()
     assert promise["answered"] == 12  # all that are held out
     assert promise["alike"] == round(12 * promise["agreement"])
