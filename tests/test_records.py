@@ -131,7 +131,10 @@ def in_readme():
         f"reviews.txt (KL to the LoRA {demo['kl']:.4f} nats per example, {demo['effect']:.3f} "
         f"without an adapter; top prediction agrees on {percent(demo['agreement'])} %)"
     )
-    yield f"→ {opened(demo):.1f} kB (both include a head of {demo['head_bytes'] / 1000:.1f} kB)"
+    yield (
+        f"→ {opened(demo):.1f} kB (both include the {demo['head_bytes'] / 1000:.1f} kB "
+        "classifier head)"
+    )
     (options,) = {tuple(row["options"]) for row in distilled}
     yield f"With `--keep {options[1]} --distil {options[3]}` it also trains"
     lora, sizes = (
