@@ -13,7 +13,8 @@ from lsrdecomp.kronecker.cp import from_cp, to_cp
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import tolerance
-from lsrdecomp.solvers.base import Status
+from lsrdecomp.solvers.base import Event, Status
+from lsrdecomp.solvers.cp.als import ALS
 from lsrdecomp.solvers.cp.tensorly import TensorLyCP
 from lsrdecomp.solvers.svd.greedy import Greedy
 from lsrdecomp.targets.base import Dense
@@ -209,6 +210,35 @@ def test_three_terms_of_three_shapes_are_found_whatever_shape_was_chosen_first()
     assert n_found >= 15
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_terms_of_three_factors_have_sizes_of_their_own(seed):
+    """Definition 3.2 lets sizes differ from term to term, for any number of factors."""
+    sizes = ["4x4, 4x4, 4x4", "2x2, 8x8, 4x4", "64x1, 1x64"]
+    shapes = [KroneckerShape.parse(text) for text in sizes]
+    parts = [random_matrix(shape, 1, 10 * seed + k) for k, shape in enumerate(shapes)]
+    matrix = sum(part.to_matrix() / part.norm for part in parts)
+    fit = Greedy(shapes[1:]).solve(Dense(matrix), shapes[0], rank=3)
+    assert fit.relative_error < 1e-9
+    assert {part.kronecker_shape for part in fit.approximation.parts} == set(shapes)
+    agree(fit.approximation @ matrix[0], matrix @ matrix[0], 100.0)
+
+
+@pytest.mark.parametrize("max_sweeps", [2, 30])
+def test_blocks_of_three_factors_that_fit_worse_are_not_taken(max_sweeps):
+    """So few sweeps may end above where they began, and with fewer terms than were asked for."""
+    shapes = [KroneckerShape.parse(text) for text in ("4x4, 4x4, 4x4", "2x2, 8x8, 4x4")]
+    parts = [random_matrix(shape, 2, k) for k, shape in enumerate(shapes)]
+    noise = np.random.default_rng(9).standard_normal((64, 64)) / 128.0
+    matrix = sum(part.to_matrix() / part.norm for part in parts) + noise
+    brief = ALS(initializations=1, core_sweeps=1, max_sweeps=max_sweeps)
+    fit = Greedy(shapes[1:], cycles=6, final_cycles=6, cp_solver=brief).solve(
+        matrix, shapes[0], rank=6
+    )
+    pairs = [(before, after) for before, after in pairwise(fit.sweeps) if after.event is Event.step]
+    assert pairs
+    assert all(after.relative_error <= before.relative_error for before, after in pairs)
+
+
 def test_without_a_number_of_terms_none_changes_to_a_dearer_shape():
     shapes = [KroneckerShape(((m, m), (16 // m, 16 // m))) for m in (2, 4, 8)]
     matrix = sum(random_matrix(shape, 1, k).to_matrix() for k, shape in enumerate(shapes))
@@ -222,8 +252,6 @@ def test_greedy_refuses_what_it_cannot_do():
     matrix, block, _ = separable_plus_low_rank()
     with pytest.raises(BudgetError, match="rank= or atol="):
         Greedy().solve(Dense(matrix), block)
-    with pytest.raises(ShapeError, match="has 3"):
-        Greedy((KroneckerShape(((4, 4),) * 3),)).solve(Dense(matrix), block, rank=1)
     with pytest.raises(ShapeError, match="64 rows"):
         Greedy((block,)).solve(Dense(matrix[:32]), KroneckerShape(((32, 1), (1, 64))), atol=0.1)
     zero = Greedy().solve(Dense(np.zeros((64, 64))), block, atol=0.1)

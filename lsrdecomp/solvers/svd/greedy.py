@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from lsrdecomp.arrays import Array, as_double, namespace, norm
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.base import Event, Solution, Solver, Status, Sweep, validate_request
+from lsrdecomp.solvers.cp.als import ALS
 from lsrdecomp.solvers.progress import IterationStep, SolveProgress, iterate
 from lsrdecomp.solvers.svd.dense import SVD, as_matrix
 from lsrdecomp.targets.base import Dense, Target
@@ -101,17 +102,18 @@ class Greedy:
     """Greedy choice of each term's shape by its gain per parameter, with backfitting [1]_.
 
     A block is all terms of one shape; refitting it to what the other blocks leave is a truncated
-    SVD, so the error never rises. Without refitting, greedy terms are far from optimal: that is
-    what makes this competitive. A shape chosen while other terms were missing may be the wrong one,
-    so terms then change shapes while that lowers the error; with a number of terms all changes are
-    tried, else those to a shape with no more parameters. It pays for a sum of a separable and a
-    low-rank matrix, and rarely elsewhere.
+    SVD for two factors, and for more alternating least squares from the terms it has, kept where
+    they fit better: the error never rises. Without refitting, greedy terms are far from optimal:
+    that is what makes this competitive. A shape chosen while other terms were missing may be the
+    wrong one, so terms then change shapes while that lowers the error; with a number of terms all
+    changes are tried, else those to a shape with no more parameters. It pays for a sum of a
+    separable and a low-rank matrix, and rarely elsewhere.
 
     Parameters
     ----------
     shapes : sequence of KroneckerShape
-        Candidates beside the shape that `solve` is given, of two factors each; include ``(m×1) ⊗
-        (1×n)`` for plain low rank.
+        Candidates beside the shape that `solve` is given, each of two factors or more; include
+        ``(m×1) ⊗ (1×n)`` for plain low rank.
     parameters : int, optional
         Maximum parameters; with it neither ``rank`` nor ``atol`` need be given.
     cycles : int
@@ -124,7 +126,9 @@ class Greedy:
         A term changes its shape where that lowers the error by this fraction; 1 keeps the shapes
         that were chosen. By hand.
     solver : Solver
-        Used for each block.
+        Used for each block of two factors.
+    cp_solver : ALS
+        Used for each block of more. Its ``storage`` sets the accuracy of an exact sum.
 
     References
     ----------
@@ -156,6 +160,7 @@ class Greedy:
     rtol: float = 1e-3
     min_exchange_gain: float = 0.01
     solver: Solver = field(default_factory=SVD)
+    cp_solver: ALS = field(default_factory=lambda: ALS(storage="float64", initializations=1))
 
     def solve(
         self,
@@ -176,15 +181,15 @@ class Greedy:
         -------
         MixedSolution
             ``sweeps`` are backfitting cycles, marked where a term was added; ``optimality_gap`` is
-            None, since greedy choice has no bound. Cost: one SVD of a rearrangement for each shape
-            and term, and one a block and cycle.
+            None, since greedy choice has no bound. Cost: one SVD of a rearrangement, or one run of
+            ``cp_solver``, for each shape and term, and one a block and cycle.
         """
         target = as_target(target)
         given = [KroneckerShape.parse(candidate) for candidate in (shape, *self.shapes)]
         candidates = tuple(dict.fromkeys(given))
         limit = self.parameters if rank is None else rank
         for candidate in candidates:
-            validate_request(target.shape, candidate, limit, atol, order=2)
+            validate_request(target.shape, candidate, limit, atol)
         max_terms = math.inf if rank is None else rank
         matrix = as_double(as_matrix(target))
         size = target.norm
@@ -192,16 +197,21 @@ class Greedy:
         least = goal + _floor(matrix)
         progress = SolveProgress(on_sweep)
         fit = _Fit({}, matrix, 1.0 if size > 0.0 else 0.0)
+        exhausted: set[KroneckerShape] = set()  # shapes that took no further term
         while fit.error > least and fit.n_terms < max_terms:
             # Greedy 1: the shape whose next term gains most per parameter.
-            chosen = self._choose(fit, candidates)
+            open_shapes = [shape for shape in candidates if shape not in exhausted]
+            chosen = self._choose(fit, open_shapes)
             if chosen is None:
                 break
             # Greedy 2: all blocks refitted in turn, the new one first, until a cycle gains little.
+            n_terms = fit.n_terms
             ranks = fit.ranks
             ranks[chosen] = ranks.get(chosen, 0) + 1
             progress.mark(Event.new_term)
             fit, _ = self._backfitted(fit, ranks, chosen, size, progress)
+            if fit.n_terms <= n_terms:
+                exhausted.add(chosen)  # `ALS` returns fewer terms where its sweeps are spent
             # Greedy 3: terms change shapes while that lowers the error.
             is_counted = rank is not None
             while fit.error > least and not progress.exhausted:
@@ -216,8 +226,7 @@ class Greedy:
             fit, _ = self._backfitted(fit, fit.ranks, first, size, progress, self.final_cycles)
         parts = tuple(block for block in fit.blocks.values() if block.separation_rank)
         if not parts:
-            zero = self.solver.solve(Dense(matrix), candidates[0], rank=1).approximation.truncate(0)
-            parts = (zero,)
+            parts = (self._block(matrix, candidates[0], 1).truncate(0),)
         approximation = MixedSum(parts)
         error = target.residual_norm(approximation) / (size or 1.0)
         status = Status.rank_reached
@@ -265,13 +274,32 @@ class Greedy:
         blocks = dict(fit.blocks)
         residual = fit.residual
         for shape in sorted(ranks, key=lambda shape: shape != first):
+            previous = blocks.get(shape)
             remainder = residual
-            if shape in blocks:
-                remainder = residual + blocks[shape].to_matrix()
-            solution = self.solver.solve(Dense(remainder), shape, rank=ranks[shape])
-            blocks[shape] = solution.approximation
-            residual = remainder - blocks[shape].to_matrix()
+            if previous is not None:
+                remainder = residual + previous.to_matrix()
+            block = self._block(remainder, shape, ranks[shape], previous)
+            remaining = remainder - block.to_matrix()
+            if previous is not None and norm(remaining) > norm(residual):
+                continue  # alternating least squares found no better terms
+            blocks[shape] = block
+            residual = remaining
         return _Fit(blocks, residual, norm(residual) / size)
+
+    def _block(
+        self,
+        matrix: Array,
+        shape: KroneckerShape,
+        rank: int,
+        start: SeparatedMatrix | None = None,
+    ) -> SeparatedMatrix:
+        """Fit terms of one shape; of three and more factors beginning at ``start``."""
+        solver = self.solver
+        if shape.essential.order != 2:
+            solver = self.cp_solver
+            if start is not None and 0 < start.separation_rank <= rank:
+                solver = replace(self.cp_solver, init=start)
+        return solver.solve(Dense(matrix), shape, rank=rank).approximation
 
     def _choose(self, fit: _Fit, candidates: Sequence[KroneckerShape]) -> KroneckerShape | None:
         """Choose the shape whose next term lowers the square error most per parameter.
@@ -283,7 +311,7 @@ class Greedy:
         for shape in candidates:
             if not self._has_room(shape, fit):
                 continue
-            leading = self.solver.solve(Dense(fit.residual), shape, rank=1).approximation
+            leading = self._block(fit.residual, shape, 1)
             if leading.separation_rank == 0:
                 continue
             gain = float(leading.weights[0]) / math.sqrt(shape.parameters(1))
@@ -324,8 +352,7 @@ class Greedy:
         left = blocks.pop(shape)
         residual = fit.residual + left.to_matrix()
         if left.separation_rank > 1:
-            rank = left.separation_rank - 1
-            blocks[shape] = self.solver.solve(Dense(residual), shape, rank=rank).approximation
+            blocks[shape] = self._block(residual, shape, left.separation_rank - 1)
             residual = residual - blocks[shape].to_matrix()
         return _Fit(blocks, residual, norm(residual) / size)
 
