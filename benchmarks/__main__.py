@@ -25,7 +25,6 @@ INPUTS = {
     "adapters": "a directory of published LoRA adapters, a directory or file each",
     "e2e": "devset.csv of the E2E challenge",
     "glue": "a directory of GLUE's tasks, such as benchmarks.lab.fetch_tasks writes",
-    "statistics": "statistics of the adapter that ships, on texts of SST-2",
     "prompts": "JSON lines with prompt and completion",
     "lora": "the LoRA of SmolLM2 that was trained on them",
     "reviews": "SST-2's train.tsv",
@@ -146,12 +145,7 @@ JOBS = (
     two_factors(4096, 30, threads=2, part="dense"),
     Job("million", ("operators-million",), "benchmarks.operators.solve million", 40),
     Job("experts", ("experts",), "benchmarks.compression.experts --data {e2e}", 10, ("peft",)),
-    Job(
-        "integer factors",
-        ("integer_factors",),
-        "benchmarks.compression.integer_factors --statistics {statistics}",
-        10,
-    ),
+    Job("integer factors", ("integer_factors",), "benchmarks.compression.integer_factors", 2),
     Job("budgets", ("compression",), "benchmarks.compression.budgets {adapters}/*", 120),
     Job(
         "Frobenius",

@@ -1,8 +1,9 @@
 """What integer factors lose: rounded as they are, and solved for in the layer's norm.
 
-    python -m benchmarks.compression.integer_factors --statistics DIR [--adapter DIR] [--out FILE]
+    python -m benchmarks.compression.integer_factors [--adapter DIR --statistics DIR] [--out FILE]
 
-``--statistics`` is what `lsrdecomp calibrate` wrote for the adapter, by default that of the demo.
+The adapter is that of the demo, in the norm of the statistics that ship with it; ``--statistics``
+is what `lsrdecomp calibrate` wrote for another.
 LSR products in the Fisher norm by a light search, at several budgets over all layers; errors over
 all layers in that norm, measured on the factors as a reader gets them. CPU seconds of the solving
 beside those of the search.
@@ -69,10 +70,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--statistics", type=Path, required=True)
-    parser.add_argument(
-        "--adapter", type=Path, default=Path(str(files("lsrdecomp.cli") / "demo_adapter"))
-    )
+    shipped = Path(str(files("lsrdecomp.cli")))
+    parser.add_argument("--adapter", type=Path, default=shipped / "demo_adapter")
+    parser.add_argument("--statistics", type=Path, default=shipped / "demo_statistics")
     parser.add_argument("--out", type=Path, default=RESULTS / "integer_factors.json")
     options = parser.parse_args()
     checkpoint = open_checkpoint(options.adapter)
