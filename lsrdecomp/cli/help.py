@@ -149,8 +149,8 @@ def flags(text: str) -> str:
         return f"{text.partition(':')[0]}: {GOALS}"
     text = re.sub(r"^([a-z]\w+) must be ", lambda match: f"{flag(match[1])} must be ", text)
     if re.match(r"[a-z_]+ goes with ", text):
-        in_plan = r"\b(inner_shape|separation_rank|max_rank)\b"
-        text = re.sub(in_plan, lambda match: flag(match[1]), text)
+        in_plan = r"\b(?:inner_shape|separation_rank|max_rank)\b"
+        text = re.sub(in_plan, lambda match: flag(match[0]), text)
     return re.sub(
         r"\b(name|alpha|force|rtol|storage|ratio|statistics)=(?:True\b)?(?![\w'\"\[(.])",
         lambda match: flag(match[1]),

@@ -73,7 +73,7 @@ def _check_sentences(check: serving.ServingCheck, max_names: int = 8) -> Iterato
     for note in check.notes:
         yield f"Note: {note}."
     if check.loader_version is not None and check.applied:
-        error = max((module.error or 0.0 for module in check.applied), default=0.0)
+        error = max(module.error or 0.0 for module in check.applied)
         yield f"ΔW of every layer that applies was compared: relative error at most {error:.1e}."
     yield f"{check.rules[0].upper()}{check.rules[1:]}; the server itself was not run."
 

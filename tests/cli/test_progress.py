@@ -169,10 +169,12 @@ def test_a_stage_without_counts_is_named(clock: Clock, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == "lsrdecomp: reading the base\n"
 
 
-def test_every_long_verb_can_be_quiet() -> None:
+def test_every_long_verb_can_be_quiet_and_is_not_unless_asked() -> None:
     for verb in ALL:
-        asks = "quiet" in inspect.signature(verb, eval_str=False).parameters
-        assert asks == (verb not in SHORT), verb.__name__
+        parameters = inspect.signature(verb, eval_str=False).parameters
+        assert ("quiet" in parameters) == (verb not in SHORT), verb.__name__
+        if "quiet" in parameters:
+            assert parameters["quiet"].default is False, verb.__name__
 
 
 def test_bars_have_one_helper() -> None:

@@ -1,19 +1,23 @@
 """Tables fit the terminal: no line is longer, no digit is lost, and what matters stays."""
 
 import io
+import math
 import re
+from pathlib import Path
 
 import pytest
 from console import run_command
 from rich.console import Console
 
+from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.names import module_role
 from lsrdecomp.cli import layer_tables
-from lsrdecomp.cli.layer_tables import group_name, layers_table
+from lsrdecomp.cli.layer_tables import checkpoint_table, group_name, layers_table
 from lsrdecomp.cli.sheet import Sheet, SheetColumn
 from lsrdecomp.compression.result import LayerReport, totals
 
 WIDTHS = (80, 100, 130)
+DEMO = Path(layer_tables.__file__).parent / "demo_adapter"
 
 
 def printed(renderable, width):
@@ -80,6 +84,27 @@ def test_wide_shows_all_that_is_known():
         "241,664",
     ):
         assert cell in text
+
+
+def test_a_table_of_an_adapter_says_what_its_layers_are():
+    adapter = open_checkpoint(DEMO)
+    ranks = [(3.0, 4)] * 11 + [(4.0, 7)]
+    rows = printed(checkpoint_table(adapter, ranks), 1000).splitlines()[1:]
+    what = ["linear", "384×384", "8", "LoRA", "6,144", "float32"]
+    assert [row.split()[1:] for row in rows] == [[*what, "3", "4"]] * 11 + [[*what, "4", "7"]]
+    # Layers of one role share a row
+    folded = printed(checkpoint_table(adapter, ranks, fold_above=4), 1000).splitlines()[1:]
+    assert len(folded) == 4
+    *name, kind, matrix, rank, structure, parameters, dtype, norm, ranks_of = folded[-1].split()
+    assert " ".join(name) == "3 layers attention.self.value"
+    assert [kind, matrix, rank, structure, parameters] == [
+        "linear",
+        "384×384",
+        "8",
+        "LoRA",
+        "18,432",
+    ]
+    assert (dtype, norm, ranks_of) == ("float32", f"{math.sqrt(34.0):.4g}", "4–7")
 
 
 def test_a_long_name_loses_its_middle_and_nothing_else():

@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 from tiny_bases import write_directories  # noqa: E402
 
 from lsrdecomp.checkpoints import Journal  # noqa: E402
+from lsrdecomp.checkpoints.progress import ProgressUpdate  # noqa: E402
 from lsrdecomp.compression.measured_settings import EvaluatorSettings  # noqa: E402
 from lsrdecomp.fidelity.evaluate import (  # noqa: E402
     DistillationTexts,
@@ -65,6 +66,34 @@ def test_few_steps_are_taught_by_few_texts(folder):
     assert sum(len(step) for step in measured.distillation_data(6, None).batches) == 3
 
 
+def test_where_too_few_are_left_for_a_batch_every_fourth_text_validates(folder):
+    few = DistillationTexts(validation_batches=100, min_batches=100)
+    measured = evaluator(folder, distillation=few)
+    texts = measured.calibration_texts
+    data = measured.distillation_data(1000)
+    trained = rows(batch for step in data.batches for batch in step)
+    expected = [text for i, text in enumerate(texts) if i not in range(0, len(texts), 4)]
+    assert sorted(trained) == sorted(rows(measured.batches(expected)))
+    assert data.validation.counts.sum() == len(range(0, len(texts), 4))
+
+
+def test_a_stage_is_told_without_a_count_until_there_is_one(folder):
+    measured = evaluator(folder)
+    measured.announce("nobody listens")
+    steps = []
+    measured.on_step = steps.append
+    measured.announce("reading")
+    measured.announce("training", 2, 5, "steps")
+    assert steps == [ProgressUpdate("reading", 0, 0), ProgressUpdate("training", 2, 5, "steps")]
+
+
+def test_no_more_answers_are_compared_than_asked_for(folder):
+    measured = evaluator(folder)
+    questions = [pair.question for pair in measured.compare_answers(folder / "lora", limit=5)]
+    assert sorted(questions) == sorted(text for text, _ in measured.held_out[:5])
+    assert len(measured.compare_answers(folder / "lora")) == min(32, len(measured.held_out))
+
+
 @pytest.mark.parametrize(("limit", "used"), [(5, 5), (9, 9), (1000, None)])
 def test_the_norm_is_measured_on_no_more_texts_than_it_may_be(folder, tmp_path, limit, used):
     measured = evaluator(folder, norm=NormCalibration(max_samples=limit))
@@ -72,3 +101,5 @@ def test_the_norm_is_measured_on_no_more_texts_than_it_may_be(folder, tmp_path, 
         statistics = measured.statistics(journal)
         assert statistics.metadata["examples"] == (used or len(measured.calibration_texts))
         assert measured.statistics(journal).path == statistics.path
+        # What takes another pass through the base is not measured: no search reads it
+        assert statistics.metadata["settings"]["effect"] is None
