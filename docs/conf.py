@@ -28,11 +28,13 @@ extensions = [
     "sphinx-mathjax-offline",  # formulas are readable without a network
     "numpydoc",
     "myst_parser",
+    "sphinx_design",  # the cards of the front page
     "sphinx_gallery.gen_gallery",
     "shell",
     "results",
     "public_names",
     "box_ends",
+    "cards",
 ]
 exclude_patterns = ["_build", "_extensions", "conftest.py"]
 root_doc = "index"

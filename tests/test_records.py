@@ -19,7 +19,7 @@ README, LANGUAGE, SMALL = (
     "docs/evidence/small-adapters.md",
 )
 COMPRESS, TRAINED, SCALE = (
-    "docs/guides/compress-a-lora.md",
+    "docs/evidence/compressing.md",
     "docs/evidence/fine-tuning-measured.md",
     "docs/evidence/scale.md",
 )
@@ -712,7 +712,7 @@ def column(rows, name):
     return [row[name] for row in rows]
 
 
-def in_compress_a_lora():
+def in_compressing():
     yield from of_estimates()
     yield from of_more_time()
     yield from of_files_as_they_came()
@@ -727,13 +727,13 @@ def of_estimates():
         near = [abs(draw["fresh"] - draw["promised"]) for draw in draws]
         apart = [hypot(draw["error"], draw["fresh_error"]) for draw in draws]
         yield (
-            f"by {task['choosing']} prompts and promised on {task['promising']} of "
+            f"by {task['choosing']} prompts and measured on {task['promising']} of "
             f"{task['texts']}: {sum(a <= 2 * b for a, b in zip(near, apart, strict=True))} of "
             f"{len(draws)}"
         )
     every = [draw["apart"] for task in promises["prompted"].values() for draw in task["draws"]]
     low = sum(draw["promised"] < draw["fresh"] for draw in every)
-    yield f"Of the {len(every)} promises {low} were too low and {len(every) - low} too high"
+    yield f"Of the {len(every)} shares {low} were too low and {len(every) - low} too high"
 
 
 def of_more_time():
@@ -905,7 +905,7 @@ PAGES = {README: in_readme, LANGUAGE: in_language_models, SMALL: in_small_adapte
 CLAIMS = [
     (page, sentence)
     for page, sentences in (
-        PAGES | {COMPRESS: in_compress_a_lora, TRAINED: in_fine_tuning, SCALE: in_scale}
+        PAGES | {COMPRESS: in_compressing, TRAINED: in_fine_tuning, SCALE: in_scale}
     ).items()
     for sentence in sentences()
 ]

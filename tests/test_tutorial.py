@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "guides" / "make-my-lora-smaller.md"
+PAGE = ROOT / "docs" / "guides" / "compress-a-lora.md"
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -17,7 +17,7 @@ from tiny_tokenizer import word_tokenizer  # noqa: E402 - after the skip
 from lsrdecomp.calibration.base_model import load_base  # noqa: E402
 from lsrdecomp.calibration.errors import CalibrationError  # noqa: E402
 
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "compress-a-lora.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "formats.md"
 HEAD = (
     "file",
     "read as",

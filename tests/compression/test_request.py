@@ -115,7 +115,7 @@ def test_every_declared_setting_has_its_routes() -> None:
 
 
 def test_the_docs_have_the_same_table() -> None:
-    page = (DOCS / "guides" / "compress-a-lora.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference" / "compress-settings.md").read_text(encoding="utf-8")
     table = page.partition("| setting |")[2].partition("\n\n")[0].splitlines()
     routes = [Route(cell.strip()) for cell in table[0].strip(" |").split("|")]
     found = {}
