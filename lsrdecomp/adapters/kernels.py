@@ -58,6 +58,8 @@ def expand(factors: Sequence[Tensor]) -> Tensor:
         If a factor has not three dimensions, or the numbers of terms differ.
     """
     _check_terms(factors)
+    if len(factors) == 2:
+        return _expand_two(*factors)
     # 1. Multiply: one row per entry of the outer factors' product, one column per entry of the
     #    inner factors'.
     flat = [factor.flatten(1) for factor in factors]
@@ -74,6 +76,21 @@ def expand(factors: Sequence[Tensor]) -> Tensor:
     if m > n:
         return axes.permute(*column_axes, *row_axes).reshape(n, m).transpose(-1, -2)
     return axes.permute(*row_axes, *column_axes).reshape(m, n)
+
+
+def _expand_two(outer: Tensor, inner: Tensor) -> Tensor:
+    """Form the sum of two factors as `expand` does, in fewer calls of Python.
+
+    On a few tokens these calls are a quarter of what an LSR layer takes.
+    """
+    _, a, b = outer.shape
+    _, c, d = inner.shape
+    with without_autocast(outer.device.type):
+        rearranged = outer.flatten(1).t() @ inner.flatten(1)
+    blocks = rearranged.view(a, b, c, d)
+    if a * c > b * d:
+        return blocks.permute(1, 3, 0, 2).reshape(b * d, a * c).t()
+    return blocks.transpose(1, 2).reshape(a * c, b * d)
 
 
 def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ class LsrLayer(AdaptedLayer):
         right, left = self._sides(adapter)
         scaling = self.scaling[adapter]
         if scaling != 1.0:
-            left = scaling * left
+            left = left * scaling
         return left, right
 
     def _sides(self, adapter: str) -> tuple[Tensor, Tensor]:
@@ -156,12 +156,13 @@ class LsrLayer(AdaptedLayer):
         if x.is_floating_point():  # an embedding reads token numbers
             # Gradients of the factors would underflow in float16, for which PEFT too computes in
             # float32.
-            if x.dtype != torch.bfloat16:
+            if x.dtype not in (right.dtype, torch.bfloat16):
                 x = self._cast_input_dtype(x, right.dtype)
             if self.training:
                 x = self.lsr_dropout[adapter](x)
-            left = left.to(x.dtype)
-            right = right.to(x.dtype)
+            if x.dtype != right.dtype:
+                left = left.to(x.dtype)
+                right = right.to(x.dtype)
         return self.geometry.pair_output(x, left, right)
 
     def __repr__(self) -> str:

@@ -201,15 +201,16 @@ class KroneckerTuner(BaseTuner):
     @contextmanager
     def _enable_peft_forward_hooks(self, *_args: Any, **kwargs: Any) -> Iterator[None]:
         adapter_names = kwargs.pop("adapter_names", None)
-        with formed_once(), self._named_rows(adapter_names, kwargs.get("num_beams") or 1):
-            yield
+        with formed_once():
+            if adapter_names is None:
+                yield
+            else:
+                with self._named_rows(adapter_names, kwargs.get("num_beams") or 1):
+                    yield
 
     @contextmanager
-    def _named_rows(self, adapter_names: list[str] | None, beams: int) -> Iterator[None]:
+    def _named_rows(self, adapter_names: list[str], beams: int) -> Iterator[None]:
         """Send the rows of a batch through the adapters of these names while open."""
-        if adapter_names is None:
-            yield
-            return
         if self.training:
             raise ValueError("Cannot pass `adapter_names` when the model is in training mode.")
         self._check_adapter_names(adapter_names)

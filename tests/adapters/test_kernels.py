@@ -37,7 +37,9 @@ def test_expand_is_the_sum_of_kronecker_products(sizes, terms):
     assert np.abs(expand(factors).numpy() - expected).max() <= rounding(expected, terms, len(sizes))
 
 
-@pytest.mark.parametrize("sizes", [[(3, 2), (2, 4)], [(2, 2), (1, 3), (3, 1)], [(4, 3)]])
+@pytest.mark.parametrize(
+    "sizes", [[(3, 2), (2, 4)], [(4, 2), (3, 1)], [(2, 2), (1, 3), (3, 1)], [(4, 3)]]
+)
 def test_the_sum_is_differentiable_in_every_factor(sizes):
     factors = [factor.requires_grad_() for factor in stacked(sizes, 2)]
     assert torch.autograd.gradcheck(lambda *given: expand(given), factors)
