@@ -17,6 +17,7 @@ much the default is behind it.
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,16 +53,25 @@ RATIO = 48.0
 TO_COMPRESS = {"method": "lora", "learning_rate": 3e-3, "steps": 200}
 """The LoRA that is compressed, where none is given."""
 FROM_LORA = "lsr from lora"
-GRIDS: dict[str, tuple[float, ...]] = {
-    "lora": (1e-3, 3e-3, 1e-2),
-    "lsr": (3e-3, 1e-2, 3e-2),
-    FROM_LORA: (3e-3, 1e-2, 3e-2),
-    "krona": (3e-3, 1e-2, 3e-2),
-    "direct": (3e-3, 1e-2, 3e-2),
-    "dora": (1e-3, 3e-3, 1e-2),
-    "lokr": (1e-3, 3e-3, 1e-2),
+ARMS: dict[str, dict[str, Any]] = {
+    "lora": {"method": "lora"},
+    "lora, r = 1": {"method": "lora", "options": {"r": 1, "lora_alpha": 2}},
+    "lora, r = 64": {"method": "lora", "options": {"r": 64, "lora_alpha": 128}},
+    "lsr": {"method": "lsr"},
+    FROM_LORA: {},
+    "lsr, 1 term": {"method": "lsr", "options": {"separation_rank": 1}},
+    "lsr, 16 terms": {"method": "lsr", "options": {"separation_rank": 16}},
+    "lsr, r = 64": {"method": "lsr", "options": {"inner_shape": [8, 8], "lsr_alpha": 128}},
+    "krona": {"method": "krona"},
+    "direct": {"method": "direct"},
+    "lokr": {"method": "lokr"},
+    "vera": {"method": "vera"},
+    "fourierft": {"method": "fourierft"},
+    "c3a": {"method": "c3a"},
 }
-"""Rates of each arm, about half a decade apart; they grow where the best is at an end."""
+"""What is trained. The scale of ΔW stays that of the method's default."""
+GRID = (3e-3, 1e-2)
+"""Rates of an arm, half a decade apart; the grid grows while its best is at an end."""
 LADDER = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 DEFAULT = "default"
 AUTO = "auto"
@@ -95,14 +105,13 @@ class Place:
 
     def run(self, arm: str, rate: float | str, seed: int) -> FinetuneRecord:
         """Return a finished run, or a new one."""
-        out = self.work / self.task / arm.replace(" ", "-") / f"{rate}-{seed}"
+        folder = re.sub(r"\W+", "-", arm)
+        out = self.work / self.task / folder / f"{rate}-{seed}"
         if (out / RECORD).exists():
             return read_record(out)
-        changes: dict[str, Any] = {"seed": seed}
+        changes = ARMS[arm] | {"seed": seed}
         if arm == FROM_LORA:
             changes |= {"init": self.start(seed), "measure_start": True}
-        else:
-            changes |= {"method": arm}
         if rate != DEFAULT:
             changes |= {"learning_rate": rate}
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +145,7 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("data", type=Path)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
-    parser.add_argument("--arms", nargs="+", choices=GRIDS, default=("lora", "lsr", FROM_LORA))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=("lora", "lsr", FROM_LORA))
     parser.add_argument("--rates", type=float, nargs="+", help="these alone, of no grid")
     parser.add_argument("--auto", action="store_true", help="also by trials of three rates")
     parser.add_argument("--lora", nargs="+", default=[], metavar="TASK=DIR")
@@ -171,7 +180,7 @@ def rates_to_run(
     if options.rates is not None:
         yield from options.rates
         return
-    grid = sorted(GRIDS[arm])
+    grid = list(GRID)
     yield from grid
     while True:
         losses = {rate: loss_of(rows[task, arm, rate, options.seed]) for rate in grid}
