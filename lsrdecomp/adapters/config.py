@@ -215,6 +215,9 @@ class LsrConfig(TargetConfig):
             )
         if not 0.0 <= self.lsr_dropout < 1.0:
             raise ValueError(f"lsr_dropout must be at least 0 and below 1, got {self.lsr_dropout}")
+        check_scale("lsr_alpha", self.lsr_alpha)
+        for name, alpha in self.alpha_pattern.items():
+            check_scale(f"alpha_pattern[{name!r}]", alpha)
         if isinstance(self.target_parameters, str):
             raise TypeError("`target_parameters` must be a list of strings or None.")
         self._resolve_inner_shape()
@@ -266,6 +269,13 @@ class LsrConfig(TargetConfig):
         if self.inner_shape is not None and math.prod(self.inner_shape) == r:
             return tuple(self.inner_shape)
         return balanced_split(r, self.order or 2)
+
+
+def check_scale(name: str, value: object) -> None:
+    """Raise `ValueError` for a scale that is no finite number."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return
+    raise ValueError(f"{name} must be a finite number, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lsrdecomp.adapters.adapted import AdaptedLayer, dropout
-from lsrdecomp.adapters.config import TargetConfig, find_by_pattern
+from lsrdecomp.adapters.config import TargetConfig, check_scale, find_by_pattern
 from lsrdecomp.adapters.factors import KroneckerFactors, zero_factor
 from lsrdecomp.adapters.geometry import LinearGeometry
 from lsrdecomp.adapters.kernels import apply, kronecker_pays
@@ -71,6 +71,9 @@ class DirectConfig(TargetConfig):
         super().__post_init__()
         positive("separation_rank", self.separation_rank)
         positive("order", self.order)
+        check_scale("alpha", self.alpha)
+        for name, alpha in self.alpha_pattern.items():
+            check_scale(f"alpha_pattern[{name!r}]", alpha)
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         for name, sizes in self.shape_pattern.items():

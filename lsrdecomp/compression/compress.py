@@ -136,7 +136,7 @@ def search_adapter(
     checkpoint.watch_source()
     layers = open_layers(checkpoint, statistics, resources.limits)
     cache = SpillCache(resources.limits.spill_bytes)
-    plans = [plan.with_default_storage() for plan in plans]
+    plans = [plan.with_default_storage(checkpoint.storage) for plan in plans]
     storages = {plan.storages for plan in plans}
     if len(storages) != 1:
         text = f"a search is for plans of one storage, and {len(plans)} plans have {len(storages)}"
@@ -249,7 +249,7 @@ class SearchedAdapter:
 
     def _checked_plan(self, plan: CompressionPlan) -> CompressionPlan:
         """Return the plan with a storage; raise `BudgetError` if the search was for another."""
-        plan = plan.with_default_storage()
+        plan = plan.with_default_storage(self.checkpoint.storage)
         check_divergence(plan, not self.layers[0].is_frobenius)
         if plan.separation_rank is None and plan.storages != self._searched.storages:
             searched = " or ".join(self._searched.storages)

@@ -211,8 +211,6 @@ class Request:
         if plan is not None:
             options = {"storage": given["storage"]} if "storage" in given else {}
             plan = plan.replace(**options)
-            if route is not Route.TRUNCATED:
-                plan = plan.with_default_storage()
         else:
             fields = {name: given[name] for name in CompressionPlan.fields if name in given}
             # The plans for a share to keep are made later. Their common settings are checked now,

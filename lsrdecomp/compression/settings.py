@@ -121,7 +121,7 @@ class CompressionPlan(Settings):
         str | None,
         ON_COMMAND_LINE,
         "float32, float16, bfloat16, int8, int4 or auto (float16, int8 or int4 by layer) "
-        "[default: float32].",
+        "[default: the adapter's own type].",
     ] = None
 
     def check_together(self) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from peft import get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lsrdecomp.adapters import LsrConfig, config
+from lsrdecomp.adapters import DirectConfig, KronAConfig, LsrConfig, config
 from lsrdecomp.adapters.errors import MergeError, UnsupportedLayerError
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.precision import unit_roundoff
@@ -228,6 +230,10 @@ def test_a_shape_that_does_not_tile_the_layer_names_it():
         ),
         ({"rank_pattern": {"q": -1}}, "rank_pattern"),
         ({"lsr_dropout": 1.5}, "lsr_dropout"),
+        ({"lsr_alpha": math.nan}, "lsr_alpha must be a finite number, got nan"),
+        ({"lsr_alpha": -math.inf}, "lsr_alpha must be a finite number, got -inf"),
+        ({"lsr_alpha": "8"}, "lsr_alpha must be a finite number, got '8'"),
+        ({"alpha_pattern": {"q": math.nan}}, r"alpha_pattern\['q'\] must be a finite number"),
         ({"init_weights": "pissa"}, "init_weights"),
         ({"bias": "lora_only"}, "bias"),
         ({"layers_pattern": "h"}, "layers_to_transform"),
@@ -236,6 +242,12 @@ def test_a_shape_that_does_not_tile_the_layer_names_it():
 def test_settings_that_contradict_one_another_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         LsrConfig(target_modules=["q"], **settings)
+
+
+@pytest.mark.parametrize("config_class", [DirectConfig, KronAConfig])
+def test_the_scale_of_a_direct_sum_is_a_finite_number(config_class):
+    with pytest.raises(ValueError, match="alpha must be a finite number, got nan"):
+        config_class(target_modules=["q"], alpha=math.nan)
 
 
 def test_patterns_choose_by_the_end_of_the_name():

@@ -373,4 +373,7 @@ def test_a_request_takes_the_storage_that_suits_its_goal() -> None:
     assert Request.parse({"ratio": 9, **on_base}).for_adapter("float16").storage == "float16"
     assert Request.parse({"bytes": 9000}).for_adapter("float16").storage == "float16"
     plan = CompressionPlan(ratio=9)
-    assert Request.parse({}, plan=plan).for_adapter("float16").storage == "float32"
+    given = Request.parse({}, plan=plan).for_adapter("float16")
+    assert (given.storage, given.plan.storage) == ("float16", "float16")
+    in_float32 = Request.parse({"storage": "float32"}, plan=plan).for_adapter("float16")
+    assert in_float32.plan.storage == "float32"
