@@ -220,7 +220,6 @@ def row(
         "parameters": record.adapter_parameters,
         "steps": record.steps,
         "batch": record.settings.batch,
-        "commit": record.commit,
     }
 
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lsrdecomp.calibration.rate_trials import TrialSchedule
+
 
 @dataclass(frozen=True, slots=True)
-class DistillationSchedule:
-    """Learning rates, evaluations and the stopping rule of a distillation; all set by hand."""
+class DistillationSchedule(TrialSchedule):
+    """Learning rates, evaluations and the stopping rule of a distillation; all set by hand.
+
+    Steps of trials count among all steps.
+    """
 
     trial_rates: tuple[float, ...] = (0.01, 0.03, 0.1)
     """Peak learning rates that are tried, in relative change of a factor's numbers per step."""
-
-    trial_share: float = 0.05
-    """Steps of the trial of one rate, as a share of all steps, among which they count."""
-
-    min_trial_steps: int = 3
-    """Minimum steps of the trial of one rate."""
-
-    trial_warmup_steps: int = 3
-    """Steps in which the rate of a trial rises linearly."""
 
     warmup_share: float = 0.05
     """Steps in which the rate rises linearly, as a share of all steps."""
@@ -61,14 +57,6 @@ class DistillationSchedule:
         # One evaluation is paid for before the first step.
         affordable = int(self.max_evaluation_cost * steps / cost) - 1
         return max(self.min_evaluations, min(self.max_evaluations, affordable))
-
-    def trial_steps(self, steps: int) -> int:
-        """Return the steps of the trial of one rate."""
-        return max(self.min_trial_steps, round(self.trial_share * steps))
-
-    def trial_factor(self, step: int) -> float:
-        """Return the share of a trial's rate that one of its steps is made with, counted from 0."""
-        return min(1.0, (step + 1) / self.trial_warmup_steps)
 
     def learning_rate(self, peak: float, step: int, steps: int) -> float:
         """Return the learning rate of a step, counted from 0: it rises and falls linearly."""

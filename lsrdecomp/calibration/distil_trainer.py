@@ -20,6 +20,7 @@ from lsrdecomp.calibration.distil_state import TrainingState, make_optimizer
 from lsrdecomp.calibration.errors import CalibrationError
 from lsrdecomp.calibration.features import forward_with_features
 from lsrdecomp.calibration.heads import Head
+from lsrdecomp.calibration.rate_trials import RateTrial, best_trial, run_trials
 from lsrdecomp.calibration.teacher import feature_distance
 from lsrdecomp.checkpoints.progress import OnStep, ProgressUpdate
 
@@ -137,35 +138,39 @@ class Trainer:
         All trials count as steps, and their cost as passes. Where no trial ends with a finite loss,
         or there are too few steps for one, it is the state before the trials with the middle rate.
         """
-        rates = self.schedule.trial_rates
-        n_trial_steps = self.schedule.trial_steps(self.steps)
-        selected = replace(state, rate=rates[len(rates) // 2])
-        min_loss = math.inf
-        steps_spent = 0
+        schedule = self.schedule
         passes = state.passes
-        for rate in rates:
-            if steps_spent + n_trial_steps >= self.steps:
-                break
-            trial, loss = self._run_trial(state, rate, n_trial_steps, passes)
-            steps_spent += n_trial_steps
-            passes = trial.passes
-            if loss < min_loss:
-                selected = trial
-                min_loss = loss
+
+        def run(rate: float) -> RateTrial[TrainingState]:
+            nonlocal passes
+            trial = self._run_trial(state, rate, schedule.trial_steps(self.steps), passes)
+            passes = trial.state.passes
+            return trial
+
+        trials = run_trials(
+            schedule.trial_rates,
+            run,
+            trial_steps=schedule.trial_steps(self.steps),
+            max_steps=self.steps,
+        )
+        best = best_trial(trials)
+        if best is None:
+            middle = schedule.trial_rates[len(schedule.trial_rates) // 2]
+            return replace(state, rate=middle, passes=passes)
+        selected = best.state
         selected.passes = passes
-        if selected.step:
-            # AdamW's correction of its moments counts the steps of all trials too, since every
-            # published record was made so.
-            selected.step = steps_spent
-            selected.optimizer.state[selected.changes]["step"].fill_(steps_spent)
+        # AdamW's correction of its moments counts the steps of all trials too, since every
+        # published record was made so.
+        selected.step = len(trials) * schedule.trial_steps(self.steps)
+        selected.optimizer.state[selected.changes]["step"].fill_(selected.step)
         return selected
 
     def _run_trial(
         self, state: TrainingState, rate: float, n_steps: int, passes: float
-    ) -> tuple[TrainingState, float]:
-        """Return the state after a few steps with a rate, and the loss over their second half.
+    ) -> RateTrial[TrainingState]:
+        """Make a few steps with a rate; ``passes`` is the cost before the trial.
 
-        ``state`` stays as it is; ``passes`` is the cost before the trial.
+        ``state`` stays as it is.
         """
         trial = replace(
             state,
@@ -178,7 +183,7 @@ class Trainer:
             self.train_step(trial, rate * self.schedule.trial_factor(step))
             for step in range(n_steps)
         ]
-        return trial, sum(losses[n_steps // 2 :])
+        return RateTrial(rate, losses, trial)
 
     def train_step(self, state: TrainingState, rate: float) -> float:
         """Make one step on the relative changes; return the loss before it, nats per prediction."""

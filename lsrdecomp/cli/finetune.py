@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     from lsrdecomp.training.record import FinetuneRecord, Scores
 
 
-@options_of(FinetuneSettings)
+def _rate(text: str) -> float | str:
+    """Return a learning rate as it was typed: a number, or auto, which is checked with the rest."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+@options_of(FinetuneSettings, parsers={"learning_rate": (_rate, "NUMBER|auto")})
 def finetune(
     out: Annotated[Path, PLACE, typer.Option(help="Directory to write; it must not exist.")],
     *,
@@ -94,14 +102,20 @@ def _parts(record: FinetuneRecord, out: Path) -> Iterator[Sheet | str]:
     yield _score_table(record)
     for sample in record.samples:
         yield f"\n{sample.prompt.strip()}"
-        completions = {"base": sample.base, "adapted": sample.adapted, "file": sample.completion}
+        completions = {"base": sample.base, "before": sample.start, "adapted": sample.adapted}
+        completions["file"] = sample.completion
         for source, text in completions.items():
-            yield f"  {source + ':':9} {text}"
+            if text is not None:
+                yield f"  {source + ':':9} {text}"
     yield (
         f"\n{record.settings.method}: {record.adapter_parameters:,} parameters in "
         f"{record.adapter_bytes:,} bytes, and {record.head_parameters:,} in the head; the file has "
-        f"{record.file_bytes:,} bytes. {record.steps:,} steps in {record.wall_seconds:.1f} s."
+        f"{record.file_bytes:,} bytes. {record.steps:,} steps at a learning rate of "
+        f"{record.settings.learning_rate:g} in {record.wall_seconds:.1f} s."
     )
+    if record.rate_trials:
+        tried = [f"{_loss(loss)} at {rate:g}" for rate, loss in record.rate_trials]
+        yield f"Rates tried first: loss {', '.join(tried)}."
     if record.dev.loss is None:
         yield "The outputs are no longer finite: try a smaller --learning-rate."
     yield f"Wrote {out}."
@@ -128,12 +142,17 @@ def _score_table(record: FinetuneRecord) -> Sheet:
     return Sheet.of(cells, [*rows, "loss", "examples"])
 
 
+def _loss(loss: float | None) -> str:
+    """Return a loss as text."""
+    return "not finite" if loss is None else f"{loss:.4f}"
+
+
 def _figure(scores: Scores, name: str) -> str:
     """Return one score of a set of examples as text; empty if it was not measured."""
     if name == "examples":
         return f"{scores.examples:,}"
-    if name == "loss" and scores.loss is None:
-        return "not finite"
-    values = {"accuracy": scores.accuracy, "loss": scores.loss, **scores.metrics}
+    if name == "loss":
+        return _loss(scores.loss)
+    values = {"accuracy": scores.accuracy, **scores.metrics}
     value = values.get(name)
     return "" if value is None else f"{value:.4f}"

@@ -25,16 +25,17 @@ if TYPE_CHECKING:
 
 
 class ReportProgress(TrainerCallback):
-    """Calls ``on_step`` after every step, in the main process."""
+    """Calls ``on_step`` after every step, in the main process, with the name of the stage."""
 
-    def __init__(self, on_step: OnStep) -> None:
+    def __init__(self, on_step: OnStep, stage: str = "training") -> None:
         self.on_step = on_step
+        self.stage = stage
 
     @override
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Tell how many steps are done."""
         if state.is_world_process_zero:
-            update = ProgressUpdate("training", state.global_step, state.max_steps, "steps")
+            update = ProgressUpdate(self.stage, state.global_step, state.max_steps, "steps")
             self.on_step(update)
 
 

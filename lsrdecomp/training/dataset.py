@@ -73,8 +73,12 @@ class TaskDataset:
         """Score a model on the split of the training set, if there is one."""
         return self._evaluate(trainer, self.validation) if self.validation else None
 
-    def samples(self, _trainer: Trainer) -> tuple[Sample, ...]:
-        """Return no samples: a task has labels, not texts."""
+    def answers(self, _trainer: Trainer) -> tuple[str, ...]:
+        """Return no answers: a task has labels, not texts."""
+        return ()
+
+    def samples(self, _trainer: Trainer, _before: Sequence[str] = ()) -> tuple[Sample, ...]:
+        """Return no samples either."""
         return ()
 
     def calibration_batches(

@@ -8,6 +8,7 @@ import shutil
 import statistics
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from lsrdecomp.training.model import (
     open_model,
     written_bytes,
 )
+from lsrdecomp.training.rates import RATE, RateSearch, choose_rate, default_rate
 from lsrdecomp.training.record import ADAPTER, LAYER_LOG, FinetuneRecord, Scores, commit, versions
 from lsrdecomp.training.reporting import (
     end_reports,
@@ -135,6 +137,7 @@ def finetune(
             record.write(run)
             for name in (CHECKPOINTS, START):
                 shutil.rmtree(run / name, ignore_errors=True)
+            (run / RATE).unlink(missing_ok=True)
             run.replace(out.absolute())
         processes.wait_for_everyone()
     return record
@@ -163,6 +166,8 @@ def evaluate(settings: FinetuneSettings) -> Scores:
         if settings.ratio is not None:
             settings = compressed_start(settings, dataset, Path(directory))
         model, tokenizer = open_model(settings, dataset.base, dataset.outputs)
+        # No step is made, but a trainer wants a rate.
+        settings = settings.replace(learning_rate=default_rate(settings.method, model))
         arguments = evaluation_arguments(settings, Path(directory))
         trainer_class = TextTrainer if settings.is_language else TaskTrainer
         trainer = trainer_class(model, tokenizer, settings, arguments, dataset=dataset)
@@ -216,12 +221,22 @@ def _train(
     on_step: OnStep | None,
 ) -> FinetuneRecord:
     """Train, save the adapter in the directory of the run, and evaluate what was saved."""
-    # 1. The loop, and the scores of the start where they are asked for.
+    # 1. The loop with its learning rate, and what the start scores and says.
     settings = _with_gradient_checkpointing(settings, dataset, model)
     adapter_parameters, head_parameters = count_trainable(model)
+    loop = _Loop(dataset, model, tokenizer, run)
+    sampler = FullBatchSampler(dataset.lengths, settings.batch, settings.seed)
+    steps = settings.training_steps(sampler.batches)
+    run_trial = partial(_run_trial, loop, settings, on_step)
+    choice = choose_rate(settings, model, steps, run_trial, run / RATE)
+    measures_start = settings.measure_start
+    settings = settings.replace(learning_rate=choice.rate)
     layer_log = LayerLog(run / LAYER_LOG)
-    trainer = _make_trainer(settings, dataset, model, tokenizer, run, layer_log, on_step)
-    start = dataset.evaluate_dev(trainer) if settings.measure_start else None
+    trainer = loop.trainer(settings, _callbacks(settings, layer_log, on_step))
+    if measures_start is None:
+        measures_start = settings.init is not None and not trainer.is_fsdp_enabled
+    start = dataset.evaluate_dev(trainer) if measures_start else None
+    answers_before = dataset.answers(trainer) if measures_start and settings.init else ()
     # 2. Training, from the last checkpoint if a run was killed.
     costs = _train_from_last_checkpoint(trainer, settings, run, layer_log)
     # 3. The adapter on disk, and its scores with the numbers that were written.
@@ -229,7 +244,7 @@ def _train(
     load_written_numbers(model, run)
     dev = dataset.evaluate_dev(trainer)
     validation = dataset.evaluate_validation(trainer)
-    samples = dataset.samples(trainer)
+    samples = dataset.samples(trainer, answers_before)
     end_reports(trainer)
     # 4. The record.
     adapter_bytes, file_bytes = written_bytes(run / ADAPTER)
@@ -256,6 +271,7 @@ def _train(
         versions=versions(),
         commit=commit(),
         samples=samples,
+        rate_trials=choice.trials,
     )
 
 
@@ -270,17 +286,44 @@ def _with_gradient_checkpointing(
     return settings.replace(gradient_checkpointing=needs_checkpointing(model, tokens * rows))
 
 
-def _make_trainer(
-    settings: FinetuneSettings,
-    dataset: Dataset,
-    model: PeftModel,
-    tokenizer: Any,
-    run: Path,
-    layer_log: LayerLog,
-    on_step: OnStep | None,
-) -> TaskTrainer | TextTrainer:
-    """Make the training loop of a run, with what is to be called beside it."""
-    sampler = FullBatchSampler(dataset.lengths, settings.batch, settings.seed)
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """What every training loop of a run shares: the run itself, and trials of learning rates."""
+
+    dataset: Dataset
+    model: PeftModel
+    tokenizer: Any
+    run: Path
+
+    def trainer(
+        self, settings: FinetuneSettings, callbacks: list[TrainerCallback]
+    ) -> TaskTrainer | TextTrainer:
+        """Make a training loop as settings say, with what is to be called beside it."""
+        sampler = FullBatchSampler(self.dataset.lengths, settings.batch, settings.seed)
+        steps = settings.training_steps(sampler.batches)
+        arguments = training_arguments(settings, self.run, steps, sampler.batches)
+        trainer_class = TextTrainer if settings.is_language else TaskTrainer
+        try:
+            trainer = trainer_class(
+                self.model,
+                self.tokenizer,
+                settings,
+                arguments,
+                dataset=self.dataset,
+                sampler=sampler,
+                callbacks=callbacks,
+            )
+        except (ValueError, RuntimeError) as error:  # what to report to is not installed
+            raise SettingsError(str(error)) from error
+        if trainer.is_fsdp_enabled:
+            check_sharding(trainer.accelerator.state.fsdp_plugin.fsdp_version, settings)
+        return trainer
+
+
+def _callbacks(
+    settings: FinetuneSettings, layer_log: LayerLog, on_step: OnStep | None
+) -> list[TrainerCallback]:
+    """Return what is called beside the training of a run."""
     # The clock comes after the log of layers, which takes time of its own.
     callbacks: list[TrainerCallback] = []
     if settings.log_every:
@@ -290,24 +333,37 @@ def _make_trainer(
         callbacks.append(ReportProgress(on_step))
     if settings.patience is not None:
         callbacks.append(EarlyStoppingCallback(settings.patience))
-    steps = settings.training_steps(sampler.batches)
-    arguments = training_arguments(settings, run, steps, sampler.batches)
-    trainer_class = TextTrainer if settings.is_language else TaskTrainer
-    try:
-        trainer = trainer_class(
-            model,
-            tokenizer,
-            settings,
-            arguments,
-            dataset=dataset,
-            sampler=sampler,
-            callbacks=callbacks,
-        )
-    except (ValueError, RuntimeError) as error:  # what to report to is unknown or not installed
-        raise SettingsError(str(error)) from error
+    return callbacks
+
+
+def _run_trial(
+    loop: _Loop, settings: FinetuneSettings, on_step: OnStep | None, rate: float, steps: int
+) -> list[float]:
+    """Train for a few steps with a learning rate; return the loss before each."""
+    trial = settings.replace(
+        learning_rate=rate,
+        steps=steps,
+        epochs=None,
+        scheduler="constant_with_warmup",
+        warmup=min(0.5, RateSearch().trial_warmup_steps / steps),
+        log_every=1,
+        save_every=0,
+        patience=None,
+        evaluate_every=None,
+        report_to=(),
+    )
+    callbacks: list[TrainerCallback] = [StopWhenDiverged()]
+    if on_step is not None:
+        callbacks.append(ReportProgress(on_step, f"trying a rate of {rate:g}"))
+    trainer = loop.trainer(trial, callbacks)
     if trainer.is_fsdp_enabled:
-        check_sharding(trainer.accelerator.state.fsdp_plugin.fsdp_version, settings)
-    return trainer
+        raise SettingsError(
+            "learning_rate auto tries rates on one model in turn, but FSDP shards it together "
+            "with its optimizer: give a rate, or launch without FSDP"
+        )
+    set_seed(settings.seed)
+    trainer.train()
+    return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,16 +110,36 @@ class LanguageDataset:
         loss = float(trainer.evaluate()["eval_loss"])
         return Scores({}, None, loss if np.isfinite(loss) else None, len(self.validation))
 
-    def samples(self, trainer: Trainer) -> tuple[Sample, ...]:
-        """Generate what the base and the adapted model say to the first held-out examples."""
-        model: Any = trainer.model
+    def answers(self, trainer: Trainer) -> tuple[str, ...]:
+        """Generate what the model says to the first held-out examples."""
         examples = self.dev[: self.settings.samples]
         prompts = [prompt_text(example, self.tokenizer) for example in examples]
-        completions = [completion_text(example).strip() for example in examples]
-        adapted = self.generate(model, prompts)
+        return tuple(self.generate(trainer.model, prompts))
+
+    def samples(self, trainer: Trainer, before: Sequence[str] = ()) -> tuple[Sample, ...]:
+        """Generate what the base and the adapted model say to the first held-out examples.
+
+        Parameters
+        ----------
+        trainer : Trainer
+        before : sequence of str
+            What `answers` returned before the training, of an adapter that was trained on from.
+        """
+        model: Any = trainer.model
         with model.disable_adapter():
-            base = self.generate(model, prompts)
-        return tuple(map(Sample, prompts, completions, base, adapted))
+            base = self.answers(trainer)
+        adapted = self.answers(trainer)
+        samples = []
+        for index, example in enumerate(self.dev[: self.settings.samples]):
+            sample = Sample(
+                prompt=prompt_text(example, self.tokenizer),
+                completion=completion_text(example).strip(),
+                base=base[index],
+                adapted=adapted[index],
+                start=before[index] if before else None,
+            )
+            samples.append(sample)
+        return tuple(samples)
 
     def generate(self, model: Any, prompts: Sequence[str]) -> list[str]:
         """Generate answers with the settings of the run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,28 @@ TELLING_FIELDS = ("use_dora", "use_rslora")
 
 
 @dataclass(frozen=True, slots=True)
+class RateRule:
+    """Learning rate of a method: ``of_one / (r ** rank_power * terms ** term_power)``.
+
+    A step moves every number by the rate, and ΔW by the sum of what its products move: the more of
+    them a layer has, the smaller a step of each has to be.
+    """
+
+    of_one: float = 1e-3
+    """Rate of a layer of rank one with one term."""
+
+    rank_power: float = 0.0
+    """How fast the rate falls with the rank, or inner rank."""
+
+    term_power: float = 0.0
+    """How fast the rate falls with the terms of a side."""
+
+    def rate(self, rank: float = 1.0, terms: float = 1.0) -> float:
+        """Return the rate of a layer."""
+        return self.of_one / (math.pow(rank, self.rank_power) * math.pow(terms, self.term_power))
+
+
+@dataclass(frozen=True, slots=True)
 class Method:
     """One way to fine-tune, by a PEFT config.
 
@@ -48,12 +71,15 @@ class Method:
         Fields that no option changes.
     four_bit : bool
         Whether the base is held in 4 bits.
+    rate : RateRule
+        Its learning rate where settings give none.
     """
 
     config_path: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     four_bit: bool = False
+    rate: RateRule = RateRule()
 
     @property
     def config(self) -> type[PeftConfig]:
@@ -87,14 +113,17 @@ class Method:
 LORA = {"r": 8, "lora_alpha": 16}
 # r = 2·2 with 4 terms, scaled by 2 as LoRA is by default: docs/evidence/fine-tuning-measured.md.
 LSR = {"inner_shape": [2, 2], "separation_rank": 4, "lsr_alpha": 8}
+# Tuned by `python -m benchmarks.adapters.rates` on SST-2 and E2E, and checked on other tasks.
+LORA_RATE = RateRule(of_one=6e-3, rank_power=0.5)
+LSR_RATE = RateRule(of_one=0.03, rank_power=0.5, term_power=0.25)
 # PEFT's DUMMY_TARGET_MODULES: no layer is adapted.
 HEAD = {"target_modules": "dummy-target-modules", "r": 1}
 
 METHODS: dict[str, Method] = {
-    "lora": Method("peft:LoraConfig", LORA),
-    "rslora": Method("peft:LoraConfig", LORA, {"use_rslora": True}),
-    "dora": Method("peft:LoraConfig", LORA, {"use_dora": True}),
-    "qlora": Method("peft:LoraConfig", LORA, four_bit=True),
+    "lora": Method("peft:LoraConfig", LORA, rate=LORA_RATE),
+    "rslora": Method("peft:LoraConfig", LORA, {"use_rslora": True}, rate=LORA_RATE),
+    "dora": Method("peft:LoraConfig", LORA, {"use_dora": True}, rate=LORA_RATE),
+    "qlora": Method("peft:LoraConfig", LORA, four_bit=True, rate=LORA_RATE),
     "lokr": Method("peft:LoKrConfig", {"r": 8, "alpha": 16}),
     "vera": Method("peft:VeraConfig"),
     # Sizes that divide the layers of small models too; PEFT's 256 does not divide 384.
@@ -103,9 +132,9 @@ METHODS: dict[str, Method] = {
     "c3a": Method("peft:C3AConfig", {"block_size": 64}),
     "krona": Method("lsrdecomp.adapters:KronAConfig"),
     "direct": Method("lsrdecomp.adapters:DirectConfig"),
-    "lsr": Method("lsrdecomp.adapters:LsrConfig", LSR),
-    "qlsr": Method("lsrdecomp.adapters:LsrConfig", LSR, four_bit=True),
-    "lsr-dora": Method("lsrdecomp.adapters:LsrConfig", LSR, {"use_dora": True}),
+    "lsr": Method("lsrdecomp.adapters:LsrConfig", LSR, rate=LSR_RATE),
+    "qlsr": Method("lsrdecomp.adapters:LsrConfig", LSR, four_bit=True, rate=LSR_RATE),
+    "lsr-dora": Method("lsrdecomp.adapters:LsrConfig", LSR, {"use_dora": True}, rate=LSR_RATE),
     "head": Method("peft:LoraConfig", fixed=HEAD),
 }
 """What ``--method`` may be. All that a method is stands in its row; one more is one more row."""

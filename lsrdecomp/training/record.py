@@ -66,12 +66,15 @@ class Sample:
         As the file has it.
     base, adapted : str
         Generated without the adapter, and with it.
+    start : str, optional
+        Generated with the adapter in ``init`` as it was, where there is one and it was measured.
     """
 
     prompt: str
     completion: str
     base: str
     adapted: str
+    start: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class FinetuneRecord:
     ----------
     settings : FinetuneSettings
     start : Scores, optional
-        On dev before the first step, where that was asked for.
+        On dev before the first step, where that was asked for or there is an adapter in ``init``.
     dev : Scores
     validation : Scores, optional
         Of the kept state on the split of the training set; None without early stopping.
@@ -111,6 +114,9 @@ class FinetuneRecord:
     commit : str, optional
     samples : tuple of Sample
         Of a language model.
+    rate_trials : tuple of (float, float)
+        Learning rates that were tried, and the mean loss of the last steps of each trial; None for
+        one that is not finite. The rate of the run is in ``settings``.
     """
 
     settings: FinetuneSettings
@@ -134,6 +140,7 @@ class FinetuneRecord:
     versions: Mapping[str, str]
     commit: str | None
     samples: tuple[Sample, ...] = ()
+    rate_trials: tuple[tuple[float, float | None], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return everything, as JSON has it."""
@@ -150,6 +157,7 @@ class FinetuneRecord:
         fields["settings"] = FinetuneSettings.from_mapping(values["settings"])
         fields["samples"] = tuple(Sample(**sample) for sample in values.get("samples", ()))
         fields["losses"] = tuple((int(step), loss) for step, loss in values["losses"])
+        fields["rate_trials"] = tuple((rate, loss) for rate, loss in values.get("rate_trials", ()))
         return cls(**fields)
 
     def write(self, directory: Path) -> Path:

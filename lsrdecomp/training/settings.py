@@ -19,6 +19,7 @@ from lsrdecomp.fields import (
     SHARE,
     SHARE_OR_ZERO,
     Alias,
+    Check,
     Flag,
     Settings,
     list_of,
@@ -36,6 +37,10 @@ LANGUAGE_DEFAULTS = {"batch": 8, "max_length": 1024}
 STORAGES = ("float32", "float16", "bfloat16", "int8", "int4")
 PRECISIONS = ("auto", "float32", "bfloat16", "bfloat16-autocast")
 METRICS = ("loss", "exact", "bleu", "chrf")
+AUTO = "auto"
+POSITIVE_OR_AUTO = Check(
+    lambda value: value == AUTO or POSITIVE.test(value), lambda: f"a number above 0, or {AUTO}"
+)
 LANGUAGE = Flag("Language models: ")
 
 
@@ -52,8 +57,8 @@ class FinetuneSettings(Settings):
     Examples
     --------
     >>> run = FinetuneSettings(model="smollm2", task="jsonl", data="train.jsonl", steps=40)
-    >>> run.learning_rate, run.batch
-    (0.001, 32)
+    >>> run.method, run.batch
+    ('lora', 32)
     >>> run.replace(steps=0)
     Traceback (most recent call last):
     lsrdecomp.fields.SettingsError: steps must be a whole number, 1 or more, got 0
@@ -119,8 +124,13 @@ class FinetuneSettings(Settings):
         "Only these layer indices.",
     ] = None
     learning_rate: Annotated[
-        float, ON_COMMAND_LINE, POSITIVE, Alias("rate"), "Largest learning rate of the schedule."
-    ] = 1e-3
+        float | str | None,
+        ON_COMMAND_LINE,
+        POSITIVE_OR_AUTO,
+        Alias("rate"),
+        "Largest learning rate of the schedule; if absent, one that suits the method; auto tries "
+        "three around that, each for a twentieth of the steps, before the run.",
+    ] = None
     # Four, as in LoRA+, was behind for LSR from scratch:
     # benchmarks/experiments/ablation-minilm.toml.
     zero_init_lr_factor: Annotated[
@@ -224,7 +234,10 @@ class FinetuneSettings(Settings):
         int | None, whole_number(1), "Steps between these evaluations; an epoch if absent."
     ] = None
     train_head: Annotated[bool, "false: the head keeps the values it starts with."] = True
-    measure_start: Annotated[bool, "Also evaluate on dev before the first step."] = False
+    measure_start: Annotated[
+        bool | None,
+        "Also evaluate on dev before the first step; if absent, where there is an adapter in init.",
+    ] = None
     train_examples: Annotated[
         int | None, whole_number(1), "Maximum examples to train on, always the same ones."
     ] = None

@@ -210,18 +210,19 @@ class _FollowEpochs(TrainerCallback):
 
 
 def learning_rates(model: PeftModel, settings: FinetuneSettings) -> dict[str, float]:
-    """Return the learning rate of every trained parameter, by name."""
+    """Return the learning rate of every trained parameter, by name, of settings with a number."""
+    rate = float(settings.learning_rate)  # type: ignore[arg-type]
     head_rate = settings.head_learning_rate
     if head_rate is None:
-        head_rate = settings.learning_rate
+        head_rate = rate
     rates = {}
     for name, parameter, is_adapter in trainable_parameters(model):
         if not is_adapter:
             rates[name] = head_rate
         elif bool(parameter.detach().any()):
-            rates[name] = settings.learning_rate
+            rates[name] = rate
         else:
-            rates[name] = settings.learning_rate * settings.zero_init_lr_factor
+            rates[name] = rate * settings.zero_init_lr_factor
     return rates
 
 
@@ -306,7 +307,7 @@ def training_arguments(
             max_steps=steps,
             per_device_train_batch_size=settings.batch // (processes * settings.accumulate),
             gradient_accumulation_steps=settings.accumulate,
-            learning_rate=settings.learning_rate,
+            learning_rate=float(settings.learning_rate),  # type: ignore[arg-type]
             optim=settings.optimizer,
             weight_decay=settings.weight_decay,
             lr_scheduler_type=settings.scheduler,

@@ -1,0 +1,90 @@
+"""Trials of learning rates: a few steps with each, and the one that lowered the loss most.
+
+A distillation and a fine-tuning choose their rates so; a step is what the caller makes it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class TrialSchedule:
+    """How long each rate is tried; all set by hand."""
+
+    trial_share: float = 0.05
+    """Steps of the trial of one rate, as a share of all steps."""
+
+    min_trial_steps: int = 3
+    """Minimum steps of the trial of one rate."""
+
+    trial_warmup_steps: int = 3
+    """Steps in which the rate of a trial rises linearly."""
+
+    def trial_steps(self, steps: int) -> int:
+        """Return the steps of the trial of one rate."""
+        return max(self.min_trial_steps, round(self.trial_share * steps))
+
+    def trial_factor(self, step: int) -> float:
+        """Return the share of a trial's rate that one of its steps is made with, counted from 0."""
+        return min(1.0, (step + 1) / self.trial_warmup_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class RateTrial(Generic[S]):
+    """A few steps with one learning rate."""
+
+    rate: float
+    """Peak learning rate."""
+
+    losses: Sequence[float]
+    """Loss before each step."""
+
+    state: S
+    """What the steps led to."""
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the second half of the steps, by which trials are compared."""
+        late = self.losses[len(self.losses) // 2 :]
+        return sum(late) / len(late)
+
+
+def run_trials(
+    rates: Sequence[float],
+    run: Callable[[float], RateTrial[S]],
+    *,
+    trial_steps: int,
+    max_steps: float = math.inf,
+) -> list[RateTrial[S]]:
+    """Try rates in turn, as far as the trials take fewer than ``max_steps`` steps in all.
+
+    Parameters
+    ----------
+    rates : sequence of float
+    run : callable
+        Makes the trial of a rate, from the same start each time.
+    trial_steps : int
+        Steps of one trial.
+    max_steps : float
+        Steps that all trials and the training after them share.
+    """
+    trials: list[RateTrial[S]] = []
+    for rate in rates:
+        if (len(trials) + 1) * trial_steps >= max_steps:
+            break
+        trials.append(run(rate))
+    return trials
+
+
+def best_trial(trials: Sequence[RateTrial[S]]) -> RateTrial[S] | None:
+    """Return the trial with the smallest loss, the first of equals; None if no loss is finite."""
+    finite = [trial for trial in trials if math.isfinite(trial.loss)]
+    return min(finite, key=lambda trial: trial.loss, default=None)

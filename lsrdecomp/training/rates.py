@@ -1,0 +1,137 @@
+"""Learning rates: the default of a method, and trials of three around it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lsrdecomp.calibration.rate_trials import RateTrial, TrialSchedule, best_trial, run_trials
+from lsrdecomp.checkpoints.writing import new_file
+from lsrdecomp.training.methods import find_method
+from lsrdecomp.training.model import trainable_parameters
+from lsrdecomp.training.settings import AUTO, FinetuneSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from peft import PeftModel
+
+RATE = "rate.json"
+"""File in the directory of an unfinished run, with the rate that was chosen by trials."""
+
+
+@dataclass(frozen=True, slots=True)
+class RateSearch(TrialSchedule):
+    """Rates that are tried with ``learning_rate = "auto"``, and for how long; all set by hand."""
+
+    multiples: tuple[float, ...] = (1 / 3, 1.0, 3.0)
+    """Rates that are tried, in units of the method's default."""
+
+    min_trial_steps: int = 8
+    """Minimum steps of the trial of one rate: the first rise, and the last ones are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenRate:
+    """A learning rate, and the trials that chose it: rate and mean loss of the last steps."""
+
+    rate: float
+    trials: tuple[tuple[float, float | None], ...] = ()
+
+
+def default_rate(method: str, model: PeftModel, adapter: str = "default") -> float:
+    """Return the learning rate of a method for an opened adapter, to two digits.
+
+    It is what the method's `RateRule` says for rank and terms, of several layers the geometric
+    mean.
+    """
+    rule = find_method(method).rate
+    rates = [rule.rate(*size) for size in _layer_sizes(model, adapter)] or [rule.rate()]
+    mean = math.exp(sum(map(math.log, rates)) / len(rates))
+    return float(f"{mean:.2g}")
+
+
+def _layer_sizes(model: PeftModel, adapter: str) -> Iterator[tuple[float, float]]:
+    """Yield rank and terms of each adapted layer; of two sides the geometric mean of the terms."""
+    for module in model.modules():
+        layout = getattr(module, "layout", {})
+        ranks = getattr(module, "r", {})
+        if isinstance(layout, dict) and adapter in layout:
+            terms = math.prod(layout[adapter].separation_ranks)
+            yield layout[adapter].r, math.sqrt(terms)
+        elif isinstance(ranks, dict) and adapter in ranks:
+            yield ranks[adapter], 1.0
+
+
+def choose_rate(
+    settings: FinetuneSettings,
+    model: PeftModel,
+    steps: int,
+    run_trial: Callable[[float, int], Sequence[float]],
+    file: Path,
+    *,
+    search: RateSearch = RateSearch(),
+) -> ChosenRate:
+    """Return the learning rate of a run: as settings have it, the method's own, or by trials.
+
+    Parameters
+    ----------
+    settings : FinetuneSettings
+    model : PeftModel
+        Its trained numbers are afterwards what they were.
+    steps : int
+        Steps of the run, which makes all of them after the trials.
+    run_trial : callable
+        Trains for some steps with a rate, and returns the loss before each.
+    file : Path
+        Where the choice is kept, for a run that is killed and goes on.
+    search : RateSearch
+    """
+    if settings.learning_rate is not None and settings.learning_rate != AUTO:
+        return ChosenRate(float(settings.learning_rate))
+    default = default_rate(settings.method, model)
+    if settings.learning_rate is None:
+        return ChosenRate(default)
+    if file.exists():
+        return _read_choice(file)
+    # 1. Try each rate from the same start.
+    trial_steps = search.trial_steps(steps)
+    start = {name: value.detach().clone() for name, value, _ in trainable_parameters(model)}
+
+    def run(rate: float) -> RateTrial[None]:
+        losses = run_trial(rate, trial_steps)
+        _restore(model, start)
+        return RateTrial(rate, losses, None)
+
+    rates = [float(f"{multiple * default:.2g}") for multiple in search.multiples]
+    trials = run_trials(rates, run, trial_steps=trial_steps)
+    # 2. Take the best one, and the default where every trial diverged.
+    best = best_trial(trials)
+    figures = [(trial.rate, _finite(trial.loss)) for trial in trials]
+    choice = ChosenRate(default if best is None else best.rate, tuple(figures))
+    with new_file(file, force=True) as part:
+        part.write_text(json.dumps([choice.rate, choice.trials]), encoding="utf-8")
+    return choice
+
+
+def _read_choice(file: Path) -> ChosenRate:
+    rate, trials = json.loads(file.read_text(encoding="utf-8"))
+    return ChosenRate(rate, tuple((tried, loss) for tried, loss in trials))
+
+
+@torch.no_grad()
+def _restore(model: PeftModel, start: dict[str, Tensor]) -> None:
+    """Set trained parameters to what they were."""
+    for name, parameter, _ in trainable_parameters(model):
+        parameter.copy_(start[name])
+        parameter.grad = None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
