@@ -90,6 +90,9 @@ def rearrange(matrix: Array, shape: KroneckerShape | Sequence[Sequence[int]] | s
     """
     shape = KroneckerShape.parse(shape)
     shape.check(tuple(matrix.shape[-2:]))
+    if type(matrix) is np.ndarray and matrix.ndim == 2:
+        entries = matrix.reshape(*shape.rows, *shape.columns)
+        return entries.transpose(shape.interleaved_axes).reshape(shape.sizes)
     xp = namespace(matrix)
     front = tuple(matrix.shape[:-2])
     entries = xp.reshape(matrix, (*front, *shape.rows, *shape.columns))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from lsrdecomp.arrays import is_differentiated
@@ -124,14 +125,20 @@ def choose_solver(
         return ALS(storage=storage if is_precision else "float32")
     side = min(shape.sizes)
     if side <= limits.max_svd_side:
-        return SVD()
+        return _usual(SVD)
     if isinstance(target, Dense) and math.prod(shape.sizes) <= limits.max_batched_entries:
         if side <= limits.max_gram_side:
-            return Gram(tolerance=limits.tolerance)
+            return _usual(Gram, limits.tolerance)
         has_few_terms = rank is not None and limits.batched_sides_per_term * rank <= side
         if has_few_terms and not is_differentiated(target.matrix):
-            return BatchedKrylov(tolerance=limits.tolerance)
+            return _usual(BatchedKrylov, limits.tolerance)
     return BlockGolubKahan(tolerance=limits.tolerance)
+
+
+@cache
+def _usual(solver: Callable[..., Solver], tolerance: float | None = None) -> Solver:
+    """Return a solver with its usual settings; made once, for a small matrix is solved as soon."""
+    return solver() if tolerance is None else solver(tolerance=tolerance)
 
 
 def with_start(

@@ -78,6 +78,7 @@ class Decomposition(SeparatedMatrix):
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", self.approximation.weights)
         object.__setattr__(self, "factors", self.approximation.factors)
+        object.__setattr__(self, "kronecker_shape", self.approximation.kronecker_shape)
 
     @property
     def error(self) -> float:

@@ -93,7 +93,7 @@ class StorageProblem:
         A solver that takes a start begins from the terms of ``init``.
         """
         max_terms = self.max_terms if rank is None else rank
-        solver = with_start(self.solver, None, init, self.shape)
+        solver = self.solver if init is None else with_start(self.solver, None, init, self.shape)
         return self.progress.solve(
             solver, self.target, self.shape, rank=max_terms, atol=atol, event=Event.start
         )

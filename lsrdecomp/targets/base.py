@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from lsrdecomp.kronecker.shape import KroneckerShape
 
 
+MAX_UNTHREADED_ROW = 2**12
+"""Numbers for whose inner product no BLAS starts threads, as in `lsrdecomp.arrays.norm`."""
+
+
 @dataclass(frozen=True, slots=True)
 class RearrangedDense:
     """The rearrangement of a dense matrix, held."""
@@ -96,7 +100,9 @@ class Dense:
         require_matrix(matrix)
         refuse_traced(matrix, "a decomposition")
         object.__setattr__(self, "matrix", matrix)
-        with one_blas_thread_for(math.prod(self.shape)):
+        # Sums over short rows start no threads, and to enter costs as much as they do.
+        entries = math.prod(self.shape) if self.shape[1] > MAX_UNTHREADED_ROW else 0
+        with one_blas_thread_for(entries):
             self.norm  # noqa: B018 - refuses entries that are not finite
 
     @property

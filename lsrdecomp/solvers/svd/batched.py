@@ -42,6 +42,7 @@ from lsrdecomp.solvers.svd.dense import as_matrix
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram, Rearrangement
 from lsrdecomp.solvers.svd.lanczos import LanczosSpaces, RitzPairs, orthonormal_columns
+from lsrdecomp.solvers.svd.numpy_lanczos import SingleSolve
 from lsrdecomp.solvers.svd.options import LanczosOptions, SketchOptions, SubspaceOptions
 from lsrdecomp.solvers.svd.subspace import Workspace
 from lsrdecomp.targets.base import Dense
@@ -64,7 +65,7 @@ class BatchedKrylov(MatrixSolver):
     falls below the rounding of single, random columns alone are enough. What this leaves open, or
     loses in the rounding of ‖R‖² − Σσ², is solved alone: by `Gram` if moderate, else by
     `BlockGolubKahan`. Small matrices, and those of which many terms are asked for, go through one
-    batched SVD.
+    batched SVD. One NumPy array in double precision takes the same steps with less around them.
 
     Parameters
     ----------
@@ -86,6 +87,9 @@ class BatchedKrylov(MatrixSolver):
         matrices sooner: from so many rows or columns of R(M) on, the fewer, and so many for each
         term, above the ``subspace.max_side`` that has its own. By timing of 64 matrices of 36 × 36
         to 144 × 144.
+    min_lanczos_side : int
+        Rows or columns of R(M), the fewer, from which one NumPy matrix in double precision has a
+        space of its own (`LanczosSpace`). By timing.
     gram_limit : int
         Terms that a matrix can have up to which `Gram` takes over where common steps were not
         enough. By hand.
@@ -123,6 +127,7 @@ class BatchedKrylov(MatrixSolver):
     svd_limit: int = 160
     min_gram_side: int = 33
     gram_sides_per_term: int = 8
+    min_lanczos_side: int = 96
     gram_limit: int = 512
     chunk_entries: int = 2**20
     svd_chunk_entries: int = 2**16
@@ -137,6 +142,8 @@ class BatchedKrylov(MatrixSolver):
         request = _Request(
             problem.shape, problem.rank, problem.atol, problem.max_terms, problem.progress
         )
+        if self._suits_one(matrix, target.norm, request):
+            return self._solved_one(matrix, target.norm, request)
         return self._solved(matrix[None, :, :], request, [target.norm])[0]
 
     def solve_batch(
@@ -241,6 +248,34 @@ class BatchedKrylov(MatrixSolver):
             by_svd = truncated_svds(part, shape, max_terms, request.atol, request.progress)
             solutions.update(zip(remaining, by_svd, strict=True))
         return [solutions[i] for i in range(batch.shape[0])]
+
+    def _suits_one(self, matrix: Array, norm: float, request: _Request) -> bool:
+        """Return whether a space of one NumPy matrix in double precision can hold the terms."""
+        side = min(request.shape.sizes)
+        has_room = side >= self.min_lanczos_side and side > 3 * self._block_size(request.max_terms)
+        is_rank = request.atol is None and has_room
+        return is_rank and is_double_array(matrix) and 1e-15 < norm < 1e15
+
+    def _solved_one(self, matrix: np.ndarray, norm: float, request: _Request) -> Solution:
+        """Solve for one matrix by its own steps, and for what these leave open alone."""
+        rows = rearrange(matrix, request.shape)
+        if rows.shape[0] > rows.shape[1]:
+            rows = adjoint(rows)
+        solve = SingleSolve(
+            request.shape,
+            request.max_terms,
+            self._block_size(request.max_terms),
+            self.tolerance,
+            self.seed,
+            self.max_steps,
+            self.lanczos,
+            self.sketch,
+        )
+        solution = solve.solution(rows, norm, request.progress)
+        if solution is not None:
+            return solution
+        request_alone = replace(request, rank=request.max_terms, atol=None)
+        return self._alone(matrix, request_alone, request.progress.sweeps)
 
     def _block_size(self, rank: int) -> int:
         """Return the least multiple of ``columns`` that holds so many terms, and some more."""
@@ -368,10 +403,9 @@ class BatchedKrylov(MatrixSolver):
             gaps = [each.excess(rank, self.tolerance, n_blocks, options) for each in pairs]
             squared_errors = [max(1.0 - each.captured(rank), 0.0) for each in pairs]
             # An error that sinks in the rounding of squares is for a solver in double precision.
-            lost = 2.0 * spaces.roundoff / self.tolerance
             is_done = all(
-                excess <= self.tolerance or squared_error <= lost
-                for (excess, _), squared_error in zip(gaps, squared_errors, strict=True)
+                excess <= self.tolerance or each.hides_error(rank, self.tolerance)
+                for (excess, _), each in zip(gaps, pairs, strict=True)
             )
             is_full = spaces.size + spaces.block > side
             objective = max(squared_errors)

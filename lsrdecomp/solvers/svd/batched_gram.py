@@ -12,7 +12,7 @@ from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Solution, Status
 from lsrdecomp.solvers.svd.batch import as_sums
-from lsrdecomp.solvers.svd.dense import least_error
+from lsrdecomp.solvers.svd.dense import least_errors
 from lsrdecomp.solvers.svd.gram import eigenpairs, squaring_loss
 from lsrdecomp.solvers.svd.subspace import leading_subspaces, squared_norms
 
@@ -146,7 +146,7 @@ class _Terms:
         most ``max_gains``, and what squaring may lose, of the squared norm more.
         """
         coupled = np.linalg.norm(self.couplings, axis=1)
-        bounds = least_error(self.sigma[:, -1], self.errors, coupled)
+        bounds = least_errors(self.sigma[:, -1], self.errors, coupled)
         max_gains = np.maximum(max_gains, 0.0) + squaring_loss(self.sigma.shape[1])
         with np.errstate(divide="ignore", invalid="ignore"):
             by_bound = np.where(bounds > 0.0, self.errors / bounds - 1.0, np.inf)

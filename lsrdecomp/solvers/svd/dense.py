@@ -134,7 +134,16 @@ def as_matrix(target: Target) -> Array:
     return target.rearranged(KroneckerShape(((m, 1), (1, n)))).formed()
 
 
-def least_error(last: Any, error: Any, coupled: Any) -> Any:
+def least_error(last: float, error: float, coupled: float) -> float:
+    """Return `least_errors` of one matrix."""
+    gap = last**2 - error**2
+    if gap <= 0.0:
+        return 0.0
+    max_gain = (coupled**2 + ROUNDING**2) * last**2 / gap
+    return math.sqrt(max(error**2 - max_gain, 0.0))
+
+
+def least_errors(last: np.ndarray, error: np.ndarray, coupled: np.ndarray) -> np.ndarray:
     """Return a bound below the error of any s terms, for ‖R‖ = 1, from that of s terms at hand.
 
     Zero where there is none.
@@ -145,7 +154,7 @@ def least_error(last: Any, error: Any, coupled: Any) -> Any:
 
     Parameters
     ----------
-    last, error, coupled : floats or arrays of one shape
+    last, error, coupled : ndarrays of one shape
         θ, ‖R − U Θ Vᴴ‖ and ‖C‖, of many matrices at once.
     """
     squared_last = np.square(last)
@@ -153,8 +162,9 @@ def least_error(last: Any, error: Any, coupled: Any) -> Any:
     is_apart = squared_last > squared_error
     gap = np.where(is_apart, squared_last - squared_error, np.inf)
     max_gain = (np.square(coupled) + ROUNDING**2) * squared_last / gap
-    squared_bound = np.where(is_apart, squared_error - max_gain, 0.0)
-    return np.sqrt(np.maximum(squared_bound, 0.0))
+    squared_bounds = np.where(is_apart, squared_error - max_gain, 0.0)
+    bounds: np.ndarray = np.sqrt(np.maximum(squared_bounds, 0.0))
+    return bounds
 
 
 def required_rank(tails: list[float], rank: int | None, atol: float | None) -> tuple[int, Status]:
@@ -171,6 +181,17 @@ def required_rank(tails: list[float], rank: int | None, atol: float | None) -> t
     return max_terms, Status.converged if is_met else Status.rank_exhausted
 
 
+def svd_of_tall(matrix: Array) -> tuple[Array, Array, Array]:
+    """Return the thin SVD of a tall matrix; of a single column of NumPy's without LAPACK."""
+    if type(matrix) is np.ndarray and matrix.shape[1] == 1:
+        length = norm(matrix)
+        if length > 0.0:
+            unit = matrix / length
+            return unit, np.full(1, length, unit.real.dtype), np.ones((1, 1), matrix.dtype)
+    u, sigma, vh = namespace(matrix).linalg.svd(matrix, full_matrices=False)
+    return u, sigma, vh
+
+
 def as_separated(
     u: Array, sigma: Array, vh: Array, shape: KroneckerShape, rank: int
 ) -> SeparatedMatrix:
@@ -178,6 +199,8 @@ def as_separated(
 
     Those that are zero are left out.
     """
+    if to_numpy(sigma[rank - 1 : rank]).all():  # in descending order
+        return _terms(u, sigma, vh, shape, rank)
     rank = min(rank, int(np.count_nonzero(to_numpy(sigma[:rank]))))
     return _terms(u, sigma, vh, shape, rank)
 
@@ -195,8 +218,12 @@ def traced_terms(matrix: Array, shape: KroneckerShape, rank: int) -> SeparatedMa
 def _terms(u: Array, sigma: Array, vh: Array, shape: KroneckerShape, rank: int) -> SeparatedMatrix:
     """Return the first ``rank`` singular triples, with the signs of `signed`, as terms."""
     (m, n), (p, q) = shape.factors
-    left, right = signed(namespace(u).matrix_transpose(u[:, :rank]), vh[:rank, :])
-    xp = namespace(left)
+    if type(u) is np.ndarray:  # without the calls around each of NumPy's functions
+        left, right = signed(u[:, :rank].T, vh[:rank, :])
+        factors = left.reshape(rank, m, n), right.reshape(rank, p, q)
+        return SeparatedMatrix(sigma[:rank], factors)
+    xp = namespace(u)
+    left, right = signed(xp.matrix_transpose(u[:, :rank]), vh[:rank, :])
     factors = xp.reshape(left, (rank, m, n)), xp.reshape(right, (rank, p, q))
     return SeparatedMatrix(sigma[:rank], factors)
 
@@ -208,6 +235,11 @@ def signed(left: Array, right: Array) -> tuple[Array, Array]:
     """
     if 0 in left.shape:
         return left, right
+    if type(left) is np.ndarray and left.ndim == 2:
+        places = np.abs(left).argmax(axis=1)
+        entries = left[np.arange(len(left)), places]
+        phases = (entries / np.abs(entries))[:, None]
+        return left / phases, right * phases
     xp = namespace(left)
     rows = left if left.ndim == 2 else xp.reshape(left, (-1, left.shape[-1]))
     peaks = xp.argmax(xp.abs(rows), axis=-1)

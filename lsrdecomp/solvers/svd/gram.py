@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import scipy.linalg
@@ -13,6 +14,7 @@ from lsrdecomp.arrays import (
     Array,
     adjoint,
     as_double,
+    is_complex,
     is_differentiated,
     like,
     namespace,
@@ -20,6 +22,7 @@ from lsrdecomp.arrays import (
     tail_norms,
     to_numpy,
 )
+from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Solution, Status
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.svd.dense import (
@@ -29,23 +32,32 @@ from lsrdecomp.solvers.svd.dense import (
     least_error,
     required_rank,
     residual_blocks,
+    svd_of_tall,
 )
+from lsrdecomp.solvers.svd.lanczos import orthonormal_matrix
 from lsrdecomp.solvers.svd.options import SketchOptions
 from lsrdecomp.targets.residual import has_twelve_digits
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lsrdecomp.kronecker.shape import KroneckerShape
+
+
+SINGLE_ROUNDOFF = unit_roundoff("float32")
 
 
 @dataclass(frozen=True, slots=True)
 class Gram(MatrixSolver):
     """Eigenvectors of R Rᴴ or Rᴴ R, the smaller, then one Rayleigh–Ritz step with R itself.
 
-    All in double precision. A few terms, to a ``tolerance`` of 1e-5 or more, are sought in the
-    range of R times random columns [1]_ where its size falls fast from column to column: a few
-    products with blocks. All others, and those that it leaves open, cost O(p·q·min(p, q)) in matrix
-    products and O(min(p, q)³) in the eigenproblem, of which LAPACK computes the leading vectors
-    alone where few terms are asked for: several times less than the SVD.
+    Terms and errors are in double precision. A few terms, to a ``tolerance`` of 1e-5 or more, are
+    sought in the range of R times random columns [1]_ where its size falls fast from column to
+    column: a few products with blocks. Of a NumPy array they are else sought in the span of
+    eigenvectors that LAPACK finds in single precision, in half the time, whose rounding is squared
+    and part of the bound. All others, and those that it leaves open, cost O(p·q·min(p, q)) in
+    matrix products and O(min(p, q)³) in the eigenproblem, of which LAPACK computes the leading
+    vectors alone where few terms are asked for: several times less than the SVD.
 
     The error and what couples the terms to the residual are measured, and bound how far the error
     may be above the optimum: however small it is, where the terms stand apart from the rest.
@@ -108,7 +120,11 @@ class Gram(MatrixSolver):
         is_small = self.sketch.gram_rows_per_column * n_columns <= side
         if goal is None and self.tolerance >= self.sketch.min_tolerance and is_small:
             solution = matrix.from_random_columns(rank, self.tolerance, self.seed, self.sketch)
-        # Gram 2: else from the eigenvectors; with a tolerance from all, to count the terms.
+        # Gram 2: or from eigenvectors in single precision, which the singular triples of R take to
+        # double.
+        if solution is None and goal is None and self.tolerance >= self.sketch.min_tolerance:
+            solution = matrix.from_single_precision(rank, self.tolerance)
+        # Gram 3: else from the eigenvectors; with a tolerance from all, to count the terms.
         if solution is None:
             values, vectors = eigenpairs(matrix.rows, rank if goal is None else side)
             if goal is not None:
@@ -117,7 +133,7 @@ class Gram(MatrixSolver):
             if not self._loses_too_much(rank, goal):
                 basis = vectors[:, :rank]
                 solution = matrix.solution(basis, rank, self.tolerance, certain=True)
-        # Gram 3: the SVD where squaring has cost too much.
+        # Gram 4: the SVD where squaring has cost too much.
         if solution is None or solution.relative_error is None:
             return problem.delegate_to(SVD())
         progress.record(solution.relative_error)
@@ -179,6 +195,54 @@ class Rearrangement:
             basis, _ = xp.linalg.qr(rows @ images)
         return self.solution(basis, rank, tolerance, certain=False)
 
+    def from_single_precision(self, rank: int, tolerance: float) -> Solution | None:
+        """Find a few terms of NumPy's R from eigenvectors of R Rᴴ in single precision.
+
+        None where what single precision may have missed leaves the optimum open, and for many
+        terms or other libraries. Half the time of eigenvectors in double precision.
+        """
+        rows = self.rows
+        side = int(rows.shape[0])
+        if not isinstance(rows, np.ndarray) or 2 * rank > side or not 1e-15 < self.norm < 1e15:
+            return None
+        # Single 1: eigenvectors, made orthonormal in double precision.
+        gram = rows @ adjoint(rows)
+        narrow = gram.astype(np.complex64 if is_complex(rows) else np.float32)
+        values, vectors = leading_eigenpairs(narrow, rank)
+        if vectors.shape[1] != rank:
+            return None
+        basis, _ = orthonormal_matrix(vectors[:, ::-1].astype(rows.dtype))
+        # Single 2: singular triples of R in their span. By Weyl the eigenvalues sum to at most
+        # those that were computed and their rounding.
+        triples, _ = self._triples(basis, rank)
+        theta = to_numpy(triples[1]) / self.norm
+        captured = float(theta @ theta)
+        squared_error = 1.0 - captured
+        found = values.astype(np.float64) / self.norm**2
+        rounding = rank * side * SINGLE_ROUNDOFF * float(found[-1])
+        max_gain = max(float(np.sum(found)) - captured, 0.0) + rounding
+        is_near = max_gain <= 2.0 * tolerance * squared_error
+        if is_near and has_twelve_digits(squared_error, 2.0):
+            gap = 0.5 * max_gain / squared_error
+            left, weights, right = triples
+            scaled = left, weights * self.scale, right
+            return self._solution(scaled, rank, math.sqrt(squared_error), gap, tolerance)
+        # Single 3: of small errors the couplings of the terms know more.
+        left, weights, right = triples
+        error, couplings = self._measured(left, weights, right)
+        bound = least_error(float(theta[-1]), error, float(np.linalg.norm(couplings)))
+        if error > bound * (1.0 + tolerance) + ROUNDING:
+            return None
+        gap = error / bound - 1.0 if bound else math.inf
+        return self._solution((left, weights * self.scale, right), rank, error, gap, tolerance)
+
+    def _triples(self, basis: Array, rank: int) -> tuple[tuple[Array, Array, Array], Array]:
+        """Return the first singular triples of Q Qᴴ R for an orthonormal Q, and a basis of RᴴQ."""
+        # LAPACK is faster on tall matrices than on wide ones.
+        images, sigma, uh = svd_of_tall(adjoint(self.rows) @ basis)
+        left = basis @ adjoint(uh[:rank, :])
+        return (left, sigma[:rank], adjoint(images[:, :rank])), images
+
     def solution(
         self, basis: Array, rank: int, tolerance: float, *, certain: bool
     ) -> Solution | None:
@@ -193,11 +257,7 @@ class Rearrangement:
         for _ in range(2):
             # Terms 1: Rayleigh–Ritz with R itself gives singular values to full accuracy; the error
             # is measured, and how each term couples to the residual.
-            # (LAPACK is faster on tall matrices than on wide ones.)
-            images, sigma, uh = xp.linalg.svd(adjoint(rows) @ basis, full_matrices=False)
-            left = basis @ adjoint(uh[:rank, :])
-            weights = sigma[:rank]
-            right = adjoint(images[:, :rank])
+            (left, weights, right), images = self._triples(basis, rank)
             if certain and not is_followed:
                 solution = self._of_eigenvectors((left, weights, right), rank, tolerance)
                 if solution is not None:
@@ -207,7 +267,7 @@ class Rearrangement:
             # lost.
             theta = to_numpy(weights) / self.norm
             last = float(theta[-1]) if rank else 2.0  # without terms nothing couples
-            bound = float(least_error(last, error, float(np.linalg.norm(couplings))))
+            bound = least_error(last, error, float(np.linalg.norm(couplings)))
             max_gain = squaring_loss(rank) + float(couplings @ theta)
             # Gradients of directions that are rounding have no meaning: `SVD` refuses them by name.
             is_near = not is_followed and error <= bound * (1.0 + tolerance) + ROUNDING
@@ -280,10 +340,30 @@ def eigenpairs(rows: Array, count: int) -> tuple[Array, Array]:
     matrix = rows @ adjoint(rows)
     values = None
     vectors = matrix[:, :0]
-    if isinstance(matrix, np.ndarray) and 2 * count <= side:  # LAPACK leaves the others out
-        values, vectors = scipy.linalg.eigh(
-            matrix, subset_by_index=(side - count, side - 1), check_finite=False
-        )
+    if isinstance(matrix, np.ndarray) and 2 * count <= side:
+        values, vectors = leading_eigenpairs(matrix, count)
     if vectors.shape[1] < count:  # of equal values it has been seen to leave out more
         values, vectors = xp.linalg.eigh(matrix)
     return xp.flip(values), xp.flip(vectors, axis=1)
+
+
+def leading_eigenpairs(matrix: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ``count`` largest eigenvalues of a Hermitian matrix, in ascending order.
+
+    With their vectors, or fewer of both where LAPACK finds no more. It leaves the other vectors
+    out, and SciPy's function takes as long again to call it at 64 × 64.
+    """
+    side = len(matrix)
+    solve = _lapack_eigenpairs(matrix.dtype.char)
+    values, vectors, found, _, failed = solve(
+        matrix, range="I", il=side - count + 1, iu=side, overwrite_a=False
+    )
+    found = 0 if failed else int(found)
+    return values[:found], vectors[:, :found]
+
+
+@cache
+def _lapack_eigenpairs(type_code: str) -> Callable[..., Any]:
+    name = "heevr" if type_code in "FD" else "syevr"
+    (solve,) = scipy.linalg.get_lapack_funcs((name,), dtype=np.dtype(type_code))
+    return solve  # type: ignore[no-any-return]

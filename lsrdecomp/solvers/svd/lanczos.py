@@ -92,15 +92,8 @@ class LanczosSpaces:
         values, vectors = np.linalg.eigh(self.projected)
         residuals = self.coupling @ vectors[:, -self.block :, :]
         squares = np.einsum("lij,lij->lj", residuals, residuals.conj()).real
-        pairs = []
-        for i, ascending in enumerate(values.tolist()):
-            ritz_values = [max(value, 0.0) for value in reversed(ascending)]
-            couplings = [
-                square / max(value, self.roundoff)
-                for square, value in zip(reversed(squares[i].tolist()), ritz_values, strict=True)
-            ]
-            pairs.append(RitzPairs(ritz_values, couplings, vectors[i, :, ::-1], self.roundoff))
-        return pairs
+        parts = zip(values, squares, vectors, strict=True)
+        return [RitzPairs.of(*each, self.roundoff) for each in parts]
 
     def leading_images(self, pairs: Sequence[RitzPairs], rank: int) -> Array:
         """Return Rᴴ q of the leading Ritz vectors q, shape (L, q, rank)."""
@@ -171,9 +164,24 @@ class RitzPairs:
     vectors: np.ndarray  # (k, k): in the basis of the space, as columns
     roundoff: float  # of the products
 
+    @classmethod
+    def of(
+        cls, values: np.ndarray, squares: np.ndarray, vectors: np.ndarray, roundoff: float
+    ) -> RitzPairs:
+        """Take eigenpairs of a projection, in ascending order, and the squares of θ‖f‖."""
+        largest_first = [max(value, 0.0) for value in values[::-1].tolist()]
+        couplings = []
+        for square, value in zip(squares[::-1].tolist(), largest_first, strict=True):
+            couplings.append(square / max(value, roundoff))
+        return cls(largest_first, couplings, vectors[:, ::-1], roundoff)
+
     def captured(self, rank: int) -> float:
         """Return what the images of the first Ritz vectors capture of ‖R‖² = 1."""
         return sum(self.values[:rank]) + sum(self.couplings[:rank])
+
+    def hides_error(self, rank: int, tolerance: float) -> bool:
+        """Return whether the error sinks so far in the rounding of squares that it is not known."""
+        return 1.0 - self.captured(rank) <= 2.0 * self.roundoff / tolerance
 
     def excess(
         self, rank: int, tolerance: float, n_blocks: int, options: LanczosOptions
@@ -223,15 +231,19 @@ def orthonormal_columns(blocks: Array) -> tuple[Array, np.ndarray]:
     if xp is not NUMPY:
         bases, triangles = xp.linalg.qr(blocks)
         return bases, np.abs(np.diagonal(to_numpy(triangles), axis1=1, axis2=2))
-    factorize, form = _lapack_qr(blocks.dtype.char)
     n_matrices, rows, columns = blocks.shape
     bases = np.empty((n_matrices, rows, min(rows, columns)), blocks.dtype)
     sizes = np.empty((n_matrices, min(rows, columns)))
     for i in range(n_matrices):
-        reflectors, scales, _, _ = factorize(blocks[i])
-        sizes[i] = np.abs(reflectors.diagonal())
-        bases[i] = form(reflectors[:, :rows], scales)[0]
+        bases[i], sizes[i] = orthonormal_matrix(blocks[i])
     return bases, sizes
+
+
+def orthonormal_matrix(block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return Q of a thin QR factorization of one NumPy matrix, and the diagonal of R in size."""
+    factorize, form = _lapack_qr(block.dtype.char)
+    reflectors, scales, _, _ = factorize(block)
+    return form(reflectors[:, : len(block)], scales)[0], np.abs(reflectors.diagonal())
 
 
 @cache

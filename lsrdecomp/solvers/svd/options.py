@@ -113,6 +113,9 @@ class LanczosOptions:
 
     # Columns of a block beyond the terms, at least
     oversampling: int = 4
+    # Entries of a matrix up to which its space is grown in double precision: single saves less
+    # than it costs to convert the matrix, and takes a look more. By timing of 128² to 512².
+    max_double_entries: int = 2**17
     # Blocks that a space needs before the excess is estimated; and where θ_s² is not 1/.8 of what
     # lies beyond, so that a cluster may be wider than the space
     min_blocks: int = 2

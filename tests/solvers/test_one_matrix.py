@@ -1,0 +1,125 @@
+"""One NumPy matrix of a few hundred rows: its own Krylov space, and Gram's single precision."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lsrdecomp import KroneckerShape
+from lsrdecomp.kronecker.rearrange import inverse_rearrange
+from lsrdecomp.solvers import BatchedKrylov, Gram
+from lsrdecomp.solvers.base import ErrorKind, Event
+from lsrdecomp.solvers.svd import gram
+from lsrdecomp.solvers.svd.options import LanczosOptions
+from lsrdecomp.targets.base import Dense
+
+K = np.arange(256.0)
+SPECTRA = {
+    "1/k": 1.0 / (1.0 + K),
+    "slow": np.exp(-K / 25.0),
+    "fast": 0.3**K,
+    "flat": np.ones(256),
+    "five exact terms": np.where(K < 5, 1.0 / (1.0 + K), 0.0),
+    "three above noise": np.where(K < 3, 1.0, 1e-9),
+    "clusters": 10.0 ** -(K // 12),
+    "a spike over a line": np.where(K < 2, 2.0, 1.0 - K / 256.0),
+}
+SHAPES = {
+    "wide": KroneckerShape(((12, 12), (12, 14))),
+    "tall": KroneckerShape(((12, 14), (11, 12))),
+}
+LIMIT = 1e-3
+
+
+def matrix_of(name, shape, kind, rng):
+    """Return a matrix whose rearrangement has a spectrum of `SPECTRA`, and its singular values."""
+    rows, columns = shape.sizes
+    sigma = SPECTRA[name][: min(rows, columns)]
+    bases = []
+    for size in (rows, columns):
+        draws = rng.standard_normal((size, len(sigma)))
+        if kind is complex:
+            draws = draws + 1j * rng.standard_normal(draws.shape)
+        bases.append(np.linalg.qr(draws)[0])
+    left, right = bases
+    return inverse_rearrange((left * sigma) @ right.conj().T, shape), sigma
+
+
+def assert_is_near(solution, matrix, sigma, rank):
+    target = Dense(matrix)
+    error = target.residual_norm(solution.approximation)
+    optimum = np.linalg.norm(sigma[rank:])
+    rounding = 1e-13 * target.norm
+    assert error <= optimum * (1.0 + LIMIT) + rounding
+    if solution.relative_error is not None:
+        assert solution.relative_error * target.norm == pytest.approx(error, 1e-9, rounding)
+    if solution.gap_kind is ErrorKind.bounded and solution.optimality_gap is not None:
+        assert error <= optimum * (1.0 + solution.optimality_gap) + rounding
+    left, right = (factor.reshape(len(factor), -1) for factor in solution.approximation.factors)
+    terms = solution.approximation.separation_rank
+    assert left @ left.conj().T == pytest.approx(np.eye(terms), abs=1e-12)
+    assert right @ right.conj().T == pytest.approx(np.eye(terms), abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", [float, complex])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", SPECTRA)
+def test_a_space_of_its_own_ends_near_the_optimum(name, shape, kind, rng):
+    matrix, sigma = matrix_of(name, shape, kind, rng)
+    for rank in (1, 4):
+        for max_double_entries in (1, 10**9):
+            lanczos = LanczosOptions(max_double_entries=max_double_entries)
+            solver = BatchedKrylov(tolerance=LIMIT, lanczos=lanczos)
+            solution = solver.solve(matrix, shape, rank=rank)
+            assert_is_near(solution, matrix, sigma, rank)
+
+
+@pytest.mark.parametrize("name", ["1/k", "slow", "fast", "a spike over a line"])
+def test_a_space_of_its_own_takes_the_steps_of_a_batch_of_one(name, rng):
+    shape = SHAPES["wide"]
+    matrix, _ = matrix_of(name, shape, float, rng)
+    double = LanczosOptions(max_double_entries=10**9)
+    alone = BatchedKrylov(tolerance=LIMIT, lanczos=double).solve(matrix, shape, rank=3)
+    (batched,) = BatchedKrylov(tolerance=LIMIT, svd_limit=1).solve_batch(
+        matrix[None, :, :], shape, rank=3
+    )
+    assert alone.approximation.weights == pytest.approx(batched.approximation.weights, rel=1e-6)
+    assert [sweep.relative_error for sweep in alone.sweeps] == pytest.approx(
+        [sweep.relative_error for sweep in batched.sweeps], rel=1e-5
+    )
+
+
+def test_what_steps_leave_open_is_handed_over_with_their_records(rng):
+    shape = SHAPES["wide"]
+    matrix, sigma = matrix_of("flat", shape, float, rng)
+    solution = BatchedKrylov(tolerance=1e-9, max_steps=2).solve(matrix, shape, rank=2)
+    assert_is_near(solution, matrix, sigma, 2)
+    assert [sweep.event for sweep in solution.sweeps][-1] is Event.hand_over
+
+
+SMALL = KroneckerShape(((8, 8), (9, 9)))
+
+
+@pytest.mark.parametrize("kind", [float, complex])
+@pytest.mark.parametrize("rank", [1, 2, 4, 9])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_eigenvectors_in_single_precision_end_near_the_optimum(name, rank, kind, rng):
+    matrix, sigma = matrix_of(name, SMALL, kind, rng)
+    solution = Gram(tolerance=LIMIT).solve(matrix, SMALL, rank=rank)
+    assert_is_near(solution, matrix, sigma, min(rank, np.count_nonzero(sigma)))
+
+
+def test_what_single_precision_cannot_tell_is_computed_in_double(rng, monkeypatch):
+    """Between 1 and 1e-5 lies what eigenvalues in single precision see of 1e-12."""
+    sigma = np.full(64, 1e-6)
+    sigma[0] = 1.0
+    sigma[1:5] = 1e-6 * np.arange(5.0, 1.0, -1.0)
+    left = np.linalg.qr(rng.standard_normal((64, 64)))[0]
+    right = np.linalg.qr(rng.standard_normal((81, 64)))[0]
+    matrix = inverse_rearrange((left * sigma) @ right.T, SMALL)
+    asked = []
+    in_double = gram.eigenpairs
+    monkeypatch.setattr(gram, "eigenpairs", lambda *given: asked.append(1) or in_double(*given))
+    solution = Gram(tolerance=LIMIT).solve(matrix, SMALL, rank=3)
+    assert asked
+    assert_is_near(solution, matrix, sigma, 3)
