@@ -28,6 +28,7 @@ INPUTS = {
     "prompts": "JSON lines with prompt and completion",
     "lora": "the LoRA of SmolLM2 that was trained on them",
     "reviews": "SST-2's train.tsv",
+    "tasks": "what benchmarks.language.tasks wrote",
     "work": "a directory where runs are kept",
 }
 """What jobs take that is not in the repository, by name."""
@@ -153,6 +154,14 @@ JOBS = (
         "benchmarks.compression.frobenius {adapters}/* --out "
         "benchmarks/results/compression_frobenius.json",
         120,
+    ),
+    Job(
+        "kept by bytes",
+        ("kept_by_bytes",),
+        "benchmarks.language.kept_by_bytes --lora {lora} --data {tasks}/e2e/train.jsonl "
+        "--held {tasks}/e2e/held.jsonl",
+        35,
+        ("peft", "gguf"),
     ),
     Job("calibration", ("calibration",), "benchmarks.cost.calibration", 30, ("peft",)),
     Job(

