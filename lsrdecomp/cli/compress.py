@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +14,14 @@ from lsrdecomp import checkpoints, compression
 from lsrdecomp.cli import resize, tables
 from lsrdecomp.cli.layer_tables import layers_table
 from lsrdecomp.cli.options import Adapter, Storage
-from lsrdecomp.cli.outputs import Input
+from lsrdecomp.cli.outputs import NEW_FILE, Input
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.cli.recommendations import next_command, warn_if_unusable, warn_of_growth
+from lsrdecomp.cli.recommendations import (
+    next_command,
+    quoted,
+    warn_if_unusable,
+    warn_of_growth,
+)
 from lsrdecomp.cli.requests import (
     COMMAND_LINE,
     DIRECTORY_OF_FILES,
@@ -26,6 +31,7 @@ from lsrdecomp.cli.requests import (
     Outputs,
     parse_requests,
 )
+from lsrdecomp.cli.run_config import OPENING, merged, read_run, run_text
 from lsrdecomp.cli.settings import option_groups, options_of
 from lsrdecomp.compression.measured_settings import MeasuredSettings
 from lsrdecomp.compression.settings import CompressionPlan
@@ -95,6 +101,15 @@ def compress(
         int | None,
         typer.Option(min=1, help="Processes that solve [default: 1].", show_default=False),
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="Settings in a TOML file, or in the compression.json of a run; options win."
+        ),
+    ] = None,
+    write_config: Annotated[
+        Path | None, NEW_FILE, typer.Option(help="Also write the settings of this run as TOML.")
+    ] = None,
     opening: Opening,
     display: Display,
     **options: Any,
@@ -126,17 +141,27 @@ def compress(
     in .NAME.journal beside --out until the result is written.
     """  # noqa: D301 (a form feed ends the short help)
     # 1. What is asked, before anything is opened: a request for each ratio.
-    files = [] if opening.name or calibrated or base else resize.lora_files(adapter)
-    to_source_format = bool(files) or resize.names_file(outputs.out) or outputs.to == "same"
-    given = {
+    typed = {
         "base": base,
         "data": data,
         "statistics": calibrated,
         "storage": storage,
         "workers": workers,
+        "name": opening.name,
+        "alpha": opening.alpha,
         **options,
     }
-    if outputs.report is not None and base is not None:
+    given = merged({} if config is None else read_run(config), typed)
+    if isinstance(given.get("ratio"), int | float):
+        given["ratio"] = [given["ratio"]]
+    if "statistics" in given:
+        given["statistics"] = Path(given["statistics"]).expanduser()
+    of_opening = {name: given.pop(name) for name in OPENING if name in given}
+    opening = replace(opening, **of_opening)
+    is_lsr = opening.name or "statistics" in given or "base" in given
+    files = [] if is_lsr else resize.lora_files(adapter)
+    to_source_format = bool(files) or resize.names_file(outputs.out) or outputs.to == "same"
+    if outputs.report is not None and "base" in given:
         given.setdefault("examples", 2)  # that a report shows, where no other number is asked for
     interface = DIRECTORY_OF_FILES if files else COMMAND_LINE
     if outputs.to is not None and not resize.names_file(outputs.out):
@@ -145,14 +170,19 @@ def compress(
         given, outputs, opening, display, to_file=to_source_format, interface=interface
     )
     outputs.check(requests)
+    settings = requests[0].to_json() | of_opening
+    if len(requests) > 1:
+        settings["ratio"] = given["ratio"]
     # 2. A LoRA that is to come back in its own format: truncated SVD, and that is all.
     if to_source_format:
         resize.resize(files or [adapter], requests, opening, outputs, display)
+        _write_config(settings, write_config, outputs.json)
         return
     # 3. Otherwise a directory of LSR for each request.
     results = _to_directories(adapter, requests, opening, outputs, display)
     # 4. Figures for machines, and the exit code.
     _write_figures(results, outputs.json)
+    _write_config(settings, write_config, outputs.json)
     distilled = any(request.measured and request.measured.distil for request in requests)
     if _warn_if_poor(results, distilled=distilled) or not all(result.met for result in results):
         raise typer.Exit(1)
@@ -189,12 +219,14 @@ def _to_directories(
             results, refusal = _compressed(checkpoint, requests, step)
         # 3. Show and write when the bar is gone: it would break lines that are printed.
         unit = "token" if _counts_tokens(statistics) else "example"
+        options = {name: getattr(opening, name) for name in OPENING if getattr(opening, name)}
+        results = [replace(result, settings={**result.settings, **options}) for result in results]
         for result, directory in zip(results, directories, strict=False):
             _show(result, outputs.json, display, unit)
             if result.met:
                 figures = outputs.json if len(directories) == 1 else None
                 written = replace(outputs, out=directory, json=figures)
-                _write(result, written, unit=unit, alpha=opening.alpha)
+                _write(result, written, unit=unit, adapter=adapter, alpha=opening.alpha)
         if refusal is not None:
             raise refusal
     return results
@@ -221,9 +253,10 @@ def _compressed(
         resources=requests[0].resources(on_step),
     )
     results: list[Compression] = []
-    for plan in plans:
+    for request, plan in zip(requests, plans, strict=True):
         try:
-            results.append(searched.compress(plan))
+            result = searched.compress(plan)
+            results.append(replace(result, settings=request.to_json()))
         except BudgetError as refusal:
             return results, refusal
     return results, None
@@ -263,7 +296,9 @@ def _ways_to_meet_tolerance(result: Compression) -> str:
     return f"{ways}, or take --storage {finer}, whose rounding costs about {rounding:.1g}"
 
 
-def _write(result: Compression, outputs: Outputs, *, unit: str, alpha: float | None) -> None:
+def _write(
+    result: Compression, outputs: Outputs, *, unit: str, adapter: Path, alpha: float | None
+) -> None:
     """Write the directory, its report and its figures: all appear, or none.
 
     Says what they are, and what comes next.
@@ -292,6 +327,8 @@ def _write(result: Compression, outputs: Outputs, *, unit: str, alpha: float | N
     if report is not None:
         tables.show(json, f"Wrote {report}.")
     tables.show(json, *_measured_sentences(result))
+    if directory is not None:
+        tables.show(json, f"To repeat it:\n  {result.command_line(adapter, directory)}")
     warn_if_unusable(result, directory)
 
 
@@ -358,6 +395,15 @@ def _write_figures(results: Sequence[Compression], json: Path | None) -> None:
         tables.write_json([result.to_json() for result in results], json)
     elif str(json) == "-" or not results[0].met:
         tables.write_json(results[0].to_json(), json)
+
+
+def _write_config(settings: Mapping[str, Any], path: Path | None, json: Path | None) -> None:
+    """Write the settings of a run to a file of their own, if one was named."""
+    if path is None:
+        return
+    with tables.files({path: run_text(settings)}):
+        pass
+    tables.show(json, f"Wrote {path}: repeat it with --config {quoted(path)}.")
 
 
 def _counts_tokens(statistics: Statistics | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints.names import common_prefix
 from lsrdecomp.checkpoints.provenance import installed_version
-from lsrdecomp.compression.svg_curves import Line, svg_curves, svg_shares
+from lsrdecomp.compression.settings import GOALS
+from lsrdecomp.errors import LsrError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +26,9 @@ def html_report(
     out: Path | None = None,
     unit: str = "example",
 ) -> str:
-    """Return one self-contained page: summary, curves, a table of layers that sorts, provenance.
+    """Return one self-contained page: goal and result, a chart, answers, layers, provenance.
+
+    The chart needs matplotlib; without it the page says so in its place.
 
     Parameters
     ----------
@@ -34,11 +36,11 @@ def html_report(
         As `lsrdecomp.compress` returns it.
     curves : sequence of ErrorCurve
         Of the whole adapter, as `adapter_curves` returns them, for a result that was not measured
-        on a base; none: no picture. The picture of one that was measured is of what its forms kept.
+        on a base; none: no chart. The chart of a measured result is of what its versions keep.
     out : Path, optional
         The directory that was written, to list its files.
     unit : str
-        What the network answers once for, "example" or "token"; a measured fidelity knows it
+        What the network predicts once for, "example" or "token"; a measured fidelity knows it
         itself.
 
     Returns
@@ -58,107 +60,207 @@ def html_report(
     """
     from jinja2 import Environment
 
-    # A measured result is drawn by what its forms kept, any other by the errors of all sizes.
-    total, source = compression.totals, compression.source
-    shares = _shares(compression)
-    here = (total.parameters, total.relative_error)
+    chart, chart_missing = _chart(compression, curves)
+    costs = _costs(compression.layers)
+    layers = sorted(compression.layers, key=lambda layer: -costs[layer.name])
     # Names of layers and files are strangers' words: all are escaped.
     page = Environment(autoescape=True, trim_blocks=True).from_string(_asset("report.html.jinja"))
     return page.render(
-        name=Path(str(source.path)).name,
-        sentences=[*compression.sentences(unit), total.verdict],
-        fidelity=compression.fidelity,
+        name=Path(str(compression.source.path)).name,
+        headline=_headline(compression),
+        verdict="" if compression.met else compression.totals.verdict,
         tiles=_tiles(compression, unit),
-        shares=shares,
+        fidelity=compression.fidelity,
+        chart=chart,
+        chart_missing=chart_missing,
+        tried=compression.tried,
         truncated_svd=compression.truncated_svd,
-        mismatches=compression.mismatches,
-        svg=svg_curves(curves, here, total.parameters_before) if curves and not shares else "",
-        columns=_columns(total.functional_error is not None),
-        layers=compression.layers,
-        worst=max(layer.relative_error for layer in compression.layers) or 1.0,
+        answers=compression.answers,
+        sentences=list(compression.sentences(unit)),
+        tables=[_cost_columns(compression, costs), _structure_columns()],
+        layers=layers,
         prefix=common_prefix([layer.name for layer in compression.layers]),
         files=_sizes(out),
         directory=repr(out.name) if out is not None else "",
-        provenance=_provenance(source, compression.plan),
+        command=compression.command_line(),
+        provenance=_provenance(compression),
         style=_asset("report.css"),
         script=_asset("report.js"),
     )
 
 
-def _shares(compression: Compression) -> str:
-    """Return the picture of what the measured sizes kept; nothing where none was measured."""
-    fidelity, tried, rival = compression.fidelity, compression.tried, compression.truncated_svd
+def _headline(compression: Compression) -> str:
+    """Return what was asked for and what came of it, as a sentence."""
+    from lsrdecomp.fidelity.fidelity import size_text
+
+    total, fidelity, plan = compression.totals, compression.fidelity, compression.plan
+    asked = _goal_text(compression)
     if fidelity is None:
-        return ""
-    lines = [
-        Line(
-            label,
-            sorted(
-                (float(form.bytes), getattr(form, share))
-                for form in tried
-                if getattr(form, share) is not None
-            ),
+        return (
+            f"{asked}: {total.parameters:,} of {total.parameters_before:,} parameters "
+            f"({total.ratio:.3g} times fewer), as {plan.storage}."
         )
-        for label, share in (("untrained", "kept"), ("trained", "distilled"))
-    ]
-    if rival is not None:
-        lines.append(Line("truncated SVD in bits", [(float(rival.bytes), rival.kept)]))
-    return svg_shares(lines, (fidelity.bytes_after, fidelity.kept))
+    error = "" if fidelity.standard_error is None else f" ± {100 * fidelity.standard_error:.1f}"
+    return (
+        f"{asked}: it keeps {100 * fidelity.kept:.1f}{error} % on {fidelity.examples} held-out "
+        f"texts of {fidelity.data}, in {size_text(fidelity.bytes_after)} of "
+        f"{size_text(fidelity.bytes_before)}."
+    )
+
+
+def _goal_text(compression: Compression) -> str:
+    """Return the goal of a run as the beginning of a sentence."""
+    fidelity, plan = compression.fidelity, compression.plan
+    if fidelity is not None and fidelity.requested is not None:
+        return f"Asked for {100 * fidelity.requested:.3g} % of the LoRA's effect"
+    goal = next(name for name in GOALS if getattr(plan, name) is not None)
+    value = getattr(plan, goal)
+    texts = {
+        "ratio": f"{value:g} times fewer parameters",
+        "parameters": f"{value:,.0f} parameters",
+        "bytes": f"at most {value:,.0f} bytes",
+        "rtol": f"a relative error of {value:g} in every layer",
+        "separation_rank": f"{value} terms in every layer",
+        "kl": f"a KL of {value:g} nats",
+    }
+    return f"Asked for {texts[goal]}"
+
+
+def _chart(compression: Compression, curves: Sequence[ErrorCurve]) -> tuple[str, str]:
+    """Return the chart, and why there is none where it could not be drawn."""
+    fidelity, tried, svd = compression.fidelity, compression.tried, compression.truncated_svd
+    try:
+        from lsrdecomp.compression.report_charts import Series, error_charts, share_charts
+
+        if fidelity is None:
+            total = compression.totals
+            here = (float(total.parameters), total.relative_error)
+            return error_charts(curves, here, total.parameters_before), ""
+        series = []
+        for label, share in (("untrained", "kept"), ("trained", "distilled")):
+            measured = [(float(one.bytes), getattr(one, share)) for one in tried]
+            points = sorted((size, kept) for size, kept in measured if kept is not None)
+            if points:
+                series.append(Series(label, points))
+        if svd is not None and svd.kept is not None:
+            series.append(Series("truncated SVD", [(float(svd.bytes), svd.kept)]))
+        written = (float(fidelity.bytes_after), fidelity.kept, fidelity.standard_error or 0.0)
+        return share_charts(series, written, fidelity.requested), ""
+    except LsrError as error:
+        return "", str(error)
 
 
 def _tiles(compression: Compression, unit: str) -> list[tuple[str, str]]:
+    """Return a few figures to see first, each with what it is."""
+    from lsrdecomp.fidelity.fidelity import size_text
+
     total, fidelity = compression.totals, compression.fidelity
-    kinds = Counter(layer.structure for layer in compression.layers)
-    tiles = [
-        *total.facts,
-        ("structures", ", ".join(f"{count} {kind}" for kind, count in kinds.items())),
-    ]
+    parameters = ("parameters", f"{total.parameters:,} of {total.parameters_before:,}")
     if fidelity is not None:
-        tiles.insert(0, ("kept of the LoRA's effect", f"{100 * fidelity.kept:.1f} %"))
-    elif total.kl is not None:
-        tiles.insert(2, (f"estimated KL, nats per {unit}", f"{total.kl:.3g}"))
+        before, after = fidelity.bytes_before, fidelity.bytes_after
+        tiles = [
+            ("kept of the LoRA's effect", f"{100 * fidelity.kept:.1f} %"),
+            ("weight file and config", f"{size_text(before)} → {size_text(after)}"),
+            parameters,
+            (f"KL to the LoRA, nats per {fidelity.unit}", f"{fidelity.kl:.3g}"),
+        ]
+        if fidelity.agreement is not None:
+            tiles.append(("top prediction agrees", f"{100 * fidelity.agreement:.0f} %"))
+        return tiles
+    tiles = [parameters]
+    if total.functional_error is None:
+        norm = "weight error"
+    else:
+        norm = "output error (est.)"
+        tiles.append((norm, f"{total.functional_error:.3g}"))
+        if total.kl is not None:
+            tiles.append((f"estimated KL, nats per {unit}", f"{total.kl:.3g}"))
+    tiles.append(("weight error", f"{total.relative_error:.3g}"))
+    if total.low_rank_error is not None:
+        tiles.append((f"{norm} of truncated SVD", f"{total.low_rank_error:.3g}"))
+    prefix = common_prefix([layer.name for layer in compression.layers])
+    worst = total.worst_layer[len(prefix) :]
+    tiles.append((f"largest {norm} of a layer: {worst}", f"{total.worst_error:.3g}"))
     return tiles
+
+
+def _costs(layers: Sequence[LayerReport]) -> dict[str, float]:
+    """Return the share of each layer in the squared error over all layers, in the plan's norm."""
+    squares = {}
+    for layer in layers:
+        is_frobenius = layer.functional_error is None
+        norm = layer.norm if is_frobenius else layer.functional_norm or 0.0
+        squares[layer.name] = (norm * layer.plan_error) ** 2
+    total = sum(squares.values()) or 1.0
+    return {name: square / total for name, square in squares.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ReportColumn:
-    """A column of the table: head and classes, and of a layer what it sorts by and shows."""
+    """A column of a table: head and class, and of a layer what it sorts by and shows."""
 
     head: str
-    kind: str
-    value: Callable[[LayerReport], object]
+    kind: str  # "", "text", or "bar", which draws the value as a share of the largest
+    value: Callable[[LayerReport], Any]
     text: Callable[[LayerReport], str]
 
 
-def _columns(functional: bool) -> list[ReportColumn]:
-    def percent(layer: LayerReport) -> float:
-        return (
-            100.0 * layer.parameters / layer.parameters_before if layer.parameters_before else 0.0
-        )
+def _cost_columns(compression: Compression, costs: dict[str, float]) -> list[ReportColumn]:
+    """Return the columns that every reader needs; the bar is in the norm that was minimized."""
 
-    fisher = ReportColumn(
-        "Fisher error", "", lambda x: x.functional_error, lambda x: f"{x.functional_error:.3g}"
+    def mark(layer: LayerReport) -> str:
+        return "" if layer.met else " !"
+
+    columns = [
+        ReportColumn(
+            "parameters",
+            "",
+            lambda x: x.parameters,
+            lambda x: f"{x.parameters:,} of {x.parameters_before:,}",
+        ),
+        ReportColumn(
+            "part of the error",
+            "",
+            lambda x: costs[x.name],
+            lambda x: f"{100 * costs[x.name]:.1f} %",
+        ),
+    ]
+    if compression.totals.functional_error is None:
+        columns.append(
+            ReportColumn(
+                "weight error",
+                "bar",
+                lambda x: x.relative_error,
+                lambda x: f"{x.relative_error:.3g}{mark(x)}",
+            )
+        )
+        return columns
+    columns.append(
+        ReportColumn(
+            "output error (est.)",
+            "bar",
+            lambda x: x.functional_error,
+            lambda x: f"{x.functional_error:.3g}{mark(x)}",
+        )
     )
+    columns.append(
+        ReportColumn(
+            "weight error", "wide", lambda x: x.relative_error, lambda x: f"{x.relative_error:.3g}"
+        )
+    )
+    return columns
+
+
+def _structure_columns() -> list[ReportColumn]:
+    """Return the columns for those who want to know how a layer is written."""
     return [
-        ReportColumn(
-            "matrix", "wide", lambda x: x.rows * x.columns, lambda x: f"{x.rows}×{x.columns}"
-        ),
-        ReportColumn("rank", "wide", lambda x: x.source_rank, lambda x: f"{x.source_rank}"),
-        ReportColumn("structure", "text wide", lambda x: x.structure, lambda x: x.structure),
-        ReportColumn("sizes", "text wide", lambda x: x.shape, lambda x: x.shape),
-        ReportColumn("terms", "wide", lambda x: sum(x.separation_ranks), lambda x: x.terms),
-        ReportColumn("parameters", "", lambda x: x.parameters, lambda x: f"{x.parameters:,}"),
-        ReportColumn("of LoRA", "wide", percent, lambda x: f"{percent(x):.0f} %"),
-        ReportColumn(
-            "relative error",
-            "bar wide" if functional else "bar",
-            lambda x: x.relative_error,
-            lambda x: f"{x.relative_error:.3g}{'' if x.met else ' !'}",
-        ),
-        *([fisher] if functional else []),
-        ReportColumn(
-            "γ", "wide", lambda x: min(x.condition, 1e300), lambda x: f"{x.condition:.3g}"
-        ),
+        ReportColumn("matrix", "", lambda x: x.rows * x.columns, lambda x: f"{x.rows}×{x.columns}"),
+        ReportColumn("rank", "", lambda x: x.source_rank, lambda x: f"{x.source_rank}"),
+        ReportColumn("structure", "text", lambda x: x.structure, lambda x: x.structure),
+        ReportColumn("sizes", "text", lambda x: x.shape, lambda x: x.shape),
+        ReportColumn("terms", "", lambda x: sum(x.separation_ranks), lambda x: x.terms),
+        ReportColumn("storage", "text", lambda x: x.storage, lambda x: x.storage),
+        ReportColumn("γ", "", lambda x: min(x.condition, 1e300), lambda x: f"{x.condition:.3g}"),
     ]
 
 
@@ -172,11 +274,19 @@ def _sizes(out: Path | None) -> list[tuple[str, str]]:
     ]
 
 
-def _provenance(source: Any, plan: Any) -> list[tuple[str, str]]:
+def _provenance(compression: Compression) -> list[tuple[str, str]]:
+    """Return where a result comes from: the run, its settings, source and versions."""
+    source, fidelity = compression.source, compression.fidelity
+    rows = [("date", compression.created)]
+    rows += [(name, _plain(value)) for name, value in compression.settings.items()]
+    if not compression.settings:
+        rows += [(name, _plain(value)) for name, value in compression.plan.to_json().items()]
+    if fidelity is not None:
+        rows.append(("measured on", f"{fidelity.examples} held-out texts of {fidelity.data}"))
     return [
+        *rows,
         ("source", f"{source.weights.name}, {source.format}"),
         ("SHA-256 of the source", source.source_sha256),
-        *(("plan: " + key, _plain(value)) for key, value in plan.to_json().items()),
         *((package, installed_version(package)) for package in ("lsrdecomp", "numpy")),
         *(("note", note) for note in source.notes),
     ]

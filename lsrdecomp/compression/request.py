@@ -8,8 +8,10 @@ line adds its own options and spells settings in its own way (`Interface`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -251,10 +253,49 @@ class Request:
         plan = None if self.plan is None else self.plan.replace(storage=storage)
         return replace(self, plan=plan, storage=storage)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings that differ from their defaults, as ``compress --config`` reads them.
+
+        Texts and statistics that are no files are described in a few words.
+        """
+        values: dict[str, Any] = {}
+        if self.plan is None:
+            chosen = {"max_rank": self.max_rank, "structure": self.structure}
+        else:
+            chosen = self.plan.to_json()
+        chosen["storage"] = self.storage
+        if self.measured is not None:
+            defaults = MeasuredSettings().to_json()
+            measured = self.measured.to_json()
+            chosen |= {name: value for name, value in measured.items() if value != defaults[name]}
+        else:
+            chosen["device"] = self.device
+        for name in ("base", "data", "statistics"):
+            chosen[name] = _described(getattr(self, name))
+        if self.workers != 1:
+            chosen["workers"] = self.workers
+        for name in READ_ON:
+            if chosen.get(name) is not None:
+                value = chosen[name]
+                values[name] = list(value) if isinstance(value, tuple) else value
+        return values
+
     def resources(self, on_step: OnStep | None) -> Resources:
         """Return the resources of the search."""
         journal = None if self.goal == "separation_rank" else self.journal
         return Resources(self.workers, self.device, journal, on_step)
+
+
+def _described(value: Any) -> str | None:
+    """Return a base, texts or statistics as text: a path or name as it was given."""
+    if value is None:
+        return None
+    if isinstance(value, str | Path):
+        return str(value)
+    path = getattr(value, "path", None)
+    if path is not None:  # of statistics: a file in their directory
+        return str(Path(path).parent)
+    return f"{len(value):,} texts" if isinstance(value, Sequence) else type(value).__name__
 
 
 def check_divergence(plan: CompressionPlan, has_statistics: bool) -> None:

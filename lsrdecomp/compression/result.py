@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shlex
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp import markup
@@ -22,7 +25,7 @@ from lsrdecomp.precision import PRECISIONS
 from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from lsrdecomp.compression.candidates import Materialized
@@ -53,8 +56,9 @@ class Compression:
         KL(LoRA ‖ no adapter) in nats per prediction, if the statistics are of this LoRA.
     fidelity : Fidelity, optional
         What is kept of the LoRA's effect, if that was measured on a base.
-    tried, mismatches, truncated_svd
-        Other measurements on the base: other sizes, texts answered differently, truncated SVD.
+    tried, mismatches, answers, truncated_svd
+        Other measurements on the base: other sizes, texts answered differently, the answers to
+        some texts with those that differ first, truncated SVD.
     file_bytes : int, optional
         Bytes of weight file and config, for a plan of bytes that was filled.
     filling : FileFilling
@@ -64,6 +68,10 @@ class Compression:
     solved_layers : int, optional
         Number of layers for which LSR products were solved. In the others truncated SVD is nearer,
         told by their singular values and vectors (`lsrdecomp.compression.effort.Screening`).
+    settings : Mapping
+        The settings of the run that differ from their defaults, by the names of `compress`.
+    created : str
+        The day of the run, as 2026-01-31.
 
     Examples
     --------
@@ -71,6 +79,8 @@ class Compression:
     >>> from lsrdecomp import compress
     >>> demo = files("lsrdecomp.cli") / "demo_adapter"
     >>> result = compress(demo, separation_rank=2, inner_shape=(2, 4))
+    >>> dict(result.settings)
+    {'separation_rank': 2, 'inner_shape': [2, 4], 'storage': 'float32'}
     >>> result.met, result.totals.parameters, result.totals.parameters_before
     (True, 5376, 73728)
     >>> result.layers[0].name, result.layers[0].parameters, result.layers[0].relative_error < 1.0
@@ -86,11 +96,14 @@ class Compression:
     fidelity: Any = None
     tried: tuple[Any, ...] = ()
     mismatches: tuple[Any, ...] = ()
+    answers: tuple[Any, ...] = ()
     truncated_svd: Any = None
     file_bytes: int | None = None
     filling: FileFilling = DEFAULT_FILLING
     is_nearest: bool = False
     solved_layers: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    created: str = field(default_factory=lambda: today().isoformat(), repr=False)
 
     @property
     def totals(self) -> Totals:
@@ -149,9 +162,33 @@ class Compression:
             every_layer=every_layer,
             plan=self.plan.to_json(),
             source=self.source.path.name,
+            settings=dict(self.settings),
+            created=self.created,
             **({"unfilled": self.unfilled} if self.unfilled else {}),
             **({} if self.solved_layers is None else {"solved_layers": self.solved_layers}),
         )
+
+    def command_line(self, adapter: object = None, out: object = "OUT") -> str:
+        """Return the line that repeats the run; nothing for a result of other functions.
+
+        Parameters
+        ----------
+        adapter, out : path, optional
+            The adapter and the output as they were typed; absent, the path of the source, and OUT.
+        """
+        if not self.settings:
+            return ""
+        source = self.source.path if adapter is None else adapter
+        words = ["lsrdecomp", "compress", shlex.quote(str(source))]
+        for name, value in self.settings.items():
+            words.append(f"--{name.replace('_', '-')}")
+            if isinstance(value, list):
+                words.append("x".join(map(str, value)))
+            elif isinstance(value, float):
+                words.append(f"{value:.12g}")
+            elif value is not True:
+                words.append(shlex.quote(str(value)))
+        return " ".join([*words, "--out", shlex.quote(str(out))])
 
     def __repr__(self) -> str:
         """Return goal, sizes and errors in a few lines, and what to do next."""
@@ -622,6 +659,14 @@ def recorded_errors(written: Checkpoint) -> dict[str, Any]:
         if isinstance(error, int | float):
             numbers[str(name)] = float(error)
     return {"total": float(total) if isinstance(total, int | float) else None, "layers": numbers}
+
+
+def today() -> date:
+    """Return the date in UTC; that of ``SOURCE_DATE_EPOCH`` where builds are to be repeated."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
+    if epoch.isdecimal():
+        return datetime.fromtimestamp(int(epoch), UTC).date()
+    return datetime.now(UTC).date()
 
 
 def _kept(relative_error: float) -> str:

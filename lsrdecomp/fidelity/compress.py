@@ -212,9 +212,10 @@ def compress_request(
         statistics = read_statistics(statistics)
     if request.measured is not None:
         steps = NumberedSteps(on_step, request.measured)
-        return _compress_measured(
+        measured = _compress_measured(
             checkpoint, request, request.measured, statistics, steps, sizes, training
         )
+        return replace(measured, settings=request.to_json())
     assert request.plan is not None
     searched = search_adapter(
         checkpoint,
@@ -223,7 +224,7 @@ def compress_request(
         search=request.search,
         resources=request.resources(on_step),
     )
-    return searched.compress(request.plan)
+    return replace(searched.compress(request.plan), settings=request.to_json())
 
 
 class NumberedSteps:
@@ -264,6 +265,8 @@ class MeasuredCompression(Compression):
     """Every variant that was measured, in order."""
     mismatches: tuple[AnswerPair, ...] = ()
     """Texts to which the variant's answer is not the LoRA's. Only the HTML report shows them."""
+    answers: tuple[AnswerPair, ...] = ()
+    """Answers of LoRA and variant to some texts, those that differ first, for the HTML report."""
     truncated_svd: Measurement | None = None
     """Quantized truncated SVD of as many bytes, on the held-out texts."""
 
@@ -296,6 +299,15 @@ class MeasuredCompression(Compression):
         return publish(
             self.written, out, report, self.fidelity, inputs=inputs, force=force, bare=bare
         )
+
+
+def _shown_answers(
+    answers: list[AnswerPair], n_differing: int, *, min_shown: int = 6
+) -> tuple[AnswerPair, ...]:
+    """Return answers to show: some that differ, then as many as are needed that do not."""
+    differing = [pair for pair in answers if not pair.matches][:n_differing]
+    matching = [pair for pair in answers if pair.matches]
+    return (*differing, *matching[: max(0, min_shown - len(differing))])
 
 
 def _compress_measured(
@@ -386,6 +398,7 @@ def _compress_measured(
         _folder=folder,
         tried=variants.measurements,
         mismatches=tuple(mismatches[: settings.examples]),
+        answers=_shown_answers(answers, settings.examples),
         truncated_svd=truncated_svd,
     )
     return MeasuredCompression(**fields)

@@ -1,10 +1,9 @@
 """The HTML report: complete, self-contained, escaped, small."""
 
-import math
 import re
+import sys
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +12,11 @@ import pytest
 from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.calibration import Behaviour
 from lsrdecomp.compression.html_report import html_report
+from lsrdecomp.compression.report_charts import Series, error_charts, share_charts
 from lsrdecomp.compression.result import Compression, LayerReport
 from lsrdecomp.compression.settings import CompressionPlan
-from lsrdecomp.compression.svg_curves import Line, svg_curves, svg_shares
 from lsrdecomp.fidelity import Fidelity, Measurement
+from lsrdecomp.fidelity.fidelity import AnswerPair
 
 LAYER = LayerReport(
     name="model.layers.0.q",
@@ -71,7 +71,7 @@ def record(count=3):
 class Page(HTMLParser):
     """Checks that tags nest, and gathers texts and tags."""
 
-    VOID = ("meta", "br", "wbr", "line", "polyline")
+    VOID = ("meta", "br", "wbr")
 
     def __init__(self, page):
         super().__init__()
@@ -98,11 +98,10 @@ def test_the_page_says_what_the_record_says():
     page = Page(html_report(record(), [CURVE]))
     text = " ".join(page.texts)
     assert "4,500 parameters instead of 18,432, 4.1 times fewer" in text
-    assert "Every layer meets the plan." in text
     assert "(24×4 ⊗ 16×2)(4×24 ⊗ 2×16)" in text
     assert "ab" * 32 in text
     assert "4 × 2" in text, "the plan's inner shape"
-    assert sum(tag == "tr" for tag, _ in page.tags) == 4
+    assert sum(tag == "tr" for tag, _ in page.tags) == 2 * 4, "two tables"
 
 
 def test_a_missed_layer_is_said_and_marked():
@@ -119,10 +118,10 @@ def test_an_error_in_the_norm_of_behaviour_has_its_column():
     )
     page = Page(html_report(compression(layers)))
     text = " ".join(page.texts)
-    assert "Fisher error" in text
+    assert "output error (est.)" in text
     assert "Output error (Fisher norm) 0.125" in text
     assert page.texts.count("0.125") == 4, "each layer, the worst and the total"
-    assert sum(tag == "td" for tag, _ in page.tags) == 22
+    assert sum(tag == "td" for tag, _ in page.tags) == 2 * (5 + 8)
 
 
 def test_the_divergence_names_what_the_network_answers_once_for():
@@ -137,25 +136,30 @@ def test_the_divergence_names_what_the_network_answers_once_for():
     assert not any("estimated" in text for text in measured)
 
 
-def test_a_measured_result_shows_what_its_forms_kept_and_no_error_curve():
+def test_a_measured_result_shows_what_its_versions_keep_and_no_error_curve():
     fidelity = Fidelity.of(BEHAVIOUR, **FACTS)
     tried = (Measurement(24_000, 6000, 0.97), Measurement(12_000, 3000, 0.7, 0.9, 60))
     page = html_report(compression((LAYER,), fidelity=fidelity, tried=tried), [CURVE])
-    assert "Share kept against bytes" in page
-    assert "Error against parameters" not in page
-    for hint in (
-        "untrained: 12,000 bytes, share kept 0.7",
-        "trained: 12,000 bytes, share kept 0.9",
-    ):
-        assert f"<title>{hint}</title>" in page
-    assert "<polyline" not in page
-    heights = [float(y) for y in re.findall(r'class="p0" cx="[^"]*" cy="([^"]*)"', page)]
-    assert heights[0] > heights[1], "smaller files stand left, a larger share higher"
+    assert "What is kept at which size" in page
+    assert "Weight error at which size" not in page
+    points, _ = drawn(charts(page)["wide-chart"], "c0")
+    assert [one[0] for one in points] == sorted(one[0] for one in points)
+    assert points[0][1] > points[1][1], "smaller files stand left, a larger share higher"
+    assert "<td>12,000</td><td>3,000</td><td>70.0 %</td><td>90.0 %</td>" in page
+
+
+def test_answers_stand_side_by_side_and_those_that_differ_are_marked():
+    fidelity = Fidelity.of(BEHAVIOUR, **FACTS, answered=32, n_matching=31)
+    answers = (AnswerPair("<why?>", "good", "bad"), AnswerPair("how?", "good", "good"))
+    page = html_report(compression((LAYER,), fidelity=fidelity, answers=answers))
+    assert '<tr class="differs"><td>&lt;why?&gt;</td><td>good</td><td>bad</td></tr>' in page
+    assert "<tr><td>how?</td><td>good</td><td>good</td></tr>" in page
+    assert "The same answer to 31 of 32 texts" in page
 
 
 def test_nothing_can_be_loaded_and_every_name_is_escaped():
     page = html_report(compression((replace(LAYER, name="<script>alert(1)</script>"),)), [CURVE])
-    assert not re.search(r"""(?:src|href)\s*=|url\(|@import|https?:""", page)
+    assert not re.search(r"""src\s*=|href\s*=\s*"[^#]|url\([^#]|@import|https?:""", page)
     assert "default-src 'none'" in page
     assert page.count("<script>") == 1
     assert "my &amp; adapter" in page
@@ -178,10 +182,10 @@ def test_two_hundred_layers_stay_below_two_megabytes():
 def test_every_cell_carries_what_it_sorts_by():
     page = Page(html_report(record()))
     cells = [attributes for tag, attributes in page.tags if tag == "td"]
-    assert len(cells) == 30
+    assert len(cells) == 3 * (4 + 8)
     assert all("data-v" in attributes for attributes in cells)
     heads = [attributes for tag, attributes in page.tags if tag == "th"]
-    assert [head["aria-sort"] for head in heads] == ["none"] * 10
+    assert [head["aria-sort"] for head in heads] == ["none"] * (4 + 8)
 
 
 def test_what_was_written_is_listed(tmp_path):
@@ -191,28 +195,17 @@ def test_what_was_written_is_listed(tmp_path):
     assert "import lsrdecomp.adapters" in page
 
 
-def read_back(svg):
-    """Return how a picture's places become numbers, by the lines of its own grid and their labels.
+def charts(page):
+    """Return the charts of a page by class, as text."""
+    found = re.findall(r'<svg class="([\w-]+)".*?</svg>', page, flags=re.DOTALL)
+    return dict(zip(found, re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL), strict=True))
 
-    Both axes are logarithmic: two lines of each are enough.
-    """
-    number = {"k": 1e3, "M": 1e6, "G": 1e9}
 
-    def value(text):
-        return float(text.rstrip("kMG")) * number.get(text[-1], 1.0)
-
-    lines = r'<line class="grid" x1="([\d.]+)" x2="([\d.]+)" y1="([\d.]+)" y2="([\d.]+)"/>'
-    label = r'<text class="small" x="[\d.]+" y="[\d.]+" text-anchor="\w+">([^<]+)</text>'
-    grid = re.findall(lines + label, svg)
-    columns = {float(x1): value(text) for x1, x2, _, _, text in grid if x1 == x2}
-    rows = {float(y1): value(text) for _, _, y1, y2, text in grid if y1 == y2}
-
-    def scale(places):
-        (first, low), *_, (last, high) = sorted(places.items())
-        steepness = math.log(high / low) / (last - first)
-        return lambda place: low * math.exp(steepness * (place - first))
-
-    return scale(columns), scale(rows)
+def drawn(svg, colour):
+    """Return the places of the markers of one colour of the page, and of its lines."""
+    markers = re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)"[^>]*fill: var\(--' + colour, svg)
+    paths = re.findall(r'<path d="([^"]+)"[^>]*stroke: var\(--' + colour + r"\)", svg)
+    return [(float(x), float(y)) for x, y in markers], paths
 
 
 def view_box(svg):
@@ -220,66 +213,107 @@ def view_box(svg):
 
 
 def test_curves_lie_where_their_numbers_are():
-    svg = svg_curves([CURVE], here=(1000, 0.5), lora=6144)
-    path = re.search(r'<polyline class="c0" points="([^"]+)"', svg).group(1)
-    points = [tuple(map(float, pair.split(","))) for pair in path.split()]
-    assert len(points) == 2, "zero parameters and rounding are not drawn"
-    size_at, error_at = read_back(svg)
-    sizes = [size_at(x) for x, _ in points]
-    errors = [error_at(y) for _, y in points]
-    assert sizes == pytest.approx([1000, 2000], rel=0.01)
-    assert errors == pytest.approx([0.5, 0.25], rel=0.01)
-    assert points[0][1] < points[1][1], "down the page is a smaller error"
-    mark = re.search(r'class="here" cx="([\d.]+)" cy="([\d.]+)"', svg)
-    assert (float(mark.group(1)), float(mark.group(2))) == points[0]
-    lora = re.search(r'class="lora" x1="([\d.]+)" x2="([\d.]+)"', svg)
-    assert lora.group(1) == lora.group(2)
-    assert size_at(float(lora.group(1))) == pytest.approx(6144, rel=0.01)
+    """Both axes are logarithmic: equal factors are equal distances."""
+    curve = ErrorCurve("SVD", (0, 1, 2, 3), (0, 1000, 2000, 4000), (1.0, 0.5, 0.25, 0.125), 1.0)
+    for svg in charts(error_charts([curve], (1000.0, 0.5), 6144)).values():
+        points, _ = drawn(svg, "c0")
+        assert len(points) == 3, "zero parameters are not drawn"
+        (x0, y0), (x1, y1), (x2, y2) = points
+        assert x1 - x0 == pytest.approx(x2 - x1, abs=0.01)
+        assert y1 - y0 == pytest.approx(y2 - y1, abs=0.01)
+        assert y1 > y0, "down the page is a smaller error"
+        assert x1 > x0, "right is larger"
+
+
+def test_a_picture_of_shares_is_linear_and_shows_what_was_asked_for():
+    series = [Series("untrained", [(1000.0, 0.2), (2000.0, 0.4), (4000.0, 0.8)])]
+    for svg in charts(share_charts(series, (2000.0, 0.4, 0.05), 0.6)).values():
+        points, paths = drawn(svg, "c0")
+        (_, least), (_, middle), (_, most) = points
+        assert (least - middle) / (least - most) == pytest.approx(0.2 / 0.6, abs=0.001)
+        assert not [path for path in paths if path.count("L") > 2 and "C" not in path], "not joined"
+        assert "asked for 60 %" in svg
+        assert "untrained" in svg
 
 
 @pytest.mark.parametrize("sizes", [(900, 1100), (1000, 2000, 40_000), (10, 10**4, 10**7)])
 @pytest.mark.parametrize("errors", [(0.9, 0.8), (0.9, 0.2), (0.9, 0.001)])
-def test_all_that_is_drawn_is_on_the_page(sizes, errors):
+def test_all_that_is_drawn_is_on_the_page_and_no_label_is_cut(sizes, errors):
     ends = np.geomspace(*errors, len(sizes))
-    curve = ErrorCurve("curve", range(len(sizes)), sizes, tuple(ends), 1.0)
-    svg = svg_curves([curve], here=(sizes[0], errors[0]), lora=2 * sizes[-1])
-    width, height = view_box(svg)
-    places = [(float(x), float(y)) for x, y in re.findall(r'c?x="([-\d.]+)" c?y="([-\d.]+)"', svg)]
-    points = re.search(r'<polyline class="c0" points="([^"]+)"', svg).group(1).split()
-    drawn = [tuple(map(float, pair.split(","))) for pair in points]
-    places += drawn
-    places += [(float(x), 0.0) for x in re.findall(r'x[12]="([-\d.]+)"', svg)]
-    places += [(0.0, float(y)) for y in re.findall(r'y[12]="([-\d.]+)"', svg)]
-    assert len(places) > 10
-    assert all(0.0 <= x <= width and 0.0 <= y <= height for x, y in places)
-    # Of each axis, enough lines to read a number by
-    size_at, error_at = read_back(svg)
-    assert [size_at(x) for x, _ in drawn] == pytest.approx(sizes, rel=0.03)
-    assert [error_at(y) for _, y in drawn] == pytest.approx(ends, rel=0.03)
-
-
-def test_a_picture_of_shares_has_one_scale_from_the_least_to_one():
-    """Shares may be negative; 1 is all of the LoRA's effect, and the top."""
-    lines = [Line("untrained", [(1000.0, -0.2), (2000.0, 0.4), (4000.0, 1.0)])]
-    svg = svg_shares(lines, (2000, 0.4))
-    heights = [float(y) for y in re.findall(r'class="p0" cx="[^"]*" cy="([^"]*)"', svg)]
-    least, middle, most = heights
-    assert 0 < most < middle < least < view_box(svg)[1]
-    assert (least - middle) / (least - most) == pytest.approx(0.6 / 1.2, abs=0.01)
-    rows = {
-        float(label): float(y)
-        for y, label in re.findall(
-            r'y1="([\d.]+)" y2="\1"/><text [^>]*text-anchor="end">([-\d.]+)<', svg
+    near = tuple(0.97 * error for error in ends)
+    curves = [
+        ErrorCurve("a curve with a name", range(len(sizes)), sizes, tuple(ends), 1.0),
+        ErrorCurve("another with a name", range(len(sizes)), sizes, near, 1.0),
+    ]
+    page = error_charts(curves, (float(sizes[0]), errors[0]), 2 * sizes[-1])
+    assert list(charts(page)) == ["wide-chart", "narrow-chart"]
+    for svg in charts(page).values():
+        width, height = view_box(svg)
+        points = drawn(svg, "c0")[0] + drawn(svg, "c1")[0]
+        assert len(points) == 2 * len(sizes)
+        assert all(0.0 < x < width and 0.0 < y < height for x, y in points)
+        texts = re.findall(
+            r'<text style="([^"]*)"[^>]* x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]+)', svg
         )
-    }
-    assert list(rows) == pytest.approx([-0.2, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    assert rows[1.0] == pytest.approx(most, abs=0.1)
-    assert rows[0.4] == pytest.approx(middle, abs=0.1)
+        named = [row for row in texts if "name" in row[3] or row[3] in ("written", "the LoRA")]
+        assert len(named) == 4
+        heights = []
+        for style, x, y, text in named:
+            size = float(re.search(r"([\d.]+)px", style)[1])
+            assert float(x) >= 0.0
+            assert float(x) + 0.56 * size * len(text) <= width + 1.0, text
+            heights.append(float(y))
+        curves_at = sorted(y for y, row in zip(heights, named, strict=True) if "name" in row[3])
+        assert curves_at[1] - curves_at[0] > 8.0, "labels of lines that end together are apart"
+
+
+def test_without_matplotlib_the_page_says_so_in_place_of_the_chart(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    page = html_report(record(), [CURVE])
+    assert "<svg" not in page
+    assert "No chart: a picture needs matplotlib" in page
+    assert "4,500 of 18,432 parameters" in page
+
+
+def test_charts_take_their_colours_from_the_page_and_leave_matplotlib_as_it_was():
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    svg = error_charts([CURVE], (1000.0, 0.5), 6144)
+    assert dict(matplotlib.rcParams) == before
+    assert not re.search(r"(fill|stroke): #(?!ffffff|000000)", svg), "light and dark"
+    assert svg == error_charts([CURVE], (1000.0, 0.5), 6144), "the same bytes in each run"
+    identifiers = re.findall(r'\bid="([^"]+)"', svg)
+    assert len(identifiers) == len(set(identifiers))
+    assert {name.lstrip("#") for name in re.findall(r'href="([^"]+)"', svg)} <= set(identifiers)
+
+
+def test_the_layers_that_cost_most_stand_first_and_the_bar_is_in_the_norm_of_the_plan():
+    layers = (
+        replace(LAYER, name="a", functional_norm=1.0, functional_error=0.1, relative_error=3.5),
+        replace(LAYER, name="b", functional_norm=9.0, functional_error=0.2, relative_error=0.1),
+    )
+    page = html_report(compression(layers))
+    rows = re.findall(r'<tr><td data-v="(\w)" class="name">', page)
+    assert rows == ["b", "a", "b", "a"], "of both tables"
+    assert re.findall(r'<td data-v="([\d.]+)" class="bar"', page) == ["0.2", "0.1"]
+    assert "largest output error (est.) of a layer: b" in page
+
+
+def test_the_run_is_named_with_its_settings_and_can_be_repeated():
+    settings = {"keep": 0.8, "base": "a base", "data": "texts.txt", "truncate": True}
+    fidelity = Fidelity.of(BEHAVIOUR, **FACTS, requested=0.8)
+    result = compression((LAYER,), fidelity=fidelity, settings=settings, created="2026-01-31")
+    text = " ".join(Page(html_report(result)).texts)
+    assert "Asked for 80 % of the LoRA's effect: it keeps 90.0 ± 1.0 % on 128 held-out" in text
+    for words in ("2026-01-31", "texts.txt", "a base", "12 kB of 3.7 MB"):
+        assert words in text
+    assert "--keep 0.8 --base 'a base' --data texts.txt --truncate --out OUT" in text
 
 
 @pytest.mark.parametrize("curves", [[], [ErrorCurve("flat", (0,), (0,), (1.0,), 1.0)]])
 def test_curves_without_points_are_no_picture(curves):
-    assert svg_curves(curves) == ""
+    assert error_charts(curves, None, 6144) == ""
     assert "<svg" not in html_report(compression((replace(LAYER, parameters=0),)), curves)
 
 
@@ -287,19 +321,3 @@ def test_the_summary_for_a_notebook_is_escaped():
     text = Compression(record().source, record().plan, record().layers, ())._repr_html_()
     assert "my &amp; adapter" in text
     assert "4.10" in text
-
-
-def test_labels_stand_in_the_margin_at_their_lines_and_not_over_each_other():
-    near = [
-        replace(CURVE, label=f"curve {i}", relative_errors=(1.0, 0.5, 0.25 + 0.001 * i, 0.0))
-        for i in range(3)
-    ]
-    svg = svg_curves(near, lora=6144)
-    ends = [float(y) for y in re.findall(r'<polyline class="c\d" points="[^"]*,([\d.]+)"', svg)]
-    labels = {
-        int(i): float(y) - 4.0 for i, y in re.findall(r'class="t(\d)" x="596.0" y="([\d.]+)"', svg)
-    }
-    heights = sorted(labels.values())
-    assert max(ends) - min(ends) < 2.0, "lines that end together"
-    assert labels[2] == min(ends), "the highest is at its line"
-    assert all(below - above >= 18.9 for above, below in pairwise(heights))

@@ -1,0 +1,128 @@
+"""Settings of a run of `compress` in a file: TOML, or the compression.json of an earlier run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lsrdecomp.checkpoints.files import read_json
+from lsrdecomp.cli.options import read_toml
+from lsrdecomp.compression.measured_settings import MeasuredSettings
+from lsrdecomp.compression.request import READ_ON
+from lsrdecomp.compression.settings import GOALS, CompressionPlan
+from lsrdecomp.errors import CheckpointError, unknown
+from lsrdecomp.fields import POSITIVE, TEXT, Check, SettingsError, whole_number
+
+TABLE = "compress"
+"""Table of a TOML file that holds the settings, as for ``fleet --plan``."""
+ONLY_IN_PYTHON = ("search", "journal", "on_step")
+OPENING = ("name", "alpha")
+"""Options of how the adapter is opened, which repeat a run as much as its settings."""
+NAMES = (*(name for name in READ_ON if name not in ONLY_IN_PYTHON), *OPENING)
+OTHER_SPELLINGS = {"params": "parameters", "calibrated": "statistics"}
+CHECKS: Mapping[str, Check] = {
+    "base": TEXT,
+    "data": TEXT,
+    "statistics": TEXT,
+    "name": TEXT,
+    "alpha": POSITIVE,
+    "workers": whole_number(1),
+}
+"""Checks of settings that are fields of no `Settings`."""
+PATHS = ("data", "statistics")
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """Return the settings in a file, by the names of `lsrdecomp.compress`.
+
+    Parameters
+    ----------
+    path : Path
+        TOML with a table [compress], or a compression.json.
+
+    Raises
+    ------
+    SettingsError
+        For a file without settings, an unknown name or an impossible value.
+    CheckpointError
+        If texts or statistics that it names are not there.
+    """
+    if path.suffix == ".json":
+        table = read_json(path).get("settings")
+        missing = "has no settings; name the compression.json of a run of this release"
+    else:
+        table = read_toml(path).get(TABLE)
+        missing = f"has no table [{TABLE}]: a line [{TABLE}], then options as keep = 0.9"
+    if not isinstance(table, dict):
+        raise SettingsError(f"{path}: {missing}")
+    settings: dict[str, Any] = {}
+    for key, value in table.items():
+        underscored = key.replace("-", "_")
+        name = OTHER_SPELLINGS.get(underscored, underscored)
+        if name not in NAMES:
+            raise SettingsError(f"{path}: no setting is called {unknown(key, NAMES)}")
+        if name in settings:
+            raise SettingsError(f"{path}: {name} is given twice, under two names; give one")
+        settings[name] = _validated(path, name, value)
+    for name in PATHS:
+        if name in settings and not Path(settings[name]).expanduser().exists():
+            raise CheckpointError(
+                f"no such file or directory, named by {path}", path=settings[name]
+            )
+    return settings
+
+
+def merged(in_file: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file and of the command line, which wins.
+
+    A goal on the command line takes the place of the goal in the file.
+    """
+    goals = {"keep", *GOALS}
+    given = {name: value for name, value in typed.items() if value is not None}
+    kept = dict(in_file)
+    if goals & set(given):
+        kept = {name: value for name, value in in_file.items() if name not in goals}
+    return kept | given
+
+
+def run_text(settings: Mapping[str, Any]) -> str:
+    """Return settings as TOML that `read_run` reads.
+
+    >>> print(run_text({"keep": 0.9, "data": "a.txt", "ratio": [96.0, 48.0]}), end="")
+    [compress]
+    keep = 0.9
+    data = "a.txt"
+    ratio = [96.0, 48.0]
+    """
+    lines = [f"{name} = {_toml(value)}" for name, value in settings.items()]
+    return "\n".join([f"[{TABLE}]", *lines]) + "\n"
+
+
+def _validated(path: Path, name: str, value: Any) -> Any:
+    """Return a value, checked; a list as a tuple."""
+    if name == "ratio" and isinstance(value, list):
+        field = CompressionPlan.fields["ratio"]
+        values = [field.validate(one, SettingsError) for one in value]
+        if not values:
+            raise SettingsError(f"{path}: ratio is an empty list; give one or more numbers")
+        return values
+    if name in CHECKS:
+        check = CHECKS[name]
+        if not check.test(value):
+            raise SettingsError(f"{path}: {name} must be {check.requirement()}, got {value!r}")
+        return value
+    settings = MeasuredSettings if name in MeasuredSettings.fields else CompressionPlan
+    try:
+        return settings.fields[name].validate(value, SettingsError)
+    except SettingsError as error:
+        raise SettingsError(f"{path}: {error}") from error
+
+
+def _toml(value: Any) -> str:
+    """Return a number, a truth, a text or a list of them as TOML has it, which is as JSON has it.
+
+    JSON leaves one control character as it is, which TOML does not.
+    """
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

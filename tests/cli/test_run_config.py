@@ -1,0 +1,107 @@
+"""compress --config: settings of a run in a file, read, written, and repeated."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import lsrdecomp as lsr
+from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.cli.app import app
+from lsrdecomp.cli.run_config import NAMES, merged, read_run, run_text
+from lsrdecomp.errors import LsrError
+
+DEMO = Path(lsr.__file__).parent / "cli" / "demo_adapter"
+PLAN = {"separation_rank": 1, "inner_shape": [2, 2], "storage": "float16"}
+
+
+def compress(*words):
+    return CliRunner().invoke(app, ["compress", str(DEMO), "--quiet", *map(str, words)])
+
+
+@pytest.fixture
+def plan(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(run_text(PLAN), encoding="utf-8")
+    return path
+
+
+def weights(directory):
+    return (directory / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_run_is_repeated_by_its_file_by_its_record_and_by_the_line_it_prints(
+    plan, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    done = compress("--config", plan, "--out", "first", "--write-config", "again.toml")
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "first/compression.json").read_text())["settings"] == {
+        "separation_rank": 1,
+        "inner_shape": [2, 2],
+        "storage": "float16",
+    }
+    assert read_run(tmp_path / "again.toml") == {**PLAN, "inner_shape": (2, 2)}
+    assert compress("--config", "again.toml", "--out", "second").exit_code == 0
+    assert compress("--config", "first/compression.json", "--out", "third").exit_code == 0
+    (line,) = (row for row in done.stdout.splitlines() if row.startswith("  lsrdecomp compress"))
+    words = shlex.split(line)
+    assert words[-2:] == ["--out", "first"]
+    assert CliRunner().invoke(app, [*words[1:-1], "fourth"]).exit_code == 0
+    first = weights(tmp_path / "first")
+    assert all(weights(tmp_path / name) == first for name in ("second", "third", "fourth"))
+
+
+def test_an_option_on_the_line_beats_the_file_and_a_goal_its_goal(plan, tmp_path):
+    done = compress("--config", plan, "--storage", "float32", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert open_checkpoint(tmp_path / "out").storage == "float32"
+    typed = {"ratio": [48.0], "storage": None}
+    assert merged({"keep": 0.9, "base": "b"}, typed) == {"base": "b", "ratio": [48.0]}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[compress]\nkep = 0.9", "plan.toml: no setting is called 'kep'; did you mean 'keep'?"),
+        ("keep = 0.9", "plan.toml: has no table [compress]"),
+        ("[compress]\nkeep = 2", "plan.toml: keep must be above 0 and below 1, got 2"),
+        ("[compress]\nworkers = 0", "plan.toml: workers must be a whole number, 1 or more, got 0"),
+        ("[compress]\nratio = []", "plan.toml: ratio is an empty list"),
+        ("[compress]\nparams = 9\nparameters = 9", "plan.toml: parameters is given twice"),
+        ("[compress]\ndata = 'no.txt'", "no.txt: no such file or directory, named by"),
+        ("[compress\n", "plan.toml: "),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_name_and_what_would_do(text, message, tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(LsrError) as caught:
+        read_run(path)
+    assert message in str(caught.value)
+    assert "plan.toml" in str(caught.value)
+
+
+def test_a_record_of_an_older_release_is_refused(tmp_path):
+    (tmp_path / "compression.json").write_text('{"plan": {"ratio": 48}}', encoding="utf-8")
+    with pytest.raises(LsrError, match="has no settings; name the compression.json of a run"):
+        read_run(tmp_path / "compression.json")
+
+
+def test_every_setting_of_a_file_can_be_written_and_read(tmp_path):
+    for name in ("texts.txt", "statistics"):
+        (tmp_path / name).write_text("")
+    values = {
+        "rtol": 0.5, "separation_rank": 2, "parameters": 1e3, "ratio": [96.0, 48.0], "bytes": 9000,
+        "kl": 0.1, "keep": 0.9, "inner_shape": [4, 2], "max_rank": 4, "structure": "lsr",
+        "storage": "auto", "statistics": str(tmp_path / "statistics"), "workers": 2,
+        "device": "cuda:1", "base": 'a "b" \\ é', "data": str(tmp_path / "texts.txt"),
+        "held_out": 64, "batch": 4, "max_length": 128, "truncate": True, "dtype": "bfloat16",
+        "seed": 3, "distil": 60, "examples": 2, "passes": 2, "name": "a.safetensors", "alpha": 16.0,
+    }  # fmt: skip
+    assert set(values) == set(NAMES)
+    (tmp_path / "all.toml").write_text(run_text(values), encoding="utf-8")
+    read = read_run(tmp_path / "all.toml")
+    assert read == {**values, "inner_shape": (4, 2)}
