@@ -259,9 +259,8 @@ class Request:
         Texts and statistics that are no files are described in a few words.
         """
         values: dict[str, Any] = {}
-        if self.plan is None:
-            chosen = {"max_rank": self.max_rank, "structure": self.structure}
-        else:
+        chosen: dict[str, Any] = {"max_rank": self.max_rank, "structure": self.structure}
+        if self.plan is not None:
             chosen = self.plan.to_json()
         chosen["storage"] = self.storage
         if self.measured is not None:
@@ -275,8 +274,8 @@ class Request:
         if self.workers != 1:
             chosen["workers"] = self.workers
         for name in READ_ON:
-            if chosen.get(name) is not None:
-                value = chosen[name]
+            value = chosen.get(name)
+            if value is not None:
                 values[name] = list(value) if isinstance(value, tuple) else value
         return values
 

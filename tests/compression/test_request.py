@@ -100,7 +100,8 @@ def arrive(*given: Any, **named: Any) -> None:
 
 def options_of_the_command() -> set[str]:
     command = typer.main.get_command(app).commands["compress"]  # type: ignore[attr-defined]
-    names = {each.name for each in command.params} - {"adapter", "help_all"}
+    of_every_run = {"adapter", "help_all", "config", "write_config"}
+    names = {each.name for each in command.params} - of_every_run
     return {"statistics" if name == "calibrated" else name for name in names}
 
 
