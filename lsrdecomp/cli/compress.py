@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lsrdecomp import checkpoints, compression
+from lsrdecomp.checkpoints.progress import PlannedSteps
 from lsrdecomp.cli import resize, tables
 from lsrdecomp.cli.layer_tables import layers_table
 from lsrdecomp.cli.options import Adapter, Storage
@@ -91,7 +92,7 @@ def compress(
     base: Annotated[
         str | None,
         Input,
-        typer.Option(help="Base model to measure on: a name or a directory."),
+        typer.Option(help="Base model to measure on: a name, a directory, smollm2, …"),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="With --base: texts of the task; no labels are needed.")
@@ -250,7 +251,7 @@ def _compressed(
         checkpoint,
         plans,
         statistics=requests[0].statistics,
-        resources=requests[0].resources(on_step),
+        resources=requests[0].resources(PlannedSteps(on_step, [1.0])),
     )
     results: list[Compression] = []
     for request, plan in zip(requests, plans, strict=True):

@@ -15,6 +15,9 @@ from rich.progress import BarColumn, Progress, Task, TextColumn
 
 from lsrdecomp.checkpoints.progress import ProgressUpdate
 
+WHOLE_RUN = ("", -1)
+"""Stands in the place of a stage where bar and time are of the whole run."""
+
 
 @contextmanager
 def follow(
@@ -27,8 +30,9 @@ def follow(
     """Yield the callback that shows steps on stderr.
 
     On a terminal there is one line with a bar, counts and the time left, which is gone when the
-    block ends. Elsewhere there is a line a minute, so that a log tells that the run lives; a run of
-    less than a minute by ``clock``, in seconds, writes none.
+    block ends. Bar and time are of the whole run where steps know their share of it. Elsewhere
+    there is a line a minute, so that a log tells that the run lives; a run of less than a minute by
+    ``clock``, in seconds, writes none.
 
     Parameters
     ----------
@@ -53,7 +57,7 @@ def follow(
         console=console,
         transient=True,
         get_time=clock,
-        speed_estimate_period=math.inf,  # the mean over the whole stage
+        speed_estimate_period=math.inf,  # the mean over the whole run or stage
     )
     with bars if is_terminal else nullcontext():
         bars.add_task("", total=None)
@@ -63,11 +67,18 @@ def follow(
 
         def show(step: ProgressUpdate) -> None:
             nonlocal stage, last_line
-            # 1. A new stage is measured anew; what comes before the first count is no measure.
-            if (step.stage, step.total) != stage or step.done == 0:
-                stage = (step.stage, step.total)
-                bars.reset(task.id, total=step.total or None)
-            bars.update(task.id, completed=step.done)
+            # 1. The share of the whole run, or of a stage that is all there is. Such a stage is
+            #    measured anew; what comes before the first count is no measure.
+            if step.share is not None:
+                if stage != WHOLE_RUN:
+                    stage = WHOLE_RUN
+                    bars.reset(task.id, total=1.0)
+                bars.update(task.id, completed=step.share)
+            else:
+                if (step.stage, step.total) != stage or step.done == 0:
+                    stage = (step.stage, step.total)
+                    bars.reset(task.id, total=step.total or None)
+                bars.update(task.id, completed=step.done)
             # 2. The bar, or a line of the log.
             if is_terminal:
                 text = _text_beside_bar(step, task, console.width - bar_width)

@@ -23,6 +23,8 @@ def base_path(base: str) -> Path:
     path = Path(base)
     if base == base_files.SMOLLM2 and not path.exists():
         return base_files.packaged_file()
+    if base_files.is_minilm(base) and not path.exists():
+        return base_files.packaged_minilm() or path
     return path
 
 

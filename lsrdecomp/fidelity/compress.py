@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from lsrdecomp.checkpoints import Checkpoint, Journal, open_checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
-from lsrdecomp.checkpoints.progress import OnStep, ProgressUpdate
+from lsrdecomp.checkpoints.progress import OnStep, PlannedSteps
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import Compression, search_adapter
@@ -211,7 +211,7 @@ def compress_request(
     if isinstance(statistics, str | Path):
         statistics = read_statistics(statistics)
     if request.measured is not None:
-        steps = NumberedSteps(on_step, request.measured)
+        steps = PlannedSteps(on_step, _step_weights(request.measured))
         measured = _compress_measured(
             checkpoint, request, request.measured, statistics, steps, sizes, training
         )
@@ -222,32 +222,32 @@ def compress_request(
         [request.plan],
         statistics=statistics,
         search=request.search,
-        resources=request.resources(on_step),
+        resources=request.resources(PlannedSteps(on_step, [1.0])),
     )
     return replace(searched.compress(request.plan), settings=request.to_json())
 
 
-class NumberedSteps:
-    """Reports progress with "step 2 of 3" before the name of each stage."""
+def _step_weights(settings: MeasuredSettings, weights: StepWeights | None = None) -> list[float]:
+    """Return the expected times of the steps of a run, in their order."""
+    weights = weights or StepWeights()
+    steps = [weights.opening]
+    for _ in range(settings.passes):
+        steps += [weights.calibrating, weights.searching]
+    if settings.distil:
+        steps.append(weights.training * settings.distil)
+    return [*steps, weights.measuring * (2.0 if settings.examples else 1.0)]
 
-    def __init__(self, on_step: OnStep | None, settings: MeasuredSettings) -> None:
-        self._on_step = on_step
-        self._number = 0
-        # Opening the base, calibration and search in each pass, and training.
-        self._total = 1 + 2 * settings.passes + (settings.distil > 0)
 
-    def begin(self, stage: str) -> None:
-        """Begin the next step."""
-        self._number += 1
-        # A run may take more steps than were planned.
-        self._total = max(self._total, self._number)
-        self(ProgressUpdate(stage, 0, 0))
+@dataclass(frozen=True, slots=True)
+class StepWeights:
+    """Expected times of the steps of a run, for its progress; measured on the demo's LoRA."""
 
-    def __call__(self, step: ProgressUpdate) -> None:
-        """Report progress within the current step."""
-        if self._on_step is not None:
-            stage = f"step {self._number} of {self._total} · {step.stage}"
-            self._on_step(replace(step, stage=stage))
+    opening: float = 1.0
+    calibrating: float = 1.0
+    searching: float = 1.0
+    training: float = 0.05
+    """Of one step of distillation."""
+    measuring: float = 1.0
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -315,7 +315,7 @@ def _compress_measured(
     request: Request,
     settings: MeasuredSettings,
     statistics: Statistics | None,
-    steps: NumberedSteps,
+    steps: PlannedSteps,
     sizes: SizeSearch | None,
     training: TrainedSizeSearch | None,
 ) -> MeasuredCompression:
@@ -361,6 +361,7 @@ def _compress_measured(
         return ShareGoal(variants, search_shapes, share, plan_options, sizes, training)
 
     best = _best_of_passes(variants, make_goal, settings.passes, steps)
+    steps.begin("measuring what is reported")
     # 4. Keep its files, apart from the journal.
     written = shutil.copytree(best.path, Path(folder.name) / "written")
     # 5. Measure what is reported of it, on texts that selected nothing.
@@ -405,7 +406,7 @@ def _compress_measured(
 
 
 def _best_of_passes(
-    variants: VariantCache, make_goal: Callable[[], Goal], passes: int, steps: NumberedSteps
+    variants: VariantCache, make_goal: Callable[[], Goal], passes: int, steps: PlannedSteps
 ) -> CompressedVariant:
     """Return the best variant of all passes.
 

@@ -11,7 +11,7 @@ import torch
 from scipy.special import log_softmax
 from torch import Tensor
 
-from lsrdecomp.calibration.base_files import find_base
+from lsrdecomp.calibration.base_files import reachable_base
 from lsrdecomp.calibration.batches import text_batches
 from lsrdecomp.calibration.dataset import LabelledExample, subsample, task_texts
 from lsrdecomp.training.embedded import embedded
@@ -168,7 +168,7 @@ def _places(settings: FinetuneSettings) -> tuple[str, str]:
         data = str(made.data) if data is None else data
     elif data is None:  # which only the embedded task may leave out
         data = str(embedded().data)
-    return base or find_base(settings.model), data
+    return base or reachable_base(settings.model), data
 
 
 def split_off(

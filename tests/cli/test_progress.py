@@ -16,7 +16,7 @@ import pytest
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
-from lsrdecomp.checkpoints.progress import Counter, ProgressUpdate
+from lsrdecomp.checkpoints.progress import Counter, PlannedSteps, ProgressUpdate
 from lsrdecomp.cli import progress
 from lsrdecomp.cli.app import app
 from lsrdecomp.cli.commands import ALL, export
@@ -150,6 +150,48 @@ def test_time_before_the_first_count_says_nothing_of_the_rest(
             show(ProgressUpdate("distilling", step, 60, "steps"))
             clock.now += 10.0
     assert capsys.readouterr().err == "lsrdecomp: distilling: 2 of 60 steps, about 10 min left\n"
+
+
+def test_the_time_left_is_that_of_the_whole_run_and_the_bar_never_refills(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten minutes, of which calibration takes four and a search of two stages six."""
+    shares: list[float] = []
+    with follow(clock=clock) as show:
+
+        def watched(step: ProgressUpdate) -> None:
+            assert step.share is not None
+            shares.append(step.share)
+            show(step)
+
+        steps = PlannedSteps(watched, [4.0, 6.0])
+        for stage, parts in (("calibrating", 4), ("solving", 3), ("refining", 3)):
+            if stage != "refining":
+                steps.begin(stage)
+            for part in range(1, parts + 1):
+                clock.now += 60.0
+                steps(ProgressUpdate(stage, part, parts, "parts"))
+    assert shares == sorted(shares)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 10
+    minutes = [
+        int(match[1]) for line in lines if (match := re.search(r"about (\d+) min left", line))
+    ]
+    assert minutes[0] >= 9, "not the three minutes of the stage"
+    assert all(left >= 2 for left in minutes[:7])
+    assert lines[4].startswith("lsrdecomp: step 2 of 2 · solving: 1 of 3 parts, about ")
+
+
+def test_steps_beyond_the_plan_and_resumed_ones_let_no_share_fall() -> None:
+    shares: list[float | None] = []
+    steps = PlannedSteps(lambda step: shares.append(step.share), [1.0, 1.0])
+    for stage in ("a", "b", "c", "d"):
+        steps.begin(stage)
+        for done in (90, 100, 0, 50):
+            steps(ProgressUpdate(stage, done, 100, "examples"))
+    told = [share for share in shares if share is not None]
+    assert told == sorted(told)
+    assert max(told) <= 1.0
 
 
 def test_a_short_run_and_a_quiet_one_write_no_line(

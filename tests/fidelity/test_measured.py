@@ -251,7 +251,10 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
     numbers = [
         tuple(map(int, re.match(r"step (\d) of (\d) · ", step.stage).groups())) for step in told
     ]
-    assert told[0].stage == "step 1 of 4 · opening the base"
+    assert told[0].stage == "step 1 of 5 · opening the base"
+    shares = [step.share for step in told]
+    assert shares == sorted(shares)
+    assert shares[-1] > 0.8
     assert numbers == sorted(numbers)
     assert numbers[-1][0] == numbers[-1][1]
     count = len(trainings)
