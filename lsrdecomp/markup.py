@@ -1,4 +1,4 @@
-"""HTML of records for notebooks: a table with a caption, every text escaped."""
+"""HTML of records for notebooks, with every text escaped, and sizes as readers expect them."""
 
 from __future__ import annotations
 
@@ -44,3 +44,18 @@ def _title(caption: str) -> str:
 def _cell(tag: str, text: str, column: int) -> str:
     side = "left" if column == 0 else "right"
     return f'<{tag} style="text-align:{side}">{escape(text)}</{tag}>'
+
+
+def size_text(size: int) -> str:
+    """Return bytes in the unit a reader expects: 640 B, 12 kB, 3.7 MB.
+
+    >>> size_text(640), size_text(12_147), size_text(3_700_000), size_text(0)
+    ('640 B', '12 kB', '3.7 MB', '0 B')
+    """
+    units = ("B", "kB", "MB", "GB")
+    power = 0
+    while size >= 1000 ** (power + 1) and power + 1 < len(units):
+        power += 1
+    value = size / 1000**power
+    digits = 1 if power > 0 and value < 9.95 else 0
+    return f"{value:.{digits}f} {units[power]}"

@@ -37,6 +37,7 @@ from lsrdecomp.cli.settings import option_groups, options_of
 from lsrdecomp.compression.measured_settings import MeasuredSettings
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import BudgetError
+from lsrdecomp.markup import size_text
 
 if TYPE_CHECKING:
     from lsrdecomp.analysis import ErrorCurve
@@ -340,8 +341,6 @@ def _measured_sentences(result: Compression) -> Iterator[str]:
     tried = f"{_tried(result.tried)} " if len(result.tried) > 1 else ""
     yield f"{tried}It {result.fidelity.sentence()}."
     if result.truncated_svd is not None:
-        from lsrdecomp.fidelity.fidelity import size_text  # here, since NumPy comes with it
-
         svd = result.truncated_svd
         yield (
             f"Quantized truncated SVD of {size_text(svd.bytes)} keeps {100 * svd.kept:.1f} % on "

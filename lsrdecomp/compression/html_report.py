@@ -11,6 +11,7 @@ from lsrdecomp.checkpoints.names import common_prefix
 from lsrdecomp.checkpoints.provenance import installed_version
 from lsrdecomp.compression.settings import GOALS
 from lsrdecomp.errors import LsrError
+from lsrdecomp.markup import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -91,8 +92,6 @@ def html_report(
 
 def _headline(compression: Compression) -> str:
     """Return what was asked for and what came of it, as a sentence."""
-    from lsrdecomp.fidelity.fidelity import size_text
-
     total, fidelity, plan = compression.totals, compression.fidelity, compression.plan
     asked = _goal_text(compression)
     if fidelity is None:
@@ -152,8 +151,6 @@ def _chart(compression: Compression, curves: Sequence[ErrorCurve]) -> tuple[str,
 
 def _tiles(compression: Compression, unit: str) -> list[tuple[str, str]]:
     """Return a few figures to see first, each with what it is."""
-    from lsrdecomp.fidelity.fidelity import size_text
-
     total, fidelity = compression.totals, compression.fidelity
     parameters = ("parameters", f"{total.parameters:,} of {total.parameters_before:,}")
     if fidelity is not None:

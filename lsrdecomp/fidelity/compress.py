@@ -235,7 +235,7 @@ def _step_weights(settings: MeasuredSettings, weights: StepWeights | None = None
         steps += [weights.calibrating, weights.searching]
     if settings.distil:
         steps.append(weights.training * settings.distil)
-    return [*steps, weights.measuring * (2.0 if settings.examples else 1.0)]
+    return [*steps, weights.measuring + (weights.comparing if settings.examples else 0.0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,10 +244,12 @@ class StepWeights:
 
     opening: float = 1.0
     calibrating: float = 1.0
-    searching: float = 1.0
+    searching: float = 2.0
     training: float = 0.05
     """Of one step of distillation."""
-    measuring: float = 1.0
+    measuring: float = 0.1
+    comparing: float = 0.4
+    """Of answers in words, and of truncated SVD on the same texts."""
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

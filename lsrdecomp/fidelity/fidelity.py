@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.calibration.behaviour import Behaviour
+from lsrdecomp.markup import size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,18 +170,3 @@ def share_kept(behaviour: Behaviour) -> float:
     if kept is None or not math.isfinite(kept):
         return -math.inf
     return kept
-
-
-def size_text(size: int) -> str:
-    """Return bytes in the unit a reader expects: 640 B, 12 kB, 3.7 MB.
-
-    >>> size_text(640), size_text(12_147), size_text(3_700_000), size_text(0)
-    ('640 B', '12 kB', '3.7 MB', '0 B')
-    """
-    units = ("B", "kB", "MB", "GB")
-    power = 0
-    while size >= 1000 ** (power + 1) and power + 1 < len(units):
-        power += 1
-    value = size / 1000**power
-    digits = 1 if power > 0 and value < 9.95 else 0
-    return f"{value:.{digits}f} {units[power]}"

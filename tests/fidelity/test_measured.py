@@ -33,9 +33,10 @@ from lsrdecomp.fidelity import compress as compress_module  # noqa: E402
 from lsrdecomp.fidelity import evaluate, variants  # noqa: E402
 from lsrdecomp.fidelity.compress import compress_request  # noqa: E402
 from lsrdecomp.fidelity.evaluate import Evaluator  # noqa: E402
-from lsrdecomp.fidelity.fidelity import Fidelity, size_text  # noqa: E402
+from lsrdecomp.fidelity.fidelity import Fidelity  # noqa: E402
 from lsrdecomp.fidelity.size_search import SizeSearch, TrainedSizeSearch  # noqa: E402
 from lsrdecomp.fidelity.variants import DistilledVariant  # noqa: E402
+from lsrdecomp.markup import size_text  # noqa: E402
 
 WORDS = random.Random(0)
 TEXTS = [(" ".join(f"w{WORDS.randrange(30)}" for _ in range(3 + i % 6)), None) for i in range(48)]
