@@ -252,6 +252,21 @@ def dialled(results: dict[str, Any]) -> Table:
     return ("", "bytes", "kept as compressed", "right", "kept after training", "right"), lines
 
 
+def exact_answers(results: dict[str, Any]) -> Table:
+    """Tabulate how many problems each form of the LoRA of sums solves to the last digit."""
+    lines = []
+    for row in results["rows"]:
+        if row["task"] != "arithmetic":
+            continue
+        training = "–"
+        if row.get("steps"):
+            own = f", {row['own']:.0%} of them on its own" if row["own"] else ""
+            training = f"{row['steps']} steps{own}"
+        kept = 1.0 - row["kl"] / row["effect"]
+        lines.append((row["form"], training, f"{kept:.3f}", f"{100 * row['exact']:.0f} %"))
+    return ("form", "distilled", "share kept", "solved"), lines
+
+
 def _of(rows: list[dict[str, Any]], structure: str) -> list[dict[str, Any]]:
     return sorted(
         (row for row in rows if row["structure"] == structure),
@@ -276,8 +291,6 @@ def _cell(row: dict[str, Any], figure: str, digits: int = 3) -> str:
 
 E2E = {"task": "e2e", "lora": "r8"}
 SST2 = {"task": "sst2", "lora": "r8"}
-COLA = {"task": "cola", "lora": "r8"}
-ARITHMETIC = {"task": "arithmetic", "lora": "r8"}
 LARGE = {"task": "e2e", "lora": "r16-all"}
 distilled = partial(against, how="distilled")
 second = partial(against, how="second pass", before="one pass", after="two passes")
@@ -294,11 +307,6 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
         "llm-sst2-accuracy": partial(by_parameters, **SST2, figure="exact"),
         "llm-sst2-bytes": partial(by_bytes, **SST2),
         "llm-sst2-distilled": partial(distilled, **SST2),
-        "llm-cola-parameters": partial(by_parameters, **COLA),
-        "llm-cola-bytes": partial(by_bytes, **COLA),
-        "llm-arithmetic-parameters": partial(by_parameters, **ARITHMETIC),
-        "llm-arithmetic-bytes": partial(by_bytes, **ARITHMETIC),
-        "llm-arithmetic-distilled": partial(distilled, **ARITHMETIC),
         "llm-large-parameters": partial(by_parameters, **LARGE),
         "llm-large-bytes": partial(by_bytes, **LARGE),
         "llm-large-distilled": partial(distilled, **LARGE),
@@ -308,5 +316,6 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
     "small-adapters-gemma": ("rivals-gemma.json", rivals),
     "from-lora": ("from_lora.json", from_lora),
     "dialled": ("speech.json", dialled),
+    "exact-answers": ("exact_answers.json", exact_answers),
 }
 """Name on a page: file of results, and what makes a table of it."""
