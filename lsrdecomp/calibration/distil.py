@@ -19,6 +19,7 @@ from lsrdecomp.calibration.distil_schedule import DistillationSchedule
 from lsrdecomp.calibration.distil_state import TrainingState
 from lsrdecomp.calibration.distil_trainer import Trainer
 from lsrdecomp.calibration.errors import CalibrationError
+from lsrdecomp.calibration.mixed_precision import mixed_precision
 from lsrdecomp.checkpoints import content_key
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ class Distillation:
     the teacher and of evaluations."""
     checks: tuple[tuple[int, float], ...] = ()
     """Step and share kept at each evaluation."""
+    rate_trials: tuple[tuple[float, float | None], ...] = ()
+    """Peak learning rates that were tried, each with its mean loss in the second half of
+    its trial, in nats per prediction, or None where that is not finite."""
     schedule: DistillationSchedule = field(default_factory=DistillationSchedule)
 
     @classmethod
@@ -57,6 +61,7 @@ class Distillation:
         fields = dict(record)
         fields["schedule"] = DistillationSchedule(**schedule)
         fields["checks"] = tuple((step, share) for step, share in record["checks"])
+        fields["rate_trials"] = tuple((rate, loss) for rate, loss in record.get("rate_trials", ()))
         return cls(**fields)
 
 
@@ -86,7 +91,7 @@ def distil_factors(
         Maximum optimizer steps, including the trials of learning rates.
     rate : float, optional
         Peak learning rate, in relative change of a factor's numbers per step. Absent, it is the
-        best of the schedule's rates in short trials.
+        best one in short trials, which go on beyond the schedule's rates until it is bracketed.
     seed : int
         Seed of the order of the batches.
     schedule : DistillationSchedule, optional
@@ -125,26 +130,27 @@ def distil_factors(
     schedule = schedule or DistillationSchedule()
     state_key = content_key(key, schedule)
     trainer = Trainer(student, data, steps, schedule, seed, on_step)
-    # 1. Resume an interrupted run, or start with the best learning rate.
-    state = None
-    if journal is not None:
-        state = TrainingState.load(journal, state_key, schedule, trainer.device)
-    if state is None:
-        state = trainer.initial_state()
-        if rate is None:
-            state = trainer.select_learning_rate(state)
-        else:
-            state.rate = rate
-    # 2. Train, with evaluations at regular intervals, until a stopping rule holds.
-    interval = max(1, math.ceil(steps / trainer.n_evaluations))
-    while state.step < steps:
-        if schedule.has_stalled(state.shares) or state.shares[-1] >= target_share:
-            break
-        trainer.train_step(state, schedule.learning_rate(state.rate, state.step, steps))
-        if state.step % interval == 0 or state.step == steps:
-            trainer.evaluate(state)
-            if journal is not None:
-                state.save(journal, state_key)
+    with mixed_precision(student.model, min_parameters=schedule.min_mixed_parameters):
+        # 1. Resume an interrupted run, or start with the best learning rate.
+        state = None
+        if journal is not None:
+            state = TrainingState.load(journal, state_key, schedule, trainer.device)
+        if state is None:
+            state = trainer.initial_state()
+            if rate is None:
+                state = trainer.select_learning_rate(state)
+            else:
+                state.rate = rate
+        # 2. Train, with evaluations at regular intervals, until a stopping rule holds.
+        interval = max(1, math.ceil(steps / trainer.n_evaluations))
+        while state.step < steps:
+            if schedule.has_stalled(state.shares) or state.shares[-1] >= target_share:
+                break
+            trainer.train_step(state, schedule.learning_rate(state.rate, state.step, steps))
+            if state.step % interval == 0 or state.step == steps:
+                trainer.evaluate(state)
+                if journal is not None:
+                    state.save(journal, state_key)
     # 3. Leave the best factors of all evaluations in the student.
     trainer.set_parameters(state.best)
     return Distillation(
@@ -154,5 +160,6 @@ def distil_factors(
         after=max(state.shares),
         passes=round(state.passes, 2),
         checks=tuple(state.evaluations),
+        rate_trials=state.rate_trials,
         schedule=schedule,
     )

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.calibration.rate_trials import TrialSchedule
+from lsrdecomp.calibration.rate_trials import TrialSchedule, best_trial
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lsrdecomp.calibration.rate_trials import RateTrial
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +20,16 @@ class DistillationSchedule(TrialSchedule):
     Steps of trials count among all steps.
     """
 
-    trial_rates: tuple[float, ...] = (0.01, 0.03, 0.1)
-    """Peak learning rates that are tried, in relative change of a factor's numbers per step."""
+    trial_rates: tuple[float, ...] = (0.03, 0.1)
+    """Peak learning rates that are tried first, ascending, in relative change of a factor's numbers
+    per step."""
+
+    trial_ratio: float = 3.0
+    """Factor from the best of the rates tried, where it is the largest or the smallest of them, to
+    the next one beyond it."""
+
+    max_trials: int = 4
+    """Maximum rates tried."""
 
     warmup_share: float = 0.05
     """Steps in which the rate rises linearly, as a share of all steps."""
@@ -44,6 +58,10 @@ class DistillationSchedule(TrialSchedule):
     adam_eps: float = 1e-12
     """Epsilon of AdamW, small beside the gradients of relative changes."""
 
+    min_mixed_parameters: int | None = 2**24
+    """Number of parameters from which on a model is trained in mixed precision, as for
+    `mixed_precision`; None: never."""
+
     def n_evaluations(self, steps: int, cost: float) -> int:
         """Return the number of evaluations during training.
 
@@ -57,6 +75,24 @@ class DistillationSchedule(TrialSchedule):
         # One evaluation is paid for before the first step.
         affordable = int(self.max_evaluation_cost * steps / cost) - 1
         return max(self.min_evaluations, min(self.max_evaluations, affordable))
+
+    def next_trial(self, trials: Sequence[RateTrial[Any]]) -> float | None:
+        """Return the next rate to try, until the best one has a worse one on either side.
+
+        None where it has, or where enough rates were tried.
+        """
+        if len(trials) >= self.max_trials:
+            return None
+        tried = [trial.rate for trial in trials]
+        for rate in self.trial_rates:
+            if rate not in tried:
+                return rate
+        best = best_trial(trials)
+        if best is None or best.rate == min(tried):
+            return min(tried) / self.trial_ratio
+        if best.rate == max(tried):
+            return max(tried) * self.trial_ratio
+        return None
 
     def learning_rate(self, peak: float, step: int, steps: int) -> float:
         """Return the learning rate of a step, counted from 0: it rises and falls linearly."""

@@ -32,6 +32,8 @@ class TrainingState:
     """Cost so far, as `Distillation.passes`."""
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     """Step and share kept at each evaluation."""
+    rate_trials: tuple[tuple[float, float | None], ...] = ()
+    """Peak learning rates that were tried, each with its loss, or None where it was not finite."""
 
     @property
     def changes(self) -> nn.Parameter:
@@ -55,6 +57,7 @@ class TrainingState:
             "rate": self.rate,
             "passes": self.passes,
             "evaluations": self.evaluations,
+            "rate_trials": self.rate_trials,
             "adam_steps": float(moments["step"]),
         }
         journal.put(key, arrays, values=numbers)
@@ -80,6 +83,7 @@ class TrainingState:
             rate=numbers["rate"],
             passes=numbers["passes"],
             evaluations=[(step, share) for step, share in numbers["evaluations"]],
+            rate_trials=tuple((rate, loss) for rate, loss in numbers.get("rate_trials", ())),
         )
         moments = {name: tensors[name] for name in ADAM_MOMENTS}
         moments["step"] = torch.tensor(numbers["adam_steps"])

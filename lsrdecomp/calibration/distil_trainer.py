@@ -16,11 +16,12 @@ from accelerate import PartialState
 from accelerate.utils import reduce
 from torch import Tensor, nn
 
+from lsrdecomp.adapters.kernels import without_autocast
 from lsrdecomp.calibration.distil_state import TrainingState, make_optimizer
 from lsrdecomp.calibration.errors import CalibrationError
 from lsrdecomp.calibration.features import forward_with_features
 from lsrdecomp.calibration.heads import Head
-from lsrdecomp.calibration.rate_trials import RateTrial, best_trial, run_trials
+from lsrdecomp.calibration.rate_trials import RateTrial, best_trial
 from lsrdecomp.calibration.teacher import feature_distance
 from lsrdecomp.checkpoints.progress import OnStep, ProgressUpdate
 
@@ -133,36 +134,33 @@ class Trainer:
                 factor.copy_(initial + scale * change.view_as(initial))
 
     def select_learning_rate(self, state: TrainingState) -> TrainingState:
-        """Try each rate for a few steps; return the state after the trial with the smallest loss.
+        """Try rates for a few steps each; return the state after the trial with the smallest loss.
 
-        All trials count as steps, and their cost as passes. Where no trial ends with a finite loss,
-        or there are too few steps for one, it is the state before the trials with the middle rate.
+        The schedule says which rates, until the best one is bracketed. All trials count as steps,
+        and their cost as passes. Where no trial ends with a finite loss, or there are too few steps
+        for one, it is the state before the trials with the smallest rate that is known.
         """
         schedule = self.schedule
+        n_trial_steps = schedule.trial_steps(self.steps)
+        trials: list[RateTrial[TrainingState]] = []
         passes = state.passes
-
-        def run(rate: float) -> RateTrial[TrainingState]:
-            nonlocal passes
-            trial = self._run_trial(state, rate, schedule.trial_steps(self.steps), passes)
-            passes = trial.state.passes
-            return trial
-
-        trials = run_trials(
-            schedule.trial_rates,
-            run,
-            trial_steps=schedule.trial_steps(self.steps),
-            max_steps=self.steps,
-        )
+        rate = schedule.next_trial(trials)
+        while rate is not None and (len(trials) + 1) * n_trial_steps < self.steps:
+            trials.append(self._run_trial(state, rate, n_trial_steps, passes))
+            passes = trials[-1].state.passes
+            rate = schedule.next_trial(trials)
         best = best_trial(trials)
         if best is None:
-            middle = schedule.trial_rates[len(schedule.trial_rates) // 2]
-            return replace(state, rate=middle, passes=passes)
-        selected = best.state
+            known = [*(trial.rate for trial in trials), *schedule.trial_rates]
+            selected = replace(state, rate=min(known))
+        else:
+            selected = best.state
+            # AdamW's correction of its moments counts the steps of all trials too, since every
+            # published record was made so.
+            selected.step = len(trials) * n_trial_steps
+            selected.optimizer.state[selected.changes]["step"].fill_(selected.step)
         selected.passes = passes
-        # AdamW's correction of its moments counts the steps of all trials too, since every
-        # published record was made so.
-        selected.step = len(trials) * schedule.trial_steps(self.steps)
-        selected.optimizer.state[selected.changes]["step"].fill_(selected.step)
+        selected.rate_trials = tuple(trial.record for trial in trials)
         return selected
 
     def _run_trial(
@@ -195,7 +193,8 @@ class Trainer:
         for index, micro in enumerate(micro_batches):
             if index % self.processes.num_processes == self.processes.process_index:
                 loss = self.loss(micro) / n_predictions
-                loss.backward()  # type: ignore[no-untyped-call]
+                with without_autocast(self.device.type):
+                    loss.backward()  # type: ignore[no-untyped-call]
                 total_loss += loss.detach()
         # 2. The gradient at the relative changes u, summed over processes.
         gradient = self._take_gradient()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lsrdecomp.adapters.kernels import without_autocast
 from lsrdecomp.calibration.heads import Head
 from lsrdecomp.errors import ShapeError
 
@@ -90,7 +91,9 @@ class GradientRecorder:
         self.n_examples = n_examples
         self.in_backward = True
         try:
-            output.backward(gradient)  # type: ignore[no-untyped-call]
+            # Hooks add to sums in float32, whatever precision the model ran in.
+            with without_autocast(output.device.type):
+                output.backward(gradient)  # type: ignore[no-untyped-call]
         finally:
             self.in_backward = False
         # Modules are left of which some calls got no gradient: no prediction depends on them.

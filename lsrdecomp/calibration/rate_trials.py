@@ -56,6 +56,11 @@ class RateTrial(Generic[S]):
         late = self.losses[len(self.losses) // 2 :]
         return sum(late) / len(late)
 
+    @property
+    def record(self) -> tuple[float, float | None]:
+        """The rate and its loss, or None where that is not finite."""
+        return self.rate, self.loss if math.isfinite(self.loss) else None
+
 
 def run_trials(
     rates: Sequence[float],

@@ -19,6 +19,7 @@ from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.forward import forward
 from lsrdecomp.calibration.generation import generate
 from lsrdecomp.calibration.heads import TOKEN_HEADS, Batch, Head
+from lsrdecomp.calibration.mixed_precision import mixed_precision
 from lsrdecomp.calibration.teacher import DistillationData
 from lsrdecomp.calibration.tokens import prompt_text, tokenize
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
@@ -55,6 +56,9 @@ class NormCalibration:
     does, and errors add up along the network: statistics for it lie between those with the LoRA and
     without. At 5.5 kB on SmolLM2 0.886 is kept, and 0.816 with the whole LoRA
     (``benchmarks/results/one_command.json``, one seed)."""
+    min_mixed_parameters: int | None = 2**24
+    """Number of parameters from which on a model is calibrated in mixed precision, as for
+    `mixed_precision`; None: never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +328,8 @@ class Evaluator:
             self.announce(stage, step.done, step.total, step.unit)
 
         # 3. Measure.
-        with scaled:
+        mixed = mixed_precision(base.model, min_parameters=self.norm.min_mixed_parameters)
+        with scaled, mixed:
             return calibrate(
                 base,
                 self.batches(texts),

@@ -24,6 +24,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 from lsrdecomp import compress  # noqa: E402
 from lsrdecomp.adapters.layer import LsrLayer  # noqa: E402
+from lsrdecomp.calibration import mixed_precision  # noqa: E402
 from lsrdecomp.calibration.base_model import load_pair  # noqa: E402
 from lsrdecomp.calibration.dataset import DataError, PromptExample  # noqa: E402
 from lsrdecomp.calibration.distil import distil_factors  # noqa: E402
@@ -213,6 +214,50 @@ def test_passes_are_what_was_asked_of_the_base(kind, tmp_path, monkeypatch, requ
     of_teacher = training.passes - 2 * training.steps - 4 * len(training.checks)
     assert len(asked) == training.steps + of_teacher
     assert training.passes <= 1.2 * 2 * 60 + 8  # so small a run has eight batches at least
+
+
+def test_rates_that_were_tried_are_recorded_and_are_among_the_steps(classifier, tmp_path):
+    done = run(classifier, classifier / "lsr", out=tmp_path / "out", steps=40, rate=None)
+    record = json.loads((tmp_path / "out" / "compression.json").read_text())["distillation"]
+    losses = dict(record["rate_trials"])
+    assert 3 <= len(losses) <= DistillationSchedule().max_trials
+    assert record["rate"] == min(losses, key=losses.get)
+    assert done.variant.training.steps <= 40
+    given = run(classifier, classifier / "lsr", out=tmp_path / "given", steps=4, rate=0.03)
+    assert given.variant.training.rate_trials == ()
+
+
+def test_where_no_rate_is_stable_the_record_says_so(classifier, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "train_step", lambda *_: math.nan)
+    evaluator = Evaluator(
+        classifier / "base", classifier / "lora", TEXTS, EvaluatorSettings(batch=8, max_length=16)
+    )
+    student = evaluator.base.with_adapter(classifier / "lsr")
+    trainer = Trainer(student, evaluator.distillation_data(40), 40, DistillationSchedule(), 0, None)
+    state = trainer.select_learning_rate(trainer.initial_state())
+    assert [loss for _, loss in state.rate_trials] == [None] * 4
+    assert state.step == 0
+    assert state.rate == min(rate for rate, _ in state.rate_trials)
+
+
+@pytest.mark.parametrize("has_units", [True, False])
+def test_mixed_precision_learns_as_much(language_model, tmp_path, monkeypatch, has_units):
+    monkeypatch.setattr(mixed_precision, "has_bfloat16_units", lambda: has_units)
+    _, student = load_pair(
+        language_model / "base", language_model / "lora", weakened(language_model, tmp_path / "w")
+    )
+    dtypes = []
+    layer = next(m for m in student.model.modules() if isinstance(m, torch.nn.Linear))
+    layer.register_forward_hook(lambda _layer, _inputs, output: dtypes.append(output.dtype))
+    settings = EvaluatorSettings(batch=8, max_length=16)
+    evaluator = Evaluator(language_model / "base", language_model / "lora", TEXTS, settings)
+    schedule = DistillationSchedule(min_mixed_parameters=1)
+    data = evaluator.distillation_data(12)
+    done = distil_factors(student, data, steps=12, rate=0.03, schedule=schedule)
+    assert set(dtypes) == {torch.bfloat16 if has_units else torch.float32}
+    assert done.after > done.before + 0.01
+    share = data.validation.compare(student).kept  # in float32, as it is reported
+    assert share == pytest.approx(done.after, abs=0.01)
 
 
 def test_of_a_classifier_what_its_last_layer_reads_is_learned_too(classifier):
