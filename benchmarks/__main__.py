@@ -25,8 +25,7 @@ INPUTS = {
     "adapters": "a directory of published LoRA adapters, a directory or file each",
     "e2e": "devset.csv of the E2E challenge",
     "glue": "a directory of GLUE's tasks, such as benchmarks.lab.fetch_tasks writes",
-    "prompts": "JSON lines with prompt and completion",
-    "lora": "the LoRA of SmolLM2 that was trained on them",
+    "loras": "directory with a LoRA of SmolLM2 for each of them",
     "reviews": "SST-2's train.tsv",
     "tasks": "what benchmarks.language.tasks wrote",
     "work": "a directory where runs are kept",
@@ -167,7 +166,7 @@ JOBS = (
     Job(
         "one command",
         ("one_command",),
-        "benchmarks.cost.one_command {prompts} --lora {lora} --reviews {reviews}",
+        "benchmarks.cost.one_command {tasks} --loras {loras} --reviews {reviews} --draws 0 1 2",
         90,
         ("peft",),
     ),

@@ -1,17 +1,22 @@
 r"""What `lsrdecomp compress --base … --keep …` costs as typed: processor seconds, memory, bytes.
 
-    python -m benchmarks.cost.one_command E2E/train.jsonl --lora smollm2-e2e-r8 \
-        [--large smollm2-e2e-r16] [--base GGUF] [--only NAME | --norms] [--seed 0]
+    python -m benchmarks.cost.one_command TASKS --loras LORAS [--reviews SST-2/train.tsv]
+        [--large smollm2-e2e-r16] [--base GGUF] [--only NAME …] [--draws 0 1 2] [--resume]
+    python -m benchmarks.cost.one_command TASKS --loras LORAS --train arithmetic
+    python -m benchmarks.cost.one_command TASKS --loras LORAS --norms
 
-`benchmarks.language.tasks` writes the first file; 400 of its prompts, drawn by the seed, are what
-the command is given. ``--large`` is another LoRA of them, with r = 16 on all linear layers; with
-``--base``, the file of another base, ``--lora`` is one of that base, and ``--only`` says which row.
-The adapter that ships with the package is compressed with 600 sentences of ``--reviews``, a text a
-line. Each command runs in a process of its own with one thread; what it wrote is weighed, and its
-promise read from compression.json. Rows are added to the file as they come, each with the commit
-that ran. ``--norms`` asks how the norm is to be measured: a form of one size in the norm with the
-LoRA at its full strength and at less, by 64 prompts and by fewer and more, each measured on the
-same held-out prompts.
+`benchmarks.language.tasks` writes TASKS. A command is given 400 of a task's training prompts, drawn
+by a number, and the LoRA in LORAS/TASK; what it wrote is then measured on TASKS/TASK/held.jsonl,
+further texts that neither has seen. ``--train`` makes a missing LoRA. ``--large`` is another LoRA
+of E2E, with r = 16 on all linear layers; with ``--base``, the file of another base, the LoRAs are
+of that base, and ``--only`` says which rows. The adapter that ships with the package is compressed
+with 600 sentences of ``--reviews``, a text a line.
+
+Each command runs in a process of its own with one thread. Rows are added to the file as they come,
+the cheapest first, each with the commit that ran; with ``--resume`` rows that are there stay.
+``--norms`` asks how the norm is to be measured: a variant of one size in the norm with the LoRA at
+its full strength and at less, by 64 prompts and by fewer and more, each measured on the same
+held-out prompts.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,57 +46,146 @@ from lsrdecomp.training.record import commit
 
 PROMPTS, SENTENCES = 400, 600
 NORMS, SIZE = ((1.0, 64), (0.4, 32), (0.4, 48), (0.4, 64), (0.4, 128), (0.2, 64)), 5500
-"""Strength of the LoRA and examples; bytes of the form."""
+"""Strength of the LoRA and examples; bytes of the variant."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command as it is typed: the options, and of which task its LoRA and texts are."""
+
+    task: str
+    options: tuple[str, ...]
+    large: bool = False
+
+    @property
+    def minutes(self) -> float:
+        """A guess of its CPU minutes, by which rows are ordered."""
+        if self.task == REVIEWS:
+            return 1.0
+        steps = int(self.options[-1]) if "--distil" in self.options else 0
+        return (3.0 + 0.05 * steps) * (1.5 if self.large else 1.0)
+
+
+REVIEWS = "reviews"
+KEEP_95 = ("--keep", "0.95", "--distil", "60")
 COMMANDS = {
-    "smollm2 keep .9": ["--keep", "0.9"],
-    "smollm2 keep .95 distil 60": ["--keep", "0.95", "--distil", "60"],
-    "smollm2 r = 16 keep .94 distil 60": ["--keep", "0.94", "--distil", "60"],
-    "demo keep .8": ["--keep", "0.8"],
+    "demo keep .8": Command(REVIEWS, ("--keep", "0.8")),
+    "smollm2 keep .9": Command("e2e", ("--keep", "0.9")),
+    "smollm2 keep .95 distil 60": Command("e2e", KEEP_95),
+    "smollm2 sums keep .95 distil 60": Command("arithmetic", KEEP_95),
+    "smollm2 extraction keep .95 distil 60": Command("extraction", KEEP_95),
+    "smollm2 keep .99 distil 100": Command("e2e", ("--keep", "0.99", "--distil", "100")),
+    "smollm2 r = 16 keep .94 distil 60": Command(
+        "e2e", ("--keep", "0.94", "--distil", "60"), large=True
+    ),
 }
 OTHER_BASES = {
-    "gemma-3-270m keep .9": ["--keep", "0.9"],
-    "gemma-3-270m sums keep .9": ["--keep", "0.9"],
-    "gemma-3-270m keep .95 distil 60": ["--keep", "0.95", "--distil", "60"],
+    "gemma-3-270m keep .9": Command("e2e", ("--keep", "0.9")),
+    "gemma-3-270m sums keep .9": Command("arithmetic", ("--keep", "0.9")),
+    "gemma-3-270m keep .95 distil 60": Command("e2e", KEEP_95),
 }
 """Commands that are only run by name."""
+TRAINING_STEPS = {"e2e": 110, "extraction": 110, "arithmetic": 150}
+"""Steps of eight prompts with which a LoRA of a task is trained."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "prompts", type=Path, nargs="?", help="JSON lines with prompt and completion"
-    )
-    parser.add_argument("--lora", type=Path, help="the LoRA of SmolLM2 that was trained on them")
-    parser.add_argument("--large", type=Path, help="one with r = 16 on all linear layers")
-    parser.add_argument(
-        "--reviews", type=Path, help="SST-2's train.tsv, for the adapter that ships"
-    )
+    parser.add_argument("tasks", type=Path, nargs="?", help="what benchmarks.language.tasks wrote")
+    parser.add_argument("--loras", type=Path, help="directory with a LoRA for each task")
+    parser.add_argument("--large", type=Path, help="a LoRA of E2E, r = 16 on all linear layers")
+    parser.add_argument("--reviews", type=Path, help="SST-2's train.tsv, for the one that ships")
     parser.add_argument("--base", default="smollm2", help="file of Gemma-3-270M, for its rows")
-    parser.add_argument("--only", choices=COMMANDS | OTHER_BASES)
+    parser.add_argument("--only", nargs="+", choices=COMMANDS | OTHER_BASES)
+    parser.add_argument("--draws", nargs="+", type=int, default=[0], help="of the texts")
+    parser.add_argument("--resume", action="store_true", help="leave rows that are there")
+    parser.add_argument("--train", choices=TRAINING_STEPS, help="make the LoRA of a task")
     parser.add_argument("--norms", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "one_command.json")
     parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         print(json.dumps(timed_command(arguments.child)))
-        return
-    record = {"rows": []} | records.load(arguments.out)
-    rows, norms = record["rows"], record.get("norms", [])
-    if arguments.norms:
-        norms = by_norm(arguments)
+    elif arguments.train:
+        train_lora(arguments.train, arguments)
+    elif arguments.norms:
+        save(arguments, {"norms": by_norm(arguments)})
     else:
-        for name in COMMANDS if arguments.only is None else [arguments.only]:
-            with tempfile.TemporaryDirectory() as folder:
-                row = measured(name, arguments, Path(folder))
-            print(json.dumps(row, indent=1), flush=True)
-            rows = [old for old in rows if (old["name"], old["seed"]) != (row["name"], row["seed"])]
-            rows.append(row)
-    record |= {"rows": rows, "norms": norms}
+        make_rows(arguments)
+
+
+def make_rows(arguments: argparse.Namespace) -> None:
+    """Run all commands whose files are there, for each draw, the cheapest first."""
+    for name, draw in jobs(arguments):
+        record = records.load(arguments.out)
+        rows = record.get("rows", [])
+        others = [row for row in rows if (row["name"], row["seed"]) != (name, draw)]
+        if arguments.resume and len(others) < len(rows):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            row = measured(name, draw, arguments, Path(folder))
+        print(json.dumps(row, indent=1), flush=True)
+        save(arguments, {"rows": [*others, row]})
+
+
+def jobs(arguments: argparse.Namespace) -> list[tuple[str, int]]:
+    """Return names and draws of the rows that can be made, the cheapest first."""
+    commands = COMMANDS | OTHER_BASES
+    chosen = []
+    for name in arguments.only or COMMANDS:
+        lora = lora_of(commands[name], arguments)
+        if lora is None or not lora.is_dir():
+            print(f"{name} is left out: no LoRA at {lora}", file=sys.stderr)
+        elif commands[name].task == REVIEWS and arguments.reviews is None:
+            print(f"{name} is left out: no --reviews", file=sys.stderr)
+        else:
+            chosen.append(name)
+    every = [(name, draw) for draw in arguments.draws for name in chosen]
+    return sorted(every, key=lambda job: (job[1] > arguments.draws[0], commands[job[0]].minutes))
+
+
+def lora_of(command: Command, arguments: argparse.Namespace) -> Path | None:
+    """Return where the LoRA of a command is."""
+    if command.task == REVIEWS:
+        return Path(str(files("lsrdecomp.cli") / "demo_adapter"))
+    large: Path | None = arguments.large
+    return large if command.large else arguments.loras / command.task
+
+
+def save(arguments: argparse.Namespace, changes: dict[str, Any]) -> None:
+    """Write the record with some of its entries changed."""
+    record = {"rows": []} | records.load(arguments.out) | changes
     packages = ("torch", "transformers", "peft")
-    records.save(arguments.out, record, *packages, seed=arguments.seed)
+    records.save(arguments.out, record, *packages, seed=arguments.draws)
+
+
+def train_lora(task: str, arguments: argparse.Namespace) -> None:
+    """Train the LoRA of a task as the suite does: r = 8 on q, k, v and o."""
+    from lsrdecomp.training.finetune import finetune
+    from lsrdecomp.training.record import ADAPTER
+    from lsrdecomp.training.settings import FinetuneSettings
+
+    settings = {
+        "model": arguments.base,
+        "task": "jsonl",
+        "data": str(arguments.tasks / task / "train.jsonl"),
+        "dev_data": str(arguments.tasks / task / "held.jsonl"),
+        "dev_examples": 16,
+        "steps": TRAINING_STEPS[task],
+        "rate": 1e-3,
+        "batch": 8,
+        "precision": "bfloat16-autocast",
+        "samples": 0,
+        "max_length": 256,
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+        "options": {"r": 8, "lora_alpha": 16},
+        "seed": arguments.draws[0],
+    }
+    run = arguments.loras / f".{task}"
+    finetune(FinetuneSettings.from_mapping(settings), run)
+    (run / ADAPTER).rename(arguments.loras / task)
 
 
 def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -107,15 +202,11 @@ def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "texts.jsonl"
-        lines = arguments.prompts.read_text(encoding="utf-8").splitlines()
-        data.write_text(
-            "\n".join(random.Random(arguments.seed).sample(lines, PROMPTS)) + "\n", encoding="utf-8"
-        )
-        evaluator = evaluate.Evaluator("smollm2", arguments.lora, read_examples(data))
-        checkpoint, plan = (
-            open_checkpoint(arguments.lora),
-            CompressionPlan(bytes=SIZE, storage="auto"),
-        )
+        lora = arguments.loras / "e2e"
+        draw_prompts("e2e", arguments.draws[0], arguments, data)
+        evaluator = evaluate.Evaluator("smollm2", lora, read_examples(data))
+        checkpoint = open_checkpoint(lora)
+        plan = CompressionPlan(bytes=SIZE, storage="auto")
         for strength, count in NORMS:
             since, name = time.process_time(), f"{strength}-{count}"
             evaluator.norm = evaluate.NormCalibration(max_token_samples=count, lora_scale=strength)
@@ -130,58 +221,98 @@ def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"strength": strength, "examples": count, "bytes": SIZE}
             row |= {"calibration_seconds": seconds}
             row |= {"kept": behaviour.kept, "standard_error": behaviour.standard_error}
-            rows.append(row | {"seed": arguments.seed, "commit": commit()})
+            rows.append(row | {"seed": arguments.draws[0], "commit": commit()})
             print(rows[-1], flush=True)
     return rows
 
 
-def measured(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One row: the command in a process of its own, then what it wrote."""
-    data, out, options = folder / "texts.jsonl", folder / "small", (COMMANDS | OTHER_BASES)[name]
-    draw = random.Random(arguments.seed)
-    if name.startswith("demo"):
+def draw_prompts(task: str, draw: int, arguments: argparse.Namespace, out: Path) -> int:
+    """Write the texts that a command is given; return their number."""
+    generator = random.Random(draw)
+    if task == REVIEWS:
         lines = arguments.reviews.read_text(encoding="utf-8").splitlines()[1:]
-        data = folder / "reviews.txt"
-        texts = [line.split("\t")[0].strip() for line in draw.sample(lines, SENTENCES)]
-        lora, base = Path(str(files("lsrdecomp.cli") / "demo_adapter")), str(encoder())
+        texts = [line.split("\t")[0].strip() for line in generator.sample(lines, SENTENCES)]
     else:
-        texts = draw.sample(arguments.prompts.read_text(encoding="utf-8").splitlines(), PROMPTS)
-        lora, base = arguments.large if "r = 16" in name else arguments.lora, arguments.base
-    data.write_text("\n".join(texts) + "\n", encoding="utf-8")
-    typed = [
-        "compress",
-        str(lora),
-        "--base",
-        base,
-        "--data",
-        str(data),
-        *options,
-        "--out",
-        str(out),
-    ]
+        prompts = arguments.tasks / task / "train.jsonl"
+        lines = prompts.read_text(encoding="utf-8").splitlines()
+        texts = generator.sample(lines, min(PROMPTS, len(lines)))
+    out.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return len(texts)
+
+
+def measured(name: str, draw: int, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One row: the command in a process of its own, then what it wrote."""
+    command = (COMMANDS | OTHER_BASES)[name]
+    is_review = command.task == REVIEWS
+    data = folder / ("reviews.txt" if is_review else "texts.jsonl")
+    texts = draw_prompts(command.task, draw, arguments, data)
+    lora, out = lora_of(command, arguments), folder / "small"
+    base = str(encoder()) if is_review else arguments.base
+    typed = ["compress", str(lora), "--base", base, "--data", str(data), *command.options]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     child = [sys.executable, "-m", "benchmarks.cost.one_command", "--child", *typed]
     done = subprocess.run(
-        child, env=os.environ | threads, stdout=subprocess.PIPE, text=True, check=True
+        [*child, "--out", str(out)],
+        env=os.environ | threads,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
-    record = json.loads((out / "compression.json").read_text())
-    promise = record["promise"]
+    found = None
+    if not is_review:
+        found = on_further_texts(base, lora, out, arguments.tasks / command.task / "held.jsonl")
     return {
         "name": name,
-        "seed": arguments.seed,
+        "seed": draw,
         "commit": commit(),
-        "texts": len(texts),
-        "options": options,
+        "texts": texts,
+        "options": list(command.options),
         **json.loads(done.stdout.splitlines()[-1]),
-        "weight_bytes": (out / "adapter_model.safetensors").stat().st_size,
-        "head_bytes": promise["head_bytes"],
-        "directory_bytes": {file.name: file.stat().st_size for file in sorted(out.iterdir())},
-        **{
-            key: promise[key]
-            for key in ("kept", "standard_error", "kl", "effect", "agreement", "distilled")
-        },
+        **written(out),
+        "found": found,
+    }
+
+
+def written(out: Path) -> dict[str, Any]:
+    """Return bytes, estimate and what was tried, of a directory that a command wrote."""
+    record = json.loads((out / "compression.json").read_text(encoding="utf-8"))
+    estimate = record["promise"]
+    measures = ("asked", "kept", "standard_error", "kl", "effect", "agreement", "distilled")
+    sizes = {file.name: file.stat().st_size for file in sorted(out.iterdir())}
+    training = record.get("distillation", {})
+    return {
+        "weight_bytes": sizes["adapter_model.safetensors"],
+        "bytes": estimate["bytes_after"],
+        "head_bytes": estimate["head_bytes"],
+        "directory_bytes": sizes,
+        **{key: estimate[key] for key in measures},
+        "rate": training.get("rate"),
+        "rate_trials": training.get("rate_trials"),
+        "pruned_from": (training.get("pruned_from") or {}).get("bytes"),
         "tried": record["tried"],
     }
+
+
+def on_further_texts(base: str, lora: Path | None, out: Path, texts: Path) -> dict[str, Any]:
+    """Return what a written directory keeps on texts that the command did not have."""
+    import torch
+
+    from lsrdecomp.calibration.base_model import load_pair
+    from lsrdecomp.calibration.batches import prompt_batches
+    from lsrdecomp.calibration.dataset import read_examples
+    from lsrdecomp.calibration.divergence import Reference
+
+    torch.set_num_threads(1)
+    source, compressed = load_pair(base, str(lora), out)
+    examples = sorted(read_examples(texts), key=lambda row: len(row.prompt) + len(row.completion))
+    batches = [
+        batch
+        for start in range(0, len(examples), 8)
+        for batch in prompt_batches(source, examples[start : start + 8], size=8, seed=0)
+    ]
+    behaviour = Reference(source, batches).compare(compressed)
+    measures = ("examples", "kept", "standard_error", "agreement", "exact_match_rate")
+    return {key: getattr(behaviour, key) for key in measures}
 
 
 def timed_command(typed: list[str]) -> dict[str, Any]:
