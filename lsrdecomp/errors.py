@@ -90,6 +90,28 @@ class UnsupportedError(CheckpointError, NotImplementedError):
     """The file is sound, but holds what this library cannot express and will not drop silently."""
 
 
+INSTALL_EXTRA = "pip install -e '.[{extra}]'"
+"""What to type in a clone to install one of the extras; the package is on no index yet.
+
+Errors take it from here, and a test holds pages, README and notebooks to it.
+"""
+
+
+def way_to_install(extra: str) -> str:
+    """Return the end of a message about a missing package: where to type what.
+
+    Parameters
+    ----------
+    extra : str
+
+    Examples
+    --------
+    >>> way_to_install("music")
+    "in your clone type pip install -e '.[music]'"
+    """
+    return f"in your clone type {INSTALL_EXTRA.format(extra=extra)}"
+
+
 @contextmanager
 def needs(purpose: str, extra: str) -> Iterator[None]:
     """Turn a failed import of an optional package into an `LsrError` that says how to install it.
@@ -104,15 +126,15 @@ def needs(purpose: str, extra: str) -> Iterator[None]:
     Examples
     --------
     >>> with needs("a tune", "music"):
-    ...     import no_such_library
+    ...     import no_library
     Traceback (most recent call last):
-    lsrdecomp.errors.LsrError: a tune needs no_such_library: pip install 'lsrdecomp[music]'
+    lsrdecomp.errors.LsrError: a tune needs no_library: in your clone type pip install -e '.[music]'
     """
     try:
         yield
     except ImportError as error:
         package = str(error.name).partition(".")[0]
-        raise LsrError(f"{purpose} needs {package}: pip install 'lsrdecomp[{extra}]'") from error
+        raise LsrError(f"{purpose} needs {package}: {way_to_install(extra)}") from error
 
 
 def unknown(name: object, known: Iterable[str]) -> str:

@@ -18,6 +18,17 @@ PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts
 EXAMPLES = sorted((ROOT / "examples").glob("plot_*.py"))
 FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LINKED = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))]
+FIGURE = re.compile(
+    r"\d[\d,.]*\s?%"  # percentages
+    r"|(?<![\w/.])\d+/\d+(?![\w/])"  # ratios
+    r"|(?<![\w.])\d+\.\d+(?![\w.])|\d+·10|\d+e-\d+"  # decimals
+    r"|\b(?:\d[\d.,]*|two|three|four|five|six|seven|eight|nine|ten) times\b"
+    r"|\d\s?(?:kB|MB|GB|nats|seconds|minutes)\b"
+)
+"""What counts as a figure in the prose of a page: a number that somebody measured."""
+MOST_FIGURES = 5
+README_LIMITS = 10
+"""Figures that README may hold beyond these: its section on limits is evidence."""
 NOT_OURS = {"upstream-peft.md"}
 """Pages that show code for another project."""
 
@@ -32,6 +43,93 @@ def test_python_on_a_page_is_doctested(page):
     for _, language, block in FENCE.findall(page.read_text(encoding="utf-8")):
         if language in ("python", "py", "pycon") and page.name not in NOT_OURS:
             assert block.lstrip().startswith(">>>"), f"not run by the tests:\n{block}"
+
+
+def prose(page):
+    """A page without code, formulas, targets of links and references."""
+    text = re.split(r"^## References$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[0]
+    text = FENCE.sub("", text)
+    text = re.sub(r"`[^`]*`|\$\$.*?\$\$|\$[^$\n]*\$", "", text, flags=re.DOTALL)
+    return re.sub(r"\]\([^)]*\)|<!--.*?-->|^:.*$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+NO_EVIDENCE = [page for page in PAGES if page.parent.name != "evidence"] + [ROOT / "README.md"]
+
+
+@pytest.mark.parametrize("page", NO_EVIDENCE, ids=names(NO_EVIDENCE))
+def test_a_page_that_is_no_evidence_holds_few_figures(page):
+    """Guides say what to type, references what it means; tables of results are elsewhere."""
+    limit = MOST_FIGURES + (page.name == "README.md") * README_LIMITS
+    found = FIGURE.findall(prose(page))
+    assert len(found) <= limit, found
+    assert "```{results}" not in page.read_text(encoding="utf-8")
+
+
+def test_a_figure_would_be_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "It keeps 95 % in 2.5 kB, 1/96 of it, 0.92 and three times.\n\n```text\n97 %\n```\n"
+        "`--keep 0.9`\n",
+        encoding="utf-8",
+    )
+    assert len(FIGURE.findall(prose(page))) == 5
+
+
+COMMAND = re.compile(r"^(?:\$ )?(lsrdecomp [a-z].*(?:\\\n.*)*)", re.MULTILINE)
+
+
+def typed_commands():
+    """Each command of ours that stands on a page: in a block, or by itself in a line of text."""
+    for page in [*PAGES, ROOT / "README.md"]:
+        text = page.read_text(encoding="utf-8")
+        blocks = [block for _, _, block in FENCE.findall(text)]
+        spans = re.findall(r"`(lsrdecomp [a-z][^`]*)`", text)
+        for command in (*(each for block in blocks for each in COMMAND.findall(block)), *spans):
+            yield page.name, " ".join(command.replace("\\\n", " ").split())
+
+
+def test_every_typed_command_has_options_that_exist():
+    import typer
+
+    from lsrdecomp.cli.app import app
+
+    verbs = typer.main.get_command(app).commands
+    seen = 0
+    for page, command in typed_commands():
+        _, verb, *words = command.partition("#")[0].split()
+        if verb == "VERB":
+            continue
+        assert verb in verbs, f"{page}: {command}"
+        known = {
+            name
+            for parameter in verbs[verb].params
+            for name in (*parameter.opts, *parameter.secondary_opts)
+        } | {"-h", "--help", "--help-all"}
+        used = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+        assert used <= known, f"{page}: {command}"
+        seen += 1
+    assert seen > 60
+
+
+def test_extras_are_installed_by_one_line_everywhere():
+    """The package is on no index: what is typed works in a clone, and is the line of the errors."""
+    from lsrdecomp.errors import INSTALL_EXTRA
+
+    tracked = [
+        *LINKED,
+        *(ROOT / "lsrdecomp").rglob("*.py"),
+        *(ROOT / "benchmarks").rglob("*.py"),
+        *(ROOT / "examples").rglob("*.py"),
+    ]
+    found = []
+    for path in tracked:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"pip install[^\n`]*lsrdecomp\[", text), path
+        for command, extra in re.findall(r"(pip install [^\n\[`]*\.\[([\w,]+)\]['\"]?)", text):
+            if "{extra}" not in command:
+                assert command == INSTALL_EXTRA.format(extra=extra), path
+                found.append(path)
+    assert len(found) >= 5
 
 
 def anchors(page):

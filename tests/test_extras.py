@@ -14,17 +14,26 @@ import pytest
         (
             "hypothesis",
             "import lsrdecomp.testing",
-            "ImportError: lsrdecomp.testing needs hypothesis: pip install 'lsrdecomp[testing]'",
+            (
+                "ImportError: lsrdecomp.testing needs hypothesis: "
+                "in your clone type pip install -e '.[testing]'"
+            ),
         ),
         (
             "torch",
             "import lsrdecomp.adapters",
-            "ImportError: lsrdecomp.adapters needs torch and PEFT: pip install 'lsrdecomp[peft]'",
+            (
+                "ImportError: lsrdecomp.adapters needs torch and PEFT: "
+                "in your clone type pip install -e '.[peft]'"
+            ),
         ),
         (
             "matplotlib",
             "import lsrdecomp.plots as plots; plots.plot_error_curves([])",
-            "lsrdecomp.errors.LsrError: a picture needs matplotlib: pip install 'lsrdecomp[plots]'",
+            (
+                "lsrdecomp.errors.LsrError: a picture needs matplotlib: "
+                "in your clone type pip install -e '.[plots]'"
+            ),
         ),
     ],
 )
@@ -61,6 +70,6 @@ def test_a_verb_says_in_one_line_what_it_needs(verb, missing, tmp_path):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     # What is imported first may be another package that wants the missing one
-    assert re.search(r"needs \w+: pip install 'lsrdecomp\[\w+\]'$", line), line
+    assert re.search(r"needs \w+: in your clone type pip install -e '\.\[\w+\]'$", line), line
     assert "needs None" not in line
     assert not (tmp_path / "out").exists()

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lsrdecomp.checkpoints.writing import new_file
-from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.errors import CheckpointError, LsrError, way_to_install
 from lsrdecomp.training.record import RECORD, FinetuneRecord, read_record
 from lsrdecomp.training.settings import FinetuneSettings
 
@@ -129,7 +129,7 @@ def _in_processes(runs: Sequence[Run], workers: int) -> Iterator[tuple[Run, Outc
     try:
         from joblib import Parallel, delayed, parallel_config
     except ImportError as error:
-        raise LsrError("several workers need joblib: pip install 'lsrdecomp[fleet]'") from error
+        raise LsrError(f"several workers need joblib: {way_to_install('fleet')}") from error
 
     with parallel_config(backend="loky", n_jobs=workers, inner_max_num_threads=1):
         yield from Parallel(return_as="generator_unordered")(

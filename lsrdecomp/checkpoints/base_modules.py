@@ -14,7 +14,7 @@ from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.names import COMPONENTS
 from lsrdecomp.checkpoints.tensors import first_line, read_header
 from lsrdecomp.checkpoints.writers.gguf import GgufBase, read_base
-from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.errors import CheckpointError, LsrError, way_to_install
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -293,7 +293,7 @@ def _built_modules(config: Path, task_type: str | None) -> Iterator[tuple[str, S
     except ImportError as error:
         raise LsrError(
             f"{config}: of a config alone names come from the model it describes; without "
-            f"{error.name}: pip install 'lsrdecomp[peft]', or name a base with weights"
+            f"{error.name}: {way_to_install('peft')}, or name a base with weights"
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CheckpointError(

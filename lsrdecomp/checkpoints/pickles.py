@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lsrdecomp.checkpoints.files import regular_file_size
 from lsrdecomp.checkpoints.limits import LIMITS
 from lsrdecomp.checkpoints.tensors import DTYPES, Array, StoredTensor, check_name, first_line
-from lsrdecomp.errors import CheckpointError, UnsupportedError
+from lsrdecomp.errors import CheckpointError, UnsupportedError, way_to_install
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -140,8 +140,8 @@ def _load(path: Path, zipped: bool) -> Any:
         import torch
     except ImportError as error:
         raise CheckpointError(
-            "a pickled file is read with torch, which is not installed: pip install "
-            "'lsrdecomp[torch]', or ask for the adapter as safetensors",
+            "a pickled file is read with torch, which is not installed: "
+            f"{way_to_install('torch')}, or ask for the adapter as safetensors",
             path=path,
         ) from error
     try:

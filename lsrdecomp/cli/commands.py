@@ -36,7 +36,7 @@ from lsrdecomp.cli.recommendations import quoted
 from lsrdecomp.cli.requests import Display, Opening, Outputs
 from lsrdecomp.cli.settings import option_groups
 from lsrdecomp.cli.verify import verify
-from lsrdecomp.errors import CheckpointError, LsrError, needs
+from lsrdecomp.errors import CheckpointError, LsrError, needs, way_to_install
 from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
@@ -295,7 +295,7 @@ def demo(
             f"{quoted(out / 'measured')}",
         )
         if find_spec("matplotlib") is None:
-            typer.echo("\nFor a picture of it: pip install 'lsrdecomp[plots]', and again.")
+            typer.echo(f"\nFor a picture of it: {way_to_install('plots')}, and run this again.")
             return
         points = {label: share.items() for label, share in shares.items()}
         _save(plots.plot_shares(points, whole=full_size), out / "kept.png")

@@ -1,16 +1,18 @@
 """Property tests for Kronecker code: strategies that draw cases, checks that find wrong code.
 
-For your code as well as ours. Needs hypothesis: ``pip install 'lsrdecomp[testing]'``. Each check
-takes *your* function, `check_operator` your class. The identities that they try are also functions
-by themselves, in `identities`, `khatri_rao`, `kronecker_sum`, `vectorization`, `partial_trace` and
-`representations`.
+For your code as well as ours. Needs hypothesis: ``pip install -e '.[testing]'`` in a clone. Each
+check takes *your* function, `check_operator` your class. The identities that they try are also
+functions by themselves, in `identities`, `khatri_rao`, `kronecker_sum`, `vectorization`,
+`partial_trace` and `representations`.
 """
+
+from lsrdecomp.errors import way_to_install as _way_to_install
 
 try:
     import hypothesis as _hypothesis  # noqa: F401
 except ImportError as _error:
     raise ImportError(
-        "lsrdecomp.testing needs hypothesis: pip install 'lsrdecomp[testing]'"
+        f"lsrdecomp.testing needs hypothesis: {_way_to_install('testing')}"
     ) from _error
 
 from lsrdecomp.testing import identities as identities

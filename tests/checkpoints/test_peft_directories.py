@@ -144,7 +144,7 @@ def test_a_pickle_without_torch_says_what_to_install(
     folder = write_lora_directory(tmp_path / "a")
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(CheckpointError, match=r"pip install 'lsrdecomp\[torch\]'"):
+    with pytest.raises(CheckpointError, match=r"pip install -e '\.\[torch\]'"):
         open_checkpoint(folder)
 
 
