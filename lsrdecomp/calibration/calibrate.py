@@ -74,6 +74,7 @@ if TYPE_CHECKING:
 
     from lsrdecomp.calibration.base_model import Base
     from lsrdecomp.calibration.gradients import GradientRecorder, LayerGradients
+    from lsrdecomp.calibration.text_profile import TextProfile
 
 
 def calibrate(
@@ -89,6 +90,7 @@ def calibrate(
     effect: bool = True,
     max_memory: int | None = None,
     save_every: int = 50,
+    text_profile: TextProfile | None = None,
     on_step: OnStep | None = None,
 ) -> Statistics:
     """Measure the statistics of a base's layers on batches of inputs, and write them to ``out``.
@@ -131,6 +133,8 @@ def calibrate(
         groups, with one pass over the batches for each group.
     save_every : int
         Batches after which the sums are saved again.
+    text_profile : TextProfile, optional
+        What the texts are like, for the metadata: `compress` then warns of texts that are unlike.
     on_step : callable, optional
         Called with a `ProgressUpdate` after every batch: the examples so far, and the least number
         that there will be, over all groups.
@@ -200,7 +204,9 @@ def calibrate(
             metadata |= group_metadata
         # 3. Write all groups as one.
         mean_effect = total_counts.effect / total_counts.answers if has_effect else None
-        measured = {"texts": text_digest, "effect": mean_effect}
+        measured: dict[str, Any] = {"texts": text_digest, "effect": mean_effect}
+        if text_profile is not None:
+            measured["text_profile"] = text_profile.to_json()
         write_statistics(out, settings | measured, arrays, metadata, total_counts)
     return read_statistics(out)
 

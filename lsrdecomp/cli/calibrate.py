@@ -86,9 +86,11 @@ def calibrate(
         from lsrdecomp.calibration import base_model as bases
         from lsrdecomp.calibration.calibrate import calibrate as run
         from lsrdecomp.calibration.heads import TOKEN_HEADS
+        from lsrdecomp.calibration.text_profile import TextProfile
     with tables.quiet():
         base_model = bases.load_base(base, adapter, device=device, dtype=settings.dtype)
-    rounds, _ = questions.batches(base_model, size=batch, seed=seed)
+    examples = questions.read()
+    rounds = questions.batches(base_model, examples, size=batch, seed=seed)
     with follow(quiet=quiet) as show:
         about = run(
             base_model,
@@ -100,6 +102,7 @@ def calibrate(
             rank=rank,
             checkpointing=checkpointing,
             max_memory=max_memory,
+            text_profile=TextProfile.of(examples),
             on_step=show,
         ).metadata
     n_layers = len(base_model.modules)

@@ -331,6 +331,8 @@ def _write(
     tables.show(json, *_measured_sentences(result))
     if directory is not None:
         tables.show(json, f"To repeat it:\n  {result.command_line(adapter, directory)}")
+    for note in result.notes:
+        tables.say(f"WARNING: {note}: calibrate on texts like those you measure on")
     warn_if_unusable(result, directory)
 
 

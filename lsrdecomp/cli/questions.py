@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lsrdecomp.calibration.base_model import Base
+    from lsrdecomp.calibration.dataset import PromptExample, TextPair
 
 DataFile = Annotated[
     Path | None,
@@ -64,17 +65,31 @@ class Questions:
         if self.data is None and self.answers != "completion":
             raise LsrError("--answers is about prompts and completions: give --data FILE.jsonl")
 
-    def batches(
-        self, base: Base, *, size: int, seed: int
-    ) -> tuple[Iterator[dict[str, Tensor]], int]:
-        """Return batches in an order drawn from ``seed``, and the number of examples."""
-        from lsrdecomp.calibration.batches import prompt_batches, text_batches
+    def read(self) -> list[PromptExample] | list[TextPair]:
+        """Return the examples of the source."""
         from lsrdecomp.calibration.dataset import read_examples, read_text_pairs, task_texts
         from lsrdecomp.training.tasks import find_task
 
         if self.data is not None:
-            examples = read_examples(self.data)
-            batches = prompt_batches(
+            return read_examples(self.data)
+        if self.text is not None:
+            return read_text_pairs(self.text)
+        assert self.task is not None
+        return task_texts(find_task(self.task).read(self.task, self.split))
+
+    def batches(
+        self,
+        base: Base,
+        examples: Sequence[Any],
+        *,
+        size: int,
+        seed: int,
+    ) -> Iterator[dict[str, Tensor]]:
+        """Return batches of what `read` returned, in an order drawn from ``seed``."""
+        from lsrdecomp.calibration.batches import prompt_batches, text_batches
+
+        if self.data is not None:
+            return prompt_batches(
                 base,
                 examples,
                 size=size,
@@ -83,11 +98,4 @@ class Questions:
                 answers=self.answers,
                 truncate=self.truncate,
             )
-            return batches, len(examples)
-        if self.text is not None:
-            texts = read_text_pairs(self.text)
-        else:
-            assert self.task is not None
-            texts = task_texts(find_task(self.task).read(self.task, self.split))
-        batches = text_batches(base, texts, size=size, max_length=self.max_length, seed=seed)
-        return batches, len(texts)
+        return text_batches(base, examples, size=size, max_length=self.max_length, seed=seed)

@@ -204,8 +204,9 @@ def _behaviour(pair: tuple[Base, Base], questions: Questions, size: int, step: O
     from lsrdecomp.calibration.divergence import Reference
 
     source, written = pair
-    batches, count = questions.batches(source, size=size, seed=0)
-    answered = Counter(step, "comparing answers", count, "examples")
+    examples = questions.read()
+    batches = questions.batches(source, examples, size=size, seed=0)
+    answered = Counter(step, "comparing answers", len(examples), "examples")
 
     def counted() -> Iterator[Mapping[str, Tensor]]:
         for batch in batches:

@@ -69,7 +69,7 @@ def html_report(
     return page.render(
         name=Path(str(compression.source.path)).name,
         headline=_headline(compression),
-        verdict="" if compression.met else compression.totals.verdict,
+        warnings=[*compression.notes, *([] if compression.met else [compression.totals.verdict])],
         tiles=_tiles(compression, unit),
         fidelity=compression.fidelity,
         chart=chart,

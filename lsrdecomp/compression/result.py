@@ -68,6 +68,8 @@ class Compression:
     solved_layers : int, optional
         Number of layers for which LSR products were solved. In the others truncated SVD is nearer,
         told by their singular values and vectors (`lsrdecomp.compression.effort.Screening`).
+    notes : tuple of str
+        What makes the result doubtful, such as texts that are unlike those of the statistics.
     settings : Mapping
         The settings of the run that differ from their defaults, by the names of `compress`.
     created : str
@@ -102,6 +104,7 @@ class Compression:
     filling: FileFilling = DEFAULT_FILLING
     is_nearest: bool = False
     solved_layers: int | None = None
+    notes: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
     created: str = field(default_factory=lambda: today().isoformat(), repr=False)
 
@@ -164,6 +167,7 @@ class Compression:
             source=self.source.path.name,
             settings=dict(self.settings),
             created=self.created,
+            **({"notes": list(self.notes)} if self.notes else {}),
             **({"unfilled": self.unfilled} if self.unfilled else {}),
             **({} if self.solved_layers is None else {"solved_layers": self.solved_layers}),
         )

@@ -327,6 +327,7 @@ def _compress_measured(
     )
     steps.begin("opening the base")  # announced before torch is loaded, which takes seconds
     with needs("a base", "peft"):
+        from lsrdecomp.calibration.text_profile import TextProfile
         from lsrdecomp.fidelity.evaluate import Evaluator
         from lsrdecomp.fidelity.goals import PlanGoal, ShareGoal
         from lsrdecomp.fidelity.texts import data_name, read_data
@@ -336,6 +337,11 @@ def _compress_measured(
     target_share = settings.keep
     selects = target_share is not None or (plan is not None and plan.kl is not None)
     texts = read_data(request.data)
+    notes = []
+    recorded = statistics and statistics.metadata.get("settings", {}).get("text_profile")
+    profile = TextProfile.from_json(recorded)
+    if profile is not None:
+        notes = profile.differences(texts, data_name(request.data))
     evaluator = Evaluator(
         request.base, checkpoint.path, texts, settings, chooses=selects, on_step=steps
     )
@@ -403,6 +409,7 @@ def _compress_measured(
         mismatches=tuple(mismatches[: settings.examples]),
         answers=_shown_answers(answers, settings.examples),
         truncated_svd=truncated_svd,
+        notes=tuple(notes),
     )
     return MeasuredCompression(**fields)
 

@@ -513,3 +513,24 @@ def test_examples_that_are_answered_differently_are_shown_and_counted_with_svd_b
     assert page.read_text().count('<tr class="differs">') == differing
     for text, _ in TEXTS:  # what people wrote stays with them
         assert text not in (out / "compression.json").read_text()
+
+
+def test_texts_unlike_those_of_the_statistics_are_said_with_numbers(folder, lines, tmp_path):
+    statistics = tmp_path / "statistics"
+    words = ["calibrate", folder / "base", "--adapter", folder / "lora", "--text", lines]
+    options = ["--samples", 48, "--max-length", 16, "--quiet", "--out", statistics]
+    done = CliRunner().invoke(app, [*map(str, [*words, *options])])
+    assert done.exit_code == 0, done.output
+    longer = tmp_path / "longer.txt"
+    longer.write_text("\n".join(f"{text} {text} {text}" for text, _ in TEXTS))
+    for data, is_said in ((longer, True), (lines, False)):
+        out = tmp_path / data.stem
+        told = ["--ratio", 4, "--calibrated", statistics, "--data", data, "--out", out]
+        done = command(folder, lines, *told, "--report", f"{out}.html")
+        assert done.exit_code in (0, 1), done.output
+        record = json.loads((out / "compression.json").read_text())
+        assert ("notes" in record) == is_said
+        said = "the texts of longer.txt have"
+        assert (f"WARNING: {said}" in done.output) == is_said
+        page = (tmp_path / f"{out.name}.html").read_text()
+        assert ("The texts of longer.txt have" in page) == is_said

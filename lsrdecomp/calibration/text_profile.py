@@ -1,0 +1,145 @@
+"""Profile of a set of texts: how long they are and which words they use, to tell two sets apart."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from typing import Any, Self
+
+from lsrdecomp.calibration.dataset import PromptExample, TextPair
+
+WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileLimits:
+    """Choices of a profile, and how far two sets of texts may differ unsaid; all by hand."""
+
+    n_words: int = 200
+    """Frequent words that a profile holds."""
+    max_length_factor: float = 2.0
+    """Factor between the mean lengths above which a warning is due."""
+    min_coverage: float = 0.75
+    """Share of the coverage of their own texts that the frequent words need on others."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextProfile:
+    """Lengths and frequent words of some texts.
+
+    Attributes
+    ----------
+    texts : int
+    mean_words : float
+        Mean number of words of a text.
+    frequent : tuple of str
+        Digests of the most frequent words, which tell nothing of private texts.
+    coverage : float
+        The share of all words of the texts that these are.
+
+    Examples
+    --------
+    >>> profile = TextProfile.of(["a good film", "a bad film"])
+    >>> profile.mean_words, profile.coverage, len(profile.frequent)
+    (3.0, 1.0, 4)
+    """
+
+    texts: int
+    mean_words: float
+    frequent: tuple[str, ...]
+    coverage: float
+
+    @classmethod
+    def of(
+        cls,
+        texts: Sequence[str | TextPair | PromptExample],
+        limits: ProfileLimits | None = None,
+    ) -> Self:
+        """Return the profile of some texts."""
+        counts = _word_counts(texts)
+        frequent = counts.most_common((limits or ProfileLimits()).n_words)
+        n_words = max(1, counts.total())
+        return cls(
+            len(texts),
+            counts.total() / max(1, len(texts)),
+            tuple(word for word, _ in frequent),
+            sum(count for _, count in frequent) / n_words,
+        )
+
+    @classmethod
+    def from_json(cls, values: Any) -> Self | None:
+        """Return the profile that `to_json` wrote; None for anything else."""
+        if not isinstance(values, Mapping):
+            return None
+        try:
+            return cls(
+                int(values["texts"]),
+                float(values["mean_words"]),
+                tuple(map(str, values["frequent"])),
+                float(values["coverage"]),
+            )
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the profile as JSON values."""
+        return asdict(self)
+
+    def differences(
+        self,
+        texts: Sequence[str | TextPair | PromptExample],
+        name: str,
+        limits: ProfileLimits | None = None,
+    ) -> list[str]:
+        """Return in what other texts are unlike these, each as a sentence with the numbers.
+
+        Parameters
+        ----------
+        texts : sequence of texts
+            The others.
+        name : str
+            What they are called in the sentences.
+        limits : ProfileLimits, optional
+        """
+        limits = limits or ProfileLimits()
+        counts = _word_counts(texts)
+        mean_words = counts.total() / max(1, len(texts))
+        sentences = []
+        shorter, longer = sorted((max(mean_words, 1e-9), max(self.mean_words, 1e-9)))
+        if longer > limits.max_length_factor * shorter:
+            sentences.append(
+                f"the texts of {name} have {mean_words:.0f} words in the mean, those of the "
+                f"statistics {self.mean_words:.0f}"
+            )
+        covered = sum(counts[word] for word in self.frequent) / max(1, counts.total())
+        if covered < limits.min_coverage * self.coverage:
+            sentences.append(
+                f"the {len(self.frequent)} most frequent words of the statistics' texts make up "
+                f"{100 * self.coverage:.0f} % of those, and {100 * covered:.0f} % of {name}"
+            )
+        return sentences
+
+
+def _word_counts(texts: Sequence[str | TextPair | PromptExample]) -> Counter[str]:
+    """Return how often each word stands in some texts, by its digest."""
+    words: Counter[str] = Counter()
+    for text in texts:
+        words.update(WORD.findall(_plain(text).lower()))
+    return Counter({_digest(word): count for word, count in words.items()})
+
+
+def _plain(item: str | TextPair | PromptExample) -> str:
+    """Return all that a text says."""
+    if isinstance(item, str):
+        return item
+    if isinstance(item, PromptExample):
+        messages = [message["content"] for message in item.messages]
+        return "\n".join([item.prompt, item.completion, *messages])
+    return "\n".join(part for part in item if part)
+
+
+def _digest(word: str) -> str:
+    return blake2b(word.encode(), digest_size=5).hexdigest()
