@@ -46,6 +46,8 @@ class Check(NamedTuple):
 
     test: Callable[[Any], bool]
     requirement: Callable[[], str]
+    values: Callable[[], Collection[str]] | None = None
+    """Returns the values that pass, or the usual ones, where they are few enough to offer."""
 
 
 class Alias(NamedTuple):
@@ -87,7 +89,9 @@ def one_of(names: Collection[str] | Callable[[], Collection[str]]) -> Check:
     def allowed() -> Collection[str]:
         return names() if callable(names) else names
 
-    return Check(lambda value: value in allowed(), lambda: f"one of {', '.join(allowed())}")
+    return Check(
+        lambda value: value in allowed(), lambda: f"one of {', '.join(allowed())}", allowed
+    )
 
 
 def list_of(check: Check, requirement: str, *, min_length: int = 0) -> Check:

@@ -20,7 +20,7 @@ class ProfileLimits:
 
     n_words: int = 200
     """Frequent words that a profile holds."""
-    max_length_factor: float = 2.0
+    max_length_factor: float = 3.0
     """Factor between the mean lengths above which a warning is due."""
     min_coverage: float = 0.75
     """Share of the coverage of their own texts that the frequent words need on others."""

@@ -15,6 +15,7 @@ from lsrdecomp import checkpoints, compression, plots
 from lsrdecomp.checkpoints.progress import Counter
 from lsrdecomp.cli import served, tables
 from lsrdecomp.cli.calibrate import calibrate
+from lsrdecomp.cli.completion import complete
 from lsrdecomp.cli.compress import compress
 from lsrdecomp.cli.distil import distil
 from lsrdecomp.cli.finetune import finetune
@@ -136,19 +137,27 @@ def export(
         ),
     ],
     to: Annotated[
-        str, typer.Option(help="Format: lora, gguf, kohya, diffusers, or same (that of --like).")
+        str,
+        typer.Option(
+            help="Format: lora, gguf, kohya, diffusers, or same (that of --like).",
+            autocompletion=complete(lambda: ("lora", "gguf", "kohya", "diffusers", "same")),
+        ),
     ] = "lora",
     profile: Annotated[
         str,
         typer.Option(
-            help="With lora: common, one rank that every server reads; peft, each layer's own."
+            help="With lora: common, one rank that every server reads; peft, each layer's own.",
+            autocompletion=complete(lambda: ("common", "peft")),
         ),
     ] = "common",
     storage: Annotated[
         str | None,
         typer.Option(
             help="float32, float16 or bfloat16; with gguf f16, f32 or q8_0 [default: as "
-            "the source]."
+            "the source].",
+            autocompletion=complete(
+                lambda: ("float32", "float16", "bfloat16", "f16", "f32", "q8_0")
+            ),
         ),
     ] = None,
     base: Annotated[

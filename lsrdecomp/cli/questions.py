@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lsrdecomp.cli.completion import complete
 from lsrdecomp.errors import LsrError
 
 if TYPE_CHECKING:
@@ -25,7 +26,12 @@ DataFile = Annotated[
     ),
 ]
 AnswerTokens = Annotated[
-    str, typer.Option("--answers", help="Tokens of --data that count: completion or all.")
+    str,
+    typer.Option(
+        "--answers",
+        help="Tokens of --data that count: completion or all.",
+        autocompletion=complete(lambda: ("completion", "all")),
+    ),
 ]
 SETTINGS = ("max_length", "truncate", "dtype")
 """Fields of `EvaluatorSettings` that are options of each verb that asks questions."""

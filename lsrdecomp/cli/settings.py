@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from lsrdecomp.cli.completion import complete
 from lsrdecomp.cli.help import PANELS, HelpAll
 from lsrdecomp.cli.outputs import Input
 from lsrdecomp.fields import INPUT_PATH, ON_COMMAND_LINE, Field, Settings
@@ -155,6 +156,7 @@ def _parameter(
         show_default=False,
         parser=parser,
         metavar=metavar,
+        autocompletion=None if field.check.values is None else complete(field.check.values),
     )
     marks = (Input, option) if INPUT_PATH in field.flags else (option,)
     type_ = field.type

@@ -12,6 +12,7 @@ import typer
 from lsrdecomp import checkpoints, compression
 from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.cli import served, tables
+from lsrdecomp.cli.completion import complete, servers
 from lsrdecomp.cli.layer_tables import verification_table
 from lsrdecomp.cli.options import ForceFile, JsonFile
 from lsrdecomp.cli.outputs import Input
@@ -56,6 +57,7 @@ def verify(
         typer.Option(
             "--for",
             help="Server: vllm, sglang, tgi, lorax, peft, llama.cpp, diffusers or kohya.",
+            autocompletion=complete(servers),
         ),
     ] = None,
     python: Annotated[

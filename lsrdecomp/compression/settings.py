@@ -21,6 +21,7 @@ from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import (
     ON_COMMAND_LINE,
     POSITIVE,
+    TEXT,
     Alias,
     Settings,
     list_of,
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 GOALS = ("rtol", "separation_rank", "parameters", "ratio", "bytes", "kl")
 STORAGES = {"auto": ("float16", "int8", "int4"), "int8": ("int8",), "int4": ("int4",)}
 """Storages with integers, and the element types that each layer may choose from in them."""
+STORAGE_NAMES = ("float32", "float16", "bfloat16", *STORAGES)
+"""Names of storages that are offered; other spellings of floating types are read too."""
+STORAGE_NAME = TEXT._replace(values=lambda: STORAGE_NAMES)
 DEFAULT_STORAGE = "float32"
 """Storage of a plan that names none."""
 
@@ -120,6 +124,7 @@ class CompressionPlan(Settings):
     storage: Annotated[
         str | None,
         ON_COMMAND_LINE,
+        STORAGE_NAME,
         "float32, float16, bfloat16, int8, int4 or auto (float16, int8 or int4 by layer) "
         "[default: the adapter's own type].",
     ] = None

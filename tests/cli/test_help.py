@@ -69,3 +69,34 @@ def test_an_error_names_the_flag():
     )
     assert flags("replace it by force=True") == "replace it by --force"
     assert flags("got rtol=0.5 and rank=3") == "got rtol=0.5 and rank=3", "a value is no advice"
+
+
+@pytest.mark.parametrize(
+    ("verb", "option", "typed", "offered"),
+    [
+        ("compress", "--storage", "int", {"int8", "int4"}),
+        ("compress", "--to", "", {"same"}),
+        ("compress", "--dtype", "b", {"bfloat16"}),
+        ("compress", "--structure", "", {"lsr"}),
+        ("fleet", "--storage", "a", {"auto"}),
+        ("verify", "--for", "l", {"lorax", "llama.cpp"}),
+        ("verify", "--answers", "", {"completion", "all"}),
+        ("calibrate", "--dtype", "f", {"float32"}),
+        ("export", "--to", "k", {"kohya"}),
+        ("export", "--profile", "", {"common", "peft"}),
+        ("export", "--storage", "q", {"q8_0"}),
+        ("finetune", "--task", "M", {"MRPC", "MultiRC"}),
+        ("finetune", "--method", "l", {"lora", "lsr"}),
+    ],
+)
+def test_a_shell_is_offered_the_values_of_an_option(verb, option, typed, offered):
+    command = get_command(app).commands[verb]
+    (parameter,) = (each for each in command.params if option in each.opts)
+    items = parameter.shell_complete(command.make_context(verb, [], resilient_parsing=True), typed)
+    found = {item.value for item in items}
+    assert found
+    assert all(value.startswith(typed) for value in found)
+    if (verb, option) not in (("finetune", "--task"), ("finetune", "--method")):
+        assert found == offered
+    else:
+        assert found & offered

@@ -522,7 +522,7 @@ def test_texts_unlike_those_of_the_statistics_are_said_with_numbers(folder, line
     done = CliRunner().invoke(app, [*map(str, [*words, *options])])
     assert done.exit_code == 0, done.output
     longer = tmp_path / "longer.txt"
-    longer.write_text("\n".join(f"{text} {text} {text}" for text, _ in TEXTS))
+    longer.write_text("\n".join(" ".join([text] * 4) for text, _ in TEXTS))
     for data, is_said in ((longer, True), (lines, False)):
         out = tmp_path / data.stem
         told = ["--ratio", 4, "--calibrated", statistics, "--data", data, "--out", out]
