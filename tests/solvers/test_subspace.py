@@ -342,3 +342,25 @@ def test_a_part_of_a_batch_does_not_write_into_the_answers_of_another(rng):
     at_once = BatchedKrylov().solve_batch(batch, shape, rank=2)
     for part, whole in zip(by_parts, at_once, strict=True):
         assert_close(part.approximation.to_matrix(), whole.approximation.to_matrix(), size=36)
+
+
+EXACT = KroneckerShape(((8, 8), (8, 9)))
+
+
+@pytest.mark.parametrize("remainder", [0.0, 1e-13, 1e-9])
+@pytest.mark.parametrize("shape", [EXACT, SHAPE], ids=["by powers", "by LAPACK"])
+def test_exact_sums_of_a_stack_need_no_svd(shape, remainder, rng, monkeypatch):
+    """Gram matrices do not resolve such errors, and all SVDs were computed after them."""
+    p, q = shape.sizes
+    weights = np.asarray([1.0, 0.5, 0.3, 0.2])
+    stack = []
+    for _ in range(3):
+        left, right = (np.linalg.qr(rng.standard_normal((n, 4)))[0] for n in (p, q))
+        noise = rng.standard_normal((p, q)) / np.sqrt(p * q)
+        stack.append(inverse_rearrange((left * weights) @ right.T + remainder * noise, shape))
+    monkeypatch.setattr("lsrdecomp.solvers.svd.batched.truncated_svds", None)
+    solver = BatchedKrylov(tolerance=1e-3, subspace=SubspaceOptions(max_side=80))
+    for matrix, solution in zip(stack, solver.solve_batch(stack, shape, rank=4), strict=True):
+        error = Dense(matrix).residual_norm(solution.approximation)
+        assert error <= 1.001 * remainder + 1e-14
+        assert solution.relative_error * np.linalg.norm(matrix) == pytest.approx(error, abs=1e-14)

@@ -240,6 +240,7 @@ class BatchedKrylov(MatrixSolver):
                 tolerance=self.tolerance,
                 seed=self.seed,
                 subspace=self.subspace,
+                sketch=self.sketch,
                 workspace=request.workspace,
             )
         remaining = [i for i in range(batch.shape[0]) if i not in solutions]

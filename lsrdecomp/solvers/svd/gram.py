@@ -202,25 +202,20 @@ class Rearrangement:
         terms or other libraries. Half the time of eigenvectors in double precision.
         """
         rows = self.rows
-        side = int(rows.shape[0])
-        if not isinstance(rows, np.ndarray) or 2 * rank > side or not 1e-15 < self.norm < 1e15:
+        is_small_part = 2 * rank <= int(rows.shape[0])
+        if not (isinstance(rows, np.ndarray) and is_small_part and 1e-15 < self.norm < 1e15):
             return None
-        # Single 1: eigenvectors, made orthonormal in double precision.
-        gram = rows @ adjoint(rows)
-        narrow = gram.astype(np.complex64 if is_complex(rows) else np.float32)
-        values, vectors = leading_eigenpairs(narrow, rank)
-        if vectors.shape[1] != rank:
+        # Single 1: a basis from single precision, orthonormal in double.
+        leading = leading_by_single_precision(rows, rank)
+        if leading is None:
             return None
-        basis, _ = orthonormal_matrix(vectors[:, ::-1].astype(rows.dtype))
-        # Single 2: singular triples of R in their span. By Weyl the eigenvalues sum to at most
-        # those that were computed and their rounding.
+        basis, max_sum = leading
+        # Single 2: singular triples of R in their span.
         triples, _ = self._triples(basis, rank)
         theta = to_numpy(triples[1]) / self.norm
         captured = float(theta @ theta)
         squared_error = 1.0 - captured
-        found = values.astype(np.float64) / self.norm**2
-        rounding = rank * side * SINGLE_ROUNDOFF * float(found[-1])
-        max_gain = max(float(np.sum(found)) - captured, 0.0) + rounding
+        max_gain = max(max_sum / self.norm**2 - captured, 0.0)
         is_near = max_gain <= 2.0 * tolerance * squared_error
         if is_near and has_twelve_digits(squared_error, 2.0):
             gap = 0.5 * max_gain / squared_error
@@ -345,6 +340,29 @@ def eigenpairs(rows: Array, count: int) -> tuple[Array, Array]:
     if vectors.shape[1] < count:  # of equal values it has been seen to leave out more
         values, vectors = xp.linalg.eigh(matrix)
     return xp.flip(values), xp.flip(vectors, axis=1)
+
+
+def leading_by_single_precision(rows: np.ndarray, count: int) -> tuple[np.ndarray, float] | None:
+    """Return leading eigenvectors of R Rᴴ as single precision sees them, and a bound.
+
+    Returns
+    -------
+    basis : ndarray, shape (n, count)
+        Orthonormal in the precision of R (n, q).
+    max_sum : float
+        At least the sum of the ``count`` largest eigenvalues: that of those found and, by Ky Fan,
+        √count times the norm of their rounding: 64 μ‖G‖_F, of which 22 were seen in 1,200 matrices.
+
+    None where LAPACK finds fewer.
+    """
+    gram = rows @ adjoint(rows)
+    narrow = gram.astype(np.complex64 if is_complex(rows) else np.float32)
+    values, vectors = leading_eigenpairs(narrow, count)
+    if vectors.shape[1] != count:
+        return None
+    basis, _ = orthonormal_matrix(vectors[:, ::-1].astype(rows.dtype))
+    rounding = 64.0 * SINGLE_ROUNDOFF * math.sqrt(count) * norm(gram)
+    return basis, float(values.sum(dtype=np.float64)) + rounding
 
 
 def leading_eigenpairs(matrix: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -80,7 +80,7 @@ def leading_subspaces(
     for i in range(options.squarings):
         np.matmul(powers[i], powers[i], out=powers[i + 1])
     # Subspace 2: random vectors, turned by powers.
-    space = powers[0] @ _random_vectors(seed, side, width)
+    space = powers[0] @ random_vectors(seed, side, width)
     for _ in range(options.steps):
         space = np.linalg.qr(powers[-1] @ space)[0]
     # Subspace 3: Ritz vectors, and what is left of their images.
@@ -122,7 +122,7 @@ def squared_norms(matrices: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=16)
-def _random_vectors(seed: int, size: int, count: int) -> np.ndarray:
+def random_vectors(seed: int, size: int, count: int) -> np.ndarray:
     """Return random vectors (size, count), which every part of a batch starts from."""
     vectors = np.random.default_rng(seed).standard_normal((size, count))
     vectors.setflags(write=False)
