@@ -6,17 +6,22 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from peft.config import PeftConfig
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import get_pattern_key
 from peft.utils.peft_types import PeftType
 
 from lsrdecomp._renamed import warn_of_old_name
 from lsrdecomp.adapters.register import add_member
 from lsrdecomp.checkpoints.config import spellings
-from lsrdecomp.checkpoints.packed_index import read_index
+from lsrdecomp.checkpoints.packed import NUMBERS
+from lsrdecomp.checkpoints.packed_index import read_index, split_tensor, text_of_index
 from lsrdecomp.checkpoints.readers.lsr import positive, product_shape, separation_ranks, sizes
+from lsrdecomp.checkpoints.tensors import read_header
 from lsrdecomp.errors import INSTALL_EXTRA, ShapeError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 
@@ -159,8 +164,8 @@ class LsrConfig(TargetConfig):
         ...]}``.
     layers : str, optional
         The patterns above for every layer of an adapter that `lsrdecomp` wrote, and what its weight
-        file holds, in one text; see `lsrdecomp.checkpoints.packed_index`. It is not saved again:
-        PEFT saves factors and patterns one by one.
+        file holds, in one text; see `lsrdecomp.checkpoints.packed_index`. `from_pretrained` reads
+        it in the weight file. It is not saved again: PEFT saves factors and patterns one by one.
 
     Raises
     ------
@@ -230,6 +235,26 @@ class LsrConfig(TargetConfig):
         for name, split in self.shape_pattern.items():
             product_shape(f"shape_pattern[{name!r}]", split)
 
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any
+    ) -> Self:
+        """Read the settings of an adapter: adapter_config.json, and sizes in its weight file.
+
+        Parameters
+        ----------
+        pretrained_model_name_or_path, subfolder, **kwargs
+            As for PEFT's own configs.
+        """
+        config: Self = super().from_pretrained(
+            pretrained_model_name_or_path, subfolder=subfolder, **kwargs
+        )
+        if config.layers is None and config.target_modules is None:
+            options, _, _ = cls._split_kwargs(kwargs)  # type: ignore[no-untyped-call]
+            config.layers = _index_in_weights(pretrained_model_name_or_path, subfolder, options)
+            config.__post_init__()
+        return config
+
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Write adapter_config.json without ``layers``, for PEFT saves factors one by one."""
         layers = self.layers
@@ -277,6 +302,34 @@ def check_scale(name: str, value: object) -> None:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return
     raise ValueError(f"{name} must be a finite number, got {value!r}")
+
+
+def _index_in_weights(
+    source: str, subfolder: str | None, download_options: Mapping[str, Any]
+) -> str | None:
+    """Return the index at the end of an adapter's weight file as a text; None if it has none.
+
+    Parameters
+    ----------
+    source, subfolder
+        A directory, or a repository of the hub.
+    download_options
+        For the hub.
+    """
+    path = Path(source, subfolder or "", SAFETENSORS_WEIGHTS_NAME)
+    if not path.parent.is_dir():
+        try:
+            options = {"subfolder": subfolder, **download_options}
+            path = Path(hf_hub_download(source, SAFETENSORS_WEIGHTS_NAME, **options))
+        except EntryNotFoundError:
+            return None
+    if not path.is_file():
+        return None
+    tensor = read_header(path).tensors.get(NUMBERS)
+    if tensor is None:
+        return None
+    _, index = split_tensor(tensor.read())
+    return text_of_index(index)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peft import PeftConfig
 from peft.utils import load_peft_weights
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.tuner import unpack
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _lsr_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     settings = json.loads(Path(config_file).read_text(encoding="utf-8"))
     if settings.get("peft_type") != "LSR":
         return {}
-    config: Any = PeftConfig.from_pretrained(source, **options)
+    config = LsrConfig.from_pretrained(source, **options)
     stored = load_peft_weights(source, device="cpu", **options)
     return {"peft_config": config, "adapter_state_dict": unpack(stored, config.layers)}
 

@@ -272,9 +272,20 @@ def unpack(state_dict: dict[str, Tensor], index: str | None = None) -> dict[str,
     state_dict : dict
     index : str, optional
         The setting ``layers``, which says what the bytes of `lsrdecomp.checkpoints.packed.NUMBERS`
-        mean.
+        mean, or that they say it.
+
+    Raises
+    ------
+    CheckpointError
+        If there are such bytes and no setting: PEFT then made other layers than they are of.
     """
     tensors = dict(state_dict)
+    if index is None and numbers_key(tensors) is not None:
+        raise CheckpointError(
+            "the settings lack the sizes of the layers, which the weight file has; read them by "
+            "LsrConfig.from_pretrained(DIRECTORY), or pass no config",
+            tensor=numbers_key(tensors),
+        )
     keys = [key for key in (PACKED, numbers_key(tensors)) if key in tensors]
     packed = {str(key): tensors.pop(str(key)).cpu().numpy() for key in keys}
     for key, factor in named_factors(read_packed_layers(packed, index)).items():

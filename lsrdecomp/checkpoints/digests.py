@@ -1,8 +1,9 @@
-"""Digests of what a file says, kept in the header of that file.
+"""Digests of what a file says, kept in the header of that file or at its end.
 
 SHA256SUMS beside the files vouches for every byte, and is lost where only they are copied. So a
 header holds a short digest of its tensors, and one of the config that the file belongs to: 48 bits
-each, against accidents and not against forgers.
+each, against accidents and not against forgers. In LSR directories, where a header would outweigh
+them, they are the last bytes of the file, the seal.
 
 Changes that no program acts on change no digest: the order and the spaces of JSON, and the
 descriptions that image programs write into headers (`DESCRIPTIONS`).
@@ -23,6 +24,8 @@ HEADER_KEY = "lsr"
 """Where the two digests stand in the metadata of a header, one after the other."""
 DIGEST_BYTES = 6
 DIGEST_CHARACTERS = 8  # of base64
+SEAL_BYTES = 2 * DIGEST_BYTES
+"""Bytes of both digests where they are the last bytes of a file, and not in its header."""
 DESCRIPTIONS = ("ss_", "sshs_", "ssmd_", "modelspec.")
 """Beginnings of metadata that image programs and model managers edit."""
 
@@ -81,6 +84,17 @@ class ContentDigests:
         if text is None:
             return None
         return cls(text[:DIGEST_CHARACTERS], text[DIGEST_CHARACTERS:])
+
+    @classmethod
+    def of_seal(cls, seal: bytes) -> ContentDigests:
+        """Return the digests that the last bytes of a file hold."""
+        text = base64.b64encode(seal, b"-_").decode()
+        return cls(text[:DIGEST_CHARACTERS], text[DIGEST_CHARACTERS:])
+
+    @property
+    def seal(self) -> bytes:
+        """Both in bytes, as they end a file; see `SEAL_BYTES`."""
+        return base64.b64decode(self.text, b"-_")
 
     @property
     def text(self) -> str:

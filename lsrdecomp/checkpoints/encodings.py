@@ -6,11 +6,12 @@ themselves stand is said in `lsrdecomp.checkpoints.packed` and `lsrdecomp.checkp
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -19,8 +20,21 @@ from lsrdecomp.checkpoints.limits import LIMITS
 from lsrdecomp.checkpoints.packed import Bytes, IndexEntry, Reader
 from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS, cast, little_endian_bytes
 from lsrdecomp.errors import UnsupportedError
-from lsrdecomp.formats.number_formats import pack, packed_size, step_count
-from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct, SpectralCode
+from lsrdecomp.formats.number_formats import (
+    MAX_STEP_EXPONENT,
+    STEPS_PER_OCTAVE,
+    pack,
+    pack_digits,
+    packed_digits_size,
+    packed_size,
+    step_count,
+)
+from lsrdecomp.formats.quantized import (
+    QuantizedMatrix,
+    QuantizedProduct,
+    SpectralCode,
+    split_level,
+)
 from lsrdecomp.formats.stored import FloatProduct, Stored, product_label
 from lsrdecomp.kronecker.shape import ProductShape
 
@@ -32,10 +46,24 @@ if TYPE_CHECKING:
 Structure = tuple[int, ...]
 """An entry as integers from 0 on, without its exponents: layers that differ in their numbers alone
 have the same."""
+MAX_EXPONENT = 1100
+"""Largest power of two of a scale, or of its inverse: beyond it no double is left."""
 MAX_GROUP_POWER = 20
 GROUP_SIZES = frozenset(2**power for power in range(MAX_GROUP_POWER + 1))
 """Numbers that may share a step in codes with groups."""
 Exponents = tuple[int, ...]
+
+
+class IntegerReader(Protocol):
+    """Reads the integers of an index, one after the other."""
+
+    def integer(self) -> int:
+        """Read an integer from 0 on."""
+
+    def integers(self, count: int) -> list[int]:
+        """Read so many."""
+
+
 MakeEntry = Callable[..., list[Any]]
 """Makes an entry of its exponents."""
 
@@ -72,8 +100,10 @@ class Encoding(ABC):
         """Split an entry into integers from 0 on and exponents of either sign."""
 
     @abstractmethod
-    def read_structure(self, reader: Reader) -> tuple[MakeEntry, int]:
-        """Read the integers that `structure` gave.
+    def read_structure(
+        self, reader: IntegerReader, matrix_shape: tuple[int, int]
+    ) -> tuple[MakeEntry, int]:
+        """Read the integers that `structure` gave, of a layer of this size.
 
         Returns
         -------
@@ -132,7 +162,9 @@ class FloatEncoding(Encoding):
         out, inner, into, storage, *terms = entry
         return (len(out), *out, *inner, *into, FLOATS.index(storage), *terms), ()
 
-    def read_structure(self, reader: Reader) -> tuple[MakeEntry, int]:
+    def read_structure(
+        self, reader: IntegerReader, _matrix_shape: tuple[int, int]
+    ) -> tuple[MakeEntry, int]:
         """Read the integers that `structure` gave."""
         sizes = _read_sizes(reader)
         storage = FLOATS[reader.integer()]
@@ -215,7 +247,9 @@ class TermsEncoding(Encoding):
         structure = (*sizes, left_bits, left_terms, right_bits, right_terms)
         return structure, (left_exponent, right_exponent)
 
-    def read_structure(self, reader: Reader) -> tuple[MakeEntry, int]:
+    def read_structure(
+        self, reader: IntegerReader, _matrix_shape: tuple[int, int]
+    ) -> tuple[MakeEntry, int]:
         """Read the integers that `structure` gave."""
         sizes = _read_sizes(reader)
         left_bits, left_terms, right_bits, right_terms = reader.integers(4)
@@ -236,6 +270,106 @@ class ShortTermsEncoding(TermsEncoding):
 
     def _scales(self, reader: Reader, terms: int) -> NDArray[np.uint8]:
         return np.frombuffer(reader.take(terms), np.uint8)
+
+
+class JoinedTermsEncoding(Encoding):
+    """Joined terms in integer codes: scales of one byte but each side's first, then one run.
+
+    The run are the codes of all factors of the out side, then those of the in side. The first
+    scales are in the level, see `lsrdecomp.formats.quantized.QuantizedProduct`. Its entry is
+    ``out, inner, into, bits, terms of the out side, terms of the in side, level``.
+    """
+
+    kind = "joined terms"
+    stored_type = QuantizedProduct
+
+    def writes(self, stored: Stored) -> bool:
+        """Return whether it is a joined product."""
+        return isinstance(stored, QuantizedProduct) and stored.is_joined
+
+    def entry(self, stored: QuantizedProduct) -> list[Any]:
+        """Return the entry of a layer."""
+        shape = stored.shape
+        bits = stored.left.bits
+        return [shape.out, shape.inner, shape.into, bits, *stored.terms, stored.level]
+
+    def pieces(self, stored: QuantizedProduct, _name: str) -> Iterator[Bytes]:
+        """Yield the bytes of a layer."""
+        for side in (stored.left, stored.right):
+            scales = side.scales.astype(np.uint8)
+            yield scales[1:] - scales[0]
+        codes = [code.reshape(-1) for code in (*stored.left.codes, *stored.right.codes)]
+        yield pack_digits(np.concatenate(codes), stored.left.bits)
+
+    def parse(self, *entry: Any) -> IndexEntry:
+        """Check an entry and return how the layer is read."""
+        out, inner, into, bits, left_terms, right_terms, level = entry
+        terms = left_terms, right_terms
+        if not all(type(count) is int and count > 0 for count in terms):
+            raise ValueError(f"terms {str(list(terms))[:40]}")
+        if type(level) is not int or abs(level) > STEPS_PER_OCTAVE * MAX_EXPONENT:
+            raise ValueError(f"a level of {str(level)[:40]}")
+        shape = ProductShape(tuple(out), tuple(inner), tuple(into))
+        n_codes = shape.parameters(*terms)
+        _check_numbers(n_codes, LIMITS.packed_numbers)
+        size = sum(terms) - 2 + packed_digits_size(n_codes, _bits(bits))
+        read = partial(self._read, shape, terms, bits, level)
+        return product_entry(shape, terms, f"int{bits}", size, read)
+
+    def _read(
+        self, shape: ProductShape, terms: tuple[int, int], bits: int, level: int, reader: Reader
+    ) -> QuantizedProduct:
+        left_exponent, first_step, right_exponent = split_level(level)
+        left_scales = self._scales(reader, terms[0], first_step)
+        right_scales = self._scales(reader, terms[1], 0)
+        n_codes = shape.parameters(*terms)
+        run = reader.digits(bits, n_codes)
+        sides = []
+        begin = 0
+        for count, matrix in zip(terms, (shape.left, shape.right), strict=True):
+            factors = []
+            for m, n in matrix.factors:
+                end = begin + count * m * n
+                factors.append(run[begin:end].reshape(count, m, n))
+                begin = end
+            sides.append(tuple(factors))
+        return QuantizedProduct(
+            QuantizedMatrix(sides[0], left_scales, left_exponent, bits),
+            QuantizedMatrix(sides[1], right_scales, right_exponent, bits),
+        )
+
+    def _scales(self, reader: Reader, count: int, first_step: int) -> NDArray[np.uint8]:
+        steps = np.frombuffer(b"\0" + reader.take(count - 1), np.uint8)
+        if int(steps.max()) + first_step > MAX_STEP_EXPONENT:
+            raise ValueError(f"a scale of {int(steps.max())} sixteenths of an octave")
+        return steps + np.uint8(first_step)
+
+    def structure(self, *entry: Any) -> tuple[Structure, Exponents]:
+        """Split an entry into integers from 0 on and exponents.
+
+        The last sizes of both sides are left out: they follow from the size of the layer.
+        """
+        out, inner, into, bits, left_terms, right_terms, level = entry
+        # What differs most comes last: the index stores what structures begin with alike once.
+        sizes = (*inner, *into[:-1], *out[:-1])
+        return (len(out), bits, *sizes, left_terms, right_terms), (level,)
+
+    def read_structure(
+        self, reader: IntegerReader, matrix_shape: tuple[int, int]
+    ) -> tuple[MakeEntry, int]:
+        """Read the integers that `structure` gave."""
+        order = reader.integer()
+        if order < 1:
+            raise ValueError("a product without factors")
+        bits = reader.integer()
+        inner = reader.integers(order)
+        into = reader.integers(order - 1)
+        out = reader.integers(order - 1)
+        rows, columns = matrix_shape
+        out = [*out, rows // max(1, math.prod(out))]
+        into = [*into, columns // max(1, math.prod(into))]
+        terms = reader.integers(2)
+        return (lambda level: [out, inner, into, bits, *terms, level]), 1
 
 
 class ComponentsEncoding(Encoding):
@@ -290,7 +424,9 @@ class ComponentsEncoding(Encoding):
         (m, n), bits, exponent = entry
         return (m, n, len(bits), *bits), (exponent,)
 
-    def read_structure(self, reader: Reader) -> tuple[MakeEntry, int]:
+    def read_structure(
+        self, reader: IntegerReader, _matrix_shape: tuple[int, int]
+    ) -> tuple[MakeEntry, int]:
         """Read the integers that `structure` gave."""
         sizes = reader.integers(2)
         bits = reader.integers(reader.integer())
@@ -365,7 +501,9 @@ class GroupsEncoding(Encoding):
         powers = [group.bit_length() - 1 for group in groups]
         return (m, n, len(bits), *bits, *powers), (exponent,)
 
-    def read_structure(self, reader: Reader) -> tuple[MakeEntry, int]:
+    def read_structure(
+        self, reader: IntegerReader, _matrix_shape: tuple[int, int]
+    ) -> tuple[MakeEntry, int]:
         """Read the integers that `structure` gave."""
         sizes = reader.integers(2)
         count = reader.integer()
@@ -383,6 +521,7 @@ ENCODINGS: tuple[Encoding, ...] = (
     ComponentsEncoding(),
     GroupsEncoding(),
     ShortTermsEncoding(),
+    JoinedTermsEncoding(),
 )
 """Every structure that is written and read. A place here is a number in the index, so new ones go
 to the end."""
@@ -392,8 +531,11 @@ to the end."""
 
 
 def encoding_of(stored: Stored) -> Encoding:
-    """Return the row of `ENCODINGS` for a stored layer; `UnsupportedError` if there is none."""
-    for encoding in ENCODINGS:
+    """Return the row of `ENCODINGS` for a stored layer; `UnsupportedError` if there is none.
+
+    Of several it is the last, which is the newest.
+    """
+    for encoding in reversed(ENCODINGS):
         if encoding.writes(stored):
             return encoding
     raise UnsupportedError(f"{type(stored).__name__} has no row in ENCODINGS, so it is not written")
@@ -418,10 +560,8 @@ def parse(kind: str, *entry: Any) -> IndexEntry:
             break
     else:
         raise ValueError(f"unknown kind {str(kind)[:40]!r}")
-    numbers = parsed.shape.parameters(*parsed.terms)
     allowed = LIMITS.unstored_numbers if parsed.has_unstored else LIMITS.packed_numbers
-    if numbers > allowed:
-        raise ValueError(f"a layer of {str(numbers)[:40]} numbers")
+    _check_numbers(parsed.shape.parameters(*parsed.terms), allowed)
     return parsed
 
 
@@ -434,8 +574,16 @@ def structure_of(kind: str, *entry: Any) -> tuple[Structure, Exponents]:
     raise ValueError(f"unknown kind {str(kind)[:40]!r}")
 
 
-def read_structure(reader: Reader) -> tuple[MakeEntry, int]:
+def read_structure(
+    reader: IntegerReader, matrix_shape: tuple[int, int] = (1, 1)
+) -> tuple[MakeEntry, int]:
     """Read the integers that `structure_of` gave.
+
+    Parameters
+    ----------
+    reader : Reader or BitReader
+    matrix_shape : (int, int)
+        Size of the layers that have the structure.
 
     Returns
     -------
@@ -445,7 +593,7 @@ def read_structure(reader: Reader) -> tuple[MakeEntry, int]:
         How many exponents there are.
     """
     encoding = ENCODINGS[reader.integer()]
-    make_entry, exponents = encoding.read_structure(reader)
+    make_entry, exponents = encoding.read_structure(reader, matrix_shape)
     return (lambda *values: [encoding.kind, *make_entry(*values)]), exponents
 
 
@@ -464,7 +612,13 @@ def product_entry(
     return IndexEntry(shape, terms, storage, size, parameters, product_label(shape, terms), read)
 
 
-def _read_sizes(reader: Reader) -> list[list[int]]:
+def _check_numbers(numbers: int, allowed: int) -> None:
+    """Refuse a layer of more numbers than memory should be taken for."""
+    if numbers > allowed:
+        raise ValueError(f"a layer of {str(numbers)[:40]} numbers")
+
+
+def _read_sizes(reader: IntegerReader) -> list[list[int]]:
     """Read the sizes of the out side, of the inner rank and of the in side."""
     order = reader.integer()
     return [reader.integers(order) for _ in range(3)]
@@ -483,6 +637,6 @@ def _group(value: Any) -> int:
 
 
 def _exponent(value: Any) -> int:
-    if type(value) is not int or abs(value) > 1100:
+    if type(value) is not int or abs(value) > MAX_EXPONENT:
         raise ValueError(f"an exponent of {str(value)[:40]}")
     return value

@@ -13,6 +13,8 @@ from lsrdecomp.checkpoints.digests import ContentDigests, changed_fields, field_
 from lsrdecomp.checkpoints.files import SUMS, changed_files, listed_files, read_json, sums_text
 from lsrdecomp.checkpoints.format import BESIDE_CONFIG, CONFIG
 from lsrdecomp.checkpoints.gguf_files import gguf_digests, read_gguf
+from lsrdecomp.checkpoints.packed import NUMBERS
+from lsrdecomp.checkpoints.packed_index import FIELD
 from lsrdecomp.checkpoints.provenance import (
     CARD,
     KEY,
@@ -26,6 +28,7 @@ from lsrdecomp.checkpoints.tensors import (
     data_sha256,
     file_digests,
     read_header,
+    read_seal,
 )
 from lsrdecomp.checkpoints.writing import new_file
 from lsrdecomp.errors import CheckpointError
@@ -94,7 +97,8 @@ def check_integrity(adapter: Checkpoint) -> Integrity:
     changed = list(by_sums or ())
     # 2. Numbers and config, by the header of the weight file.
     config = _config_beside(weights)
-    in_header = ContentDigests.read(adapter.metadata)
+    sealed = is_sealed(adapter)
+    in_header = read_seal(weights) if sealed else ContentDigests.read(adapter.metadata)
     contradicts_header = False
     if in_header is not None:
         if adapter.format == "gguf":
@@ -102,7 +106,7 @@ def check_integrity(adapter: Checkpoint) -> Integrity:
             numbers = {name: tensor.read() for name, tensor in tensors.items()}
             current = gguf_digests(numbers, metadata)
         else:
-            current = file_digests(weights, config)
+            current = file_digests(weights, config, sealed=sealed)
         contradicts_header = current.tensors != in_header.tensors
         if contradicts_header:
             changed.append(weights.name)
@@ -128,6 +132,13 @@ def check_integrity(adapter: Checkpoint) -> Integrity:
     return Integrity(
         tuple(dict.fromkeys(changed)), fields, foreign, missing, has_digests, contradicts_header
     )
+
+
+def is_sealed(adapter: Checkpoint) -> bool:
+    """Return whether the digests of an adapter end its weight file: that of an LSR directory."""
+    if adapter.format != "lsr" or FIELD in adapter.config:
+        return False
+    return NUMBERS in read_header(adapter.weights).tensors
 
 
 def record_again(adapter: Checkpoint) -> None:
@@ -160,7 +171,7 @@ def record_again(adapter: Checkpoint) -> None:
                 json.loads(metadata[KEY]) | {"sha256": data_sha256(weights)}
             )
         with new_file(weights, force=True) as part:
-            copy_with_digests(weights, part, metadata, config)
+            copy_with_digests(weights, part, metadata, config, sealed=is_sealed(adapter))
     if config is None:
         return
     card = weights.parent / CARD

@@ -1,13 +1,16 @@
-"""Layers in few bytes: the numbers of all in one tensor, their sizes in one index.
+"""Layers in few bytes: the numbers of all and the index of their sizes in one tensor.
 
 With a tensor and a pattern for each factor, their names and sizes would outweigh the factors.
 
-The tensor ``lsr`` holds bytes: each layer's in the order of the index, which is a text of the
-config (`lsrdecomp.checkpoints.packed_index`). An entry of the index is the kind of the layer's
+The tensor ``lsr``, the last of its file, holds bytes: each layer's in the order of the index; the
+index (`lsrdecomp.checkpoints.packed_index`); its length; and the seal, digests of the file and of
+its config (`lsrdecomp.checkpoints.digests`). An entry of the index is the kind of the layer's
 structure and what that structure says of itself; `lsrdecomp.checkpoints.encodings` lists them, with
-the layout of their bytes, and `lsrdecomp.formats` says what these stand for. Up to version 0.3 the
-tensor was called ``base_model.model.lsr_numbers``. Files of version 0.1 have codes only, in
-``base_model.model.lsr_packed``, after their index.
+the layout of their bytes, and `lsrdecomp.formats` says what these stand for.
+
+Where the config has a field ``layers``, as older code wrote it, that is the index, and the tensor
+holds numbers alone; up to version 0.3 it was called ``base_model.model.lsr_numbers``. Files of
+version 0.1 have codes only, in ``base_model.model.lsr_packed``, after their index.
 """
 
 from __future__ import annotations
@@ -23,7 +26,13 @@ from numpy.typing import NDArray
 from lsrdecomp.checkpoints.format import PREFIX
 from lsrdecomp.checkpoints.tensors import DTYPES, printable
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.formats.number_formats import Codes, packed_size, unpack
+from lsrdecomp.formats.number_formats import (
+    Codes,
+    packed_digits_size,
+    packed_size,
+    unpack,
+    unpack_digits,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping
@@ -193,3 +202,8 @@ class Reader:
         """Read an array of integer codes."""
         content = self.take(packed_size(math.prod(shape), bits))
         return unpack(np.frombuffer(content, np.uint8), bits, shape)
+
+    def digits(self, bits: int, count: int) -> Codes:
+        """Read so many integer codes that are digits of numbers."""
+        content = self.take(packed_digits_size(count, bits))
+        return unpack_digits(np.frombuffer(content, np.uint8), bits, (count,))

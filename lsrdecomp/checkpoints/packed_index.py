@@ -1,21 +1,38 @@
-"""The index of packed layers in adapter_config.json: which layers there are, and their sizes.
+"""The index of packed layers: which layers there are, and their sizes.
 
-The index is the field ``layers``, so that PEFT knows all sizes before it opens the weights:
-``"3:"`` and base85 of raw deflate of integers, each in bytes of seven bits, low ones first, a high
-bit for "more" (zigzag where negative ones occur), then two texts in UTF-8:
+It ends the tensor of the numbers, in as few bytes as they take: raw deflate of a text, with
+`COMMON_NAMES` as dictionary, then bits (`lsrdecomp.checkpoints.bits`). If all together is smaller
+deflated, it is. The text is
+
+- its length, in bytes of seven bits, low ones first, a high bit for "more";
+- modules, a line each, with a zero character where the number of the block stands;
+- after a byte 255, if there are any: JSON of the types of layers that are not linear.
+
+The bits are integers: of any size (gamma codes of order 2), but where it is said otherwise.
+
+- How many layers, and how many structures; a bit, whether steps may be negative.
+- How many sizes of layers; rows and columns of each.
+- Of each layer the step of its place from that of the layer before (gamma codes of order 0). The
+  place is the number of the block times the number of modules, plus the number of the module.
+- Of each layer its structure, in as many bits as the largest takes.
+- Each structure, the number of its size before what `structure_of` gives: how many integers it
+  begins with that the structure before begins with too, and the others.
+- The exponents of all layers: the least, the bits of each above that, and these.
+
+Directories that older code wrote have the index in the field ``layers`` of adapter_config.json:
+``"3:"`` and base85 of raw deflate of integers in bytes of seven bits (zigzag where negative ones
+occur), then the two texts:
 
 - 1 if the index decides target_modules, else 0; how many layers; how many structures; bytes of the
   first text;
 - of each layer its module, of each the step of its block from the layer before, of each its
   structure;
-- each structure, as `structure_of` lays it out; the exponents of each layer;
-- text: modules, a line each, with a zero character where the number of the block stands;
-- text: JSON of the types of layers that are not linear, if there are any.
+- each structure, as `structure_of` lays it out; the exponents of each layer.
 
 A structure is an entry of `lsrdecomp.checkpoints.encodings` without its exponents. Version 0.2
-wrote base64 of zlib-compressed JSON, ``{"version": 2, "layers": [[name, *entry], …], "kinds":
-{name: [type, kernel]}, "dropped": [name, …], "exact": true}``, the last three where they say
-something.
+wrote base64 of zlib-compressed JSON there, ``{"version": 2, "layers": [[name, *entry], …],
+"kinds": {name: [type, kernel]}, "dropped": [name, …], "exact": true}``, the last three where they
+say something.
 Files of version 0.1 have codes only, in ``lsr_packed``: the length of their index as four
 little-endian bytes, the index as a zlib-compressed list of entries, then the codes.
 """
@@ -28,13 +45,18 @@ import json
 import re
 import zlib
 from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lsrdecomp._ordering import natural_key
+from lsrdecomp.checkpoints.bits import BitReader, BitWriter, width_of
+from lsrdecomp.checkpoints.common_names import COMMON_NAMES
 from lsrdecomp.checkpoints.config import exact_pattern, most_common
-from lsrdecomp.checkpoints.encodings import parse, read_structure, structure_of
+from lsrdecomp.checkpoints.digests import SEAL_BYTES
+from lsrdecomp.checkpoints.encodings import Structure, parse, read_structure, structure_of
 from lsrdecomp.checkpoints.limits import LIMITS
 from lsrdecomp.checkpoints.packed import (
     DECODING_ERRORS,
@@ -63,6 +85,12 @@ FIELD = "layers"
 JSON_VERSION = 2
 """The last version of the index that was JSON."""
 PREFIX_OF_3 = "3:"
+PREFIX_OF_4 = "4:"
+"""Begins base85 of an index that lies in the weight file: how a config in memory holds it."""
+MAX_LENGTH_BYTES = 9
+"""Bytes of seven bits that an integer may have."""
+TYPES_FOLLOW = b"\xff"
+"""Before the types of layers; no byte of UTF-8."""
 BLOCK_NUMBER = re.compile(r"(?<=\.)(0|[1-9][0-9]{0,3})(?=\.)")
 """The number of a block in the name of a layer."""
 LayerType = tuple[str, tuple[int, ...]]
@@ -143,56 +171,120 @@ def layer_patterns(sizes: Mapping[str, tuple[ProductShape, tuple[int, int]]]) ->
     }
 
 
+# -- the index beside the numbers ------------------------------------------------------------------
+
+
+def index_at_the_end(index: bytes) -> bytes:
+    """Return what follows the numbers in their tensor: the index, its length, room for a seal.
+
+    The length is in bytes of seven bits, to be read from the last one back.
+    """
+    length = bytes(reversed(_encode_integers([len(index)])))
+    return index + length + bytes(SEAL_BYTES)
+
+
+def split_tensor(content: Bytes) -> tuple[Bytes, bytes]:
+    """Return the numbers of a tensor that ends in its index, and that index.
+
+    Raises
+    ------
+    CheckpointError
+        If there is no index at its end.
+    """
+    end = content.size - SEAL_BYTES
+    try:
+        length = Reader(content[max(0, end - MAX_LENGTH_BYTES) : max(0, end)][::-1]).integer()
+        begin = end - len(_encode_integers([length])) - length
+    except ValueError:
+        begin = -1
+    if begin < 0:
+        raise CheckpointError(
+            f"holds no index of its {content.size} bytes; copy the weights and their config again",
+            tensor=NUMBERS,
+        )
+    return content[:begin], content[begin : begin + length].tobytes()
+
+
 # -- the index as it is written --------------------------------------------------------------------
 
 
-def index_text(
-    entries: Mapping[str, Sequence[Any]],
-    layer_types: Mapping[str, LayerType] | None = None,
-    exact: bool = False,
-) -> str:
-    """Return the field ``layers`` of adapter_config.json.
+def encode_index(
+    entries: Mapping[str, Sequence[Any]], layer_types: Mapping[str, LayerType] | None = None
+) -> bytes:
+    """Return the index of packed layers, which `decode_index` reads.
 
     Parameters
     ----------
     entries : mapping of str to sequence
-        Of each layer by its name, as `lsrdecomp.checkpoints.encodings.entry_of` gives it.
+        Of each layer by its name, as `lsrdecomp.checkpoints.encodings.entry_of` gives it, in the
+        order of their bytes.
     layer_types : mapping of str to (type, kernel), optional
         Of layers that are not linear.
-    exact : bool
-        As of an `Index`.
     """
-    # 1. Modules and structures once each; of every layer which of them it has, and by how much its
-    #    block is further on than the layer's before.
-    modules: dict[str, int] = {}
-    structures: dict[tuple[int, ...], int] = {}
-    module_numbers: list[int] = []
-    block_steps: list[int] = []
-    structure_numbers: list[int] = []
+    # 1. Modules, structures and sizes once each; of every layer which of them it has.
+    names = sorted({_split_name(name, 0)[0] for name in entries}, key=natural_key)
+    modules = {module: number for number, module in enumerate(names)}
+    structures: list[Structure] = []  # of each layer, the number of its size before it
+    sizes: dict[tuple[int, int], int] = {}
+    places: list[int] = []
     exponents: list[int] = []
-    previous_block = 0
+    block = 0
     for name, entry in entries.items():
-        module, block = _split_name(name, previous_block)
+        module, block = _split_name(name, block)
         structure, exponents_of_layer = structure_of(*entry)
-        module_numbers.append(modules.setdefault(module, len(modules)))
-        block_steps.append(_zigzag(block - previous_block))
-        structure_numbers.append(structures.setdefault(structure, len(structures)))
-        exponents.extend(map(_zigzag, exponents_of_layer))
-        previous_block = block
-    # 2. Column by column, since like numbers side by side are what deflate makes small.
-    text = "\n".join(modules).encode()
-    integers = [int(exact), len(entries), len(structures), len(text)]
-    integers += [*module_numbers, *block_steps, *structure_numbers]
+        size = sizes.setdefault(parse(*entry).shape.matrix_shape, len(sizes))
+        structures.append((size, *structure))
+        places.append(block * len(modules) + modules[module])
+        exponents.extend(exponents_of_layer)
+    table = {structure: number for number, structure in enumerate(sorted(set(structures)))}
+    # 2. The bits.
+    steps = [place - before for before, place in pairwise([-1, *places])]
+    has_negative_steps = min(steps, default=1) < 1
+    bits = BitWriter()
+    bits.integers((len(entries), len(table)))
+    bits.fixed(int(has_negative_steps), 1)
+    bits.integer(len(sizes))
+    for size_of_layer in sizes:
+        bits.integers(size_of_layer)
+    for step in steps:
+        bits.integer(_zigzag(step) if has_negative_steps else step - 1, order=0)
     for structure in structures:
-        integers.extend(structure)
-    integers.extend(exponents)
-    content = _encode_integers(integers) + text
+        bits.fixed(table[structure], width_of(len(table)))
+    for before, structure in pairwise([(), *table]):
+        shared = _shared_beginning(before, structure)
+        bits.integer(shared)
+        bits.integers(structure[shared:])
+    if exponents:
+        least = min(exponents)
+        width = width_of(max(exponents) - least + 1)
+        bits.integers((_zigzag(least), width))
+        for exponent in exponents:
+            bits.fixed(exponent - least, width)
+    # 3. The text, and what is smaller: only that deflated, or all.
+    text = "\n".join(modules).encode()
     if layer_types:
-        content += json.dumps(dict(layer_types), separators=(",", ":")).encode()
-    # 3. Raw deflate, in the 85 characters that JSON need not escape.
-    deflate = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
-    compressed = deflate.compress(content) + deflate.flush()
-    return PREFIX_OF_3 + base64.b85encode(compressed).decode()
+        types = json.dumps(dict(layer_types), separators=(",", ":"))
+        text += TYPES_FOLLOW + types.encode()
+    content = _encode_integers([len(text)]) + text
+    numbers_content = bits.content()
+    only_text = _deflate(content) + numbers_content
+    return min(only_text, _deflate(content + numbers_content), key=len)
+
+
+def _shared_beginning(one: Structure, other: Structure) -> int:
+    """Return how many integers at their beginning two structures have in common."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def text_of_index(index: bytes) -> str:
+    """Return an index as the text by which a config in memory holds it; `read_index` reads it."""
+    return PREFIX_OF_4 + base64.b85encode(index).decode()
+
+
+def _deflate(content: bytes) -> bytes:
+    deflate = zlib.compressobj(9, wbits=-zlib.MAX_WBITS, zdict=COMMON_NAMES)
+    return deflate.compress(content) + deflate.flush()
 
 
 def _split_name(name: str, previous_block: int) -> tuple[str, int]:
@@ -232,7 +324,9 @@ def read_index(text: Any) -> Index:
     try:
         if isinstance(text, str) and text.startswith(PREFIX_OF_3):
             compressed = base64.b85decode(text.removeprefix(PREFIX_OF_3))
-            return _decode_index(_decompress(compressed, -zlib.MAX_WBITS))
+            return _decode_index_of_3(_decompress(compressed, -zlib.MAX_WBITS))
+        if isinstance(text, str) and text.startswith(PREFIX_OF_4):
+            return _decode_index(base64.b85decode(text.removeprefix(PREFIX_OF_4)))
         compressed = base64.b64decode(text, validate=True)
         return _index_from_json(json.loads(_decompress(compressed)))
     except (*DECODING_ERRORS, AttributeError, binascii.Error) as error:
@@ -245,8 +339,61 @@ def _decompress(compressed: bytes, window_bits: int = zlib.MAX_WBITS) -> bytes:
     return zlib.decompressobj(window_bits).decompress(compressed, LIMITS.index_bytes)
 
 
-def _decode_index(content: bytes) -> Index:
-    """Read the index in the bytes that `index_text` wrote, in the same order."""
+def decode_index(index: bytes) -> Index:
+    """Read what `encode_index` returned; `CheckpointError` for other bytes."""
+    try:
+        return _decode_index(index)
+    except DECODING_ERRORS as error:
+        raise damage_error(error, "the index of packed layers is damaged", NUMBERS) from None
+
+
+def _decode_index(index: bytes) -> Index:
+    """Read an index, part by part as `encode_index` writes it."""
+    # 1. The text, and the bits: what follows it, deflated or not.
+    inflate = zlib.decompressobj(-zlib.MAX_WBITS, zdict=COMMON_NAMES)
+    content = inflate.decompress(index, LIMITS.index_bytes) + inflate.unused_data
+    reader = Reader(np.frombuffer(content, np.uint8))
+    text, has_types, types = reader.take(reader.integer()).partition(TYPES_FOLLOW)
+    modules = text.decode().split("\n")
+    bits = BitReader(content[reader.position :])
+    # 2. Counts, sizes, and the place and structure of each layer.
+    n_layers, n_structures = bits.integer(), bits.integer()
+    bits.check_count(n_layers + n_structures)
+    has_negative_steps = bool(bits.fixed(1))
+    n_sizes = bits.integer()
+    bits.check_count(n_sizes)
+    sizes = [(bits.integer(), bits.integer()) for _ in range(n_sizes)]
+    places = []
+    place = -1
+    for _ in range(n_layers):
+        step = bits.integer(order=0)
+        place += _unzigzag(step) if has_negative_steps else step + 1
+        places.append(place)
+    structure_numbers = [bits.fixed(width_of(n_structures)) for _ in places]
+    # 3. The structures, and the exponents that make an entry of one.
+    makers = []
+    structure = _RepeatedIntegers(bits, [])
+    for _ in range(n_structures):
+        structure = _RepeatedIntegers(bits, structure.integers_read[: bits.integer()])
+        makers.append(read_structure(structure, sizes[structure.integer()]))
+    n_exponents = sum(makers[number][1] for number in structure_numbers)
+    least = width = 0
+    if n_exponents:
+        least, width = _unzigzag(bits.integer()), bits.integer()
+        bits.check_count(n_exponents * width)
+    entries = []
+    for place, structure_number in zip(places, structure_numbers, strict=True):
+        make_entry, count = makers[structure_number]
+        exponents = [least + bits.fixed(width) for _ in range(count)]
+        block, module_number = divmod(place, len(modules))
+        name = modules[module_number].replace("\0", str(block))
+        entries.append([name, *make_entry(*exponents)])
+    layer_types = read_layer_types(json.loads(types) if has_types else {})
+    return Index(_parse_entries(entries), layer_types, (), exact=True)
+
+
+def _decode_index_of_3(content: bytes) -> Index:
+    """Read the index in a config: its integers, then its texts."""
     reader = Reader(np.frombuffer(content, np.uint8))
     exact, layers, structures, text_bytes = (reader.integer() for _ in range(4))
     # A count that the bytes could not hold is damage, not a reason to allocate.
@@ -271,6 +418,26 @@ def _decode_index(content: bytes) -> Index:
     remaining = content[reader.position :]
     layer_types = read_layer_types(json.loads(remaining) if remaining else {})
     return Index(_parse_entries(entries), layer_types, (), bool(exact))
+
+
+class _RepeatedIntegers:
+    """Gives integers again that were read before, then those of a reader."""
+
+    def __init__(self, bits: BitReader, repeated: Sequence[int]) -> None:
+        self._bits = bits
+        self._repeated = list(reversed(repeated))
+        self.integers_read: list[int] = []
+
+    def integer(self) -> int:
+        """Return the next integer."""
+        value = self._repeated.pop() if self._repeated else self._bits.integer()
+        self.integers_read.append(value)
+        return value
+
+    def integers(self, count: int) -> list[int]:
+        """Return so many integers."""
+        self._bits.check_count(count)
+        return [self.integer() for _ in range(count)]
 
 
 def _index_from_json(index: Any) -> Index:
@@ -344,7 +511,8 @@ def read_packed_layers(tensors: Mapping[str, Bytes], index: str | None) -> dict[
     tensors : mapping of str to row of bytes
         `NUMBERS` or `LONG_NUMBERS`, and in directories of version 0.1 `PACKED`; none may be there.
     index : str, optional
-        The field ``layers`` of the config, which says what the bytes of `NUMBERS` mean.
+        The field ``layers`` of the config, which says what the bytes of `NUMBERS` mean; absent, or
+        from `text_of_index`, the index is at their end.
 
     Raises
     ------
@@ -356,12 +524,25 @@ def read_packed_layers(tensors: Mapping[str, Bytes], index: str | None) -> dict[
         layers |= read_packed(tensors[PACKED])
     key = numbers_key(tensors)
     if key is not None:
-        if index is None:
-            raise CheckpointError(
-                f"the settings lack `{FIELD}`, which says what these bytes are", tensor=key
-            )
-        layers |= read_index(index).layers(tensors[key])
+        found, numbers = index_and_numbers(tensors[key], index)
+        layers |= found.layers(numbers)
     return layers
+
+
+def index_and_numbers(content: Bytes, text: str | None) -> tuple[Index, Bytes]:
+    """Return the index of a tensor's numbers, and these.
+
+    Parameters
+    ----------
+    content : row of bytes
+        The tensor `NUMBERS` or `LONG_NUMBERS`.
+    text : str, optional
+        The field ``layers`` of the config, where there is one; see `read_packed_layers`.
+    """
+    if text is not None and not str(text).startswith(PREFIX_OF_4):
+        return read_index(text), content
+    numbers, index = split_tensor(content)
+    return decode_index(index), numbers
 
 
 def stored_layers(checkpoint: Checkpoint) -> dict[str, Stored]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from lsrdecomp.checkpoints.digests import HEADER_KEY, ContentDigests
+from lsrdecomp.checkpoints.digests import HEADER_KEY, SEAL_BYTES, ContentDigests
 from lsrdecomp.checkpoints.files import parse_json, regular_file_size
 from lsrdecomp.checkpoints.limits import LIMITS
 from lsrdecomp.errors import CheckpointError, StorageRangeError, UnsupportedError
@@ -211,6 +212,7 @@ DTYPE_OF_CODE = {
 """Types by what a safetensors header calls them."""
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 LENGTH_BYTES = 8  # the header's length, little-endian
+READ_BYTES = 2**20  # at a time, for a digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,19 +368,43 @@ def _read_numbers(path: Path, name: str, offset: int, shape: tuple[int, ...], dt
     return array.reshape(shape)
 
 
-def data_sha256(path: Path) -> str:
-    """Return the hexadecimal SHA-256 of what follows the header of a safetensors file."""
+def data_sha256(path: Path, seal_bytes: int = 0) -> str:
+    """Return the hexadecimal SHA-256 of what follows the header of a safetensors file.
+
+    Without the last ``seal_bytes``.
+    """
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         file.seek(LENGTH_BYTES + length)
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        remaining = path.stat().st_size - LENGTH_BYTES - length - seal_bytes
+        while remaining > 0:
+            piece = file.read(min(remaining, READ_BYTES))
+            if not piece:
+                break
+            digest.update(piece)
+            remaining -= len(piece)
+    return digest.hexdigest()
 
 
-def file_digests(path: Path, config: Mapping[str, Any] | None = None) -> ContentDigests:
-    """Return the digests of a safetensors file as it is now, which is read through."""
+def file_digests(
+    path: Path, config: Mapping[str, Any] | None = None, *, sealed: bool = False
+) -> ContentDigests:
+    """Return the digests of a safetensors file as it is now, which is read through.
+
+    ``sealed`` says that digests are its last bytes, which count in none.
+    """
     header = read_header(path)
     tensors = {name: (tensor.dtype, tensor.shape) for name, tensor in header.tensors.items()}
-    return ContentDigests.of(tensors, header.metadata, data_sha256(path), config)
+    data = data_sha256(path, SEAL_BYTES if sealed else 0)
+    return ContentDigests.of(tensors, header.metadata, data, config)
+
+
+def read_seal(path: Path) -> ContentDigests:
+    """Return the digests that are the last bytes of a file."""
+    with path.open("rb") as file:
+        file.seek(-SEAL_BYTES, os.SEEK_END)
+        return ContentDigests.of_seal(file.read())
 
 
 # -- and written -----------------------------------------------------------------------------------
@@ -412,7 +438,12 @@ def encode_header(
 
 
 def copy_with_digests(
-    path: Path, out: Path, metadata: Mapping[str, str], config: Mapping[str, Any] | None
+    path: Path,
+    out: Path,
+    metadata: Mapping[str, str],
+    config: Mapping[str, Any] | None,
+    *,
+    sealed: bool = False,
 ) -> None:
     """Copy a safetensors file under other metadata, with the digests of what it holds.
 
@@ -423,6 +454,8 @@ def copy_with_digests(
     metadata : mapping of str to str
     config : mapping, optional
         That the file belongs to.
+    sealed : bool
+        Whether the digests are the last bytes of the file, and not in its header.
     """
     text = _read_header_text(path, regular_file_size(path))
     entries = parse_json(text, path, what="header")
@@ -432,12 +465,17 @@ def copy_with_digests(
         name: (DTYPE_OF_CODE[entries[name]["dtype"]], tuple(entries[name]["shape"]))
         for name in in_order
     }
-    digests = ContentDigests.of(tensors, metadata, data_sha256(path), config)
-    header = encode_header(tensors, {**metadata, HEADER_KEY: digests.text})
+    data = data_sha256(path, SEAL_BYTES if sealed else 0)
+    digests = ContentDigests.of(tensors, metadata, data, config)
+    digests_in_header = {} if sealed else {HEADER_KEY: digests.text}
+    header = encode_header(tensors, {**metadata, **digests_in_header})
     with path.open("rb") as old, out.open("wb") as new:
         old.seek(LENGTH_BYTES + len(text))
         new.write(header)
         shutil.copyfileobj(old, new)
+        if sealed:
+            new.seek(-SEAL_BYTES, os.SEEK_END)
+            new.write(digests.seal)
 
 
 class TensorWriter:
@@ -456,6 +494,7 @@ class TensorWriter:
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._places: dict[str, tuple[int, int]] = {}  # offset and bytes in the spool
         self._piece_bytes = max(memory_bytes // 8, 1)
+        self._last = ""  # of the tensors of bytes the one that goes to the end
         self._hashed: tuple[list[str], str] | None = None  # the tensors, and their SHA-256
         self._spool = tempfile.SpooledTemporaryFile(  # noqa: SIM115
             max_size=memory_bytes, dir=str(directory)
@@ -518,10 +557,36 @@ class TensorWriter:
         digests = ContentDigests.of(self.tensors, metadata, self.sha256(), config)
         return {**metadata, HEADER_KEY: digests.text}
 
+    def seal(self, name: str, config: Mapping[str, Any]) -> None:
+        """Write the digests of all tensors and of a config over the last bytes of a tensor.
+
+        That tensor, of bytes, will be the last of the file, which must have no metadata. To be
+        called when all tensors are in.
+
+        Parameters
+        ----------
+        name : str
+            The tensor, which ends in `SEAL_BYTES` zeros.
+        config : mapping
+            JSON values.
+        """
+        self._last = name
+        without_seal = hashlib.sha256()
+        remaining = sum(size for _, size in self._places.values()) - SEAL_BYTES
+        for piece in self._pieces(self._file_order()):
+            without_seal.update(piece[: max(0, remaining)])
+            remaining -= len(piece)
+        digests = ContentDigests.of(self.tensors, {}, without_seal.hexdigest(), config)
+        begin, size = self._places[name]
+        self._spool.seek(begin + size - SEAL_BYTES)
+        self._spool.write(digests.seal)
+        self._spool.seek(0, os.SEEK_END)
+        self._hashed = None
+
     def _file_order(self) -> list[str]:
-        def width_and_name(name: str) -> tuple[int, str]:
+        def width_and_name(name: str) -> tuple[int, bool, str]:
             dtype, _ = self.tensors[name]
-            return -DTYPES[dtype].itemsize, name
+            return -DTYPES[dtype].itemsize, name == self._last, name
 
         return sorted(self.tensors, key=width_and_name)
 

@@ -21,6 +21,8 @@ from lsrdecomp.compression.spectral_codes import DEFAULT_GROUP, MAX_BITS, float1
 from lsrdecomp.errors import PrecisionError, UnsupportedError
 from lsrdecomp.formats.number_formats import (
     FORMATS,
+    MAX_STEP_EXPONENT,
+    STEPS_PER_OCTAVE,
     nearest_codes,
     nearest_steps,
 )
@@ -28,6 +30,7 @@ from lsrdecomp.formats.quantized import (
     QuantizedMatrix,
     QuantizedProduct,
     SpectralCode,
+    split_level,
 )
 from lsrdecomp.formats.stored import FloatProduct, Stored
 from lsrdecomp.precision import INTEGERS, PRECISIONS, numpy_dtype, round_to, type_name
@@ -88,15 +91,38 @@ def quantized_product(product: SeparatedProduct, bits: int) -> QuantizedProduct:
 def with_short_scales(left: QuantizedMatrix, right: QuantizedMatrix) -> QuantizedProduct:
     """Return a product whose scales have a byte each, where codes are few bits and scales allow.
 
-    A byte is a sixteenth of an octave: with codes of four bits that adds 1 % to the squared error
-    of rounding, which as many bytes of codes would add too if a term had 1,700 numbers.
+    It is joined (`QuantizedProduct`). A byte is a sixteenth of an octave: with codes of four bits
+    that adds 1 % to the squared error of rounding, which as many bytes of codes would add too if a
+    term had 1,700 numbers.
     """
-    if max(left.bits, right.bits) > MAX_BITS_OF_SHORT_SCALES:
-        return QuantizedProduct(left, right)
-    steps = [nearest_steps(side.scales.astype(np.float64)) for side in (left, right)]
-    if steps[0] is None or steps[1] is None:
-        return QuantizedProduct(left, right)
-    return QuantizedProduct(replace(left, scales=steps[0]), replace(right, scales=steps[1]))
+    product = QuantizedProduct(left, right)
+    n_scales = min(left.scales.size, right.scales.size)
+    if max(left.bits, right.bits) > MAX_BITS_OF_SHORT_SCALES or n_scales == 0:
+        return product
+    sides = [_positive_falling(side) for side in (left, right)]
+    relative = [side.scales.astype(np.float64) for side in sides]
+    largest = [float(scales[0]) for scales in relative]
+    if min(largest) == 0.0:
+        return product
+    steps = [nearest_steps(scales / scales[0]) for scales in relative]
+    octaves = left.exponent + right.exponent + math.log2(largest[0] * largest[1])
+    left_exponent, first_step, right_exponent = split_level(round(STEPS_PER_OCTAVE * octaves))
+    if steps[0] is None or steps[1] is None or int(steps[0].max()) + first_step > MAX_STEP_EXPONENT:
+        return product
+    left_steps = steps[0] + np.uint8(first_step)
+    return QuantizedProduct(
+        replace(sides[0], scales=left_steps, exponent=left_exponent),
+        replace(sides[1], scales=steps[1], exponent=right_exponent),
+    )
+
+
+def _positive_falling(side: QuantizedMatrix) -> QuantizedMatrix:
+    """Return the same matrix with terms from the largest scale on, and signs in the first codes."""
+    order = np.argsort(-np.abs(side.scales.astype(np.float64)), kind="stable")
+    signs = np.where(side.scales[order] < 0, -1, 1).astype(np.int8)
+    codes = [code[order] for code in side.codes]
+    codes[0] = codes[0] * signs[:, None, None]
+    return replace(side, codes=tuple(codes), scales=np.abs(side.scales[order]))
 
 
 def refitted_product(layer: Layer, product: SeparatedProduct, bits: int) -> QuantizedProduct:

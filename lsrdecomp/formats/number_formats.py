@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -448,3 +448,76 @@ def unpack(packed: NDArray[np.uint8], bits: int, shape: tuple[int, ...]) -> Code
     unsigned = np.packbits(padded, axis=1)[:, 0].astype(np.int16)
     codes: Codes = (unsigned - 2 ** (bits - 1)).astype(np.int8).reshape(shape)
     return codes
+
+
+# -- and as digits of a number ---------------------------------------------------------------------
+
+DIGITS_PER_NUMBER = 1024
+"""Codes that make one number: the last byte of each is on average half used."""
+
+
+def pack_digits(codes: Codes, bits: int) -> NDArray[np.uint8]:
+    """Return codes from −top to top, top = 2^(bits−1) − 1, as digits of base 2 top + 1.
+
+    That takes 1.6 bits a code for ``bits`` = 2, 2.81 for 3, 3.91 for 4 and 4.95 for 5. Each
+    `DIGITS_PER_NUMBER` codes make one number, of which the first code is the highest digit.
+
+    >>> packed = pack_digits(np.array([1, 0, -1, 1, 1], dtype=np.int8), 2)
+    >>> packed.tolist(), unpack_digits(packed, 2, (5,)).tolist()
+    ([197], [1, 0, -1, 1, 1])
+    """
+    top = 2 ** (bits - 1) - 1
+    base = 2 * top + 1
+    digits = (codes.reshape(-1).astype(np.int16) + top).tolist()
+    packed = []
+    for start in range(0, len(digits), DIGITS_PER_NUMBER):
+        part = digits[start : start + DIGITS_PER_NUMBER]
+        number = 0
+        for digit in part:
+            number = number * base + digit
+        packed.append(number.to_bytes(_bytes_of_digits(len(part), base), "big"))
+    return np.frombuffer(b"".join(packed), np.uint8)
+
+
+def packed_digits_size(count: int, bits: int) -> int:
+    """Return the bytes of ``count`` codes that `pack_digits` packs."""
+    base = 2**bits - 1
+    whole, remaining = divmod(count, DIGITS_PER_NUMBER)
+    full_size = _bytes_of_digits(DIGITS_PER_NUMBER, base)
+    return whole * full_size + _bytes_of_digits(remaining, base)
+
+
+def unpack_digits(packed: NDArray[np.uint8], bits: int, shape: tuple[int, ...]) -> Codes:
+    """Return the codes that `pack_digits` was given.
+
+    Raises `PrecisionError` if the bytes are not as many as the shape needs, or too large a number.
+    """
+    count = math.prod(shape)
+    needed = packed_digits_size(count, bits)
+    if packed.size != needed:
+        raise PrecisionError(
+            f"{packed.size} bytes of {bits}-bit codes, but shape {shape} needs {needed}"
+        )
+    top = 2 ** (bits - 1) - 1
+    base = 2 * top + 1
+    content = packed.tobytes()
+    codes = np.empty(count, dtype=np.int8)
+    begin = 0
+    for start in range(0, count, DIGITS_PER_NUMBER):
+        stop = min(count, start + DIGITS_PER_NUMBER)
+        end = begin + _bytes_of_digits(stop - start, base)
+        number = int.from_bytes(content[begin:end], "big")
+        begin = end
+        for position in range(stop - 1, start - 1, -1):
+            number, digit = divmod(number, base)
+            codes[position] = digit - top
+        if number:
+            raise PrecisionError(f"{stop - start} digits of base {base} do not hold a number")
+    return codes.reshape(shape)
+
+
+@lru_cache(maxsize=4096)
+def _bytes_of_digits(count: int, base: int) -> int:
+    """Return the bytes of the largest number of so many digits."""
+    largest: int = base**count - 1
+    return (largest.bit_length() + 7) // 8

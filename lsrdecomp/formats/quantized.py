@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lsrdecomp.formats.number_formats import (
+    STEPS_PER_OCTAVE,
     Codes,
     expand_steps,
+    packed_digits_size,
     packed_size,
     step_count,
     step_values,
@@ -26,6 +28,8 @@ COMPONENT_BYTES = 3
 """Bytes of the float16 scale and of the number of bits of a component of a `SpectralCode`."""
 WHOLE = 2**20
 """A group so large that all numbers of a vector share a step."""
+LEVEL_BYTES = 2
+"""Bytes of the level of a joined product and of its place in the index, about."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +76,37 @@ class QuantizedMatrix:
         return SeparatedMatrix.from_factors(factors, weights)
 
 
+def split_level(level: int) -> tuple[int, int, int]:
+    """Split the level of a joined product over its sides, about evenly.
+
+    Parameters
+    ----------
+    level : int
+        The largest scale of the left side times that of the right, in sixteenths of an octave.
+
+    Returns
+    -------
+    (int, int, int)
+        Exponent and first scale of the left side, and exponent of the right, whose first is 0.
+
+    Examples
+    --------
+    >>> split_level(-35)  # 2^-2 · 2^(-3/16)
+    (0, 3, -2)
+    """
+    right_exponent = level // (2 * STEPS_PER_OCTAVE)
+    left_level = level - STEPS_PER_OCTAVE * right_exponent
+    left_exponent = -(-left_level // STEPS_PER_OCTAVE)
+    return left_exponent, STEPS_PER_OCTAVE * left_exponent - left_level, right_exponent
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedProduct:
     """Both sides of an LSR product as stored.
+
+    A *joined* product takes fewer bytes. Its sides have codes of one width and positive scales of
+    one byte, each side's largest first. Then one number is stored for the largest scales of both,
+    the level, none for each, and all codes lie in one run (`pack_digits`).
 
     Examples
     --------
@@ -111,9 +143,33 @@ class QuantizedProduct:
         return self.shape.parameters(*self.terms)
 
     @property
+    def level(self) -> int:
+        """Product of the first scales of both sides, in sixteenths of an octave, if joined."""
+        octaves = self.left.exponent + self.right.exponent
+        return STEPS_PER_OCTAVE * octaves - int(self.left.scales[0]) - int(self.right.scales[0])
+
+    @property
+    def is_joined(self) -> bool:
+        """True if the product has the form that takes fewest bytes, see the class."""
+        sides = self.left, self.right
+        for side in sides:
+            if not side.has_byte_scales or side.scales.size == 0:
+                return False
+            if side.scales[0] != side.scales.min() or side.scales.max() >= 128:
+                return False
+        if self.left.bits != self.right.bits or self.right.scales[0] != 0:
+            return False
+        split = self.left.exponent, int(self.left.scales[0]), self.right.exponent
+        return split == split_level(self.level)
+
+    @property
     def bytes(self) -> int:
         """Bytes of both sides."""
-        return self.left.bytes + self.right.bytes
+        if not self.is_joined:
+            return self.left.bytes + self.right.bytes
+        n_codes = sum(code.size for code in (*self.left.codes, *self.right.codes))
+        n_scales = self.left.scales.size + self.right.scales.size - 2
+        return packed_digits_size(n_codes, self.left.bits) + n_scales + LEVEL_BYTES
 
     @property
     def storage(self) -> str:

@@ -1,6 +1,7 @@
 """Directories that version 0.1 wrote open as they did, here and in PEFT."""
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -12,11 +13,13 @@ from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import changed_files
 from lsrdecomp.checkpoints.format import open_bundle
+from lsrdecomp.checkpoints.integrity import check_integrity
 from lsrdecomp.checkpoints.provenance import read_provenance
 from lsrdecomp.compression.export import export_lora
 from lsrdecomp.compression.layers import layer_product
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.compression.verify import verify
+from lsrdecomp.errors import CheckpointError
 
 OLD = Path(__file__).resolve().parents[1] / "data" / "written-by-0.1"
 EXPECTED = json.loads((OLD / "expected.json").read_text())
@@ -121,6 +124,38 @@ def test_peft_opens_old_and_new_directories(name, written_by, tmp_path):
     for layer in written.layers:
         assert updates[layer.name] == pytest.approx(layer_product(layer).to_matrix(), abs=3e-6)
     assert all(not update.any() for other, update in updates.items() if other not in adapted)
+
+
+INDEX_IN_CONFIG = OLD.parent / "index-in-config"
+
+
+@pytest.mark.parametrize("name", ["floats", "codes"])
+def test_a_directory_with_its_index_in_the_config_opens_as_it_did(name):
+    folder = INDEX_IN_CONFIG / name
+    expected = json.loads((INDEX_IN_CONFIG / "expected.json").read_text())[name]
+    written = open_checkpoint(folder)
+    assert check_integrity(written).changed == ()
+    assert [layer.name for layer in written.layers] == list(expected)
+    updates, adapted = in_peft(folder, [f"layers.{i}.q" for i in range(4)], (24, 16))
+    assert adapted == list(expected)
+    for layer in written.layers:
+        known = expected[layer.name]
+        assert (layer.dtype, str(layer.shape)) == (known["dtype"], known["shape"])
+        update = layer_product(layer).to_matrix()
+        assert np.linalg.norm(update) == pytest.approx(known["norm"], rel=1e-13)
+        assert update[:, :3].ravel()[:9] == pytest.approx(known["update"], abs=1e-11)
+        assert updates[layer.name] == pytest.approx(update, abs=3e-6)
+
+
+def test_an_old_directory_without_its_index_says_what_to_do(tmp_path):
+    folder = tmp_path / "codes"
+    shutil.copytree(INDEX_IN_CONFIG / "codes", folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    del config["layers"]
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="index of packed layers|holds no index") as error:
+        open_checkpoint(folder)
+    assert str(folder / "adapter_model.safetensors") in str(error.value)
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])

@@ -1,6 +1,7 @@
 """Packed layers: every number and code comes back, PEFT sees the factors, damage is one error."""
 
 import base64
+import hashlib
 import json
 import tracemalloc
 import zlib
@@ -12,14 +13,23 @@ import pytest
 from checkpoint_files import lora_pair, write_lora_directory
 from hypothesis import given
 from hypothesis import strategies as st
+from index_of_03 import index_text
 from oracles import weighted_svd
 
 from lsrdecomp import LowRank, ProductShape
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
+from lsrdecomp.checkpoints.common_names import COMMON_NAMES
 from lsrdecomp.checkpoints.encodings import bytes_of, entry_of
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.packed import named_factors
-from lsrdecomp.checkpoints.packed_index import Index, index_text, read_index, read_packed
+from lsrdecomp.checkpoints.packed_index import (
+    Index,
+    decode_index,
+    encode_index,
+    read_index,
+    read_packed,
+    text_of_index,
+)
 from lsrdecomp.checkpoints.provenance import read_provenance
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.quantize import quantized_product
@@ -33,8 +43,8 @@ from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
 def packed(layers, kinds=None):
     """Index and numbers of coded layers."""
     pieces = [piece for code in layers.values() for piece in bytes_of(code)]
-    text = index_text({name: entry_of(code) for name, code in layers.items()}, kinds)
-    return text, np.concatenate([np.zeros(0, np.uint8), *pieces])
+    index = encode_index({name: entry_of(code) for name, code in layers.items()}, kinds)
+    return text_of_index(index), np.concatenate([np.zeros(0, np.uint8), *pieces])
 
 
 def packed_by_01(layers):
@@ -98,7 +108,7 @@ def test_size_is_the_codes_and_a_small_index(layers):
     many = {
         f"model.layers.{i}.self_attn.{x}_proj": layers["a.q"] for i in range(30) for x in "qkvo"
     }
-    assert len(packed(many)[0]) < 100 + len(many)
+    assert len(encode_index({name: entry_of(code) for name, code in many.items()})) < 50
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn"])
@@ -113,7 +123,7 @@ def test_floats_keep_their_bits(dtype):
         [factor.reshape(-1).view(np.uint8) for side in sides for factor in side]
     )
     stored = FloatProduct(*sides, dtype)
-    layer = read(index_text({"q": entry_of(stored)}), numbers)["q"]
+    layer = read(packed({"q": stored})[0], numbers)["q"]
     assert (layer.storage, layer.content.size) == (dtype, numbers.size)
     assert np.array_equal(np.concatenate(list(bytes_of(stored))), numbers)
     for ours, theirs in zip(layer.factors(), sides, strict=True):
@@ -131,9 +141,7 @@ def test_an_index_says_kinds_what_was_dropped_and_what_peft_needs(layers):
         text_of_02(one, kinds={"a.q": ["conv", [3, 3]]}, dropped=["a.v"], exact=True)
     )
     assert (index.layer_types, index.dropped) == ({"a.q": ("conv", (3, 3))}, ("a.v",))
-    index = read_index(
-        index_text({"a.q": entry_of(layers["a.q"])}, {"a.q": ("conv", (3, 3))}, exact=True)
-    )
+    index = read_index(packed(one, {"a.q": ("conv", (3, 3))})[0])
     assert (index.layer_types, index.dropped) == ({"a.q": ("conv", (3, 3))}, ())
     fields = index.config_fields()
     assert fields["shape_pattern"] == {"^a\\.q": {"out": [4, 3], "inner": [2, 2], "into": [5, 4]}}
@@ -203,19 +211,48 @@ def test_little_is_needed_to_open_a_directory_beside_its_numbers(layers, tmp_pat
 
 
 def test_an_index_cut_or_changed_anywhere_is_refused_or_read(layers):
-    text, _ = packed({f"h.{i}.{name}": code for i in (0, 7, 1203) for name, code in layers.items()})
-    compressed = base64.b85decode(text.removeprefix("3:"))
-    content = zlib.decompress(compressed, -zlib.MAX_WBITS)
+    many = {f"h.{i}.{name}": code for i in (0, 7, 1203) for name, code in layers.items()}
+    index = encode_index(
+        {name: entry_of(code) for name, code in many.items()}, {"h.0.c": ("conv", (1, 1))}
+    )
     refused = 0
-    for position in range(len(content)):
-        for changed in (content[:position], content[:position] + b"\xff" + content[position + 1 :]):
-            again = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
-            text = "3:" + base64.b85encode(again.compress(changed) + again.flush()).decode()
+    for position in range(len(index)):
+        for changed in (index[:position], index[:position] + b"\xff" + index[position + 1 :]):
             with suppress(CheckpointError):  # nothing else is raised
-                read_index(text).config_fields()
+                decode_index(changed).config_fields()
                 continue
             refused += 1
-    assert refused > len(content)
+    assert refused > len(index)
+
+
+def test_layers_in_any_order_keep_it(layers):
+    """The steps of their places are then of either sign."""
+    names = ["h.10.q", "h.2.v", "head", "h.2.q", "h.0.q"]
+    many = dict(zip(names, layers.values(), strict=True))
+    text, numbers = packed(many)
+    again = read(text, numbers)
+    assert list(again) == names
+    for name, code in many.items():
+        expected = code.dequantized().to_matrix()
+        assert np.array_equal(again[name].stored().dequantized().to_matrix(), expected)
+
+
+def test_the_dictionary_of_names_is_part_of_the_format():
+    """Other bytes would not open what was written with these."""
+    assert hashlib.sha256(COMMON_NAMES).hexdigest()[:16] == "f0f3c0735f6a0327"
+
+
+def test_an_index_in_the_config_is_read_as_before(layers):
+    unjoined = {name: code for name, code in layers.items() if name != "a.q"}
+    kinds = {"c": ("conv", (1, 1))}
+    entries = {name: entry_of(code) for name, code in unjoined.items()}
+    for exact in (False, True):
+        index = read_index(index_text(entries, kinds, exact))
+        assert (index.layer_types, index.exact) == (kinds, exact)
+        again = index.layers(packed(unjoined)[1])
+        for name, code in unjoined.items():
+            expected = code.dequantized().to_matrix()
+            assert np.array_equal(again[name].stored().dequantized().to_matrix(), expected)
 
 
 def test_factors_expand_to_the_same_product(layers):

@@ -20,7 +20,7 @@ from console import run_command
 from lsrdecomp import LowRank, compress
 from lsrdecomp.checkpoints import encodings, open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.encodings import bytes_of, entry_of
-from lsrdecomp.checkpoints.packed_index import index_text, read_index, stored_layers
+from lsrdecomp.checkpoints.packed_index import decode_index, encode_index, stored_layers
 from lsrdecomp.compression import CompressionPlan, Search, candidates, export_lora, verify
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.quantize import (
@@ -31,6 +31,7 @@ from lsrdecomp.compression.quantize import (
 )
 from lsrdecomp.compression.spectral_codes import pair_code, svd_code
 from lsrdecomp.errors import CheckpointError, UnsupportedError
+from lsrdecomp.formats.number_formats import nearest_steps
 from lsrdecomp.formats.quantized import QuantizedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
@@ -62,6 +63,16 @@ def long_scales(product: Any) -> Any:
     return QuantizedProduct(quantize(product.left, 4), quantize(product.right, 4))
 
 
+def short_scales(product: Any) -> Any:
+    """Return codes with scales of one byte and of either sign, as before they were joined."""
+    sides = []
+    for side in (product.left, product.right):
+        quantized = quantize(side, 4)
+        steps = nearest_steps(quantized.scales.astype(np.float64))
+        sides.append(replace(quantized, scales=np.asarray(steps) + np.uint8(128)))
+    return QuantizedProduct(*sides)
+
+
 def without_groups(code: Any) -> Any:
     """Return the codes as up to version 0.3, which had no steps."""
     return replace(code, groups=(), steps=())
@@ -75,6 +86,7 @@ STRUCTURES: dict[str, Callable[[np.random.Generator], Stored]] = {
     "product in int8": lambda rng: quantized_product(product_of(rng), 8),
     "product in int4": lambda rng: quantized_product(product_of(rng), 4),
     "product in int4 with scales of two bytes": lambda rng: long_scales(product_of(rng)),
+    "product in int4 with signed scales of a byte": lambda rng: short_scales(product_of(rng)),
     "product in int4 of no terms": lambda rng: quantized_product(product_of(rng, (0, 0)), 4),
     "components": lambda rng: svd_code(layer_of(rng), (6, 4, 0, 2, 0, 0)),
     "components in groups": lambda rng: svd_code(layer_of(rng), (4, 3), (16, 2**20)),
@@ -105,7 +117,7 @@ def assert_same_product(one: Stored, other: Stored) -> None:
 
 def check_index_and_bytes_say_what_is_stored(stored: Stored) -> None:
     numbers = np.concatenate([np.zeros(0, np.uint8), *bytes_of(stored)])
-    (packed,) = read_index(index_text({"q": entry_of(stored)})).layers(numbers).values()
+    (packed,) = decode_index(encode_index({"q": entry_of(stored)})).layers(numbers).values()
     entry = packed.entry
     assert (entry.parameters, entry.label) == (stored.parameters, stored.label)
     assert (entry.shape, entry.terms, entry.storage) == (

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from index_of_03 import index_text
 
 from damage.reader import MAX_MEMORY, reader
+from lsrdecomp.checkpoints.common_names import COMMON_NAMES
 from lsrdecomp.checkpoints.encodings import bytes_of, entry_of
 from lsrdecomp.checkpoints.packed import PackedLayer
-from lsrdecomp.checkpoints.packed_index import index_text, read_index, read_packed
+from lsrdecomp.checkpoints.packed_index import decode_index, encode_index, read_index, read_packed
 from lsrdecomp.checkpoints.tensors import FLOATS
 from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct, SpectralCode
 from lsrdecomp.kronecker.shape import ProductShape
@@ -78,6 +80,39 @@ def _unpack(layers: Mapping[str, PackedLayer]) -> None:
             assert layer.storage in FLOATS or all(np.isfinite(factor).all() for factor in factors)
 
 
+def sound_tensors() -> list[bytes]:
+    codes = _codes() | {"x": joined()}
+    found = []
+    for chosen in (codes, {"x.0.y": codes["x"], "x.7.y": codes["x"]}):
+        entries = {name: entry_of(code) for name, code in chosen.items()}
+        index = encode_index(entries, {"a.q": ("conv", (1, 1))})
+        inflate = zlib.decompressobj(-15, zdict=COMMON_NAMES)
+        content = inflate.decompress(index) + inflate.unused_data
+        found.append(len(content).to_bytes(2, "little") + content + _numbers(chosen))
+    return found
+
+
+def joined() -> QuantizedProduct:
+    rng = np.random.default_rng(1)
+    sides = []
+    for terms, scales, exponent in ((2, [3, 40], -2), (1, [0], -2)):
+        codes = tuple(rng.integers(-3, 4, (terms, 2, 2)).astype(np.int8) for _ in range(2))
+        sides.append(QuantizedMatrix(codes, np.array(scales, np.uint8), exponent, 3))
+    product = QuantizedProduct(*sides)
+    assert product.is_joined
+    return product
+
+
+@reader(sound_tensors)
+def tensor(content: bytes, folder: Path) -> None:
+    """The index of packed layers, laid open, after its length, and their numbers."""
+    length = 2 + int.from_bytes(content[:2], "little")
+    deflate = zlib.compressobj(wbits=-15, zdict=COMMON_NAMES)
+    found = decode_index(deflate.compress(content[2:length]) + deflate.flush())
+    found.config_fields()
+    _unpack(found.layers(np.frombuffer(content[length:], np.uint8)))
+
+
 def sound_numbers() -> list[bytes]:
     codes, shape = _codes(), ProductShape((2, 2), (1, 2), (3, 1))
     entries = {name: entry_of(code) for name, code in codes.items()}
@@ -95,7 +130,7 @@ def sound_numbers() -> list[bytes]:
 
 @reader(sound_numbers)
 def numbers(content: bytes, folder: Path) -> None:
-    """The index of packed layers, laid open, after its length, and their numbers."""
+    """The same with the index of older code."""
     length = 2 + int.from_bytes(content[:2], "little")
     squeezed = zlib.compressobj(wbits=-15)
     text = base64.b85encode(squeezed.compress(content[2:length]) + squeezed.flush()).decode()

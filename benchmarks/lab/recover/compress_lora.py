@@ -19,7 +19,6 @@ from benchmarks.lab.structures.fit import make_layers
 from lsrdecomp import compress
 from lsrdecomp.adapters import DirectConfig
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint
-from lsrdecomp.checkpoints.packed_index import read_index
 from lsrdecomp.checkpoints.statistics import Statistics as StoredStatistics
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory, new_file
 from lsrdecomp.compression.layers import StatisticsByLayer, layer_pair
@@ -156,8 +155,8 @@ def direct_sums(
 def shape_settings(directory: Path, method: str) -> dict[str, Any]:
     """Settings of a run that trains an adapter of the shapes of this one from scratch."""
     config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    if isinstance(config.get("layers"), str):  # sizes of packed layers stand in an index
-        config |= read_index(config["layers"]).config_fields()
+    if config.get("peft_type") == "LSR":  # sizes of packed layers stand in the weight file
+        config = open_checkpoint(directory).config
     options = {name: config[name] for name in SHAPES[method] if config.get(name) is not None}
     layers = config.get("layers_to_transform")
     return {

@@ -26,7 +26,7 @@ from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, IndexEntry, PackedLaye
 from lsrdecomp.checkpoints.packed_index import (
     FIELD,
     Index,
-    read_index,
+    index_and_numbers,
     read_layer_types,
     read_packed,
 )
@@ -69,7 +69,7 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     """
     # 1. The config: with an index, the sizes of packed layers are in that.
     stored_config = bundle.config or {}
-    index = _read_index(bundle)
+    index, numbers = _read_packed(bundle)
     raw = dict(stored_config)
     if index is not None:
         raw |= index.config_fields()
@@ -81,7 +81,7 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     layer_types = layer_types_in_header(bundle) if index is None else index.layer_types
     linear = "conv1d" if config.flag("fan_in_fan_out") else "linear"
     # 2. The factors, packed ones among them.
-    tensors, packed = _with_unpacked(bundle, index)
+    tensors, packed = _with_unpacked(bundle, index, numbers)
     modules, extras = _group_factors(tensors)
     # 3. The layers; the first fault in natural order is the one that is told.
     layers = []
@@ -272,16 +272,12 @@ def product_shape(name: str, value: Any) -> ProductShape:
 # -- tensors, packed or one each -------------------------------------------------------------------
 
 
-def _read_index(bundle: Bundle) -> Index | None:
-    """Read the index of packed layers; config and weights must both have their part, or neither."""
+def _read_packed(bundle: Bundle) -> tuple[Index | None, Array | None]:
+    """Read the index of packed layers, and their numbers; None where there are none."""
     text = (bundle.config or {}).get(FIELD)
     key = numbers_key(bundle.tensors)
     if text is None and key is None:
-        return None
-    if text is None:
-        raise bundle.config_error(
-            f"lacks {FIELD}, the index of the numbers in {bundle.weights.name}; copy both again"
-        )
+        return None, None
     if key is None:
         raise CheckpointError(
             f"is missing, of which {bundle.config_path.name} has the index ({FIELD}); copy both "
@@ -289,14 +285,21 @@ def _read_index(bundle: Bundle) -> Index | None:
             path=bundle.weights,
             tensor=NUMBERS,
         )
+    tensor = bundle.tensors[key]
+    content = _bytes_of(tensor)
+    if text is None:
+        try:
+            return index_and_numbers(content, None)
+        except CheckpointError as error:
+            raise CheckpointError(str(error), path=bundle.weights) from None
     try:
-        return read_index(text)
+        return index_and_numbers(content, text)
     except CheckpointError as error:
         raise bundle.config_error(str(error)) from None
 
 
 def _with_unpacked(
-    bundle: Bundle, index: Index | None
+    bundle: Bundle, index: Index | None, numbers: Array | None
 ) -> tuple[dict[str, StoredTensor], dict[str, IndexEntry]]:
     """Return all tensors by name, factors of packed layers among them.
 
@@ -309,10 +312,10 @@ def _with_unpacked(
         by_version_1 = read_packed(_bytes_of(packed))
         _add_factors(tensors, by_version_1, packed)
         layers |= by_version_1
-    numbers = tensors.pop(numbers_key(tensors) or "", None)
-    if numbers is not None and index is not None:
-        indexed = index.layers(_bytes_of(numbers))
-        _add_factors(tensors, indexed, numbers)
+    tensor = tensors.pop(numbers_key(tensors) or "", None)
+    if tensor is not None and index is not None and numbers is not None:
+        indexed = index.layers(numbers)
+        _add_factors(tensors, indexed, tensor)
         layers |= indexed
     return tensors, {name: layer.entry for name, layer in layers.items()}
 

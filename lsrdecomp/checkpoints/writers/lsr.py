@@ -8,13 +8,20 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from lsrdecomp._renamed import warn_of_old_name
-from lsrdecomp.checkpoints.config import carried_fields
+from lsrdecomp.checkpoints.config import OF_SOME_MODULES, carried_fields
 from lsrdecomp.checkpoints.digests import field_digests
 from lsrdecomp.checkpoints.encodings import bytes_of, entry_of
 from lsrdecomp.checkpoints.format import CONFIG
 from lsrdecomp.checkpoints.packed import NUMBERS
-from lsrdecomp.checkpoints.packed_index import FIELD, index_text, scaled_factors
+from lsrdecomp.checkpoints.packed_index import (
+    LayerType,
+    encode_index,
+    index_at_the_end,
+    scaled_factors,
+)
 from lsrdecomp.checkpoints.provenance import CARD, card_section
 from lsrdecomp.checkpoints.tensors import Array, TensorWriter
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory
@@ -50,7 +57,7 @@ def write_lsr(
 ) -> Path:
     """Write an LSR directory that PEFT opens once ``lsrdecomp.adapters`` is imported.
 
-    All numbers go into one tensor and all sizes into one text, see `lsrdecomp.checkpoints.packed`.
+    All numbers and the index of their sizes go into one tensor, see `lsrdecomp.checkpoints.packed`.
     Layers are taken one at a time, so an iterator keeps memory to one layer and 8 MiB. Factors
     already in ``storage`` keep their bits.
 
@@ -107,6 +114,8 @@ def write_lsr(
             _check_size(name, stored, source_layers.get(name), out)
             entries[name] = entry_of(stored)
             yield from bytes_of(stored, name)
+        index = encode_index(entries, _layer_types(source, entries))
+        yield np.frombuffer(index_at_the_end(index), np.uint8)
 
     with (
         new_directory(out, inputs=(source.path,), force=force, sums=not bare) as part,
@@ -117,11 +126,12 @@ def write_lsr(
             raise CheckpointError("no layers to write", path=out)
         for key, tensor in source.extras.items():
             writer.add(key, tensor.read())
-        config = _config(source, entries)
-        writer.write(part / WEIGHTS, writer.with_digests({}, config))
+        config = _config(source)
+        writer.seal(NUMBERS, config)
+        writer.write(part / WEIGHTS, {})
         # Without spaces and lines: the config counts among the bytes of an adapter.
         text = json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        (part / CONFIG).write_text(f"{text}\n", encoding="utf-8")
+        (part / CONFIG).write_text(text, encoding="utf-8")
         if bare:
             return out  # written when the block ends
         record = {
@@ -205,32 +215,29 @@ def _check_size(name: str, stored: Stored, source_layer: Any, out: Path) -> None
         raise CheckpointError(text, path=out)
 
 
-def _config(source: Checkpoint, entries: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """Make adapter_config.json for the layers of these entries, as short as PEFT reads it."""
-    layer_types = {
+def _layer_types(source: Checkpoint, names: Iterable[str]) -> dict[str, LayerType]:
+    """Return type and kernel of those of these layers that are not linear."""
+    written = set(names)
+    return {
         layer.name: (layer.layer_type, layer.kernel)
         for layer in source.layers
-        if layer.name in entries and layer.layer_type != "linear"
+        if layer.name in written and layer.layer_type != "linear"
     }
+
+
+def _config(source: Checkpoint) -> dict[str, Any]:
+    """Make adapter_config.json, as short as PEFT reads it.
+
+    Which modules are meant is not in it: the index names them.
+    """
     names = {layer.name for layer in source.layers}
-    targets = source.config.get("target_modules")
-    # Which modules are meant the source's words say, unless they name others, none, or each in
-    # full; then the index does.
-    names_each = isinstance(targets, list) and names == set(targets)
-    exact = targets is None or names != set(entries) or names_each
     fields = carried_fields(source.config, names, set(source.extras), source, "lsr_only")
-    fields["target_modules"] = targets
-    del fields["inference_mode"]
-    if exact:
-        del fields["target_modules"]
+    for name in ("inference_mode", "target_modules", *OF_SOME_MODULES):
+        fields.pop(name, None)
     for name, default in PEFT_DEFAULTS.items():
         if fields[name] == default:
             del fields[name]
-    return {
-        **fields,
-        "peft_type": "LSR",
-        FIELD: index_text(entries, layer_types, exact=exact),
-    }
+    return {**fields, "peft_type": "LSR"}
 
 
 def _card(config: Mapping[str, Any]) -> str:
