@@ -45,6 +45,7 @@ from lsrdecomp.compression.search import FittedLayers, fit_budget, search_layers
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, Search
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
+from lsrdecomp.precision import INTEGERS
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.threads import one_blas_thread
 
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints.progress import OnStep
     from lsrdecomp.compression.search_table import SearchTable
 
-HEADER_BYTES = 200
+HEADER_BYTES = 120
 """Bytes of the shortest header and config."""
 
 GIVEN_TERMS_SOLVER = JointALS(tolerance=5e-4, initializations=1, single=True)
@@ -233,7 +234,7 @@ class SearchedAdapter:
         """
         if not result.has_plain_rival or result.low_rank_error is None:
             return result
-        storages = [storage for storage in result.plan.storages if storage in INTEGER_BITS]
+        storages = [storage for storage in result.plan.storages if storage in INTEGERS]
         plain = plain_svd_error(self.layers, storages, result.totals.bytes)
         return replace(result, low_rank_error=plain)
 
@@ -274,7 +275,8 @@ class SearchedAdapter:
         """
         budget = plan.budget(self.layers, self.effect)
         if plan.bytes is None:
-            return budget
+            # Numbers are counted, not their bits: the widest storage is the nearest.
+            return budget.without_odd_widths(plan.storages)
         if size is None:
             size = _bytes_for_factors(self.checkpoint, plan.bytes)
         return replace(budget, bytes=size)

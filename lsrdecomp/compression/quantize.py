@@ -20,7 +20,6 @@ from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.spectral_codes import DEFAULT_GROUP, MAX_BITS, float16_scales, svd_code
 from lsrdecomp.errors import PrecisionError, UnsupportedError
 from lsrdecomp.formats.number_formats import (
-    FORMATS,
     MAX_STEP_EXPONENT,
     STEPS_PER_OCTAVE,
     nearest_codes,
@@ -33,7 +32,7 @@ from lsrdecomp.formats.quantized import (
     split_level,
 )
 from lsrdecomp.formats.stored import FloatProduct, Stored
-from lsrdecomp.precision import INTEGERS, PRECISIONS, numpy_dtype, round_to, type_name
+from lsrdecomp.precision import PRECISIONS, numpy_dtype, round_to, type_name
 from lsrdecomp.solvers.pair.quantization_aware import quantize_sequentially
 from lsrdecomp.targets.base import LowRank
 
@@ -42,10 +41,10 @@ if TYPE_CHECKING:
     from lsrdecomp.kronecker.separated import SeparatedMatrix
     from lsrdecomp.targets.weights import NormWeights
 
-INTEGER_BITS = {name: FORMATS[name].bits for name in INTEGERS}
+INTEGER_BITS = {f"int{bits}": bits for bits in (8, 6, 5, 4, 3, 2)}
 """Bits of an integer code by the name of its storage."""
 
-MAX_BITS_OF_SHORT_SCALES = 4
+MAX_BITS_OF_SHORT_SCALES = 5
 """Largest width of codes of an LSR product whose terms have scales of one byte."""
 
 Doubles = NDArray[np.float64]
@@ -93,7 +92,7 @@ def with_short_scales(left: QuantizedMatrix, right: QuantizedMatrix) -> Quantize
 
     It is joined (`QuantizedProduct`). A byte is a sixteenth of an octave: with codes of four bits
     that adds 1 % to the squared error of rounding, which as many bytes of codes would add too if a
-    term had 1,700 numbers.
+    term had 1,700 numbers; with codes of six bits it would add 6 %.
     """
     product = QuantizedProduct(left, right)
     n_scales = min(left.scales.size, right.scales.size)

@@ -73,6 +73,11 @@ class FittedLayers:
     is_nearest: bool = False
     solved_layers: int = 0
 
+    @property
+    def squared_error(self) -> float:
+        """Sum over all layers, measured on the factors."""
+        return math.fsum(chosen.candidate.squared_error for chosen in self.chosen)
+
 
 def search_layers(
     layers: Sequence[Layer],
@@ -211,6 +216,9 @@ def _tasks_for_given_shapes(
 def fit_budget(table: SearchTable, budget: Budget) -> FittedLayers:
     """Choose the candidates of all layers for one budget, refine them and make their factors.
 
+    If layers may have `ODD_WIDTHS`, that is done without and then with these, and the nearer of the
+    two is returned: among more choices other products are refined, which are sometimes farther.
+
     The error is never above that of the best truncated SVDs for the same budget and norm, which are
     among the starts of every allocation.
 
@@ -226,6 +234,15 @@ def fit_budget(table: SearchTable, budget: Budget) -> FittedLayers:
     BudgetError
         If the budget cannot be met; the message has what can be reached.
     """
+    usual = budget.without_odd_widths(table.storages)
+    if budget.storages is not None or usual.storages == table.storages:
+        return _fit(table, budget)
+    fitted = [_fit(table, usual), _fit(table, budget)]
+    return min(fitted, key=lambda layers: layers.squared_error)
+
+
+def _fit(table: SearchTable, budget: Budget) -> FittedLayers:
+    """Take steps 3 to 7 for one budget."""
     search = table.search
     effort = search.effort
     # Search 3: the first allocation. A budget that the search did not prepare for may be worth

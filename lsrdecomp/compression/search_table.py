@@ -64,8 +64,8 @@ class TableEntry:
     """A candidate before rounding, with its versions in each storage."""
 
     exact: Candidate
-    priced: dict[bool, list[Candidate]] = field(default_factory=dict)
-    """Versions in all storages, under whether their errors are those of rounded factors."""
+    priced: dict[tuple[str, bool], Candidate] = field(default_factory=dict)
+    """Versions by storage and by whether their errors are those of rounded factors."""
     materialized: dict[str, Materialized] = field(default_factory=dict)
     """Factors of the versions that were chosen, by storage."""
 
@@ -246,7 +246,7 @@ class SearchTable:
     ) -> Iterator[tuple[TableEntry, Candidate]]:
         """Yield the candidates of a layer, in each storage, that a budget may choose."""
         for entry in self._worth_trying(i, budget, losses):
-            for candidate in self._in_all_storages(i, entry, measured=budget.bounds_error):
+            for candidate in self._in_storages(i, entry, budget):
                 if budget.allows(candidate):
                     yield entry, self._at_loss(candidate, budget, losses)
         if self.has_integers:
@@ -254,15 +254,18 @@ class SearchTable:
                 if budget.allows(entry.exact):
                     yield entry, entry.exact
 
-    def _in_all_storages(self, i: int, entry: TableEntry, *, measured: bool) -> list[Candidate]:
-        """Return the versions of an entry, with errors of rounded factors if ``measured``."""
-        if measured not in entry.priced:
-            entry.priced[measured] = [
-                priced_as(self.layers[i], entry.exact, storage, measured=measured)
-                for storage in self.storages
-                if entry.exact.exists_in(storage)
-            ]
-        return entry.priced[measured]
+    def _in_storages(self, i: int, entry: TableEntry, budget: Budget) -> list[Candidate]:
+        """Return the versions of an entry in the storages that a budget may choose."""
+        measured = budget.bounds_error
+        versions = []
+        for storage in self.storages if budget.storages is None else budget.storages:
+            if (storage, measured) not in entry.priced and entry.exact.exists_in(storage):
+                entry.priced[storage, measured] = priced_as(
+                    self.layers[i], entry.exact, storage, measured=measured
+                )
+            if (storage, measured) in entry.priced:
+                versions.append(entry.priced[storage, measured])
+        return versions
 
     def _worth_trying(self, i: int, budget: Budget, losses: Losses) -> list[TableEntry]:
         """Return the entries of a layer that an allocation should consider.

@@ -40,7 +40,13 @@ if TYPE_CHECKING:
     from lsrdecomp.compression.shapes import Configuration
 
 GOALS = ("rtol", "separation_rank", "parameters", "ratio", "bytes", "kl")
-STORAGES = {"auto": ("float16", "int8", "int4"), "int8": ("int8",), "int4": ("int4",)}
+ODD_WIDTHS = ("int6", "int5", "int3", "int2")
+"""Widths of codes that layers may have where they choose; an adapter as a whole has none."""
+STORAGES = {
+    "auto": ("float16", "int8", "int4", *ODD_WIDTHS),
+    "int8": ("int8",),
+    "int4": ("int4",),
+}
 """Storages with integers, and the element types that each layer may choose from in them."""
 STORAGE_NAMES = ("float32", "float16", "bfloat16", *STORAGES)
 """Names of storages that are offered; other spellings of floating types are read too."""
@@ -260,6 +266,7 @@ class Budget:
     layer_rtol: float | None = None
     allowed: Callable[[Candidate], bool] | None = None
     only_lsr: bool = False
+    storages: tuple[str, ...] | None = None
 
     @property
     def cost(self) -> float | None:
@@ -271,6 +278,10 @@ class Budget:
         if candidate.parameters == 0 or self.allowed is None:
             return True
         return self.allowed(candidate)
+
+    def without_odd_widths(self, storages: Sequence[str]) -> Budget:
+        """Return the budget in those of these storages that are no `ODD_WIDTHS`."""
+        return replace(self, storages=tuple(name for name in storages if name not in ODD_WIDTHS))
 
     @property
     def counts_bytes(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import weight_of, weighted_svd
 
+from lsrdecomp.checkpoints.encodings import bytes_of
 from lsrdecomp.compression.caches import SpillCache
 from lsrdecomp.compression.candidates import (
     materialize,
@@ -36,9 +38,13 @@ from lsrdecomp.formats.number_formats import (
     nearest_grouped_codes,
     nearest_steps,
     pack,
+    pack_digits,
+    packed_digits_size,
     step_values,
     unpack,
+    unpack_digits,
 )
+from lsrdecomp.formats.quantized import LEVEL_BYTES, QuantizedProduct, split_level
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
@@ -74,13 +80,16 @@ def test_rounding_adds_little_to_the_error(
     assert after - found.relative_error <= EXTRA[storage]
 
 
-def test_int4_costs_half_a_byte_a_number_and_keeps_the_direction(
+def test_int4_costs_less_than_half_a_byte_a_number_and_keeps_the_direction(
     product: SeparatedProduct, rng: np.random.Generator
 ) -> None:
     coded = stored_product(product, "int4")
     stored, size = coded.dequantized(), coded.bytes
     scales = sum(product.separation_ranks)
-    assert size == product.parameters // 2 + scales + 2
+    digits = math.ceil(product.parameters * math.log2(15) / 8)
+    assert size == digits + scales - 2 + LEVEL_BYTES
+    numbers = sum(piece.size for piece in bytes_of(coded))
+    assert numbers == digits + scales - 2
     difference = np.linalg.norm(stored.to_matrix() - product.to_matrix()) / np.linalg.norm(
         product.to_matrix()
     )
@@ -95,6 +104,46 @@ def test_a_term_has_one_scale_and_zero_terms_cost_no_trouble() -> None:
     one = quantize(SeparatedMatrix.from_factors([np.full((1, 3, 2), 2.0), np.ones((1, 2, 2))]), 8)
     assert one.scales.shape == (1,)
     np.testing.assert_allclose(one.dequantized().to_matrix(), np.full((6, 4), 2.0), rtol=2**-10)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+def test_a_joined_product_is_what_was_rounded_but_for_its_scales(product, bits) -> None:
+    product = product.canonical()
+    long = QuantizedProduct(quantize(product.left, bits), quantize(product.right, bits))
+    joined = stored_product(product, f"int{bits}")
+    assert joined.is_joined
+    assert not long.is_joined
+    expected = long.dequantized().to_matrix()
+    difference = np.linalg.norm(joined.dequantized().to_matrix() - expected)
+    # A sixteenth of an octave for each of three scales: half a step is a factor of 2^(1/32).
+    assert difference <= 3 * (2 ** (1 / 32) - 1) * np.linalg.norm(expected)
+
+
+def test_a_level_is_split_evenly_over_both_sides() -> None:
+    for level in range(-200, 200):
+        left_exponent, first, right_exponent = split_level(level)
+        assert 16 * (left_exponent + right_exponent) - first == level
+        assert 0 <= first < 16
+        assert abs(left_exponent - right_exponent) <= 2
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("count", [0, 1, 7, 1024, 2500])
+def test_codes_come_back_from_digits(bits: int, count: int, rng: np.random.Generator) -> None:
+    top = 2 ** (bits - 1) - 1
+    codes = rng.integers(-top, top + 1, count).astype(np.int8)
+    packed = pack_digits(codes, bits)
+    assert packed.size == packed_digits_size(count, bits)
+    assert packed.size <= math.ceil(count * math.log2(2 * top + 1) / 8) + 2
+    assert np.array_equal(unpack_digits(packed, bits, (count,)), codes)
+    if count:
+        with pytest.raises(PrecisionError, match="needs"):
+            unpack_digits(packed[:-1], bits, (count,))
+
+
+def test_digits_that_no_codes_have_are_refused() -> None:
+    with pytest.raises(PrecisionError, match="5 digits of base 3"):
+        unpack_digits(np.array([255], np.uint8), 2, (5,))
 
 
 def test_scales_of_one_byte_are_taken_in_few_bits_where_they_hold_every_term(product) -> None:
@@ -278,8 +327,8 @@ def test_uniform_sides_are_nearer_as_found_than_as_singular_vectors(
 
 
 def test_what_cannot_be_stored_is_said(product: SeparatedProduct) -> None:
-    with pytest.raises(PrecisionError, match=r"int3: unknown storage.*float16.*int4"):
-        stored_product(product, "int3")
+    with pytest.raises(PrecisionError, match=r"int7: unknown storage.*float16.*int4"):
+        stored_product(product, "int7")
     with pytest.raises(PrecisionError, match="2 to 8 bits, got 9"):
         quantize(product.left, 9)
 
