@@ -112,12 +112,7 @@ JOBS = (
     Job("error curve", ("error_curve",), "benchmarks.solvers.error_curve", 2),
     Job("found", ("found-in-the-wild",), "benchmarks.testing.found", 2),
     Job("resize", ("resize",), "benchmarks.cost.resize", 2),
-    Job(
-        "operators",
-        tuple(f"operators-{part}" for part in ("accuracy", "galerkin", "samples", "grid")),
-        "benchmarks.operators.solve accuracy galerkin samples grid",
-        5,
-    ),
+    Job("operators", ("operators-galerkin",), "benchmarks.operators.solve galerkin", 2),
     Job("peers", ("operators-peers",), "benchmarks.operators.peers", 4, ("pyamg",)),
     Job(
         "three factors",
@@ -142,7 +137,6 @@ JOBS = (
     two_factors(1024, 5, part="dense"),
     two_factors(2048, 15, part="dense"),
     two_factors(4096, 60),
-    two_factors(4096, 30, threads=2, part="dense"),
     Job("million", ("operators-million",), "benchmarks.operators.solve million", 40),
     Job("experts", ("experts",), "benchmarks.compression.experts --data {e2e}", 10, ("peft",)),
     Job("integer factors", ("integer_factors",), "benchmarks.compression.integer_factors", 2),

