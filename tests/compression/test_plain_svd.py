@@ -69,7 +69,7 @@ def test_the_size_of_the_numbers_does_not_matter(rng):
     assert errors[1:] == pytest.approx(errors[:1] * 2, rel=1e-6)
 
 
-@pytest.mark.parametrize("goal", [{"ratio": 2}, {"ratio": 4}, {"bytes": 20_000}, {"bytes": 60_000}])
+@pytest.mark.parametrize("goal", [{"ratio": 4}, {"bytes": 20_000}])
 @pytest.mark.parametrize("storage", ["int4", "int8", "auto"])
 def test_a_result_in_integers_is_nearer_and_reported_beside_it(goal, storage):
     demo = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")

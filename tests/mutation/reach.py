@@ -26,8 +26,12 @@ from mutation.faults import PACKAGE, TOP
 
 AROUND = "::around"
 """Ends the context of a file's fixtures: what they run, each test of the file depends on."""
-LEFT_OUT = ("tests/benchmarks", "tests/servers", "tests/mutation")
-"""Folders whose tests hold no room of the package."""
+PAGES = ("docs", "examples", "fuzz", "records", "site_in_browser", "tutorial")
+LEFT_OUT = (
+    *("tests/benchmarks", "tests/servers", "tests/mutation"),
+    *(f"tests/test_{page}.py" for page in PAGES),
+)
+"""Tests that hold no room of the package: those that ``make test`` leaves to others."""
 
 
 def digest(files: Iterable[Path]) -> str:
