@@ -34,6 +34,9 @@ class CoreOptions:
     flat_loss: float = 0.5
     # Entries of a tensor up to which that is done
     max_flat_entries: int = 2**20
+    # Excess of a symmetric answer over one that is not, up to which it is taken for a symmetric
+    # matrix: what two factors may exceed their optimum by
+    max_symmetric_excess: float = 1e-3
     # Entries of a core spanned by given terms up to which it is formed: 1 GiB in double precision
     max_spanned_entries: int = 2**27
 
