@@ -143,7 +143,10 @@ def curve_table(curves: Sequence[ErrorCurve], reference: int) -> Sheet:
 
 
 def file_sizes(source: Checkpoint, out: Path) -> str:
-    """Return a sentence on the bytes that open the adapters, without heads, which are carried."""
+    """Return a sentence on the bytes that open the adapters, without heads, which are carried.
+
+    And one on those of all files of the directory, as ``du -b`` counts them.
+    """
     heads = source.extra_bytes
     before = bytes_to_open(source.weights) - heads
     after = bytes_to_open(out / checkpoints.WEIGHTS) - heads
@@ -151,9 +154,9 @@ def file_sizes(source: Checkpoint, out: Path) -> str:
     text = f"Weights and config: {after:,} bytes instead of {before:,}{times}."
     if heads:
         text += f" Both files hold {heads:,} bytes more of other modules, copied unchanged."
-    beside = sum(path.stat().st_size for path in out.iterdir()) - after - heads
-    if beside:
-        text += f" README.md and records take {beside:,} bytes (--bare leaves them out)."
+    in_all = sum(path.stat().st_size for path in out.iterdir())
+    if in_all > after + heads:
+        text += f" With README.md and records the directory has {in_all:,} (--bare leaves them out)."
     return text
 
 
