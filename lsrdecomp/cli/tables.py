@@ -154,9 +154,9 @@ def file_sizes(source: Checkpoint, out: Path) -> str:
     text = f"Weights and config: {after:,} bytes instead of {before:,}{times}."
     if heads:
         text += f" Both files hold {heads:,} bytes more of other modules, copied unchanged."
-    in_all = sum(path.stat().st_size for path in out.iterdir())
-    if in_all > after + heads:
-        text += f" With README.md and records the directory has {in_all:,} (--bare leaves them out)."
+    total = sum(path.stat().st_size for path in out.iterdir())
+    if total > after + heads:
+        text += f" With README.md and records the directory has {total:,} (--bare leaves them out)."
     return text
 
 
