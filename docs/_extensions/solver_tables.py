@@ -51,7 +51,8 @@ def batch(results: dict[str, Any]) -> Table:
     for row in rows:
         faster = (f"{row[f'times faster than {peer}']:.1f}" for peer in ("numpy", "torch"))
         excess = f"{max(row['worst excess'], 0.0):.0e}"
-        table.append((row["problem"], row["dtype"], str(row["rank"]), *faster, excess))
+        problem = row["problem"].replace(".3^k", "0.3^k")
+        table.append((problem, row["dtype"], str(row["rank"]), *faster, excess))
     return head, table
 
 

@@ -70,7 +70,7 @@ def twins(results: dict[str, Any]) -> Table:
         ]
         rows.append((twin["like"], *shares, f"{numbers[0]:,} → {numbers[1]:,}"))
     sizes = (f"1/{form['ratio']:g}" for form in results["loras"][0]["forms"])
-    return ("measured → twin", *sizes, "numbers that keep .9 of every layer"), rows
+    return ("measured → twin", *sizes, "numbers that keep 0.9 of every layer"), rows
 
 
 def wide(results: dict[str, Any]) -> Table:
