@@ -192,7 +192,11 @@ class ShareGoal:
             # 3. Learn what share of a loss training leaves here.
             residual = max(loss_of(result), MIN_LOSS) / max(loss_of(variant), MIN_LOSS)
         passing = [variant for variant in trained if self._passes(variant)]
-        return min(passing, key=self._total_size) if passing else self.untrained()
+        if not passing:
+            return self.untrained()
+        smallest = min(passing, key=self._total_size)
+        # 4. A training ends with more than was asked: spend that on a smaller size.
+        return self._pruned(smallest) or smallest
 
     def _residual_guess(self) -> float:
         """Return the share of its loss that a variant is assumed to have after training."""
@@ -222,6 +226,42 @@ class ShareGoal:
         if not self._passes(result) and result.stopped_early(stop_at):
             result = self.variants.train(variant, stage_prefix)
         return result
+
+    def _pruned(self, result: CompressedVariant) -> CompressedVariant | None:
+        """Return a trained variant without its smallest terms, if it keeps the share after all.
+
+        None too where that is expected to save little.
+        """
+        distilled = result.distillation
+        if distilled is None or not distilled.improved:
+            return None
+        # 1. Of which size would a variant be that training brings down to the allowed loss?
+        before = 1.0 - share_kept(distilled.before)
+        residual = max(loss_of(result), MIN_LOSS) / max(before, MIN_LOSS)
+        loss = self.search.safety * self.allowed_loss / residual
+        total_size = self._total_size(result)
+        size = self.sizes.size_at_loss(loss) + self.head_bytes
+        training = self.training
+        saving = min(total_size / size, training.max_pruned_saving)
+        if saving < training.min_pruned_saving:
+            return None
+        # 2. Leave out terms down to it. Header and index stay, so more of the numbers must go.
+        removed = (1.0 - 1.0 / saving) * total_size
+        share = removed / self._numbers_size(result)
+        pruned = self.variants.prune(result, min(share, 1.0 - 1.0 / training.max_pruned_saving))
+        # 3. Train what is left a little further.
+        landed = self.variants.train(
+            pruned,
+            "training without its smallest terms: ",
+            steps=max(1, math.ceil(training.pruned_steps * self.variants.steps)),
+            rate=training.pruned_rate * distilled.training.rate,
+        )
+        return landed if self._passes(landed) else None
+
+    def _numbers_size(self, variant: CompressedVariant) -> float:
+        """Return the bytes of a variant's numbers, or their number."""
+        totals = variant.compression.totals
+        return totals.bytes if self.counts_bytes else totals.parameters
 
     def _passes(self, variant: CompressedVariant) -> bool:
         """Return whether a variant keeps the share on the selection texts."""

@@ -26,7 +26,7 @@ from lsrdecomp.errors import CheckpointError
 from lsrdecomp.precision import PRECISIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from lsrdecomp.fidelity.fidelity import Fidelity
     from lsrdecomp.formats.stored import Stored
@@ -40,6 +40,7 @@ def rewrite(
     products: Mapping[str, SeparatedProduct],
     *,
     statistics: StatisticsByLayer | None = None,
+    removed: Collection[str] = (),
 ) -> Path:
     """Write a compressed directory again with other factors, in the storage of the old ones.
 
@@ -59,6 +60,8 @@ def rewrite(
     statistics : Mapping, optional
         As for `compress`: the norm in which codes are solved, and in which the record has errors
         beside those in the Frobenius norm.
+    removed : collection of layer names
+        Layers that are left out.
 
     Returns
     -------
@@ -76,6 +79,8 @@ def rewrite(
     layers = {layer.name: layer for layer in open_layers(source, statistics)}
     # 2. Bring the new factors to the storage of each layer.
     new: dict[str, Stored] = stored_layers(old)
+    for name in removed:
+        del new[name]
     for name in new:
         if name in products:
             new[name] = stored_like(new[name], products[name], layers[name].norms)
@@ -89,7 +94,7 @@ def rewrite(
         layers=new.items(),
         storage=float_storages[-1] if float_storages else "float32",
         provenance={"plan": record["plan"]} if "plan" in record else {},
-        dropped=record.get("dropped", ()),
+        dropped=[*record.get("dropped", ()), *removed],
         files=_updated_report(old, source, layers, new),
     )
 
@@ -215,7 +220,7 @@ def _updated_report(
                 source_layer,
                 layer,
                 stored,
-                structure=old_row.structure,
+                structure="drop" if stored is None else old_row.structure,
                 storage=old_row.storage,
                 met=old_row.met,
             )

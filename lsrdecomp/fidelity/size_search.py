@@ -78,6 +78,15 @@ class TrainedSizeSearch:
     early_stop_margin: float = 0.1
     """Share of the allowed loss by which training must do better to end early, since it is
     validated on other texts than variants are selected by."""
+    min_pruned_saving: float = 1.07
+    """Prune the result of a training, and train it further, only if it is expected to become this
+    many times smaller."""
+    max_pruned_saving: float = 1.6
+    """Largest factor by which it is pruned."""
+    pruned_steps: float = 0.3
+    """Steps of the training after pruning, as a share of those of a training."""
+    pruned_rate: float = 0.5
+    """Peak learning rate of that training, as a share of the one before."""
     residual_guess: float = 0.18
     """Share of its loss that a variant has after training, assumed until one is measured; 0.08 to
     0.23 on SmolLM2."""

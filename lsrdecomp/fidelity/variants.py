@@ -20,6 +20,7 @@ from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.fidelity.fidelity import Measurement, share_kept
+from lsrdecomp.fidelity.prune import prune
 from lsrdecomp.fidelity.rewrite import recorded_layers, rewrite
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -83,11 +84,14 @@ class CompressedVariant:
     path: Path
     behaviour: Behaviour
     distillation: DistilledVariant | None = None
+    origin: CompressedVariant | None = None
+    """The trained variant that it was pruned from."""
 
     @property
     def steps(self) -> int:
         """The steps of training that it has had."""
-        return 0 if self.distillation is None else self.distillation.steps
+        own = 0 if self.distillation is None else self.distillation.steps
+        return own if self.origin is None else own + self.origin.steps
 
     def stopped_early(self, target_share: float) -> bool:
         """Return whether training ended because this share was kept on its validation texts."""
@@ -98,7 +102,14 @@ class CompressedVariant:
         """Entries of the record beside those of the compression."""
         if self.distillation is None:
             return {}
-        return {"distillation": self.distillation.to_json()}
+        record = self.distillation.to_json()
+        if self.origin is not None:
+            record["pruned_from"] = {
+                "bytes": bytes_to_open(self.origin.path / WEIGHTS),
+                "parameters": self.origin.compression.totals.parameters,
+                **self.origin.annotations,
+            }
+        return {"distillation": record}
 
 
 class VariantCache:
@@ -178,8 +189,43 @@ class VariantCache:
         """Batches that every variant is trained on, so that the LoRA runs on them once."""
         return self.evaluator.distillation_data(self.steps)
 
+    def prune(self, variant: CompressedVariant, share: float) -> CompressedVariant:
+        """Leave out terms of a trained variant, and measure what is left.
+
+        Parameters
+        ----------
+        variant : CompressedVariant
+        share : float
+            Share of the bytes of its numbers that is removed, at least.
+        """
+        # 1. Write it, unless an earlier run has.
+        key = content_key("pruned", variant.path.name, share)
+        path = self.journal.directory(key)
+        entry = self.journal.get(key)
+        if entry is None:
+            shutil.rmtree(path, ignore_errors=True)
+            prune(path, variant.path, self.source, share, statistics=self.statistics)
+            # 2. Measure it.
+            self.evaluator.announce("measuring without its smallest terms")
+            behaviour = self.evaluator.measure(path)
+            self.journal.put(key, values=asdict(behaviour))
+        else:
+            behaviour = Behaviour(**entry.values)
+        # 3. List it for the report.
+        compression = replace(variant.compression, layers=recorded_layers(path))
+        size = bytes_to_open(path / WEIGHTS)
+        measurement = Measurement(size, compression.totals.parameters, behaviour.kept)
+        self._measurements.setdefault(path.name, measurement)
+        return CompressedVariant(compression, path, behaviour, origin=variant)
+
     def train(
-        self, variant: CompressedVariant, stage_prefix: str = "", target_share: float = math.inf
+        self,
+        variant: CompressedVariant,
+        stage_prefix: str = "",
+        target_share: float = math.inf,
+        *,
+        steps: int | None = None,
+        rate: float | None = None,
     ) -> CompressedVariant:
         """Train a variant on the LoRA's outputs; return the better of trained and untrained.
 
@@ -192,9 +238,14 @@ class VariantCache:
         target_share : float
             Share kept on the validation texts at which training ends early. Called again with a
             larger one, it resumes there.
+        steps : int, optional
+            Maximum steps; absent, `steps`.
+        rate : float, optional
+            Peak learning rate; absent, it is the best one in short trials.
         """
+        steps = self.steps if steps is None else steps
         # 1. Train it, unless an earlier run has.
-        key = content_key(variant.path.name, self.steps, target_share, self.schedule)
+        key = content_key(variant.path.name, steps, rate, target_share, self.schedule)
         entry = self.journal.get(key)
         if entry is not None:
             distilled = DistilledVariant(
@@ -205,7 +256,7 @@ class VariantCache:
                 Distillation.from_json(entry.values["training"]),
             )
         else:
-            distilled = self._distil(key, variant, stage_prefix, target_share)
+            distilled = self._distil(key, variant, stage_prefix, target_share, steps, rate)
         # 2. Complete its line in the list for the report, even if the untrained variant is used.
         name = variant.path.name
         self._measurements[name] = replace(
@@ -217,10 +268,18 @@ class VariantCache:
         compression = variant.compression
         if distilled.steps:
             compression = replace(compression, layers=recorded_layers(distilled.path))
-        return CompressedVariant(compression, distilled.path, distilled.behaviour, distilled)
+        return CompressedVariant(
+            compression, distilled.path, distilled.behaviour, distilled, variant.origin
+        )
 
     def _distil(
-        self, key: str, variant: CompressedVariant, stage_prefix: str, target_share: float
+        self,
+        key: str,
+        variant: CompressedVariant,
+        stage_prefix: str,
+        target_share: float,
+        steps: int,
+        rate: float | None,
     ) -> DistilledVariant:
         """Train a variant, and keep the result in the journal under a key."""
         out = self.journal.directory(key)
@@ -232,12 +291,13 @@ class VariantCache:
             self.source,
             out,
             self.distillation_data,
-            steps=self.steps,
+            steps=steps,
+            rate=rate,
             before=variant.behaviour,
             schedule=self.schedule,
             target_share=target_share,
             journal=self.journal,
-            key=content_key("training", variant.path.name, self.steps),
+            key=content_key("training", variant.path.name, steps, rate),
             statistics=self.statistics,
             stage_prefix=stage_prefix,
         )
