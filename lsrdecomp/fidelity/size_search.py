@@ -84,7 +84,8 @@ class TrainedSizeSearch:
     max_pruned_saving: float = 1.6
     """Largest factor by which it is pruned."""
     pruned_steps: float = 0.3
-    """Steps of the training after pruning, as a share of those of a training."""
+    """Steps of the training after pruning, as a share of those of a training. On E2E (SmolLM2, one
+    draw) 18 of 60 steps brought 2,281 bytes from 0.936 to 0.951; the 2,838 before kept 0.958."""
     pruned_rate: float = 0.5
     """Peak learning rate of that training, as a share of the one before."""
     residual_guess: float = 0.18
