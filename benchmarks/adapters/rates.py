@@ -115,7 +115,14 @@ class Place:
         if rate != DEFAULT:
             changes |= {"learning_rate": rate}
         out.parent.mkdir(parents=True, exist_ok=True)
-        return finetune(FinetuneSettings.from_mapping(self.settings | changes), out)
+        return finetune(self.settings_with(changes), out)
+
+    def settings_with(self, changes: dict[str, Any]) -> FinetuneSettings:
+        """Return the task's settings with some changes; an adapter in ``init`` has its layers."""
+        values = self.settings | changes
+        if "init" in values:
+            values.pop("target_modules", None)
+        return FinetuneSettings.from_mapping(values)
 
     def start(self, seed: int) -> str:
         """Return the directory of the task's LoRA, compressed; make both where they are not."""
@@ -126,10 +133,8 @@ class Place:
                 out = self.work / self.task / f"to-compress-{seed}"
                 lora = out / ADAPTER
                 if not lora.exists():
-                    settings = self.settings | TO_COMPRESS | {"seed": seed}
-                    finetune(FinetuneSettings.from_mapping(settings), out)
-            values = {"init": str(lora), "ratio": RATIO, "seed": seed}
-            settings = FinetuneSettings.from_mapping(self.settings | values)
+                    finetune(self.settings_with(TO_COMPRESS | {"seed": seed}), out)
+            settings = self.settings_with({"init": str(lora), "ratio": RATIO, "seed": seed})
             dataset = read_dataset(settings)
             compressed_start(
                 settings, dataset, directory, max_task_examples=128, max_language_examples=32
@@ -146,7 +151,9 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=("lora", "lsr", FROM_LORA))
-    parser.add_argument("--rates", type=float, nargs="+", help="these alone, of no grid")
+    parser.add_argument(
+        "--rates", type=rate_or_word, nargs="+", help="these alone, default and auto among them"
+    )
     parser.add_argument("--auto", action="store_true", help="also by trials of three rates")
     parser.add_argument("--lora", nargs="+", default=[], metavar="TASK=DIR")
     parser.add_argument("--seed", type=int, default=0)
@@ -171,6 +178,11 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
                 results |= {"rows": list(rows.values()), "defaults": summary(rows)}
                 records.save(options.out, results, "torch", "transformers", "peft", seed=0)
     return results
+
+
+def rate_or_word(text: str) -> float | str:
+    """Read a rate, or one of the words for what `finetune` chooses itself."""
+    return text if text in (DEFAULT, AUTO) else float(text)
 
 
 def rates_to_run(

@@ -45,15 +45,28 @@ class ChosenRate:
     trials: tuple[tuple[float, float | None], ...] = ()
 
 
-def default_rate(method: str, model: PeftModel, adapter: str = "default") -> float:
+def default_rate(
+    method: str, model: PeftModel, adapter: str = "default", *, trained: bool = False
+) -> float:
     """Return the learning rate of a method for an opened adapter, to two digits.
 
     It is what the method's `RateRule` says for rank and terms, of several layers the geometric
-    mean.
+    mean; less for an adapter that was trained, or made of one that was.
+
+    Parameters
+    ----------
+    method : str
+        A key of `METHODS`.
+    model : PeftModel
+    adapter : str
+    trained : bool
+        Whether the adapter is trained on.
     """
     rule = find_method(method).rate
     rates = [rule.rate(*size) for size in _layer_sizes(model, adapter)] or [rule.rate()]
     mean = math.exp(sum(map(math.log, rates)) / len(rates))
+    if trained:
+        mean *= rule.of_trained
     return float(f"{mean:.2g}")
 
 
@@ -95,7 +108,7 @@ def choose_rate(
     """
     if settings.learning_rate is not None and settings.learning_rate != AUTO:
         return ChosenRate(float(settings.learning_rate))
-    default = default_rate(settings.method, model)
+    default = default_rate(settings.method, model, trained=settings.init is not None)
     if settings.learning_rate is None:
         return ChosenRate(default)
     if file.exists():

@@ -94,6 +94,19 @@ def test_a_run_is_recorded_with_what_base_and_adapter_say(place, tmp_path):
     assert again.loss == pytest.approx(record.dev.loss, rel=1e-5)
 
 
+def test_an_adapter_that_is_trained_on_is_shown_before_and_after(place, tmp_path):
+    first = finetune(settings(place, samples=2, steps=8), tmp_path / "first")
+    assert [sample.start for sample in first.samples] == [None, None]
+    init = str(tmp_path / "first" / "adapter")
+    more = finetune(settings(place, init=init, samples=2, steps=8), tmp_path / "more")
+    assert more.start.loss == pytest.approx(first.dev.loss, rel=1e-5)
+    before = [sample.start for sample in more.samples]
+    assert before == [sample.adapted for sample in first.samples]
+    assert read_record(tmp_path / "more") == more
+    unasked = settings(place, init=init, samples=2, steps=1, measure_start=False)
+    assert finetune(unasked, tmp_path / "unasked").samples[0].start is None
+
+
 def token_lora(folder, indices):
     config = LoraConfig(
         r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", trainable_token_indices=indices

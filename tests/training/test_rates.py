@@ -90,6 +90,13 @@ def test_a_run_without_a_rate_is_one_with_the_default(common, tmp_path):
     assert runs[0].rate_trials == ()
 
 
+def test_an_adapter_that_is_trained_on_takes_half(common, tmp_path):
+    first = finetune(common.replace(steps=2), tmp_path / "first")
+    more = finetune(common.replace(init=str(tmp_path / "first" / "adapter")), tmp_path / "more")
+    assert more.start == first.dev  # measured unasked
+    assert more.settings.learning_rate == pytest.approx(first.settings.learning_rate / 2, rel=0.05)
+
+
 def test_auto_tries_three_and_then_trains_as_if_the_best_had_been_given(common, tmp_path):
     stages = []
     record = finetune(
