@@ -510,6 +510,33 @@ def one_command(results: dict[str, Any]) -> Table:
     ]
 
 
+def layer_ratios(results: dict[str, Any]) -> Table:
+    """Tabulate CPU seconds of layers in those of PEFT's LoRA of rank 8."""
+    arms = ("LSR", "LSR, r = 8", "LoKr")
+    lines = []
+    for row in results["rows"]:
+        cells = [
+            " / ".join(f"{row[way]['ratio'][arm]:.2f}" for arm in arms)
+            for way in ("training", "a pass", "a token")
+        ]
+        lines.append((str(row["width"]), str(row["tokens"]), *cells))
+    return ("width", "tokens", "training", "a pass without a graph", "within one `generate`"), lines
+
+
+def thread_commands(results: dict[str, Any]) -> Table:
+    """Tabulate CPU seconds of commands as a user runs them, and with one BLAS thread."""
+    lines = []
+    for row in results["rows"]:
+        if row["part"] != "commands" or row["quick"]:
+            continue
+        command, *_, load = row["case"].split(", ")
+        if load != "as it is":
+            continue
+        default, one = (f"{row[way]['cpu_seconds']:.3g}" for way in ("default", "one"))
+        lines.append((f"`{command}`", default, one, f"{row['cpu_default_over_one']:.2f}"))
+    return ("command", "default", "one thread", "ratio"), lines
+
+
 TABLES = {
     "one-command": ("one_command.json", one_command),
     **language_tables.TABLES,
@@ -541,6 +568,8 @@ TABLES = {
     "operators-naive": ("operators-peers.json", operator_tables.naive),
     "operators-diffusion": ("operators-peers.json", operator_tables.diffusion),
     "operators-million": ("operators-million.json", operator_tables.million),
+    "layer-ratios": ("layers-cpu.json", layer_ratios),
+    "thread-commands": ("threads.json", thread_commands),
     "operators-galerkin": ("operators-galerkin.json", operator_tables.galerkin),
 }
 """Name on a page: file of results, and what makes a table of it."""

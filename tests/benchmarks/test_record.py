@@ -124,3 +124,18 @@ def test_a_record_is_shown_or_quoted_somewhere(path):
     readers += sorted((ROOT / "lsrdecomp").rglob("*.py"))
     name = re.compile(rf"(?<![\w-]){re.escape(path.stem)}(?![\w-])")
     assert any(name.search(reader.read_text(encoding="utf-8")) for reader in readers)
+
+
+def test_every_table_of_the_pages_is_made_from_its_record(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "_extensions"))
+    result_tables = pytest.importorskip("result_tables")
+    shown = set()
+    for page in PAGES:
+        shown |= set(re.findall(r"^```\{results\} (\S+)$", page.read_text("utf-8"), re.MULTILINE))
+    assert shown == set(result_tables.TABLES)
+    for name in shown:
+        head, rows = result_tables.table(name)
+        assert rows, name
+        assert {len(row) for row in rows} == {len(head)}, name
+        cells = [str(cell) for row in (head, *rows) for cell in row]
+        assert [cell for cell in cells if re.search(r"(?<![\w.])\.\d", cell)] == [], name
