@@ -42,7 +42,7 @@ from lsrdecomp.solvers.svd.dense import as_matrix
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram, Rearrangement
 from lsrdecomp.solvers.svd.lanczos import LanczosSpaces, RitzPairs, orthonormal_columns
-from lsrdecomp.solvers.svd.numpy_lanczos import SingleSolve
+from lsrdecomp.solvers.svd.numpy_lanczos import LanczosSolve
 from lsrdecomp.solvers.svd.options import LanczosOptions, SketchOptions, SubspaceOptions
 from lsrdecomp.solvers.svd.subspace import Workspace
 from lsrdecomp.targets.base import Dense
@@ -262,7 +262,7 @@ class BatchedKrylov(MatrixSolver):
         rows = rearrange(matrix, request.shape)
         if rows.shape[0] > rows.shape[1]:
             rows = adjoint(rows)
-        solve = SingleSolve(
+        solve = LanczosSolve(
             request.shape,
             request.max_terms,
             self._block_size(request.max_terms),

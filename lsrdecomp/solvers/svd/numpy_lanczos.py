@@ -122,8 +122,8 @@ class LanczosSpace:
 
 
 @dataclass(frozen=True, slots=True)
-class SingleSolve:
-    """The request and the settings of one solve, those of `BatchedKrylov`."""
+class LanczosSolve:
+    """One solve by a `LanczosSpace`: the request, and the settings of `BatchedKrylov`."""
 
     shape: KroneckerShape
     rank: int
