@@ -289,3 +289,53 @@ def test_each_row_of_the_paper_has_a_state_and_its_test_exists():
     assert (len(rows) > 35, unclear) == (True, [])
     for path, test in re.findall(r"`(tests/\S+\.py)::(\w+)`", text):
         assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{test}"
+
+
+STUMBLED_ON = (
+    "forms were measured",
+    "of what the adapter does",
+    "each with a head of",
+    "include a head of",
+    "how close the answers are",
+    "closeness of numbers",
+    "closeness of answers",
+    "as it came",
+    "as few bits as serve",
+    "SVD in bits",
+    "Examples of the promise",
+    "if the loss was lost",
+    "Most tokens of an example",
+    "Training steps at most",
+    "have no arithmetic",
+    "give one of rtol (None)",
+    "is, holds or lies inside",
+    "the two sides differ by",
+    "got no answer right",
+    "stored by columns",
+    "all sides above five",
+    "had hoped",
+    "likeliest answer",
+    "likeliest token",
+    "is hard to beat there.",
+)
+"""What outsiders stumbled on, in the words of before."""
+READ_BY_USERS = [
+    *PAGES,
+    ROOT / "README.md",
+    *sorted((ROOT / "lsrdecomp").rglob("*.py")),
+    *sorted((ROOT / "docs" / "_extensions").glob("*.py")),
+    *sorted((ROOT / "examples").glob("*.py")),
+    *sorted((ROOT / "examples" / "notebooks").glob("*.ipynb")),
+]
+
+
+@pytest.mark.parametrize("words", STUMBLED_ON)
+def test_sentences_that_outsiders_stumbled_on_are_gone(words):
+    """Comments and docstrings count too: the words of the code are those of the pages."""
+    pattern = re.compile(r"(?<!\w)" + re.escape(words).replace(r"\ ", r'[\s"#]+f?"?'))
+    found = [str(path.relative_to(ROOT)) for path in READ_BY_USERS if pattern.search(text_of(path))]
+    assert found == []
+
+
+def text_of(path):
+    return path.read_text(encoding="utf-8")

@@ -1,9 +1,11 @@
 """Every public name has an example that the doctests run; notebooks run from top to end."""
 
 import importlib
+import importlib.util
 import inspect
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,42 @@ def test_a_notebook_runs_from_top_to_end(path, monkeypatch, tmp_path):
             lines = "".join(cell["source"]).splitlines()
             exec("\n".join(line for line in lines if not line.startswith("%")), names)
     assert len(NOTEBOOKS) == 3
+
+
+def first_code(path):
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    source = next("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    return "\n".join(line for line in source.splitlines() if not line.startswith("%"))
+
+
+def installed_by_first_cell(monkeypatch, place):
+    """Run it in a directory as if the package were missing; return what pip is asked to install."""
+    asked = []
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(subprocess, "check_call", asked.append)
+    exec(first_code(NOTEBOOKS[0]), {})
+    return asked[0][-1]
+
+
+def test_notebooks_share_their_first_cell_and_hold_outputs():
+    assert len({first_code(path) for path in NOTEBOOKS}) == 1
+    for path in NOTEBOOKS:
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        assert sum(bool(cell.get("outputs")) for cell in cells) >= 2, path
+
+
+def test_a_notebook_installs_the_clone_that_it_lies_in(monkeypatch):
+    root = NOTEBOOKS[0].parents[2]
+    assert installed_by_first_cell(monkeypatch, NOTEBOOKS[0].parent) == f"{root}[plots,testing]"
+
+
+@pytest.mark.parametrize("name", ["lsrdecomp-main.zip", "lsrdecomp-0.4.0.tar.gz"])
+def test_a_notebook_by_itself_installs_an_archive_beside_it(name, monkeypatch, tmp_path):
+    (tmp_path / name).touch()
+    assert installed_by_first_cell(monkeypatch, tmp_path) == f"{tmp_path / name}[plots,testing]"
+
+
+def test_a_notebook_without_clone_and_archive_says_what_to_do(monkeypatch, tmp_path):
+    with pytest.raises(SystemExit, match="upload an archive"):
+        installed_by_first_cell(monkeypatch, tmp_path)

@@ -222,12 +222,12 @@ def of_one_command(suite):
     kept, calibrate = one_command("smollm2 keep .9"), record("calibration")["jobs"]["calibrate"]
     yield (
         f"In {opened(kept):.1f} kB it kept {percent(kept['kept'], 1)} ± "
-        f"{percent(kept['standard_error'], 1)} % of what the adapter does (divergence "
-        f"{kept['kl']:.3f} of {kept['effect']:.2f} nats per token; likeliest token the same for "
-        f"{percent(kept['agreement'])} %), after {kept['cpu_seconds'] / 60:.0f} minutes"
+        f"{percent(kept['standard_error'], 1)} % of the LoRA's effect (KL to the LoRA "
+        f"{kept['kl']:.3f} nats per token, {kept['effect']:.2f} without an adapter; top prediction "
+        f"agrees on {percent(kept['agreement'])} %), after {kept['cpu_seconds'] / 60:.0f} minutes"
     )
     second_pass = suite.seeds("LSR, second pass", 48.0, "kl_share")
-    yield f"kept {percent(second_pass[0])} % of what this LoRA does"
+    yield f"kept {percent(second_pass[0])} % of this LoRA's effect"
     yield (
         f"{short(calibrate['peak_bytes'] / 1e9)} GB above the base, {calibrate['cpu_ratio']:.1f} "
         "times the processor time of a plain forward and backward pass, "
@@ -401,9 +401,10 @@ def of_gemma():
     yield (
         f"`compress --keep {gemma['options'][1]}` with {gemma['texts']} of its prompts wrote "
         f"{opened(gemma):.1f} kB, which keep {percent(gemma['kept'], 1)} ± "
-        f"{percent(gemma['standard_error'], 1)} % of what the LoRA does (divergence "
-        f"{gemma['kl']:.3f} of {gemma['effect']:.2f} nats per token; likeliest token the same for "
-        f"{percent(gemma['agreement'])} %), after {gemma['cpu_seconds'] / 60:.0f} minutes and "
+        f"{percent(gemma['standard_error'], 1)} % of the LoRA's effect (KL to the LoRA "
+        f"{gemma['kl']:.3f} nats per token, {gemma['effect']:.2f} without an adapter; top "
+        f"prediction agrees on {percent(gemma['agreement'])} %), after "
+        f"{gemma['cpu_seconds'] / 60:.0f} minutes and "
         f"with {gemma['peak_bytes'] / 1e9:.1f} GB of memory at most. Of SmolLM2's LoRA it took "
         f"{opened(smollm2):.1f} kB"
     )
@@ -449,7 +450,7 @@ def of_speech():
     right, less = (short(mean("exact", method, 3000)) for method in ("LSR", "SVD"))
     yield (
         f"keeps {short(mean('kept', 'LSR', 3000), 3)} in {mean('bytes', 'LSR', 3000) / 1000:.1f} "
-        f"kB where truncated SVD in bits keeps {short(mean('kept', 'SVD', 3000), 3)}, and writes "
+        f"kB where quantized truncated SVD keeps {short(mean('kept', 'SVD', 3000), 3)}, and writes "
         f"down {right} of the sounds rightly, {less} with SVD"
     )
     yield (
@@ -477,7 +478,7 @@ def on_gemma():
         )
 
     yield (
-        f"In 3 kB LSR keeps {shares('LSR', 3000)}, truncated SVD in bits {shares('SVD', 3000)}; "
+        f"In 3 kB LSR keeps {shares('LSR', 3000)}, quantized truncated SVD {shares('SVD', 3000)}; "
         f"before training {shares('LSR', 3000, key='before')}, and "
         f"{shares('SVD', 3000, key='before')}"
     )
@@ -518,13 +519,13 @@ def of_e2e_in_bytes():
     assert all(first == each for each in others)
     yield (
         f"LSR keeps {kept('LSR', 30_000)}, LoRAQuant's split {kept('LoRAQuant', 30_000)}, "
-        f"truncated SVD in bits {kept('SVD', 30_000)}, Uni-LoRA {kept('Uni-LoRA', 30_000)}, "
+        f"quantized truncated SVD {kept('SVD', 30_000)}, Uni-LoRA {kept('Uni-LoRA', 30_000)}, "
         f"Fisher cores {kept('Fisher core', 30_000)} in "
         f"{rivals('Fisher core', 30_000)[0]['bytes'] / 1000:.1f} kB"
     )
     yield (
         f"LSR keeps {kept('LSR', 10_000)}, LoRAQuant's split {kept('LoRAQuant', 10_000)}, "
-        f"truncated SVD in bits {kept('SVD', 10_000)}, Uni-LoRA {kept('Uni-LoRA', 10_000)}, "
+        f"quantized truncated SVD {kept('SVD', 10_000)}, Uni-LoRA {kept('Uni-LoRA', 10_000)}, "
         f"Fisher cores {kept('Fisher core', 10_000)}"
     )
     yield (
@@ -536,7 +537,7 @@ def of_e2e_in_bytes():
         f"LSR keeps {kept('LSR', 3000)}, Fisher cores {cores}: apart by {lead('Fisher core', 3000)}"
     )
     yield f"Uni-LoRA ({kept('Uni-LoRA', 3000)}) is behind LSR by {lead('Uni-LoRA', 3000)}"
-    yield f"truncated SVD in bits ({kept('SVD', 3000)}) by {lead('SVD', 3000)}"
+    yield f"quantized truncated SVD ({kept('SVD', 3000)}) by {lead('SVD', 3000)}"
     spread = [
         [row["kept"] for row in rivals(name, 3000)] for name in ("LSR", "Fisher core", "Uni-LoRA")
     ]
@@ -731,7 +732,7 @@ def of_experts():
 
     calibrated, plain_ones = percents_kept("each, calibrated"), percents_kept("each, LSR")
     yield (
-        f"statistics of every expert keep {calibrated[0]} % of what the LoRA does at half the "
+        f"statistics of every expert keep {calibrated[0]} % of the LoRA's effect at half the "
         f"parameters, {calibrated[1]} % at a quarter and {calibrated[2]} % at an eighth; without "
         f"a base it is {plain_ones[0]}, {plain_ones[1]} and {plain_ones[2]} %"
     )

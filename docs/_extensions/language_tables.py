@@ -48,7 +48,7 @@ def divergences(results: dict[str, Any], *, task: str, lora: str) -> Table:
         for row in _of(_part(results, task, lora, "ratio"), structure):
             cells = (f"{row['kl']:.3f}", f"{row['agreement']:.3f}", f"{row['other_kl']:.3f}")
             rows.append((LABELS[structure], f"1/{row['budget']:g}", *cells))
-    return ("structure", "parameters", "on the task", "same likeliest token", "on other text"), rows
+    return ("structure", "parameters", "on the task", "top prediction", "on other text"), rows
 
 
 def against(
@@ -148,7 +148,7 @@ def rivals(results: dict[str, Any]) -> Table:
     Rows that were judged on other held-out examples count among the rates alone.
     """
     names = {
-        "SVD": "truncated SVD in bits",
+        "SVD": "quantized truncated SVD",
         "XS": "LoRA-XS",
         "Fisher core": "Fisher cores",
         "Rank one": "rank one in int4",
@@ -232,8 +232,8 @@ def from_lora(results: dict[str, Any]) -> Table:
 
 
 def dialled(results: dict[str, Any]) -> Table:
-    """Tabulate what LSR and truncated SVD in bits keep of a speech model's LoRA, over seeds."""
-    names = {"LSR": "LSR", "SVD": "truncated SVD in bits"}
+    """Tabulate what LSR and quantized truncated SVD keep of a speech model's LoRA, over seeds."""
+    names = {"LSR": "LSR", "SVD": "quantized truncated SVD"}
     lines = []
     for budget in sorted({row["budget"] for row in results["rows"]}):
         for method, name in names.items():

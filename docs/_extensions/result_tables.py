@@ -503,7 +503,7 @@ def one_command(results: dict[str, Any]) -> Table:
         "memory at most",
         "weight file",
         "directory",
-        "promised share",
+        "share kept",
     ]
     return head, [
         (label, *cells) for label, cells in zip(labels, zip(*columns, strict=True), strict=True)

@@ -194,7 +194,7 @@ def new_directory(
     ------
     CheckpointError
         If ``out`` exists and ``force`` is not given, if with ``force`` it is something else than an
-        adapter directory, if it equals, holds or lies inside an input, or if the disk is full.
+        adapter directory, if it is, contains or is contained in an input, or if the disk is full.
     """
     out = Path(out)
     check_output_directory(out, inputs, force)

@@ -230,8 +230,8 @@ OTHERS = {
         (
             "loha",
             (
-                "is LoHa, read as the LoRA of the same ΔW, so that it is not given back as it "
-                "came: make LSR of it"
+                "is LoHa, read as the LoRA of the same ΔW, and is not written in its own "
+                "format: make LSR of it"
             ),
         ),
         ("dora", "merge it into its base, or train it again as plain LoRA"),

@@ -69,8 +69,8 @@ def file_or_directory(like: Checkpoint) -> str:
             raise UnsupportedError(LOKR_STAYS, path=like.path, tensor=layer.name)
         if ".hada_" in layer.up.name:
             raise UnsupportedError(
-                "is LoHa, read as the LoRA of the same ΔW, so that it is not given back as it "
-                "came: make LSR of it (a directory as --out), or write it as plain LoRA (export "
+                "is LoHa, read as the LoRA of the same ΔW, and is not written in its own "
+                "format: make LSR of it (a directory as --out), or write it as plain LoRA (export "
                 "--to lora)",
                 path=like.path,
                 tensor=layer.name,
