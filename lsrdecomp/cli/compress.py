@@ -330,7 +330,7 @@ def _write(
         tables.show(json, f"Wrote {report}.")
     tables.show(json, *_measured_sentences(result))
     if directory is not None:
-        tables.show(json, f"To repeat it:\n  {result.command_line(adapter, directory)}")
+        tables.show(json, f"\nTo repeat it:\n  {result.command_line(adapter, directory)}")
     for note in result.notes:
         tables.say(f"WARNING: {note}: calibrate on texts like those you measure on")
     warn_if_unusable(result, directory)
@@ -340,8 +340,12 @@ def _measured_sentences(result: Compression) -> Iterator[str]:
     """Yield what was measured on a base, if anything was."""
     if result.fidelity is None:
         return
-    tried = f"{_tried(result.tried)} " if len(result.tried) > 1 else ""
-    yield f"{tried}It {result.fidelity.sentence()}."
+    subject = "It"
+    if len(result.tried) > 1:
+        subject = f"{_tried(result.tried)} It"
+    elif not result.fidelity.distilled:
+        subject = "The compressed version"
+    yield f"\n{subject} {result.fidelity.sentence()}."
     if result.truncated_svd is not None:
         svd = result.truncated_svd
         yield (

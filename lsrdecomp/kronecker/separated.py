@@ -45,6 +45,8 @@ from lsrdecomp.precision import precision, round_to
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
     from lsrdecomp.kronecker.shape import KroneckerShape
 
 UFUNC_OPERATORS = {
@@ -502,6 +504,8 @@ class SeparatedMatrix:
 
     @overload
     def __matmul__(self, x: SeparatedMatrix) -> SeparatedMatrix: ...
+    @overload
+    def __matmul__(self, x: NDArray[Any]) -> NDArray[Any]: ...
     @overload
     def __matmul__(self, x: Any) -> Any: ...
     def __matmul__(self, x: Any) -> Any:
