@@ -126,14 +126,35 @@ def reachable_base(base: str | Path, *, timeout: float = 2.0) -> str:
         If the base is no directory, is not in the cache, and the hub cannot be reached.
     """
     found = find_base(base)
-    is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", found) is not None
-    if Path(found).exists() or not is_name:
-        return found
+    return found if Path(found).exists() else _from_hub(found, timeout)
+
+
+def check_reachable(base: str | Path, *, timeout: float = 2.0) -> None:
+    """Refuse what `reachable_base` would refuse for the hub's sake, before torch is loaded.
+
+    Raises
+    ------
+    CheckpointError
+        As `reachable_base`.
+    """
+    is_packaged = str(base) == SMOLLM2 or (is_minilm(base) and packaged_minilm() is not None)
+    is_installed = importlib.util.find_spec("huggingface_hub") is not None
+    if is_installed and not is_packaged and not Path(base).exists():
+        _from_hub(str(base), timeout)
+
+
+def _from_hub(name: str, timeout: float) -> str:
+    """Return a name of the hub, or its directory in the cache where the hub cannot be reached.
+
+    What is no name of the hub is returned unchanged.
+    """
+    if Path(name).suffix == ".gguf" or re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is None:
+        return name
     from huggingface_hub import constants, try_to_load_from_cache
 
     if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT, timeout):
-        return found
-    cached = try_to_load_from_cache(found, "config.json")
+        return name
+    cached = try_to_load_from_cache(name, "config.json")
     if isinstance(cached, str):
         return str(Path(cached).parent)
     host = urlsplit(constants.ENDPOINT).hostname
@@ -141,7 +162,7 @@ def reachable_base(base: str | Path, *, timeout: float = 2.0) -> str:
     raise CheckpointError(
         f"no such directory, no model of that name in the cache, and {reason}; name a directory, "
         f"{SMOLLM2} or {MINILM}",
-        path=base,
+        path=name,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lsrdecomp.calibration.base_files import check_reachable
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import Quiet, memory_size
 from lsrdecomp.cli.outputs import PLACE, Input
@@ -82,7 +83,9 @@ def calibrate(
         text, task, data, "train", answers, settings.max_length, settings.truncate
     )
     questions.check()
-    with needs("calibration", "peft"):
+    check_reachable(base)
+    # What is imported reads how much to say when it is imported.
+    with tables.quiet(), needs("calibration", "peft"):
         from lsrdecomp.calibration import base_model as bases
         from lsrdecomp.calibration.calibrate import calibrate as run
         from lsrdecomp.calibration.heads import TOKEN_HEADS

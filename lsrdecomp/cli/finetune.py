@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lsrdecomp.calibration.base_files import check_reachable
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import ForceFile, JsonFile, Quiet, assignment, read_toml
 from lsrdecomp.cli.outputs import PLACE
@@ -71,6 +72,8 @@ def finetune(
     run_settings = _run_settings(config, options, option or [], settings or [])
     if out.exists():
         raise CheckpointError("already exists; choose another output, or remove it", path=out)
+    if run_settings.model != "embedded":
+        check_reachable(run_settings.model)
     with tables.quiet(), follow(quiet=quiet) as show:
         with needs("training", "finetune"):
             from lsrdecomp.training.finetune import finetune as run

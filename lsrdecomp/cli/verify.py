@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lsrdecomp import checkpoints, compression
+from lsrdecomp.calibration.base_files import check_reachable
 from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.cli import served, tables
 from lsrdecomp.cli.completion import complete, servers
@@ -142,6 +143,7 @@ def verify(
     # 2. The numbers of what was written, and on a base its answers, against the source's.
     if base is not None:
         questions.check()
+        check_reachable(base)
     original = opening.open(source)
     behaviour = None
     compressed = _opened(written, opening)
@@ -195,7 +197,7 @@ def _model_pair(
     base: str, source: Path, written: Path, device: str, dtype: str
 ) -> tuple[Base, Base]:
     """Open the base with each of the two adapters."""
-    with needs("a base", "peft"):
+    with tables.quiet(), needs("a base", "peft"):
         from lsrdecomp.calibration import base_model
     with tables.quiet():
         return base_model.load_pair(base, source, written, device=device, dtype=dtype)

@@ -256,7 +256,8 @@ class Request:
     def to_json(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults, as ``compress --config`` reads them.
 
-        Texts and statistics that are no files are described in a few words.
+        Without the number of workers, which changes nothing but the time. Texts and statistics that
+        are no files are described in a few words.
         """
         values: dict[str, Any] = {}
         chosen: dict[str, Any] = {"max_rank": self.max_rank, "structure": self.structure}
@@ -271,8 +272,6 @@ class Request:
             chosen["device"] = self.device
         for name in ("base", "data", "statistics"):
             chosen[name] = _described(getattr(self, name))
-        if self.workers != 1:
-            chosen["workers"] = self.workers
         for name in READ_ON:
             value = chosen.get(name)
             if value is not None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
+from lsrdecomp.calibration.base_files import check_reachable
 from lsrdecomp.checkpoints import Checkpoint, Journal, open_checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.progress import OnStep, PlannedSteps
@@ -326,6 +327,7 @@ def _compress_measured(
         search_adapter, checkpoint, search=request.search, resources=request.resources(steps)
     )
     steps.begin("opening the base")  # announced before torch is loaded, which takes seconds
+    check_reachable(request.base)
     with needs("a base", "peft"):
         from lsrdecomp.calibration.text_profile import TextProfile
         from lsrdecomp.fidelity.evaluate import Evaluator

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Unpack
 
 from lsrdecomp._renamed import keep_old_attributes
+from lsrdecomp.calibration.base_files import check_reachable
 from lsrdecomp.checkpoints import Journal, check_output_directory, content_key, open_checkpoint
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.provenance import REPORT
@@ -128,6 +129,7 @@ def distil(
     several devices, processes share the examples of each step (``micro`` at a time), and the first
     one writes.
     """
+    check_reachable(base)
     with needs("distillation", "peft"):
         from accelerate import PartialState
 

@@ -184,10 +184,16 @@ def test_a_name_that_cannot_be_fetched_is_said_after_one_try(monkeypatch):
         base_files.reachable_base("someone/some-model")
     assert len(tries) == 1
     assert tries[0][1] <= 2.0, "seconds"
+    with pytest.raises(CheckpointError, match="huggingface.co cannot be reached"):
+        base_files.check_reachable("someone/some-model")
+    assert len(tries) == 2
+    base_files.check_reachable("smollm2")
+    base_files.check_reachable("/no/such/directory")
+    assert len(tries) == 2
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set"):
         base_files.reachable_base("someone/some-model")
-    assert len(tries) == 1
+    assert len(tries) == 2
 
 
 def test_a_name_in_the_cache_of_the_hub_is_its_directory_without_network(monkeypatch, tmp_path):
