@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from lsrdecomp.calibration.base_files import check_reachable
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import Quiet, memory_size
 from lsrdecomp.cli.outputs import PLACE, Input
@@ -83,6 +82,8 @@ def calibrate(
         text, task, data, "train", answers, settings.max_length, settings.truncate
     )
     questions.check()
+    from lsrdecomp.calibration.base_files import check_reachable  # with NumPy
+
     check_reachable(base)
     # What is imported reads how much to say when it is imported.
     with tables.quiet(), needs("calibration", "peft"):

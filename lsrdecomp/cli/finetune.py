@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lsrdecomp.calibration.base_files import check_reachable
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import ForceFile, JsonFile, Quiet, assignment, read_toml
 from lsrdecomp.cli.outputs import PLACE
@@ -73,6 +72,8 @@ def finetune(
     if out.exists():
         raise CheckpointError("already exists; choose another output, or remove it", path=out)
     if run_settings.model != "embedded":
+        from lsrdecomp.calibration.base_files import check_reachable  # with NumPy
+
         check_reachable(run_settings.model)
     with tables.quiet(), follow(quiet=quiet) as show:
         with needs("training", "finetune"):

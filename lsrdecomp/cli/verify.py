@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lsrdecomp import checkpoints, compression
-from lsrdecomp.calibration.base_files import check_reachable
 from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.cli import served, tables
 from lsrdecomp.cli.completion import complete, servers
@@ -143,6 +142,8 @@ def verify(
     # 2. The numbers of what was written, and on a base its answers, against the source's.
     if base is not None:
         questions.check()
+        from lsrdecomp.calibration.base_files import check_reachable  # with NumPy
+
         check_reachable(base)
     original = opening.open(source)
     behaviour = None
