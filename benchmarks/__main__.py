@@ -151,7 +151,7 @@ JOBS = (
     Job(
         "kept by bytes",
         ("kept_by_bytes",),
-        "benchmarks.language.kept_by_bytes --lora {lora} --data {tasks}/e2e/train.jsonl "
+        "benchmarks.language.kept_by_bytes --lora {loras}/e2e --data {tasks}/e2e/train.jsonl "
         "--held {tasks}/e2e/held.jsonl",
         35,
         ("peft", "gguf"),

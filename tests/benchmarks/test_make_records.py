@@ -92,3 +92,10 @@ def test_every_record_of_a_job_is_written_by_a_module_that_exists():
     for job in make.JOBS:
         module = job.command.split()[0]
         assert (root / f"{module.replace('.', '/')}.py").exists(), job.name
+
+
+def test_every_input_of_a_job_is_explained():
+    unexplained = {job.name: set(job.inputs) - set(make.INPUTS) for job in make.JOBS}
+    assert {name: inputs for name, inputs in unexplained.items() if inputs} == {}
+    names = [name for job in make.JOBS for name in job.records]
+    assert len(names) == len(set(names))
