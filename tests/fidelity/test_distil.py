@@ -41,6 +41,7 @@ from lsrdecomp.calibration.features import forward_with_features  # noqa: E402
 from lsrdecomp.calibration.heads import Head  # noqa: E402
 from lsrdecomp.calibration.teacher import DistillationData, teacher_batch  # noqa: E402
 from lsrdecomp.checkpoints import Journal, open_checkpoint  # noqa: E402
+from lsrdecomp.checkpoints.packed_index import split_tensor  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.compression import CompressionPlan, export_lora, verify  # noqa: E402
 from lsrdecomp.compression.measured_settings import EvaluatorSettings  # noqa: E402
@@ -76,8 +77,8 @@ def weakened(folder, out):
     compress(open_checkpoint(folder / "lora"), CompressionPlan(separation_rank=8)).save(out)
     file = out / "adapter_model.safetensors"
     tensors = load_file(file)
-    numbers = tensors["lsr"]
-    numbers.view(torch.float32).mul_(0.8)
+    numbers, _ = split_tensor(tensors["lsr"].numpy())
+    torch.from_numpy(numbers).view(torch.float32).mul_(0.8)
     save_file(tensors, file, {"format": "pt"})
     return out
 
