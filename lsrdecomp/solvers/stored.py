@@ -201,7 +201,11 @@ def _with_less_truncation(
         allowed *= min(0.9, goal / trial.error)
         if allowed == 0.0 or best.separation_rank >= problem.last_rank:
             break
-        trial = problem.measure(problem.solve(atol=allowed), storage, goal)
+        solution = problem.solve(atol=allowed)
+        if solution.approximation.separation_rank <= best.separation_rank:
+            # Near the goal less truncation may mean the terms of before
+            solution = problem.solve(rank=best.separation_rank + 1)
+        trial = problem.measure(solution, storage, goal)
     return trial if trial.error <= best.error else best
 
 
