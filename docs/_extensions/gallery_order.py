@@ -4,6 +4,9 @@ from __future__ import annotations
 
 FIRST = (
     "plot_adapter.py",
+    "plot_share_of_a_lora.py",
+    "plot_four_matrices.py",
+    "plot_a_finding.py",
     "plot_gaussian_kernel.py",
     "plot_lora_curves.py",
     "plot_compress_and_recover.py",

@@ -29,6 +29,10 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "0.45"
 FONT_SIZE = 8.5
 """Points of the words within the axes."""
+MOST_NAMED_LINES = 5
+"""Above so many lines labels at their ends would be a crowd."""
+LINE_NAME = "line name"
+"""Group of the labels at lines, by which others find them."""
 DOUBLE_ROUNDING = 1e-16
 """Relative errors below it are not drawn on a logarithmic axis."""
 
@@ -215,7 +219,7 @@ def plot_shares(
     whole: float | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw the kept share of what an adapter does against its size.
+    """Draw the kept share of an adapter's effect against its size.
 
     Each way of making it smaller is a line.
 
@@ -253,7 +257,7 @@ def plot_shares(
             fontsize=FONT_SIZE,
         )
     ax.set_ylim(0.0, 1.1)
-    dress(ax, "parameters", "share of what it does that is kept")
+    dress(ax, "parameters", "share of the LoRA's effect that is kept")
     name_lines(ax)
     return ax
 
@@ -449,9 +453,66 @@ def dress(ax: Axes, xlabel: str, ylabel: str) -> None:
 
 
 def name_lines(ax: Axes) -> None:
-    """Add a legend in the colours of the lines, where it covers least."""
-    if ax.get_legend_handles_labels()[0]:
+    """Write each line's label at its end, in its colour; above five lines a legend has them."""
+    lines, labels = ax.get_legend_handles_labels()
+    named = [(line, label) for line, label in zip(lines, labels, strict=True) if _end(ax, line)]
+    if len(named) < len(lines) or len(lines) > MOST_NAMED_LINES:
         ax.legend(frameon=False, fontsize=FONT_SIZE, labelcolor="linecolor")
+        return
+    # In points: from the end of a line to where its label stands, so that no two overlap
+    per_point = ax.figure.dpi / 72.0
+    ends = [_end(ax, line) or (0.0, 0.0) for line, _ in named]
+    heights = [float(ax.transData.transform(end)[1]) / per_point for end in ends]
+    places = _spread(heights, gap=1.3 * FONT_SIZE)
+    for (line, label), end, height, place in zip(named, ends, heights, places, strict=True):
+        ax.annotate(
+            label,
+            end,
+            (6.0, place - height),
+            textcoords="offset points",
+            va="center",
+            color=line.get_color(),
+            fontsize=FONT_SIZE,
+            annotation_clip=False,
+            gid=LINE_NAME,
+        )
+
+
+def _end(ax: Axes, line: Any) -> tuple[float, float] | None:
+    """Return the last point of a line that the axes show; None of what is no line."""
+    if not hasattr(line, "get_xydata"):
+        return None
+    low, high = sorted(ax.get_ylim())
+    left, right = sorted(ax.get_xlim())
+    shown = [(x, y) for x, y in line.get_xydata() if low <= y <= high and left <= x <= right]
+    return max(shown) if shown else None
+
+
+def _spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Move heights apart until neighbours have the gap, each group about its own middle."""
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    groups: list[list[int]] = []
+    for i in order:
+        groups.append([i])
+        while len(groups) > 1 and _bottom(groups[-1], heights, gap) < gap + _top(
+            groups[-2], heights, gap
+        ):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    placed = list(heights)
+    for group in groups:
+        bottom = _bottom(group, heights, gap)
+        for step, i in enumerate(group):
+            placed[i] = bottom + step * gap
+    return placed
+
+
+def _bottom(group: Sequence[int], heights: Sequence[float], gap: float) -> float:
+    middle = sum(heights[i] for i in group) / len(group)
+    return middle - gap * (len(group) - 1) / 2.0
+
+
+def _top(group: Sequence[int], heights: Sequence[float], gap: float) -> float:
+    return _bottom(group, heights, gap) + gap * (len(group) - 1)
 
 
 def _count(value: float) -> str:

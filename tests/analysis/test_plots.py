@@ -30,6 +30,7 @@ from lsrdecomp.plots import (  # noqa: E402
     plot_sweeps,
     save_figure,
 )
+from lsrdecomp.plots.pictures import LINE_NAME  # noqa: E402
 from lsrdecomp.solvers.base import Sweep  # noqa: E402
 
 BASELINES = Path(__file__).parent / "baseline_images"
@@ -55,11 +56,13 @@ def line(ax, label):
 
 
 def texts(ax):
-    return [text.get_text() for text in ax.texts]
+    return [text.get_text() for text in ax.texts if text.get_gid() != LINE_NAME]
 
 
 def legend(ax):
-    return [text.get_text() for text in ax.get_legend().get_texts()]
+    """Names of the lines: at their ends, or in a legend where they are many."""
+    at_lines = [text.get_text() for text in ax.texts if text.get_gid() == LINE_NAME]
+    return at_lines or [text.get_text() for text in ax.get_legend().get_texts()]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def test_every_method_is_a_labelled_point_with_its_spread():
         if line.get_label()[0] != "_"
     }
     assert drawn == {"LoRA": (768.0, 83.0), "LSR": (704.0, 82.0), "head": (10.0, 60.0)}
-    assert {text.get_text() for text in ax.get_legend().get_texts()} == {"LoRA", "LSR", "head"}
+    assert {text.get_text() for text in ax.texts} == {"LoRA", "LSR", "head"}
     assert len(ax.containers) == 2  # one seed has no spread
 
 
