@@ -38,13 +38,14 @@ class TextProfile:
     frequent : tuple of str
         Digests of the most frequent words, which tell nothing of private texts.
     coverage : float
-        The share of all words of the texts that these are.
+        The share of all words of every second text that are frequent in the others: what frequent
+        words cover of texts that they were not counted in.
 
     Examples
     --------
     >>> profile = TextProfile.of(["a good film", "a bad film"])
-    >>> profile.mean_words, profile.coverage, len(profile.frequent)
-    (3.0, 1.0, 4)
+    >>> profile.mean_words, round(profile.coverage, 2), len(profile.frequent)
+    (3.0, 0.67, 4)
     """
 
     texts: int
@@ -59,15 +60,14 @@ class TextProfile:
         limits: ProfileLimits | None = None,
     ) -> Self:
         """Return the profile of some texts."""
+        n_words = (limits or ProfileLimits()).n_words
+        # 1. Length and frequent words, of all texts.
         counts = _word_counts(texts)
-        frequent = counts.most_common((limits or ProfileLimits()).n_words)
-        n_words = max(1, counts.total())
-        return cls(
-            len(texts),
-            counts.total() / max(1, len(texts)),
-            tuple(word for word, _ in frequent),
-            sum(count for _, count in frequent) / n_words,
-        )
+        mean_words = counts.total() / max(1, len(texts))
+        frequent = tuple(word for word, _ in counts.most_common(n_words))
+        # 2. What the frequent words of one half cover of the other.
+        half = [word for word, _ in _word_counts(texts[::2]).most_common(n_words)]
+        return cls(len(texts), mean_words, frequent, _covered(_word_counts(texts[1::2]), half))
 
     @classmethod
     def from_json(cls, values: Any) -> Self | None:
@@ -114,11 +114,12 @@ class TextProfile:
                 f"the texts of {name} have {mean_words:.0f} words in the mean, those of the "
                 f"statistics {self.mean_words:.0f}"
             )
-        covered = sum(counts[word] for word in self.frequent) / max(1, counts.total())
+        covered = _covered(counts, self.frequent)
         if covered < limits.min_coverage * self.coverage:
             sentences.append(
                 f"the {len(self.frequent)} most frequent words of the statistics' texts make up "
-                f"{100 * self.coverage:.0f} % of those, and {100 * covered:.0f} % of {name}"
+                f"{100 * covered:.0f} % of {name}, and {100 * self.coverage:.0f} % of texts like "
+                "their own"
             )
         return sentences
 
@@ -129,6 +130,11 @@ def _word_counts(texts: Sequence[str | TextPair | PromptExample]) -> Counter[str
     for text in texts:
         words.update(WORD.findall(_plain(text).lower()))
     return Counter({_digest(word): count for word, count in words.items()})
+
+
+def _covered(counts: Counter[str], words: Sequence[str]) -> float:
+    """Return the share of all that was counted that some words are."""
+    return sum(counts[word] for word in words) / max(1, counts.total())
 
 
 def _plain(item: str | TextPair | PromptExample) -> str:

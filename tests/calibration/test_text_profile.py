@@ -25,10 +25,18 @@ def test_other_texts_of_one_kind_are_alike():
     assert profile.differences(texts(FILMS, seed=1), "reviews.txt") == []
 
 
+def test_few_texts_are_no_reason_to_warn_of_others_of_their_kind():
+    """Of few texts the frequent words are nearly all, and so tell little of other texts."""
+    profile = TextProfile.of(texts(FILMS, count=48, length=8))
+    assert profile.differences(texts(FILMS, count=700, length=8, seed=1), "reviews.txt") == []
+    assert profile.differences(texts(SUMS, count=700, length=8, seed=1), "sums.txt") != []
+
+
 def test_other_words_and_other_lengths_are_said_with_their_numbers():
     profile = TextProfile.of(texts(FILMS, count=400))
     (words,) = profile.differences(texts(SUMS), "sums.txt")
-    assert words.endswith("% of those, and 0 % of sums.txt")
+    assert "make up 0 % of sums.txt, and " in words
+    assert words.endswith(" % of texts like their own")
     assert "the 200 most frequent words of the statistics' texts" in words
     (length,) = profile.differences(texts(FILMS, length=40, seed=1), "long.txt")
     assert length == ("the texts of long.txt have 40 words in the mean, those of the statistics 10")
