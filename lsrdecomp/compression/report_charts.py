@@ -40,16 +40,19 @@ class ChartSize:
         Inches.
     font_size : float
         Points.
+    max_ticks : int
+        On the axis of sizes.
     """
 
     name: str
     width: float
     height: float
     font_size: float = 8.5
+    max_ticks: int = 9
 
 
 WIDE = ChartSize("wide-chart", 7.6, 3.6)
-NARROW = ChartSize("narrow-chart", 4.1, 3.6)
+NARROW = ChartSize("narrow-chart", 4.1, 3.6, max_ticks=4)
 SIZES = (WIDE, NARROW)
 
 
@@ -94,6 +97,8 @@ def share_charts(
         _size_axis(ax, [x, *(at for one in series for at, _ in one.points)])
         ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
         _dress(ax, "weight file and config", "kept of the LoRA's effect", size)
+        if ax.get_xscale() == "linear":
+            ax.locator_params(axis="x", nbins=size.max_ticks)
         ax.xaxis.set_major_formatter(lambda value, _: _bytes_text(value))
         if requested is not None:
             labels.append((f"asked for {100 * requested:g} %", ax.get_xlim()[0], requested, DIM))
