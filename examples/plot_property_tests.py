@@ -9,7 +9,7 @@ float16: about γ·μ.
 
 import matplotlib.pyplot as plt
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lsrdecomp import unit_roundoff
@@ -19,7 +19,13 @@ from lsrdecomp.testing import check_kron, kronecker_shapes, separated_matrices
 points = []
 
 
-@settings(max_examples=300, derandomize=True, database=None, deadline=None)
+@settings(
+    max_examples=300,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],  # of a machine with other work
+)
 @given(
     kronecker_shapes(order=2).filter(lambda shape: max(shape.sizes) > 3),
     st.floats(0.0, 3.0),

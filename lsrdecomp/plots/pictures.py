@@ -455,7 +455,8 @@ def dress(ax: Axes, xlabel: str, ylabel: str) -> None:
 def name_lines(ax: Axes) -> None:
     """Write each line's label at its end, in its colour; above five lines a legend has them."""
     lines, labels = ax.get_legend_handles_labels()
-    named = [(line, label) for line, label in zip(lines, labels, strict=True) if _end(ax, line)]
+    pairs: list[tuple[Any, str]] = list(zip(lines, labels, strict=True))
+    named = [(line, label) for line, label in pairs if _end(ax, line)]
     if len(named) < len(lines) or len(lines) > MOST_NAMED_LINES:
         ax.legend(frameon=False, fontsize=FONT_SIZE, labelcolor="linecolor")
         return
