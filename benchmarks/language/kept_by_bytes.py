@@ -8,13 +8,15 @@ LSR and truncated SVD as `lsrdecomp compress --bytes --storage auto` writes them
 `benchmarks.language.rivals`, trained on the same answers for as many steps. That file says how
 their bytes are counted. Each training runs once, at the rate of `RATES`. All are judged on held-out
 texts that nothing else saw: 1 − KL / effect. A row is one adapter; rows are added as they come, and
-a stopped run goes on.
+a stopped run goes on. Where no compressed adapter is as small as a budget, ``does_not_fit`` of the
+record says so, with the bytes of the smallest that was found.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,13 @@ from benchmarks.language.rivals import (
 )
 from benchmarks.record import RESULTS
 from lsrdecomp.calibration.base_model import load_base
+from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
+from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
+from lsrdecomp.compression import CompressionPlan
+from lsrdecomp.compression.compress import SearchedAdapter, search_adapter
+from lsrdecomp.errors import BudgetError
 
 RATES = {
     "SVD": {1000: 0.3, 3000: 0.3, 10_000: 0.3, 30_000: 0.03},
@@ -40,6 +47,8 @@ RATES = {
 }
 """The best rate of each method by budget in bytes, of those a factor of three apart that
 `results/rivals.json` has, which tried LoRAQuant from 3 kB on."""
+RESOLUTION = 50
+"""Bytes to which the smallest adapter of a method is found."""
 
 
 def rows_of(
@@ -55,6 +64,37 @@ def rows_of(
     rate = RATES[method][budget]
     facts = row(subject, method, budget, seed, steps, rate)
     return [*rows, {**key, "steps": steps, "rate": rate, **facts}]
+
+
+def smallest_found(
+    searched: SearchedAdapter, plan: CompressionPlan, too_few: int, enough: int
+) -> int | None:
+    """Return the bytes of the smallest adapter found between two budgets, None if there is none."""
+    found = None
+    tried = enough
+    while enough - too_few > RESOLUTION:
+        try:
+            made = searched.compress(replace(plan, bytes=tried))
+        except BudgetError:
+            if found is None:
+                return None
+            too_few = tried
+        else:
+            enough = tried
+            found = made.file_bytes
+        tried = (too_few + enough) // 2
+    return found
+
+
+def too_small(subject: Subject, method: str, budget: int, enough: int) -> dict[str, Any]:
+    """Return what the record says of a budget that no compressed adapter of the method meets."""
+    plan = CompressionPlan(bytes=enough, storage="auto")
+    statistics = read_statistics(subject.statistics)
+    searched = search_adapter(
+        open_checkpoint(subject.lora), [plan], statistics=statistics, search=COMPRESSED[method]
+    )
+    smallest = smallest_found(searched, plan, budget, enough)
+    return {"method": method, "budget": budget, "smallest": smallest}
 
 
 def main() -> None:
@@ -83,7 +123,8 @@ def main() -> None:
         for budget in arguments.bytes
         if budget in RATES[method]
     ]
-    done = {(each["method"], each["budget"]) for each in record["rows"]}
+    known = [*record["rows"], *record.get("does_not_fit", [])]
+    done = {(each["method"], each["budget"]) for each in known}
     left = [each for each in wanted if each not in done]
     if not left:
         return
@@ -97,9 +138,15 @@ def main() -> None:
     }
     for method, budget in left:
         begin = time.process_time()
-        rows = rows_of(opened, method, budget, arguments.seed, arguments.steps)
-        rows[-1]["cpu_seconds"] = round(time.process_time() - begin, 1)
-        record["rows"] += rows
+        try:
+            rows = rows_of(opened, method, budget, arguments.seed, arguments.steps)
+        except BudgetError:
+            enough = min((size for size in RATES[method] if size > budget), default=10 * budget)
+            rows = [too_small(opened, method, budget, enough)]
+            record["does_not_fit"] = [*record.get("does_not_fit", []), *rows]
+        else:
+            rows[-1]["cpu_seconds"] = round(time.process_time() - begin, 1)
+            record["rows"] += rows
         print(*rows, sep="\n", flush=True)
         packages = ("torch", "transformers", "peft")
         record = records.save(arguments.out, record, *packages, seed=arguments.seed)

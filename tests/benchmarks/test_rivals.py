@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,7 +14,13 @@ pytest.importorskip("accelerate")
 
 from torch import nn  # noqa: E402
 
+from benchmarks.language.kept_by_bytes import RESOLUTION, smallest_found  # noqa: E402
 from benchmarks.language.rivals import CONFIG, Rival, VectorBank, add_rounded, rounded  # noqa: E402
+from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
+from lsrdecomp.compression import CompressionPlan  # noqa: E402
+from lsrdecomp.compression.compress import search_adapter  # noqa: E402
+from lsrdecomp.compression.settings import Search  # noqa: E402
+from lsrdecomp.errors import BudgetError  # noqa: E402
 
 
 def test_numbers_are_counted_and_rounded_in_four_bits():
@@ -70,3 +80,14 @@ def test_rounding_lets_the_gradient_pass():
     torch.testing.assert_close(answers, x @ (layer.weight + torch.outer(left, right)).T)
     answers.sum().backward()
     torch.testing.assert_close(columns[0].grad, (x @ right).sum().expand(5))
+
+
+def test_the_smallest_adapter_lies_between_two_budgets():
+    folder = Path(str(files("lsrdecomp.cli"))) / "demo_adapter"
+    plan = CompressionPlan(bytes=9000, storage="int4")
+    searched = search_adapter(open_checkpoint(folder), [plan], search=Search(orders=()))
+    smallest = smallest_found(searched, plan, 1000, 9000)
+    assert 1000 < smallest < 9000
+    with pytest.raises(BudgetError):
+        searched.compress(replace(plan, bytes=smallest - 2 * RESOLUTION))
+    assert smallest_found(searched, plan, 1000, smallest - 2 * RESOLUTION) is None
