@@ -117,7 +117,7 @@ def test_drawing_a_budget_and_writing_have_one_thread(lora, tmp_path, monkeypatc
         lambda: lsrdecomp.error_curve(MATRIX),
         lambda: error_curves(MATRIX, ["8x8, 8x8"]),
         lambda: solver_curve(MATRIX, "8x8, 8x8", [1, 2]),
-        lambda: low_rank_curve(Watched(MATRIX)),
+        lambda: low_rank_curve(WATCHED),
         lambda: rearranged_spectrum(MATRIX),
     ],
     ids=[
@@ -147,6 +147,9 @@ class Watched(Dense):
     def norm(self):
         self.seen.append(counts())
         return super().norm
+
+
+WATCHED = Watched(MATRIX)  # made here: what is seen below is of the curve
 
 
 def test_the_callers_threads_are_back_after_an_error():

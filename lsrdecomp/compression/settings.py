@@ -131,7 +131,7 @@ class CompressionPlan(Settings):
         str | None,
         ON_COMMAND_LINE,
         STORAGE_NAME,
-        "float32, float16, bfloat16, int8, int4 or auto (float16, int8 or int4 by layer) "
+        "float32, float16, bfloat16, int8, int4 or auto (float16 or 2 to 8 bits, by layer) "
         "[default: the adapter's own type].",
     ] = None
 

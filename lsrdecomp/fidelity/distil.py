@@ -129,6 +129,7 @@ def distil(
     several devices, processes share the examples of each step (``micro`` at a time), and the first
     one writes.
     """
+    options = DistilSettings(**settings)
     check_reachable(base)
     with needs("distillation", "peft"):
         from accelerate import PartialState
@@ -136,7 +137,6 @@ def distil(
         from lsrdecomp.fidelity.evaluate import Evaluator
         from lsrdecomp.fidelity.texts import data_name, read_data
         from lsrdecomp.fidelity.variants import distil_variant
-    options = DistilSettings(**settings)
     # 1. Open what is given, and check it before work is done.
     directory = Path(directory)
     source = open_checkpoint(teacher)

@@ -260,7 +260,10 @@ def _compress(job: Job, plan: CompressionPlan) -> Outcome:
         search=None if job.like is None else Search.like(open_checkpoint(job.like)),
         resources=Resources(device=job.device),
     )
-    result = searched.compress(plan)
+    settings = plan.to_json()
+    if job.statistics is not None:
+        settings["statistics"] = job.statistics
+    result = replace(searched.compress(plan), settings=settings)
     total = result.totals
     if result.met:
         result.save(job.out, force=True)

@@ -95,7 +95,7 @@ def sound_tensors() -> list[bytes]:
 def joined() -> QuantizedProduct:
     rng = np.random.default_rng(1)
     sides = []
-    for terms, scales, exponent in ((2, [3, 40], -2), (1, [0], -2)):
+    for terms, scales, exponent in ((2, [3, 40], -1), (1, [0], -3)):
         codes = tuple(rng.integers(-3, 4, (terms, 2, 2)).astype(np.int8) for _ in range(2))
         sides.append(QuantizedMatrix(codes, np.array(scales, np.uint8), exponent, 3))
     product = QuantizedProduct(*sides)

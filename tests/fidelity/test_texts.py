@@ -8,10 +8,10 @@ import pytest
 
 from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.dataset import DataError, PromptExample
-from lsrdecomp.checkpoints.progress import ProgressUpdate
+from lsrdecomp.checkpoints.progress import PlannedSteps, ProgressUpdate
 from lsrdecomp.compression.measured_settings import MeasuredSettings
 from lsrdecomp.errors import LsrError
-from lsrdecomp.fidelity.compress import NumberedSteps
+from lsrdecomp.fidelity.compress import _step_weights
 from lsrdecomp.fidelity.fidelity import Fidelity
 from lsrdecomp.fidelity.texts import Item, TextSplit, data_name, read_data, split_texts
 
@@ -95,11 +95,11 @@ def test_texts_are_counted_by_what_differs_between_them() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "total"),
-    [({}, 3), ({"passes": 2}, 5), ({"distil": 40}, 4), ({"passes": 2, "distil": 40}, 6)],
+    [({}, 4), ({"passes": 2}, 6), ({"distil": 40}, 5), ({"passes": 2, "distil": 40}, 7)],
 )
 def test_steps_are_numbered_of_so_many(settings: dict[str, int], total: int) -> None:
     told: list[ProgressUpdate] = []
-    steps = NumberedSteps(told.append, MeasuredSettings(keep=0.9, **settings))
+    steps = PlannedSteps(told.append, _step_weights(MeasuredSettings(keep=0.9, **settings)))
     steps.begin("opening the base")
     steps(ProgressUpdate("reading", 2, 7, "layers"))
     for _ in range(total):
@@ -116,7 +116,7 @@ def test_steps_are_numbered_of_so_many(settings: dict[str, int], total: int) -> 
         f"step {total} of {total} · more",
         f"step {total + 1} of {total + 1} · more",
     ]
-    NumberedSteps(None, MeasuredSettings(keep=0.9)).begin("nobody listens")
+    PlannedSteps(None, [1.0]).begin("nobody listens")
 
 
 def test_a_fidelity_says_in_words_and_numbers_what_was_measured() -> None:

@@ -26,7 +26,7 @@ from lsrdecomp.plots import (  # noqa: E402
     plot_sweeps,
     save_figure,
 )
-from lsrdecomp.plots.pictures import MARKERS  # noqa: E402
+from lsrdecomp.plots.pictures import LINE_NAME, MARKERS  # noqa: E402
 from lsrdecomp.solvers.base import Sweep  # noqa: E402
 
 CURVES = [
@@ -38,6 +38,11 @@ CURVES = [
 def grid(n_blocks, n_modules):
     values = {f"h.{i}.m{j}": i + j / 10 for i in range(n_blocks) for j in range(n_modules)}
     return layer_grid(values)
+
+
+def line_names(ax):
+    """Return the names that stand at the ends of lines."""
+    return [text.get_text() for text in ax.texts if text.get_gid() == LINE_NAME]
 
 
 def inches(ax):
@@ -93,7 +98,7 @@ def test_sweeps_are_counted_from_one_and_marked_while_they_can_be_told_apart(n_s
     (line,) = ax.get_lines()
     assert list(line.get_xdata()) == list(range(1, n_sweeps + 1))
     assert (line.get_marker() == "o") == has_marks
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a"]
+    assert line_names(ax) == ["a"]
 
 
 def test_singular_values_are_relative_and_counted_from_one():
@@ -132,7 +137,7 @@ def test_shares_are_drawn_by_size_below_the_whole():
     assert np.array_equal(lsr.get_xydata(), [(24, 0.5), (48, 0.8), (96, 0.9)])
     assert np.array_equal(svd.get_xydata(), [(96, 0.6)])
     assert list(whole.get_ydata()) == [1.0, 1.0]
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["LSR", "SVD"]
+    assert line_names(ax) == ["LSR", "SVD"]
     assert ax.get_ylim() == (0.0, 1.1)
     assert len(plot_shares(shares).get_lines()) == 2
 
@@ -141,7 +146,8 @@ def test_below_the_finest_rounding_there_is_little_room():
     curve = CURVES[0]
     ax = plot_error_curves(curve, storages=("float16", "bfloat16"))
     floors = {f"{storage} rounding": curve.floor(storage) for storage in ("float16", "bfloat16")}
-    assert {text.get_text(): text.xy[1] for text in ax.texts} == floors
+    said = {text.get_text(): text.xy[1] for text in ax.texts if text.get_gid() != LINE_NAME}
+    assert said == floors
     drawn = [line.get_ydata()[0] for line in ax.get_lines() if line.get_linestyle() == ":"]
     assert sorted(drawn) == sorted(floors.values())
     assert ax.get_ylim()[0] == pytest.approx(0.5 * min(floors.values()))
@@ -213,7 +219,7 @@ def test_a_picture_is_of_the_kind_its_ending_says_and_always_the_same(ending, tm
         ),
         (
             lambda: plot_shares({"a": [(96, 0.6)]}),
-            ("parameters", "share of what it does that is kept"),
+            ("parameters", "share of the LoRA's effect that is kept"),
             ("log", "linear"),
         ),
     ],
