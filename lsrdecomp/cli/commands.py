@@ -295,7 +295,7 @@ def demo(
         ours, svd = (f"{100 * share[full_size / 48]:.0f} %" for share in shares.values())
         tables.show(
             None,
-            f"Keeps {ours} of the LoRA's gain in loss on the {kept['examples']} reviews of "
+            f"Keeps {ours} of the LoRA's reduction of the loss on {kept['examples']} reviews of "
             f"{kept['task']}; truncated SVD of that size keeps {svd}.\n"
             "To measure it on texts of your own, without labels:\n"
             f"  lsrdecomp compress {quoted(source)} --calibrated {quoted(statistics)} "

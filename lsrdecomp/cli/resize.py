@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 METHOD = (
     "Used truncated SVD with one global threshold. Without a base model only the weights can be "
-    "matched, and low rank is close to optimal for that. A base can be run for "
-    "PEFT adapters of text models."
+    "matched, and low rank is close to optimal for that. "
+    "Only PEFT adapters of text models can be compressed by their measured effect."
 )
 
 
@@ -211,7 +211,7 @@ def _show_written(cut: Truncation, path: Path, json: Path | None) -> float:
         record = loads(read_header(weights).metadata["lsrdecomp"])
         kept = (1.0 - cut.relative_error**2) ** 0.5
         rounding = float(record["rounding"]) / float(record["norm"]) * kept
-    rounding_text = f" ± {rounding:.1g} by rounding" if rounding else ""
+    rounding_text = f" (rounding changes it by at most {rounding:.1g})" if rounding else ""
     dropped = sum(rank == 0 for rank in cut.ranks)
     tables.show(
         json,

@@ -185,7 +185,8 @@ class Compression:
         source = self.source.path if adapter is None else adapter
         words = ["lsrdecomp", "compress", shlex.quote(str(source))]
         for name, value in self.settings.items():
-            words.append(f"--{name.replace('_', '-')}")
+            option = "calibrated" if name == "statistics" else name.replace("_", "-")
+            words.append(f"--{option}")
             if isinstance(value, list):
                 words.append("x".join(map(str, value)))
             elif isinstance(value, float):
@@ -229,7 +230,7 @@ class Compression:
             return
         text = f"Weight error {total.relative_error:.3g} (relative, Frobenius norm)"
         if total.functional_error is not None:
-            yield f"{text}; not the one that was minimized."
+            yield f"{text}: not minimized; it may exceed 1 while most of the effect is kept."
             yield self._fisher_sentence(unit)
         else:
             yield f"{text}, measured on the stored numbers."
@@ -278,7 +279,7 @@ class Compression:
             f"{total.ratio:.3g} times fewer"
         )
         if total.extra_parameters:
-            text += f"; {total.extra_parameters:,} of other modules are copied unchanged"
+            text += f"; {total.extra_parameters:,} of heads and other saved modules are copied"
         text += "."
         if total.dropped:
             text += f" {total.dropped} of {total.layers} layers left out."

@@ -170,7 +170,8 @@ def test_demo_runs_and_measures_what_it_wrote(tmp_path):
     assert verified in done.stdout
     rows = json.loads((DEMO.parent / "demo_kept.json").read_text())["rows"]
     shares = {row["method"]: row["share"] for row in rows if row.get("ratio") == 48.0}
-    assert f"Keeps {100 * shares['lsr-kfac']:.0f} % of the LoRA's gain in loss" in done.stdout
+    kept = f"Keeps {100 * shares['lsr-kfac']:.0f} % of the LoRA's reduction of the loss"
+    assert kept in done.stdout
     rival = f"truncated SVD of that size keeps {100 * shares['svd-kfac']:.0f} %."
     assert rival in done.stdout
     ours = float(re.search(r"\(Fisher norm\) ([0-9.]+):", done.stdout)[1])
