@@ -106,14 +106,15 @@ def _parts(record: FinetuneRecord, out: Path) -> Iterator[Sheet | str]:
     yield _score_table(record)
     for sample in record.samples:
         yield f"\n{sample.prompt.strip()}"
-        completions = {"base": sample.base, "before": sample.start, "adapted": sample.adapted}
-        completions["file"] = sample.completion
+        completions = {"base": sample.base, "before": sample.start, "trained": sample.adapted}
+        completions["expected"] = sample.completion
         for source, text in completions.items():
             if text is not None:
                 yield f"  {source + ':':9} {text}"
+    head = f", and {record.head_parameters:,} in the head" if record.head_parameters else ""
     yield (
         f"\n{record.settings.method}: {record.adapter_parameters:,} parameters in "
-        f"{record.adapter_bytes:,} bytes, and {record.head_parameters:,} in the head; the file has "
+        f"{record.adapter_bytes:,} bytes{head}; the file has "
         f"{record.file_bytes:,} bytes. {record.steps:,} steps at a learning rate of "
         f"{record.settings.learning_rate:g} in {record.wall_seconds:.1f} s."
     )
@@ -135,7 +136,7 @@ def _score_table(record: FinetuneRecord) -> Sheet:
         SheetColumn(record.settings.task, justify="left"): str,
         SheetColumn("majority"): majority,
     }
-    sets = {"start": record.start, "dev": record.dev, "validation": record.validation}
+    sets = {"before": record.start, "dev": record.dev, "validation": record.validation}
     for head, scores in sets.items():
         if scores is not None:
             cells[SheetColumn(head)] = partial(_figure, scores)

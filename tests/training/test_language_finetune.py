@@ -222,7 +222,7 @@ def test_the_command_needs_no_more_than_base_data_and_out(place, tmp_path, monke
     ]
     done = CliRunner().invoke(app, [*map(str, arguments), "--steps", "2", "--device", "cpu"])
     assert done.exception is None, done.output
-    for word in ("token_accuracy", "loss", "adapted:", "user "):
+    for word in ("token_accuracy", "loss", "trained:", "user "):
         assert word in done.output
     with torch.no_grad():
         base = AutoModelForCausalLM.from_pretrained(place / "base")
