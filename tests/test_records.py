@@ -31,7 +31,7 @@ NO_RECORD = {
             "Another LoRA of the same task, with a smaller gain (1.22 nats), kept 0.87, 0.93 and "
             "0.98 at 1/96, 1/48 and 1/19"
         ),
-        "in one try a form at 1/48 that keeps 95 %",
+        "in one run a version at 1/48 that keeps 95 %",
     ),
     SMALL: ("--rates 0.1 0.3", "A ± after a difference"),
 }
@@ -324,7 +324,7 @@ def of_sst2(suite):
     )
     yield (
         f"the LoRA itself is {mean('LSR', 96, 'other_effect', **sst2):.1f} nats from the base (it "
-        "answers with one word), and compressed forms are between the two, "
+        "answers with one word), and compressed versions are between the two, "
         f"{mean('LSR', 96, 'other_kl', **sst2):.1f} nats from the LoRA at 1/96"
     )
 
@@ -620,7 +620,6 @@ def of_learning_rates():
         shares = [f"{at(method, rate)} at {rate:g}" for rate in tried]
         names = {"XS": "LoRA-XS", "Fisher core": "Fisher cores", "Rank one": "rank one"}
         yield f"{names.get(method, method)} {', '.join(shares[:-1])} and {shares[-1]}"
-    yield f"had them at one rate, with {at('FourierFT', 0.1)} and {at('VB-LoRA', 0.3)}"
     best = [row for row in rows if "held_out" not in row and row["kept"] > 0.0]
     lost = max(row["trained"] - row["kept"] for row in best if "trained" in row)
     yield f"lose up to {short(lost, 3)} by it"
