@@ -119,8 +119,8 @@ def one_command(name):
 
 
 def by_seed(name):
-    rows = (row for row in record("one_command")["rows"] if row["name"] == name)
-    return sorted(rows, key=lambda row: row["seed"])
+    rows = [*record("one_command")["rows"], *record("one_command-earlier")["rows"]]
+    return sorted((row for row in rows if row["name"] == name), key=lambda row: row["seed"])
 
 
 def in_readme():
@@ -143,11 +143,8 @@ def in_readme():
     )
     (options,) = {tuple(row["options"]) for row in distilled}
     yield f"With `--keep {options[1]} --distil {options[3]}` it also trains"
-    lora, sizes = (
-        suite.file_bytes() / 1e6,
-        [row["weight_bytes"] / 1000 for row in distilled],
-    )
-    yield f"from {lora:.1f} MB to [{min(sizes):.1f} to {max(sizes):.1f} kB of weights]"
+    size = distilled[0]["bytes"] / 1000
+    yield f"from {suite.file_bytes() / 1e6:.1f} MB to [{size:.1f} kB in all]"
     lora_of_sums, _, _, untrained, trained, *_ = (
         percent(row["exact"]) for row in record("exact_answers")["rows"]
     )
@@ -659,7 +656,7 @@ def of_published_rows():
 
 def listed(texts):
     *first, last = texts
-    return f"{', '.join(first)} and {last}"
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def column(rows, name):
@@ -693,12 +690,10 @@ def of_estimates():
 def of_more_time():
     """Smaller, for more time."""
     rows = by_seed("smollm2 keep .95 distil 60")
-    yield (
-        f"weight files of {listed(f'{size:,}' for size in column(rows, 'weight_bytes'))} bytes, "
-        f"{listed(f'{1000 * opened(row):,.0f}' for row in rows)} with the config"
-    )
-    shares = zip(column(rows, "kept"), column(rows, "standard_error"), strict=True)
-    yield f"keep {listed(f'{percent(kept, 1)} ± {percent(error, 1)}' for kept, error in shares)} %"
+    yield f"made {listed(f'{size:,}' for size in column(rows, 'bytes'))} bytes in all"
+    for found in (rows, column(rows, "found")):
+        shares = zip(column(found, "kept"), column(found, "standard_error"), strict=True)
+        yield listed(f"{percent(kept, 1)} ± {percent(error, 1)}" for kept, error in shares) + " %"
     yield (
         f"after {listed(f'{seconds / 60:.1f}' for seconds in column(rows, 'cpu_seconds'))} minutes"
     )

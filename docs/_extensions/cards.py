@@ -49,8 +49,12 @@ def draw_lora(ax: Any) -> None:
     small_side = side * (small / lora) ** 0.5
     ax.add_patch(Rectangle((0.0, 0.0), side, side, color=GREY))
     ax.add_patch(Rectangle((4.0, 0.0), small_side, small_side, color=BLUE))
-    ax.text(0.5 * side, 0.5 * side, f"a LoRA\n{lora / 1e6:.1f} MB", color="white", fontsize=10, **MIDDLE)
-    ax.text(4.0, 0.4, f"{small / 1e3:.1f} kB\nkeep {kept:.0%}\nof its effect", color=BLUE, fontsize=10)
+    before, after = (
+        f"a LoRA\n{lora / 1e6:.1f} MB",
+        f"{small / 1e3:.1f} kB\nkeep {kept:.0%}\nof its effect",
+    )
+    ax.text(0.5 * side, 0.5 * side, before, color="white", fontsize=10, **MIDDLE)
+    ax.text(4.0, 0.4, after, color=BLUE, fontsize=10)
     ax.set(xlim=(-0.1, 7.3), ylim=(-0.2, 3.6), xticks=[], yticks=[], aspect="equal")
     clean(ax)
 

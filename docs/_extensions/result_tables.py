@@ -467,7 +467,7 @@ PARTS = {
 
 
 def one_command(results: dict[str, Any]) -> Table:
-    """Processor seconds by part, memory, bytes and the promise of each command as it is typed."""
+    """Tabulate processor seconds by part, memory, bytes and the share kept, by command."""
     head = (
         "",
         *(
@@ -490,7 +490,7 @@ def one_command(results: dict[str, Any]) -> Table:
                 *(f"{value:.0f} s" for value in seconds.values()),
                 f"{row['cpu_seconds']:.0f} s",
                 f"{row['peak_bytes'] / 1e9:.1f} GB",
-                f"{row['weight_bytes']:,} bytes",
+                f"{_opening_bytes(row):,} bytes",
                 f"{sum(row['directory_bytes'].values()):,} bytes",
                 f"{100 * row['kept']:.1f} ± {100 * row['standard_error']:.1f} %",
             ]
@@ -501,13 +501,18 @@ def one_command(results: dict[str, Any]) -> Table:
         "the rest",
         "all",
         "memory at most",
-        "weight file",
+        "bytes that open it",
         "directory",
         "share kept",
     ]
     return head, [
         (label, *cells) for label, cells in zip(labels, zip(*columns, strict=True), strict=True)
     ]
+
+
+def _opening_bytes(row: dict[str, Any]) -> int:
+    names = ("adapter_model.safetensors", "adapter_config.json")
+    return sum(row["directory_bytes"][name] for name in names)
 
 
 def layer_ratios(results: dict[str, Any]) -> Table:
@@ -539,6 +544,7 @@ def thread_commands(results: dict[str, Any]) -> Table:
 
 TABLES = {
     "one-command": ("one_command.json", one_command),
+    "one-command-earlier": ("one_command-earlier.json", one_command),
     **language_tables.TABLES,
     **synthesis_tables.TABLES,
     **solver_tables.TABLES,
