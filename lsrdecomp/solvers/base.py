@@ -62,10 +62,10 @@ class ErrorKind(Enum):
     >>> import numpy as np
     >>> from lsrdecomp import decompose
     >>> decompose(np.kron(np.eye(4), np.ones((3, 3))), "4x4, 3x3", rank=1).error_kind.value
-    'from residual entries in double precision'
+    'measured in double precision'
     """
 
-    measured = "from residual entries in double precision"
+    measured = "measured in double precision"
     bounded = "a rigorous upper bound"
     estimated = "an estimate"
 

@@ -259,7 +259,7 @@ class Decomposition(SeparatedMatrix):
             "\n".join(table),
             f"relative error   {self.relative_error:.3g}, {self.error_kind.value}",
             f"condition γ      {self.condition:.3g}",
-            f"bytes            {stored}, {self.parameters:,} of {rows * columns:,} numbers",
+            f"bytes            {stored}; {self.parameters:,} numbers instead of {rows * columns:,}",
             f"{self.status.value}{self.remark}",
         ]
         return "\n".join(lines)

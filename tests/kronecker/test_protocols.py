@@ -431,7 +431,7 @@ def test_a_decomposition_acts_as_its_approximation_and_prints_its_terms():
     assert "16 × 16 as 3 × [4×4 ⊗ 4×4]" in text
     assert [line.split()[0] for line in text.splitlines()[2:5]] == ["1", "2", "3"]
     assert f"{found.relative_error:.3g}" in text
-    assert f"bytes            {96 * 8:,} in float64, 96 of 256 numbers" in text
+    assert f"bytes            {96 * 8:,} in float64; 96 numbers instead of 256" in text
     assert "\n" not in found.summary
 
 
