@@ -141,7 +141,7 @@ def test_a_measured_result_shows_what_its_versions_keep_and_no_error_curve():
     tried = (Measurement(24_000, 6000, 0.97), Measurement(12_000, 3000, 0.7, 0.9, 60))
     page = html_report(compression((LAYER,), fidelity=fidelity, tried=tried), [CURVE])
     assert "What is kept at which size" in page
-    assert "Weight error at which size" not in page
+    assert "Weight error at each size" not in page
     points, _ = drawn(charts(page)["wide-chart"], "c0")
     assert [one[0] for one in points] == sorted(one[0] for one in points)
     assert points[0][1] > points[1][1], "smaller files stand left, a larger share higher"
