@@ -152,11 +152,22 @@ def in_readme():
         f"on sums 1/96 of a LoRA solved {untrained} % of the problems; with `--distil 100` "
         f"[{trained} %, the LoRA {lora_of_sums} %]"
     )
-    small = {
-        name: short(fmean(row["kept"] for row in rivals(name, 1000)))
-        for name in ("Uni-LoRA", "LSR")
-    }
-    yield f"In 1 kB another adapter keeps more: [Uni-LoRA {small['Uni-LoRA']}, LSR {small['LSR']}]"
+    yield (
+        f"In 1 kB another adapter keeps as much, [Uni-LoRA {short(by_bytes('Uni-LoRA', 1000))}, "
+        f"LSR {short(by_bytes('LSR', 1000))}]"
+    )
+    held_out = record("kept_by_bytes")["examples"]
+    yield f"Bars, and ± below, are the standard error over held-out texts, here {held_out}."
+
+
+def by_bytes(method, budget):
+    """Return the share that a trained adapter of the record of README's picture keeps."""
+    (kept,) = (
+        row["kept"]
+        for row in record("kept_by_bytes")["rows"]
+        if (row["method"], row["budget"]) == (method, budget) and row["steps"]
+    )
+    return kept
 
 
 def rivals(method, budget, task="E2E"):
@@ -498,6 +509,11 @@ def kept(method, budget, task="E2E"):
 
 
 def in_small_adapters():
+    yield (
+        f"LSR [now keeps](language-models.md#by-bytes) {short(by_bytes('LSR', 1000), 3)} in 1 kB, "
+        f"where Uni-LoRA keeps {short(by_bytes('Uni-LoRA', 1000), 3)}, and "
+        f"{short(by_bytes('LSR', 3000), 3)} in 3 kB"
+    )
     yield from on_gemma()
     yield from of_e2e_in_bytes()
     yield from of_other_tasks_in_bytes()

@@ -11,33 +11,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from benchmarks import record as records
 from lsrdecomp import plots
-from lsrdecomp.plots.pictures import COLOURS, FONT_SIZE, MARKERS, dress, new_axes
+from lsrdecomp.plots.pictures import COLOURS, MARKERS, dress, name_lines, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
 class Line:
-    """A method, and where its name stands beside its smallest adapter."""
+    """A method, as trained or as compressed, and its name."""
 
     method: str
     is_trained: bool  # on the LoRA's own answers
     label: str
-    offset: tuple[float, float] = (-8.0, 0.0)  # points from the marker
-    alignment: str = "right"
 
 
 LINES = (
     Line("LSR", True, "LSR, distilled"),
-    Line("LSR", False, "LSR, calibrated"),
-    Line("SVD", True, "truncated SVD,\ndistilled"),
+    Line("LSR", False, "LSR, as compressed"),
+    Line("SVD", True, "truncated SVD, distilled"),
     Line("Uni-LoRA", True, "Uni-LoRA"),
-    Line("LoRAQuant", True, "LoRAQuant's split", (6.0, -9.0), "left"),
+    Line("LoRAQuant", True, "LoRAQuant's split"),
 )
 """Five lines at most; more cannot be told apart."""
+TICKS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
+"""Named shares on an axis that is logarithmic in what is lost."""
 
 
 def points(record: dict[str, Any], method: str, *, is_trained: bool) -> list[dict[str, Any]]:
@@ -51,40 +54,52 @@ def points(record: dict[str, Any], method: str, *, is_trained: bool) -> list[dic
 def draw(record: dict[str, Any]) -> Axes:
     """Draw those of `LINES` that have rows, with the standard errors of their shares."""
     axes = new_axes()
+    axes.set_yscale("function", functions=(digits, share))
+    axes.set(xscale="log", xlim=(0.8, 38.0), ylim=(0.0, 0.9985))
     for i, line in enumerate(LINES):
         rows = points(record, line.method, is_trained=line.is_trained)
         if not rows:
             continue
-        axes.errorbar(
-            [row["bytes"] / 1000 for row in rows],
-            [row["kept"] for row in rows],
-            yerr=[row["error"] for row in rows],
+        sizes = [row["bytes"] / 1000 for row in rows]
+        kept = [row["kept"] for row in rows]
+        axes.plot(
+            sizes,
+            kept,
             color=COLOURS[i],
             marker=MARKERS[i],
             linestyle="-" if line.is_trained else "--",
             linewidth=1.8 if line.method == "LSR" else 1.2,
             markersize=5,
-            capsize=2,
             label=line.label,
         )
-        axes.annotate(
-            line.label,
-            (rows[0]["bytes"] / 1000, rows[0]["kept"]),
-            xytext=line.offset,
-            textcoords="offset points",
-            ha=line.alignment,
-            va="center",
+        axes.errorbar(
+            sizes,
+            kept,
+            yerr=[row["error"] for row in rows],
             color=COLOURS[i],
-            fontsize=FONT_SIZE,
+            linestyle="none",
+            capsize=2,
         )
-    axes.set(xscale="log", xlim=(0.3, 45.0), ylim=(0.0, 1.05))
-    axes.minorticks_off()
     dress(
         axes,
-        f"kB that open the adapter, all told (the LoRA: {record['bytes_of_lora'] / 1000:,.0f})",
+        f"kB of all that opens the adapter (the LoRA: {record['bytes_of_lora'] / 1000:,.0f})",
         "share of the LoRA's effect that is kept",
     )
+    axes.set_yticks(TICKS, [f"{each:g}" for each in TICKS])
+    axes.set_xticks([1, 3, 10, 30], ["1", "3", "10", "30"])
+    axes.minorticks_off()
+    name_lines(axes)
     return axes
+
+
+def digits(kept: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return how many decimal digits of what is lost are zero: 1 for 0.9, 2 for 0.99."""
+    return np.asarray(-np.log10(np.maximum(1.0 - np.asarray(kept), 1e-6)))
+
+
+def share(digits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the share kept of a number of `digits`."""
+    return np.asarray(1.0 - 10.0 ** -np.asarray(digits))
 
 
 def main(source: Path, out: Path) -> None:

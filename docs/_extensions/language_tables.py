@@ -252,6 +252,38 @@ def dialled(results: dict[str, Any]) -> Table:
     return ("", "bytes", "kept as compressed", "right", "kept after training", "right"), lines
 
 
+def kept_by_bytes(results: dict[str, Any]) -> Table:
+    """Tabulate what is kept by method and budget, as compressed and as trained."""
+    names = {"SVD": "truncated SVD", "LoRAQuant": "LoRAQuant's split"}
+    order = ("LSR", "SVD", "Uni-LoRA", "LoRAQuant")
+    rows = sorted(results["rows"], key=lambda row: (order.index(row["method"]), row["steps"]))
+    smallest = {
+        (row["method"], row["budget"]): f"does not fit: {row['smallest']:,} B at least"
+        for row in results.get("does_not_fit", [])
+    }
+    budgets = sorted({row["budget"] for row in rows})
+    lines: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        method = names.get(row["method"], row["method"])
+        training = "distilled" if row["steps"] else "as compressed"
+        unmeasured = [smallest.get((row["method"], budget), "–") for budget in budgets]
+        cells = lines.setdefault((method, training), unmeasured)
+        cells[budgets.index(row["budget"])] = f"{row['kept']:.3f} ± {row['error']:.3f}"
+    head = ("", "", *(f"{budget // 1000} kB" for budget in budgets))
+    return head, [(*first, *cells) for first, cells in lines.items()]
+
+
+def by_model(results: dict[str, Any]) -> Table:
+    """Tabulate what each structure keeps of each model's LoRA as compressed, by ratio."""
+    ratios = sorted({row["ratio"] for row in results["rows"]}, reverse=True)
+    lines: dict[tuple[str, str], list[str]] = {}
+    for row in results["rows"]:
+        cells = lines.setdefault((row["model"], row["structure"]), ["–"] * len(ratios))
+        cells[ratios.index(row["ratio"])] = f"{row['kept']:.3f} ± {row['error']:.3f}"
+    head = ("model", "structure", *(f"1/{ratio:.3g}" for ratio in ratios))
+    return head, [(*first, *cells) for first, cells in lines.items()]
+
+
 def exact_answers(results: dict[str, Any]) -> Table:
     """Tabulate how many problems each form of the LoRA of sums solves to the last digit."""
     lines = []
@@ -316,6 +348,8 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
     "small-adapters-gemma": ("rivals-gemma.json", rivals),
     "from-lora": ("from_lora.json", from_lora),
     "dialled": ("speech.json", dialled),
+    "kept-by-bytes": ("kept_by_bytes.json", kept_by_bytes),
+    "by-model": ("by_model.json", by_model),
     "exact-answers": ("exact_answers.json", exact_answers),
 }
 """Name on a page: file of results, and what makes a table of it."""

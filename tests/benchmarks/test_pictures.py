@@ -53,11 +53,15 @@ def test_what_is_kept_by_bytes_has_a_line_a_method_and_training():
     rows = [row("LSR", 9000, 40, 0.98), row("LSR", 3000, 40, 0.93), row("LSR", 3000, 0, 0.64)]
     rows += [row("Uni-LoRA", 3000, 40, 0.89), row("Uni-LoRA", 1000, 40, 0.81)]
     axes = kept_by_bytes_picture.draw({"rows": rows, "bytes_of_lora": 3_718_782})
-    drawn = {bar.get_label(): bar.lines[0].get_xydata().tolist() for bar in axes.containers}
+    lines, labels = axes.get_legend_handles_labels()
+    drawn = {label: line.get_xydata().tolist() for line, label in zip(lines, labels, strict=True)}
     assert drawn == {
         "LSR, distilled": [[3.0, 0.93], [9.0, 0.98]],
-        "LSR, calibrated": [[3.0, 0.64]],
+        "LSR, as compressed": [[3.0, 0.64]],
         "Uni-LoRA": [[1.0, 0.81], [3.0, 0.89]],
     }
     assert "3,719" in axes.get_xlabel()
     assert {label.get_text() for label in axes.texts} == set(drawn)
+    assert len(axes.containers) == len(drawn)
+    ticks = axes.yaxis.get_transform().transform([0.0, 0.9, 0.99])
+    assert ticks.tolist() == pytest.approx([0.0, 1.0, 2.0])
