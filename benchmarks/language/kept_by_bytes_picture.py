@@ -19,7 +19,7 @@ from lsrdecomp.plots.pictures import COLOURS, MARKERS, dress, name_lines, new_ax
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ LINES = (
     Line("LoRAQuant", True, "LoRAQuant's split"),
 )
 """Five lines at most; more cannot be told apart."""
-TICKS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
+SIZES = (1, 3, 10, 30)
+"""Named sizes, in kB."""
+SHARES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
 """Named shares on an axis that is logarithmic in what is lost."""
 
 
@@ -55,7 +57,9 @@ def draw(record: dict[str, Any]) -> Axes:
     """Draw those of `LINES` that have rows, with the standard errors of their shares."""
     axes = new_axes()
     axes.set_yscale("function", functions=(digits, share))
-    axes.set(xscale="log", xlim=(0.8, 38.0), ylim=(0.0, 0.9985))
+    sizes = [row["bytes"] / 1000 for row in record["rows"]]
+    top = share(digits(max(row["kept"] for row in record["rows"])) + 0.3)
+    axes.set(xscale="log", xlim=(0.8 * min(sizes), 1.25 * max(sizes)), ylim=(0.0, top))
     for i, line in enumerate(LINES):
         rows = points(record, line.method, is_trained=line.is_trained)
         if not rows:
@@ -85,19 +89,23 @@ def draw(record: dict[str, Any]) -> Axes:
         f"kB of all that opens the adapter (the LoRA: {record['bytes_of_lora'] / 1000:,.0f})",
         "share of the LoRA's effect that is kept",
     )
-    axes.set_yticks(TICKS, [f"{each:g}" for each in TICKS])
-    axes.set_xticks([1, 3, 10, 30], ["1", "3", "10", "30"])
+    for axis, ticks, (_, most) in (
+        (axes.xaxis, SIZES, axes.get_xlim()),
+        (axes.yaxis, SHARES, axes.get_ylim()),
+    ):
+        shown = [each for each in ticks if each <= most]
+        axis.set_ticks(shown, labels=[f"{each:g}" for each in shown])
     axes.minorticks_off()
     name_lines(axes)
     return axes
 
 
-def digits(kept: NDArray[np.float64]) -> NDArray[np.float64]:
+def digits(kept: ArrayLike) -> NDArray[np.float64]:
     """Return how many decimal digits of what is lost are zero: 1 for 0.9, 2 for 0.99."""
     return np.asarray(-np.log10(np.maximum(1.0 - np.asarray(kept), 1e-6)))
 
 
-def share(digits: NDArray[np.float64]) -> NDArray[np.float64]:
+def share(digits: ArrayLike) -> NDArray[np.float64]:
     """Return the share kept of a number of `digits`."""
     return np.asarray(1.0 - 10.0 ** -np.asarray(digits))
 
