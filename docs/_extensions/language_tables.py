@@ -258,7 +258,7 @@ def kept_by_bytes(results: dict[str, Any]) -> Table:
     order = ("LSR", "SVD", "Uni-LoRA", "LoRAQuant")
     rows = sorted(results["rows"], key=lambda row: (order.index(row["method"]), row["steps"]))
     smallest = {
-        (row["method"], row["budget"]): f"does not fit: {row['smallest']:,} B at least"
+        (row["method"], row["budget"]): f"does not fit, {row['smallest']:,} B do"
         for row in results.get("does_not_fit", [])
     }
     budgets = sorted({row["budget"] for row in rows})
