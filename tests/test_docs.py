@@ -339,3 +339,13 @@ def test_sentences_that_outsiders_stumbled_on_are_gone(words):
 
 def text_of(path):
     return path.read_text(encoding="utf-8")
+
+
+def test_readme_says_the_two_commands_for_a_fresh_machine():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").split("\n")
+    typed = [line.partition("#")[0].strip() for line in lines]
+    targets = (ROOT / "Makefile").read_text()
+    for command in ("make demo", "make test"):
+        assert command in typed
+        assert f"\n{command.partition(' ')[2]}:" in targets
+    assert "make test" in (ROOT / ".ci" / "run").read_text().split("\n")
