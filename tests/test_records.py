@@ -124,7 +124,7 @@ def by_seed(name):
 
 
 def in_readme():
-    gemma = one_command("gemma-3-270m keep .95 distil 60")["weight_bytes"] / 1000
+    gemma = opened(one_command("gemma-3-270m keep .95 distil 60"))
     yield (
         f"one of Gemma-3-270M to [{gemma:.1f} "
         "kB](docs/evidence/language-models.md#another-base-gemma-3-270m)"

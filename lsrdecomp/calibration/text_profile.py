@@ -40,7 +40,7 @@ class TextProfile:
     mean_words : float
         Mean number of words of a text.
     frequent : tuple of str
-        Digests of the most frequent words, which tell nothing of private texts.
+        Digests of the most frequent words, not secret: who has a dictionary finds the words.
     coverage : float
         The share of all words of every second text that are frequent in the others: what frequent
         words cover of texts that they were not counted in.

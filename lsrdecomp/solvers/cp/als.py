@@ -153,7 +153,9 @@ class ALS(MatrixSolver):
         return self._symmetric(problem, solution)
 
     def _symmetric(self, problem: MatrixProblem, solution: Solution) -> Solution:
-        """Return a symmetric solution of as many terms where its error is no larger.
+        """Return a symmetric solution of as many terms, unless its error is larger.
+
+        It may be larger by ``core.max_symmetric_excess``, or up to the tolerance that was asked.
 
         The terms are made symmetric and fitted again, which keeps them so. An answer that is
         symmetric already, and one of which no symmetric sum comes near, are returned as they are.
