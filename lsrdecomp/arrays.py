@@ -234,7 +234,11 @@ def finite_norm(array: Array, name: str = "matrix", *, computed: bool = False) -
     )
 
 
-def norm(array: Array, *, max_dot_entries: int = 2**12) -> float:
+MAX_DOT_ENTRIES = 2**12
+"""Numbers for whose inner product no BLAS starts threads; by hand."""
+
+
+def norm(array: Array, *, max_dot_entries: int = MAX_DOT_ENTRIES) -> float:
     """Return the Frobenius norm in double precision, safe where squares overflow or underflow.
 
     Parameters
@@ -242,7 +246,7 @@ def norm(array: Array, *, max_dot_entries: int = 2**12) -> float:
     array : Array
     max_dot_entries : int
         Entries of a NumPy array in double precision up to which one inner product sums the squares:
-        BLAS starts no threads for so few, whose number would be seen in the last bits. By hand.
+        BLAS starts no threads for so few, whose number would be seen in the last bits.
     """
     if type(array) is np.ndarray and 0 < array.size <= max_dot_entries and is_double(array):
         # `vdot` says nothing of overflow and of NaN, which `errstate` would cost more to silence

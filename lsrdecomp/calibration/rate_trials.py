@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 S = TypeVar("S")
 
@@ -60,33 +60,6 @@ class RateTrial(Generic[S]):
     def record(self) -> tuple[float, float | None]:
         """The rate and its loss, or None where that is not finite."""
         return self.rate, self.loss if math.isfinite(self.loss) else None
-
-
-def run_trials(
-    rates: Sequence[float],
-    run: Callable[[float], RateTrial[S]],
-    *,
-    trial_steps: int,
-    max_steps: float = math.inf,
-) -> list[RateTrial[S]]:
-    """Try rates in turn, as far as the trials take fewer than ``max_steps`` steps in all.
-
-    Parameters
-    ----------
-    rates : sequence of float
-    run : callable
-        Makes the trial of a rate, from the same start each time.
-    trial_steps : int
-        Steps of one trial.
-    max_steps : float
-        Steps that all trials and the training after them share.
-    """
-    trials: list[RateTrial[S]] = []
-    for rate in rates:
-        if (len(trials) + 1) * trial_steps >= max_steps:
-            break
-        trials.append(run(rate))
-    return trials
 
 
 def best_trial(trials: Sequence[RateTrial[S]]) -> RateTrial[S] | None:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.arrays import (
+    MAX_DOT_ENTRIES,
     Array,
     adjoint,
     as_double,
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lsrdecomp.kronecker.shape import KroneckerShape
-
-
-MAX_UNTHREADED_ROW = 2**12
-"""Numbers for whose inner product no BLAS starts threads, as in `lsrdecomp.arrays.norm`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,7 @@ class Dense:
         refuse_traced(matrix, "a decomposition")
         object.__setattr__(self, "matrix", matrix)
         # Sums over short rows start no threads, and to enter costs as much as they do.
-        entries = math.prod(self.shape) if self.shape[1] > MAX_UNTHREADED_ROW else 0
+        entries = math.prod(self.shape) if self.shape[1] > MAX_DOT_ENTRIES else 0
         with one_blas_thread_for(entries):
             self.norm  # noqa: B018 - refuses entries that are not finite
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lsrdecomp.calibration.rate_trials import RateTrial, TrialSchedule, best_trial, run_trials
+from lsrdecomp.calibration.rate_trials import RateTrial, TrialSchedule, best_trial
 from lsrdecomp.checkpoints.writing import new_file
 from lsrdecomp.training.methods import find_method
 from lsrdecomp.training.model import trainable_parameters
@@ -123,11 +123,11 @@ def choose_rate(
         return RateTrial(rate, losses, None)
 
     rates = [float(f"{multiple * default:.2g}") for multiple in search.multiples]
-    trials = run_trials(rates, run, trial_steps=trial_steps)
+    trials = [run(rate) for rate in rates]
     # 2. Take the best one, and the default where every trial diverged.
     best = best_trial(trials)
-    figures = [(trial.rate, _finite(trial.loss)) for trial in trials]
-    choice = ChosenRate(default if best is None else best.rate, tuple(figures))
+    records = tuple(trial.record for trial in trials)
+    choice = ChosenRate(default if best is None else best.rate, records)
     with new_file(file, force=True) as part:
         part.write_text(json.dumps([choice.rate, choice.trials]), encoding="utf-8")
     return choice
@@ -144,7 +144,3 @@ def _restore(model: PeftModel, start: dict[str, Tensor]) -> None:
     for name, parameter, _ in trainable_parameters(model):
         parameter.copy_(start[name])
         parameter.grad = None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
