@@ -107,23 +107,23 @@ def two_factors(size: int, minutes: float, threads: int = 1, part: str = "") -> 
 
 
 JOBS = (
-    Job("exact sums", ("exact_sums",), "benchmarks.solvers.exact_sums", 2),
+    Job("exact sums", ("exact_sums",), "benchmarks.solvers.exact_sums", 1),
     Job("best peer", ("best_peer",), "benchmarks.solvers.best_peer", 5, ("sklearn", "torch")),
-    Job("error curve", ("error_curve",), "benchmarks.solvers.error_curve", 2),
+    Job("error curve", ("error_curve",), "benchmarks.solvers.error_curve", 1),
     Job("found", ("found-in-the-wild",), "benchmarks.testing.found", 2),
     Job("resize", ("resize",), "benchmarks.cost.resize", 2),
-    Job("operators", ("operators-galerkin",), "benchmarks.operators.solve galerkin", 2),
+    Job("operators", ("operators-galerkin",), "benchmarks.operators.solve galerkin", 1),
     Job("peers", ("operators-peers",), "benchmarks.operators.peers", 4, ("pyamg",)),
     Job(
         "three factors",
         ("three_factor_ends",),
         "benchmarks.solvers.three_factor_ends",
-        8,
+        1,
         ("pyttb",),
     ),
-    Job("cp", ("cp",), "benchmarks.solvers.cp", 20, ("pyttb",)),
-    Job("route", ("route_cost",), "benchmarks.cost.route", 10),
-    Job("memory", ("memory",), "benchmarks.cost.memory", 10),
+    Job("cp", ("cp",), "benchmarks.solvers.cp --limit 30", 10, ("pyttb",)),
+    Job("route", ("route_cost",), "benchmarks.cost.route", 4),
+    Job("memory", ("memory",), "benchmarks.cost.memory", 5),
     Job(
         "layers",
         ("layers-cpu",),
@@ -132,21 +132,28 @@ JOBS = (
         ("peft",),
     ),
     Job("bank", ("bank",), "benchmarks.adapters.bank", 5, ("peft",)),
-    Job("fleet", ("fleet",), "benchmarks.cost.fleet", 15, threads=None),
-    Job("threads", ("threads",), "benchmarks.cost.threads", 30, ("threadpoolctl",), threads=None),
-    two_factors(1024, 5, part="dense"),
-    two_factors(2048, 15, part="dense"),
-    two_factors(4096, 60),
-    Job("million", ("operators-million",), "benchmarks.operators.solve million", 40),
+    Job("fleet", ("fleet",), "benchmarks.cost.fleet", 5, threads=None),
+    Job(
+        "threads",
+        ("threads",),
+        "benchmarks.cost.threads --repeats 3",
+        8,
+        ("threadpoolctl",),
+        threads=None,
+    ),
+    two_factors(1024, 1, part="dense"),
+    two_factors(2048, 1, part="dense"),
+    two_factors(4096, 9),
+    Job("million", ("operators-million",), "benchmarks.operators.solve million", 1),
     Job("experts", ("experts",), "benchmarks.compression.experts --data {e2e}", 10, ("peft",)),
-    Job("integer factors", ("integer_factors",), "benchmarks.compression.integer_factors", 2),
+    Job("integer factors", ("integer_factors",), "benchmarks.compression.integer_factors", 1),
     Job("budgets", ("compression",), "benchmarks.compression.budgets {adapters}/*", 120),
     Job(
         "Frobenius",
         ("compression_frobenius",),
-        "benchmarks.compression.frobenius {adapters}/* --out "
+        "benchmarks.compression.frobenius {adapters}/* --parts rank --layers 1000 --long 200 --out "
         "benchmarks/results/compression_frobenius.json",
-        120,
+        5,
     ),
     Job(
         "kept by bytes",
@@ -156,7 +163,7 @@ JOBS = (
         35,
         ("peft", "gguf"),
     ),
-    Job("calibration", ("calibration",), "benchmarks.cost.calibration", 30, ("peft",)),
+    Job("calibration", ("calibration",), "benchmarks.cost.calibration", 7, ("peft",)),
     Job(
         "one command",
         ("one_command",),
@@ -237,7 +244,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("jobs", nargs="*", metavar="JOB", help="by name; all if none is named")
     parser.add_argument("--only", choices=["cheap"], help="those of at most --cheap-minutes")
-    parser.add_argument("--cheap-minutes", type=float, default=10.0)
+    parser.add_argument("--cheap-minutes", type=float, default=5.0)
     parser.add_argument(
         "--input", type=named_path, action="append", default=[], metavar="NAME=PATH"
     )

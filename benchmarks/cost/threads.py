@@ -5,10 +5,10 @@
 
 No variable such as OMP_NUM_THREADS may be set. The commands run on a synthetic LoRA file of 771
 layers of SDXL's sizes, once as the environment is and once with OMP_NUM_THREADS=1, in turns, on the
-machine as it is and then beside a busy process on each core. `decompose` runs in one process,
-in blocks of calls that take turns: by default, with one thread, and with all threads throughout
-("free": as if the library did not limit them), which says where threads would pay. CPU seconds
-include those of BLAS threads that wait for work.
+machine as it is, `inspect` and `verify` then beside a busy process on each core. `decompose` runs
+in one process, in blocks of calls that take turns: by default, with one thread, and with all
+threads throughout ("free": as if the library did not limit them), which says where threads would
+pay. CPU seconds include those of BLAS threads that wait for work.
 
 The record is written after each row. Rows that it has are not measured again (but with --again);
 those of a quick run are no part of a full one.
@@ -65,7 +65,7 @@ def main() -> None:
     if options.again:
         rows = [row for row in rows if row["part"] not in options.only]
     done = [row["case"] for row in rows]
-    repeats = 1 if options.quick else 5
+    repeats = 1 if options.quick else options.repeats
     for part in options.only:
         for case, measure in PARTS[part](options.quick):
             if case in done:
@@ -74,7 +74,7 @@ def main() -> None:
             row["load"] = round(os.getloadavg()[0], 1)
             print(json.dumps(row), flush=True)
             rows.append(row)
-            record = known | {"layers": LAYERS, "rank": RANK, "rows": rows}
+            record = known | {"layers": LAYERS, "rank": RANK, "repeats": repeats, "rows": rows}
             records.save(options.out, record, "threadpoolctl", seed=SEED)
 
 
@@ -85,6 +85,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--quick", action="store_true", help="few sizes, each once")
+    parser.add_argument("--repeats", type=int, default=5, help="turns, of which the median counts")
     parser.add_argument("--again", action="store_true", help="measure rows that are there again")
     parser.add_argument("--out", type=Path, default=RESULTS / "threads.json")
     return parser.parse_args()
@@ -108,8 +109,12 @@ def commands(quick: bool) -> Iterator[tuple[str, Callable[[int], Row]]]:
             "compress --ratio 4": (*compress, "--out", str(scratch), "--force"),
             "curve": ("curve", str(lora)),
         }
-        for beside, busy in (("as it is", nullcontext), ("busy", busy_cores)):
-            for verb, command in verbs.items():
+        for beside, busy, told in (
+            ("as it is", nullcontext, tuple(verbs)),
+            ("busy", busy_cores, ("inspect", "verify")),
+        ):
+            for verb in told:
+                command = verbs[verb]
 
                 def measure(
                     repeats: int,

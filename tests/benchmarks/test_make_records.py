@@ -99,3 +99,9 @@ def test_every_input_of_a_job_is_explained():
     assert {name: inputs for name, inputs in unexplained.items() if inputs} == {}
     names = [name for job in make.JOBS for name in job.records]
     assert len(names) == len(set(names))
+
+
+def test_the_cheap_jobs_end_within_an_hour():
+    cheap = make.chosen(make.read_arguments(["--only", "cheap"]))
+    assert cheap
+    assert sum(job.minutes for job in cheap) < 60
