@@ -33,7 +33,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "LSR, r = 8": lambda: LsrConfig(r=8, separation_rank=4, target_modules="all-linear"),
     "LoKr": lambda: LoKrConfig(r=8, alpha=8, target_modules="all-linear"),
 }
-WIDTHS, TOKENS = (768, 1024, 2048, 4096), (1, 16, 128, 1024, 4096)
+WIDTHS, TOKENS = (384, 768, 1024, 2048, 4096), (1, 16, 128, 1024, 4096)
 LAYERS = 4
 MOST_PRODUCTS = {"cpu": 1 << 32, "cuda": 1 << 60}
 """Multiplications of a layer on all tokens; larger cases take minutes on a CPU, and the pair

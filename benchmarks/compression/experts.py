@@ -12,9 +12,10 @@ experts:
   splits;
 - shared bases: Uᵀ ΔW_e V with U and V of all experts, a core for each (HOSVD, then ten sweeps).
 
-    python -m benchmarks.compression.experts --data devset.csv
+    python -m benchmarks.compression.experts --data devset.csv [--out FILE]
 
 The model is small and its LoRA is trained for minutes; no published LoRA on experts was to be had.
+Writes ``results/experts.json``.
 """
 
 from __future__ import annotations
@@ -47,7 +48,6 @@ from lsrdecomp.compression import truncate
 from lsrdecomp.compression.layers import layer_product
 
 ROOT = Path(__file__).parents[2]
-RESULT = RESULTS / "experts.json"
 SEED, EXPERTS, RANK, LENGTH, BATCH = 0, 8, 8, 96, 16
 RATIOS = (2, 4, 8)
 STEPS = {"base": 400, "lora": 300}
@@ -179,7 +179,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True, help="devset.csv of the E2E challenge")
-    pages, sentences = lines(parser.parse_args().data)
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / "experts.json", help="where to write the record"
+    )
+    options = parser.parse_args()
+    pages, sentences = lines(options.data)
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
     sizes = {
@@ -216,7 +220,7 @@ def main() -> None:
         base = Qwen3MoeForCausalLM.from_pretrained(f"{folder}/base").eval()
         measure(base, Path(folder), sentences[:-256])
         record = compared(base, Path(folder), rows)
-    records.save(RESULT, record, "torch", "transformers", "peft", seed=SEED)
+    records.save(options.out, record, "torch", "transformers", "peft", seed=SEED)
 
 
 def measure(base: Any, folder: Path, texts: list[str]) -> None:
