@@ -24,7 +24,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks import record as records
-from benchmarks.adapters.rates import ARMS, COMMON, ENCODER, encoder, loss_of, row
+from benchmarks.adapters.rates import ARMS, AUTO, COMMON, ENCODER, encoder, loss_of, row
 from benchmarks.language.tasks import write_task
 from benchmarks.record import RESULTS
 from lsrdecomp.training.embedded import embedded
@@ -36,8 +36,8 @@ ENCODER_TASK = ENCODER | {"steps": 200}
 LANGUAGE = {
     "model": "smollm2",
     "batch": 4,
-    "steps": 100,
-    "dev_examples": 48,
+    "steps": 50,
+    "dev_examples": 32,
     "samples": 0,
     "precision": "bfloat16-autocast",
 }
@@ -77,21 +77,24 @@ class Place:
             return settings | {"model": str(place.model), "data": str(place.data)}
         return settings | {"model": encoder(), "data": str(self.data / "glue")}
 
-    def run(self, task: str, arm: str, multiple: float, seed: int) -> FinetuneRecord:
+    def run(self, task: str, arm: str, multiple: float | str, seed: int) -> FinetuneRecord:
         """Return a finished run, or a new one."""
         out = self._directory(task, arm, multiple, seed)
         if (out / RECORD).exists():
             return read_record(out)
         changes = ARMS[arm] | {"seed": seed}
-        if multiple != 1:
+        if multiple == AUTO:
+            changes |= {"learning_rate": AUTO}
+        elif isinstance(multiple, float) and multiple != 1:
             default = self.run(task, arm, 1.0, seed).settings.learning_rate
             assert isinstance(default, float)
             changes |= {"learning_rate": float(f"{multiple * default:.2g}")}
         out.parent.mkdir(parents=True, exist_ok=True)
         return finetune(FinetuneSettings.from_mapping(self.settings(task) | changes), out)
 
-    def _directory(self, task: str, arm: str, multiple: float, seed: int) -> Path:
-        return self.work / task / re.sub(r"\W+", "-", arm) / f"{multiple:.2g}-{seed}"
+    def _directory(self, task: str, arm: str, multiple: float | str, seed: int) -> Path:
+        name = multiple if isinstance(multiple, str) else f"{multiple:.2g}"
+        return self.work / task / re.sub(r"\W+", "-", arm) / f"{name}-{seed}"
 
 
 def main(given: list[str] | None = None) -> dict[str, Any]:
@@ -104,6 +107,7 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=tuple(TASKS))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=("lsr", "lora"))
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
+    parser.add_argument("--auto", action="store_true", help="also by trials of three rates")
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--out", type=Path, default=RESULTS / "default_rates.json")
     options = parser.parse_args(given)
@@ -116,7 +120,7 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     for seed in options.seeds:
         for task in options.tasks:
             for arm in options.arms:
-                for multiple in multiples(rows, task, arm, seed):
+                for multiple in to_run(rows, task, arm, seed, auto=options.auto):
                     if time.monotonic() - begin > 60 * options.minutes:
                         print("stopped; the same command goes on")
                         return results
@@ -130,10 +134,10 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     return results
 
 
-def multiples(
-    rows: dict[tuple[Any, ...], dict[str, Any]], task: str, arm: str, seed: int
-) -> Iterator[float]:
-    """Yield multiples of the default to train with: three, and further while an end is best."""
+def to_run(
+    rows: dict[tuple[Any, ...], dict[str, Any]], task: str, arm: str, seed: int, *, auto: bool
+) -> Iterator[float | str]:
+    """Yield multiples of the default: three, and further while an end is best; then ``"auto"``."""
     yield 1.0
     yield from (multiple for multiple in MULTIPLES if multiple != 1)
     grid = list(MULTIPLES)
@@ -144,9 +148,11 @@ def multiples(
         elif ENDS[1] > best == grid[-1]:
             further = best * 3
         else:
-            return
+            break
         yield further
         grid = sorted([*grid, further])
+    if auto:
+        yield AUTO
 
 
 def summary(rows: dict[tuple[Any, ...], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -156,7 +162,11 @@ def summary(rows: dict[tuple[Any, ...], dict[str, Any]]) -> list[dict[str, Any]]
     where all of these seeds ran with it.
     """
     losses: dict[tuple[str, str], dict[float, dict[int, float]]] = {}
+    chosen: dict[tuple[str, str], dict[int, float]] = {}
     for (task, arm, multiple, seed), each in rows.items():
+        if multiple == AUTO:
+            chosen.setdefault((task, arm), {})[seed] = loss_of(each)
+            continue
         losses.setdefault((task, arm), {}).setdefault(multiple, {})[seed] = loss_of(each)
     found = []
     for (task, arm), by_multiple in losses.items():
@@ -170,6 +180,8 @@ def summary(rows: dict[tuple[Any, ...], dict[str, Any]]) -> list[dict[str, Any]]
         }
         best = min(means, key=lambda multiple: means[multiple])
         behind = [by_multiple[1.0][seed] - by_multiple[best][seed] for seed in sorted(seeds)]
+        by_trials = chosen.get((task, arm), {})
+        auto_behind = [loss - by_multiple[best][seed] for seed, loss in sorted(by_trials.items())]
         found.append(
             {
                 "task": task,
@@ -180,6 +192,7 @@ def summary(rows: dict[tuple[Any, ...], dict[str, Any]]) -> list[dict[str, Any]]
                 "best": float(f"{best:.2g}"),
                 "behind": round(mean(behind), 4),
                 "behind_of_each_seed": [round(each, 4) for each in behind],
+                "auto_behind_of_each_seed": [round(each, 4) for each in auto_behind],
             }
         )
     return found
