@@ -153,7 +153,7 @@ JOBS = (
         ("compression_frobenius",),
         "benchmarks.compression.frobenius {adapters}/* --parts rank --layers 1000 --long 200 --out "
         "benchmarks/results/compression_frobenius.json",
-        5,
+        1,
     ),
     Job(
         "kept by bytes",
