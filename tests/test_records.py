@@ -23,7 +23,12 @@ COMPRESS, TRAINED, SCALE = (
     "docs/evidence/fine-tuning-measured.md",
     "docs/evidence/scale.md",
 )
-ACCURACY = "docs/evidence/accuracy.md"
+ACCURACY, SOLVERS, OPERATORS, SERVING = (
+    "docs/evidence/accuracy.md",
+    "docs/evidence/solvers-measured.md",
+    "docs/evidence/operators-measured.md",
+    "docs/evidence/serving.md",
+)
 NO_RECORD = {
     LANGUAGE: (
         "mean and half the 95 % interval over seeds",
@@ -41,6 +46,8 @@ UNRECORDED = {LANGUAGE: "## Tried, and not taken"}
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"[^.]{0,40}(?:(?<!version )(?<![\w.])0?\.\d+|\d %|±|\d nats)[^.]{0,20}")
+
+WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 
 def record(name):
@@ -814,6 +821,78 @@ def numbers_for(adapter, share):
 
 
 def in_scale():
+    yield from of_memory()
+    yield from of_threads()
+    yield from of_synthesis()
+    yield from of_fleets()
+
+
+def of_memory():
+    """One large adapter."""
+    runs = {(run["route"], run["blocks"]): run for run in record("memory")["runs"]}
+    least = 2 * runs["terms", 1]["largest_layer_float64_bytes"]
+
+    def beyond(run):
+        return run["peak_after_writing"] - run["peak_after_import"] - least
+
+    one, four, eighty = (runs["terms", blocks] for blocks in (1, 4, 80))
+    of_a_layer = (beyond(eighty) - beyond(four)) / (eighty["layers"] - four["layers"])
+    yield (
+        f"twice the largest layer and {beyond(one) / 1e6:.0f} MB for one block, "
+        f"{beyond(four) / 1e6:.0f} MB for four and {beyond(eighty) / 1e6:.0f} MB for eighty: from "
+        f"four blocks on {of_a_layer / 1e3:.0f} kB for each further layer"
+    )
+    searched = max(beyond(run) for (route, _), run in runs.items() if route != "terms")
+    yield f"comes to at most twice the largest layer and {searched / 1e6:.0f} MB"
+    yield (
+        f"The eighty blocks above, {eighty['layers']} layers, took "
+        f"{round(eighty['seconds_in_all'], -1):.0f} s of a core"
+    )
+    ratios = record("route_cost")["frobenius"]["all_ratios"]
+    yield f"The {WORDS[len(ratios)]} runs came to {min(ratios):.1f} to {max(ratios):.1f}"
+
+
+def of_threads():
+    """Threads."""
+    threads = record("threads")
+    rows = {row["case"]: row for row in threads["rows"]}
+    yield f"medians of {WORDS[threads.get('repeats', 5)]} runs in turns"
+    busy = (
+        f"{rows[f'{verb}, 771 layers, busy']['cpu_default_over_one']:.2f} for `{verb}`"
+        for verb in ("inspect", "verify")
+    )
+    yield f"Beside a busy process on each core the ratio is {' and '.join(busy)}"
+    square = {case: row["wall_default_over_one"] for case, row in rows.items() if "² rank" in case}
+    last = [case for case in square if case.startswith("4096²")]
+    there = " (there at one term alone)" if last == ["4096² rank 1"] else ""
+    kept = [ratio for case, ratio in square.items() if "batch" not in case and "three" not in case]
+    yield (
+        f"takes {min(kept):.2f} to {max(kept):.2f} of the wall time with one thread, from 16 × 16 "
+        f"to 4096 × 4096{there} and ranks 1 to 64"
+    )
+
+
+def of_fleets():
+    """Many adapters."""
+    fleet = record("fleet")
+    resumed = fleet["resumed"]
+    assert resumed["killed_run_has_the_bytes_of_the_calm_one"]
+    assert resumed["kills"]["outcomes"] == resumed["kills"]["names"] == resumed["adapters"] == 1000
+    assert len(resumed["kills"]["recorded_at_kills"]) == 3
+    yield "A thousand of them, killed three times on the way with all workers"
+    shared = fleet["shared"]
+    tasks = {row["adapter"].split("-")[0] for row in shared["rows"]}
+    yield (
+        f"Of {WORDS[len(shared['rows'])]} LoRAs of SmolLM2 on {WORDS[len(tasks)]} tasks (1/48, "
+        "Fisher norm) those that took another's shapes were solved in "
+        f"{1 / shared['time_alone_over_shared']:.2f} of the time of a search of their own, in the "
+        f"median, at {shared['error_shared_over_alone']:.3f} times its error, "
+        f"{shared['worst_error_shared_over_alone']:.2f} at most"
+    )
+
+
+def of_synthesis():
+    """7B and 70B without their weights."""
     synthesis = record("synthesis")
     fit, loras = synthesis["fit"], synthesis["loras"]
     fits = fit["fits"]
@@ -875,6 +954,44 @@ def in_scale():
     )
 
 
+def in_solvers():
+    """Error curves, and the sums of three and more factors."""
+    eight, thirty_two = record("error_curve")["rows"]
+    excess = sorted(row["excess"] for row in (eight, thirty_two))
+    yield (
+        f"it takes {eight['ratio']:.2f} (8 terms) and {thirty_two['ratio']:.2f} (32) of the time "
+        f"of SciPy's `svds` of that rank, its last point {excess[0]:.4f} to {excess[1]:.4f} above "
+        "the optimum"
+    )
+    (limit,) = {row["limit"] for row in record("cp")["rows"]}
+    yield f"the others had {limit:.0f} seconds for each"
+
+
+def in_operators():
+    """A million unknowns."""
+    times = record("operators-million")["times faster, setup included, at least"]
+    yield f"CG without it was stopped after {times:.1f} times the seconds of GMRES with it"
+
+
+def in_serving():
+    """Many adapters in one process."""
+    bank = record("bank")
+    lower, middle, upper = (short(share) for share in bank["bank over disk, quartiles"])
+    change = f"{bank['worst relative error of the change of logits']:.1e}".replace("e-0", "e-")
+    yield (
+        f"{bank['switches']} switches, {bank['packed bytes per adapter']:,} packed bytes an "
+        f"adapter): {bank['allocated over packed']:.3f} times the packed bytes in memory"
+    )
+    yield (
+        f"a switch and the next token's logits {middle} of the time with the LoRA from disk "
+        f"(quartiles {lower} to {upper})"
+    )
+    yield (
+        f"the change of the logits within {change} of the adapter alone in "
+        f"{WORDS[bank['checked']]} adapters checked"
+    )
+
+
 def in_accuracy():
     """Integer factors."""
     rows = record("integer_factors")["rows"]
@@ -907,6 +1024,9 @@ CLAIMS = [
             COMPRESS: in_compressing,
             TRAINED: in_fine_tuning,
             SCALE: in_scale,
+            SOLVERS: in_solvers,
+            OPERATORS: in_operators,
+            SERVING: in_serving,
         }
     ).items()
     for sentence in sentences()
