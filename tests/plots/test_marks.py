@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -26,7 +28,7 @@ from lsrdecomp.plots import (  # noqa: E402
     plot_sweeps,
     save_figure,
 )
-from lsrdecomp.plots.pictures import LINE_NAME, MARKERS  # noqa: E402
+from lsrdecomp.plots.pictures import LINE_NAME, MARKERS, new_axes  # noqa: E402
 from lsrdecomp.solvers.base import Sweep  # noqa: E402
 
 CURVES = [
@@ -90,6 +92,30 @@ def test_curves_differ_in_colour_and_mark_and_have_their_name_in_their_colour():
     names = ax.get_legend().get_texts()
     assert [name.get_text() for name in names] == [curve.label for curve in CURVES]
     assert [name.get_color() for name in names] == [line.get_color() for line in lines]
+
+
+@pytest.mark.parametrize("dpi", [72, 100, 200])
+def test_names_at_the_ends_of_lines_do_not_overlap_and_stand_as_near_as_they_can(dpi):
+    # One end far below, a pair, and far above two ends at one height
+    last_errors = (1e-6, 1e-3, 1.1e-3, 0.5, 0.5)
+    curves = [
+        ErrorCurve(f"at {error:g}", (0, 1), (0, 10), (1.0, error), 1.0) for error in last_errors
+    ]
+    ax = new_axes()
+    ax.get_figure().set_dpi(dpi)
+    plot_error_curves(curves, ax=ax)
+    ax.get_figure().canvas.draw()
+    boxes = [text.get_window_extent() for text in ax.texts if text.get_gid() == LINE_NAME]
+    ends = [ax.transData.transform((10, error))[1] for error in last_errors]
+    middles = [(box.y0 + box.y1) / 2 for box in boxes]
+    height = boxes[0].height
+    assert sorted(middles) == pytest.approx(middles)  # in the order of their ends
+    for below, above in pairwise(boxes):
+        assert below.y1 <= above.y0
+    assert middles[0] == pytest.approx(ends[0], abs=0.2 * height)
+    for pair in (slice(1, 3), slice(3, 5)):
+        assert np.mean(middles[pair]) == pytest.approx(np.mean(ends[pair]), abs=0.2 * height)
+        assert np.diff(middles[pair]) < 2.0 * height
 
 
 @pytest.mark.parametrize(("n_sweeps", "has_marks"), [(40, True), (41, False)])
