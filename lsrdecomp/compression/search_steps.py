@@ -323,10 +323,10 @@ def refine(table: SearchTable, chosen: Sequence[TableEntry], *, together: bool =
         tasks = _refining_tasks(table, chosen, unfinished, last_round)
         before = unfinished
         unfinished = {}
-        for task, shapes in table.runner.results(tasks):
+        for task, (solved,) in table.runner.results(tasks):
             for position, i in enumerate(task.indices):
-                product = product_of(shapes[0].factors_of(position))
-                loss = float(shapes[0].errors[position]) ** 2
+                product = product_of(solved.factors_of(position))
+                loss = float(solved.errors[position]) ** 2
                 # 7.3 Sweep it further if the average sweep gained more than the stopping rules ask
                 #     for; else finish and measure it.
                 gain = before[i].loss - loss

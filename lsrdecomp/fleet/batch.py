@@ -235,11 +235,12 @@ def run_fleet(
 
 def _leader(group: Sequence[str], manifest: Manifest, pending: Collection[str]) -> str:
     """Return the first of a group that is done or still pending; an empty name if there is none."""
-    for name in group:
+
+    def can_lead(name: str) -> bool:
         outcome = manifest.outcomes.get(name)
-        if name in pending or (outcome is not None and outcome.state == "done"):
-            return name
-    return ""
+        return name in pending or (outcome is not None and outcome.state == "done")
+
+    return next(filter(can_lead, group), "")
 
 
 def run_job(job: Job, plan: CompressionPlan) -> Outcome:

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.compression.settings import CompressionPlan, Search
+from lsrdecomp.compression.settings import DEFAULT_STORAGE, CompressionPlan, Search
 from lsrdecomp.compression.shapes import ShapeRequest, shapes_like
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fleet.batch import Job, find_adapters, run_fleet, run_job
@@ -124,15 +124,39 @@ def test_where_the_first_cannot_be_read_the_next_leads(folder: Path, tmp_path: P
     assert (runner.leaders["b"], runner.leaders["c"]) == (None, "b")
 
 
-def test_where_the_first_fails_the_next_leads(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("failing", "leaders"),
+    [("a", {"a": None, "b": None, "c": "b"}), ("abc", {"a": None, "b": None, "c": None})],
+)
+def test_where_the_first_fails_the_next_leads_until_none_is_left(
+    folder: Path, tmp_path: Path, failing: str, leaders: dict[str, str | None]
+) -> None:
     class Fragile(Recorded):
         def __call__(self, jobs: Sequence[Job], plan: CompressionPlan) -> Iterator[Outcome]:
             for outcome in super().__call__(jobs, plan):
-                yield replace(outcome, state="failed") if outcome.name == "a" else outcome
+                yield replace(outcome, state="failed") if outcome.name in failing else outcome
 
     runner = Fragile()
-    run_fleet(folder, tmp_path / "out", PLAN, runner=runner)
-    assert (runner.leaders["b"], runner.leaders["c"]) == (None, "b")
+    outcomes = run_fleet(folder, tmp_path / "out", PLAN, runner=runner)
+    assert {name: runner.leaders[name] for name in "abc"} == leaders
+    states = {outcome.name: outcome.state for outcome in outcomes}
+    assert {name for name, state in states.items() if state == "failed"} == set(failing)
+
+
+def test_a_plan_without_a_storage_is_that_of_the_default_one_for_every_adapter(
+    folder: Path, tmp_path: Path
+) -> None:
+    narrow = folder / "b" / "adapter_model.safetensors"
+    tensors = load_file(narrow)
+    save_file({key: value.astype(np.float16) for key, value in tensors.items()}, narrow)
+    out = tmp_path / "out"
+    plan = CompressionPlan(separation_rank=1)
+    run_fleet(folder, out, plan, runner=Recorded())
+    assert {open_checkpoint(out / name).storage for name in "abc"} == {DEFAULT_STORAGE}
+    # Whoever writes the default out goes on with the same run
+    again = Recorded()
+    run_fleet(folder, out, plan.replace(storage=DEFAULT_STORAGE), runner=again)
+    assert again.jobs == []
 
 
 def test_a_fleet_counts_errors_in_the_norm_of_its_statistics(tmp_path: Path) -> None:

@@ -412,6 +412,23 @@ def test_every_road_solves_each_right_hand_side_and_keeps_their_places(road, val
     assert_allclose(found.relative_residual, norms.max(), atol=1e-12)
 
 
+def test_factors_that_lapack_gives_up_on_are_iterated(rng, monkeypatch):
+    second = 2.0 * np.eye(5) - np.eye(5, k=1) - np.eye(5, k=-1)
+    matrix = ops.kronecker_sum(second, second)
+    # Without the mark of a Kronecker sum, whose matrices have a road of their own
+    matrix = lsr.SeparatedMatrix(matrix.weights, matrix.factors)
+
+    def gives_up(*arguments, **options):
+        raise np.linalg.LinAlgError("the iteration did not converge")
+
+    b = rng.standard_normal(25)
+    assert ops.solve(matrix, b).method == "diagonal"
+    monkeypatch.setattr("scipy.linalg.eigh", gives_up)
+    solution = ops.solve(matrix, b, rtol=1e-10)
+    assert solution.method != "diagonal"
+    assert_allclose(matrix.to_matrix() @ solution.x, b, atol=1e-8)
+
+
 def test_minres_refuses_a_complex_matrix_and_names_a_method_that_takes_it(rng):
     a = solvable_by("cg", rng, complex_values=True)
     with pytest.raises(MatrixError, match='the factors are complex; method="gmres" takes any'):
