@@ -179,6 +179,15 @@ def test_a_curve_says_the_terms_for_six_powers_of_ten_at_most(least, shown):
         assert "1e-01 with 1" in text
 
 
+@pytest.mark.parametrize(("count", "shown"), [(5, 5), (6, 6), (7, 6)])
+def test_a_spectrum_says_its_six_largest_values(count, shown):
+    values = [0.5**k for k in range(count)]
+    text = repr(Spectrum("s", tuple(values)))
+    listed = text.partition("values: ")[2].partition(";")[0].removesuffix(", …")
+    assert listed.split(", ") == [f"{value:.3g}" for value in values[:shown]]
+    assert (", …" in text) == (count > shown)
+
+
 def test_a_spectrum_without_energy_has_shares_of_zero():
     spectrum = rearranged_spectrum(np.zeros((4, 4)), KroneckerShape(((2, 2), (2, 2))))
     assert set(spectrum.relative) == {0.0}

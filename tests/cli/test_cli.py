@@ -233,6 +233,7 @@ def test_fleet_reports_the_one_that_fails(tmp_path):
             "expected two sizes",
         ),
         (["compress", DEMO, "--rtol", "0.1"], "--dry-run"),
+        (["compress", DEMO, "--out", "o", "--ratio", "48,x"], "numbers such as 48 or 96,48,19"),
         (
             ["compress", DEMO, "--out", "o", "--rtol", "2"],
             "no adapter at all has a relative error of 1",

@@ -1,15 +1,19 @@
 """Every verb that ends in a table, at 80, 100 and 130 columns: no line too long, no figure cut."""
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
+from console import run_command
 from typer.testing import CliRunner
 
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.app import app
 from lsrdecomp.cli.sheet import Sheet, SheetColumn
 from lsrdecomp.fleet.manifest import Outcome
+from lsrdecomp.training.record import FinetuneRecord, Scores
+from lsrdecomp.training.settings import FinetuneSettings
 
 WIDTHS = (80, 100, 130)
 ALL = 1000
@@ -30,6 +34,44 @@ def check(narrow, whole, width, needed=()):
     assert figures(narrow) - names <= figures(whole)
     for word in needed:
         assert word in narrow, f"{word!r} is missing at {width} columns:\n{narrow}"
+
+
+def test_a_training_run_ends_with_each_score_of_each_set_of_examples(monkeypatch, tmp_path):
+    pytest.importorskip("torch")
+    module = importlib.import_module("lsrdecomp.training.finetune")
+    record = FinetuneRecord(
+        settings=FinetuneSettings(model="embedded", task="MRPC", data="mrpc", learning_rate=0.01),
+        start=Scores({"accuracy": 0.25, "f1": 0.5}, 0.25, 0.75, 1408),
+        dev=Scores({"accuracy": 0.875, "f1": 0.9375}, 0.875, 0.1875, 1408),
+        validation=Scores({"accuracy": 0.8125, "f1": 0.625}, 0.8125, None, 367),
+        baseline={"accuracy": 0.6875},
+        adapter_parameters=650,
+        head_parameters=0,
+        adapter_bytes=2600,
+        file_bytes=3000,
+        train_examples=3301,
+        steps=9,
+        best_step=None,
+        losses=(),
+        wall_seconds=1.0,
+        step_seconds=0.1,
+        peak_bytes=None,
+        device="cpu",
+        processes=1,
+        versions={},
+        commit=None,
+    )
+    monkeypatch.setattr(module, "finetune", lambda *_, **__: record)
+    done = run_command(
+        "finetune", "--model", "embedded", "--task", "embedded", "--out", tmp_path / "out"
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["MRPC", "majority", "before", "dev", "validation"] in rows
+    assert ["accuracy", "0.6875", "0.2500", "0.8750", "0.8125"] in rows
+    assert ["f1", "0.5000", "0.9375", "0.6250"] in rows
+    assert ["loss", "0.7500", "0.1875", "not", "finite"] in rows
+    assert ["examples", "1,408", "1,408", "367"] in rows
 
 
 @pytest.fixture(scope="module")

@@ -194,6 +194,28 @@ def test_each_job_of_a_pool_whose_worker_is_killed_ends_under_its_own_name(
     assert contents(out) == {name: whole[name] for name in whole if name.startswith(made)}
 
 
+def counts_those_beside(folder):
+    """Return a job that says how many of its kind run as it does."""
+
+    def job(job, plan):
+        mark = folder / job.name
+        mark.touch()
+        time.sleep(0.05)
+        beside = len(list(folder.iterdir())) - 1
+        mark.unlink()
+        return Outcome(job.name, "done", f"{beside} beside")
+
+    return job
+
+
+def test_one_worker_runs_one_job_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(runners, "run_job", counts_those_beside(tmp_path))
+    jobs = [Job(f"adapter{i}", "in", "out") for i in range(5)]
+    outcomes = list(joblib_runner(1)(jobs, PLAN))
+    assert sorted(outcome.name for outcome in outcomes) == [job.name for job in jobs]
+    assert {outcome.message for outcome in outcomes} == {"0 beside"}
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -225,11 +247,15 @@ def test_a_line_of_another_program_is_refused_and_never_taken_for_a_finished_ada
     assert [path.name for path in out.iterdir()] == [MANIFEST]
 
 
-@pytest.mark.parametrize("cut", [1, 7, 8])
+def first_line(out):
+    return (out / MANIFEST).read_bytes().splitlines(keepends=True)[0]
+
+
+@pytest.mark.parametrize("cut", [1, 7, 8, 9, -1])
 def test_a_first_line_that_a_kill_cut_short_is_written_again(fleet, undisturbed, tmp_path, cut):
     out = tmp_path / "out"
     out.mkdir()
-    (out / MANIFEST).write_bytes((undisturbed / MANIFEST).read_bytes()[:cut])
+    (out / MANIFEST).write_bytes(first_line(undisturbed)[:cut])
     assert summary(run_fleet(fleet, out, PLAN, runner=in_process))["done"] == 9
     assert contents(out) == contents(undisturbed)
     assert run_fleet(fleet, out, PLAN, runner=never)

@@ -412,6 +412,17 @@ def test_every_road_solves_each_right_hand_side_and_keeps_their_places(road, val
     assert_allclose(found.relative_residual, norms.max(), atol=1e-12)
 
 
+def test_the_iterations_of_several_right_hand_sides_are_those_of_the_slowest(rng):
+    a = solvable_by("cg", rng, complex_values=False)
+    vectors = np.linalg.eigh(a.to_matrix())[1]
+    b = np.stack([vectors[:, 0], rng.standard_normal(12), vectors[:, 1]], axis=1)
+    alone = [ops.solve(a, column, rtol=1e-10, preconditioner=None) for column in b.T]
+    together = ops.solve(a, b, rtol=1e-10, preconditioner=None)
+    counts = [found.iterations for found in alone]
+    assert min(counts) < max(counts)
+    assert together.iterations == max(counts)
+
+
 def test_factors_that_lapack_gives_up_on_are_iterated(rng, monkeypatch):
     second = 2.0 * np.eye(5) - np.eye(5, k=1) - np.eye(5, k=-1)
     matrix = ops.kronecker_sum(second, second)

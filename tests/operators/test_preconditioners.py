@@ -66,6 +66,28 @@ def test_a_positive_matrix_has_a_positive_nearest_product(shape, rank, seed):
         ops.cholesky(found + found * 0.0)
 
 
+@pytest.mark.parametrize("kind", ["complex64", "complex128"])
+@pytest.mark.parametrize("seed", range(5))
+def test_phases_of_factors_that_cancel_up_to_rounding_are_taken_off(kind, seed):
+    rng = np.random.default_rng(seed)
+    halves = [rng.standard_normal((m, m)) + 1j * rng.standard_normal((m, m)) for m in (3, 4)]
+    angle = rng.uniform(0.0, 2.0 * np.pi)
+    factors = [
+        (np.exp(1j * sign * angle) * half @ half.conj().T).astype(kind)[None]
+        for sign, half in zip((1, -1), halves, strict=True)
+    ]
+    nearest = ops.nearest_kronecker(lsr.SeparatedMatrix.from_factors(factors), "3x3, 4x4")
+    for stack in nearest.factors:
+        assert np.array_equal(stack[0], stack[0].conj().T)
+        assert np.linalg.eigvalsh(stack[0])[0] > 0.0
+
+
+def test_a_complex_factor_without_a_trace_has_no_phase_and_stays_as_it_is():
+    spin = np.array([[0.0, -1j], [1j, 0.0]])
+    nearest = ops.nearest_kronecker(np.kron(spin, np.diag([1.0, 2.0])), "2x2, 2x2")
+    assert_allclose(nearest.to_matrix(), np.kron(spin, np.diag([1.0, 2.0])), atol=1e-14)
+
+
 @pytest.mark.parametrize("order", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_complex_positive_matrix_has_hermitian_positive_factors(order, seed):
