@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,20 @@ def test_a_notebook_by_itself_installs_an_archive_beside_it(name, monkeypatch, t
 def test_a_notebook_without_clone_and_archive_says_what_to_do(monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="upload an archive"):
         installed_by_first_cell(monkeypatch, tmp_path)
+
+
+def test_the_example_with_jax_passes_and_finds_what_cannot_be_compiled(tmp_path):
+    pytest.importorskip("jax")
+    pytest.importorskip("array_api_extra")
+    example = Path(__file__).parents[1] / "examples" / "test_kronecker_in_jax.py"
+    sound = example.read_text(encoding="utf-8")
+    branching = sound.replace(
+        "    return xp.", "    if a.size and a.max() > 1e30:\n        return a\n    return xp."
+    )
+    assert branching != sound
+    for text, words in ((sound, "1 passed"), (branching, "TracerBoolConversionError")):
+        file = tmp_path / example.name
+        file.write_text(text, encoding="utf-8")
+        order = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+        done = subprocess.run(order, cwd=tmp_path, capture_output=True, text=True)
+        assert words in done.stdout, done.stdout + done.stderr

@@ -172,6 +172,8 @@ def test_transposed_weights(tmp_path):
 def test_names_and_slots_that_are_not_there_are_refused(bank):
     with pytest.raises(LsrError, match=r"no adapter 'z' among the 5"):
         bank.activate("z")
+    with pytest.raises(LsrError, match=r"no adapter 'w', 'x', 'y' among the 5"):
+        bank.load(["w", "x", "y", "z"])  # three say enough
     with pytest.raises(LsrError, match=r"3 adapters at once, but the bank has 2 slots"):
         bank.load(["a", "b", "c"])
     with pytest.raises(LsrError, match="holds no adapter yet"):

@@ -236,8 +236,16 @@ def test_a_picture_of_shares_is_linear_and_shows_what_was_asked_for():
         assert "untrained" in svg
 
 
-@pytest.mark.parametrize("sizes", [(900, 1100), (1000, 2000, 40_000), (10, 10**4, 10**7)])
-@pytest.mark.parametrize("errors", [(0.9, 0.8), (0.9, 0.2), (0.9, 0.001)])
+@pytest.mark.parametrize(
+    ("sizes", "errors"),
+    [
+        ((900, 1100), (0.9, 0.8)),
+        ((900, 1100), (0.9, 0.001)),
+        ((1000, 2000, 40_000), (0.9, 0.2)),
+        ((10, 10**4, 10**7), (0.9, 0.8)),
+        ((10, 10**4, 10**7), (0.9, 0.001)),
+    ],
+)
 def test_all_that_is_drawn_is_on_the_page_and_no_label_is_cut(sizes, errors):
     ends = np.geomspace(*errors, len(sizes))
     near = tuple(0.97 * error for error in ends)

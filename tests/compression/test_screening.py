@@ -165,6 +165,12 @@ def test_what_is_left_of_a_small_budget_is_filled_in_the_layers_next_to_its_edge
     assert worth_solving(spectra, budget, 8, ["float32"], two) == {1, 2}
 
 
+def test_a_product_gains_by_the_largest_component_of_its_layer():
+    spectra = [spectrum([10.0]), spectrum([0.9, 0.02]), spectrum([0.3, 0.29])]
+    one = replace(Screening(), filling_layers=1)
+    assert worth_solving(spectra, Budget(parameters=150), 8, ["float32"], one) == {1}
+
+
 def test_bytes_count_in_numbers_of_the_storage():
     spectra = [spectrum([1.0] * 12 + [0.1] * 4, advantage=10.0)]
     budget = Budget(bytes=12.5 * 100 * 4)

@@ -89,6 +89,31 @@ def test_one_search_serves_many_budgets_and_beats_svd_at_each(layers: list[Layer
     assert errors == sorted(errors, reverse=True)
 
 
+def test_no_product_is_solved_that_is_larger_than_the_whole_budget(layers: list[Layer]) -> None:
+    budget = smaller(layers, 12.0)
+    searched = search_layers(layers, [budget], search=QUICK)
+    for i in range(COUNT):
+        sizes = [product.parameters for product in searched.products(i)]
+        assert sizes
+        assert max(sizes) <= budget.max_parameters
+
+
+def test_the_scale_of_all_layers_changes_no_choice(layers: list[Layer]) -> None:
+    """What stops a search is relative, so a large adapter is solved no better than a small one."""
+    sizes, losses = [], []
+    for scale in (1.0, 2.0**-20, 2.0**20):
+        scaled = [
+            Layer.of(layer.name, LowRank(scale * layer.pair.left, layer.pair.right), layer.norms)
+            for layer in layers
+        ]
+        budget = smaller(scaled, 12.0)
+        fitted = fit_budget(search_layers(scaled, [budget], search=LONG), budget)
+        sizes.append([one.candidate.parameters for one in fitted.chosen])
+        losses.append([one.candidate.squared_error / scale**2 for one in fitted.chosen])
+    assert sizes[1:] == sizes[:1] * 2
+    np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-6)
+
+
 def test_prices_say_what_any_size_would_lose_and_make_nothing(
     layers: list[Layer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,12 +82,6 @@ def test_phases_of_factors_that_cancel_up_to_rounding_are_taken_off(kind, seed):
         assert np.linalg.eigvalsh(stack[0])[0] > 0.0
 
 
-def test_a_complex_factor_without_a_trace_has_no_phase_and_stays_as_it_is():
-    spin = np.array([[0.0, -1j], [1j, 0.0]])
-    nearest = ops.nearest_kronecker(np.kron(spin, np.diag([1.0, 2.0])), "2x2, 2x2")
-    assert_allclose(nearest.to_matrix(), np.kron(spin, np.diag([1.0, 2.0])), atol=1e-14)
-
-
 @pytest.mark.parametrize("order", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_complex_positive_matrix_has_hermitian_positive_factors(order, seed):
