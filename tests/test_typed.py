@@ -25,6 +25,7 @@ rank: int = result.separation_rank
 error: float = result.relative_error
 needed: int = lsr.error_curve(np.eye(16)).rank_for(1e-6)
 reveal_type(result.relative_error)
+columns: int = lsr.operators.solve(result, np.ones(16)).x.ndim
 lsr.compress("my-lora/", ratio=10, storage="float16", device="cuda").save("small/")
 small = lsr.compress("my-lora/", base="smollm2", data="texts.txt", keep=0.95, held_out=64)
 kept: float = small.fidelity.kept
@@ -39,6 +40,7 @@ rank: str = lsr.decompose(np.eye(16), rank=1).separation_rank
 lsr.compress("my-lora/", ration=10)
 lsr.compress("my-lora/", ratio="ten")
 lsr.distil("small/", base="smollm2", data="texts.txt", teacher="my-lora/", step=60)
+x: str = lsr.operators.solve(lsr.decompose(np.eye(16), rank=1), np.ones(16)).x
 """
 
 
@@ -66,9 +68,10 @@ def test_a_program_of_a_user_passes_strict_checking_and_a_wrong_one_does_not(tmp
         ("7", "[call-overload]"),
         ("8", "[call-overload]"),
         ("9", "[call-arg]"),
+        ("10", "[assignment]"),
     }
     assert wanted <= kinds, done.stdout
-    assert {line for line, _ in kinds} == {"6", "7", "8", "9"}
+    assert {line for line, _ in kinds} == {"6", "7", "8", "9", "10"}
     assert all(line.startswith("wrong.py") for line in said), done.stdout
     assert (
         'right.py:13: note: Revealed type is "float"' in done.stdout

@@ -6,7 +6,7 @@ import math
 import warnings
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 import numpy as np
 
@@ -42,20 +42,24 @@ from lsrdecomp.operators.triangular import Triangularized, triangularize
 from lsrdecomp.precision import tolerance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
 
     from lsrdecomp.kronecker.separated import SeparatedMatrix
 
+ArrayT = TypeVar("ArrayT")
 Method = Literal["auto", "exact", "cg", "minres", "gmres"]
 
 
 @dataclass(frozen=True, slots=True)
-class LinearSolution:
+class LinearSolution(Generic[ArrayT]):
     """x with A x ≈ b, and how near it is.
 
     Attributes
     ----------
-    x : Array, like b
+    x : Array
+        Of the library of b, with its shape.
     relative_residual : float
         ‖b − A x‖ / ‖b‖, measured afresh; of the worst column.
     backward_error : float
@@ -77,7 +81,7 @@ class LinearSolution:
     ([1.0, 1.0, 1.0, 1.0], True, 0)
     """
 
-    x: Array
+    x: ArrayT
     relative_residual: float
     backward_error: float
     method: str
@@ -90,15 +94,16 @@ class LinearSolution:
 
         An array of JAX within ``jax.jit``.
         """
+        solution: Array = self.x
+        rounding = tolerance(solution.dtype, int(solution.shape[0]))
         if is_traced_by_jax(self.relative_residual):
-            rounding = tolerance(self.x.dtype, int(self.x.shape[0]))
             is_met: Any = self.relative_residual <= self.rtol
             return is_met | (self.backward_error <= rounding)  # type: ignore[no-any-return]
         if self.relative_residual <= self.rtol:
             return True
         if self.iterations:
             return False
-        return self.backward_error <= tolerance(self.x.dtype, int(self.x.shape[0]))
+        return self.backward_error <= rounding
 
     def __str__(self) -> str:
         return (
@@ -108,6 +113,30 @@ class LinearSolution:
         )
 
 
+@overload
+def solve(
+    matrix: SeparatedMatrix,
+    b: NDArray[Any] | Sequence[Any],
+    *,
+    rtol: float = ...,
+    method: Method = ...,
+    preconditioner: Any = ...,
+    max_iterations: int = ...,
+    throw: bool = ...,
+    on_iteration: Callable[[int], Any] | None = ...,
+) -> LinearSolution[NDArray[Any]]: ...
+@overload
+def solve(
+    matrix: SeparatedMatrix,
+    b: ArrayT,
+    *,
+    rtol: float = ...,
+    method: Method = ...,
+    preconditioner: Any = ...,
+    max_iterations: int = ...,
+    throw: bool = ...,
+    on_iteration: Callable[[int], Any] | None = ...,
+) -> LinearSolution[ArrayT]: ...
 @one_thread_for_small_factors
 def solve(
     matrix: SeparatedMatrix,
@@ -119,7 +148,7 @@ def solve(
     max_iterations: int = 2000,
     throw: bool = False,
     on_iteration: Callable[[int], Any] | None = None,
-) -> LinearSolution:
+) -> LinearSolution[Any]:
     """Solve A x = b without forming A.
 
     One term is solved by its factors. Sums of Hermitian factors with common bases (Kronecker sums
@@ -225,7 +254,7 @@ def solve(
 
 def _traced_solution(
     matrix: SeparatedMatrix, b: Array, rtol: float, *, is_exact: bool
-) -> LinearSolution:
+) -> LinearSolution[Any]:
     """Return the solution of one term within ``jax.jit``; its figures are arrays of JAX.
 
     Raises `LsrError` for more terms, whose method depends on their values.
@@ -276,7 +305,7 @@ def _solve_exactly(matrix: SeparatedMatrix, b: np.ndarray) -> np.ndarray:
 
 def _measured(
     matrix: SeparatedMatrix, b: Array, x: Array, method: str, iterations: int, rtol: float
-) -> LinearSolution:
+) -> LinearSolution[Any]:
     """Return the record of a solution, its residual formed afresh."""
     n = b.shape[0]
     residual = to_numpy(b - matrix @ x).reshape(n, -1)
@@ -295,7 +324,7 @@ def _measured(
     return LinearSolution(x, relative, backward_error, method, iterations, rtol)
 
 
-def _converged(record: LinearSolution, throw: bool) -> LinearSolution:
+def _converged(record: LinearSolution[Any], throw: bool) -> LinearSolution[Any]:
     """Return the record; warn, or raise with ``throw``, where it missed its goal."""
     if record.converged:
         return record
