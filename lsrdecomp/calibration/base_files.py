@@ -179,6 +179,19 @@ def _answers(url: str, timeout: float) -> bool:
     return True
 
 
+def resolved_base(base: str | Path) -> str:
+    """Return what a base means everywhere: a full name on the hub, or an absolute path.
+
+    >>> resolved_base("smollm2"), resolved_base("google/gemma-3-270m")
+    ('HuggingFaceTB/SmolLM2-135M-Instruct', 'google/gemma-3-270m')
+    """
+    if str(base) == SMOLLM2:
+        return PUBLISHED_NAMES[SMOLLM2]
+    if Path(base).exists():
+        return str(Path(base).absolute())
+    return PUBLISHED_NAMES[MINILM] if is_minilm(base) else str(base)
+
+
 def open_tokenizer(base: str | Path) -> Any:
     """Return the tokenizer of a base, with a padding token.
 

@@ -56,6 +56,10 @@ class Statistics(Mapping[str, NormWeights]):
         Share of the mean eigenvalue that is added to all: directions that calibration never saw
         still cost a little. Of 0.003, 0.03 and 0.3 none is better everywhere:
         docs/evidence/language-models.md.
+    min_examples : int
+        Examples below which what comes of the statistics is doubtful: see `doubts`.
+    enough_examples : int
+        Examples that serve.
     orthonormal_tolerance : float
         Largest entry of VᵀV − I that stored eigenvectors may have. By hand: what is rounded to half
         precision stays far below.
@@ -68,11 +72,15 @@ class Statistics(Mapping[str, NormWeights]):
         path: Path,
         *,
         damping: float = 0.03,
+        min_examples: int = 64,
+        enough_examples: int = 500,
         orthonormal_tolerance: float = 5e-3,
     ) -> None:
         self.metadata = metadata
         self.path = path
         self.damping = damping
+        self.min_examples = min_examples
+        self.enough_examples = enough_examples
         self.orthonormal_tolerance = orthonormal_tolerance
         self._tensors = tensors
         # Weights that were found orthonormal: a search reads them again and again.
@@ -143,6 +151,15 @@ class Statistics(Mapping[str, NormWeights]):
         if not effect or settings.get("adapter") != adapter:
             return None
         return float(effect)
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What makes a result of these statistics doubtful, each as a sentence with its numbers."""
+        examples = self.metadata.get("examples")
+        if not isinstance(examples, int) or examples >= self.min_examples:
+            return ()
+        need = f"give {self.min_examples} at least, better {self.enough_examples}"
+        return (f"the statistics are of {examples} examples: {need}",)
 
     def _weight(self, module: str, side: str) -> LowRankPlusIdentity:
         if module not in self._modules:

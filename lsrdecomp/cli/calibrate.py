@@ -96,7 +96,7 @@ def calibrate(
     examples = questions.read()
     rounds = questions.batches(base_model, examples, size=batch, seed=seed)
     with follow(quiet=quiet) as show:
-        about = run(
+        statistics = run(
             base_model,
             rounds,
             out=out,
@@ -108,9 +108,12 @@ def calibrate(
             max_memory=max_memory,
             text_profile=TextProfile.of(examples),
             on_step=show,
-        ).metadata
+        )
+    about = statistics.metadata
     n_layers = len(base_model.modules)
     typer.echo(f"Wrote {out}: statistics of {n_layers} layers from {about['examples']:,} examples.")
+    for doubt in statistics.doubts:
+        tables.say(f"WARNING: {doubt}")
     effect = about["settings"]["effect"]
     if effect is not None:
         unit = "token" if base_model.head in TOKEN_HEADS else "example"

@@ -32,6 +32,7 @@ from lsrdecomp.cli.options import (
     Quiet,
 )
 from lsrdecomp.cli.outputs import NEW_FILE, PLACE, UNKNOWN, Input
+from lsrdecomp.cli.program import program
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.recommendations import quoted
 from lsrdecomp.cli.requests import Display, Opening, Outputs
@@ -42,6 +43,9 @@ from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
+
+DEMO_OUTPUT = Path("demo-output")
+"""Where the demo writes, unless it is told another place."""
 
 
 @option_groups(opening=Opening, display=Display)
@@ -248,9 +252,13 @@ def _what_servers_miss(
 
 
 def demo(
-    out: Annotated[Path, PLACE, typer.Option(help="Directory for what the demo writes.")] = Path(
-        "demo-output"
-    ),
+    out: Annotated[
+        Path, PLACE, typer.Option(help="Directory for what the demo writes.")
+    ] = DEMO_OUTPUT,
+    report: Annotated[
+        bool,
+        typer.Option("--report", help="Also write report.html there: one page with charts."),
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Compress a small LoRA that comes with the package.
@@ -258,6 +266,7 @@ def demo(
     48 times fewer parameters; then export the result, verify both, and draw what is kept.
     """
     room = files("lsrdecomp.cli")
+    page = out / "report.html" if report else None
     with as_file(room / "demo_adapter") as source, as_file(room / "demo_statistics") as statistics:
         # 1. The adapter, compressed and exported.
         tables.show(
@@ -271,7 +280,7 @@ def demo(
             calibrated=statistics,
             storage="float16",
             opening=Opening(),
-            outputs=Outputs(out=out / "lsr", force=True),
+            outputs=Outputs(out=out / "lsr", report=page, force=True),
             display=Display(quiet=quiet),
         )
         typer.echo("\nExported as a plain LoRA, for tools that load LoRA:")
@@ -298,11 +307,14 @@ def demo(
             f"Keeps {ours} of the LoRA's reduction of the loss on {kept['examples']} reviews of "
             f"{kept['task']}; truncated SVD of that size keeps {svd}.\n"
             "To measure it on texts of your own, without labels:\n"
-            f"  lsrdecomp compress {quoted(source)} --calibrated {quoted(statistics)} "
+            f"  {program()} compress {quoted(source)} --calibrated {quoted(statistics)} "
             "--ratio 48 \\\n"
             "    --base all-MiniLM-L6-v2 --data TEXTS.txt --out "
             f"{quoted(out / 'measured')}",
         )
+        if not report:
+            place = f" --out {quoted(out)}" if out != DEMO_OUTPUT else ""
+            tables.show(None, f"\nFor a page with charts:\n  {program()} demo --report{place}")
         if find_spec("matplotlib") is None:
             typer.echo(f"\nFor a picture of it: {way_to_install('plots')}, and run this again.")
             return

@@ -16,6 +16,7 @@ from lsrdecomp.cli import resize, tables
 from lsrdecomp.cli.layer_tables import layers_table
 from lsrdecomp.cli.options import Adapter, Storage
 from lsrdecomp.cli.outputs import NEW_FILE, Input
+from lsrdecomp.cli.program import program
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.recommendations import (
     next_command,
@@ -249,6 +250,8 @@ def _compressed(
 
         with tables.quiet():
             return [compress_request(checkpoint, requests[0], on_step)], None
+    from lsrdecomp.compression.compress import described
+
     plans = [request.plan for request in requests if request.plan is not None]
     searched = compression.search_adapter(
         checkpoint,
@@ -260,7 +263,7 @@ def _compressed(
     for request, plan in zip(requests, plans, strict=True):
         try:
             result = searched.compress(plan)
-            results.append(replace(result, settings=request.to_json()))
+            results.append(described(result, request, request.statistics))
         except BudgetError as refusal:
             return results, refusal
     return results, None
@@ -332,9 +335,10 @@ def _write(
         tables.show(json, f"Wrote {report}.")
     tables.show(json, *_measured_sentences(result))
     if directory is not None:
-        tables.show(json, f"\nTo repeat it:\n  {result.command_line(adapter, directory)}")
+        line = result.command_line(adapter, directory, program=program())
+        tables.show(json, f"\nTo repeat it:\n  {line}")
     for note in result.notes:
-        tables.say(f"WARNING: {note}: calibrate on texts like those you measure on")
+        tables.say(f"WARNING: {note}")
     warn_if_unusable(result, directory)
 
 

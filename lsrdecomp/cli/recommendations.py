@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lsrdecomp import checkpoints
 from lsrdecomp.cli import tables
+from lsrdecomp.cli.program import program
 from lsrdecomp.cli.requests import flag
 from lsrdecomp.compression.settings import GOALS
 from lsrdecomp.errors import UnsupportedError
@@ -28,18 +29,18 @@ def next_command(checkpoint: Checkpoint, output: Path, alpha: float | None) -> s
         if checkpoint.format != "peft-lora" or not has_experts:
             return "Open it with PEFT after `import lsrdecomp.adapters`."
         out = quoted(f"{output}-lora")
-        command = f"lsrdecomp export {quoted(output)} --out {out}"
+        command = f"{program()} export {quoted(output)} --out {out}"
         return f"For PEFT, which stacks experts:\n  {command}"
     try:
         is_directory = checkpoints.file_or_directory(checkpoint) == "directory"
     except UnsupportedError:
         to = "kohya" if checkpoint.format == "lycoris" else "lora"
         out = quoted(f"{output}.safetensors" if to == "kohya" else f"{output}-lora")
-        return f"As a plain LoRA:\n  lsrdecomp export {quoted(output)} --to {to} --out {out}"
+        return f"As a plain LoRA:\n  {program()} export {quoted(output)} --to {to} --out {out}"
     out = quoted(f"{output}-{checkpoint.format}" if is_directory else f"{output}.safetensors")
     if checkpoint.format == "gguf":
         out = quoted(f"{output}.gguf")
-    command = f"lsrdecomp export {quoted(output)} --to same --like {quoted(checkpoint.weights)}"
+    command = f"{program()} export {quoted(output)} --to same --like {quoted(checkpoint.weights)}"
     if alpha is not None:
         command += f" --alpha {alpha:g}"
     return f"As a {checkpoint.format} LoRA again:\n  {command} --out {out}"
@@ -95,7 +96,7 @@ def _measured_command(result: Compression, output: Path | None) -> str:
         out = adapter.with_name("small")
     else:
         out = output.with_name(f"{output.name}-measured")
-    words = ["lsrdecomp compress", quoted(adapter), "--base", quoted(base), "--data TEXTS.txt"]
+    words = [f"{program()} compress", quoted(adapter), "--base", quoted(base), "--data TEXTS.txt"]
     words += [flag(goal), f"{getattr(plan, goal):.12g}"]
     if plan.storage != source.storage:
         words += ["--storage", str(plan.storage)]

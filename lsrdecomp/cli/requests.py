@@ -183,14 +183,14 @@ COMMAND_LINE = Interface(
     name=flag,
     argument=flag,
     goals=GOALS,
-    leave_truncated="where --out is a directory",
+    leave_truncated="name a directory, such as --out small/",
     own_options=OWN_OPTIONS,
 )
 DIRECTORY_OF_FILES = dataclasses.replace(
-    COMMAND_LINE, leave_truncated="for one adapter and where --out is a directory"
+    COMMAND_LINE, leave_truncated="compress one adapter, to a directory such as --out small/"
 )
 """The same where the adapter is a directory of LoRA files, all of which are cut."""
-TO_SAME = dataclasses.replace(COMMAND_LINE, leave_truncated="without --to")
+TO_SAME = dataclasses.replace(COMMAND_LINE, leave_truncated="leave out --to")
 """The same where --to asks for the format of the source."""
 
 

@@ -37,6 +37,9 @@ PATHS = ("data", "statistics")
 def read_run(path: Path) -> dict[str, Any]:
     """Return the settings in a file, by the names of `lsrdecomp.compress`.
 
+    Of a compression.json base, texts and statistics are those of the run where they still lie,
+    wherever it is read; else they are looked for under the names that were typed.
+
     Parameters
     ----------
     path : Path
@@ -50,10 +53,13 @@ def read_run(path: Path) -> dict[str, Any]:
         If texts or statistics that it names are not there.
     """
     if path.suffix == ".json":
-        table = read_json(path).get("settings")
+        record = read_json(path)
+        table = record.get("settings")
+        resolved = record.get("resolved")
         missing = "has no settings; name the compression.json of a run of this release"
     else:
         table = read_toml(path).get(TABLE)
+        resolved = None
         missing = f"has no table [{TABLE}]: a line [{TABLE}], then options as keep = 0.9"
     if not isinstance(table, dict):
         raise SettingsError(f"{path}: {missing}")
@@ -66,12 +72,27 @@ def read_run(path: Path) -> dict[str, Any]:
         if name in settings:
             raise SettingsError(f"{path}: {name} is given twice, under two names; give one")
         settings[name] = _validated(path, name, value)
+    if isinstance(resolved, dict):
+        settings |= _resolved(path, settings, resolved)
     for name in PATHS:
         if name in settings and not Path(settings[name]).expanduser().exists():
             raise CheckpointError(
                 f"no such file or directory, named by {path}", path=settings[name]
             )
     return settings
+
+
+def _resolved(
+    path: Path, settings: Mapping[str, Any], resolved: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the paths of a record that still lie where they lay, and the full name of a base."""
+    found = {}
+    for name in ("base", *PATHS):
+        if name in settings and name in resolved:
+            location = _validated(path, name, resolved[name])
+            if Path(location).exists() or (name == "base" and not Path(location).is_absolute()):
+                found[name] = location
+    return found
 
 
 def merged(in_file: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import typer
 from lsrdecomp import serving
 from lsrdecomp.checkpoints.files import read_text_lines
 from lsrdecomp.cli import tables
+from lsrdecomp.cli.program import program
 from lsrdecomp.errors import LsrError
 
 
@@ -87,7 +88,7 @@ def _rescaled_sentence(check: serving.ServingCheck) -> str:
     if len(factors) > 1:
         spread += f" to {factors[-1]:g}"
     path = quote(str(check.adapter))
-    command = f"lsrdecomp export {path} --out {path}-served"
+    command = f"{program()} export {path} --out {path}-served"
     return (
         f"{len(check.rescaled)} would act at {spread} times their own scale: `{command}` bakes it "
         "into B."

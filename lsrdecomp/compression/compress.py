@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
     from lsrdecomp.checkpoints import Checkpoint
     from lsrdecomp.checkpoints.progress import OnStep
+    from lsrdecomp.compression.request import Request
     from lsrdecomp.compression.search_table import SearchTable
 
 HEADER_BYTES = 120
@@ -386,6 +387,16 @@ class SearchedAdapter:
             text = f"{max_bytes:,} bytes are too few: the smallest file found has {smallest:,}"
             raise BudgetError(text)
         return best
+
+
+def described(result: Compression, request: Request, statistics: object) -> Compression:
+    """Return a result with the settings of its request, and what its statistics make doubtful."""
+    return replace(
+        result,
+        settings=request.to_json(),
+        resolved=request.resolved(),
+        notes=statistics.doubts if isinstance(statistics, Statistics) else (),
+    )
 
 
 def at_given_terms(

@@ -102,7 +102,7 @@ class Interface:
     goals: str
     """The goals, to follow "one goal is needed, got none: "."""
     leave_truncated: str
-    """How to request an LSR directory and not a truncated file, to follow "is read "."""
+    """How to request an LSR directory and not a truncated file, as an order."""
     own_options: Mapping[str, Collection[Route]] = field(default_factory=dict)
     """Options that only this interface has, with the routes that read them."""
 
@@ -115,7 +115,7 @@ PYTHON = Interface(
         "ratio, bytes) or divergence (kl) for all layers together, or with a base a share to keep "
         "(keep)"
     ),
-    leave_truncated="by lsrdecomp.compress",
+    leave_truncated="call lsrdecomp.compress",
 )
 
 
@@ -278,6 +278,20 @@ class Request:
                 values[name] = list(value) if isinstance(value, tuple) else value
         return values
 
+    def resolved(self) -> dict[str, str]:
+        """Return the absolute paths of texts and statistics that are files or directories.
+
+        By them a run can be repeated from another directory.
+        """
+        paths = {}
+        for name in ("data", "statistics"):
+            value = getattr(self, name)
+            is_location = isinstance(value, str | Path) or hasattr(value, "path")
+            path = Path(_described(value) or "").expanduser()
+            if is_location and path.exists():
+                paths[name] = str(path.absolute())
+        return paths
+
     def resources(self, on_step: OnStep | None) -> Resources:
         """Return the resources of the search."""
         journal = None if self.goal == "separation_rank" else self.journal
@@ -353,10 +367,10 @@ def _refuse_unread(
         subject = interface.name(name)
         if name == "storage":  # another storage is read
             subject = _example(interface, name, value)
-        way = _way_to_be_read(name, goal, route, interface)
+        way = _way_to_be_read(name, goal, route, interface, has_base="base" in given)
         subjects_by_way.setdefault(way, []).append(subject)
     if subjects_by_way:
-        parts = [f"{_listed(names)} read {way}" for way, names in subjects_by_way.items()]
+        parts = [f"{_listed(names)} {way}" for way, names in subjects_by_way.items()]
         raise SettingsError("; ".join(parts))
 
 
@@ -375,18 +389,21 @@ def _is_read(name: str, value: object, goal: str, route: Route, interface: Inter
     return not (route is Route.TRUNCATED and in_integers)
 
 
-def _way_to_be_read(name: str, goal: str, route: Route, interface: Interface) -> str:
-    """Return how to request that an unread setting is read, such as "with base="."""
+def _way_to_be_read(
+    name: str, goal: str, route: Route, interface: Interface, *, has_base: bool
+) -> str:
+    """Return how to request that an unread setting is read, such as "read with base="."""
     readers = _routes_that_read(name, interface)
     if route is Route.TRUNCATED:
-        if readers == _MEASURED and name not in ("base", "data"):
-            return f"{interface.leave_truncated}, with {interface.argument('base')}"
-        return interface.leave_truncated
+        way = f"not read where a LoRA file is written: {interface.leave_truncated}"
+        if readers == _MEASURED and not has_base:
+            way += f", with {interface.argument('base')} and {interface.argument('data')}"
+        return way
     if goal == "separation_rank" and Route.SEARCHED in readers:
-        return f"with a goal that is searched for, such as {interface.argument('ratio')}"
+        return f"read with a goal that is searched for, such as {interface.argument('ratio')}"
     other = next(preferred for preferred in PREFERRED if preferred in readers)
     condition = "base" if other is Route.MEASURED else "separation_rank"
-    return f"with {interface.argument(condition)}"
+    return f"read with {interface.argument(condition)}"
 
 
 def _listed(names: list[str]) -> str:

@@ -72,6 +72,9 @@ class Compression:
         What makes the result doubtful, such as texts that are unlike those of the statistics.
     settings : Mapping
         The settings of the run that differ from their defaults, by the names of `compress`.
+    resolved : Mapping
+        Of the settings that are names or paths, what they stood for: the full name of a base on the
+        hub, or an absolute path.
     created : str
         The day of the run, as 2026-01-31.
 
@@ -106,6 +109,7 @@ class Compression:
     solved_layers: int | None = None
     notes: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    resolved: Mapping[str, str] = field(default_factory=dict, repr=False)
     created: str = field(default_factory=lambda: today().isoformat(), repr=False)
 
     @property
@@ -167,23 +171,28 @@ class Compression:
             source=self.source.path.name,
             settings=dict(self.settings),
             created=self.created,
+            **({"resolved": dict(self.resolved)} if self.resolved else {}),
             **({"notes": list(self.notes)} if self.notes else {}),
             **({"unfilled": self.unfilled} if self.unfilled else {}),
             **({} if self.solved_layers is None else {"solved_layers": self.solved_layers}),
         )
 
-    def command_line(self, adapter: object = None, out: object = "OUT") -> str:
+    def command_line(
+        self, adapter: object = None, out: object = "OUT", *, program: str = "lsrdecomp"
+    ) -> str:
         """Return the line that repeats the run; nothing for a result of other functions.
 
         Parameters
         ----------
         adapter, out : path, optional
             The adapter and the output as they were typed; absent, the path of the source, and OUT.
+        program : str
+            The command as it is typed.
         """
         if not self.settings:
             return ""
         source = self.source.path if adapter is None else adapter
-        words = ["lsrdecomp", "compress", shlex.quote(str(source))]
+        words = [program, "compress", shlex.quote(str(source))]
         for name, value in self.settings.items():
             option = "calibrated" if name == "statistics" else name.replace("_", "-")
             words.append(f"--{option}")

@@ -28,13 +28,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from lsrdecomp.calibration.base_files import check_reachable
+from lsrdecomp.calibration.base_files import check_reachable, resolved_base
 from lsrdecomp.checkpoints import Checkpoint, Journal, open_checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.progress import OnStep, PlannedSteps
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression.compress import Compression, search_adapter
+from lsrdecomp.compression.compress import Compression, described, search_adapter
 from lsrdecomp.compression.measured_settings import MeasuredKeywords, MeasuredSettings
 from lsrdecomp.compression.request import Request
 from lsrdecomp.compression.settings import (
@@ -216,7 +216,8 @@ def compress_request(
         measured = _compress_measured(
             checkpoint, request, request.measured, statistics, steps, sizes, training
         )
-        return replace(measured, settings=request.to_json())
+        resolved = {**request.resolved(), "base": resolved_base(request.base)}
+        return replace(measured, settings=request.to_json(), resolved=resolved)
     assert request.plan is not None
     searched = search_adapter(
         checkpoint,
@@ -225,7 +226,7 @@ def compress_request(
         search=request.search,
         resources=request.resources(PlannedSteps(on_step, [1.0])),
     )
-    return replace(searched.compress(request.plan), settings=request.to_json())
+    return described(searched.compress(request.plan), request, statistics)
 
 
 def _step_weights(settings: MeasuredSettings, weights: StepWeights | None = None) -> list[float]:
@@ -339,11 +340,12 @@ def _compress_measured(
     target_share = settings.keep
     selects = target_share is not None or (plan is not None and plan.kl is not None)
     texts = read_data(request.data)
-    notes = []
+    notes: list[str] = []
     recorded = statistics and statistics.metadata.get("settings", {}).get("text_profile")
     profile = TextProfile.from_json(recorded)
     if profile is not None:
-        notes = profile.differences(texts, data_name(request.data))
+        unlike = profile.differences(texts, data_name(request.data))
+        notes = [f"{each}: calibrate on texts like those you measure on" for each in unlike]
     evaluator = Evaluator(
         request.base, checkpoint.path, texts, settings, chooses=selects, on_step=steps
     )
@@ -356,6 +358,7 @@ def _compress_measured(
     journal = request.journal or Journal(Path(folder.name) / "journal")
     steps.begin("calibrating")
     norm = evaluator.statistics(journal) if statistics is None else statistics
+    notes += norm.doubts
     variants = VariantCache(evaluator, checkpoint, norm, settings.distil, journal)
 
     # 3. Find the variant of the plan, or the smallest that keeps the share.

@@ -163,8 +163,12 @@ def test_inspect_and_curve(small, tmp_path):
 
 def test_demo_runs_and_measures_what_it_wrote(tmp_path):
     (tmp_path / "demo-output").mkdir()
-    done = run_command("demo", cwd=tmp_path)
+    done = run_command("demo", "--report", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "Wrote demo-output/report.html." in done.stdout
+    page = (tmp_path / "demo-output" / "report.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    assert "48 times fewer parameters" in page
     assert (tmp_path / "demo-output" / "kept.png").stat().st_size > 10_000
     verified = "Verified: the errors of both, measured again from the files, are those recorded."
     assert verified in done.stdout

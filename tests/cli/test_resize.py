@@ -358,9 +358,12 @@ def test_what_a_file_cannot_be_is_refused_before_any_work(tmp_path):
     for options, words in (
         (
             ("--base", "b", "--data", "texts.txt", "--ratio", 2),
-            "--base and --data are read where --out is a directory",
+            "--base and --data are not read where a LoRA file is written: name a directory",
         ),
-        (("--separation-rank", 2), "--separation-rank is read where --out is a directory"),
+        (
+            ("--separation-rank", 2),
+            "--separation-rank is not read where a LoRA file is written: name a directory",
+        ),
     ):
         done = run_command(
             "compress", "style.safetensors", "--out", "o.safetensors", *options, cwd=tmp_path

@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,68 @@ def test_a_run_is_repeated_by_its_file_by_its_record_and_by_the_line_it_prints(
     assert CliRunner().invoke(app, [*words[1:-1], "fourth"]).exit_code == 0
     first = weights(tmp_path / "first")
     assert all(weights(tmp_path / name) == first for name in ("second", "third", "fourth"))
+
+
+def test_a_record_repeats_a_run_from_another_directory(tmp_path, monkeypatch):
+    """By the absolute path of what was typed, while it lies there; else by what was typed."""
+    here = tmp_path / "here"
+    shutil.copytree(DEMO.with_name("demo_statistics"), here / "statistics")
+    monkeypatch.chdir(here)
+    done = compress("--statistics", "statistics", "--separation-rank", 1, "--out", "small")
+    assert done.exit_code == 0, done.output
+    record = json.loads((here / "small/compression.json").read_text())
+    assert record["settings"]["statistics"] == "statistics"
+    assert record["resolved"] == {"statistics": str(here / "statistics")}
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    done = compress("--config", here / "small/compression.json", "--out", "again")
+    assert done.exit_code == 0, done.output
+    assert weights(tmp_path / "elsewhere/again") == weights(here / "small")
+
+    (here / "statistics").rename(tmp_path / "elsewhere/statistics")
+    assert read_run(here / "small/compression.json")["statistics"] == "statistics"
+    bad = {**record, "resolved": {"statistics": 3}}
+    (here / "bad.json").write_text(json.dumps(bad), encoding="utf-8")
+    with pytest.raises(LsrError, match="bad.json: statistics must be a text"):
+        read_run(here / "bad.json")
+
+
+def test_a_bare_directory_names_no_path_of_this_machine(tmp_path, monkeypatch):
+    shutil.copytree(DEMO.with_name("demo_statistics"), tmp_path / "statistics")
+    monkeypatch.chdir(tmp_path)
+    words = ("--statistics", "statistics", "--separation-rank", 1, "--out", "small", "--bare")
+    done = compress(*words)
+    assert done.exit_code == 0, done.output
+    files = [path for path in (tmp_path / "small").rglob("*") if path.is_file()]
+    assert len(files) == 2
+    assert not any(str(tmp_path).encode() in path.read_bytes() for path in files)
+
+
+@pytest.mark.parametrize(
+    ("started", "expected"),
+    [
+        ("bin/lsrdecomp", "bin/lsrdecomp"),  # as `.venv/bin/lsrdecomp`, which no PATH has
+        ("my env/lsrdecomp", "'my env/lsrdecomp'"),
+        ("on_path/lsrdecomp", "lsrdecomp"),
+        (str(Path(lsr.__file__).parent / "__main__.py"), "python3 -m lsrdecomp"),
+        ("pytest", "lsrdecomp"),
+    ],
+)
+def test_a_line_to_repeat_a_run_begins_as_the_command_was_typed(
+    started, expected, plan, tmp_path, monkeypatch
+):
+    for folder in ("bin", "my env", "on_path"):
+        command = tmp_path / folder / "lsrdecomp"
+        command.parent.mkdir()
+        command.write_text("#!/bin/sh\n")
+        command.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "on_path"))
+    monkeypatch.setattr(sys, "argv", [started])
+    monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "lsrdecomp"])
+    done = compress("--config", plan, "--out", "first")
+    assert f"To repeat it:\n  {expected} compress " in done.stdout
 
 
 def test_an_option_on_the_line_beats_the_file_and_a_goal_its_goal(plan, tmp_path):

@@ -196,7 +196,7 @@ def test_a_setting_reaches_the_route_or_is_refused_in_python(
         plain = received_in_python(route, without, monkeypatch)
         assert received_in_python(route, asked, monkeypatch) != plain
         return
-    with pytest.raises(LsrError, match=rf"\b{setting}\b.* (is|are) read (with|by) "):
+    with pytest.raises(LsrError, match=rf"\b{setting}\b.* (is|are) (not read where|read with) "):
         received_in_python(route, asked, monkeypatch)
 
 
@@ -251,9 +251,9 @@ def test_an_option_reaches_the_route_or_is_refused_on_the_command_line(
     if route in {**READ_ON, **OWN_OPTIONS}[setting]:
         assert received_by_command(asked) != received_by_command(without)
         return
-    words = rf"{flag(setting)}\b.* (is|are) read (with|where) "
+    words = rf"{flag(setting)}\b.* (is|are) (not read where|read with) "
     if setting == "to":  # it is the others that are not read with it
-        words = "(is|are) read without --to"
+        words = "(is|are) not read where .*: leave out --to"
     with pytest.raises(LsrError, match=words):
         received_by_command(asked)
 
@@ -283,8 +283,9 @@ def test_options_about_a_base_are_refused_without_one() -> None:
 def test_options_of_a_search_are_refused_where_a_file_is_cut() -> None:
     words = "--ratio 4 --out x.safetensors --record --workers 3 --passes 2 --device cuda"
     text = refused(*words.split())
-    assert "--workers, --device and --record are read where --out is a directory" in text
-    assert "--passes is read where --out is a directory, with --base" in text
+    way = "not read where a LoRA file is written: name a directory, such as --out small/"
+    assert f"--workers, --device and --record are {way};" in text
+    assert text.endswith(f"--passes is {way}, with --base and --data")
 
 
 def test_two_goals_are_the_same_refusal_in_both_doors() -> None:
@@ -353,7 +354,8 @@ def test_a_file_is_cut_in_the_storage_of_its_plan(tmp_path: Path) -> None:
     ):
         out = truncate(lora, plan).save(tmp_path / storage)
         assert open_checkpoint(out).storage == storage
-    with pytest.raises(SettingsError, match=r"^storage=int8 is read by lsrdecomp\.compress$"):
+    words = r"^storage=int8 is not read where a LoRA file is written: call lsrdecomp\.compress$"
+    with pytest.raises(SettingsError, match=words):
         truncate(lora, CompressionPlan(ratio=4, storage="int8"))
     with pytest.raises(BudgetError, match="a plan was given, and storage beside it"):
         truncate(lora, CompressionPlan(ratio=4, storage="bfloat16"), storage="float16")
@@ -361,9 +363,9 @@ def test_a_file_is_cut_in_the_storage_of_its_plan(tmp_path: Path) -> None:
 
 def test_a_cut_refuses_what_the_library_reads_elsewhere() -> None:
     lora = open_checkpoint(DEMO)
-    with pytest.raises(SettingsError, match=r"^passes is read by lsrdecomp\.compress, with base=$"):
+    with pytest.raises(SettingsError, match=r"^passes is not read .*, with base= and data=$"):
         truncate(lora, ratio=4, passes=2)
-    with pytest.raises(SettingsError, match=r"^kl is read by lsrdecomp\.compress$"):
+    with pytest.raises(SettingsError, match=r"^kl is not read .*: call lsrdecomp\.compress$"):
         truncate(lora, CompressionPlan(kl=0.1))
 
 

@@ -529,8 +529,30 @@ def test_texts_unlike_those_of_the_statistics_are_said_with_numbers(folder, line
         done = command(folder, lines, *told, "--report", f"{out}.html")
         assert done.exit_code in (0, 1), done.output
         record = json.loads((out / "compression.json").read_text())
-        assert ("notes" in record) == is_said
+        assert any("longer.txt" in note for note in record["notes"]) == is_said
         said = "the texts of longer.txt have"
         assert (f"WARNING: {said}" in done.output) == is_said
         page = (tmp_path / f"{out.name}.html").read_text()
         assert ("The texts of longer.txt have" in page) == is_said
+
+
+def test_statistics_of_few_examples_are_said_with_how_many_serve(folder, lines, tmp_path):
+    few, serving = tmp_path / "few", tmp_path / "serving"
+    more = tmp_path / "more.txt"
+    more.write_text("\n".join(text for text, _ in [*TEXTS, *TEXTS]))
+    said = "WARNING: the statistics are of 24 examples: give 64 at least, better 500"
+    for statistics, texts, samples in ((few, lines, 24), (serving, more, 64)):
+        words = ["calibrate", folder / "base", "--adapter", folder / "lora", "--text", texts]
+        words += ["--samples", samples, "--batch", 8, "--max-length", 16, "--out", statistics]
+        done = CliRunner().invoke(app, [*map(str, words), "--quiet"])
+        assert done.exit_code == 0, done.output
+        assert (said in done.output) == (statistics == few)
+        out = tmp_path / f"of_{statistics.name}"
+        words = ["compress", folder / "lora", "--ratio", 2, "--out", out, "--quiet"]
+        done = CliRunner().invoke(app, [*map(str, words), "--calibrated", str(statistics)])
+        assert done.exit_code == 0, done.output
+        assert (said in done.output) == (statistics == few)
+        record = json.loads((out / "compression.json").read_text())
+        assert ("notes" in record) == (statistics == few)
+    done = lsr.compress(folder / "lora", statistics=few, ratio=2)
+    assert done.notes == (said.removeprefix("WARNING: "),)

@@ -1,0 +1,35 @@
+"""How the command was started, for lines that are printed to be typed again."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+NAME = "lsrdecomp"
+"""Name of the console command and of the package."""
+
+
+def program() -> str:
+    """Return the command as it was typed: ``lsrdecomp``, its path, or ``python -m lsrdecomp``.
+
+    The bare name stands only where a shell finds this command by it. Within another program the
+    command was not typed, and its name is returned.
+    """
+    started = Path(sys.argv[0])
+    package = Path(__file__).parents[1]
+    if package in started.absolute().parents:
+        return f"{shlex.quote(_interpreter())} -m {NAME}"
+    if started.stem != NAME:
+        return NAME
+    found = shutil.which(NAME)
+    if found is not None and started.exists() and Path(found).samefile(started):
+        return NAME
+    return shlex.quote(sys.argv[0])
+
+
+def _interpreter() -> str:
+    """Return Python as it was typed."""
+    typed = sys.orig_argv[0] if sys.orig_argv else ""
+    return typed or sys.executable
