@@ -10,6 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from lsrdecomp import SeparatedMatrix, operators
+from lsrdecomp.plots.pictures import COLOURS, MARKERS, name_lines
 
 rng = np.random.default_rng(0)
 sizes = (24, 30)
@@ -29,14 +30,18 @@ without = operators.solve(matrix, b, preconditioner=None).iterations
 print(inverses[-1])
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-for rank, inverse in zip(ranks, inverses, strict=True):
+shown = [(rank, each) for rank, each in zip(ranks, inverses, strict=True) if rank in (1, 2, 4, 8)]
+for i, (rank, inverse) in enumerate(shown):
+    label = f"{rank} terms" if rank > 1 else "1 term"
+    sweeps = range(1, len(inverse.residuals) + 1)
     left.semilogy(
-        range(1, len(inverse.residuals) + 1), inverse.residuals, marker=".", label=f"{rank} terms"
+        sweeps, inverse.residuals, color=COLOURS[i], marker=MARKERS[i], markersize=4, label=label
     )
-left.set(xlabel="sweep", ylabel="‖I − AX‖ / ‖I‖")
-left.legend(fontsize="small")
-right.plot(ranks, counts, marker="o", label="with X")
-right.axhline(without, linestyle=":", color="gray", label="without")
-right.set(xlabel="terms of X", ylabel="iterations of GMRES", ylim=(0, None))
-right.legend()
+left.set(xlabel="sweep", ylabel="‖I − AX‖ / ‖I‖", xlim=(0, 14), ylim=(1e-3, 0.3))
+name_lines(left)
+right.plot(ranks, counts, color=COLOURS[0], marker="o")
+right.axhline(without, linestyle=":", color="0.45")
+right.set(xlabel="terms of X", ylabel="iterations of GMRES", ylim=(0, 1.15 * without))
+right.annotate("with X", (ranks[-1], counts[-1]), (-4, 8), textcoords="offset points", ha="right")
+right.annotate("without", (ranks[-1], without), (-4, 4), textcoords="offset points", ha="right")
 plt.show()

@@ -14,6 +14,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from lsrdecomp.plots.pictures import FONT_SIZE, name_lines
+
 LEAST_RANK = 8
 """Adapters of lower rank leave other tools too few points."""
 
@@ -32,10 +34,12 @@ IN_BYTES = {
     "ours, Kronecker only, bits chosen": ("ours, Kronecker shapes only", "#56B4E9", "v"),
     "SVD, same rank": ("SVD, one rank, float16", "#E69F00", "P"),
     "LoKr": ("LoKr, float16", "#CC79A7", "D"),
-    "LoRA int8": ("the LoRA in int8", "black", "*"),
+    "LoRA int8": ("the LoRA\nin int8", "black", "*"),
     "LoRA int4": ("the LoRA in int4", "black", "X"),
-    "LoRA NF4": ("the LoRA in NF4", "0.5", "X"),
+    "LoRA NF4": ("the LoRA in NF4", "0.4", "P"),
 }
+POINT_NAMES = {"LoRA int8": (-9, 4), "LoRA int4": (-9, 7), "LoRA NF4": (-9, -7)}
+"""Places of the names of single points beside them, in points."""
 
 
 def draw(
@@ -60,11 +64,22 @@ def draw(
             style = dict(zip(("linestyle", "markersize"), line, strict=True))
             axes.plot(
                 *zip(*medians, strict=True),
-                label=label,
+                label=label if len(medians) > 1 else None,
                 color=colour,
                 marker=marker,
                 linewidth=1.6,
                 **style,
+            )
+        if len(medians) == 1:
+            axes.annotate(
+                label,
+                medians[0],
+                POINT_NAMES[arm],
+                textcoords="offset points",
+                color=colour,
+                fontsize=FONT_SIZE,
+                va="center",
+                ha="right",
             )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -78,13 +93,13 @@ def draw(
     axes.minorticks_off()
     axes.grid(True, linewidth=0.4, alpha=0.5)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="lower left")
+    name_lines(axes)
 
 
 def main(source: Path, out: Path) -> None:
     results = json.loads(source.read_text(encoding="utf-8"))
     adapters = [one for one in results["adapters"].values() if min(one["ranks"]) >= LEAST_RANK]
-    left, right = Figure(figsize=(9.6, 4.2), layout="constrained").subplots(1, 2)
+    left, right = Figure(figsize=(11.0, 4.2), layout="constrained").subplots(1, 2)
     draw(left, adapters, ARMS, "parameters")
     draw(right, adapters, IN_BYTES, "bytes")
     left.set_xlabel("parameters, as a share of the LoRA's (all in float16)")

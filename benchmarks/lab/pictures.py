@@ -106,6 +106,9 @@ def plot_stages(
         panel.set_title(stage, fontsize=10)
         _levels(panel, references or {}, named=panel is panels[-1])
         dress(panel, size, quality if panel is panels[0] else "")
+    if len(panels) == 1:
+        _name_beside(panels[0])
+        return tuple(panels)
     named = {
         label: line
         for panel in panels
@@ -120,6 +123,26 @@ def plot_stages(
         ncols=3,
     )
     return tuple(panels)
+
+
+def _name_beside(panel: Axes) -> None:
+    """Write each line's name at its middle point: the lowest line's below it, the others' above."""
+    lines, labels = panel.get_legend_handles_labels()
+    middles = [line.get_xydata()[len(line.get_xydata()) // 2] for line in lines]
+    bottom = min(y for _, y in middles)
+    for line, label, (x, y) in zip(lines, labels, middles, strict=True):
+        is_above = y > bottom
+        panel.annotate(
+            label,
+            (x, y),
+            (-6, 6) if is_above else (8, -6),
+            textcoords="offset points",
+            ha="right" if is_above else "left",
+            va="bottom" if is_above else "top",
+            fontsize=FONT_SIZE,
+            color=line.get_color(),
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+        )
 
 
 def _spread(ax: Axes, points: Sequence[Point], colour: str) -> None:

@@ -32,6 +32,7 @@ from lsrdecomp.kronecker.cp import from_cp
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.plots.pictures import COLOURS
 from lsrdecomp.solvers.cp.als import ALS
 from lsrdecomp.targets.base import Dense
 
@@ -158,7 +159,19 @@ def draw(rows: list[dict], path: Path) -> None:
     figure, ax = plt.subplots(figsize=(8, 0.8 * len(rows) + 1.5), layout="constrained")
     for offset, library in enumerate(("ALS", "tensorly", "pyttb")):
         y = np.arange(len(rows)) + 0.25 * offset
-        bars = ax.barh(y, [row[library]["seconds"] for row in rows], height=0.25, label=library)
+        seconds = [row[library]["seconds"] for row in rows]
+        bars = ax.barh(y, seconds, height=0.25, color=COLOURS[offset])
+        ax.annotate(
+            f"{library} ",
+            (bars[0].get_width(), bars[0].get_y() + 0.125),
+            (-3.0, 0.0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            color="white",
+            fontsize=7,
+            fontweight="bold",
+        )
         for bar, row in zip(bars, rows, strict=True):
             if not row[library].get("reached", True):
                 text = f" not reached: {row[library]['error']:.1e}"
@@ -170,7 +183,6 @@ def draw(rows: list[dict], path: Path) -> None:
     ax.set(xscale="log", xlabel="CPU seconds to the error of ALS")
     ax.set_xlim(right=20 * ax.get_xlim()[1])  # room for the words behind the longest bars
     ax.invert_yaxis()
-    ax.legend()
     figure.savefig(path, dpi=150)
 
 
@@ -182,12 +194,16 @@ def main() -> None:
     parser.add_argument(
         "--runs", type=int, default=3, help="runs of ALS, of which the median counts"
     )
+    parser.add_argument("--picture", action="store_true", help="only draw the stored record")
     parser.add_argument("--small", action="store_true", help="512 instead of 4096 rows")
     parser.add_argument(
         "--only", nargs="*", help="problems whose names contain one of these; others stay as stored"
     )
     options = parser.parse_args()
     stored = RESULTS / "cp.json"
+    if options.picture:
+        draw(records.load(stored)["rows"], RESULTS / "cp.png")
+        return
     held = records.load(stored) if options.only else {}
     rows = {row["problem"]: row for row in held.get("rows", [])}
     for case in cases(options.small):

@@ -3,6 +3,7 @@
     python -m benchmarks.solvers.two_factors --threads 1 --out benchmarks/results
     python -m benchmarks.solvers.two_factors --threads 2 --only dense
     python -m benchmarks.solvers.two_factors --only sizes
+    python -m benchmarks.solvers.two_factors --only pictures
 
 Every library is handed the same rearranged matrix, so what differs is the solver; our times include
 the rearrangement. Times are CPU seconds where one thread runs and wall seconds otherwise, medians
@@ -37,7 +38,9 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--matrices", type=int, default=224, help="of the batch")
     arguments.add_argument(
-        "--only", choices=("dense", "sizes", "pair", "batch", "leading", "search")
+        "--only",
+        choices=("dense", "sizes", "pair", "batch", "leading", "search", "pictures"),
+        help="one part; pictures: both, from the record",
     )
     arguments.add_argument(
         "--brute", action="store_true", help="also search shapes by brute force (minutes)"
@@ -67,9 +70,9 @@ def main() -> None:
             record[name] = {"settings": settings, "rows": part(options)}
             records.save(file, record, "scikit-learn", "torch", seed=options.seed)
             print(json.dumps(record[name], indent=1), flush=True)
-    if options.only in (None, "dense"):
+    if options.only in (None, "dense", "pictures"):
         figure(record["dense"]["rows"], file.with_suffix(".png"))
-    if options.only in (None, "sizes"):
+    if options.only in (None, "sizes", "pictures"):
         sizes_figure(record["sizes"]["rows"], options.out / "solvers-sizes.png")
 
 
@@ -570,51 +573,75 @@ def search(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-FAMILIES = {
-    "lsrdecomp": ("#0072B2", "o"),
-    "scipy": ("#D55E00", "s"),
-    "sklearn": ("#009E73", "^"),
-    "torch": ("#CC79A7", "D"),
+SOLVERS = {
+    "lsrdecomp": "lsrdecomp",
+    "scipy svds": "svds",
+    "scipy interpolative": "interpolative",
+    "sklearn": "randomized_svd",
+    "torch": "svd_lowrank",
 }
-"""Colour and marker of a library, told apart without colour too; the setting stands beside each
-point."""
+"""How the picture names solvers, by how their settings begin in the record."""
+EXACT = 1e-12
+"""Excess that is drawn for what is exact to rounding."""
 
 
 def figure(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw excess over the optimum against seconds, one panel a problem, a point a setting."""
+    """Draw excess over the optimum against time, a panel a problem, a line a solver's settings.
+
+    Problems on which every solver but one is within 1e-9 are left out: there is nothing to see.
+    """
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
     from matplotlib.ticker import NullFormatter, PercentFormatter
 
-    problems = list(dict.fromkeys(row["problem"] for row in rows))
-    drawing = Figure(figsize=(4.3 * len(problems), 4.2), layout="constrained")
-    panels = drawing.subplots(1, len(problems), sharey=True, squeeze=False)[0]
-    for panel, problem in zip(panels, problems, strict=True):
-        panel.axhspan(1e-13, 3e-12, color="0.93")
-        for row in (r for r in rows if r["problem"] == problem and r["solver"] != "numpy svd"):
-            library, _, setting = row["solver"].partition(" ")
-            colour, marker = FAMILIES[library]
-            place = 1.0 / row["times faster than svd"], max(row["excess"], 1e-12)
-            panel.loglog(*place, marker, color=colour, markersize=6)
-            panel.annotate(
-                setting, place, (5, 3), textcoords="offset points", fontsize=8, color=colour
+    from lsrdecomp.plots.pictures import COLOURS, MARKERS, name_lines
+
+    problems = {problem: _settings(rows, problem) for problem in _problems(rows)}
+    shown = [name for name, settings in problems.items() if _spread_of(settings) > 1]
+    drawing = Figure(figsize=(9.6, 3.4 * -(-len(shown) // 2)), layout="constrained")
+    panels = drawing.subplots(-(-len(shown) // 2), 2, sharex=True, sharey=True, squeeze=False)
+    for panel, problem in zip(panels.flat, shown, strict=False):
+        panel.axhspan(EXACT / 300.0, 3.0 * EXACT, color="0.93")
+        for i, (label, points) in enumerate(problems[problem].items()):
+            times, excesses = zip(*points, strict=True)
+            panel.loglog(
+                times, excesses, color=COLOURS[i], marker=MARKERS[i], markersize=5, label=label
             )
-        panel.set(title=problem, xlabel="time, as a share of the full SVD's", ylim=(2e-13, 5.0))
-        panel.set_xlim(panel.get_xlim()[0] * 0.8, panel.get_xlim()[1] * 1.8)
+        panel.set(title=problem, xlim=(0.004, 0.2), ylim=(EXACT / 300.0, 5.0))
         panel.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         panel.xaxis.set_minor_formatter(NullFormatter())
         panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("error / optimum − 1  (shaded: exact to rounding)")
-    found = [name for name in FAMILIES if any(row["solver"].startswith(name) for row in rows)]
-    signs = [
-        Line2D([], [], color=FAMILIES[name][0], marker=FAMILIES[name][1], linestyle="", label=name)
-        for name in found
-    ]
-    drawing.legend(
-        handles=signs, loc="outside lower center", ncols=len(signs), frameon=False, fontsize=9
-    )
-    drawing.savefig(path, dpi=120)
+        name_lines(panel)
+    for panel in panels[-1]:
+        panel.set_xlabel("time, as a share of the full SVD's")
+    for panel in panels[:, 0]:
+        panel.set_ylabel("error / optimum − 1\n(shaded: exact to rounding)")
+    for panel in panels.flat[len(shown) :]:
+        panel.remove()
+    drawing.savefig(path, dpi=140)
+
+
+def _problems(rows: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(row["problem"] for row in rows))
+
+
+def _settings(rows: list[dict[str, Any]], problem: str) -> dict[str, list[tuple[float, float]]]:
+    """Return time and excess of each solver's settings on a problem, the fastest first."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for begin, label in SOLVERS.items():
+        found = [
+            (1.0 / row["times faster than svd"], max(row["excess"], EXACT))
+            for row in rows
+            if row["problem"] == problem and row["solver"].startswith(begin)
+        ]
+        if found:
+            points[label] = sorted(found)
+    return points
+
+
+def _spread_of(settings: dict[str, list[tuple[float, float]]], visible: float = 1e-9) -> int:
+    """Return how many solvers have a setting whose excess is visible."""
+    return sum(any(excess > visible for _, excess in points) for points in settings.values())
 
 
 if __name__ == "__main__":

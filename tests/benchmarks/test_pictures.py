@@ -7,6 +7,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from matplotlib.figure import Figure
+
 from benchmarks.lab.recover import picture as recover_picture
 from benchmarks.language import (
     from_lora_picture,
@@ -14,6 +16,7 @@ from benchmarks.language import (
     picture,
     rivals_picture,
 )
+from benchmarks.solvers import two_factors
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -34,10 +37,33 @@ def test_a_language_model_has_its_picture(tmp_path):
     assert out.stat().st_size > 10_000
 
 
-def test_small_adapters_have_their_picture(tmp_path):
-    out = tmp_path / "small-adapters.png"
-    rivals_picture.main(RESULTS / "rivals.json", out)
-    assert out.stat().st_size > 10_000
+def test_small_adapters_have_three_panels_of_five_named_lines_at_most():
+    record = json.loads((RESULTS / "rivals.json").read_text())
+    panels = rivals_picture.draw(record)
+    names = [{text.get_text() for text in panel.texts} for panel in panels]
+    assert all(panel.get_legend() is None for panel in panels)
+    assert all("LSR" in each and len(each) <= 5 for each in names)
+    methods = {row["method"] for row in record["rows"] if row["task"] == "E2E"}
+    assert sum(len(each) - 1 for each in names) == len(methods) - 1
+    with pytest.raises(KeyError, match="no panel names Another"):
+        rivals_picture.draw({"rows": [{**record["rows"][0], "task": "E2E", "method": "Another"}]})
+
+
+def test_solvers_have_a_panel_for_each_problem_on_which_they_differ(tmp_path, monkeypatch):
+    rows = json.loads((RESULTS / "solvers-threads1.json").read_text())["dense"]["rows"]
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    two_factors.figure(rows, tmp_path / "solvers.png")
+    panels = drawn[0].axes
+    assert [panel.get_title() for panel in panels] == [
+        "1/k",
+        "exponential kernel",
+        "noise",
+        "0.18^k",
+    ]
+    named = {text.get_text() for panel in panels for text in panel.texts}
+    assert named == set(two_factors.SOLVERS.values())
+    assert all(len(panel.texts) == 5 and panel.get_legend() is None for panel in panels)
 
 
 def test_training_from_a_lora_has_its_picture(tmp_path):
