@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lsrdecomp.calibration.rate_trials import RateTrial, TrialSchedule, best_trial
+from lsrdecomp.calibration.rate_trials import RateTrial, TrialSchedule, clear_winner
 from lsrdecomp.checkpoints.writing import new_file
 from lsrdecomp.training.methods import find_method
 from lsrdecomp.training.model import trainable_parameters
@@ -35,6 +35,9 @@ class RateSearch(TrialSchedule):
 
     min_trial_steps: int = 8
     """Minimum steps of the trial of one rate: the first rise, and the last ones are compared."""
+
+    min_std_errors: float = 2.0
+    """Standard errors by which another rate has to be ahead of the default to be taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +127,10 @@ def choose_rate(
 
     rates = [float(f"{multiple * default:.2g}") for multiple in search.multiples]
     trials = [run(rate) for rate in rates]
-    # 2. Take the best one, and the default where every trial diverged.
-    best = best_trial(trials)
-    records = tuple(trial.record for trial in trials)
-    choice = ChosenRate(default if best is None else best.rate, records)
+    # 2. Take the default unless another is clearly better: a few steps tell little.
+    preferred = trials[search.multiples.index(1.0)]
+    best = clear_winner(trials, preferred, min_std_errors=search.min_std_errors)
+    choice = ChosenRate(best.rate, tuple(trial.record for trial in trials))
     with new_file(file, force=True) as part:
         part.write_text(json.dumps([choice.rate, choice.trials]), encoding="utf-8")
     return choice
