@@ -24,7 +24,6 @@ from benchmarks import record
 INPUTS = {
     "adapters": "a directory of published LoRA adapters, a directory or file each",
     "e2e": "devset.csv of the E2E challenge",
-    "glue": "a directory of GLUE's tasks, such as benchmarks.lab.fetch_tasks writes",
     "loras": "directory with a LoRA of SmolLM2 for each of them",
     "reviews": "SST-2's train.tsv",
     "tasks": "what benchmarks.language.tasks wrote",
@@ -162,6 +161,20 @@ JOBS = (
         "--held {tasks}/e2e/held.jsonl",
         35,
         ("peft", "gguf"),
+    ),
+    Job(
+        "compare embedded",
+        ("compare-embedded",),
+        "benchmarks.lab compare benchmarks/experiments/embedded.toml --quiet "
+        "--out {work}/comparison --json benchmarks/results/compare-embedded.json",
+        2,
+    ),
+    Job(
+        "recover embedded",
+        ("recover-embedded",),
+        "benchmarks.lab recover benchmarks/experiments/embedded.toml --quiet "
+        "--out {work}/recovery --json benchmarks/results/recover-embedded.json",
+        5,
     ),
     Job("calibration", ("calibration",), "benchmarks.cost.calibration", 7, ("peft",)),
     Job(

@@ -2,7 +2,7 @@
 
     python -m benchmarks.solvers.cp
 
-writes benchmarks/results/cp.json and cp.png. Our error and γ are those of `ALS(storage="float16")`;
+writes benchmarks/results/cp.json. Our error and γ are those of `ALS(storage="float16")`;
 the others run until they are as accurate or the limit of CPU seconds is over. Set OMP_NUM_THREADS=1
 for one thread.
 """
@@ -32,7 +32,6 @@ from lsrdecomp.kronecker.cp import from_cp
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.plots.pictures import COLOURS
 from lsrdecomp.solvers.cp.als import ALS
 from lsrdecomp.targets.base import Dense
 
@@ -150,42 +149,6 @@ def measure(
     return row
 
 
-def draw(rows: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(8, 0.8 * len(rows) + 1.5), layout="constrained")
-    for offset, library in enumerate(("ALS", "tensorly", "pyttb")):
-        y = np.arange(len(rows)) + 0.25 * offset
-        seconds = [row[library]["seconds"] for row in rows]
-        bars = ax.barh(y, seconds, height=0.25, color=COLOURS[offset])
-        ax.annotate(
-            f"{library} ",
-            (bars[0].get_width(), bars[0].get_y() + 0.125),
-            (-3.0, 0.0),
-            textcoords="offset points",
-            ha="right",
-            va="center",
-            color="white",
-            fontsize=7,
-            fontweight="bold",
-        )
-        for bar, row in zip(bars, rows, strict=True):
-            if not row[library].get("reached", True):
-                text = f" not reached: {row[library]['error']:.1e}"
-                ax.annotate(text, (bar.get_width(), bar.get_y() + 0.125), va="center", fontsize=7)
-    ax.set_yticks(
-        np.arange(len(rows)) + 0.25,
-        [f"{r['problem']}\nerror {r['ALS']['error']:.1e}" for r in rows],
-    )
-    ax.set(xscale="log", xlabel="CPU seconds to the error of ALS")
-    ax.set_xlim(right=20 * ax.get_xlim()[1])  # room for the words behind the longest bars
-    ax.invert_yaxis()
-    figure.savefig(path, dpi=150)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -194,16 +157,12 @@ def main() -> None:
     parser.add_argument(
         "--runs", type=int, default=3, help="runs of ALS, of which the median counts"
     )
-    parser.add_argument("--picture", action="store_true", help="only draw the stored record")
     parser.add_argument("--small", action="store_true", help="512 instead of 4096 rows")
     parser.add_argument(
         "--only", nargs="*", help="problems whose names contain one of these; others stay as stored"
     )
     options = parser.parse_args()
     stored = RESULTS / "cp.json"
-    if options.picture:
-        draw(records.load(stored)["rows"], RESULTS / "cp.png")
-        return
     held = records.load(stored) if options.only else {}
     rows = {row["problem"]: row for row in held.get("rows", [])}
     for case in cases(options.small):
@@ -212,7 +171,6 @@ def main() -> None:
             print(json.dumps(rows[case[0]]), flush=True)
     record = held | {"rows": list(rows.values())}
     records.save(stored, record, "tensorly", "pyttb", seed=0)
-    draw(list(rows.values()), RESULTS / "cp.png")
 
 
 if __name__ == "__main__":
