@@ -993,6 +993,32 @@ def in_serving():
 
 
 def in_accuracy():
+    yield from of_the_demo()
+    yield from of_integer_factors()
+
+
+def of_the_demo():
+    """In function."""
+    demo = ROOT / "lsrdecomp" / "cli" / "demo_kept.json"
+    whole, shipped = record("demo_function"), json.loads(demo.read_text(encoding="utf-8"))
+    without, with_lora = (
+        next(percent(row["accuracy"], 1) for row in whole["rows"] if row["method"] == method)
+        for method in ("none", "lora")
+    )
+    yield f"without an adapter {without} %, with the LoRA {with_lora} %"
+
+    def kept(rows, method):
+        shares = {row["ratio"]: row["share"] for row in rows["rows"] if row["method"] == method}
+        return joined(shares[ratio] for ratio in (96.0, 48.0, 19.2))
+
+    lsr, svd = "lsr-kfac", "svd-kfac"
+    yield (
+        f"keeps {kept(shipped, lsr)} at 1/96, 1/48 and 1/19 instead of {kept(whole, lsr)}, "
+        f"truncated SVD {kept(shipped, svd)} instead of {kept(whole, svd)}"
+    )
+
+
+def of_integer_factors():
     """Integer factors."""
     rows = record("integer_factors")["rows"]
 

@@ -4,8 +4,13 @@
         [--statistics DIR --out benchmarks/results/demo_function.json]
 
 Without ``--statistics`` the demo's own are used, and the record is that which ``lsrdecomp demo``
-reads; with them what `lsrdecomp calibrate` wrote for the demo's adapter on SST-2's train split. The
-figures are on the dev split, which neither training nor calibration saw. No retraining. One thread.
+reads; with them whole covariances, which the encoder ENCODER has on 1,024 texts of the train split:
+
+    lsrdecomp calibrate ENCODER --adapter lsrdecomp/cli/demo_adapter --task GLUE/SST-2 \\
+        --samples 1024 --rank 384 --out DIR
+
+The figures are on the dev split, which neither training nor calibration saw. No retraining. One
+thread.
 """
 
 from __future__ import annotations

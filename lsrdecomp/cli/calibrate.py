@@ -41,10 +41,13 @@ def calibrate(
     samples: Annotated[int, typer.Option(help="Examples to use; about 500 are enough.")] = 512,
     batch: Annotated[int, typer.Option(help="Examples per batch.")] = 16,
     max_full: Annotated[
-        int, typer.Option(help="Store full covariances of layers up to this width.")
+        int,
+        typer.Option(
+            help="Widest layers whose covariances are added up whole, not by random columns."
+        ),
     ] = 1024,
     rank: Annotated[
-        int, typer.Option(help="Eigenpairs to store of the covariances of wider layers.")
+        int, typer.Option(help="Leading eigenpairs of each covariance that are written.")
     ] = 128,
     max_memory: Annotated[
         int | None,
