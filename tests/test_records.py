@@ -45,7 +45,7 @@ UNRECORDED = {LANGUAGE: "## Tried, and not taken"}
 """A last section whose experiments left no record."""
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FIGURE = re.compile(r"[^.]{0,40}(?:(?<!version )(?<![\w.])0?\.\d+|\d %|±|\d nats)[^.]{0,20}")
+FIGURE = re.compile(r"[^.]{0,40}(?:(?<![Vv]ersion )(?<![\w.])0?\.\d+|\d %|±|\d nats)[^.]{0,20}")
 
 WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
@@ -516,10 +516,10 @@ def kept(method, budget, task="E2E"):
 
 
 def in_small_adapters():
+    one, three = (short(by_bytes("LSR", size), 3) for size in (1000, 3000))
     yield (
-        f"LSR [now keeps](language-models.md#by-bytes) {short(by_bytes('LSR', 1000), 3)} in 1 kB, "
-        f"where Uni-LoRA keeps {short(by_bytes('Uni-LoRA', 1000), 3)}, and "
-        f"{short(by_bytes('LSR', 3000), 3)} in 3 kB"
+        f"it keeps [{one} in 1 kB and {three} in 3 kB](language-models.md#by-bytes), where the "
+        f"runs here keep {kept('LSR', 1000)} and {kept('LSR', 3000)}"
     )
     yield from on_gemma()
     yield from of_e2e_in_bytes()
