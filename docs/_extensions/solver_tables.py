@@ -38,7 +38,9 @@ def dense(results: dict[str, Any]) -> Table:
                 continue
             ratio = row["seconds"] / found[problem, OURS]["seconds"]
             excess = max(row["excess"], 0.0)
-            cells.append(f"{ratio:.2g} × ({excess:.0e})")
+            shown = f"{excess:.0e}".replace("-", "−") if excess else "0"
+            # One line a cell: a minus sign and blanks at which nothing breaks.
+            cells.append(f"{ratio:.2g}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}({shown})")
         table.append((solver, *cells))
     return ("solver", *problems), table
 
