@@ -279,16 +279,23 @@ def written(out: Path) -> dict[str, Any]:
     estimate = record["promise"]
     measures = ("asked", "kept", "standard_error", "kl", "effect", "agreement", "distilled")
     sizes = {file.name: file.stat().st_size for file in sorted(out.iterdir())}
-    training = record.get("distillation", {})
+    # Trainings and prunings, the last one first.
+    changes: list[dict[str, Any]] = []
+    change = record.get("distillation")
+    while change:
+        changes.append(change)
+        change = change.get("pruned_from", {}).get("distillation")
+    trainings = [change for change in changes if "rate" in change]
+    origins = [change["pruned_from"]["bytes"] for change in changes if "pruned_from" in change]
     return {
         "weight_bytes": sizes["adapter_model.safetensors"],
         "bytes": estimate["bytes_after"],
         "head_bytes": estimate["head_bytes"],
         "directory_bytes": sizes,
         **{key: estimate[key] for key in measures},
-        "rate": training.get("rate"),
-        "rate_trials": training.get("rate_trials"),
-        "pruned_from": (training.get("pruned_from") or {}).get("bytes"),
+        "rate": trainings[0]["rate"] if trainings else None,
+        "rate_trials": trainings[-1]["rate_trials"] if trainings else None,
+        "pruned_from": origins[-1] if origins else None,
         "tried": record["tried"],
     }
 

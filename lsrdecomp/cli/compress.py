@@ -358,6 +358,7 @@ def _measured_sentences(result: Compression) -> Iterator[str]:
             f"Quantized truncated SVD of {size_text(svd.bytes)} keeps {100 * svd.kept:.1f} % on "
             "the same texts."
         )
+    yield "The share is an estimate for texts like these; of others less may be kept."
     if result.mismatches:
         yield "\nAnswers that differ:"
     for pair in result.mismatches:

@@ -23,6 +23,7 @@ from lsrdecomp.fidelity.size_search import (
     SizeSearch,
     TrainedSizeSearch,
     loss_of,
+    share_at_loss,
 )
 
 if TYPE_CHECKING:
@@ -196,7 +197,10 @@ class ShareGoal:
             return self.untrained()
         smallest = min(passing, key=self._total_size)
         # 4. A training ends with more than was asked: spend that on a smaller size.
-        return self._pruned(smallest) or smallest
+        smallest = self._pruned_and_trained(smallest)
+        # 5. The training after pruning does too, if by less: spend it without further training.
+        landed = self._prunings(smallest, self.allowed_loss, self.training.first_pruned_share)
+        return self._smallest_passing([smallest, *landed])
 
     def _residual_guess(self) -> float:
         """Return the share of its loss that a variant is assumed to have after training."""
@@ -227,14 +231,15 @@ class ShareGoal:
             result = self.variants.train(variant, stage_prefix)
         return result
 
-    def _pruned(self, result: CompressedVariant) -> CompressedVariant | None:
-        """Return a trained variant without its smallest terms, if it keeps the share after all.
+    def _pruned_and_trained(self, result: CompressedVariant) -> CompressedVariant:
+        """Return a trained variant without its smallest terms, trained a little further.
 
-        None too where that is expected to save little.
+        Where that keeps too little, the smallest of the others that keep enough. The variant itself
+        where pruning is expected to save little.
         """
         distilled = result.distillation
         if distilled is None or not distilled.improved:
-            return None
+            return result
         # 1. Of which size would a variant be that training brings down to the allowed loss?
         before = 1.0 - share_kept(distilled.before)
         residual = max(loss_of(result), MIN_LOSS) / max(before, MIN_LOSS)
@@ -244,11 +249,14 @@ class ShareGoal:
         training = self.training
         saving = min(total_size / size, training.max_pruned_saving)
         if saving < training.min_pruned_saving:
-            return None
-        # 2. Leave out terms down to it. Header and index stay, so more of the numbers must go.
-        removed = (1.0 - 1.0 / saving) * total_size
-        share = removed / self._numbers_size(result)
-        pruned = self.variants.prune(result, min(share, 1.0 - 1.0 / training.max_pruned_saving))
+            return result
+        # 2. Leave out terms down to it, and more if that costs little. Header and index stay, so
+        #    more of the numbers must go.
+        share = (1.0 - 1.0 / saving) * total_size / self._numbers_size(result)
+        loss = self.search.safety * self.allowed_loss / training.pruned_residual
+        prunings = self._prunings(result, loss, share)
+        within = [variant for variant in prunings if loss_of(variant) <= loss]
+        pruned = min(within, key=self._total_size) if within else min(prunings, key=loss_of)
         # 3. Train what is left a little further.
         landed = self.variants.train(
             pruned,
@@ -256,7 +264,44 @@ class ShareGoal:
             steps=max(1, math.ceil(training.pruned_steps * self.variants.steps)),
             rate=training.pruned_rate * distilled.training.rate,
         )
-        return landed if self._passes(landed) else None
+        return self._smallest_passing([result, *prunings, landed])
+
+    def _prunings(
+        self, variant: CompressedVariant, max_loss: float, share: float
+    ) -> list[CompressedVariant]:
+        """Prune a trained variant until it loses just less than ``max_loss``; return all tries.
+
+        Each is one measurement. Between tries log loss is interpolated linearly in the share that
+        is removed; beyond them it is extrapolated.
+
+        Parameters
+        ----------
+        variant : CompressedVariant
+        max_loss : float
+        share : float
+            Share of the bytes of its numbers that is removed first.
+        """
+        training = self.training
+        is_trained = variant.distillation is not None and variant.distillation.improved
+        min_loss = (1.0 - training.pruned_tolerance) * max_loss
+        max_share = 1.0 - 1.0 / training.max_pruned_saving
+        tries: dict[float, CompressedVariant] = {0.0: variant}
+        while (is_trained or variant.origin is not None) and len(tries) <= training.max_prunings:
+            if any(min_loss <= loss_of(tried) <= max_loss for tried in tries.values()):
+                break
+            if len(tries) > 1:
+                losses = {removed: loss_of(tried) for removed, tried in tries.items()}
+                share = share_at_loss(losses, max_loss * (1.0 - 0.5 * training.pruned_tolerance))
+            share = min(share, max_share)
+            if any(abs(share - removed) < training.min_pruned_step for removed in tries):
+                break
+            tries[share] = self.variants.prune(variant, share)
+        return list(tries.values())[1:]
+
+    def _smallest_passing(self, variants: Sequence[CompressedVariant]) -> CompressedVariant:
+        """Return the smallest of the variants that keep the share, of which there is one."""
+        passing = [variant for variant in variants if self._passes(variant)]
+        return min(passing, key=lambda variant: (self._total_size(variant), loss_of(variant)))
 
     def _numbers_size(self, variant: CompressedVariant) -> float:
         """Return the bytes of a variant's numbers, or their number."""

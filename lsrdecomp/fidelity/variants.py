@@ -100,16 +100,14 @@ class CompressedVariant:
     @property
     def annotations(self) -> dict[str, Any]:
         """Entries of the record beside those of the compression."""
-        if self.distillation is None:
-            return {}
-        record = self.distillation.to_json()
+        record = {} if self.distillation is None else self.distillation.to_json()
         if self.origin is not None:
             record["pruned_from"] = {
                 "bytes": bytes_to_open(self.origin.path / WEIGHTS),
                 "parameters": self.origin.compression.totals.parameters,
                 **self.origin.annotations,
             }
-        return {"distillation": record}
+        return {"distillation": record} if record else {}
 
 
 class VariantCache:

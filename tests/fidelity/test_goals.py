@@ -1,0 +1,97 @@
+"""The smallest variant that keeps a share: how much is pruned of what training leaves above it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+from lsrdecomp.calibration.behaviour import Behaviour
+from lsrdecomp.fidelity.goals import ShareGoal
+from lsrdecomp.fidelity.size_search import TrainedSizeSearch
+from lsrdecomp.fidelity.variants import CompressedVariant
+
+FULL_SIZE = 100_000
+STANDARD = TrainedSizeSearch()
+
+
+def variant_of(size, loss, **fields):
+    """A variant of so many parameters that loses such a share."""
+    compression = SimpleNamespace(totals=SimpleNamespace(parameters=size, ratio=FULL_SIZE / size))
+    return CompressedVariant(
+        compression, None, Behaviour(64, 640, "token", loss, 0.9, 1.0), **fields
+    )
+
+
+class Variants:
+    """Variants whose losses follow formulas: with size, by training, and by pruning."""
+
+    steps = 60
+
+    def __init__(self, residuals, slope):
+        self.source = SimpleNamespace(head=None, adapter_parameters=FULL_SIZE)
+        self.evaluator = SimpleNamespace(announce=lambda *_: None, source=self.source)
+        self.statistics = {}
+        self.residuals = residuals  # shares of the loss left by training, and after pruning
+        self.slope = slope
+        self.prunings = 0
+
+    def measure(self, size):
+        return variant_of(size, loss_of_size(size))
+
+    def train(self, variant, *_, steps=60, rate=None):
+        loss = (1.0 - variant.behaviour.kept) * self.residuals[variant.origin is not None]
+        training = SimpleNamespace(rate=rate or 0.1, after=1.0 - loss)
+        distillation = SimpleNamespace(
+            improved=True, before=variant.behaviour, training=training, steps=steps
+        )
+        size = variant.compression.totals.parameters
+        return variant_of(size, loss, distillation=distillation, origin=variant.origin)
+
+    def prune(self, variant, share):
+        self.prunings += 1
+        loss = (1.0 - variant.behaviour.kept) * np.exp(self.slope * share)
+        size = variant.compression.totals.parameters * (1.0 - share)
+        return variant_of(size, loss, origin=variant)
+
+
+def loss_of_size(size):
+    return min(1.0, 5.0 / size**0.5)
+
+
+def result_of(residuals, slope, training=STANDARD):
+    variants = Variants(residuals, slope)
+    searched = SimpleNamespace(
+        expected_error=lambda plan: loss_of_size(plan.parameters),
+        compress=lambda plan, fill: plan.parameters,
+    )
+    options = {"storage": "float32", "max_rank": None}
+    goal = ShareGoal(variants, lambda *_, **__: searched, 0.95, options, training=training)
+    return goal.trained(), variants
+
+
+@pytest.mark.parametrize("slope", [0.8, 1.5, 3.0])
+@pytest.mark.parametrize("residual", [0.08, 0.12, 0.16])
+def test_the_result_keeps_hardly_more_than_was_asked(residual, slope):
+    result, variants = result_of([residual, 0.6], slope)
+    assert result.behaviour.kept >= 0.95
+    pruned_to_the_end = variants.prunings >= 2 * STANDARD.max_prunings
+    assert result.behaviour.kept < 0.96 or pruned_to_the_end
+
+
+def test_of_what_training_could_not_mend_the_smallest_that_keeps_enough_is_taken():
+    result, _ = result_of([0.12, 1.2], 1.5)  # the second training makes it worse
+    assert 0.95 <= result.behaviour.kept < 0.96
+    assert result.steps == 60
+
+
+def test_an_untrained_variant_is_not_pruned():
+    # Training does nothing here, so a variant is searched that keeps enough without.
+    result, variants = result_of([1.0, 1.0], 0.0, TrainedSizeSearch(max_trained=1))
+    assert variants.prunings == 0
+    assert result.behaviour.kept >= 0.95
