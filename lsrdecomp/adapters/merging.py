@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import torch
@@ -9,6 +10,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor
 
 from lsrdecomp.adapters.errors import MergeError
+
+NOT_FINITE = "NaNs detected in the merged weights. The adapter {adapter} seems to be broken"
+"""In PEFT's words, which programs look for."""
 
 
 class Mergeable(BaseTunerLayer):
@@ -124,9 +128,7 @@ class Mergeable(BaseTunerLayer):
         wide = stored.to(update)
         merged = (wide + update).to(stored.dtype)
         if safe and not torch.isfinite(merged).all():
-            raise MergeError(
-                f"NaNs detected in the merged weights. The adapter {adapter} seems to be broken"
-            )
+            raise MergeError(NOT_FINITE.format(adapter=adapter))
         self.set_base_weight(merged)
         # 2. The share of the update that is found in the weight as it is stored now.
         share = surviving_share(wide, self.get_base_weight().to(update), update)
@@ -207,6 +209,8 @@ class Mergeable(BaseTunerLayer):
     def share_error(self, adapter: str, share: float, name: str = "") -> MergeError:
         """Return the error that says how little of an adapter's update would survive."""
         layer = f"{name}: " if name else ""
+        if not math.isfinite(share):
+            return MergeError(f"{layer}{NOT_FINITE.format(adapter=adapter)}")
         precision = self._precision(self.get_base_weight())
         return MergeError(
             f"{layer}only {share:.0%} of the update of adapter {adapter} would survive in "

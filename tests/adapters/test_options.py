@@ -307,6 +307,16 @@ def test_a_merge_into_bfloat16_that_loses_most_is_refused_and_changes_nothing():
     assert all(map(torch.equal, base_weights(model), before))
 
 
+@pytest.mark.parametrize("min_share", [None, 0.0])
+def test_an_adapter_that_is_not_finite_is_called_so_and_not_lost_to_rounding(min_share):
+    model = half_precision(1e-1)
+    before = base_weights(model)
+    model.base_model.model[0].lsr_A["default"].factor_1.data[0, 0, 0] = float("nan")
+    with pytest.raises(MergeError, match=r"^0: NaNs detected .* adapter default seems to be"):
+        model.merge_adapter(min_share=min_share)
+    assert all(map(torch.equal, base_weights(model), before))
+
+
 def test_a_merge_into_float32_loses_nothing():
     model = half_precision(1e-4, torch.float32)
     model.merge_adapter()

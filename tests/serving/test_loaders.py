@@ -74,24 +74,131 @@ class LoRAModel:
 }
 
 
+LORAX_FILES = {
+    "__init__.py": "",
+    "adapters/__init__.py": "",
+    "adapters/lora.py": """
+import json
+from pathlib import Path
+from types import SimpleNamespace
+class LoraConfig:
+    @classmethod
+    def load(cls, folder, token):
+        config = cls()
+        config.values = json.loads(Path(folder, "adapter_config.json").read_text())
+        return config
+    def map_weights_for_model(self, tensors, names):
+        keys = {name: f"base_model.model.{name}.lora_%s.weight" for name in names}
+        found = {name: key for name, key in keys.items() if key % "A" in tensors}
+        return {name: [tensors[key % half] for half in "AB"] for name, key in found.items()}, set()
+class LoraWeights:
+    @classmethod
+    def load(cls, config, model, module_map, layer_type, unused):
+        numbers = range(model.get_num_layers_for_type(layer_type))
+        names = [model.target_to_layer[number, layer_type][0] for number in numbers]
+        if any(name not in module_map for name in names):
+            return None
+        scale = config.values["lora_alpha"] / config.values["r"]
+        # As its kernels take them: inputs by rank, and rank by outputs
+        downs = [module_map[name][0].T for name in names]
+        ups = [scale * module_map[name][1].T for name in names]
+        return SimpleNamespace(_weights_a=downs, _weights_b=ups)
+""",
+}
+SGLANG_FILES = {
+    **dict.fromkeys(["__init__.py", "srt/__init__.py", "srt/lora/__init__.py"], ""),
+    "srt/lora/lora_config.py": """
+import json
+from pathlib import Path
+class LoRAConfig:
+    def __init__(self, folder):
+        self.values = json.loads(Path(folder, "adapter_config.json").read_text())
+        self.r, self.target_modules = self.values["r"], self.values["target_modules"]
+""",
+    "srt/lora/lora_manager.py": """
+class LoRAManager:
+    def validate_new_adapter(self, config, reference):
+        if config.values.get("odd"):
+            raise ValueError(f"odd adapter {reference.lora_name}")
+""",
+    "srt/lora/utils.py": """
+def get_normalized_target_modules(names):
+    return set(names)
+def get_target_module_name(name, targets):
+    return next(target for target in targets if target in name)
+def get_stacked_multiply(target):
+    return 1
+""",
+    "srt/lora/lora.py": """
+import re
+from types import SimpleNamespace
+class LoRAAdapter:
+    def __init__(self, name, config, base, *unused):
+        self.layers = [SimpleNamespace(weights={}) for _ in range(base.num_hidden_layers)]
+        self.embedding_layers = {}
+        self.scaling = config.values["lora_alpha"] / config.r
+    def initialize_weights_from_tensors(self, tensors):
+        for key, tensor in tensors.items():
+            self.layers[int(re.search(r"layers\\.(\\d+)", key)[1])].weights[key] = tensor
+""",
+}
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return write_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """An interpreter that has a package vllm 9.9; return its path."""
+def install(tmp_path, monkeypatch):
+    """Return a function that gives an interpreter a package, and returns its path."""
     root = tmp_path / "site"
-    for name, text in FILES.items():
-        path = root / "vllm" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    info = root / "vllm-9.9.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.9\n")
+
+    def install(package, files, distribution=None):
+        for name, text in files.items():
+            path = root / package / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        info = root / f"{package}-9.9.dist-info"
+        info.mkdir()
+        name = distribution or package
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.9\n")
+        return sys.executable
+
     monkeypatch.setenv("PYTHONPATH", str(root), prepend=":")
-    return sys.executable
+    return install
+
+
+@pytest.fixture
+def installed(install):
+    return install("vllm", FILES)
+
+
+def test_a_server_that_stacks_the_layers_of_a_type_loads_whole_stacks(base, install, tmp_path):
+    pytest.importorskip("torch")
+    python = install("lorax_server", LORAX_FILES, "lorax-server")
+    names = [f"model.layers.{i}.self_attn.{key}" for i in range(LAYERS) for key in SIZES]
+    folder = adapter(tmp_path / "a", names[:-1], lora_alpha=6)  # the last o_proj is missing
+    check = check_served(folder, "lorax", base, python=python)
+    assert check.rules == "the loader of LoRAX 9.9, run on the CPU without a model"
+    applied = {module.name for module in check.applied}
+    assert applied == {name for name in names if not name.endswith("o_proj")}
+    assert max(module.error for module in check.applied) < 1e-6
+    assert all(module.factor == pytest.approx(1.0) for module in check.applied)
+    assert [module.name for module in check.ignored] == ["model.layers.0.self_attn.o_proj"]
+
+
+def test_sglang_finds_layers_by_their_number_and_says_what_its_manager_refuses(
+    base, install, tmp_path
+):
+    pytest.importorskip("torch")
+    python = install("sglang", SGLANG_FILES)
+    check = check_served(adapter(tmp_path / "a", lora_alpha=6), "sglang", base, python=python)
+    assert check.rules == "the loader of SGLang 9.9, run on the CPU without a model"
+    assert (len(check.applied), check.ignored) == (LAYERS * len(SIZES), [])
+    assert max(module.error for module in check.applied) < 1e-6
+    check = check_served(adapter(tmp_path / "o", odd=True), "sglang", base, python=python)
+    assert check.refusals[0].startswith("SGLang 9.9 says ValueError: odd adapter adapter")
 
 
 def test_the_loader_of_an_installed_server_decides_layer_by_layer(base, installed, tmp_path):

@@ -18,7 +18,7 @@ from lsrdecomp.kronecker.rearrange import inverse_rearrange, rearrange
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Event, Status
 from lsrdecomp.solvers.svd import golub_kahan, single
-from lsrdecomp.solvers.svd.bidiagonal import Bidiagonal
+from lsrdecomp.solvers.svd.bidiagonal import Bidiagonal, orthonormal
 from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
@@ -175,6 +175,16 @@ def test_a_spectrum_below_the_rounding_of_single_precision_costs_two_products_th
     solution = from_single().solve(target, SHAPE, rank=12)
     assert products == ["float32"] * 2 + ["float64"] * 2
     assert target.residual_norm(solution.approximation) <= np.linalg.norm(sigma[12:]) * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("condition", [1.0, 1e3, 1e6, 1e12])
+@pytest.mark.parametrize("unit", [1.0, 1j])
+def test_a_block_is_made_orthonormal_however_near_its_columns_are(condition, unit, rng):
+    left, right = (np.linalg.qr(rng.standard_normal((n, 6)))[0] for n in (50, 6))
+    block = unit * (left * np.geomspace(1.0, 1.0 / condition, 6)) @ right
+    basis, triangle = orthonormal(block)
+    assert np.linalg.norm(basis.conj().T @ basis - np.eye(6)) < 1e-12
+    assert np.linalg.norm(basis @ triangle - block) < 1e-12
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
