@@ -25,6 +25,7 @@ INPUTS = {
     "adapters": "a directory of published LoRA adapters, a directory or file each",
     "e2e": "devset.csv of the E2E challenge",
     "loras": "directory with a LoRA of SmolLM2 for each of them",
+    "published": "a directory with glue/ and e2e/, each as its authors published it",
     "reviews": "SST-2's train.tsv",
     "tasks": "what benchmarks.language.tasks wrote",
     "work": "a directory where runs are kept",
@@ -144,6 +145,14 @@ JOBS = (
     two_factors(2048, 1, part="dense"),
     two_factors(4096, 9),
     Job("million", ("operators-million",), "benchmarks.operators.solve million", 1),
+    Job(
+        "default rates",
+        ("default_rates",),
+        "benchmarks.adapters.default_rates {published} --work {work} "
+        "--tasks embedded STS-B extraction --arms lsr",
+        15,
+        ("peft", "gguf"),
+    ),
     Job("experts", ("experts",), "benchmarks.compression.experts --data {e2e}", 10, ("peft",)),
     Job("integer factors", ("integer_factors",), "benchmarks.compression.integer_factors", 1),
     Job("budgets", ("compression",), "benchmarks.compression.budgets {adapters}/*", 120),

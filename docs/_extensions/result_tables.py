@@ -528,6 +528,31 @@ def layer_ratios(results: dict[str, Any]) -> Table:
     return ("width", "tokens", "training", "a pass without a graph", "within one `generate`"), lines
 
 
+def default_rates(results: dict[str, Any]) -> Table:
+    """Tabulate held-out losses at the default learning rate and around it, means over seeds."""
+    multiples = {"0.11": "÷ 9", "0.33": "÷ 3", "1": "default", "3": "× 3", "9": "× 9"}
+    lines = []
+    for entry in results["defaults"]:
+        best = min(entry["losses"].values())
+        cells = []
+        for multiple in multiples:
+            loss = entry["losses"].get(multiple)
+            text = "" if loss is None else f"{loss:.3f}"
+            cells.append(f"**{text}**" if loss == best else text)
+        behind = entry["behind_of_each_seed"]
+        each = ", ".join(f"{value:.3f}" for value in behind)
+        steps = next(
+            row["steps"]
+            for row in results["rows"]
+            if (row["task"], row["arm"]) == (entry["task"], entry["arm"])
+        )
+        lines.append(
+            (entry["task"], entry["arm"], str(steps), f"{entry['rate']:.2g}", *cells, each)
+        )
+    head = ("task", "adapter", "steps", "default rate", *multiples.values())
+    return (*head, "behind the best, each seed"), lines
+
+
 def thread_commands(results: dict[str, Any]) -> Table:
     """Tabulate CPU seconds of commands as a user runs them, and with one BLAS thread."""
     lines = []
@@ -575,6 +600,7 @@ TABLES = {
     "operators-diffusion": ("operators-peers.json", operator_tables.diffusion),
     "operators-million": ("operators-million.json", operator_tables.million),
     "layer-ratios": ("layers-cpu.json", layer_ratios),
+    "default-rates": ("default_rates.json", default_rates),
     "thread-commands": ("threads.json", thread_commands),
     "operators-galerkin": ("operators-galerkin.json", operator_tables.galerkin),
 }

@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import pytest
 
+LINE = "{:24} {:34} {:>22} {:>18} {:>14}"
 ROWS: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
 
 
@@ -20,14 +21,21 @@ def record():
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    if not ROWS:
+    skipped = [
+        report
+        for report in terminalreporter.stats.get("skipped", [])
+        if report.nodeid.startswith("tests/servers")
+    ]
+    reasons = sorted({report.longrepr[2].removeprefix("Skipped: ") for report in skipped})
+    if not ROWS and not reasons:
         return
     terminalreporter.section("servers")
     head = ("server", "ran", "verdicts as the loader", "exports read right", "largest error")
-    terminalreporter.write_line("{:16} {:34} {:>22} {:>18} {:>14}".format(*head))
+    terminalreporter.write_line(LINE.format(*head))
     for (server, ran), columns in ROWS.items():
         errors = columns["exports"] + columns["error"]
         error = f"{max(errors):.1e}" if errors else ""
         counts = [len(columns[name]) or "" for name in ("verdicts", "exports")]
-        line = "{:16} {:34} {:>22} {:>18} {:>14}".format(server, ran, *counts, error)
-        terminalreporter.write_line(line)
+        terminalreporter.write_line(LINE.format(server, ran, *counts, error))
+    for reason in reasons:
+        terminalreporter.write_line(f"not run: {reason}")

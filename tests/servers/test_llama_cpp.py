@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -314,11 +315,10 @@ def test_log_probabilities_differ_no_more_with_an_adapter_than_without(wanted, s
             f"\n{case}: from PEFT {found[case]:.4f} nats, adapter's own effect {effect[case]:.3f}",
             end="",
         )
+    server = f"xllamacpp {version('xllamacpp')}"
     for case in CASES:
         assert found[case] <= 1.2 * found["none"], case
-        record(
-            "llama.cpp", "server; nats beyond its rounding", "error", found[case] - found["none"]
-        )
+        record(server, "server; nats beyond its rounding", "error", found[case] - found["none"])
         assert case == "none" or effect[case] > 3 * found[case], (
             f"{case} must move the answers for this to say anything"
         )
