@@ -336,7 +336,7 @@ def _write(
     tables.show(json, *_measured_sentences(result))
     if directory is not None:
         line = result.command_line(adapter, directory, program=program())
-        tables.show(json, f"\nTo repeat it:\n  {line}")
+        tables.show(json, f"\nTo repeat it:\n  {line} --force")
     for note in result.notes:
         tables.say(f"WARNING: {note}")
     warn_if_unusable(result, directory)

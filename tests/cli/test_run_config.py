@@ -50,10 +50,11 @@ def test_a_run_is_repeated_by_its_file_by_its_record_and_by_the_line_it_prints(
     assert compress("--config", "first/compression.json", "--out", "third").exit_code == 0
     (line,) = (row for row in done.stdout.splitlines() if row.startswith("  lsrdecomp compress"))
     words = shlex.split(line)
-    assert words[-2:] == ["--out", "first"]
-    assert CliRunner().invoke(app, [*words[1:-1], "fourth"]).exit_code == 0
     first = weights(tmp_path / "first")
-    assert all(weights(tmp_path / name) == first for name in ("second", "third", "fourth"))
+    assert words[-3:] == ["--out", "first", "--force"]  # as it is typed, over what it wrote
+    (tmp_path / "first/adapter_model.safetensors").unlink()
+    assert CliRunner().invoke(app, words[1:]).exit_code == 0
+    assert all(weights(tmp_path / name) == first for name in ("first", "second", "third"))
 
 
 def test_a_record_repeats_a_run_from_another_directory(tmp_path, monkeypatch):
