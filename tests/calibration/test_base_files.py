@@ -218,3 +218,13 @@ def test_the_base_of_the_demo_is_found_by_its_names_in_its_package(monkeypatch, 
         assert find_base(name) == str(package / "model")
     monkeypatch.setattr(base_files, "MINILM_PACKAGE", "no_such_package")
     assert find_base("all-MiniLM-L6-v2") == "sentence-transformers/all-MiniLM-L6-v2"
+
+
+@pytest.mark.parametrize("name", ["all-MiniLM-L6-v2", "sentence-transformers/all-MiniLM-L6-v2"])
+def test_the_base_of_the_demo_offline_and_not_installed_is_said_with_its_package(name, monkeypatch):
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(base_files, "packaged_minilm", lambda: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    with pytest.raises(CheckpointError, match=r"type pip install -e '\.\[minilm\]'$"):
+        base_files.check_reachable(name)

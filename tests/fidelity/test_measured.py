@@ -23,6 +23,7 @@ import lsrdecomp as lsr  # noqa: E402
 from lsrdecomp.calibration.distil import Distillation  # noqa: E402
 from lsrdecomp.calibration.distil_state import TrainingState  # noqa: E402
 from lsrdecomp.checkpoints import Journal  # noqa: E402
+from lsrdecomp.checkpoints.statistics import Statistics  # noqa: E402
 from lsrdecomp.cli import compress as command_module  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.cli.progress import follow  # noqa: E402
@@ -539,9 +540,9 @@ def test_texts_unlike_those_of_the_statistics_are_said_with_numbers(folder, line
 def test_statistics_of_few_examples_are_said_with_how_many_serve(folder, lines, tmp_path):
     few, serving = tmp_path / "few", tmp_path / "serving"
     more = tmp_path / "more.txt"
-    more.write_text("\n".join(text for text, _ in [*TEXTS, *TEXTS]))
-    said = "WARNING: the statistics are of 24 examples: give 64 at least, better 500"
-    for statistics, texts, samples in ((few, lines, 24), (serving, more, 64)):
+    more.write_text("\n".join([text for text, _ in TEXTS] * 6))
+    said = "WARNING: the statistics are of 24 examples: give 256 at least, better 500"
+    for statistics, texts, samples in ((few, lines, 24), (serving, more, 256)):
         words = ["calibrate", folder / "base", "--adapter", folder / "lora", "--text", texts]
         words += ["--samples", samples, "--batch", 8, "--max-length", 16, "--out", statistics]
         done = CliRunner().invoke(app, [*map(str, words), "--quiet"])
@@ -556,3 +557,8 @@ def test_statistics_of_few_examples_are_said_with_how_many_serve(folder, lines, 
         assert ("notes" in record) == (statistics == few)
     done = lsr.compress(folder / "lora", statistics=few, ratio=2)
     assert done.notes == (said.removeprefix("WARNING: "),)
+    metadata = {"examples": 24, "answers": 240}  # ten tokens each
+    assert Statistics(metadata, {}, few).doubts == (
+        "the statistics are of 24 examples: give 64 at least, better 500",
+    )
+    assert Statistics({"examples": 64, "answers": 640}, {}, few).doubts == ()
