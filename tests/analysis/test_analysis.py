@@ -203,6 +203,7 @@ def test_layers_are_laid_out_by_number():
     assert grid.values[0] == (3.0, 4.0)
     assert grid.values[2] == (0.0, 1.0)
     assert math.isnan(grid.values[1][1])
+    assert grid.to_json()["values"] == [[3.0, 4.0], [2.0, None], [0.0, 1.0]]
     assert len(grid.to_rows()) == len(names)
     assert {(row["block"], row["module"]): row["γ"] for row in grid.to_rows()}[
         "model.layers.10", "v"

@@ -41,6 +41,17 @@ def test_as_many_terms_are_taken_as_the_tolerance_needs_after_rounding(
     assert result.relative_error <= 1.0005 * errors[fewest]
 
 
+@pytest.mark.parametrize("rank", [1, 3])
+def test_each_term_in_four_bits_has_no_more_values_than_codes(
+    halving: np.ndarray, rank: int
+) -> None:
+    result = decompose(halving, SHAPE, rank=rank, storage="int4")
+    for stack in result.approximation.factors:
+        assert all(len(np.unique(np.round(factor, 12))) <= 15 for factor in stack)
+    error = np.linalg.norm(halving - result.approximation.to_matrix()) / np.linalg.norm(halving)
+    assert result.relative_error == pytest.approx(error)
+
+
 class Unformed:
     """A sum of Kronecker products that is too large to be formed."""
 

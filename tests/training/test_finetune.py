@@ -406,10 +406,9 @@ def test_a_lost_run_is_said_to_be_lost(common, tmp_path):
     assert read_record(tmp_path / "out") == record
 
 
-def test_gradient_checkpointing_changes_nothing_and_bfloat16_little(common, tmp_path, recwarn):
+def test_gradient_checkpointing_changes_nothing_and_bfloat16_little(common, tmp_path):
     settings = common.replace(steps=2, log_every=1, dev_examples=20)
     record = finetune(settings, tmp_path / "plain")
-    assert not any("pin_memory" in str(warned.message) for warned in recwarn)  # no GPU is fed
     recomputed = finetune(settings.replace(gradient_checkpointing=True), tmp_path / "recomputed")
     assert [loss for _, loss in recomputed.losses] == pytest.approx(
         [loss for _, loss in record.losses], rel=1e-4
