@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -34,14 +36,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         copy_project(ROOT, copy)
         _try(drawn, copy, results, options)
     _say("")
-    print(table(drawn, results.outcomes))
+    tried = [fault for fault in drawn if results.is_decided(fault)]
+    if len(tried) < len(drawn):
+        print(f"{len(tried)} of {len(drawn)} faults were tried in {options.max_hours:g} hours\n")
+    if not tried:
+        return 2
+    print(table(tried, results.outcomes))
     print(f"\nSeed {options.seed}; each outcome is a line of {results.path}")
-    n_noticed = sum(results.outcomes[fault.name].status == "killed" for fault in drawn)
-    return 0 if 100 * n_noticed >= options.at_least * len(drawn) else 1
+    n_noticed = sum(results.outcomes[fault.name].status == "killed" for fault in tried)
+    return 0 if 100 * n_noticed >= options.at_least * len(tried) else 1
 
 
 def _try(drawn: list[Fault], copy: Path, results: _Results, options: argparse.Namespace) -> None:
-    """Try the faults that have no outcome yet: each with the tests of its room, then with all."""
+    """Try the faults that have no outcome yet: each with the tests of its room, then with all.
+
+    None is begun after the hours that the options give.
+    """
+    end = time.monotonic() + 3600.0 * options.max_hours
     context, limits = child.server(), child.Limits()
     files = files_of_tests(ROOT, options.tests)
     reach = Reach(
@@ -54,11 +65,13 @@ def _try(drawn: list[Fault], copy: Path, results: _Results, options: argparse.Na
     )
     trial = Trial(context, copy, reach, limits, Effort(options.max_seconds))
     for number, fault in enumerate(drawn, 1):
-        if fault.name not in results:
+        if fault.name not in results and time.monotonic() < end:
             _say(f"{number} of {len(drawn)}: {fault}")
             results.add(fault, trial.of_room(fault), is_last=False)
-    missed = [fault for fault in drawn if not results.is_decided(fault)]
+    missed = [f for f in drawn if f.name in results and not results.is_decided(f)]
     for number, fault in enumerate(missed, 1):
+        if time.monotonic() >= end:
+            break
         _say(f"{number} of {len(missed)} that tests of other rooms are asked about: {fault}")
         results.add(fault, trial.of_all(fault, results.outcomes[fault.name]))
 
@@ -74,6 +87,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=Effort().max_seconds,
         help="CPU seconds of tests that one fault is worth (120)",
+    )
+    parser.add_argument(
+        "--max-hours",
+        type=float,
+        default=math.inf,
+        help="begin no further fault after so many hours; those tried are in the table",
     )
     parser.add_argument(
         "--at-least", type=float, default=0.0, help="exit with 1 below this percentage (0)"
@@ -109,7 +128,7 @@ class _Results:
 
     def is_decided(self, fault: Fault) -> bool:
         """Return whether a test noticed the fault, or all were asked."""
-        return fault.name not in self._open
+        return fault.name in self.outcomes and fault.name not in self._open
 
     def add(self, fault: Fault, outcome: Outcome, is_last: bool = True) -> None:
         """Note an outcome; ``is_last`` when no other tests will be asked."""

@@ -185,11 +185,14 @@ class Reach:
         self._tell(file)
         into = self.folder / (file.replace("/", "-") + ".coverage")
         into.unlink(missing_ok=True)
-        # No file of tests takes an hour; one that does is not asked again
         result = child.run(
             self._context, self.copy, cover, file, str(into), seconds=900, limits=self._limits
         )
-        seconds, failed, paths = result or ({}, [], [])
+        if result is None:
+            # No file of tests takes an hour: something else ended it, and the next run tries again
+            self._tell(f"{file} (it was ended, so its tests are not asked)")
+            return Measured(self.folder, self.copy, file, self._digest(file), {}, {})
+        seconds, failed, paths = result
         note: dict[str, Any] = {
             "file": file,
             "digest": self._digest(file),

@@ -7,9 +7,11 @@ import subprocess
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mutation import __main__ as command
 from mutation import child
 from mutation.faults import Fault, draw, faults
 from mutation.reach import Reach, copy_project, files_of_tests
@@ -261,6 +263,29 @@ def test_a_file_is_measured_again_when_what_it_came_by_has_changed(
     again = trial_of(trial.copy, trial.copy.parent)
     again.reach.measure([SUMS_TESTS])
     assert again.told == [SUMS_TESTS] * is_run_again  # type: ignore[attr-defined]
+
+
+def test_a_file_whose_run_was_ended_is_run_again_next_time(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(child, "run", lambda *_, **__: None)
+        trial.reach.measure([SUMS_TESTS])
+    assert trial.reach.tests(SUMS_TESTS) == []
+    assert "was ended" in trial.told[-1]  # type: ignore[attr-defined]
+    again = trial_of(trial.copy, trial.copy.parent)
+    again.reach.measure([SUMS_TESTS])
+    assert f"{SUMS_TESTS}::test_total" in again.reach.tests(SUMS_TESTS)
+
+
+def test_no_fault_is_begun_after_the_hours_that_were_given(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    pytest.importorskip("coverage")
+    monkeypatch.setattr(command, "ROOT", project)
+    arguments = ["--count", "3", "--out", str(tmp_path / "out"), "--max-hours", "0"]
+    assert command.main(arguments) == 2
+    assert capsys.readouterr().out == "0 of 3 faults were tried in 0 hours\n\n"
 
 
 def test_lines_are_found_where_they_stand_now(trial: Trial) -> None:
