@@ -58,8 +58,8 @@ class Statistics(Mapping[str, NormWeights]):
         docs/evidence/language-models.md.
     min_examples : int
         Examples below which what comes of the statistics is doubtful (`doubts`), where each has one
-        prediction. At 1/48 the demo's LoRA keeps 0.33, 0.44, 0.47, 0.47 and 0.60 of its effect with
-        statistics of 16, 32, 64, 128 and 512 reviews.
+        prediction. At 1/48 the demo's LoRA keeps 0.33, 0.44, 0.47, 0.47, 0.55 and 0.60 of its
+        effect (± 0.05) with statistics of 16, 32, 64, 128, 256 and 512 reviews.
     min_prompts : int
         The same where an example has several predictions, as a prompt's completion; by hand.
     enough_examples : int
