@@ -85,12 +85,15 @@ def read_run(path: Path) -> dict[str, Any]:
 def _resolved(
     path: Path, settings: Mapping[str, Any], resolved: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the paths of a record that still lie where they lay, and the full name of a base."""
+    """Return the paths of a record that still lie where they lay.
+
+    The name of a base stays as it was typed: a short one opens without network.
+    """
     found = {}
     for name in ("base", *PATHS):
         if name in settings and name in resolved:
             location = _validated(path, name, resolved[name])
-            if Path(location).exists() or (name == "base" and not Path(location).is_absolute()):
+            if Path(location).is_absolute() and Path(location).exists():
                 found[name] = location
     return found
 

@@ -74,6 +74,20 @@ def test_a_record_repeats_a_run_from_another_directory(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     assert weights(tmp_path / "elsewhere/again") == weights(here / "small")
 
+    base = {"base": "smollm2", "data": "texts.txt", "keep": 0.9}
+    (here / "texts.txt").write_text("a text", encoding="utf-8")
+    (here / "base").mkdir()
+    full = {"base": "HuggingFaceTB/SmolLM2-135M-Instruct", "data": str(here / "texts.txt")}
+    named = {"settings": base, "resolved": full}
+    (here / "named.json").write_text(json.dumps(named), encoding="utf-8")
+    assert read_run(here / "named.json") == {**base, "data": full["data"]}
+    placed = {
+        "settings": {**base, "base": "base"},
+        "resolved": {**full, "base": str(here / "base")},
+    }
+    (here / "placed.json").write_text(json.dumps(placed), encoding="utf-8")
+    assert read_run(here / "placed.json")["base"] == str(here / "base")
+
     (here / "statistics").rename(tmp_path / "elsewhere/statistics")
     assert read_run(here / "small/compression.json")["statistics"] == "statistics"
     bad = {**record, "resolved": {"statistics": 3}}
