@@ -19,6 +19,7 @@ from lsrdecomp.arrays import tail_norms
 from lsrdecomp.compression.effort import DEFAULT_EFFORT
 from lsrdecomp.compression.quantize import (
     INTEGER_BITS,
+    coded_size,
     refitted_product,
     stored_pair,
     stored_product,
@@ -416,6 +417,41 @@ def priced_as(
     candidate = replace(candidate, storage=storage)
     stored = candidate.stored(layer)
     return candidate if stored is None else _priced(layer, candidate, stored)
+
+
+GAUSSIAN_ERRORS = {2: 0.187, 3: 0.042, 4: 0.0098, 5: 0.0023, 6: 0.00062, 8: 0.000033}
+"""Relative squared error of 64 Gaussian numbers in codes (`nearest_codes`), by their bits."""
+
+
+def predicted_as(exact: LsrCandidate, rounded: LsrCandidate, storage: str) -> LsrCandidate:
+    """Return a product with the bytes and the loss that it may have in another width of codes.
+
+    What rounding adds to the loss is taken to be in proportion to the relative error of products of
+    rounded Gaussian numbers.
+
+    Parameters
+    ----------
+    exact, rounded : LsrCandidate
+        The product before rounding and in one width of codes.
+    storage : str
+        The other width.
+    """
+    bits = INTEGER_BITS[storage]
+    n_factors = 2 * exact.shape.order
+    ratio = _rounding_error(bits, n_factors)
+    ratio /= _rounding_error(INTEGER_BITS[rounded.storage], n_factors)
+    added = max(0.0, rounded.squared_error - exact.squared_error)
+    return replace(
+        rounded,
+        storage=storage,
+        bytes=coded_size(exact.parameters, exact.ranks, bits),
+        squared_error=exact.squared_error + ratio * added,
+    )
+
+
+def _rounding_error(bits: int, n_factors: int) -> float:
+    """Return the relative squared error of a Kronecker product of rounded Gaussian factors."""
+    return 1.0 - (1.0 - GAUSSIAN_ERRORS[bits]) ** n_factors
 
 
 C = TypeVar("C", bound=Candidate)

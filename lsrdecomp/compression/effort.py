@@ -177,6 +177,9 @@ class SearchEffort:
     hull_margin : float
         Candidates are tried in integers if their error is at most this many times that of the
         convex hull of their layer.
+    width_margin : float
+        The same for candidates in other widths of codes than int4, by the error that is predicted
+        from that in int4. By hand.
     max_code_sizes : int
         Maximum sizes at which a layer offers truncated SVD in integers.
     min_code_sizes : int
@@ -211,6 +214,7 @@ class SearchEffort:
     min_relative_gain: float = 3e-3
     sweeps_per_round: int = 8
     hull_margin: float = 1.15
+    width_margin: float = 1.1
     max_code_sizes: int = 24
     min_code_sizes: int = 288
     consecutive_ranks: int = 16

@@ -24,8 +24,11 @@ from lsrdecomp.formats.number_formats import (
     STEPS_PER_OCTAVE,
     nearest_codes,
     nearest_steps,
+    packed_digits_size,
+    packed_size,
 )
 from lsrdecomp.formats.quantized import (
+    LEVEL_BYTES,
     QuantizedMatrix,
     QuantizedProduct,
     SpectralCode,
@@ -122,6 +125,13 @@ def _positive_falling(side: QuantizedMatrix) -> QuantizedMatrix:
     codes = [code[order] for code in side.codes]
     codes[0] = codes[0] * signs[:, None, None]
     return replace(side, codes=tuple(codes), scales=np.abs(side.scales[order]))
+
+
+def coded_size(parameters: int, ranks: tuple[int, int], bits: int) -> int:
+    """Return the bytes that codes of a product of so many numbers and terms take, nearly always."""
+    if bits <= MAX_BITS_OF_SHORT_SCALES:
+        return packed_digits_size(parameters, bits) + sum(ranks) - 2 + LEVEL_BYTES
+    return packed_size(parameters, bits) + 2 * sum(ranks) + 2
 
 
 def refitted_product(layer: Layer, product: SeparatedProduct, bits: int) -> QuantizedProduct:

@@ -27,6 +27,7 @@ from lsrdecomp.compression.candidates import (
     Materialized,
     equal_bits_candidates,
     materialize,
+    predicted_as,
     priced_as,
     unrotated_candidates,
     water_filled_candidates,
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 NO_NEARER = 1.0 - 1e-6
 """A product is nearer than truncated SVD if its loss is below this factor of it: up to rounding it
 may be a truncated SVD itself."""
+
+REFERENCE_WIDTH = "int4"
+"""The width of codes from whose losses those in other widths are predicted."""
 
 Losses = Literal["solved", "expected", "measured"]
 """The losses (squared errors) of products by which an allocation goes.
@@ -245,27 +249,88 @@ class SearchTable:
         self, i: int, budget: Budget, losses: Losses
     ) -> Iterator[tuple[TableEntry, Candidate]]:
         """Yield the candidates of a layer, in each storage, that a budget may choose."""
-        for entry in self._worth_trying(i, budget, losses):
-            for candidate in self._in_storages(i, entry, budget):
-                if budget.allows(candidate):
-                    yield entry, self._at_loss(candidate, budget, losses)
+        entries = self._worth_trying(i, budget, losses)
+        storages = self.storages if budget.storages is None else budget.storages
+        predicted = _predicted_widths(storages) if budget.counts_bytes else ()
+        row = []
+        for entry in entries:
+            for storage in storages:
+                if entry.exact.exists_in(storage) and not (entry.is_lsr and storage in predicted):
+                    candidate = self._in_storage(i, entry, storage, budget)
+                    row.append((entry, self._at_loss(candidate, budget, losses)))
         if self.has_integers:
-            for entry in self._coded_low_rank(i, budget):
-                if budget.allows(entry.exact):
-                    yield entry, entry.exact
+            row += [(entry, entry.exact) for entry in self._coded_low_rank(i, budget)]
+        if predicted:
+            row += self._in_predicted_widths(i, row, predicted, budget, losses)
+        for entry, candidate in row:
+            if budget.allows(candidate):
+                yield entry, candidate
 
-    def _in_storages(self, i: int, entry: TableEntry, budget: Budget) -> list[Candidate]:
-        """Return the versions of an entry in the storages that a budget may choose."""
-        measured = budget.bounds_error
-        versions = []
-        for storage in self.storages if budget.storages is None else budget.storages:
-            if (storage, measured) not in entry.priced and entry.exact.exists_in(storage):
-                entry.priced[storage, measured] = priced_as(
-                    self.layers[i], entry.exact, storage, measured=measured
-                )
-            if (storage, measured) in entry.priced:
-                versions.append(entry.priced[storage, measured])
-        return versions
+    def _in_storage(self, i: int, entry: TableEntry, storage: str, budget: Budget) -> Candidate:
+        """Return the version of an entry in a storage, with its error."""
+        key = storage, budget.bounds_error
+        if key not in entry.priced:
+            entry.priced[key] = priced_as(
+                self.layers[i], entry.exact, storage, measured=budget.bounds_error
+            )
+        return entry.priced[key]
+
+    def _in_predicted_widths(
+        self,
+        i: int,
+        row: Sequence[tuple[TableEntry, Candidate]],
+        widths: Sequence[str],
+        budget: Budget,
+        losses: Losses,
+    ) -> list[tuple[TableEntry, Candidate]]:
+        """Return products of a layer in further widths of codes, where they are near the hull.
+
+        The loss of a product in a width is predicted from that in the width next to it, towards
+        int4. Codes are made only where it is near the lower convex hull of all candidates.
+
+        Parameters
+        ----------
+        i : int
+            Index of the layer.
+        row : sequence of (TableEntry, Candidate)
+            Its other candidates, those in int4 among them.
+        widths : sequence of str
+            The widths that are offered, but int4.
+        budget : Budget
+        losses : Losses
+        """
+        options = list(row)
+        unmade: set[int] = set()
+
+        def predict(entry: TableEntry, storage: str) -> None:
+            made = self._in_storage(i, entry, storage, budget)
+            for further in _further_widths(storage, widths):
+                predicted = predicted_as(entry.product, made, further)
+                unmade.add(len(options))
+                options.append((entry, self._at_loss(predicted, budget, losses)))
+
+        for entry, candidate in row:
+            if entry.is_lsr and candidate.storage == REFERENCE_WIDTH:
+                predict(entry, REFERENCE_WIDTH)
+        while unmade:
+            # 1. The corners of the hull, and if they are made, what is near it.
+            part = _cost_and_loss([candidate for _, candidate in options], budget)
+            corners = part.hull()
+            chosen = unmade.intersection(corners)
+            if not chosen:
+                hull = np.interp(part.costs, part.costs[corners], part.losses[corners])
+                is_near = part.losses <= self.search.effort.width_margin * hull
+                chosen = {k for k in unmade if is_near[k]}
+            if not chosen:
+                break
+            # 2. Make them, and predict the widths beyond.
+            for k in sorted(chosen):
+                entry, predicted = options[k]
+                candidate = self._in_storage(i, entry, predicted.storage, budget)
+                options[k] = entry, self._at_loss(candidate, budget, losses)
+                predict(entry, predicted.storage)
+            unmade -= chosen
+        return [options[k] for k in range(len(row), len(options)) if k not in unmade]
 
     def _worth_trying(self, i: int, budget: Budget, losses: Losses) -> list[TableEntry]:
         """Return the entries of a layer that an allocation should consider.
@@ -471,6 +536,27 @@ class SearchTable:
             entry.materialized[only_storage] = written
             loss = written.candidate.squared_error
         entry.exact = replace(refined, squared_error=loss)
+
+
+def _predicted_widths(storages: Sequence[str]) -> tuple[str, ...]:
+    """Return the widths of codes that are made only where they are near the hull."""
+    if REFERENCE_WIDTH not in storages:
+        return ()
+    return tuple(name for name in storages if name in INTEGER_BITS and name != REFERENCE_WIDTH)
+
+
+def _further_widths(storage: str, widths: Sequence[str]) -> list[str]:
+    """Return the widths next to one, away from the width that predictions start from."""
+    bits = INTEGER_BITS[storage]
+    reference = INTEGER_BITS[REFERENCE_WIDTH]
+    narrower = [name for name in widths if INTEGER_BITS[name] < bits <= reference]
+    wider = [name for name in widths if INTEGER_BITS[name] > bits >= reference]
+    further = []
+    if narrower:
+        further.append(max(narrower, key=INTEGER_BITS.__getitem__))
+    if wider:
+        further.append(min(wider, key=INTEGER_BITS.__getitem__))
+    return further
 
 
 def _product_later(factors: Callable[[], Factors]) -> SeparatedProduct:

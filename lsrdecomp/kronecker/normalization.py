@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -140,14 +142,27 @@ def _unit_matrices(stack: Array) -> tuple[Array, Array]:
 def _product(sizes: Sequence[Array]) -> Array:
     """Return the product of positive arrays; it overflows only where the result is too large.
 
-    Mantissas and powers of two are multiplied apart.
+    Mantissas and powers of two are multiplied apart, unless no step can leave the range.
     """
+    if _are_moderate(sizes):
+        return reduce(operator.mul, sizes)
     product, exponent = _mantissa_and_exponent(sizes[0])
     for size in sizes[1:]:
         mantissa, power = _mantissa_and_exponent(size)
         product = product * mantissa
         exponent = exponent + power
     return _times_power_of_two(product, exponent)
+
+
+def _are_moderate(sizes: Sequence[Array]) -> bool:
+    """Return whether arrays of NumPy are so near one that all their products are normal numbers."""
+    for size in sizes:
+        if not isinstance(size, np.ndarray) or size.size == 0:
+            return False
+        limit = float(np.finfo(size.dtype).max) ** (0.5 / len(sizes))
+        if not (size.min() > 1.0 / limit and size.max() < limit):
+            return False
+    return True
 
 
 def _mantissa_and_exponent(size: Array) -> tuple[Array, np.ndarray]:

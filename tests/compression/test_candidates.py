@@ -10,10 +10,20 @@ from oracles import weight_of, weighted_truncation
 
 from benchmarks.lab.structures.fit import Fit, fit_layers, lsr_candidates
 from lsrdecomp.compression.caches import SpillCache
-from lsrdecomp.compression.candidates import drop, keep, low_rank_candidates, materialize, priced_as
-from lsrdecomp.compression.effort import ShapeGrid
+from lsrdecomp.compression.candidates import (
+    LsrCandidate,
+    drop,
+    keep,
+    low_rank_candidates,
+    materialize,
+    predicted_as,
+    priced_as,
+)
+from lsrdecomp.compression.effort import SearchEffort, ShapeGrid
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.quantize import INTEGER_BITS
+from lsrdecomp.compression.search import search_layers
+from lsrdecomp.compression.search_table import SearchTable
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Search
 from lsrdecomp.compression.shapes import fine_grid, shape_grid
 from lsrdecomp.errors import BudgetError
@@ -111,6 +121,49 @@ def test_storage_is_paid_for_in_bytes_and_in_error(rng: np.random.Generator) -> 
             assert made.candidate.squared_error == stored.squared_error
         assert made.candidate.squared_error <= stored.squared_error
     assert priced_as(layer, drop(layer), "int4").bytes == 0
+
+
+def test_another_width_is_predicted_from_the_one_beside_it(rng: np.random.Generator) -> None:
+    layer = layers(rng, False)[0]
+    shape = ProductShape((6, 4), (2, 1), (6, 6))
+    (candidate,) = lsr_candidates([layer], [(shape, (2, 3))], JointALS(sweeps=20))[0]
+    made = {bits: priced_as(layer, candidate, f"int{bits}") for bits in (2, 3, 4, 5, 6, 8)}
+    for bits, further in ((4, 3), (3, 2), (4, 5), (5, 6), (6, 8)):
+        predicted = predicted_as(candidate, made[bits], f"int{further}")
+        assert predicted.storage == made[further].storage
+        assert predicted.bytes == made[further].bytes
+        added = made[further].squared_error - candidate.squared_error
+        assert predicted.squared_error - candidate.squared_error == pytest.approx(added, rel=0.7)
+
+
+def table_with_widths(rng: np.random.Generator, margin: float) -> tuple[SearchTable, Budget]:
+    """A table of candidates in all widths of codes, at this `SearchEffort.width_margin`."""
+    budget = Budget(bytes=150.0)
+    table = search_layers(
+        layers(rng, True),
+        [budget],
+        search=Search(effort=SearchEffort(width_margin=margin)),
+        storages=("float16", "int8", "int6", "int5", "int4", "int3", "int2"),
+    )
+    return table, budget
+
+
+def test_codes_are_made_in_other_widths_only_near_the_hull(rng: np.random.Generator) -> None:
+    found = {}
+    for margin in (1.0, 1e9):
+        table, budget = table_with_widths(np.random.default_rng(1), margin)
+        found[margin] = []
+        for i in range(len(table.layers)):
+            options = [candidate for _, candidate in table.candidates(i, budget, "solved")]
+            found[margin].append([c for c in options if isinstance(c, LsrCandidate)])
+    widths = [len({one.storage for one in row}) for row in found[1e9]]
+    assert set(widths) == {7}  # float16 and all of int8 to int2
+    for few, every in zip(found[1.0], found[1e9], strict=True):
+        assert len(few) < len(every)
+        # What is there has the error of its codes, not the predicted one.
+        measured = {(one.shape, one.ranks, one.storage): one.squared_error for one in every}
+        for one in few:
+            assert one.squared_error == measured[one.shape, one.ranks, one.storage]
 
 
 def test_of_a_tall_shape_the_small_factors_have_the_inner_rank() -> None:
