@@ -250,3 +250,16 @@ def test_norms_of_factors_multiply_without_over_or_underflow():
         SeparatedMatrix.from_factors([single(1e200), single(1e200)])
     narrow = [single(v).astype(np.float32) for v in (1e-30, 1e-30, 1e38)]
     assert SeparatedMatrix.from_factors(narrow).weights[0] == pytest.approx(1e-22, rel=1e-5)
+
+
+@pytest.mark.parametrize("apart", [1e-2, 1e-9])
+def test_the_condition_of_sides_that_nearly_cancel_keeps_its_digits(apart, rng):
+    """Of their Gram matrices, whose terms are of size one, nothing would be left."""
+    column, change = rng.standard_normal((2, 9, 1))
+    row = rng.standard_normal((1, 7))
+    left, right = np.hstack([column, column + apart * change]), np.vstack([row, -row])
+    sizes = np.linalg.norm(left), np.linalg.norm(right)
+    product_norm = apart * np.linalg.norm(change) * np.linalg.norm(row)
+    rounding = np.hypot(sizes[0] * np.linalg.norm(right, 2), sizes[1] * np.linalg.norm(left, 2))
+    condition = low_rank_product(left, right).condition
+    assert condition == pytest.approx(rounding / product_norm, rel=1e-5)
