@@ -37,14 +37,21 @@ TELLING_FIELDS = ("use_dora", "use_rslora")
 
 @dataclass(frozen=True, slots=True)
 class RateRule:
-    """Learning rate of a method: ``of_one / (r ** rank_power * terms ** term_power)``.
+    """Learning rate of a method by the sizes of a layer.
 
-    A step moves every number by the rate, and ΔW by the sum of what its products move: the more of
-    them a layer has, the smaller a step of each has to be.
+    It is ``of_one / (r ** rank_power * terms ** term_power)`` at the reference width, and falls
+    with the inputs as ``(reference_width / width) ** width_power``: a step moves every number by
+    the rate, so the more products ΔW sums, and the more inputs an output sums over, the smaller a
+    step of each has to be [1]_.
+
+    References
+    ----------
+    .. [1] S. Hayou, N. Ghosh and B. Yu, LoRA+: Efficient low rank adaptation of large models,
+           ICML (2024), arXiv:2402.12354.
     """
 
     of_one: float = 1e-3
-    """Rate of a layer of rank one with one term."""
+    """Rate of a layer of rank one with one term, `reference_width` inputs wide."""
 
     rank_power: float = 0.0
     """How fast the rate falls with the rank, or inner rank."""
@@ -52,12 +59,23 @@ class RateRule:
     term_power: float = 0.0
     """How fast the rate falls with the terms of a side."""
 
+    width_power: float = 0.0
+    """How fast the rate falls with the inputs of a layer. One half for LoRA is where learning at
+    one rate for both factors is stable at every width [1]_. A quarter for two Kronecker factors:
+    their entries are about ``width ** -0.25``, so a step of one moves their product so much less.
+    """
+
+    reference_width: float = 384.0
+    """Inputs of the layers that `of_one` was tuned on, those of all-MiniLM-L6-v2."""
+
     of_trained: float = 0.5
     """Factor where an adapter is trained on, which has less far to go."""
 
-    def rate(self, rank: float = 1.0, terms: float = 1.0) -> float:
-        """Return the rate of a layer."""
-        return self.of_one / (math.pow(rank, self.rank_power) * math.pow(terms, self.term_power))
+    def rate(self, rank: float = 1.0, terms: float = 1.0, width: float | None = None) -> float:
+        """Return the rate of a layer of so many inputs; of the reference width if None."""
+        of_products = math.pow(rank, self.rank_power) * math.pow(terms, self.term_power)
+        narrowness = 1.0 if width is None else self.reference_width / width
+        return self.of_one / of_products * math.pow(narrowness, self.width_power)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +135,8 @@ LORA = {"r": 8, "lora_alpha": 16}
 # r = 2·2 with 4 terms, scaled by 2 as LoRA is by default: docs/evidence/fine-tuning-measured.md.
 LSR = {"inner_shape": [2, 2], "separation_rank": 4, "lsr_alpha": 8}
 # Tuned by `python -m benchmarks.adapters.rates` on SST-2 and E2E: docs/evidence.
-LORA_RATE = RateRule(of_one=8e-3, rank_power=0.5)
-LSR_RATE = RateRule(of_one=0.03, rank_power=0.5, term_power=0.25)
+LORA_RATE = RateRule(of_one=8e-3, rank_power=0.5, width_power=0.5)
+LSR_RATE = RateRule(of_one=0.03, rank_power=0.5, term_power=0.25, width_power=0.25)
 # PEFT's DUMMY_TARGET_MODULES: no layer is adapted.
 HEAD = {"target_modules": "dummy-target-modules", "r": 1}
 

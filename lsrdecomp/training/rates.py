@@ -53,8 +53,8 @@ def default_rate(
 ) -> float:
     """Return the learning rate of a method for an opened adapter, to two digits.
 
-    It is what the method's `RateRule` says for rank and terms, of several layers the geometric
-    mean; less for an adapter that was trained, or made of one that was.
+    It is what the method's `RateRule` says for rank, terms and inputs, of several layers the
+    geometric mean; less for an adapter that was trained, or made of one that was.
 
     Parameters
     ----------
@@ -73,16 +73,20 @@ def default_rate(
     return float(f"{mean:.2g}")
 
 
-def _layer_sizes(model: PeftModel, adapter: str) -> Iterator[tuple[float, float]]:
-    """Yield rank and terms of each adapted layer; of two sides the geometric mean of the terms."""
+def _layer_sizes(model: PeftModel, adapter: str) -> Iterator[tuple[float, float, float | None]]:
+    """Yield rank, terms and inputs of each adapted layer.
+
+    Of two sides the geometric mean of the terms. The inputs are None where a layer does not say.
+    """
     for module in model.modules():
         layout = getattr(module, "layout", {})
         ranks = getattr(module, "r", {})
+        width = getattr(module, "in_features", None)
         if isinstance(layout, dict) and adapter in layout:
             terms = math.prod(layout[adapter].separation_ranks)
-            yield layout[adapter].r, math.sqrt(terms)
+            yield layout[adapter].r, math.sqrt(terms), width
         elif isinstance(ranks, dict) and adapter in ranks:
-            yield ranks[adapter], 1.0
+            yield ranks[adapter], 1.0, width
 
 
 def choose_rate(

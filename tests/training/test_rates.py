@@ -53,7 +53,8 @@ def test_the_default_falls_with_the_products_that_a_layer_sums(common):
     rule = find_method("lsr").rate
     for inner, terms in (([1, 1], 1), ([2, 2], 4), ([4, 4], 16)):
         rate = rate_of(common, inner_shape=inner, separation_rank=terms)
-        assert rate == pytest.approx(rule.rate(math.prod(inner), terms), rel=0.05)  # two digits
+        of_sizes = rule.rate(math.prod(inner), terms, width=64)
+        assert rate == pytest.approx(of_sizes, rel=0.05)  # two digits
     few = rate_of(common, inner_shape=[2, 2], separation_rank=1)
     many = rate_of(common, inner_shape=[2, 2], separation_rank=16)
     assert few > many
@@ -63,14 +64,23 @@ def test_a_layer_of_its_own_size_counts_by_the_geometric_mean(common):
     rule = find_method("lsr").rate
     pattern = {"layer.0.*": 1, "layer.1.*": 16}
     rate = rate_of(common, inner_shape=[2, 2], separation_rank_pattern=pattern)
-    assert rate == pytest.approx(rule.rate(4, 4), rel=0.05)
+    assert rate == pytest.approx(rule.rate(4, 4, width=64), rel=0.05)
 
 
 def test_the_default_of_a_lora_follows_its_rank(common):
     rule = find_method("lora").rate
     lora = common.replace(method="lora")
     for r in (1, 8):
-        assert rate_of(lora, r=r) == pytest.approx(rule.rate(r), rel=0.05)
+        assert rate_of(lora, r=r) == pytest.approx(rule.rate(r, width=64), rel=0.05)
+
+
+@pytest.mark.parametrize(("method", "power"), [("lora", 1 / 2), ("lsr", 1 / 4)])
+def test_a_wider_layer_learns_more_slowly(method, power):
+    rule = find_method(method).rate
+    narrow = rule.rate(8, width=256)
+    wide = rule.rate(8, width=4096)
+    assert narrow / wide == pytest.approx(16**power)
+    assert rule.rate(8) == rule.rate(8, width=rule.reference_width)
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
