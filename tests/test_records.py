@@ -152,6 +152,9 @@ def in_readme():
     yield f"With `--keep {options[1]} --distil {options[3]}` it also trains"
     size = distilled[0]["bytes"] / 1000
     yield f"from {suite.file_bytes() / 1e6:.1f} MB to [{size:.1f} kB in all]"
+    (near,) = by_seed("smollm2 keep .99 distil 100")
+    options = near["options"]
+    yield f"with `--keep {options[1]} --distil {options[3]}` to {near['bytes'] / 1000:.1f} kB"
     lora_of_sums, _, _, untrained, trained, *_ = (
         percent(row["exact"]) for row in record("exact_answers")["rows"]
     )
@@ -719,6 +722,14 @@ def of_more_time():
         yield listed(f"{percent(kept, 1)} ± {percent(error, 1)}" for kept, error in shares) + " %"
     yield (
         f"after {listed(f'{seconds / 60:.1f}' for seconds in column(rows, 'cpu_seconds'))} minutes"
+    )
+    (near,) = by_seed("smollm2 keep .99 distil 100")
+    found = near["found"]
+    yield (
+        f"`--keep 0.99 --distil 100` made {near['bytes']:,} bytes of it, which keep "
+        f"{percent(near['kept'], 2)} ± {percent(near['standard_error'], 2)} %, and "
+        f"{percent(found['kept'], 2)} ± {percent(found['standard_error'], 2)} % on further ones, "
+        f"after {near['cpu_seconds'] / 60:.1f} minutes; they were {near['pruned_from']:,} before"
     )
     for task in ("sums", "extraction"):
         (row,) = by_seed(f"smollm2 {task} keep .95 distil 60")
