@@ -423,7 +423,7 @@ GAUSSIAN_ERRORS = {2: 0.187, 3: 0.042, 4: 0.0098, 5: 0.0023, 6: 0.00062, 8: 0.00
 """Relative squared error of 64 Gaussian numbers in codes (`nearest_codes`), by their bits."""
 
 
-def predicted_as(exact: LsrCandidate, rounded: LsrCandidate, storage: str) -> LsrCandidate:
+def predicted_as(exact: LsrCandidate, rounded: Candidate, storage: str) -> Candidate:
     """Return a product with the bytes and the loss that it may have in another width of codes.
 
     What rounding adds to the loss is taken to be in proportion to the relative error of products of
@@ -431,7 +431,7 @@ def predicted_as(exact: LsrCandidate, rounded: LsrCandidate, storage: str) -> Ls
 
     Parameters
     ----------
-    exact, rounded : LsrCandidate
+    exact, rounded : Candidate
         The product before rounding and in one width of codes.
     storage : str
         The other width.
