@@ -304,7 +304,6 @@ class SearchTable:
 
         def predict(entry: TableEntry, storage: str) -> None:
             made = self._in_storage(i, entry, storage, budget)
-            assert isinstance(made, LsrCandidate)
             for further in _further_widths(storage, widths):
                 predicted = predicted_as(entry.product, made, further)
                 unmade.add(len(options))

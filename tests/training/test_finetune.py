@@ -571,7 +571,7 @@ def test_the_verb_in_a_process_of_its_own(place, tmp_path, capfd):
     assert verb.exitcode == 0, errors
     assert "Traceback" not in errors  # a line a minute may stand there, on a busy machine
     assert "lora: 1,024 parameters in 4,096 bytes, and 650 in the head" in printed
-    assert "2 steps at a learning rate of 0.0057 in" in printed  # LoRA's, of rank 2
+    assert "2 steps at a learning rate of 0.014 in" in printed  # LoRA's, of rank 2 and 64 inputs
     assert "majority" in printed
     record = read_record(tmp_path / "out")
     assert (record.steps, dict(record.settings.options)) == (2, {"r": 2})
