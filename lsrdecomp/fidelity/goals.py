@@ -199,8 +199,9 @@ class ShareGoal:
         # 4. A training ends with more than was asked: spend that on a smaller size.
         smallest = self._pruned_and_trained(smallest)
         # 5. The training after pruning does too, if by less: spend it without further training.
-        landed = self._prunings(smallest, self.allowed_loss, self.training.first_pruned_share)
-        return self._smallest_passing([smallest, *landed])
+        max_loss = self._allowed_after_pruning(smallest)
+        landed = self._prunings(smallest, max_loss, self.training.first_pruned_share)
+        return self._smallest_passing(smallest, landed)
 
     def _residual_guess(self) -> float:
         """Return the share of its loss that a variant is assumed to have after training."""
@@ -264,7 +265,7 @@ class ShareGoal:
             steps=max(1, math.ceil(training.pruned_steps * self.variants.steps)),
             rate=training.pruned_rate * distilled.training.rate,
         )
-        return self._smallest_passing([result, *prunings, landed])
+        return self._smallest_passing(result, [*prunings, landed])
 
     def _prunings(
         self, variant: CompressedVariant, max_loss: float, share: float
@@ -298,10 +299,17 @@ class ShareGoal:
             tries[share] = self.variants.prune(variant, share)
         return list(tries.values())[1:]
 
-    def _smallest_passing(self, variants: Sequence[CompressedVariant]) -> CompressedVariant:
-        """Return the smallest of the variants that keep the share, of which there is one."""
-        passing = [variant for variant in variants if self._passes(variant)]
-        return min(passing, key=lambda variant: (self._total_size(variant), loss_of(variant)))
+    def _smallest_passing(
+        self, variant: CompressedVariant, pruned: Sequence[CompressedVariant]
+    ) -> CompressedVariant:
+        """Return the smallest of a variant and of those pruned from it that keep the share."""
+        passing = [each for each in pruned if loss_of(each) <= self._allowed_after_pruning(each)]
+        return min([variant, *passing], key=lambda each: (self._total_size(each), loss_of(each)))
+
+    def _allowed_after_pruning(self, variant: CompressedVariant) -> float:
+        """Return the loss that a pruned variant may have, measured as well as this one."""
+        std_error = variant.behaviour.standard_error or 0.0
+        return self.allowed_loss - self.training.pruned_std_errors * std_error
 
     def _numbers_size(self, variant: CompressedVariant) -> float:
         """Return the bytes of a variant's numbers, or their number."""

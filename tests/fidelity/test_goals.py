@@ -20,12 +20,11 @@ FULL_SIZE = 100_000
 STANDARD = TrainedSizeSearch()
 
 
-def variant_of(size, loss, **fields):
+def variant_of(size, loss, std_error=None, **fields):
     """A variant of so many parameters that loses such a share."""
     compression = SimpleNamespace(totals=SimpleNamespace(parameters=size, ratio=FULL_SIZE / size))
-    return CompressedVariant(
-        compression, None, Behaviour(64, 640, "token", loss, 0.9, 1.0), **fields
-    )
+    behaviour = Behaviour(64, 640, "token", loss, 0.9, effect=1.0, standard_error=std_error)
+    return CompressedVariant(compression, None, behaviour, **fields)
 
 
 class Variants:
@@ -33,16 +32,17 @@ class Variants:
 
     steps = 60
 
-    def __init__(self, residuals, slope):
+    def __init__(self, residuals, slope, std_error=None):
         self.source = SimpleNamespace(head=None, adapter_parameters=FULL_SIZE)
         self.evaluator = SimpleNamespace(announce=lambda *_: None, source=self.source)
         self.statistics = {}
         self.residuals = residuals  # shares of the loss left by training, and after pruning
         self.slope = slope
+        self.std_error = std_error
         self.prunings = 0
 
     def measure(self, size):
-        return variant_of(size, loss_of_size(size))
+        return variant_of(size, loss_of_size(size), self.std_error)
 
     def train(self, variant, *_, steps=60, rate=None):
         loss = (1.0 - variant.behaviour.kept) * self.residuals[variant.origin is not None]
@@ -51,21 +51,22 @@ class Variants:
             improved=True, before=variant.behaviour, training=training, steps=steps
         )
         size = variant.compression.totals.parameters
-        return variant_of(size, loss, distillation=distillation, origin=variant.origin)
+        trained = {"distillation": distillation, "origin": variant.origin}
+        return variant_of(size, loss, self.std_error, **trained)
 
     def prune(self, variant, share):
         self.prunings += 1
         loss = (1.0 - variant.behaviour.kept) * np.exp(self.slope * share)
         size = variant.compression.totals.parameters * (1.0 - share)
-        return variant_of(size, loss, origin=variant)
+        return variant_of(size, loss, self.std_error, origin=variant)
 
 
 def loss_of_size(size):
     return min(1.0, 5.0 / size**0.5)
 
 
-def result_of(residuals, slope, training=STANDARD):
-    variants = Variants(residuals, slope)
+def result_of(residuals, slope, training=STANDARD, std_error=None):
+    variants = Variants(residuals, slope, std_error)
     searched = SimpleNamespace(
         expected_error=lambda plan: loss_of_size(plan.parameters),
         compress=lambda plan, fill: plan.parameters,
@@ -88,6 +89,11 @@ def test_of_what_training_could_not_mend_the_smallest_that_keeps_enough_is_taken
     result, _ = result_of([0.12, 1.2], 1.5)  # the second training makes it worse
     assert 0.95 <= result.behaviour.kept < 0.96
     assert result.steps == 60
+
+
+def test_a_pruned_variant_must_keep_more_where_texts_are_few():
+    result, _ = result_of([0.16, 0.6], 1.5, std_error=0.006)
+    assert 0.956 <= result.behaviour.kept < 0.965
 
 
 def test_an_untrained_variant_is_not_pruned():
