@@ -23,11 +23,12 @@ COMPRESS, TRAINED, SCALE = (
     "docs/evidence/fine-tuning-measured.md",
     "docs/evidence/scale.md",
 )
-ACCURACY, SOLVERS, OPERATORS, SERVING = (
+ACCURACY, SOLVERS, OPERATORS, SERVING, KERNELS = (
     "docs/evidence/accuracy.md",
     "docs/evidence/solvers-measured.md",
     "docs/evidence/operators-measured.md",
     "docs/evidence/serving.md",
+    "docs/evidence/kernels.md",
 )
 NO_RECORD = {
     LANGUAGE: (
@@ -891,15 +892,6 @@ def of_fleets():
     assert resumed["kills"]["outcomes"] == resumed["kills"]["names"] == resumed["adapters"] == 1000
     assert len(resumed["kills"]["recorded_at_kills"]) == 3
     yield "A thousand of them, killed three times on the way with all workers"
-    shared = fleet["shared"]
-    tasks = {row["adapter"].split("-")[0] for row in shared["rows"]}
-    yield (
-        f"Of {WORDS[len(shared['rows'])]} LoRAs of SmolLM2 on {WORDS[len(tasks)]} tasks (1/48, "
-        "Fisher norm) those that took another's shapes were solved in "
-        f"{1 / shared['time_alone_over_shared']:.2f} of the time of a search of their own, in the "
-        f"median, at {shared['error_shared_over_alone']:.3f} times its error, "
-        f"{shared['worst_error_shared_over_alone']:.2f} at most"
-    )
 
 
 def of_synthesis():
@@ -988,7 +980,6 @@ def in_serving():
     """Many adapters in one process."""
     bank = record("bank")
     lower, middle, upper = (short(share) for share in bank["bank over disk, quartiles"])
-    change = f"{bank['worst relative error of the change of logits']:.1e}".replace("e-0", "e-")
     yield (
         f"{bank['switches']} switches, {bank['packed bytes per adapter']:,} packed bytes an "
         f"adapter): {bank['allocated over packed']:.3f} times the packed bytes in memory"
@@ -997,9 +988,43 @@ def in_serving():
         f"a switch and the next token's logits {middle} of the time with the LoRA from disk "
         f"(quartiles {lower} to {upper})"
     )
+    assert bank["worst relative error of the change of logits"] == 0.0
+    yield f"the logits those of the adapter alone, bit by bit, in {WORDS[bank['checked']]} checked"
+
+
+def in_kernels():
+    """Time of an LSR layer over LoRA's, in training and in a pass without a graph."""
+    rows = record("layers-cpu")["rows"]
+
+    def ratios(work, is_counted):
+        return [
+            row[work]["ratio"][arm]
+            for row in rows
+            for arm in ("LSR", "LSR, r = 8")
+            if is_counted(row["width"], row["tokens"])
+        ]
+
+    def said(width, tokens, digits=1):
+        each = ratios("training", lambda *sizes: sizes == (width, tokens))
+        low, high = short(min(each), digits), short(max(each), digits)
+        return low if low == high else f"{low} to {high}"
+
     yield (
-        f"the change of the logits within {change} of the adapter alone in "
-        f"{WORDS[bank['checked']]} adapters checked"
+        f"with one token {said(384, 1)} times as long at 384 wide, {said(768, 1)} at 768 and "
+        f"{said(1024, 1)} at 1024, with 16 tokens {said(384, 16)}, {said(768, 16)} and "
+        f"{said(1024, 16)}"
+    )
+    yield f"At 4096 wide one token takes {said(4096, 1)} of LoRA's time"
+    many = ratios("training", lambda width, tokens: tokens >= 128 and (width, tokens) != (384, 128))
+    yield (
+        f"From 128 tokens on training takes {short(min(many))} to {short(max(many))} of it, but "
+        f"for {said(384, 128, 2)} with 128 at 384 wide"
+    )
+    passes = ratios("a pass", lambda *_: True)
+    steps = ratios("a token", lambda *_: True)
+    yield (
+        f"A pass without a graph takes {short(min(passes))} to {short(max(passes))} of LoRA's "
+        f"time, and a step of `generate` {short(min(steps))} to {short(max(steps))}"
     )
 
 
@@ -1064,6 +1089,7 @@ CLAIMS = [
             SOLVERS: in_solvers,
             OPERATORS: in_operators,
             SERVING: in_serving,
+            KERNELS: in_kernels,
         }
     ).items()
     for sentence in sentences()

