@@ -286,6 +286,8 @@ class ShareGoal:
         is_trained = variant.distillation is not None and variant.distillation.improved
         min_loss = (1.0 - training.pruned_tolerance) * max_loss
         max_share = 1.0 - 1.0 / training.max_pruned_saving
+        if loss_of(variant) >= min_loss:
+            return []  # nothing is left to spend
         tries: dict[float, CompressedVariant] = {0.0: variant}
         while (is_trained or variant.origin is not None) and len(tries) <= training.max_prunings:
             if any(min_loss <= loss_of(tried) <= max_loss for tried in tries.values()):
