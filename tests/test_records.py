@@ -181,23 +181,20 @@ def by_bytes(method, budget):
     return kept
 
 
-def rivals(method, budget, task="E2E"):
-    """Yield rows of the record of small adapters, a seed each at its best rate."""
-    rows = [
-        row for row in record("rivals")["rows"] if (row["task"], row["method"]) == (task, method)
-    ]
+def rivals(method, budget, task="E2E", name="rivals"):
+    """Yield rows of a record of small adapters, a seed each at its best rate."""
+    rows = [row for row in record(name)["rows"] if (row["task"], row["method"]) == (task, method)]
     rows = [row for row in rows if row["budget"] == budget and "held_out" not in row]
     best = {row["seed"]: row for row in sorted(rows, key=lambda row: row["kept"])}
     return [best[seed] for seed in sorted(best)]
 
 
-def lead(method, budget, task="E2E"):
+def lead(method, budget, task="E2E", name="rivals"):
     """Return how much more LSR keeps with the same seeds, and its standard error."""
-    theirs = rivals(method, budget, task)
-    ours = [
-        row for row in rivals("LSR", budget, task) if row["seed"] in {row["seed"] for row in theirs}
-    ]
-    effects = np.array(record("rivals")["effects"][task])
+    theirs = rivals(method, budget, task, name)
+    seeds = {row["seed"] for row in theirs}
+    ours = [row for row in rivals("LSR", budget, task, name) if row["seed"] in seeds]
+    effects = np.array(record(name)["effects"][task])
     less, more = (np.mean([row["lost"] for row in rows], axis=0) for rows in (ours, theirs))
     gain = more - less
     without = (gain.sum() - gain) / (effects.sum() - effects)  # the jackknife of a ratio
@@ -525,12 +522,25 @@ def in_small_adapters():
         f"it keeps [{one} in 1 kB and {three} in 3 kB](language-models.md#by-bytes), where the "
         f"runs here keep {kept('LSR', 1000)} and {kept('LSR', 3000)}"
     )
+    yield from of_one_kilobyte()
     yield from on_gemma()
     yield from of_e2e_in_bytes()
     yield from of_other_tasks_in_bytes()
     yield from of_methods_behind()
     yield from of_learning_rates()
     yield from of_published_rows()
+
+
+def of_one_kilobyte():
+    """Version 0.4 against Uni-LoRA on the other tasks."""
+    for task in ("extraction", "sums"):
+        ours, theirs = (
+            rivals(method, 1000, task, "rivals_1kb")[0]["kept"] for method in ("LSR", "Uni-LoRA")
+        )
+        yield (
+            f"{short(ours, 3)} of {task}, where Uni-LoRA keeps {short(theirs, 3)}; the lead is "
+            f"{lead('Uni-LoRA', 1000, task, 'rivals_1kb')}"
+        )
 
 
 def of_e2e_in_bytes():
