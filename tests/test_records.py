@@ -151,8 +151,9 @@ def in_readme():
     )
     (options,) = {tuple(row["options"]) for row in distilled}
     yield f"With `--keep {options[1]} --distil {options[3]}` it also trains"
-    smallest, *_, largest = sorted(f"{row['bytes'] / 1000:.1f}" for row in distilled)
-    yield f"from {suite.file_bytes() / 1e6:.1f} MB to [{smallest} to {largest} kB in all]"
+    size = fmean(row["bytes"] for row in distilled) / 1000
+    yield f"from {suite.file_bytes() / 1e6:.1f} MB to [{size:.1f} kB in all]"
+    yield f"(the mean of {WORDS[len(distilled)]} runs)"
     (near,) = by_seed("smollm2 keep .99 distil 100")
     options = near["options"]
     yield f"with `--keep {options[1]} --distil {options[3]}` to {near['bytes'] / 1000:.1f} kB"
