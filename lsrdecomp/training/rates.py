@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lsrdecomp.calibration.rate_trials import RateTrial, TrialSchedule, clear_winner
 from lsrdecomp.checkpoints.writing import new_file
@@ -76,17 +76,24 @@ def default_rate(
 def _layer_sizes(model: PeftModel, adapter: str) -> Iterator[tuple[float, float, float | None]]:
     """Yield rank, terms and inputs of each adapted layer.
 
-    Of two sides the geometric mean of the terms. The inputs are None where a layer does not say.
+    Of two sides the geometric mean of the terms. The inputs are None where an output is no sum over
+    them, as in an embedding, which looks up a row, and where a layer does not say.
     """
     for module in model.modules():
         layout = getattr(module, "layout", {})
         ranks = getattr(module, "r", {})
-        width = getattr(module, "in_features", None)
+        width = None if _is_lookup(module) else getattr(module, "in_features", None)
         if isinstance(layout, dict) and adapter in layout:
             terms = math.prod(layout[adapter].separation_ranks)
             yield layout[adapter].r, math.sqrt(terms), width
         elif isinstance(ranks, dict) and adapter in ranks:
             yield ranks[adapter], 1.0, width
+
+
+def _is_lookup(module: nn.Module) -> bool:
+    """Return whether an adapted layer is an embedding."""
+    base_layer = getattr(module, "get_base_layer", None)
+    return base_layer is not None and isinstance(base_layer(), nn.Embedding)
 
 
 def choose_rate(

@@ -74,6 +74,11 @@ def test_the_default_of_a_lora_follows_its_rank(common):
         assert rate_of(lora, r=r) == pytest.approx(rule.rate(r, width=64), rel=0.05)
 
 
+def test_an_embedding_is_as_wide_as_the_reference(common):
+    settings = common.replace(method="lora", target_modules=("word_embeddings",))
+    assert rate_of(settings, r=4) == pytest.approx(find_method("lora").rate.rate(4), rel=0.05)
+
+
 @pytest.mark.parametrize(("method", "power"), [("lora", 1 / 2), ("lsr", 1 / 4)])
 def test_a_wider_layer_learns_more_slowly(method, power):
     rule = find_method(method).rate
