@@ -534,6 +534,8 @@ def in_small_adapters():
 
 def of_one_kilobyte():
     """Version 0.4 against Uni-LoRA on the other tasks."""
+    rates = sorted({row["rate"] for row in record("rivals_1kb")["rows"]})
+    yield f"of {listed(map(str, rates))} the better rate for each method"
     for task in ("extraction", "sums"):
         ours, theirs = (
             rivals(method, 1000, task, "rivals_1kb")[0]["kept"] for method in ("LSR", "Uni-LoRA")
