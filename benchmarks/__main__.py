@@ -164,14 +164,6 @@ JOBS = (
         1,
     ),
     Job(
-        "kept by bytes",
-        ("kept_by_bytes",),
-        "benchmarks.language.kept_by_bytes --lora {loras}/e2e --data {tasks}/e2e/train.jsonl "
-        "--held {tasks}/e2e/held.jsonl",
-        35,
-        ("peft", "gguf"),
-    ),
-    Job(
         "compare embedded",
         ("compare-embedded",),
         "benchmarks.lab compare benchmarks/experiments/embedded.toml --quiet "

@@ -334,5 +334,5 @@ def overlap(metric: str, texts: Sequence[str], examples: Sequence[PromptExample]
         [given[k] if k < len(given) else None for given in references]
         for k in range(most_references)
     ]
-    corpus_score = sacrebleu.corpus_bleu if metric == "bleu" else sacrebleu.corpus_chrf
+    corpus_score: Any = sacrebleu.corpus_bleu if metric == "bleu" else sacrebleu.corpus_chrf
     return float(corpus_score(list(texts), streams).score)

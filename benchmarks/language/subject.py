@@ -1,0 +1,165 @@
+"""The LoRA that a comparison of adapters is about, with what its rivals learn and are judged by."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.helpers import rescale_adapter_scale
+from torch import Tensor, nn
+
+from lsrdecomp.calibration.base_model import Base, load_base
+from lsrdecomp.calibration.batches import prompt_batches
+from lsrdecomp.calibration.calibrate import calibrate
+from lsrdecomp.calibration.dataset import PromptExample, read_examples
+from lsrdecomp.calibration.divergence import Reference, ratio_standard_error, without_delta
+from lsrdecomp.calibration.forward import forward_repeatable
+from lsrdecomp.checkpoints import Checkpoint, open_checkpoint
+from lsrdecomp.checkpoints.statistics import METADATA, Statistics, read_statistics
+from lsrdecomp.fidelity.evaluate import NormCalibration
+
+BATCH = 4
+"""Texts of a training step."""
+MEASURING_BATCH = 8
+"""Texts that are measured at a time."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A batch of texts, and the LoRA's logits on it."""
+
+    batch: Mapping[str, Tensor]
+    form_logits: Callable[[], Tensor]
+    n_predictions: int
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A LoRA on its base, its answers, and the norms of its layers.
+
+    Attributes
+    ----------
+    base : str
+        Name of the base.
+    lora : Path
+    work : Path
+        Directory for what takes long to make.
+    source : Base
+        The base with the LoRA on it.
+    lessons : sequence of Lesson
+        What is learned, `BATCH` texts each.
+    reference : Reference
+        The LoRA's answers to held-out texts.
+    task_statistics : Path
+        Statistics of the layers on texts of the task.
+    base_statistics : Path
+        Statistics of the base alone, on texts of other tasks; not there if none were given.
+    """
+
+    base: str
+    lora: Path
+    work: Path
+    source: Base
+    lessons: Sequence[Lesson]
+    reference: Reference
+    task_statistics: Path
+    base_statistics: Path
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the layers that the LoRA adapts."""
+        return self.source.modules
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The LoRA's file."""
+        return open_checkpoint(self.lora)
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        """The norms of the layers on texts of the task."""
+        return read_statistics(self.task_statistics)
+
+    @cached_property
+    def plain(self) -> nn.Module:
+        """The base without an adapter, frozen."""
+        model: nn.Module = copy.copy(self.source.model).unload()
+        model.requires_grad_(False)
+        return model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options by which `open_subject` finds a LoRA and its texts."""
+    parser.add_argument("--base", default="smollm2")
+    parser.add_argument("--lora", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True, help="texts of the task to learn from")
+    parser.add_argument("--held", type=Path, required=True, help="texts of the task to judge on")
+    parser.add_argument(
+        "--other", type=Path, nargs="+", default=[], help="texts of other tasks, for Fisher cores"
+    )
+    parser.add_argument("--texts", type=int, default=160, help="texts to learn from")
+    parser.add_argument("--samples", type=int, default=64, help="texts of each kind for a norm")
+    parser.add_argument("--examples", type=int, default=32, help="held-out texts")
+
+
+def open_subject(arguments: argparse.Namespace) -> Subject:
+    """Open a LoRA, and make what all its rivals need: statistics, lessons and a reference."""
+    torch.set_num_threads(1)
+    source = load_base(arguments.base, arguments.lora)
+    texts = read_examples(arguments.data)[: arguments.texts]
+    held_out = read_examples(arguments.held)[: arguments.examples]
+    others: list[PromptExample] = []
+    for file in arguments.other:
+        others += read_examples(file)[: arguments.samples]
+    # 1. The norms of the layers: on texts of the task, with the LoRA at the strength that
+    #    `compress` takes, and of the base alone.
+    task_statistics = arguments.work / "statistics"
+    base_statistics = arguments.work / "statistics-other"
+    with rescale_adapter_scale(source.model, NormCalibration().lora_scale):
+        _calibrate(source, texts[: arguments.samples], task_statistics)
+    with without_delta(source.model):
+        _calibrate(source, others, base_statistics, answers="all")
+    # 2. The LoRA's answers: to held-out texts, and to those that are learned.
+    reference = Reference(source, prompt_batches(source, held_out, size=MEASURING_BATCH, seed=0))
+    lessons: list[Lesson] = []
+    for batch in prompt_batches(source, texts, size=BATCH, seed=0):
+        output, form_logits = forward_repeatable(source, batch)
+        lessons.append(Lesson(batch, form_logits, int(output.counts.sum())))
+    return Subject(
+        arguments.base,
+        arguments.lora,
+        arguments.work,
+        source,
+        lessons,
+        reference,
+        task_statistics,
+        base_statistics,
+    )
+
+
+def _calibrate(
+    source: Base, examples: list[PromptExample], out: Path, *, answers: str = "completion"
+) -> None:
+    """Measure statistics on some texts, unless they are there."""
+    if not examples or (out / METADATA).exists():
+        return
+    batches = prompt_batches(source, examples, size=MEASURING_BATCH, seed=0, answers=answers)
+    samples = len(examples)
+    calibrate(source, list(batches), out=out, seed=0, samples=samples, effect=False)
+
+
+def judged(reference: Reference, written: Base) -> dict[str, Any]:
+    """Return the share kept, and the nats lost on each held-out text, by which rivals compare."""
+    lost, n_matching = reference.compare_examples(written)
+    return {
+        "kept": 1.0 - float(lost.sum() / reference.effects.sum()),
+        "error": ratio_standard_error(lost, reference.effects),
+        "agreement": float(n_matching.sum() / reference.counts.sum()),
+        "lost": [round(loss, 3) for loss in lost.tolist()],
+    }
