@@ -2,15 +2,15 @@ r"""What `lsrdecomp compress --base … --keep …` costs as typed: processor se
 
     python -m benchmarks.cost.one_command TASKS --loras LORAS [--reviews SST-2/train.tsv]
         [--large smollm2-e2e-r16] [--base GGUF] [--only NAME …] [--draws 0 1 2] [--resume]
-    python -m benchmarks.cost.one_command TASKS --loras LORAS --train arithmetic
+    python -m benchmarks.cost.one_command TASKS --loras LORAS --train arithmetic [--train-large]
     python -m benchmarks.cost.one_command TASKS --loras LORAS --norms
 
 `benchmarks.language.tasks` writes TASKS. A command is given 400 of a task's training prompts, drawn
 by a number, and the LoRA in LORAS/TASK; what it wrote is then measured on TASKS/TASK/held.jsonl,
 further texts that neither has seen. ``--train`` makes a missing LoRA. ``--large`` is another LoRA
-of E2E, with r = 16 on all linear layers; with ``--base``, the file of another base, the LoRAs are
-of that base, and ``--only`` says which rows. The adapter that ships with the package is compressed
-with 600 sentences of ``--reviews``, a text a line.
+of E2E, with r = 16 on all linear layers, as ``--train-large`` makes it. With ``--base``, the file
+of another base, the LoRAs are of that base, and ``--only`` says which rows. The adapter that ships
+with the package is compressed with 600 sentences of ``--reviews``, a text a line.
 
 Each command runs in a process of its own with one thread. Rows are added to the file as they come,
 the cheapest first, each with the commit that ran; with ``--resume`` rows that are there stay.
@@ -87,6 +87,8 @@ OTHER_BASES = {
 """Commands that are only run by name."""
 TRAINING_STEPS = {"e2e": 110, "extraction": 110, "arithmetic": 150}
 """Steps of eight prompts with which a LoRA of a task is trained."""
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
 
 
 def main() -> None:
@@ -102,6 +104,10 @@ def main() -> None:
     parser.add_argument("--draws", nargs="+", type=int, default=[0], help="of the texts")
     parser.add_argument("--resume", action="store_true", help="leave rows that are there")
     parser.add_argument("--train", choices=TRAINING_STEPS, help="make the LoRA of a task")
+    parser.add_argument("--train-steps", type=int, help="of that, where not as many as usual")
+    parser.add_argument(
+        "--train-large", action="store_true", help="r = 16 on all linear layers, for --large"
+    )
     parser.add_argument("--norms", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS / "one_command.json")
     parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -162,30 +168,36 @@ def save(arguments: argparse.Namespace, changes: dict[str, Any]) -> None:
 
 
 def train_lora(task: str, arguments: argparse.Namespace) -> None:
-    """Train the LoRA of a task as the suite does: r = 8 on q, k, v and o."""
+    """Train the LoRA of a task: r = 8 on q, k, v and o, or r = 16 on all linear layers."""
     from lsrdecomp.training.finetune import finetune
     from lsrdecomp.training.record import ADAPTER
     from lsrdecomp.training.settings import FinetuneSettings
 
+    modules = ATTENTION
+    rank = 8
+    if arguments.train_large:
+        modules = [*ATTENTION, *FEED_FORWARD]
+        rank = 16
     settings = {
         "model": arguments.base,
         "task": "jsonl",
         "data": str(arguments.tasks / task / "train.jsonl"),
         "dev_data": str(arguments.tasks / task / "held.jsonl"),
         "dev_examples": 16,
-        "steps": TRAINING_STEPS[task],
+        "steps": arguments.train_steps or TRAINING_STEPS[task],
         "rate": 1e-3,
         "batch": 8,
         "precision": "bfloat16-autocast",
         "samples": 0,
         "max_length": 256,
-        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
-        "options": {"r": 8, "lora_alpha": 16},
+        "target_modules": modules,
+        "options": {"r": rank, "lora_alpha": 2 * rank},
         "seed": arguments.draws[0],
     }
-    run = arguments.loras / f".{task}"
+    name = f"{task}-large" if arguments.train_large else task
+    run = arguments.loras / f".{name}"
     finetune(FinetuneSettings.from_mapping(settings), run)
-    (run / ADAPTER).rename(arguments.loras / task)
+    (run / ADAPTER).rename(arguments.loras / name)
 
 
 def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:

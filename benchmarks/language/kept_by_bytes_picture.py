@@ -1,6 +1,6 @@
 """The picture of the README: share of one LoRA's effect that is kept, against bytes.
 
-python -m benchmarks.language.kept_by_bytes_picture benchmarks/results/kept_by_bytes.json
+python -m benchmarks.language.kept_by_bytes_picture benchmarks/results/rivals.json
 docs/images/kept-by-bytes.png
 """
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from benchmarks import record as records
+from benchmarks.language.rival_results import RivalResults
 from lsrdecomp import plots
 from lsrdecomp.plots.pictures import COLOURS, MARKERS, dress, name_lines, new_axes
 
@@ -45,27 +47,44 @@ SHARES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
 """Named shares on an axis that is logarithmic in what is lost."""
 
 
-def points(record: dict[str, Any], method: str, *, is_trained: bool) -> list[dict[str, Any]]:
-    """Return the rows of one line, the smallest first."""
-    rows = [row for row in record["rows"] if row["method"] == method]
-    return sorted(
-        (row for row in rows if (row["steps"] > 0) == is_trained), key=lambda row: row["bytes"]
-    )
+@dataclass(frozen=True)
+class Point:
+    """A size of a method: the mean over its seeds."""
+
+    kilobytes: float
+    kept: float
+    error: float
 
 
-def draw(record: dict[str, Any]) -> Axes:
+def points(results: RivalResults, line: Line) -> list[Point]:
+    """Return the sizes of one line, the smallest first."""
+    found: list[Point] = []
+    for budget in results.budgets:
+        rows = results.untrained(line.method, budget)
+        if line.is_trained:
+            rows = results.trained(line.method, budget)
+        if rows:
+            kilobytes = fmean(row["bytes"] for row in rows) / 1000
+            kept = fmean(row["kept"] for row in rows)
+            found.append(Point(kilobytes, kept, fmean(row["error"] for row in rows)))
+    return found
+
+
+def draw(results: RivalResults) -> Axes:
     """Draw those of `LINES` that have rows, with the standard errors of their shares."""
+    lines = {line: points(results, line) for line in LINES}
+    drawn = [point for each in lines.values() for point in each]
     axes = new_axes()
     axes.set_yscale("function", functions=(digits, share))
-    sizes = [row["bytes"] / 1000 for row in record["rows"]]
-    top = share(digits(max(row["kept"] for row in record["rows"])) + 0.3)
-    axes.set(xscale="log", xlim=(0.8 * min(sizes), 1.25 * max(sizes)), ylim=(0.0, top))
-    for i, line in enumerate(LINES):
-        rows = points(record, line.method, is_trained=line.is_trained)
-        if not rows:
+    top = share(digits(max(point.kept for point in drawn)) + 0.3)
+    smallest = min(point.kilobytes for point in drawn)
+    largest = max(point.kilobytes for point in drawn)
+    axes.set(xscale="log", xlim=(0.8 * smallest, 1.25 * largest), ylim=(0.0, top))
+    for i, (line, each) in enumerate(lines.items()):
+        if not each:
             continue
-        sizes = [row["bytes"] / 1000 for row in rows]
-        kept = [row["kept"] for row in rows]
+        sizes = [point.kilobytes for point in each]
+        kept = [point.kept for point in each]
         axes.plot(
             sizes,
             kept,
@@ -76,25 +95,20 @@ def draw(record: dict[str, Any]) -> Axes:
             markersize=5,
             label=line.label,
         )
-        axes.errorbar(
-            sizes,
-            kept,
-            yerr=[row["error"] for row in rows],
-            color=COLOURS[i],
-            linestyle="none",
-            capsize=2,
-        )
+        errors = [point.error for point in each]
+        axes.errorbar(sizes, kept, yerr=errors, color=COLOURS[i], linestyle="none", capsize=2)
+    size_of_lora = f"{results.about['bytes_of_lora'] / 1000:,.0f}"
     dress(
         axes,
-        f"kB of all that opens the adapter (the LoRA: {record['bytes_of_lora'] / 1000:,.0f})",
+        f"kB of all that opens the adapter (the LoRA: {size_of_lora})",
         "share of the LoRA's effect that is kept",
     )
-    for axis, ticks, (_, most) in (
+    for axis, ticks, (_, largest_shown) in (
         (axes.xaxis, SIZES, axes.get_xlim()),
         (axes.yaxis, SHARES, axes.get_ylim()),
     ):
-        shown = [each for each in ticks if each <= most]
-        axis.set_ticks(shown, labels=[f"{each:g}" for each in shown])
+        shown = [tick for tick in ticks if tick <= largest_shown]
+        axis.set_ticks(shown, labels=[f"{tick:g}" for tick in shown])
     axes.minorticks_off()
     name_lines(axes)
     return axes
@@ -112,7 +126,7 @@ def share(digits: ArrayLike) -> NDArray[np.float64]:
 
 def main(source: Path, out: Path) -> None:
     """Draw the picture of a record."""
-    plots.save_figure(draw(records.load(source)), out)
+    plots.save_figure(draw(RivalResults(records.load(source), "E2E")), out)
 
 
 if __name__ == "__main__":

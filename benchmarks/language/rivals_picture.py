@@ -1,100 +1,85 @@
-"""The picture of the page on small adapters: share kept against bytes, each at its best rate.
+"""The picture of the page on small adapters: share kept against bytes, a panel a task.
 
 python -m benchmarks.language.rivals_picture benchmarks/results/rivals.json
 docs/images/small-adapters.png
-
-A panel holds five lines at most: LSR, and the methods of one kind.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
+from benchmarks import record as records
+from benchmarks.language.kept_by_bytes_picture import SHARES, SIZES, digits, share
+from benchmarks.language.rival_results import NAMES, RivalResults
 from lsrdecomp import plots
 from lsrdecomp.plots.pictures import COLOURS, MARKERS, dress, name_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LSR = "LSR"
-PANELS = {
-    "made from the LoRA's numbers": {
-        "LoRAQuant": "LoRAQuant",
-        "SVD": "truncated SVD",
-        "Rank one": "rank one, int4",
-    },
-    "small cores between fixed bases": {
-        "Fisher core": "Fisher cores",
-        "XS": "LoRA-XS",
-        "TinyLoRA": "TinyLoRA",
-    },
-    "trained from nothing": {
-        "Uni-LoRA": "Uni-LoRA",
-        "VB-LoRA": "VB-LoRA",
-        "FourierFT": "FourierFT",
-        "VeRA": "VeRA",
-    },
-}
-"""Names of the methods that stand beside LSR, by the title of their panel."""
+TASKS = ("E2E", "extraction", "sums")
+METHODS = ("LSR", "SVD", "Uni-LoRA", "Fisher core", "LoRAQuant")
+"""Five lines a panel; more cannot be told apart."""
+LOWEST = 0.5
+"""Smallest share that is shown."""
 
 
-def draw(record: dict[str, Any], task: str = "E2E") -> list[Axes]:
-    """Draw the panels of one task, on shared axes; bars are standard errors over the examples.
-
-    Raises `KeyError` for a method that no panel names.
-    """
-    rows = [row for row in record["rows"] if row["task"] == task and "held_out" not in row]
-    best = {
-        (row["method"], row["budget"], row["seed"]): row
-        for row in sorted(rows, key=lambda row: row["kept"])
-    }
-    named = {method for names in PANELS.values() for method in names} | {LSR}
-    unnamed = {row["method"] for row in rows} - named
-    if unnamed:
-        raise KeyError(f"no panel names {', '.join(sorted(unnamed))}")
+def draw(all_results: list[RivalResults]) -> list[Axes]:
+    """Draw a panel for each task, on shared axes; bars are standard errors over the texts."""
     figure = Figure(figsize=(11.4, 4.0), layout="constrained")
-    panels = list(figure.subplots(1, len(PANELS), sharex=True, sharey=True))
-    for panel, (title, names) in zip(panels, PANELS.items(), strict=True):
-        panel.set(xscale="log", title=title)
-        for i, (method, label) in enumerate({LSR: LSR, **names}.items()):
-            _draw_line(panel, best, method, label, i)
-        panel.set_xlim(800, 36_000)
-        dress(panel, "bytes of the adapter", "")
-    panels[0].set_ylabel("share of the LoRA's answers that is kept")
+    panels = list(figure.subplots(1, len(all_results), sharex=True, sharey=True, squeeze=False)[0])
+    highest = 0.0
+    for panel, results in zip(panels, all_results, strict=True):
+        panel.set(xscale="log", title=results.about["task"])
+        panel.set_yscale("function", functions=(digits, share))
+        for place, method in enumerate(METHODS):
+            highest = max(highest, _draw_line(panel, results, method, place))
+        dress(panel, "kB of the adapter", "")
+    panels[0].set_ylabel("share of the LoRA's effect that is kept")
+    top = float(share(digits(highest) + 0.3))
     for panel in panels:
+        panel.set_ylim(LOWEST, top)
+        panel.set_xlim(0.8, 40)
+        panel.set_xticks(SIZES, labels=[f"{size:g}" for size in SIZES])
+        ticks = [tick for tick in SHARES if LOWEST <= tick <= top]
+        panel.set_yticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+        panel.minorticks_off()
         name_lines(panel)
     return panels
 
 
-def _draw_line(
-    panel: Axes, best: dict[tuple[str, int, int], dict[str, Any]], method: str, label: str, i: int
-) -> None:
-    """Draw one method through its budgets, each the mean over seeds."""
-    by_budget: dict[int, list[dict[str, Any]]] = {}
-    for (name, budget, _), row in sorted(best.items()):
-        if name == method:
-            by_budget.setdefault(budget, []).append(row)
-    if not by_budget:
-        return
-    x, y, error = (
-        [fmean(row[key] for row in rows) for rows in by_budget.values()]
-        for key in ("bytes", "kept", "error")
+def _draw_line(panel: Axes, results: RivalResults, method: str, place: int) -> float:
+    """Draw one method through its sizes; return the largest share."""
+    budgets = [budget for budget in results.budgets if results.trained(method, budget)]
+    if not budgets:
+        return 0.0
+    shares = [results.share(method, budget) for budget in budgets]
+    sizes = [fmean(row["bytes"] for row in results.trained(method, b)) / 1000 for b in budgets]
+    kept = [each.value for each in shares]
+    errors = [each.error for each in shares]
+    colour = COLOURS[place]
+    panel.plot(
+        sizes,
+        kept,
+        color=colour,
+        marker=MARKERS[place],
+        markersize=5,
+        linewidth=1.8 if method == "LSR" else 1.2,
+        label=NAMES[method],
     )
-    colour = COLOURS[i]
-    width = 1.8 if method == LSR else 1.2
-    panel.plot(x, y, color=colour, marker=MARKERS[i], markersize=5, linewidth=width, label=label)
-    panel.errorbar(x, y, yerr=error, color=colour, linestyle="none", capsize=2)
+    panel.errorbar(sizes, kept, yerr=errors, color=colour, linestyle="none", capsize=2)
+    return max(kept)
 
 
 def main(source: Path, out: Path) -> None:
     """Draw the picture of a record."""
-    panels = draw(json.loads(source.read_text(encoding="utf-8")))
+    record = records.load(source)
+    panels = draw([RivalResults(record, task) for task in TASKS])
     plots.save_figure(panels[0], out)
 
 

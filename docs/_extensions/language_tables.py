@@ -7,6 +7,8 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+from benchmarks.language.rival_results import NAMES, RivalResults
+
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 LABELS = {
@@ -142,57 +144,71 @@ def _part(results: dict[str, Any], task: str, lora: str, kind: str) -> list[dict
     ]
 
 
-def rivals(results: dict[str, Any]) -> Table:
-    """Tabulate small adapters by task and budget, each at its best rate, as means over seeds.
-
-    Rows that were judged on other held-out examples count among the rates alone.
-    """
-    names = {
-        "SVD": "quantized truncated SVD",
-        "XS": "LoRA-XS",
-        "Fisher core": "Fisher cores",
-        "Rank one": "rank one in int4",
-    }
-    runs: dict[tuple[Any, ...], dict[int, list[dict[str, Any]]]] = {}
-    for row in results["rows"]:
-        runs.setdefault((row["task"], row["budget"], row["method"]), {}).setdefault(
-            row["seed"], []
-        ).append(row)
+def kept_by_size(results: dict[str, Any], *, task: str, base: str = "smollm2") -> Table:
+    """Tabulate the share that each method keeps of one task's LoRA, by size."""
+    of_task = RivalResults(results, task, base)
     lines = []
-    for (task, budget, method), seeds in runs.items():
-        judged = [[row for row in rows if "held_out" not in row] for rows in seeds.values()]
-        best = [max(rows, key=lambda row: float(row["kept"])) for rows in judged if rows]
-        rates = sorted({row["rate"] for rows in seeds.values() for row in rows})
-        mean = {
-            key: fmean(row[key] for row in best)
-            for key in ("bytes", "before", "kept", "error", "agreement")
-        }
-        cells = (
-            f"{mean['bytes']:,.0f}",
-            " ".join(f"{rate:g}" for rate in rates),
-            f"{best[0]['rate']:g}",
-            f"{len(best)}",
-        )
-        shares = (
-            f"{mean['before']:z.3f}",
-            f"{mean['kept']:.3f} ± {mean['error']:.3f}",
-            f"{100 * mean['agreement']:.0f} %",
-        )
-        lines.append(
-            (task, budget, -mean["kept"], (task, names.get(method, method), *cells, *shares))
-        )
-    head = (
-        "task",
-        "",
-        "bytes",
-        "rates run",
-        "best",
-        "seeds",
-        "before training",
-        "kept",
-        "same token",
-    )
-    return head, [cells for *_, cells in sorted(lines)]
+    for method in ("LSR", "SVD"):
+        cells = []
+        for budget in of_task.budgets:
+            rows = of_task.untrained(method, budget)
+            cells.append(f"{rows[0]['kept']:.3f} ± {rows[0]['error']:.3f}" if rows else "–")
+        lines.append((f"{NAMES[method]}, as compressed", *cells))
+    for method in of_task.methods:
+        label = f"{NAMES[method]}, trained" if method in ("LSR", "SVD") else NAMES[method]
+        cells = []
+        for budget in of_task.budgets:
+            if of_task.trained(method, budget):
+                cells.append(str(of_task.share(method, budget)))
+            elif (method, budget) in of_task.missing:
+                cells.append("does not fit")
+            else:
+                cells.append("–")
+        lines.append((label, *cells))
+    return ("", *map(kilobytes, of_task.budgets)), lines
+
+
+def leads(results: dict[str, Any]) -> Table:
+    """Tabulate by how much more LSR keeps than each method, on the same held-out texts."""
+    tasks = [RivalResults(results, each["task"], each["base"]) for each in results["tasks"]]
+    budgets = sorted({budget for each in tasks for budget in each.budgets})
+    lines = []
+    for of_task in tasks:
+        for method in of_task.methods:
+            if method == "LSR":
+                continue
+            cells = []
+            for budget in budgets:
+                both = of_task.trained(method, budget) and of_task.trained("LSR", budget)
+                cells.append(str(of_task.lead(method, budget)) if both else "–")
+            lines.append((of_task.about["task"], NAMES[method], *cells))
+    return ("task", "LSR ahead of", *map(kilobytes, budgets)), lines
+
+
+def rates_run(results: dict[str, Any]) -> Table:
+    """Tabulate the share kept at each learning rate that was run, the best in bold."""
+    lines = []
+    for each in results["tasks"]:
+        of_task = RivalResults(results, each["task"], each["base"])
+        for method in of_task.methods:
+            for budget in of_task.budgets:
+                if not of_task.trained(method, budget):
+                    continue
+                rates = of_task.rates(method, budget)
+                best = max(rates, key=lambda rate: rates[rate])
+                cells = []
+                for rate, kept in rates.items():
+                    cell = f"{kept:.3f} at {rate:g}"
+                    cells.append(f"**{cell}**" if rate == best else cell)
+                seeds = str(len(of_task.trained(method, budget)))
+                line = (each["task"], NAMES[method], kilobytes(budget), ", ".join(cells), seeds)
+                lines.append(line)
+    return ("task", "", "size", "share kept, by rate", "seeds"), lines
+
+
+def kilobytes(budget: int) -> str:
+    """Name a size in bytes."""
+    return f"{budget / 1000:g} kB"
 
 
 def from_lora(results: dict[str, Any]) -> Table:
@@ -250,27 +266,6 @@ def dialled(results: dict[str, Any]) -> Table:
                 cells += [f"{100 * fmean(row['exact'] for row in some):.0f} %"]
             lines.append((name, *cells))
     return ("", "bytes", "kept as compressed", "right", "kept after training", "right"), lines
-
-
-def kept_by_bytes(results: dict[str, Any]) -> Table:
-    """Tabulate what is kept by method and budget, as compressed and as trained."""
-    names = {"SVD": "truncated SVD", "LoRAQuant": "LoRAQuant's split"}
-    order = ("LSR", "SVD", "Uni-LoRA", "LoRAQuant")
-    rows = sorted(results["rows"], key=lambda row: (order.index(row["method"]), row["steps"]))
-    smallest = {
-        (row["method"], row["budget"]): f"does not fit, {row['smallest']:,} B do"
-        for row in results.get("does_not_fit", [])
-    }
-    budgets = sorted({row["budget"] for row in rows})
-    lines: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        method = names.get(row["method"], row["method"])
-        training = "distilled" if row["steps"] else "as compressed"
-        unmeasured = [smallest.get((row["method"], budget), "–") for budget in budgets]
-        cells = lines.setdefault((method, training), unmeasured)
-        cells[budgets.index(row["budget"])] = f"{row['kept']:.3f} ± {row['error']:.3f}"
-    head = ("", "", *(f"{budget // 1000} kB" for budget in budgets))
-    return head, [(*first, *cells) for first, cells in lines.items()]
 
 
 def by_model(results: dict[str, Any]) -> Table:
@@ -344,11 +339,13 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
         "llm-large-distilled": partial(distilled, **LARGE),
     }.items()
 } | {
-    "small-adapters": ("rivals.json", rivals),
-    "small-adapters-gemma": ("rivals-gemma.json", rivals),
+    "small-adapters-e2e": ("rivals.json", partial(kept_by_size, task="E2E")),
+    "small-adapters-extraction": ("rivals.json", partial(kept_by_size, task="extraction")),
+    "small-adapters-sums": ("rivals.json", partial(kept_by_size, task="sums")),
+    "small-adapters-leads": ("rivals.json", leads),
+    "small-adapters-rates": ("rivals.json", rates_run),
     "from-lora": ("from_lora.json", from_lora),
     "dialled": ("speech.json", dialled),
-    "kept-by-bytes": ("kept_by_bytes.json", kept_by_bytes),
     "by-model": ("by_model.json", by_model),
     "exact-answers": ("exact_answers.json", exact_answers),
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests load this file by its path
 
+import command_tables
 import language_tables
 import operator_tables
 import solver_tables
@@ -455,66 +456,6 @@ def fleet(results: dict[str, Any]) -> Table:
     return ("", *rates), [("adapters a second", *(f"{rate:.1f}" for rate in rates.values()))]
 
 
-PARTS = {
-    "opening": ("start", "opening"),
-    "the LoRA's answers": ("the LoRA's",),
-    "calibration": ("calibrating",),
-    "search": ("solving", "trying", "exchanging", "refining", "searching", "form ", "version "),
-    "measuring forms": ("measuring",),
-    "training": ("training",),
-}
-"""Of the stages that `compress --base` tells, by how their names begin."""
-
-
-def one_command(results: dict[str, Any]) -> Table:
-    """Tabulate processor seconds by part, memory, bytes and the share kept, by command."""
-    head = (
-        "",
-        *(
-            f"{row['name'].partition(' keep ')[0]}, `{' '.join(row['options'])}`"
-            for row in results["rows"]
-        ),
-    )
-    columns = []
-    for row in results["rows"]:
-        seconds = dict.fromkeys([*PARTS, "the rest"], 0.0)
-        for stage, value in row["stages"].items():
-            stage = stage.split(" · ")[-1]
-            part = next(
-                (part for part, names in PARTS.items() if stage.startswith(names)), "the rest"
-            )
-            seconds[part] += value
-        columns.append(
-            [
-                str(row["seed"]),
-                *(f"{value:.0f} s" for value in seconds.values()),
-                f"{row['cpu_seconds']:.0f} s",
-                f"{row['peak_bytes'] / 1e9:.1f} GB",
-                f"{_opening_bytes(row):,} bytes",
-                f"{sum(row['directory_bytes'].values()):,} bytes",
-                f"{100 * row['kept']:.1f} ± {100 * row['standard_error']:.1f} %",
-            ]
-        )
-    labels = [
-        "seed",
-        *PARTS,
-        "the rest",
-        "all",
-        "memory at most",
-        "bytes that open it",
-        "directory",
-        "share kept",
-    ]
-    return head, [
-        (label, *cells) for label, cells in zip(labels, zip(*columns, strict=True), strict=True)
-    ]
-
-
-def _opening_bytes(row: dict[str, Any]) -> int:
-    names = ("adapter_model.safetensors", "adapter_config.json")
-    return sum(row["directory_bytes"][name] for name in names)
-
-
 def layer_ratios(results: dict[str, Any]) -> Table:
     """Tabulate CPU seconds of layers in those of PEFT's LoRA of rank 8."""
     arms = ("LSR", "LSR, r = 8", "LoKr")
@@ -568,8 +509,7 @@ def thread_commands(results: dict[str, Any]) -> Table:
 
 
 TABLES = {
-    "one-command": ("one_command.json", one_command),
-    "one-command-earlier": ("one_command-earlier.json", one_command),
+    **command_tables.TABLES,
     **language_tables.TABLES,
     **synthesis_tables.TABLES,
     **solver_tables.TABLES,

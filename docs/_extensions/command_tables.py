@@ -1,0 +1,110 @@
+"""Tables of what `lsrdecomp compress --base` makes and costs, from runs of the command."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Any
+
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+
+PARTS = {
+    "opening": ("start", "opening"),
+    "the LoRA's answers": ("the LoRA's",),
+    "calibration": ("calibrating",),
+    "search": ("solving", "trying", "exchanging", "refining", "searching", "form ", "version "),
+    "measuring": ("measuring",),
+    "training": ("training",),
+}
+"""Parts of a run, by how the names of their stages begin."""
+REST = "the rest"
+ADAPTERS = {
+    "demo": "demo, MiniLM",
+    "smollm2": "E2E, SmolLM2",
+    "smollm2 sums": "sums, SmolLM2",
+    "smollm2 extraction": "extraction, SmolLM2",
+    "smollm2 r = 16": "E2E, SmolLM2, r = 16, all layers",
+    "gemma-3-270m": "E2E, Gemma-3-270M",
+    "gemma-3-270m sums": "sums, Gemma-3-270M",
+}
+"""LoRAs as tables name them, by the beginning of a row's name."""
+
+
+def results(record: dict[str, Any]) -> Table:
+    """Tabulate what each run was asked, wrote and kept, and its processor minutes."""
+    lines = []
+    for row in _ordered(record):
+        further = "–"
+        if row["found"]:
+            further = _share(row["found"])
+        lines.append(
+            (
+                _adapter(row),
+                f"`{' '.join(row['options'])}`",
+                str(row["seed"]),
+                f"{row['bytes']:,}",
+                _share(row),
+                further,
+                f"{row['cpu_seconds'] / 60:.1f}",
+                f"{row['peak_bytes'] / 1e9:.1f} GB",
+            )
+        )
+    head = (
+        "LoRA",
+        "asked",
+        "draw",
+        "bytes in all",
+        "kept, held out",
+        "kept, further texts",
+        "CPU minutes",
+        "memory",
+    )
+    return head, lines
+
+
+def parts(record: dict[str, Any]) -> Table:
+    """Tabulate the processor seconds of each part, the mean over draws."""
+    runs: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for row in _ordered(record):
+        key = (_adapter(row), f"`{' '.join(row['options'])}`")
+        runs.setdefault(key, []).append(_seconds(row))
+    names = [*PARTS, REST]
+    lines = []
+    for key, seconds in runs.items():
+        means = [fmean(each[name] for each in seconds) for name in names]
+        cells = [f"{mean:.0f}" for mean in [*means, sum(means)]]
+        lines.append((*key, *cells))
+    return ("LoRA", "asked", *names, "all"), lines
+
+
+def _seconds(row: dict[str, Any]) -> dict[str, float]:
+    """Return the processor seconds of a run by part."""
+    seconds = dict.fromkeys([*PARTS, REST], 0.0)
+    for stage, value in row["stages"].items():
+        name = stage.split(" · ")[-1]
+        found = [part for part, beginnings in PARTS.items() if name.startswith(beginnings)]
+        seconds[found[0] if found else REST] += value
+    return seconds
+
+
+def _ordered(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows by LoRA, request and draw."""
+    order = list(ADAPTERS.values())
+    return sorted(
+        record["rows"],
+        key=lambda row: (order.index(_adapter(row)), row["options"], row["seed"]),
+    )
+
+
+def _adapter(row: dict[str, Any]) -> str:
+    return ADAPTERS[row["name"].partition(" keep ")[0]]
+
+
+def _share(measured: dict[str, Any]) -> str:
+    return f"{100 * measured['kept']:.1f} ± {100 * measured['standard_error']:.1f} %"
+
+
+TABLES = {
+    "one-command": ("one_command.json", results),
+    "one-command-parts": ("one_command.json", parts),
+}
+"""Name on a page: file of results, and what makes a table of it."""
