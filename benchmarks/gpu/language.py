@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.arena import CONVERTED, PUBLISHED, SOURCE
+from benchmarks.gpu.forms import FORM, form_directory, make_forms
 from benchmarks.gpu.needs import Needs
-from benchmarks.language.forms import FORM, form_directory, make_forms
 from benchmarks.language.judge import Judge, opened, said
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
@@ -136,7 +136,7 @@ def forms(options: argparse.Namespace) -> dict[str, Any]:
         complaint
         for structure in options.structures
         for complaint in make_forms(
-            adapter, work / "statistics", work / "forms", structure, "ratio", list(options.ratios)
+            adapter, work / "statistics", work / "forms", structure, options.ratios
         )
     ]
     return {"impossible": impossible}
@@ -147,7 +147,7 @@ def answers(options: argparse.Namespace, group: Group) -> dict[str, Any]:
     work, judge = options.work / "large", None
     rows = []
     for form in group:
-        target = work if form is None else form_directory(work / "forms", form[0], "ratio", form[1])
+        target = work if form is None else form_directory(work / "forms", *form)
         if form is not None and not (target / FORM).exists():
             continue  # it could not be made
         if not (target / JUDGED).exists():

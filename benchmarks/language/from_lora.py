@@ -29,26 +29,15 @@ from lsrdecomp.training.record import ADAPTER, RECORD, FinetuneRecord, read_reco
 from lsrdecomp.training.settings import FinetuneSettings
 
 ARMS: dict[str, dict[str, Any]] = {
-    "LSR from the LoRA": {
-        "init": "LORA",
-        "ratio": 48.0,
-        "learning_rate": 5e-3,
-        "measure_start": True,
-    },
+    "LSR from the LoRA": {"init": "LORA", "ratio": 48.0, "measure_start": True},
     "LSR from scratch": {
         "method": "lsr",
-        "learning_rate": 1e-2,
         "options": {"inner_shape": [2, 2], "separation_rank": 1},
     },
-    "LoRA from scratch, as small": {
-        "options": {"r": 1},
-        "layers": [25, 26, 27, 28, 29],
-        "learning_rate": 5e-3,
-    },
-    "LoRA from scratch, r = 2": {"options": {"r": 2}, "learning_rate": 2e-3},
+    "LoRA from scratch, as small": {"options": {"r": 1}, "layers": [25, 26, 27, 28, 29]},
+    "LoRA from scratch, r = 2": {"options": {"r": 2}},
 }
-"""What each arm changes. The rates are not tuned: LSR's factors move slower than a LoRA does, so
-they get more."""
+"""What each arm changes. Each learns at the rate that `lsrdecomp finetune` takes by default."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -62,6 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--only", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--precision", choices=("float32", "bfloat16-autocast"), default="float32")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=RESULTS / "from_lora.json")
     options = parser.parse_args(arguments)
@@ -71,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
         "dev_data": str(options.task / "held.jsonl"),
         "steps": options.steps,
         "batch": 8,
-        "precision": "float32",
+        "precision": options.precision,
         "log_every": 0,
         "samples": 0,
     }

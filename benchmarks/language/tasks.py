@@ -1,6 +1,6 @@
 """The tasks of the language-model suite as JSON lines, from the files that their authors published.
 
-    python -m benchmarks.language.tasks DIRECTORY OUT
+    python -m benchmarks.language.tasks DIRECTORY OUT [--held 300]
 
 DIRECTORY holds e2e/, glue/SST-2/, glue/CoLA/ or some of them. Writes OUT/TASK/train.jsonl and
 held.jsonl. A task whose files are not there is left out and named; arithmetic needs none.
@@ -130,11 +130,11 @@ TASKS: dict[str, Callable[[Path], tuple[list[Row], list[Row]]]] = {
 }
 
 
-def write_task(name: str, directory: Path, out: Path) -> None:
+def write_task(name: str, directory: Path, out: Path, held: int = HELD) -> None:
     """Write one task: the first rows of a shuffled order, long ones left out."""
     rng = np.random.default_rng(SEED)
     for split, rows, count in zip(
-        ("train", "held"), TASKS[name](directory), (TRAIN, HELD), strict=True
+        ("train", "held"), TASKS[name](directory), (TRAIN, held), strict=True
     ):
         short = [row for row in rows if len(row["prompt"]) + len(row["completion"]) <= LONGEST]
         chosen = [short[i] for i in rng.permutation(len(short))[:count]]
@@ -145,12 +145,12 @@ def write_task(name: str, directory: Path, out: Path) -> None:
         )
 
 
-def write_tasks(directory: Path, out: Path) -> dict[str, str]:
+def write_tasks(directory: Path, out: Path, held: int = HELD) -> dict[str, str]:
     """Write every task whose files are there; those left out, and why."""
     missing = {}
     for name in TASKS:
         try:
-            write_task(name, directory, out)
+            write_task(name, directory, out, held)
         except FileNotFoundError as error:
             missing[name] = f"{error.filename} is missing"
     return missing
@@ -160,8 +160,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--held", type=int, default=HELD, help="held-out texts, at most")
     options = parser.parse_args(arguments)
-    for name, why in write_tasks(options.directory, options.out).items():
+    for name, why in write_tasks(options.directory, options.out, options.held).items():
         print(f"{name} is left out: {why}")
 
 
