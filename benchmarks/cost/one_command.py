@@ -15,8 +15,7 @@ with the package is compressed with 600 sentences of ``--reviews``, a text a lin
 Each command runs in a process of its own with one thread. Rows are added to the file as they come,
 the cheapest first, each with the commit that ran; with ``--resume`` rows that are there stay.
 ``--norms`` asks how the norm is to be measured: a variant of one size in the norm with the LoRA at
-its full strength and at less, by 64 prompts and by fewer and more, each measured on the same
-held-out prompts.
+its full strength and at less, each measured on the same held-out prompts.
 """
 
 from __future__ import annotations
@@ -44,9 +43,14 @@ from benchmarks.record import RESULTS
 from lsrdecomp.checkpoints.progress import ProgressUpdate
 from lsrdecomp.training.record import commit
 
-PROMPTS, SENTENCES = 400, 600
-NORMS, SIZE = ((1.0, 64), (0.4, 32), (0.4, 48), (0.4, 64), (0.4, 128), (0.2, 64)), 5500
-"""Strength of the LoRA and examples; bytes of the variant."""
+PROMPTS = 400
+SENTENCES = 600
+"""Texts that a command is given, of a language model's task and of reviews."""
+STRENGTHS = (1.0, 0.4, 0.2)
+"""Strengths of the LoRA during calibration that `--norms` compares."""
+NORM_EXAMPLES = 64
+NORM_BYTES = 5500
+"""Texts that a norm is measured on, and bytes of the variant that is searched in it."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +205,7 @@ def train_lora(task: str, arguments: argparse.Namespace) -> None:
 
 
 def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each strength and number of examples."""
+    """Return a row for each strength."""
     import torch
 
     from lsrdecomp.calibration.dataset import read_examples
@@ -211,30 +215,33 @@ def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     from lsrdecomp.fidelity import evaluate
 
     torch.set_num_threads(1)
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "texts.jsonl"
         lora = arguments.loras / "e2e"
         draw_prompts("e2e", arguments.draws[0], arguments, data)
         evaluator = evaluate.Evaluator("smollm2", lora, read_examples(data))
         checkpoint = open_checkpoint(lora)
-        plan = CompressionPlan(bytes=SIZE, storage="auto")
-        for strength, count in NORMS:
-            since, name = time.process_time(), f"{strength}-{count}"
-            evaluator.norm = evaluate.NormCalibration(max_token_samples=count, lora_scale=strength)
-            statistics = evaluator.statistics(Journal(Path(folder) / f"journal-{name}"))
-            seconds = round(time.process_time() - since, 1)
-            out = (
-                search_adapter(checkpoint, [plan], statistics=statistics)
-                .compress(plan)
-                .save(Path(folder) / name)
+        plan = CompressionPlan(bytes=NORM_BYTES, storage="auto")
+        for strength in STRENGTHS:
+            name = f"strength-{strength}"
+            evaluator.norm = evaluate.NormCalibration(
+                max_token_samples=NORM_EXAMPLES, lora_scale=strength
             )
-            behaviour = evaluator.measure(out)
-            row: dict[str, Any] = {"strength": strength, "examples": count, "bytes": SIZE}
-            row |= {"calibration_seconds": seconds}
-            row |= {"kept": behaviour.kept, "standard_error": behaviour.standard_error}
-            rows.append(row | {"seed": arguments.draws[0], "commit": commit()})
-            print(rows[-1], flush=True)
+            statistics = evaluator.statistics(Journal(Path(folder) / f"journal-{name}"))
+            searched = search_adapter(checkpoint, [plan], statistics=statistics)
+            behaviour = evaluator.measure(searched.compress(plan).save(Path(folder) / name))
+            row = {
+                "strength": strength,
+                "examples": NORM_EXAMPLES,
+                "bytes": NORM_BYTES,
+                "kept": behaviour.kept,
+                "standard_error": behaviour.standard_error,
+                "seed": arguments.draws[0],
+                "commit": commit(),
+            }
+            rows.append(row)
+            print(row, flush=True)
     return rows
 
 

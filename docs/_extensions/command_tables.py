@@ -76,6 +76,12 @@ def parts(record: dict[str, Any]) -> Table:
     return ("LoRA", "asked", *names, "all"), lines
 
 
+def norms(record: dict[str, Any]) -> Table:
+    """Tabulate what a variant keeps by the strength of the LoRA during calibration."""
+    lines = [(f"{row['strength']:g}", _share(row)) for row in record["norms"]]
+    return ("strength", "kept"), lines
+
+
 def _seconds(row: dict[str, Any]) -> dict[str, float]:
     """Return the processor seconds of a run by part."""
     seconds = dict.fromkeys([*PARTS, REST], 0.0)
@@ -106,5 +112,6 @@ def _share(measured: dict[str, Any]) -> str:
 TABLES = {
     "one-command": ("one_command.json", results),
     "one-command-parts": ("one_command.json", parts),
+    "norms": ("one_command.json", norms),
 }
 """Name on a page: file of results, and what makes a table of it."""
