@@ -24,6 +24,7 @@ from benchmarks import record
 INPUTS = {
     "adapters": "a directory of published LoRA adapters, a directory or file each",
     "e2e": "devset.csv of the E2E challenge",
+    "encoder": "directory of all-MiniLM-L6-v2",
     "loras": "directory with a LoRA of SmolLM2 for each of them",
     "published": "a directory with glue/ and e2e/, each as its authors published it",
     "reviews": "SST-2's train.tsv",
@@ -184,6 +185,29 @@ JOBS = (
         "benchmarks.lab recover benchmarks/experiments/embedded.toml --quiet "
         "--out {work}/recovery --json benchmarks/results/recover-embedded.json",
         5,
+    ),
+    Job(
+        "compare SST-2",
+        ("compare-sst2",),
+        "benchmarks.lab compare benchmarks/experiments/sst2-minilm.toml --quiet "
+        "--data {published}/glue --model {encoder} --out {work}/sst2 "
+        "--json benchmarks/results/compare-sst2.json",
+        15,
+    ),
+    Job(
+        "recover SST-2",
+        ("recover-minilm",),
+        "benchmarks.lab recover benchmarks/experiments/recover-minilm.toml --quiet "
+        "--data {published}/glue --model {encoder} --out {work}/recover-minilm "
+        "--json benchmarks/results/recover-minilm.json",
+        15,
+    ),
+    Job(
+        "kept",
+        ("promise",),
+        "benchmarks.behaviour.kept --data {published}/glue --work {work}/kept",
+        15,
+        ("peft",),
     ),
     Job("calibration", ("calibration",), "benchmarks.cost.calibration", 7, ("peft",)),
     Job(
