@@ -202,13 +202,7 @@ JOBS = (
         "--json benchmarks/results/recover-minilm.json",
         15,
     ),
-    Job(
-        "kept",
-        ("promise",),
-        "benchmarks.behaviour.kept --data {published}/glue --work {work}/kept",
-        15,
-        ("peft",),
-    ),
+    Job("kept", ("promise",), "benchmarks.behaviour.kept --data {published}/glue", 4, ("peft",)),
     Job("calibration", ("calibration",), "benchmarks.cost.calibration", 7, ("peft",)),
     Job(
         "one command",
