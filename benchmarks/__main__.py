@@ -156,7 +156,16 @@ JOBS = (
     ),
     Job("experts", ("experts",), "benchmarks.compression.experts --data {e2e}", 10, ("peft",)),
     Job("integer factors", ("integer_factors",), "benchmarks.compression.integer_factors", 1),
-    Job("budgets", ("compression",), "benchmarks.compression.budgets {adapters}/*", 120),
+    Job(
+        "budgets",
+        ("compression",),
+        "benchmarks.compression.budgets {adapters}/anirudh-gpt2 "
+        "{adapters}/ms-roberta-base-mnli/roberta_base_lora_mnli.bin {adapters}/difad-grid/r16_a16 "
+        "{adapters}/merkulov-llama32-1b-r8 {adapters}/difad-grid/r8_a32 "
+        "{adapters}/tashu-distilbert-imdb --layers 5",
+        3,
+        ("peft", "lycoris", "bitsandbytes"),
+    ),
     Job(
         "Frobenius",
         ("compression_frobenius",),
@@ -192,7 +201,7 @@ JOBS = (
         "benchmarks.lab compare benchmarks/experiments/sst2-minilm.toml --quiet "
         "--data {published}/glue --model {encoder} --out {work}/sst2 "
         "--json benchmarks/results/compare-sst2.json",
-        15,
+        9,
     ),
     Job(
         "recover SST-2",
@@ -200,9 +209,9 @@ JOBS = (
         "benchmarks.lab recover benchmarks/experiments/recover-minilm.toml --quiet "
         "--data {published}/glue --model {encoder} --out {work}/recover-minilm "
         "--json benchmarks/results/recover-minilm.json",
-        15,
+        10,
     ),
-    Job("kept", ("promise",), "benchmarks.behaviour.kept --data {published}/glue", 4, ("peft",)),
+    Job("kept", ("promise",), "benchmarks.behaviour.kept --data {published}/glue", 2, ("peft",)),
     Job("calibration", ("calibration",), "benchmarks.cost.calibration", 7, ("peft",)),
     Job(
         "one command",
