@@ -131,8 +131,7 @@ class FinetuneSettings(Settings):
         "Largest learning rate of the schedule; if absent, one that suits the method; auto tries "
         "three around that, each for a twentieth of the steps, before the run.",
     ] = None
-    # Four, as in LoRA+, was behind for LSR from scratch:
-    # benchmarks/experiments/ablation-minilm.toml.
+    # One rate for all, by hand; LoRA+ takes a larger one for what starts at zero.
     zero_init_lr_factor: Annotated[
         float,
         POSITIVE,

@@ -9,7 +9,6 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
 
-from benchmarks.lab.recover import picture as recover_picture
 from benchmarks.language import (
     from_lora_picture,
     kept_by_bytes_picture,
@@ -19,16 +18,6 @@ from benchmarks.language import (
 from benchmarks.solvers import two_factors
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-
-
-def test_recovery_has_a_picture_for_each_task(tmp_path):
-    results = json.loads((RESULTS / "recover-minilm.json").read_text())
-    of_two = [line for line in results["lines"] if line["task"] in ("CoLA", "SST-2")][-40:]
-    (tmp_path / "some.json").write_text(json.dumps({**results, "lines": of_two}))
-    recover_picture.main(tmp_path / "some.json", tmp_path)
-    assert {each.name for each in tmp_path.glob("*.png")} == {
-        f"recover-{line['task'].lower().replace('-', '')}.png" for line in of_two
-    }
 
 
 def test_a_language_model_has_its_picture(tmp_path):
