@@ -201,7 +201,7 @@ JOBS = (
         "benchmarks.lab compare benchmarks/experiments/sst2-minilm.toml --quiet "
         "--data {published}/glue --model {encoder} --out {work}/sst2 "
         "--json benchmarks/results/compare-sst2.json",
-        9,
+        12,
     ),
     Job(
         "recover SST-2",

@@ -121,7 +121,8 @@ def shares_hold(results: dict[str, Any]) -> Table:
         high = sum(draw["kept"] > draw["fresh"] for draw in draws)
         cells = (f"{sum(draw['holds'] for draw in draws)} of {len(draws)}", str(high))
         rows.append((label, *cells, f"{median(errors):.3f}", f"{max(errors):.3f}"))
-    return ("chosen by", "hold", "too high", "off by, median", "at most"), rows
+    head = ("size chosen by", "shares that hold", "too high", "off by, median", "off by, at most")
+    return head, rows
 
 
 def comparison(results: dict[str, Any]) -> Table:

@@ -131,7 +131,8 @@ class FinetuneSettings(Settings):
         "Largest learning rate of the schedule; if absent, one that suits the method; auto tries "
         "three around that, each for a twentieth of the steps, before the run.",
     ] = None
-    # One rate for all, by hand; LoRA+ takes a larger one for what starts at zero.
+    # Four, as in LoRA+, was behind for LSR from scratch:
+    # benchmarks/experiments/sst2-minilm.toml.
     zero_init_lr_factor: Annotated[
         float,
         POSITIVE,
