@@ -24,6 +24,7 @@ from benchmarks import record
 INPUTS = {
     "adapters": "a directory of published LoRA adapters, a directory or file each",
     "e2e": "devset.csv of the E2E challenge",
+    "encoder": "directory of all-MiniLM-L6-v2",
     "loras": "directory with a LoRA of SmolLM2 for each of them",
     "published": "a directory with glue/ and e2e/, each as its authors published it",
     "reviews": "SST-2's train.tsv",
@@ -155,7 +156,16 @@ JOBS = (
     ),
     Job("experts", ("experts",), "benchmarks.compression.experts --data {e2e}", 10, ("peft",)),
     Job("integer factors", ("integer_factors",), "benchmarks.compression.integer_factors", 1),
-    Job("budgets", ("compression",), "benchmarks.compression.budgets {adapters}/*", 120),
+    Job(
+        "budgets",
+        ("compression",),
+        "benchmarks.compression.budgets {adapters}/anirudh-gpt2 "
+        "{adapters}/ms-roberta-base-mnli/roberta_base_lora_mnli.bin {adapters}/difad-grid/r16_a16 "
+        "{adapters}/merkulov-llama32-1b-r8 {adapters}/difad-grid/r8_a32 "
+        "{adapters}/tashu-distilbert-imdb --layers 5",
+        3,
+        ("peft", "lycoris", "bitsandbytes"),
+    ),
     Job(
         "Frobenius",
         ("compression_frobenius",),
@@ -177,6 +187,23 @@ JOBS = (
         "--out {work}/recovery --json benchmarks/results/recover-embedded.json",
         5,
     ),
+    Job(
+        "compare SST-2",
+        ("compare-sst2",),
+        "benchmarks.lab compare benchmarks/experiments/sst2-minilm.toml --quiet "
+        "--data {published}/glue --model {encoder} --out {work}/sst2 "
+        "--json benchmarks/results/compare-sst2.json",
+        12,
+    ),
+    Job(
+        "recover SST-2",
+        ("recover-minilm",),
+        "benchmarks.lab recover benchmarks/experiments/recover-minilm.toml --quiet "
+        "--data {published}/glue --model {encoder} --out {work}/recover-minilm "
+        "--json benchmarks/results/recover-minilm.json",
+        10,
+    ),
+    Job("kept", ("promise",), "benchmarks.behaviour.kept --data {published}/glue", 2, ("peft",)),
     Job("calibration", ("calibration",), "benchmarks.cost.calibration", 7, ("peft",)),
     Job(
         "one command",

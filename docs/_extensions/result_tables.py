@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from itertools import chain
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -15,7 +14,6 @@ import command_tables
 import language_tables
 import operator_tables
 import solver_tables
-import synthesis_tables
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
@@ -92,28 +90,6 @@ def _by_budget(results: dict[str, Any], arms: tuple[str, ...], budgets: tuple[st
     return ("", *(budget.replace("LoRA", "as") for budget in budgets)), rows
 
 
-def by_adapter(results: dict[str, Any]) -> Table:
-    """Tabulate each adapter at a quarter of the parameters, and at bytes of four and eight bits."""
-    columns = (
-        ("ours, float16", "1/4"),
-        ("PEFT convert_to_lora", "1/4"),
-        ("LoKr", "1/4"),
-        ("ours, bits chosen", "LoRA int4"),
-        ("LoRA int4", "LoRA int4"),
-        ("ours, bits chosen", "LoRA int8"),
-        ("LoRA int8", "LoRA int8"),
-    )
-    rows = []
-    for name, adapter in results["adapters"].items():
-        errors = {(row["arm"], row["budget"]): row["error"] for row in adapter["rows"]}
-        ranks = adapter["ranks"]
-        rank = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
-        cells = (f"{errors[column]:.3f}" if column in errors else "–" for column in columns)
-        rows.append((name, str(adapter["layers"]), rank, *cells))
-    head = (f"{arm}, {budget.replace('LoRA', 'as')}" for arm, budget in columns)
-    return ("adapter", "layers", "rank", *head), rows
-
-
 def function(results: dict[str, Any]) -> Table:
     """Share of the demo adapter's held-out gain that is kept, by structure and size."""
     names = {
@@ -133,53 +109,21 @@ def function(results: dict[str, Any]) -> Table:
     return head, [(name, *cells[method]) for method, name in names.items()]
 
 
-def distilled(results: dict[str, Any]) -> Table:
-    """Tabulate forms before and after distillation, on dev: shares of divergence and of gain."""
-    table = []
-    forms: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in results["rows"]:
-        forms.setdefault(
-            (row["task"], row.get("batch") or 0, -row["ratio"], row["structure"]), []
-        ).append(row)
-    for task, batch, ratio, structure in sorted(forms, key=lambda form: (form[0] != "SST-2", form)):
-        same = forms[task, batch, ratio, structure]
-        shares = (
-            [row[when][share] for row in same]
-            for share in ("dev_kept", "label_share")
-            for when in ("before", "after")
-        )
-        label = "truncated SVD, Fisher norm" if structure == "SVD" else structure
-        size = f"{fmean(row['bytes'] for row in same) / 1000:.1f} kB"
-        task += f", {batch} examples a step" if batch else ""
-        table.append(
-            (task, label, f"1/{-ratio:g}", size, *map(_mean_and_range, shares), str(len(same)))
-        )
-    head = (
-        "task",
-        "structure",
-        "parameters",
-        "file",
-        "answers kept",
-        "then",
-        "gain kept",
-        "then",
-        "seeds",
-    )
-    return head, table
-
-
-def passes(results: dict[str, Any]) -> Table:
-    """Shares kept after one, two and three passes."""
-    table = []
-    for ratio in sorted({row["ratio"] for row in results["passes"]}, reverse=True):
-        same = [row["kept"] for row in results["passes"] if row["ratio"] == ratio]
-        table.append((f"1/{ratio:g}", *map(_mean_and_range, map(list, zip(*same, strict=True)))))
-    return ("parameters", "one pass", "two", "three"), table
-
-
-def _mean_and_range(values: list[float]) -> str:
-    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
-    return f"{fmean(values):.2f}" + (f" ({low} to {high})" if low != high else "")
+def shares_hold(results: dict[str, Any]) -> Table:
+    """Count draws whose share holds on fresh texts, by which texts chose the size."""
+    ways = {
+        "apart": "64 texts of their own, as in `compress` from 240 texts on",
+        "same": "the 128 texts that measure, as in `compress` with fewer",
+    }
+    rows = []
+    for way, label in ways.items():
+        draws = [draw[way] for draw in results["draws"]]
+        errors = [abs(draw["kept"] - draw["fresh"]) for draw in draws]
+        high = sum(draw["kept"] > draw["fresh"] for draw in draws)
+        cells = (f"{sum(draw['holds'] for draw in draws)} of {len(draws)}", str(high))
+        rows.append((label, *cells, f"{median(errors):.3f}", f"{max(errors):.3f}"))
+    head = ("size chosen by", "shares that hold", "too high", "off by, median", "off by, at most")
+    return head, rows
 
 
 def comparison(results: dict[str, Any]) -> Table:
@@ -206,31 +150,23 @@ def _seeds(lines: list[dict[str, Any]], task: str) -> str:
     return " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
 
 
-def losses(results: dict[str, Any]) -> Table:
-    """Methods by tasks of one suite: loss on dev, score in percent, the rate that was chosen."""
-    lines = results["lines"]
-    tasks = {line["task"]: line["metric"] for line in lines}
-    heads = (
-        (f"{task}, n = {_seeds(lines, task)}: loss", f"{metric}, %", "rate")
-        for task, metric in tasks.items()
-    )
+def scratch(results: dict[str, Any]) -> Table:
+    """Tabulate methods trained from scratch on one task, and each beside the one it is judged by.
+
+    The difference of scores is in points, with its 95 % interval over seeds.
+    """
     rows = []
-    for method in dict.fromkeys(line["method"] for line in lines):
-        own = {line["task"]: line for line in lines if line["method"] == method}
-        cells = (_loss(own[task]) if task in own else ("–", "–", "–") for task in tasks)
-        rows.append(
-            (
-                method,
-                f"{next(iter(own.values()))['adapter_parameters']:,}",
-                *chain.from_iterable(cells),
-            )
-        )
-    return ("method", "parameters", *chain.from_iterable(heads)), rows
-
-
-def _loss(line: dict[str, Any]) -> tuple[str, str, str]:
-    rate = f"{line['rate']:g}{' (edge)' if line['edge'] else ''}"
-    return _spread(line["loss"]["values"], 1, 3), _spread(line["score"]["values"], 100, 1), rate
+    for line in results["lines"]:
+        rate = f"{line['rate']:g}{' (edge)' if line['edge'] else ''}"
+        beside = "–"
+        if line["difference"]:
+            low, high = (f"{100 * end:+.1f}" for end in line["difference"]["interval"])
+            mean = f"{100 * line['difference']['mean']:+.1f} ({low} to {high})"
+            beside = f"{mean} to {line['difference']['against']}"
+        scores = _spread(line["score"]["values"], 100, 1)
+        cells = (scores, _spread(line["loss"]["values"], 1, 3), rate, beside)
+        rows.append((line["method"], f"{line['adapter_parameters']:,}", *cells))
+    return ("method", "parameters", "accuracy, %", "loss", "rate", "points, 95 % interval"), rows
 
 
 def integers(results: dict[str, Any]) -> Table:
@@ -253,11 +189,6 @@ def integers(results: dict[str, Any]) -> Table:
     return head, rows
 
 
-def _label(line: dict[str, Any]) -> str:
-    """The label of a record's line: the norm was called K-FAC in the oldest."""
-    return str(line["label"]).replace("K-FAC", "Fisher")
-
-
 def recovery(results: dict[str, Any]) -> Table:
     """Shares of the LoRA's gain: as compressed, after recovery, from scratch."""
     stages = ("compressed", "recovered", "scratch")
@@ -276,53 +207,8 @@ def recovery(results: dict[str, Any]) -> Table:
         shares = [line[stage]["share"] for stage in stages]
         cells = (_spread(share, 1, 2) if share else "–" for share in shares)
         sizes = (f"{line['parameters']:,.0f}", f"{line['bytes']:,.0f}")
-        rows.append((line["task"], _label(line), *sizes, *cells, str(max(map(len, shares)))))
+        rows.append((line["task"], line["label"], *sizes, *cells, str(max(map(len, shares)))))
     return head, rows
-
-
-def three_tasks(results: dict[str, Any]) -> Table:
-    """Tabulate shares of the LoRA's gain by task: compressed, after recovery, and from scratch."""
-    lines = {(line["structure"], line["budget"], line["task"]): line for line in results["lines"]}
-    matrices = {gain["task"]: gain["matrices"] for gain in results["gains"]}
-    rows = []
-    order = list(dict.fromkeys(structure for structure, _, _ in lines))
-    for structure, budget in sorted(
-        {key[:2] for key in lines}, key=lambda key: (order.index(key[0]), key[1])
-    ):
-        own = {
-            task: lines[structure, budget, task]
-            for task in matrices
-            if (structure, budget, task) in lines
-        }
-        line = next(iter(own.values()))
-        size = (
-            f"{each / matrices[line['task']]:,.0f}" for each in (line["parameters"], line["bytes"])
-        )
-        cells = (_arrow(own[task]) if task in own else "–" for task in matrices)
-        rows.append((_label(line), *size, *cells))
-    for (_, budget, _), line in lines.items():
-        if line["scratch"]["share"] and not any(
-            row[0] == SCRATCH and row[1] == str(budget) for row in rows
-        ):
-            own = {task: lines.get((line["structure"], budget, task)) for task in matrices}
-            shares = (each["scratch"]["share"] if each else [] for each in own.values())
-            rows.append(
-                (
-                    SCRATCH,
-                    str(budget),
-                    str(4 * budget),
-                    *(_spread(s, 1, 2) if s else "–" for s in shares),
-                )
-            )
-    return ("structure", "numbers a matrix", "bytes a matrix", *matrices), rows
-
-
-SCRATCH = "the LSR shapes from scratch"
-
-
-def _arrow(line: dict[str, Any]) -> str:
-    stages = (line[stage]["share"] for stage in ("compressed", "recovered"))
-    return " → ".join(_spread(share, 1, 2) for share in stages if share)
 
 
 def _spread(values: list[float], scale: float, digits: int) -> str:
@@ -469,6 +355,36 @@ def layer_ratios(results: dict[str, Any]) -> Table:
     return ("width", "tokens", "training", "a pass without a graph", "within one `generate`"), lines
 
 
+ARMS = {
+    "lsr": "LSR, r = 4, 4 terms",
+    "lsr, 1 term": "LSR, r = 4, one term",
+    "lsr, 16 terms": "LSR, r = 4, 16 terms",
+    "lsr, r = 64": "LSR, r = 64, 4 terms",
+    "lora": "LoRA, r = 8",
+    "lora, r = 1": "LoRA, r = 1",
+    "lsr from lora": "a LoRA compressed 48 times",
+}
+"""Adapters of the record of learning rates, as the page calls them."""
+
+
+def rates(results: dict[str, Any]) -> Table:
+    """Tabulate held-out losses of short runs by learning rate, the least of a row in bold."""
+    columns = (0.001, 0.003, 0.01, 0.03)
+    losses: dict[tuple[str, str], dict[Any, float]] = {}
+    for row in results["rows"]:
+        losses.setdefault((row["task"], row["arm"]), {})[row["asked"]] = row["loss"]
+    lines = []
+    for (task, arm), by_rate in losses.items():
+        tried = {rate: by_rate[rate] for rate in columns if rate in by_rate}
+        least = min(tried.values())
+        cells = []
+        for rate in columns:
+            text = f"{tried[rate]:.3f}" if rate in tried else ""
+            cells.append(f"**{text}**" if tried.get(rate) == least else text)
+        lines.append((task.replace("e2e", "E2E"), ARMS[arm], *cells))
+    return ("task", "adapter", *(f"{rate:g}" for rate in columns)), lines
+
+
 def default_rates(results: dict[str, Any]) -> Table:
     """Tabulate held-out losses at the default learning rate and around it, means over seeds."""
     multiples = {"0.11": "÷ 9", "0.33": "÷ 3", "1": "default", "3": "× 3", "9": "× 9"}
@@ -511,7 +427,6 @@ def thread_commands(results: dict[str, Any]) -> Table:
 TABLES = {
     **command_tables.TABLES,
     **language_tables.TABLES,
-    **synthesis_tables.TABLES,
     **solver_tables.TABLES,
     "memory": ("memory.json", memory),
     "layer-times": ("memory.json", layer_times),
@@ -521,25 +436,22 @@ TABLES = {
     "route-cost": ("route_cost.json", route_cost),
     "kfac-cost": ("route_cost.json", kfac_cost),
     "fleet": ("fleet.json", fleet),
-    "compare-glue": ("compare-glue-short.json", comparison),
-    "ablation": ("ablation.json", losses),
+    "compare-sst2": ("compare-sst2.json", scratch),
     "integers": ("integer_factors.json", integers),
-    "recover-minilm": ("recover-minilm.json", three_tasks),
-    "recover-paper": ("recover-paper.json", recovery),
+    "recover-minilm": ("recover-minilm.json", recovery),
     "compare-embedded": ("compare-embedded.json", comparison),
     "recover-embedded": ("recover-embedded.json", recovery),
     "gauge": ("compression_frobenius.json", gauge),
     "rounding": ("compression_frobenius.json", rounding),
     "compression-parameters": ("compression.json", at_parameters),
     "compression-bytes": ("compression.json", at_bytes),
-    "compression-adapters": ("compression.json", by_adapter),
     "function": ("demo_function.json", function),
-    "minilm-distilled": ("promise.json", distilled),
-    "minilm-passes": ("promise.json", passes),
+    "shares-hold": ("promise.json", shares_hold),
     "operators-naive": ("operators-peers.json", operator_tables.naive),
     "operators-diffusion": ("operators-peers.json", operator_tables.diffusion),
     "operators-million": ("operators-million.json", operator_tables.million),
     "layer-ratios": ("layers-cpu.json", layer_ratios),
+    "rates": ("rates.json", rates),
     "default-rates": ("default_rates.json", default_rates),
     "thread-commands": ("threads.json", thread_commands),
     "operators-galerkin": ("operators-galerkin.json", operator_tables.galerkin),

@@ -132,7 +132,7 @@ class FinetuneSettings(Settings):
         "three around that, each for a twentieth of the steps, before the run.",
     ] = None
     # Four, as in LoRA+, was behind for LSR from scratch:
-    # benchmarks/experiments/ablation-minilm.toml.
+    # benchmarks/experiments/sst2-minilm.toml.
     zero_init_lr_factor: Annotated[
         float,
         POSITIVE,

@@ -10,7 +10,6 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
 
-from benchmarks.lab.recover import picture as recover_picture
 from benchmarks.language import (
     from_lora_picture,
     kept_by_bytes_picture,
@@ -20,16 +19,6 @@ from benchmarks.language.rival_results import RivalResults
 from benchmarks.solvers import two_factors
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-
-
-def test_recovery_has_a_picture_for_each_task(tmp_path):
-    results = json.loads((RESULTS / "recover-minilm.json").read_text())
-    of_two = [line for line in results["lines"] if line["task"] in ("CoLA", "SST-2")][-40:]
-    (tmp_path / "some.json").write_text(json.dumps({**results, "lines": of_two}))
-    recover_picture.main(tmp_path / "some.json", tmp_path)
-    assert {each.name for each in tmp_path.glob("*.png")} == {
-        f"recover-{line['task'].lower().replace('-', '')}.png" for line in of_two
-    }
 
 
 def rival_results():

