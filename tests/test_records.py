@@ -97,13 +97,7 @@ def by_seed(name):
 
 
 def in_readme():
-    gemma = opened(one_command("gemma-3-270m keep .95 distil 60"))
-    yield (
-        f"one of Gemma-3-270M to [{gemma:.1f} "
-        "kB](docs/evidence/language-models.md#another-base-gemma-3-270m)"
-    )
-    suite = Suite()
-    demo, distilled = one_command("demo keep .8"), by_seed("smollm2 keep .95 distil 60")
+    demo = one_command("demo keep .8")
     yield (
         f"Tried {len(demo['tried'])} compressed versions. It keeps {percent(demo['kept'], 1)} ± "
         f"{percent(demo['standard_error'], 1)} % of the LoRA's effect on 128 held-out texts of "
@@ -114,27 +108,29 @@ def in_readme():
         f"→ {opened(demo):.1f} kB (both include the {demo['head_bytes'] / 1000:.1f} kB "
         "classifier head)"
     )
-    (options,) = {tuple(row["options"]) for row in distilled}
-    yield f"With `--keep {options[1]} --distil {options[3]}` it also trains"
+    e2e = small_adapters("E2E")
+    distilled = by_seed("smollm2 keep .95 distil 60")
     size = fmean(row["bytes"] for row in distilled) / 1000
-    yield f"from {suite.file_bytes() / 1e6:.1f} MB to [{size:.1f} kB in all]"
+    yield f"from {e2e.about['bytes_of_lora'] / 1e6:.1f} MB to [{size:.1f} kB in all]"
     yield f"(the mean of {WORDS[len(distilled)]} runs)"
     (near,) = by_seed("smollm2 keep .99 distil 100")
     options = near["options"]
     yield f"with `--keep {options[1]} --distil {options[3]}` to {near['bytes'] / 1000:.1f} kB"
-    lora_of_sums, _, _, untrained, trained, *_ = (
-        percent(row["exact"]) for row in record("exact_answers")["rows"]
-    )
+    theirs, ours = (short(e2e.share(name, 1000).value) for name in ("Uni-LoRA", "LSR"))
+    yield f"In 1 kB other adapters keep as much, [Uni-LoRA {theirs}, LSR {ours}]"
     yield (
-        f"on sums 1/96 of a LoRA solved {untrained} % of the problems; with `--distil 100` "
-        f"[{trained} %, the LoRA {lora_of_sums} %]"
+        "Bars, and ± below, are the standard error over held-out texts, here "
+        f"{e2e.about['examples']}."
     )
+    sums = answers("sums")
+    shares = [
+        percent(sums[name]["exact"])
+        for name in ("LSR in 1 kB, as compressed", "LSR in 1 kB, distilled", "the LoRA")
+    ]
     yield (
-        f"In 1 kB another adapter keeps as much, [Uni-LoRA {short(by_bytes('Uni-LoRA', 1000))}, "
-        f"LSR {short(by_bytes('LSR', 1000))}]"
+        f"on sums 1 kB of a LoRA solved {shares[0]} % of the problems as compressed, "
+        f"[{shares[1]} % distilled, the LoRA {shares[2]} %]"
     )
-    held_out = record("kept_by_bytes")["examples"]
-    yield f"Bars, and ± below, are the standard error over held-out texts, here {held_out}."
 
 
 def small_adapters(task):
@@ -263,31 +259,13 @@ def in_compressing():
 
 def of_more_time():
     """Smaller, for more time."""
-    rows = by_seed("smollm2 keep .95 distil 60")
-    yield f"made {numbers_of(rows, 'bytes')} bytes in all"
-    yield f"{shares_of(rows)} on the 64 held-out prompts"
-    yield f"{shares_of(column(rows, 'found'))} on 96 that the command never saw"
-    yield f"after {minutes_of(rows)} minutes of processor time"
-    (near,) = by_seed("smollm2 keep .99 distil 100")
-    found = near["found"]
+    rows = [
+        row for row in record("one_command")["rows"] if row["options"][:2] == ["--keep", "0.95"]
+    ]
+    shares = [row["kept"] for row in rows]
     yield (
-        f"`--keep 0.99 --distil 100` made {near['bytes']:,} bytes of it, which keep "
-        f"{percent(near['kept'], 2)} ± {percent(near['standard_error'], 2)} %, and "
-        f"{percent(found['kept'], 2)} ± {percent(found['standard_error'], 2)} % on further ones, "
-        f"after {near['cpu_seconds'] / 60:.1f} minutes; they were {near['pruned_from']:,} before"
-    )
-    for task in ("sums", "extraction"):
-        rows = by_seed(f"smollm2 {task} keep .95 distil 60")
-        yield (
-            f"Of a LoRA of {task} it made {numbers_of(rows, 'bytes')} bytes, which keep "
-            f"{shares_of(rows)}, and {shares_of(column(rows, 'found'))} on further ones, after "
-            f"{minutes_of(rows)} minutes"
-        )
-    (large,) = by_seed("smollm2 r = 16 keep .94 distil 60")
-    yield (
-        f"made one of {large['weight_bytes']:,} bytes, {1000 * opened(large):,.0f} with the "
-        f"config, that keeps {percent(large['kept'], 1)} ± {percent(large['standard_error'], 1)} "
-        f"%, after {large['cpu_seconds'] / 60:.1f} minutes"
+        f"Where 0.95 was asked, the held-out prompts have it at {short(min(shares), 3)} to "
+        f"{short(max(shares), 3)}"
     )
 
 
