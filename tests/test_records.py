@@ -142,7 +142,31 @@ def answers(task):
     return {row["name"]: row for row in record("answers")["rows"] if row["task"] == task}
 
 
+def kept(task, method, budget, *, is_trained=True):
+    """Return the mean share that a method keeps in so many bytes."""
+    of_task = small_adapters(task)
+    rows = of_task.untrained(method, budget)
+    if is_trained:
+        rows = of_task.trained(method, budget)
+    return short(fmean(row["kept"] for row in rows), 3)
+
+
+def of_bytes():
+    """By bytes."""
+    before, after = (
+        [kept("E2E", method, 3000, is_trained=trained) for method in ("LSR", "SVD")]
+        for trained in (False, True)
+    )
+    yield (
+        f"LSR keeps {before[0]} of its effect as compressed and {after[0]} after training; "
+        f"truncated SVD keeps {before[1]} and {after[1]}"
+    )
+    ours, theirs = (kept("E2E", method, 1000) for method in ("LSR", "Uni-LoRA"))
+    yield f"In 1 kB LSR and Uni-LoRA are level, {ours} and {theirs}"
+
+
 def in_language_models():
+    yield from of_bytes()
     yield from of_speech()
     yield from of_calibration()
 
@@ -194,6 +218,10 @@ def of_speech():
 
 
 def in_small_adapters():
+    three = [kept("E2E", method, 3000) for method in ("LSR", "Fisher core")]
+    yield f"In 3 kB of E2E it keeps {three[0]}, the next, Fisher cores, {three[1]}"
+    one = [kept("E2E", method, 1000) for method in ("LSR", "Uni-LoRA", "Fisher core")]
+    yield f"In 1 kB LSR keeps {one[0]}, Uni-LoRA {one[1]} and Fisher cores {one[2]}"
     yield from of_published_rows()
 
 
