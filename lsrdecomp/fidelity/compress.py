@@ -347,7 +347,13 @@ def _compress_measured(
         unlike = profile.differences(texts, data_name(request.data))
         notes = [f"{each}: calibrate on texts like those you measure on" for each in unlike]
     evaluator = Evaluator(
-        request.base, checkpoint.path, texts, settings, chooses=selects, on_step=steps
+        request.base,
+        checkpoint.path,
+        texts,
+        settings,
+        chooses=selects,
+        trains=bool(settings.distil),
+        on_step=steps,
     )
     if plan is not None and plan.kl is not None:
         # A divergence is a share as well, now that the LoRA's effect on these texts is known.
