@@ -35,6 +35,7 @@ from lsrdecomp.checkpoints.progress import OnStep, PlannedSteps
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import Compression, described, search_adapter
+from lsrdecomp.compression.effort import LIMITS_BESIDE_A_BASE
 from lsrdecomp.compression.measured_settings import MeasuredKeywords, MeasuredSettings
 from lsrdecomp.compression.request import Request
 from lsrdecomp.compression.settings import (
@@ -324,9 +325,8 @@ def _compress_measured(
     training: TrainedSizeSearch | None,
 ) -> MeasuredCompression:
     """Compress against a base: to a plan, or to the smallest variant that keeps a share."""
-    search_shapes = partial(
-        search_adapter, checkpoint, search=request.search, resources=request.resources(steps)
-    )
+    resources = replace(request.resources(steps), limits=LIMITS_BESIDE_A_BASE)
+    search_shapes = partial(search_adapter, checkpoint, search=request.search, resources=resources)
     steps.begin("opening the base")  # announced before torch is loaded, which takes seconds
     check_reachable(request.base)
     with needs("a base", "peft"):
