@@ -114,11 +114,14 @@ class Covariance:
 
     def _leading_eigenpairs(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the largest eigenvalues, descending, and eigenvectors of the full sum."""
-        total = self.total.double().cpu().numpy()
+        # In single precision, as the sum is, which takes half the time: eigenvectors are written in
+        # half precision.
+        total = self.total.cpu().numpy()
         symmetric = (total + total.T) / 2
         largest = (self.size - self.rank, self.size - 1)
         values, vectors = scipy.linalg.eigh(symmetric, subset_by_index=largest)
-        return np.maximum(values[::-1], 0.0), vectors[:, ::-1].copy()
+        values = values[::-1].astype(np.float64)
+        return np.maximum(values, 0.0), vectors[:, ::-1].astype(np.float64)
 
     def _nystrom_eigenpairs(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the largest eigenvalues, descending, and eigenvectors of A from its sketch A Ω."""

@@ -71,6 +71,7 @@ def distil_factors(
     *,
     steps: int,
     rate: float | None = None,
+    share_before: float | None = None,
     seed: int = 0,
     schedule: DistillationSchedule | None = None,
     target_share: float = math.inf,
@@ -92,6 +93,8 @@ def distil_factors(
     rate : float, optional
         Peak learning rate, in relative change of a factor's numbers per step. Absent, it is the
         best one in short trials, which go on beyond the schedule's rates until it is bracketed.
+    share_before : float, optional
+        Share kept on the validation texts before the first step; absent, it is measured.
     seed : int
         Seed of the order of the batches.
     schedule : DistillationSchedule, optional
@@ -136,7 +139,7 @@ def distil_factors(
         if journal is not None:
             state = TrainingState.load(journal, state_key, schedule, trainer.device)
         if state is None:
-            state = trainer.initial_state()
+            state = trainer.initial_state(share_before)
             if rate is None:
                 state = trainer.select_learning_rate(state)
             else:

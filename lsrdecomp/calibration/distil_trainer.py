@@ -113,15 +113,21 @@ class Trainer:
         """Device of the factors."""
         return self.initial[0].device
 
-    def initial_state(self) -> TrainingState:
-        """Return the state before the first step, with one evaluation."""
+    def initial_state(self, share: float | None = None) -> TrainingState:
+        """Return the state before the first step, with the share that is kept there.
+
+        Absent, the share is measured.
+        """
         size = sum(value.numel() for value in self.initial)
         no_changes = torch.zeros(size, device=self.device)
         # The teacher ran on the first batch, and where features count, also without its adapter.
         passes = 1.0 if self.feature_weight == 0.0 else 2.0
         optimizer = make_optimizer(no_changes, self.schedule)
         state = TrainingState(optimizer, no_changes.clone(), passes=passes)
-        self.evaluate(state)
+        if share is None:
+            self.evaluate(state)
+        else:
+            state.evaluations.append((0, share))
         return state
 
     def set_parameters(self, changes: Tensor) -> None:

@@ -65,7 +65,8 @@ def mixed_precision(model: nn.Module, *, min_parameters: int | None = 2**24) -> 
     Parameters
     ----------
     model : nn.Module
-        Its frozen matrices have a copy in bfloat16 meanwhile, also in other models that share them.
+        Its frozen matrices have a copy in bfloat16 meanwhile, also in other models that share them;
+        an output layer that shares the embedding's has a copy of its own.
     min_parameters : int, optional
         Smallest number of parameters at which casts cost less than they save, by hand; None: run in
         the precision of the model.
@@ -79,8 +80,14 @@ def mixed_precision(model: nn.Module, *, min_parameters: int | None = 2**24) -> 
         return
     # Without copies autocast would cast a frozen matrix anew in every pass.
     originals: list[tuple[torch.Tensor, torch.Tensor]] = []
+    tied = _frozen_linear_layers(model, tied=True)
+    tied_weights = [layer.weight for layer in tied]
     try:
-        for weight in _frozen_matrices(model):
+        # An embedding's weight stays: in bfloat16 it would bring the residual stream to it as well.
+        for layer in tied:
+            layer.weight = nn.Parameter(layer.weight.data.bfloat16(), requires_grad=False)
+        weights = {id(layer.weight): layer.weight for layer in _frozen_linear_layers(model)}
+        for weight in weights.values():
             originals.append((weight, weight.data))
             weight.data = weight.data.bfloat16()
         with torch.autocast("cpu", torch.bfloat16), Float32Attention():
@@ -88,6 +95,8 @@ def mixed_precision(model: nn.Module, *, min_parameters: int | None = 2**24) -> 
     finally:
         for weight, original in originals:
             weight.data = original
+        for layer, tied_weight in zip(tied, tied_weights, strict=True):
+            layer.weight = tied_weight
 
 
 def _is_worthwhile(model: nn.Module, min_parameters: int | None) -> bool:
@@ -99,20 +108,17 @@ def _is_worthwhile(model: nn.Module, min_parameters: int | None) -> bool:
     return on_processor and sum(value.numel() for value in parameters) >= min_parameters
 
 
-def _frozen_matrices(model: nn.Module) -> list[torch.Tensor]:
-    """Return the frozen float32 weights of linear layers that no embedding shares.
-
-    A copy of an embedding's weight would bring the residual stream to bfloat16 as well.
-    """
+def _frozen_linear_layers(model: nn.Module, *, tied: bool = False) -> list[nn.Linear]:
+    """Return the linear layers with a frozen float32 weight that an embedding shares, or none."""
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
-    weights: dict[int, torch.Tensor] = {}
+    layers = []
     for module in model.modules():
         if not isinstance(module, nn.Linear):
             continue
         weight = module.weight
         is_frozen = not weight.requires_grad and weight.dtype == torch.float32
-        if is_frozen and id(weight) not in embeddings:
-            weights[id(weight)] = weight
-    return list(weights.values())
+        if is_frozen and (id(weight) in embeddings) == tied:
+            layers.append(module)
+    return layers

@@ -266,6 +266,10 @@ class ResourceLimits:
 
 DEFAULT_LIMITS = ResourceLimits()
 
+LIMITS_BESIDE_A_BASE = ResourceLimits(norm_entries=2**24)
+"""A base takes more memory than the norms of all layers of a small one, 128 MiB, which the search
+for a size reads again and again."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileFilling:

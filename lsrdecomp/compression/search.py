@@ -216,8 +216,8 @@ def _tasks_for_given_shapes(
 def fit_budget(table: SearchTable, budget: Budget) -> FittedLayers:
     """Choose the candidates of all layers for one budget, refine them and make their factors.
 
-    If layers may have `ODD_WIDTHS`, that is done without and then with these, and the nearer of the
-    two is returned: among more choices other products are refined, which are sometimes farther.
+    If layers may have `ODD_WIDTHS`, shapes are solved for a choice without and for one with these:
+    each finds some that the other misses.
 
     The error is never above that of the best truncated SVDs for the same budget and norm, which are
     among the starts of every allocation.
@@ -235,14 +235,21 @@ def fit_budget(table: SearchTable, budget: Budget) -> FittedLayers:
         If the budget cannot be met; the message has what can be reached.
     """
     usual = budget.without_odd_widths(table.storages)
-    if budget.storages is not None or usual.storages == table.storages:
-        return _fit(table, budget)
-    fitted = [_fit(table, usual), _fit(table, budget)]
-    return min(fitted, key=lambda layers: layers.squared_error)
+    if budget.storages is None and usual.storages != table.storages:
+        _explore(table, usual)
+    allocation = _explore(table, budget)
+    if table.has_products:
+        allocation = _refined(table, budget)
+    return FittedLayers(
+        table.materialized(allocation),
+        allocation.low_rank_error,
+        allocation.is_nearest,
+        len(table.solved),
+    )
 
 
-def _fit(table: SearchTable, budget: Budget) -> FittedLayers:
-    """Take steps 3 to 7 for one budget."""
+def _explore(table: SearchTable, budget: Budget) -> Allocation:
+    """Take steps 3 to 6 for one budget."""
     search = table.search
     effort = search.effort
     # Search 3: the first allocation. A budget that the search did not prepare for may be worth
@@ -250,7 +257,7 @@ def _fit(table: SearchTable, budget: Budget) -> FittedLayers:
     _solve_layers(table, _worth_solving(table, budget))
     allocation = table.allocated(budget)
     if not table.has_products:
-        return _fitted(table, allocation)
+        return allocation
     # Search 4: the fine grid.
     for _ in range(effort.max_grid_passes if table.refines_grid else 0):
         sizes = [candidate.parameters for _, candidate in allocation.chosen]
@@ -266,21 +273,16 @@ def _fit(table: SearchTable, budget: Budget) -> FittedLayers:
             allocation = table.allocated(budget)
         if search.rounds:
             exchange_shapes(table, allocation.entries)
-    # Search 7: refining, of the products that are best at their expected errors, until they all are
-    # refined. The last allocation goes by measured errors only.
-    for _ in range(effort.max_refinements):
+    return allocation
+
+
+def _refined(table: SearchTable, budget: Budget) -> Allocation:
+    """Take step 7: refine the products that are best at their expected errors, until all are.
+
+    The allocation that is returned goes by measured errors only.
+    """
+    for _ in range(table.search.effort.max_refinements):
         allocation = table.allocated(budget, "expected")
         if not refine(table, allocation.entries, together=budget.layer_rtol is None):
             break
-    allocation = table.allocated(budget, "measured")
-    return _fitted(table, allocation)
-
-
-def _fitted(table: SearchTable, allocation: Allocation) -> FittedLayers:
-    """Make the factors of an allocation."""
-    return FittedLayers(
-        table.materialized(allocation),
-        allocation.low_rank_error,
-        allocation.is_nearest,
-        len(table.solved),
-    )
+    return table.allocated(budget, "measured")

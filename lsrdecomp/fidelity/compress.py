@@ -35,6 +35,7 @@ from lsrdecomp.checkpoints.progress import OnStep, PlannedSteps
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import Compression, described, search_adapter
+from lsrdecomp.compression.effort import LIMITS_BESIDE_A_BASE
 from lsrdecomp.compression.measured_settings import MeasuredKeywords, MeasuredSettings
 from lsrdecomp.compression.request import Request
 from lsrdecomp.compression.settings import (
@@ -324,9 +325,8 @@ def _compress_measured(
     training: TrainedSizeSearch | None,
 ) -> MeasuredCompression:
     """Compress against a base: to a plan, or to the smallest variant that keeps a share."""
-    search_shapes = partial(
-        search_adapter, checkpoint, search=request.search, resources=request.resources(steps)
-    )
+    resources = replace(request.resources(steps), limits=LIMITS_BESIDE_A_BASE)
+    search_shapes = partial(search_adapter, checkpoint, search=request.search, resources=resources)
     steps.begin("opening the base")  # announced before torch is loaded, which takes seconds
     check_reachable(request.base)
     with needs("a base", "peft"):
@@ -347,7 +347,13 @@ def _compress_measured(
         unlike = profile.differences(texts, data_name(request.data))
         notes = [f"{each}: calibrate on texts like those you measure on" for each in unlike]
     evaluator = Evaluator(
-        request.base, checkpoint.path, texts, settings, chooses=selects, on_step=steps
+        request.base,
+        checkpoint.path,
+        texts,
+        settings,
+        chooses=selects,
+        trains=bool(settings.distil),
+        on_step=steps,
     )
     if plan is not None and plan.kl is not None:
         # A divergence is a share as well, now that the LoRA's effect on these texts is known.

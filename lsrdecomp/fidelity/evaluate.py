@@ -70,7 +70,8 @@ class DistillationTexts:
     min_batches: int = 8
     """Minimum batches to train on."""
     validation_batches: int = 4
-    """Batches that say when to stop; neither training nor the final measurement sees them."""
+    """Batches that say when to stop, where no selection texts do; neither training nor the final
+    measurement sees them."""
 
 
 @keep_old_attributes
@@ -90,6 +91,9 @@ class Evaluator:
         Whether one of many variants will be selected by what they keep. If enough texts are held
         out, half as many others are then set aside to select by: what is reported of the selected
         variant is measured on texts that selected nothing.
+    trains : bool
+        Whether variants will be trained too. Then three selection texts are set aside for four that
+        are held out, and they also say when a training ends.
     on_step : callable, optional
         Called with a `ProgressUpdate` before and during each part of the work.
     text_split : TextSplit, optional
@@ -107,6 +111,8 @@ class Evaluator:
         The LoRA's outputs on the held-out texts.
     selection_reference : Reference
         The LoRA's outputs on the selection texts; without any, `reference`.
+    monitors_by_selection : bool
+        Whether the selection texts say when a training ends.
     batch_size : int
 
     Raises
@@ -130,6 +136,7 @@ class Evaluator:
         settings: EvaluatorSettings | None = None,
         *,
         chooses: bool = False,
+        trains: bool = False,
         on_step: OnStep | None = None,
         text_split: TextSplit | None = None,
         norm: NormCalibration | None = None,
@@ -143,13 +150,14 @@ class Evaluator:
         # 1. Split the texts.
         self.held_out, remaining = self._hold_out(texts)
         n_selection = 0
-        if chooses and len(self.held_out) >= self.text_split.min_to_select:
-            n_selection = len(self.held_out) // 2
+        if chooses:
+            n_selection = self.text_split.n_selection(len(self.held_out), trains=trains)
         self.selection_texts = remaining[:n_selection]
         self.calibration_texts = remaining[n_selection:]
         # 2. Open the base, once: adapters share its large weights.
         self.announce("opening the base")
         self.base, self.source = self._open(base, lora)
+        self.monitors_by_selection = trains and bool(self.selection_texts)
         self.batch_size = self.settings.batch or (8 if self.source.head in TOKEN_HEADS else 32)
         self._check_lengths(texts)
         # 3. Run the LoRA, once: every variant is compared with its outputs.
@@ -352,7 +360,10 @@ class Evaluator:
             Examples of a micro-batch; absent, a batch is one.
         """
         size = self.batch_size
-        # 1. Set texts aside to validate by.
+        # 1. Set texts aside to validate by, unless the selection texts serve for that.
+        if self.monitors_by_selection:
+            batches = self._training_batches(self.calibration_texts, steps, micro)
+            return DistillationData(self.source, batches, self.selection_reference)
         n_validation = self.distillation.validation_batches * size
         validation_texts = self.calibration_texts[:n_validation]
         texts = self.calibration_texts[n_validation:]
@@ -360,15 +371,21 @@ class Evaluator:
             validation_texts = self.calibration_texts[::4]
             texts = [text for index, text in enumerate(self.calibration_texts) if index % 4]
         validation = Reference(self.source, self.batches(validation_texts))
-        # 2. Train on the others, with texts of similar length in a batch.
+        batches = self._training_batches(texts, steps, micro)
+        return DistillationData(self.source, batches, validation)
+
+    def _training_batches(
+        self, texts: Sequence[Item], steps: int, micro: int | None
+    ) -> list[list[Batch]]:
+        """Return the batches of a training, with texts of similar length in each."""
+        size = self.batch_size
         share = self.distillation.teacher_share
         n_batches = max(self.distillation.min_batches, round(share * steps))
         by_length = sorted(texts[: n_batches * size], key=n_characters)
         starts = range(0, len(by_length), size)
-        batches = [
+        return [
             list(self.batches(by_length[start : start + size], micro or size)) for start in starts
         ]
-        return DistillationData(self.source, batches, validation)
 
     def fidelity(
         self, behaviour: Behaviour, written: Path, source: Checkpoint, data: str, **annotations: Any

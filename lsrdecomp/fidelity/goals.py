@@ -17,13 +17,13 @@ from lsrdecomp.compression.compress import HEADER_BYTES, SearchedAdapter
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fidelity.fidelity import share_kept
+from lsrdecomp.fidelity.prunings import PruningSearch
 from lsrdecomp.fidelity.size_search import (
     MIN_LOSS,
     MeasuredSizes,
     SizeSearch,
     TrainedSizeSearch,
     loss_of,
-    share_at_loss,
 )
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ class ShareGoal:
             search=self.search,
             training=self.training,
         )
+        self._pruning_searches: list[PruningSearch] = []
 
     @property
     def allowed_loss(self) -> float:
@@ -183,7 +184,7 @@ class ShareGoal:
         residual = self._residual_guess()
         for number in range(1, self.training.max_trained + 1):
             # 1. Of a loss of this size, training should leave about the allowed loss.
-            loss = self.search.safety * self.allowed_loss / residual
+            loss = self.training.aim * self.allowed_loss / residual
             if not self._is_worth_training(loss, trained):
                 break
             # 2. Train a variant with that loss.
@@ -192,16 +193,22 @@ class ShareGoal:
             trained.append(result)
             # 3. Learn what share of a loss training leaves here.
             residual = max(loss_of(result), MIN_LOSS) / max(loss_of(variant), MIN_LOSS)
-        passing = [variant for variant in trained if self._passes(variant)]
+        passing = [variant for variant in trained if self._passes_surely(variant)]
         if not passing:
-            return self.untrained()
+            return self._barely_passing(trained)
         smallest = min(passing, key=self._total_size)
         # 4. A training ends with more than was asked: spend that on a smaller size.
         smallest = self._pruned_and_trained(smallest)
         # 5. The training after pruning does too, if by less: spend it without further training.
-        max_loss = self._allowed_after_pruning(smallest)
-        landed = self._prunings(smallest, max_loss, self.training.first_pruned_share)
-        return self._smallest_passing(smallest, landed)
+        return self._pruned(smallest)
+
+    def _barely_passing(self, trained: Sequence[CompressedVariant]) -> CompressedVariant:
+        """Return the smallest of the variants that keep the share by chance, perhaps.
+
+        An untrained one that keeps it is many times larger; it is looked for where none does.
+        """
+        passing = [variant for variant in trained if self._passes(variant)]
+        return min(passing, key=self._total_size) if passing else self.untrained()
 
     def _residual_guess(self) -> float:
         """Return the share of its loss that a variant is assumed to have after training."""
@@ -226,8 +233,8 @@ class ShareGoal:
         )
         stop_at = self.target_share + self.training.early_stop_margin * self.allowed_loss
         result = self.variants.train(variant, stage_prefix, stop_at)
-        # Training stops by its validation texts. If it keeps too little on the selection texts, let
-        # it go on.
+        # Training stops before its result is rounded. If what is written keeps too little, it goes
+        # on.
         if not self._passes(result) and result.stopped_early(stop_at):
             result = self.variants.train(variant, stage_prefix)
         return result
@@ -238,85 +245,69 @@ class ShareGoal:
         Where that keeps too little, the smallest of the others that keep enough. The variant itself
         where pruning is expected to save little.
         """
+        training = self.training
         distilled = result.distillation
         if distilled is None or not distilled.improved:
             return result
         # 1. Of which size would a variant be that training brings down to the allowed loss?
         before = 1.0 - share_kept(distilled.before)
         residual = max(loss_of(result), MIN_LOSS) / max(before, MIN_LOSS)
-        loss = self.search.safety * self.allowed_loss / residual
-        total_size = self._total_size(result)
-        size = self.sizes.size_at_loss(loss) + self.head_bytes
-        training = self.training
-        saving = min(total_size / size, training.max_pruned_saving)
-        if saving < training.min_pruned_saving:
+        max_loss = self._max_loss(result)
+        size = self.sizes.size_at_loss(max_loss / residual) + self.head_bytes
+        if self._total_size(result) < training.min_pruned_saving * size:
             return result
-        # 2. Leave out terms down to it, and more if that costs little. Header and index stay, so
-        #    more of the numbers must go.
-        share = (1.0 - 1.0 / saving) * total_size / self._numbers_size(result)
-        loss = self.search.safety * self.allowed_loss / training.pruned_residual
-        prunings = self._prunings(result, loss, share)
-        within = [variant for variant in prunings if loss_of(variant) <= loss]
-        pruned = min(within, key=self._total_size) if within else min(prunings, key=loss_of)
+        # 2. Leave out terms until the loss is what the training after it mends.
+        search = self._pruning_search(result)
+        pruned_loss = max_loss / training.pruned_residual
+        search.close_in(pruned_loss)
+        if not search.pruned:
+            return result
+        within = [variant for variant in search.pruned if loss_of(variant) <= pruned_loss]
+        pruned = min(search.pruned, key=loss_of)
+        if within:
+            pruned = min(within, key=self._total_size)
         # 3. Train what is left a little further.
-        landed = self.variants.train(
+        retrained = self.variants.train(
             pruned,
             "training without its smallest terms: ",
             steps=max(1, math.ceil(training.pruned_steps * self.variants.steps)),
             rate=training.pruned_rate * distilled.training.rate,
         )
-        return self._smallest_passing(result, [*prunings, landed])
+        return self._smallest_passing([result, *search.pruned, retrained])
 
-    def _prunings(
-        self, variant: CompressedVariant, max_loss: float, share: float
-    ) -> list[CompressedVariant]:
-        """Prune a trained variant until it loses just less than ``max_loss``; return all tries.
+    def _pruned(self, variant: CompressedVariant) -> CompressedVariant:
+        """Return a trained variant without as many of its terms as it can do without."""
+        distilled = variant.distillation
+        is_trained = distilled is not None and distilled.improved
+        if not is_trained and variant.origin is None:
+            return variant
+        search = self._pruning_search(variant)
+        search.close_in(self._max_loss(variant))
+        return self._smallest_passing([variant, *search.pruned])
 
-        Each is one measurement. Between tries log loss is interpolated linearly in the share that
-        is removed; beyond them it is extrapolated.
+    def _pruning_search(self, variant: CompressedVariant) -> PruningSearch:
+        """Return the prunings of a variant, with those that were tried before."""
+        for search in self._pruning_searches:
+            if search.variant is variant:
+                return search
+        search = PruningSearch(variant, self.variants.prune, self.training)
+        self._pruning_searches.append(search)
+        return search
 
-        Parameters
-        ----------
-        variant : CompressedVariant
-        max_loss : float
-        share : float
-            Share of the bytes of its numbers that is removed first.
-        """
-        training = self.training
-        is_trained = variant.distillation is not None and variant.distillation.improved
-        min_loss = (1.0 - training.pruned_tolerance) * max_loss
-        max_share = 1.0 - 1.0 / training.max_pruned_saving
-        if loss_of(variant) >= min_loss:
-            return []  # nothing is left to spend
-        tries: dict[float, CompressedVariant] = {0.0: variant}
-        while (is_trained or variant.origin is not None) and len(tries) <= training.max_prunings:
-            if any(min_loss <= loss_of(tried) <= max_loss for tried in tries.values()):
-                break
-            if len(tries) > 1:
-                losses = {removed: loss_of(tried) for removed, tried in tries.items()}
-                share = share_at_loss(losses, max_loss * (1.0 - 0.5 * training.pruned_tolerance))
-            share = min(share, max_share)
-            if any(abs(share - removed) < training.min_pruned_step for removed in tries):
-                break
-            tries[share] = self.variants.prune(variant, share)
-        return list(tries.values())[1:]
+    def _smallest_passing(self, variants: Sequence[CompressedVariant]) -> CompressedVariant:
+        """Return the smallest of the first variant and of those others that keep the share."""
+        first, *others = variants
+        passing = [variant for variant in others if self._passes_surely(variant)]
+        return min([first, *passing], key=lambda each: (self._total_size(each), loss_of(each)))
 
-    def _smallest_passing(
-        self, variant: CompressedVariant, pruned: Sequence[CompressedVariant]
-    ) -> CompressedVariant:
-        """Return the smallest of a variant and of those pruned from it that keep the share."""
-        passing = [each for each in pruned if loss_of(each) <= self._allowed_after_pruning(each)]
-        return min([variant, *passing], key=lambda each: (self._total_size(each), loss_of(each)))
-
-    def _allowed_after_pruning(self, variant: CompressedVariant) -> float:
-        """Return the loss that a pruned variant may have, measured as well as this one."""
+    def _max_loss(self, variant: CompressedVariant) -> float:
+        """Return the loss that a trained variant may have, measured as well as this one."""
         std_error = variant.behaviour.standard_error or 0.0
-        return self.allowed_loss - self.training.pruned_std_errors * std_error
+        return self.allowed_loss - self.training.std_errors * std_error
 
-    def _numbers_size(self, variant: CompressedVariant) -> float:
-        """Return the bytes of a variant's numbers, or their number."""
-        totals = variant.compression.totals
-        return totals.bytes if self.counts_bytes else totals.parameters
+    def _passes_surely(self, variant: CompressedVariant) -> bool:
+        """Return whether a variant keeps the share by more than the error of its measurement."""
+        return loss_of(variant) <= self._max_loss(variant)
 
     def _passes(self, variant: CompressedVariant) -> bool:
         """Return whether a variant keeps the share on the selection texts."""

@@ -17,7 +17,7 @@ from lsrdecomp.errors import BudgetError
 from lsrdecomp.fidelity.fidelity import share_kept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from lsrdecomp.fidelity.variants import CompressedVariant
 
@@ -73,42 +73,47 @@ class TrainedSizeSearch:
     max_loss_excess: float = 1.05
     """Accept a variant that loses up to this many times more. It is close to 1: a variant that
     loses much more would be trained in vain."""
-    min_saving: float = 1.5
-    """Train another variant only if it is expected to be this many times smaller."""
+    aim: float = 0.9
+    """Share of the allowed loss that a training is aimed at. What it leaves is known to a quarter;
+    what it keeps too much is pruned."""
+    std_errors: float = 1.0
+    """Take a trained or pruned variant if its share is at least this many standard errors above the
+    target: of several that are measured on the same texts, the smallest that passes looks better
+    than it is. Without this, one draw of E2E (SmolLM2) kept 0.953 of the selection texts and 0.939
+    of the held-out ones."""
+    min_saving: float = 2.0
+    """Train another variant only if it is expected to be this many times smaller. Pruning makes
+    most of what is left to save, for a third of the steps."""
     early_stop_margin: float = 0.1
-    """Share of the allowed loss by which training must do better to end early, since it is
-    validated on other texts than variants are selected by."""
+    """Share of the allowed loss by which training must do better to end early, since rounding its
+    result costs something."""
     min_pruned_saving: float = 1.07
     """Prune the result of a training, and train it further, only if it is expected to become this
     many times smaller."""
-    max_pruned_saving: float = 1.6
+    max_pruned_saving: float = 2.0
     """Largest factor by which it is pruned."""
     pruned_steps: float = 0.3
     """Steps of the training after pruning, as a share of those of a training. On E2E (SmolLM2, one
     draw) 18 of 60 steps brought 2,281 bytes from 0.936 to 0.951; the 2,838 before kept 0.958."""
     pruned_rate: float = 0.5
     """Peak learning rate of that training, as a share of the one before."""
-    pruned_residual: float = 0.75
+    pruned_residual: float = 0.8
     """Share of its loss that a pruned variant has after that training, by which it is chosen how
-    much is pruned; 0.56 to 0.77 on three LoRAs of SmolLM2, one draw each."""
-    max_prunings: int = 3
+    much is pruned; 0.56 to 0.77 on three LoRAs of SmolLM2, one draw each. It is above these: what
+    fails is trained for nothing, and what keeps too much is pruned once more."""
+    max_prunings: int = 4
     """Maximum times that a variant is pruned to find how much of it can go; each is a forward pass
     over the selection texts."""
-    pruned_std_errors: float = 1.0
-    """Take a pruned variant if its share is at least this many standard errors above the target:
-    of several that are measured on the same texts, the smallest that passes looks better than it
-    is. Without this, one draw of E2E (SmolLM2) kept 0.953 of the selection texts and 0.939 of the
-    held-out ones."""
     pruned_tolerance: float = 0.1
     """Stop at a pruned variant that loses at most this share less than it may."""
-    first_pruned_share: float = 0.15
-    """Share of the bytes of its numbers that is pruned first from a variant that is not trained
-    further."""
+    pruned_curvature: float = 8.0
+    """The logarithm of the loss is assumed to rise by this, times the square of the share of the
+    bytes that is pruned, until that was measured; 4 to 13 on three LoRAs of SmolLM2 at 0.95."""
     min_pruned_step: float = 0.01
     """Stop where the next share to be pruned is as near as this to one that was."""
-    residual_guess: float = 0.18
-    """Share of its loss that a variant has after training, assumed until one is measured; 0.08 to
-    0.23 on SmolLM2."""
+    residual_guess: float = 0.25
+    """Share of its loss that a variant has after training, assumed until one is measured; 0.07 to
+    0.28 on SmolLM2. It is near the largest: what is trained too small is trained for nothing."""
     residual_guess_classifier: float = 0.5
     """The same for classifiers and regressions; 0.27 to 0.62 on MiniLM."""
 
@@ -323,36 +328,3 @@ class MeasuredSizes:
 def loss_of(variant: CompressedVariant) -> float:
     """Return the loss of a variant: the share of the LoRA's effect that it does not keep."""
     return 1.0 - share_kept(variant.behaviour)
-
-
-def share_at_loss(losses: Mapping[float, float], loss: float) -> float:
-    """Estimate the share of a variant that can be pruned until it has a loss.
-
-    Log loss is interpolated linearly between shares, and extrapolated by the last two, at most to
-    twice the largest.
-
-    Parameters
-    ----------
-    losses : mapping of share to loss
-        At least two.
-    loss : float
-
-    Examples
-    --------
-    >>> share_at_loss({0.0: 0.01, 0.2: 0.02}, 0.04), share_at_loss({0.0: 0.01, 0.2: 0.04}, 0.02)
-    (0.4, 0.1)
-    """
-    shares = sorted(losses)
-    # A variant of which more was pruned, and that lost less, did so by chance.
-    rising = np.maximum.accumulate([max(losses[share], MIN_LOSS) for share in shares])
-    log_losses = np.log(rising)
-    log_loss = math.log(max(loss, MIN_LOSS))
-    if log_loss <= log_losses[-1]:
-        above = max(1, int(np.searchsorted(log_losses, log_loss)))
-    else:
-        above = len(shares) - 1
-    slope = (log_losses[above] - log_losses[above - 1]) / (shares[above] - shares[above - 1])
-    if slope <= 0.0:
-        return 2.0 * shares[-1]
-    share = shares[above - 1] + float((log_loss - log_losses[above - 1]) / slope)
-    return round(min(max(share, 0.0), 2.0 * shares[-1]), 6)

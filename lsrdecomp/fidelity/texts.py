@@ -38,8 +38,19 @@ class TextSplit:
     min_held_out: int = 8
     """Minimum texts held out."""
     min_to_select: int = 60
-    """Held-out texts from which on half as many others are set aside to select variants by. Fewer
-    texts than 30 would select by luck."""
+    """Held-out texts from which on others are set aside to select variants by. Fewer texts than 30
+    would select by luck."""
+    selection_share: float = 0.5
+    """Texts that variants are selected by, as a share of the held-out ones."""
+    trained_selection_share: float = 0.75
+    """The same where variants are trained. The same texts then say when a training ends, so that
+    there are more of them, but no others for that."""
+
+    def n_selection(self, held_out: int, *, trains: bool) -> int:
+        """Return the number of texts to select variants by, beside so many that are held out."""
+        if held_out < self.min_to_select:
+            return 0
+        return round(held_out * (self.trained_selection_share if trains else self.selection_share))
 
 
 def read_data(data: str | Path | Texts) -> list[Item]:

@@ -356,11 +356,13 @@ def distil_variant(
     def announce_step(step: ProgressUpdate) -> None:
         evaluator.announce(stage, step.done, step.total, step.unit)
 
+    is_measured = data.validation is evaluator.selection_reference
     training = distil_factors(
         student,
         data,
         steps=steps,
         rate=rate,
+        share_before=share_kept(before) if is_measured else None,
         seed=evaluator.settings.seed,
         schedule=schedule,
         target_share=target_share,

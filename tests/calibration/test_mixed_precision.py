@@ -53,7 +53,8 @@ def test_products_are_in_bfloat16_and_attention_in_float32(model):
         mixed = model(TOKENS)
         assert model.dtypes == [torch.float32] * 2 + [torch.bfloat16, torch.float32]
         assert model.project.weight.dtype == torch.bfloat16
-        assert model.head.weight.dtype == torch.float32  # the embedding's
+        assert model.head.weight.dtype == torch.bfloat16
+        assert model.embed.weight.dtype == torch.float32  # the residual stream stays as it is
         assert model.adapter.weight.dtype == torch.float32  # trained
     assert not torch.is_autocast_enabled("cpu")
     for name, value in model.state_dict().items():

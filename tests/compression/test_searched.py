@@ -24,6 +24,7 @@ from lsrdecomp.compression.search import (
     search_layers,
 )
 from lsrdecomp.compression.search_steps import exchange_shapes
+from lsrdecomp.compression.search_table import Allocation, Losses, SearchTable
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, Search
 from lsrdecomp.compression.shapes import coarse_grid, fine_grid, neighbours, shape_grid
 from lsrdecomp.errors import BudgetError, LsrError
@@ -441,3 +442,25 @@ def test_workers_of_a_search_leave_those_of_joblib_alone(layers: list[Layer]) ->
     runner = solve.TaskRunner(layers, Resources(workers=2))
     assert len(list(runner.results(runner.tasks([0], requests)))) == 1
     assert joblib.Parallel(n_jobs=2)(joblib.delayed(math.sqrt)(x) for x in (1.0, 4.0)) == [1.0, 2.0]
+
+
+def test_in_many_widths_shapes_are_found_for_few_widths_too_and_refined_once(
+    layers: list[Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = CompressionPlan(bytes=400, storage="auto")
+    budget = replace(plan.budget(layers), bytes=200.0)
+    table = search_layers(layers, [budget], search=QUICK, storages=plan.storages)
+    asked = []
+    allocated = SearchTable.allocated
+
+    def spy(table: SearchTable, budget: Budget, losses: Losses = "solved") -> Allocation:
+        asked.append((budget.storages is None, losses))
+        return allocated(table, budget, losses)
+
+    monkeypatch.setattr(SearchTable, "allocated", spy)
+    fitted = fit_budget(table, budget)
+    few_widths = {losses for is_whole, losses in asked if not is_whole}
+    all_widths = {losses for is_whole, losses in asked if is_whole}
+    assert few_widths == {"solved"}
+    assert all_widths == {"solved", "expected", "measured"}
+    assert sum(chosen.candidate.bytes for chosen in fitted.chosen) <= 200

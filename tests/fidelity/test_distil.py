@@ -228,6 +228,22 @@ def test_rates_that_were_tried_are_recorded_and_are_among_the_steps(classifier, 
     assert given.variant.training.rate_trials == ()
 
 
+def test_a_share_that_is_known_is_not_measured_before_the_first_step(classifier):
+    settings = EvaluatorSettings(batch=8, max_length=16)
+    evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, settings)
+    records = []
+    for share in (None, 0.25):
+        data = evaluator.distillation_data(4)
+        student = evaluator.base.with_adapter(classifier / "lsr")
+        records.append(distil_factors(student, data, steps=4, rate=0.03, share_before=share))
+    measured, known = records
+    assert known.before == 0.25
+    assert known.checks[0] == (0, 0.25)
+    assert known.checks[1:] == measured.checks[1:]
+    # An evaluation costs as much as its texts fill batches of eight.
+    assert measured.passes - known.passes == pytest.approx(data.validation.examples / 8, abs=0.02)
+
+
 def test_where_no_rate_is_stable_the_record_says_so(classifier, tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "train_step", lambda *_: math.nan)
     evaluator = Evaluator(

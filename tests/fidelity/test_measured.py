@@ -137,6 +137,21 @@ def test_where_texts_are_many_a_variant_is_measured_on_others_than_those_that_se
     assert (few.selection_texts, few.selection_reference) == ([], few.reference)
 
 
+def test_where_variants_are_trained_the_selection_texts_say_when_a_training_ends(folder):
+    many = [(f"{text} w{i % 30} w{i // 30}", None) for i, (text, _) in enumerate(TEXTS * 6)]
+    choices = {"chooses": True, "trains": True}
+    evaluator = Evaluator(folder / "base", folder / "lora", many, EVALUATED, **choices)
+    parts = [evaluator.held_out, evaluator.selection_texts, evaluator.calibration_texts]
+    assert [len(part) for part in parts] == [72, 54, 162]
+    data = evaluator.distillation_data(1000)
+    assert data.validation is evaluator.selection_reference
+    # All others are trained on.
+    n_trained = sum(len(batch["input_ids"]) for step in data.batches for batch in step)
+    assert n_trained == 162
+    few = Evaluator(folder / "base", folder / "lora", TEXTS, EVALUATED, **choices)
+    assert few.distillation_data(1000).validation is not few.selection_reference
+
+
 def test_a_measured_divergence_is_a_goal(folder):
     lora = lsr.open_checkpoint(folder / "lora")
     effect = Evaluator(folder / "base", folder / "lora", TEXTS, EVALUATED).reference.effect
@@ -174,7 +189,9 @@ def test_few_sizes_are_trained_and_none_is_as_large_as_without(
         **SETTINGS,
     }
     done = pretend_to_distil(monkeypatch, 0.2)
-    result = lsr.compress(folder / "lora", **settings, distil=40)
+    # Of so few texts a standard error is larger than what may be lost.
+    training = TrainedSizeSearch(std_errors=0.0)
+    result = compress_searching(folder / "lora", training=training, **settings, distil=40)
     assert 1 <= len(done) <= 3
     assert len(set(done)) == len(done)
     assert result.fidelity.kept >= 0.9

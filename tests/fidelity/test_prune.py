@@ -143,7 +143,7 @@ def kept_of_nine_tenths(folder):
     return compress_searching(
         folder / "lora",
         # Of so few texts a standard error is larger than what is left to spend.
-        training=TrainedSizeSearch(max_trained=1, pruned_std_errors=0.0),
+        training=TrainedSizeSearch(max_trained=1, std_errors=0.0),
         base=folder / "base",
         data=TEXTS,
         keep=0.9,
