@@ -97,6 +97,11 @@ def by_seed(name):
 
 
 def in_readme():
+    gemma = opened(one_command("gemma-3-270m keep .95 distil 60"))
+    yield (
+        f"one of Gemma-3-270M to [{gemma:.1f} "
+        "kB](docs/evidence/language-models.md#another-base-gemma-3-270m)"
+    )
     demo = one_command("demo keep .8")
     yield (
         f"Tried {len(demo['tried'])} compressed versions. It keeps {percent(demo['kept'], 1)} ± "
@@ -165,8 +170,26 @@ def of_bytes():
     yield f"In 1 kB LSR and Uni-LoRA are level, {ours} and {theirs}"
 
 
+def of_gemma():
+    """Another base."""
+    smaller, trained, sums = (
+        one_command(f"gemma-3-270m {name}")
+        for name in ("keep .9", "keep .95 distil 60", "sums keep .9")
+    )
+
+    def said(row):
+        share = f"{percent(row['kept'], 1)} ± {percent(row['standard_error'], 1)} %"
+        return f"{opened(row):.1f} kB, which keep {share}"
+
+    n_texts = smaller["texts"]
+    yield f"`compress --keep 0.9` with {n_texts} prompts wrote {said(smaller)} of its effect"
+    yield f"`--keep 0.95 --distil 60` {said(trained)}"
+    yield f"wrote {said(sums)}"
+
+
 def in_language_models():
     yield from of_bytes()
+    yield from of_gemma()
     yield from of_speech()
     yield from of_calibration()
 
