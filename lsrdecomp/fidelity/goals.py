@@ -259,7 +259,7 @@ class ShareGoal:
         # 2. Leave out terms until the loss is what the training after it mends.
         search = self._pruning_search(result)
         pruned_loss = max_loss / training.pruned_residual
-        search.close_in(pruned_loss)
+        search.close_in(lambda _: pruned_loss)
         if not search.pruned:
             return result
         within = [variant for variant in search.pruned if loss_of(variant) <= pruned_loss]
@@ -282,7 +282,7 @@ class ShareGoal:
         if not is_trained and variant.origin is None:
             return variant
         search = self._pruning_search(variant)
-        search.close_in(self._max_loss(variant))
+        search.close_in(self._max_loss)
         return self._smallest_passing([variant, *search.pruned])
 
     def _pruning_search(self, variant: CompressedVariant) -> PruningSearch:

@@ -46,20 +46,33 @@ class PruningSearch:
         """The prunings so far."""
         return [variant for share, variant in self.tried.items() if share > 0.0]
 
-    def close_in(self, max_loss: float) -> None:
-        """Prune until a variant loses just less than ``max_loss``, in a few tries.
+    def close_in(self, max_loss_of: Callable[[CompressedVariant], float]) -> None:
+        """Prune until a variant loses just less than it may, in a few tries.
 
-        Nothing is pruned of a variant that loses as much.
+        Parameters
+        ----------
+        max_loss_of : callable
+            Returns the loss that a variant may have. It differs between variants, whose losses are
+            not equally well known.
         """
         training = self.training
-        min_loss = (1.0 - training.pruned_tolerance) * max_loss
         for _ in range(training.max_prunings):
-            if any(min_loss <= loss_of(tried) <= max_loss for tried in self.tried.values()):
+            if any(self._is_close(tried, max_loss_of(tried)) for tried in self.tried.values()):
                 break
+            # What the next one may lose is best known from the one that came nearest to it.
+            nearest = min(
+                self.tried.values(), key=lambda tried: abs(loss_of(tried) - max_loss_of(tried))
+            )
+            max_loss = max_loss_of(nearest)
             share = self.next_share(max_loss * (1.0 - 0.5 * training.pruned_tolerance))
             if any(abs(share - tried) < training.min_pruned_step for tried in self.tried):
                 break
             self.tried[share] = self.prune(self.variant, share)
+
+    def _is_close(self, variant: CompressedVariant, max_loss: float) -> bool:
+        """Return whether a variant loses at most ``max_loss``, and hardly less."""
+        min_loss = (1.0 - self.training.pruned_tolerance) * max_loss
+        return min_loss <= loss_of(variant) <= max_loss
 
     def next_share(self, loss: float) -> float:
         """Return the share to prune for a loss, as estimated from the tries so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -117,6 +118,24 @@ def test_prunings_of_a_variant_are_remembered_when_it_is_pruned_again():
     result, variants = result_of([0.12, 1.2], 20.0)
     assert 0.95 <= result.behaviour.kept < 0.955
     assert variants.prunings == 3
+
+
+@pytest.mark.parametrize("slope", [6.0, 8.0, 12.0])
+def test_a_pruning_is_closed_in_on_by_its_own_error_which_grows_with_the_loss(slope):
+    class WithErrors(Variants):
+        def train(self, *given, **named):
+            return with_error(super().train(*given, **named))
+
+        def prune(self, *given):
+            return with_error(super().prune(*given))
+
+    def with_error(variant):
+        std_error = 0.15 * (1.0 - variant.behaviour.kept)
+        return replace(variant, behaviour=replace(variant.behaviour, standard_error=std_error))
+
+    result = goal_of(WithErrors([0.12, 1.2], slope), TrainedSizeSearch(max_trained=1)).trained()
+    assert result.origin is not None
+    assert 0.95 <= result.behaviour.kept - result.behaviour.standard_error < 0.956
 
 
 def test_an_untrained_variant_is_not_pruned():

@@ -35,7 +35,7 @@ def search_with(loss_of_share, training=STANDARD):
 @pytest.mark.parametrize("curvature", [4.0, 8.0, 16.0])
 def test_tries_end_just_below_the_loss_that_is_allowed(curvature, power):
     search = search_with(lambda share: 0.03 * np.exp(curvature * share**power))
-    search.close_in(0.047)
+    search.close_in(lambda _: 0.047)
     assert len(search.pruned) <= STANDARD.max_prunings
     nearest = max(loss_of(each) for each in search.pruned if loss_of(each) <= 0.047)
     assert nearest >= (1.0 - STANDARD.pruned_tolerance) * 0.047
@@ -43,27 +43,27 @@ def test_tries_end_just_below_the_loss_that_is_allowed(curvature, power):
 
 def test_where_the_law_holds_the_first_try_is_the_last():
     search = search_with(lambda share: 0.03 * np.exp(STANDARD.pruned_curvature * share**2))
-    search.close_in(0.047)
+    search.close_in(lambda _: 0.047)
     assert [loss_of(each) for each in search.pruned] == [pytest.approx(0.95 * 0.047, rel=1e-3)]
 
 
 def test_a_later_search_begins_with_the_tries_of_an_earlier_one():
     search = search_with(lambda share: 0.02 * np.exp(5.0 * share**2))
-    search.close_in(0.06)
+    search.close_in(lambda _: 0.06)
     before = len(search.pruned)
-    search.close_in(0.047)
+    search.close_in(lambda _: 0.047)
     assert len(search.pruned) == before + 1
 
 
 def test_nothing_is_pruned_of_a_variant_that_has_nothing_to_spend():
     search = search_with(lambda share: 0.045 * np.exp(8.0 * share**2))
-    search.close_in(0.047)
+    search.close_in(lambda _: 0.047)
     assert search.pruned == []
 
 
 def test_no_more_is_pruned_than_may_be_and_not_twice_the_same():
     search = search_with(lambda _: 0.001)
-    search.close_in(0.047)
+    search.close_in(lambda _: 0.047)
     limit = 1.0 - 1.0 / STANDARD.max_pruned_saving
     assert max(search.tried) <= limit
     assert len(search.tried) == len(set(search.tried)) <= 1 + STANDARD.max_prunings
