@@ -168,6 +168,23 @@ def of_bytes():
     yield f"In 1 kB LSR and Uni-LoRA are level, {ours} and {theirs}"
 
 
+def of_wording():
+    """What it writes."""
+    rows = answers("E2E")
+    compressed = [rows[f"{name} in 3 kB, as compressed"] for name in ("LSR", "truncated SVD")]
+    trained = [rows[f"{name} in 3 kB, distilled"] for name in ("LSR", "truncated SVD")]
+    base = rows["no adapter"]
+    yield (
+        f"BLEU {compressed[0]['bleu']:.0f}, where the LoRA has {rows['the LoRA']['bleu']:.0f}, the "
+        f"base {base['bleu']:.0f} and truncated SVD of 3 kB {compressed[1]['bleu']:.0f}. After "
+        f"training truncated SVD has {trained[1]['bleu']:.0f}, too"
+    )
+    yield (
+        f"at {short(trained[0]['other_kl'])} nats a token after training, truncated SVD at "
+        f"{short(trained[1]['other_kl'])}, and leaving the adapter out at {short(base['other_kl'])}"
+    )
+
+
 def of_sums():
     """Arithmetic: compression alone is not enough."""
     rows = answers("sums")
@@ -200,6 +217,7 @@ def of_gemma():
 
 def in_language_models():
     yield from of_bytes()
+    yield from of_wording()
     yield from of_sums()
     yield from of_gemma()
     yield from of_speech()

@@ -150,18 +150,22 @@ def by_model(results: dict[str, Any]) -> Table:
 def answers(results: dict[str, Any], *, task: str) -> Table:
     """Tabulate what versions of one task's LoRA answer, and how far they are on another task."""
     rows = [row for row in results["rows"] if row["task"] == task]
+    has_whole_answers = any(row["exact"] for row in rows)
     has_texts = "bleu" in rows[0]
     has_other = "other_kl" in rows[0]
     lines = []
     for row in rows:
         cells = [row["name"], f"{row['bytes']:,}", f"{row['kept']:.3f}"]
-        cells.append(f"{100 * row['exact']:.0f} ± {100 * row['exact_error']:.0f} %")
+        if has_whole_answers:
+            cells.append(f"{100 * row['exact']:.0f} ± {100 * row['exact_error']:.0f} %")
         if has_texts:
             cells += [f"{row['bleu']:.1f}", f"{row['chrf']:.1f}"]
         if has_other:
             cells.append(f"{row['other_kl']:.3f}")
         lines.append(tuple(cells))
-    head = ["", "bytes in all", "share kept", "whole answers right"]
+    head = ["", "bytes in all", "share kept"]
+    if has_whole_answers:
+        head.append("whole answers right")
     if has_texts:
         head += ["BLEU", "chrF"]
     if has_other:
