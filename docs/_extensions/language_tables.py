@@ -17,6 +17,8 @@ def kept_by_size(results: dict[str, Any], *, task: str, base: str = "smollm2") -
     of_task = RivalResults(results, task, base)
     lines = []
     for method in ("LSR", "SVD"):
+        if method not in of_task.methods:
+            continue
         cells = []
         for budget in of_task.budgets:
             rows = of_task.untrained(method, budget)
