@@ -332,6 +332,7 @@ def test_names_are_the_architecture_s_where_the_base_is_a_gguf_file(base, tmp_pa
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
     writer.add_block_count(LAYERS)
+    writer.add_embedding_length(SIZES["q_proj"][1])
     for block in range(LAYERS):
         for word, stored in zip(SIZES, ("q", "k", "v", "output"), strict=True):
             weight = np.zeros(SIZES[word], np.float32)
