@@ -2,6 +2,8 @@
 
 python -m benchmarks.language.rivals_picture benchmarks/results/rivals.json
 docs/images/small-adapters.png
+
+Tasks of one size have a table on the page, and no panel.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ LOWEST = 0.5
 
 def draw(all_results: list[RivalResults]) -> list[Axes]:
     """Draw a panel for each task, on shared axes; bars are standard errors over the texts."""
-    figure = Figure(figsize=(11.4, 4.0), layout="constrained")
+    figure = Figure(figsize=(3.8 * len(all_results), 4.0), layout="constrained")
     panels = list(figure.subplots(1, len(all_results), sharex=True, sharey=True, squeeze=False)[0])
     highest = 0.0
+    largest = max(results.budgets[-1] for results in all_results) / 1000
     for panel, results in zip(panels, all_results, strict=True):
         panel.set(xscale="log", title=results.about["task"])
         panel.set_yscale("function", functions=(digits, share))
@@ -44,8 +47,9 @@ def draw(all_results: list[RivalResults]) -> list[Axes]:
     top = float(share(digits(highest) + 0.3))
     for panel in panels:
         panel.set_ylim(LOWEST, top)
-        panel.set_xlim(0.8, 40)
-        panel.set_xticks(SIZES, labels=[f"{size:g}" for size in SIZES])
+        panel.set_xlim(0.8, 1.3 * largest)
+        sizes = [size for size in SIZES if size <= 1.3 * largest]
+        panel.set_xticks(sizes, labels=[f"{size:g}" for size in sizes])
         ticks = [tick for tick in SHARES if LOWEST <= tick <= top]
         panel.set_yticks(ticks, labels=[f"{tick:g}" for tick in ticks])
         panel.minorticks_off()
@@ -79,7 +83,8 @@ def _draw_line(panel: Axes, results: RivalResults, method: str, place: int) -> f
 def main(source: Path, out: Path) -> None:
     """Draw the picture of a record."""
     record = records.load(source)
-    panels = draw([RivalResults(record, task) for task in TASKS])
+    all_results = [RivalResults(record, task) for task in TASKS]
+    panels = draw([results for results in all_results if len(results.budgets) > 1])
     plots.save_figure(panels[0], out)
 
 
