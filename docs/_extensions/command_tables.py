@@ -106,7 +106,9 @@ def _adapter(row: dict[str, Any]) -> str:
 
 
 def _share(measured: dict[str, Any]) -> str:
-    return f"{100 * measured['kept']:.1f} ± {100 * measured['standard_error']:.1f} %"
+    digits = 2 if measured["standard_error"] < 0.001 else 1
+    kept = 100 * measured["kept"]
+    return f"{kept:.{digits}f} ± {100 * measured['standard_error']:.{digits}f} %"
 
 
 TABLES = {
