@@ -249,12 +249,13 @@ def main() -> None:
     parser.add_argument("--task", default="E2E", help="name of the task in the record")
     parser.add_argument("--bytes", type=int, nargs="+", default=[1000, 3000, 10_000, 30_000])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS[:3]))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["LSR", "SVD", "Uni-LoRA"])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--work", type=Path, default=Path("rivals-work"))
     parser.add_argument("--out", type=Path, default=RESULTS / "rivals.json")
     arguments = parser.parse_args()
-    arguments.work.mkdir(parents=True, exist_ok=True)
+    if "Fisher core" in arguments.methods and not arguments.other:
+        parser.error("Fisher cores need texts of other tasks: --other TEXTS.jsonl")
     comparison = Comparison(
         open_subject(arguments), arguments.task, arguments.steps, arguments.seeds, arguments.out
     )

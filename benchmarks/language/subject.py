@@ -20,7 +20,7 @@ from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import PromptExample, read_examples
 from lsrdecomp.calibration.divergence import Reference, ratio_standard_error, without_delta
 from lsrdecomp.calibration.forward import forward_repeatable
-from lsrdecomp.checkpoints import Checkpoint, open_checkpoint
+from lsrdecomp.checkpoints import Checkpoint, content_key, open_checkpoint
 from lsrdecomp.checkpoints.statistics import METADATA, Statistics, read_statistics
 from lsrdecomp.fidelity.evaluate import NormCalibration
 
@@ -117,10 +117,13 @@ def open_subject(arguments: argparse.Namespace) -> Subject:
     others: list[PromptExample] = []
     for file in arguments.other:
         others += read_examples(file)[: arguments.samples]
+    # What was made from another LoRA or from other texts lies in another directory.
+    work = arguments.work / content_key(source.adapter_sha256, repr(texts), repr(others))
+    work.mkdir(parents=True, exist_ok=True)
     # 1. The norms of the layers: on texts of the task, with the LoRA at the strength that
     #    `compress` takes, and of the base alone.
-    task_statistics = arguments.work / "statistics"
-    base_statistics = arguments.work / "statistics-other"
+    task_statistics = work / "statistics"
+    base_statistics = work / "statistics-other"
     with rescale_adapter_scale(source.model, NormCalibration().lora_scale):
         _calibrate(source, texts[: arguments.samples], task_statistics)
     with without_delta(source.model):
@@ -134,7 +137,7 @@ def open_subject(arguments: argparse.Namespace) -> Subject:
     return Subject(
         arguments.base,
         arguments.lora,
-        arguments.work,
+        work,
         source,
         lessons,
         reference,

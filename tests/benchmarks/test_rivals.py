@@ -18,7 +18,7 @@ from benchmarks.language.rival_methods import (  # noqa: E402
     rounded,
     rounded_hook,
 )
-from benchmarks.language.rivals import next_rate  # noqa: E402
+from benchmarks.language.rivals import main, next_rate  # noqa: E402
 
 
 def parameter(values):
@@ -95,3 +95,11 @@ def test_rates_are_run_until_the_best_is_bracketed(best):
     assert len(shares) <= 4
     is_bracketed = min(shares) < best < max(shares)
     assert is_bracketed or len(shares) == 4
+
+
+def test_cores_without_texts_of_other_tasks_are_refused_before_any_work(monkeypatch, capsys):
+    words = ["rivals", "--lora", "none", "--data", "none", "--held", "none"]
+    monkeypatch.setattr("sys.argv", [*words, "--methods", "Fisher core"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--other" in capsys.readouterr().err.splitlines()[-1]
