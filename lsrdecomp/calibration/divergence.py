@@ -15,7 +15,6 @@ from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.errors import CalibrationError
 from lsrdecomp.calibration.forward import forward, forward_repeatable, predictions_at_a_time
 from lsrdecomp.calibration.heads import TOKEN_HEADS, Batch, Head
-from lsrdecomp.calibration.mixed_precision import mixed_precision
 from lsrdecomp.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -42,10 +41,6 @@ class Reference:
     batches : iterable of mappings
         Inputs of models, as `calibration.batches.text_batches` returns them. Padding does not
         count.
-    min_mixed_parameters : int, optional
-        Number of parameters from which on a model runs without ΔW in mixed precision, as for
-        `mixed_precision`; None: never. That moves the effect, which is large, by a few
-        ten-thousandths of itself.
 
     Attributes
     ----------
@@ -67,13 +62,7 @@ class Reference:
     row of the model's width for each token.
     """
 
-    def __init__(
-        self,
-        source: Base,
-        batches: Iterable[Batch],
-        *,
-        min_mixed_parameters: int | None = 2**24,
-    ) -> None:
+    def __init__(self, source: Base, batches: Iterable[Batch]) -> None:
         self.head = source.head
         self._batches: list[_ReferenceBatch] = []
         counts: list[Tensor] = []
@@ -85,10 +74,9 @@ class Reference:
             counts.append(output.counts)
             # 2. Without ΔW, for the adapter's effect. Only sums for each example are kept: the
             #    standard error of a comparison needs no more.
-            mixed = mixed_precision(source.model, min_parameters=min_mixed_parameters)
-            with torch.no_grad(), without_delta(source.model), mixed:
-                plain_logits = forward(source, batch).logits
-            effect = divergences(output.logits, plain_logits, self.head)
+            with torch.no_grad(), without_delta(source.model):
+                plain = forward(source, batch)
+            effect = divergences(output.logits, plain.logits, self.head)
             effects.append(sum_by_example(effect, output.counts))
         if not counts or int(torch.cat(counts).sum()) == 0:
             raise CalibrationError("the texts give nothing to predict")

@@ -14,7 +14,6 @@ pytest.importorskip("transformers")
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from tiny_bases import TEXTS, make_model, write_directories  # noqa: E402
 
-from lsrdecomp.calibration import mixed_precision  # noqa: E402
 from lsrdecomp.calibration.base_model import load_base, load_pair  # noqa: E402
 from lsrdecomp.calibration.batches import text_batches  # noqa: E402
 from lsrdecomp.calibration.divergence import (  # noqa: E402
@@ -51,17 +50,6 @@ def test_share_and_error_do_not_depend_on_the_size_of_batches(pair):
     one, other = (Reference(source, all_batches(source, size)).compare(written) for size in (20, 3))
     assert one.kept == pytest.approx(other.kept, abs=1e-4)
     assert one.standard_error == pytest.approx(other.standard_error, rel=1e-2)
-
-
-def test_in_mixed_precision_only_the_pass_without_delta_runs(pair, monkeypatch):
-    source, written = pair
-    plain = Reference(source, all_batches(source), min_mixed_parameters=None)
-    monkeypatch.setattr(mixed_precision, "has_bfloat16_units", lambda: True)
-    mixed = Reference(source, all_batches(source), min_mixed_parameters=1)
-    assert not torch.equal(mixed.effects, plain.effects)
-    assert mixed.effect == pytest.approx(plain.effect, rel=0.1)
-    # What variants are compared with is the same, bit by bit.
-    assert mixed.compare(written).kl == plain.compare(written).kl
 
 
 def test_rows_of_trained_tokens_are_no_part_of_delta(tmp_path):
