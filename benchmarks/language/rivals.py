@@ -10,10 +10,10 @@ numbers are stored in few bits, and it is judged on held-out texts that nothing 
 are counted.
 
 The learning rate is bracketed at each size, by one rule for all: with the first seed, rates a
-factor of three apart are run from `FIRST_RATES` on, until the best has a worse one on either side,
-four at most. Further seeds run at the best. Rates are relative to the size of a tensor's numbers,
-as `distil` has them; those of PEFT's methods, which begin at nothing or at noise, are in plain
-numbers.
+factor of three apart are run until the best has a worse one on either side, four at most. The
+search begins at the best rate of the next smaller size that was run, or at one of `FIRST_RATES`.
+Further seeds run at the best. Rates are relative to the size of a tensor's numbers, as `distil` has
+them; those of PEFT's methods, which begin at nothing or at noise, are in plain numbers.
 
 A row of the record is one training. Where nothing fits, ``does_not_fit`` of the record says so.
 Rows are added as they come; a stopped run goes on.
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ FIRST_RATES = {
     "FourierFT": 1.0,
     "VB-LoRA": 3.0,
 }
-"""The best rates of earlier trials, from which the search for the best begins."""
+"""The best rates of earlier trials, from which the search at the smallest size begins."""
 RATIO = 3.0
 """Factor between rates."""
 MAX_RATES = 4
@@ -65,6 +66,32 @@ WARMUP_STEPS = 3
 """Steps over which the rate rises."""
 
 Row = dict[str, Any]
+
+
+def first_rate(method: str, budget: int, rows: Sequence[Row]) -> float:
+    """Return the best rate of the next smaller size, or that of earlier trials.
+
+    Parameters
+    ----------
+    method : str
+    budget : int
+    rows : sequence of dict
+        Trainings of this method, of any size.
+
+    Examples
+    --------
+    >>> of_1_kb = {"budget": 1000, "rate": 0.9, "kept": 0.8}
+    >>> of_3_kb = {"budget": 3000, "rate": 0.3, "kept": 0.9}
+    >>> first_rate("LSR", 1000, [of_1_kb]), first_rate("LSR", 10_000, [of_1_kb, of_3_kb])
+    (0.1, 0.3)
+    """
+    smaller = [row for row in rows if row["budget"] < budget]
+    if not smaller:
+        return FIRST_RATES[method]
+    nearest = max(row["budget"] for row in smaller)
+    of_nearest = [row for row in smaller if row["budget"] == nearest]
+    best: float = max(of_nearest, key=lambda row: row["kept"])["rate"]
+    return best
 
 
 def next_rate(first: float, shares: dict[float, float]) -> float | None:
@@ -214,10 +241,12 @@ class Comparison:
     def _bracket(self, method: str, budget: int) -> float:
         """Run rates with the first seed until the best is bracketed; return the best."""
         seed = self.seeds[0]
+        trained = self._found("rows", method=method, seed=seed, steps=self.steps)
+        first = first_rate(method, budget, trained)
         while True:
             rows = self._rows(method, budget, seed=seed, steps=self.steps)
             shares = {row["rate"]: row["kept"] for row in rows}
-            rate = next_rate(FIRST_RATES[method], shares)
+            rate = next_rate(first, shares)
             if rate is None:
                 return max(shares, key=lambda each: shares[each])
             self._add(run(self.subject, method, budget, seed, self.steps, rate))

@@ -18,7 +18,7 @@ from benchmarks.language.rival_methods import (  # noqa: E402
     rounded,
     rounded_hook,
 )
-from benchmarks.language.rivals import main, next_rate  # noqa: E402
+from benchmarks.language.rivals import first_rate, main, next_rate  # noqa: E402
 
 
 def parameter(values):
@@ -95,6 +95,14 @@ def test_rates_are_run_until_the_best_is_bracketed(best):
     assert len(shares) <= 4
     is_bracketed = min(shares) < best < max(shares)
     assert is_bracketed or len(shares) == 4
+
+
+def test_the_search_for_a_rate_begins_at_the_best_of_the_next_smaller_size():
+    kept = {(1000, 0.3): 0.8, (3000, 0.3): 0.9, (3000, 0.9): 0.95, (30_000, 0.1): 0.99}
+    rows = [{"budget": size, "rate": rate, "kept": share} for (size, rate), share in kept.items()]
+    assert first_rate("LSR", 10_000, rows) == 0.9
+    assert first_rate("LSR", 3000, rows) == 0.3
+    assert first_rate("LSR", 1000, rows) == first_rate("LSR", 1000, []) == 0.1
 
 
 def test_cores_without_texts_of_other_tasks_are_refused_before_any_work(monkeypatch, capsys):
