@@ -1,15 +1,14 @@
 r"""What `lsrdecomp compress --base … --keep …` costs as typed: processor seconds, memory, bytes.
 
     python -m benchmarks.cost.one_command TASKS --loras LORAS [--reviews SST-2/train.tsv]
-        [--large smollm2-e2e-r16] [--base GGUF] [--only NAME …] [--draws 0 1 2] [--resume]
-    python -m benchmarks.cost.one_command TASKS --loras LORAS --train arithmetic [--train-large]
+        [--base GGUF] [--only NAME …] [--draws 0 1 2] [--resume]
+    python -m benchmarks.cost.one_command TASKS --loras LORAS --train arithmetic
     python -m benchmarks.cost.one_command TASKS --loras LORAS --norms
 
 `benchmarks.language.tasks` writes TASKS. A command is given 400 of a task's training prompts, drawn
 by a number, and the LoRA in LORAS/TASK; what it wrote is then measured on TASKS/TASK/held.jsonl,
-further texts that neither has seen. ``--train`` makes a missing LoRA. ``--large`` is another LoRA
-of E2E, with r = 16 on all linear layers, as ``--train-large`` makes it. With ``--base``, the file
-of another base, the LoRAs are of that base, and ``--only`` says which rows. The adapter that ships
+further texts that neither has seen. ``--train`` makes a missing LoRA. With ``--base``, the file of
+another base, the LoRAs are of that base, and ``--only`` says which rows. The adapter that ships
 with the package is compressed with 600 sentences of ``--reviews``, a text a line.
 
 Each command runs in a process of its own with one thread. Rows are added to the file as they come,
@@ -59,7 +58,6 @@ class Command:
 
     task: str
     options: tuple[str, ...]
-    large: bool = False
 
     @property
     def minutes(self) -> float:
@@ -67,7 +65,7 @@ class Command:
         if self.task == REVIEWS:
             return 1.0
         steps = int(self.options[-1]) if "--distil" in self.options else 0
-        return (3.0 + 0.05 * steps) * (1.5 if self.large else 1.0)
+        return 3.0 + 0.05 * steps
 
 
 REVIEWS = "reviews"
@@ -79,20 +77,15 @@ COMMANDS = {
     "smollm2 sums keep .95 distil 60": Command("arithmetic", KEEP_95),
     "smollm2 extraction keep .95 distil 60": Command("extraction", KEEP_95),
     "smollm2 keep .99 distil 100": Command("e2e", ("--keep", "0.99", "--distil", "100")),
-    "smollm2 r = 16 keep .94 distil 60": Command(
-        "e2e", ("--keep", "0.94", "--distil", "60"), large=True
-    ),
 }
 OTHER_BASES = {
     "gemma-3-270m keep .9": Command("e2e", ("--keep", "0.9")),
-    "gemma-3-270m sums keep .9": Command("arithmetic", ("--keep", "0.9")),
     "gemma-3-270m keep .95 distil 60": Command("e2e", KEEP_95),
 }
 """Commands that are only run by name."""
 TRAINING_STEPS = {"e2e": 110, "extraction": 110, "arithmetic": 150}
 """Steps of eight prompts with which a LoRA of a task is trained."""
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
 
 
 def main() -> None:
@@ -101,7 +94,6 @@ def main() -> None:
     )
     parser.add_argument("tasks", type=Path, nargs="?", help="what benchmarks.language.tasks wrote")
     parser.add_argument("--loras", type=Path, help="directory with a LoRA for each task")
-    parser.add_argument("--large", type=Path, help="a LoRA of E2E, r = 16 on all linear layers")
     parser.add_argument("--reviews", type=Path, help="SST-2's train.tsv, for the one that ships")
     parser.add_argument("--base", default="smollm2", help="file of Gemma-3-270M, for its rows")
     parser.add_argument("--only", nargs="+", choices=COMMANDS | OTHER_BASES)
@@ -109,9 +101,6 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="leave rows that are there")
     parser.add_argument("--train", choices=TRAINING_STEPS, help="make the LoRA of a task")
     parser.add_argument("--train-steps", type=int, help="of that, where not as many as usual")
-    parser.add_argument(
-        "--train-large", action="store_true", help="r = 16 on all linear layers, for --large"
-    )
     parser.add_argument("--norms", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS / "one_command.json")
     parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -147,7 +136,8 @@ def jobs(arguments: argparse.Namespace) -> list[tuple[str, int]]:
     for name in arguments.only or COMMANDS:
         lora = lora_of(commands[name], arguments)
         if lora is None or not lora.is_dir():
-            print(f"{name} is left out: no LoRA at {lora}", file=sys.stderr)
+            place = "no --loras" if lora is None else f"no LoRA at {lora}"
+            print(f"{name} is left out: {place}", file=sys.stderr)
         elif commands[name].task == REVIEWS and arguments.reviews is None:
             print(f"{name} is left out: no --reviews", file=sys.stderr)
         else:
@@ -157,11 +147,11 @@ def jobs(arguments: argparse.Namespace) -> list[tuple[str, int]]:
 
 
 def lora_of(command: Command, arguments: argparse.Namespace) -> Path | None:
-    """Return where the LoRA of a command is."""
+    """Return where the LoRA of a command is; None without --loras."""
     if command.task == REVIEWS:
         return Path(str(files("lsrdecomp.cli") / "demo_adapter"))
-    large: Path | None = arguments.large
-    return large if command.large else arguments.loras / command.task
+    loras: Path | None = arguments.loras
+    return None if loras is None else loras / command.task
 
 
 def save(arguments: argparse.Namespace, changes: dict[str, Any]) -> None:
@@ -172,16 +162,11 @@ def save(arguments: argparse.Namespace, changes: dict[str, Any]) -> None:
 
 
 def train_lora(task: str, arguments: argparse.Namespace) -> None:
-    """Train the LoRA of a task: r = 8 on q, k, v and o, or r = 16 on all linear layers."""
+    """Train the LoRA of a task: r = 8 on q, k, v and o."""
     from lsrdecomp.training.finetune import finetune
     from lsrdecomp.training.record import ADAPTER
     from lsrdecomp.training.settings import FinetuneSettings
 
-    modules = ATTENTION
-    rank = 8
-    if arguments.train_large:
-        modules = [*ATTENTION, *FEED_FORWARD]
-        rank = 16
     settings = {
         "model": arguments.base,
         "task": "jsonl",
@@ -194,14 +179,13 @@ def train_lora(task: str, arguments: argparse.Namespace) -> None:
         "precision": "bfloat16-autocast",
         "samples": 0,
         "max_length": 256,
-        "target_modules": modules,
-        "options": {"r": rank, "lora_alpha": 2 * rank},
+        "target_modules": ATTENTION,
+        "options": {"r": 8, "lora_alpha": 16},
         "seed": arguments.draws[0],
     }
-    name = f"{task}-large" if arguments.train_large else task
-    run = arguments.loras / f".{name}"
+    run = arguments.loras / f".{task}"
     finetune(FinetuneSettings.from_mapping(settings), run)
-    (run / ADAPTER).rename(arguments.loras / name)
+    (run / ADAPTER).rename(arguments.loras / task)
 
 
 def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:

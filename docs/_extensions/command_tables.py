@@ -22,9 +22,7 @@ ADAPTERS = {
     "smollm2": "E2E, SmolLM2",
     "smollm2 sums": "sums, SmolLM2",
     "smollm2 extraction": "extraction, SmolLM2",
-    "smollm2 r = 16": "E2E, SmolLM2, r = 16, all layers",
     "gemma-3-270m": "E2E, Gemma-3-270M",
-    "gemma-3-270m sums": "sums, Gemma-3-270M",
 }
 """LoRAs as tables name them, by the beginning of a row's name."""
 
