@@ -8,7 +8,6 @@ from typing import Any
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 PARTS = {
-    "opening": ("start", "opening"),
     "the LoRA's answers": ("the LoRA's",),
     "calibration": ("calibrating",),
     "search": ("solving", "trying", "exchanging", "refining", "searching", "form ", "version "),
@@ -16,7 +15,7 @@ PARTS = {
     "training": ("training",),
 }
 """Parts of a run, by how the names of their stages begin."""
-REST = "the rest"
+REST = "opening, writing"
 ADAPTERS = {
     "demo": "demo, MiniLM",
     "smollm2": "E2E, SmolLM2",

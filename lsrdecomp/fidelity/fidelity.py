@@ -69,6 +69,9 @@ class Fidelity(Behaviour):
         Steps of distillation.
     measurements : int
         Variants that were measured before this one was selected.
+    held_out_measurements : int
+        Variants that were measured on the held-out texts: two if the first kept less there than was
+        asked. Then these texts have selected this one.
     requested : float, optional
         The share that was asked for.
     answered : int
@@ -101,6 +104,7 @@ class Fidelity(Behaviour):
     head_bytes: int = 0
     distilled: int = 0
     measurements: int = 1
+    held_out_measurements: int = 1
     requested: float | None = None
     answered: int = 0
     n_matching: int = 0

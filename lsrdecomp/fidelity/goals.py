@@ -29,6 +29,7 @@ from lsrdecomp.fidelity.size_search import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from lsrdecomp.calibration.behaviour import Behaviour
     from lsrdecomp.fidelity.variants import CompressedVariant, VariantCache
 
     ShapeSearch = Callable[..., SearchedAdapter]
@@ -49,6 +50,11 @@ class Goal(Protocol):
 
     def is_better(self, new: CompressedVariant, old: CompressedVariant) -> bool:
         """Return whether one variant is nearer to the goal than another."""
+
+    def replacement(
+        self, variant: CompressedVariant, held_out: Behaviour
+    ) -> CompressedVariant | None:
+        """Return what to write in place of a variant that fails on held-out texts, if anything."""
 
 
 class PlanGoal:
@@ -77,6 +83,11 @@ class PlanGoal:
         """Return whether the outputs of one variant are nearer to the LoRA's."""
         return share_kept(new.behaviour) > share_kept(old.behaviour)
 
+    def replacement(
+        self, variant: CompressedVariant, held_out: Behaviour
+    ) -> CompressedVariant | None:
+        """Return None: a plan has one variant."""
+
 
 class ShareGoal:
     """The goal of a share: the smallest variant that keeps it, of those that a search offers.
@@ -96,6 +107,12 @@ class ShareGoal:
         Storage and maximum rank of the plans of all sizes.
     search : SizeSearch, optional
     training : TrainedSizeSearch, optional
+
+    Attributes
+    ----------
+    excess_loss : float
+        How much more a variant is expected to lose on held-out texts than on the selection texts;
+        0 until one was measured on both.
     """
 
     def __init__(
@@ -135,12 +152,13 @@ class ShareGoal:
             search=self.search,
             training=self.training,
         )
+        self.excess_loss = 0.0
         self._pruning_searches: list[PruningSearch] = []
 
     @property
     def allowed_loss(self) -> float:
-        """The share of the LoRA's effect that may be lost."""
-        return 1.0 - self.target_share
+        """The share of the LoRA's effect that may be lost on the selection texts."""
+        return max(0.0, 1.0 - self.target_share - self.excess_loss)
 
     def preliminary(self) -> CompressedVariant:
         """Return a variant that keeps about the share, after one measurement."""
@@ -170,6 +188,52 @@ class ShareGoal:
             if not self._passes(full_size):
                 raise
             return full_size
+
+    def replacement(
+        self, variant: CompressedVariant, held_out: Behaviour
+    ) -> CompressedVariant | None:
+        """Return a larger variant that should keep the share on the held-out texts as well.
+
+        Some texts are harder than others, and for all variants much the same ones. So each is
+        expected to lose as much more on the held-out texts as this one does.
+
+        Parameters
+        ----------
+        variant : CompressedVariant
+            As `trained` or `untrained` returned it.
+        held_out : Behaviour
+            Its behaviour on the held-out texts.
+
+        Returns
+        -------
+        CompressedVariant or None
+            The smallest that is expected to keep the share, else the one that keeps most. None if
+            no other keeps more than ``variant``.
+        """
+        # 1. Allow less loss on the selection texts.
+        self.excess_loss = (1.0 - share_kept(held_out)) - loss_of(variant)
+        if not variant.steps:
+            return self._larger_untrained(variant)
+        # 2. Prune what this one was pruned from, but less.
+        searches = self._pruning_searches
+        for search in searches:
+            if variant in search.tried.values():
+                search.close_in(self._max_loss)
+        # 3. Choose among all that were pruned.
+        tried = [each for search in searches for each in search.tried.values()]
+        better = [each for each in tried if loss_of(each) < loss_of(variant)]
+        passing = [each for each in better if self._passes_surely(each)]
+        if passing:
+            return min(passing, key=self._total_size)
+        return min(better, key=loss_of, default=None)
+
+    def _larger_untrained(self, variant: CompressedVariant) -> CompressedVariant | None:
+        """Return the smallest variant that keeps the share and the excess loss, untrained."""
+        try:
+            larger = self.sizes.smallest(1.0 - self.allowed_loss)
+        except BudgetError:
+            return None
+        return larger if loss_of(larger) < loss_of(variant) else None
 
     def _announce_measured(self, number: int, variant: CompressedVariant) -> None:
         share = 1.0 - loss_of(variant)

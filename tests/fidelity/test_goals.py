@@ -143,3 +143,37 @@ def test_an_untrained_variant_is_not_pruned():
     result, variants = result_of([1.0, 1.0], 0.0, TrainedSizeSearch(max_trained=1))
     assert variants.prunings == 0
     assert result.behaviour.kept >= 0.95
+
+
+def on_harder_texts(variant, excess):
+    """The behaviour of a variant on texts on which every one loses so much more."""
+    lost = 1.0 - variant.behaviour.kept
+    return replace(variant.behaviour, kl=lost + excess)
+
+
+def test_what_fails_on_held_out_texts_is_replaced_by_what_was_pruned_less():
+    variants = Variants([0.12, 0.6], 8.0)
+    goal = goal_of(variants)
+    result = goal.trained()
+    replacement = goal.replacement(result, on_harder_texts(result, 0.01))
+    assert 0.95 <= on_harder_texts(replacement, 0.01).kept < 0.955
+    assert replacement.compression.totals.parameters > result.compression.totals.parameters
+    assert replacement.origin is result.origin
+
+
+def test_where_no_pruning_keeps_enough_on_held_out_texts_it_is_the_best_of_them():
+    goal = goal_of(Variants([0.12, 0.6], 8.0))
+    result = goal.trained()
+    replacement = goal.replacement(result, on_harder_texts(result, 0.045))
+    assert replacement.origin is None or replacement.distillation is not None
+    assert replacement.behaviour.kept > result.behaviour.kept
+    assert goal.replacement(replacement, on_harder_texts(replacement, 0.045)) is None
+
+
+def test_an_untrained_variant_that_fails_on_held_out_texts_is_replaced_by_a_larger_one():
+    goal = goal_of(Variants([1.0, 1.0], 0.0))
+    result = goal.untrained()
+    replacement = goal.replacement(result, on_harder_texts(result, 0.02))
+    assert on_harder_texts(replacement, 0.02).kept >= 0.95
+    larger = replacement.compression.totals.parameters
+    assert larger < 3.0 * result.compression.totals.parameters

@@ -152,6 +152,25 @@ def test_where_variants_are_trained_the_selection_texts_say_when_a_training_ends
     assert few.distillation_data(1000).validation is not few.selection_reference
 
 
+@pytest.mark.parametrize(("harder", "passing"), [(0.0, [True]), (0.1, [False, True])])
+def test_what_keeps_too_little_on_held_out_texts_is_replaced(folder, monkeypatch, harder, passing):
+    measured = []
+
+    def on_held_out_texts(evaluator, written):
+        behaviour = evaluator.measure(written)
+        lost = 1.0 - behaviour.kept + harder
+        measured.append(replace(behaviour, kl=lost * behaviour.effect))
+        return measured[-1]
+
+    monkeypatch.setattr(Evaluator, "measure_held_out", on_held_out_texts)
+    many = [(f"{text} w{i % 30} w{i // 30}", None) for i, (text, _) in enumerate(TEXTS * 6)]
+    options = {"base": folder / "base", "data": many, "storage": "float32", **SETTINGS}
+    result = lsr.compress(folder / "lora", keep=0.7, **options)
+    assert [behaviour.kept >= 0.7 for behaviour in measured] == passing
+    assert result.fidelity.kept == measured[-1].kept
+    assert result.fidelity.held_out_measurements == len(measured)
+
+
 def test_a_measured_divergence_is_a_goal(folder):
     lora = lsr.open_checkpoint(folder / "lora")
     effect = Evaluator(folder / "base", folder / "lora", TEXTS, EVALUATED).reference.effect
