@@ -13,8 +13,9 @@ import pytest
 from benchmarks.language.rival_results import RivalResults
 
 ROOT = Path(__file__).resolve().parents[1]
-README, LANGUAGE, SMALL = (
+README, INDEX, LANGUAGE, SMALL = (
     "README.md",
+    "docs/index.md",
     "docs/evidence/language-models.md",
     "docs/evidence/small-adapters.md",
 )
@@ -89,6 +90,7 @@ def by_seed(name):
 
 
 def in_readme():
+    yield f"know how much of its effect is left: a LoRA of {of_keep_nine_tenths()} of it"
     gemma = opened(one_command("gemma-3-270m keep .95 distil 60"))
     yield (
         f"one of Gemma-3-270M to [{gemma:.1f} "
@@ -128,6 +130,24 @@ def in_readme():
         "on sums 3 kB of a LoRA solved no problem as compressed, "
         f"[{right[0]} % distilled, the LoRA {right[1]} %]"
     )
+
+
+def of_keep_nine_tenths():
+    """Return what `--keep 0.9` made of the LoRA of E2E."""
+    (row,) = by_seed("smollm2 keep .9")
+    lora_bytes = small_adapters("E2E").about["bytes_of_lora"]
+    return (
+        f"{lora_bytes / 1e6:.1f} MB became {row['bytes'] / 1000:.1f} kB, which keep "
+        f"{percent(row['kept'])} %"
+    )
+
+
+def in_index():
+    """The card of a LoRA: its words, and what its picture draws (`docs/_extensions/cards.py`)."""
+    yield f"Make it small: one of {of_keep_nine_tenths()} of its effect."
+    lora_bytes = small_adapters("E2E").about["bytes_of_lora"]
+    drawn = one_command("smollm2 keep .95 distil 60")
+    yield f"An adapter shrinks from {lora_bytes / 1e6:.1f} MB to {drawn['bytes'] / 1000:.1f} kB"
 
 
 def small_adapters(task):
@@ -598,7 +618,7 @@ def of_integer_factors():
     yield f"solving takes back {percent(min(taken_back))} % of what it adds"
 
 
-PAGES = {README: in_readme, LANGUAGE: in_language_models, SMALL: in_small_adapters}
+PAGES = {README: in_readme, INDEX: in_index, LANGUAGE: in_language_models, SMALL: in_small_adapters}
 """Pages whose every figure is claimed."""
 CLAIMS = [
     (page, sentence)
