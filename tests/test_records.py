@@ -558,8 +558,8 @@ def in_kernels():
     yield f"At 4096 wide one token takes {said(4096, 1)} of LoRA's time"
     many = ratios("training", lambda width, tokens: tokens >= 128 and (width, tokens) != (384, 128))
     yield (
-        f"From 128 tokens on training takes {short(min(many))} to {short(max(many))} of it, but "
-        f"for {said(384, 128, 2)} with 128 at 384 wide"
+        f"From 128 tokens on training takes {short(min(many))} to {short(max(many))} of LoRA's "
+        f"time; only with 128 tokens at 384 wide it is {said(384, 128, 2)}"
     )
     passes = ratios("a pass", lambda *_: True)
     steps = ratios("a token", lambda *_: True)
