@@ -401,7 +401,10 @@ def of_experts():
     )
     yield f"the cosine of two ΔW is {short(experts['overlap_of_experts'], 3)} in the mean"
     lsr, svd = (rows[way, 4]["bytes"] / 1000 for way in ("each, LSR", "each, truncated SVD"))
-    yield f"{lsr:.1f} kB of {experts['bytes'] / 1000:.1f} against {svd:.1f} as a LoRA at a quarter"
+    yield (
+        f"at a quarter, the LoRA's {experts['bytes'] / 1000:.1f} kB become {lsr:.1f} kB as LSR "
+        f"and {svd:.1f} kB as truncated SVD"
+    )
 
 
 def in_the_paper_checked():
@@ -462,7 +465,7 @@ def of_memory():
     yield f"comes to at most twice the largest layer and {searched / 1e6:.0f} MB"
     yield (
         f"The eighty blocks above, {eighty['layers']} layers, took "
-        f"{round(eighty['seconds_in_all'], -1):.0f} s of a core"
+        f"{eighty['seconds_in_all']:.0f} s in one process"
     )
     ratios = record("route_cost")["frobenius"]["all_ratios"]
     yield f"The {WORDS[len(ratios)]} runs came to {min(ratios):.1f} to {max(ratios):.1f}"
