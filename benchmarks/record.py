@@ -221,9 +221,23 @@ def _command() -> str:
     """Return the command of this process as it is typed from the clone."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = ["-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
-    # Folders of a machine say nothing to others.
-    arguments = [Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:]]
-    return shlex.join(["python", *program, *arguments])
+    return shlex.join(["python", *program, *map(_without_folder, sys.argv[1:])])
+
+
+def _without_folder(argument: str) -> str:
+    """Return an argument, ``PATH`` or ``NAME=PATH``, without folders that are this machine's own.
+
+    Examples
+    --------
+    >>> _without_folder("/tmp/lora"), _without_folder("LSR in 3 kB=/tmp/work/LSR")
+    ('lora', 'LSR in 3 kB=LSR')
+    >>> _without_folder("docs/images")
+    'docs/images'
+    """
+    name, equals, value = argument.rpartition("=")
+    if not Path(value).is_absolute():
+        return argument
+    return name + equals + Path(value).name
 
 
 def _processor() -> str:

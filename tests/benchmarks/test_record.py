@@ -28,6 +28,8 @@ def git(*arguments):
 def test_a_record_says_what_measured_it(path):
     held = record.load(path)
     assert record.problems(held) == []
+    commands = [entry["command"] for entry in held["provenance"] if "command" in entry]
+    assert not [command for command in commands if re.search(r"(^|[\s'\"=])/", command)]
     is_reconstructed = any(entry.get("reconstructed") for entry in held["provenance"])
     assert is_reconstructed <= (path.stem in RECONSTRUCTED.split())
 
