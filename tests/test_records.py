@@ -6,7 +6,7 @@ Tables on pages need no such test: the site makes them from the records.
 import json
 import re
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, geometric_mean
 
 import pytest
 
@@ -594,7 +594,28 @@ def in_kernels():
     )
 
 
+def of_draws():
+    draws = record("promise")["draws"]
+    ratios = [draw["apart"]["ratio"] / draw["replaced"]["ratio"] for draw in draws]
+    held = sum(draw["replaced"]["holds"] for draw in draws)
+    replaced = sum(ratio > 1.0 for ratio in ratios)
+    enough, before = (
+        sum(draw[way]["fresh"] >= draw["keep"] for draw in draws) for way in ("replaced", "apart")
+    )
+    assert len(draws) == 100
+    assert abs(held - sum(draw["apart"]["holds"] for draw in draws)) <= 1
+    yield (
+        f"of a hundred shares 95 should lie within two standard errors of the truth, and {held} do"
+    )
+    yield (
+        f"Of the hundred versions {replaced} were replaced, and {enough} keep what was asked "
+        f"instead of {before}"
+    )
+    yield f"files that are {percent(geometric_mean(ratios) - 1.0)} % larger in the mean"
+
+
 def in_accuracy():
+    yield from of_draws()
     yield from of_the_demo()
     yield from of_integer_factors()
 
