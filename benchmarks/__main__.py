@@ -111,6 +111,7 @@ JOBS = (
     Job("exact sums", ("exact_sums",), "benchmarks.solvers.exact_sums", 1),
     Job("best peer", ("best_peer",), "benchmarks.solvers.best_peer", 5, ("sklearn", "torch")),
     Job("error curve", ("error_curve",), "benchmarks.solvers.error_curve", 1),
+    Job("stated gap", ("stated_gap",), "benchmarks.solvers.stated_gap", 2),
     Job("found", ("found-in-the-wild",), "benchmarks.testing.found", 2),
     Job("resize", ("resize",), "benchmarks.cost.resize", 2),
     Job("operators", ("operators-galerkin",), "benchmarks.operators.solve galerkin", 1),
