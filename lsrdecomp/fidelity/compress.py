@@ -381,18 +381,9 @@ def _compress_measured(
         return ShareGoal(variants, search_shapes, share, plan_options, sizes, training)
 
     best, goal = _best_of_passes(variants, make_goal, settings.passes, steps)
-    # 4. Measure what is reported, on texts that selected nothing. If it is less than was asked,
-    #    they select a larger one.
+    # 4. Measure what is reported, on texts that selected nothing before.
     steps.begin("measuring what is reported")
-    behaviour = best.behaviour
-    held_out_measurements = 1
-    if evaluator.selection_reference is not evaluator.reference:
-        behaviour = evaluator.measure_held_out(best.path)
-        if target_share is not None and share_kept(behaviour) < target_share:
-            replacement = goal.replacement(best, behaviour)
-            if replacement is not None:
-                best, behaviour = _better_on_held_out_texts(best, behaviour, replacement, evaluator)
-                held_out_measurements = 2
+    best, behaviour, held_out_measurements = _held_out_choice(best, goal, evaluator, target_share)
     # 5. Keep its files, apart from the journal, and compare its answers.
     written = shutil.copytree(best.path, Path(folder.name) / "written")
     answers: list[AnswerPair] = []
@@ -463,21 +454,27 @@ def _best_of_passes(
     return best, goal
 
 
-def _better_on_held_out_texts(
-    variant: CompressedVariant,
-    behaviour: Behaviour,
-    replacement: CompressedVariant,
-    evaluator: Evaluator,
-) -> tuple[CompressedVariant, Behaviour]:
-    """Return the one of two variants that keeps more on the held-out texts, and how it behaves.
+def _held_out_choice(
+    best: CompressedVariant, goal: Goal, evaluator: Evaluator, target_share: float | None
+) -> tuple[CompressedVariant, Behaviour, int]:
+    """Return the variant to write, its behaviour on the held-out texts, and how many ran there.
 
-    The held-out texts were found to be harder than the selection texts, so they show rather too
-    little of a replacement than too much.
+    Where the best one keeps less than was asked there, a larger one is measured as well, and the
+    one that keeps more is returned. These texts were found to be harder than the selection texts,
+    so they show rather too little of the larger one than too much.
     """
-    again = evaluator.measure_held_out(replacement.path)
+    if evaluator.selection_reference is evaluator.reference:
+        return best, best.behaviour, 1
+    behaviour = evaluator.measure_held_out(best.path)
+    if target_share is None or share_kept(behaviour) >= target_share:
+        return best, behaviour, 1
+    larger = goal.replacement(best, behaviour)
+    if larger is None:
+        return best, behaviour, 1
+    again = evaluator.measure_held_out(larger.path)
     if share_kept(again) > share_kept(behaviour):
-        return replacement, again
-    return variant, behaviour
+        return larger, again, 2
+    return best, behaviour, 2
 
 
 def _measure_truncated_svd(
