@@ -297,9 +297,9 @@ class ShareGoal:
         )
         stop_at = self.target_share + self.training.early_stop_margin * self.allowed_loss
         result = self.variants.train(variant, stage_prefix, stop_at)
-        # Training stops before its result is rounded. If what is written keeps too little, it goes
-        # on.
-        if not self._passes(result) and result.stopped_early(stop_at):
+        # Training stops before its result is rounded. If what is written keeps too little, or may
+        # do so, it goes on.
+        if not self._passes_surely(result) and result.stopped_early(stop_at):
             result = self.variants.train(variant, stage_prefix)
         return result
 

@@ -112,6 +112,23 @@ def test_a_variant_that_keeps_enough_by_chance_is_taken_only_where_no_other_does
         assert goal.trained() is expected
 
 
+def test_a_training_that_ended_early_goes_on_where_what_it_left_keeps_enough_by_chance():
+    class StopsEarly(Variants):
+        def train(self, variant, prefix="", target_share=np.inf, **named):
+            result = super().train(variant, prefix, **named)
+            ended = result.distillation.training.after >= target_share
+            lost = 0.047 if ended else 0.03
+            return replace(result, behaviour=replace(result.behaviour, kl=lost))
+
+    goal = goal_of(StopsEarly([0.2, 0.8], 8.0, std_error=0.006))
+    trained = goal._train(goal.sizes.variant_near_loss(0.2), 1)
+    assert trained.behaviour.kept == pytest.approx(0.97)
+    exact = goal_of(StopsEarly([0.2, 0.8], 8.0))
+    assert exact._train(exact.sizes.variant_near_loss(0.2), 1).behaviour.kept == pytest.approx(
+        0.953
+    )
+
+
 def test_prunings_of_a_variant_are_remembered_when_it_is_pruned_again():
     # The training after pruning does harm, so the first variant is pruned again, for less loss:
     # two tries for the training, and one more. Without the first two it takes four.
