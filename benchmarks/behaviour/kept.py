@@ -41,6 +41,7 @@ from lsrdecomp.compression.compress import search_adapter
 from lsrdecomp.compression.measured_settings import EvaluatorSettings
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.fidelity.evaluate import Evaluator
+from lsrdecomp.fidelity.size_search import SizeSearch
 from lsrdecomp.training.tasks import TASKS
 
 PACKAGE = Path(str(files("lsrdecomp.cli")))
@@ -131,12 +132,15 @@ def drawn(
         measuring, choosing, fresh = map(torch.from_numpy, np.split(order, ends))
         # 1. Choose a version in each way.
         chosen = {"apart": smallest(asked, choosing), "same": smallest(asked, measuring)}
-        chosen["replaced"] = chosen["apart"]
-        kept = share(chosen["apart"], measuring)
-        if kept < asked:
-            excess_loss = share(chosen["apart"], choosing) - kept
+        best = chosen["apart"]
+        for _ in range(SizeSearch().max_replacements):
+            kept = share(best, measuring)
+            if kept >= asked:
+                break
+            excess_loss = share(best, choosing) - kept
             larger = smallest(asked + excess_loss, choosing)
-            chosen["replaced"] = max(larger, chosen["apart"], key=lambda it: share(it, measuring))
+            best = max(best, larger, key=lambda ratio: share(ratio, measuring))
+        chosen["replaced"] = best
         # 2. Hold what is measured of it to what the other texts show.
         row: dict[str, Any] = {"draw": draw, "keep": asked}
         for way in WAYS:

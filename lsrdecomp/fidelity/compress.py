@@ -47,6 +47,7 @@ from lsrdecomp.compression.settings import (
 from lsrdecomp.errors import BudgetError, needs
 from lsrdecomp.fidelity.fidelity import AnswerPair, Fidelity, Measurement, share_kept
 from lsrdecomp.fidelity.rewrite import publish
+from lsrdecomp.fidelity.size_search import SizeSearch
 from lsrdecomp.fields import accepts_settings
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from lsrdecomp.compression.layers import StatisticsByLayer
     from lsrdecomp.fidelity.evaluate import Evaluator
     from lsrdecomp.fidelity.goals import Goal, ShapeSearch
-    from lsrdecomp.fidelity.size_search import SizeSearch, TrainedSizeSearch
+    from lsrdecomp.fidelity.size_search import TrainedSizeSearch
     from lsrdecomp.fidelity.texts import Texts
     from lsrdecomp.fidelity.variants import CompressedVariant, VariantCache
 
@@ -383,7 +384,10 @@ def _compress_measured(
     best, goal = _best_of_passes(variants, make_goal, settings.passes, steps)
     # 4. Measure what is reported, on texts that selected nothing before.
     steps.begin("measuring what is reported")
-    best, behaviour, held_out_measurements = _held_out_choice(best, goal, evaluator, target_share)
+    max_replacements = (sizes or SizeSearch()).max_replacements
+    best, behaviour, held_out_measurements = _held_out_choice(
+        best, goal, evaluator, target_share, max_replacements
+    )
     # 5. Keep its files, apart from the journal, and compare its answers.
     written = shutil.copytree(best.path, Path(folder.name) / "written")
     answers: list[AnswerPair] = []
@@ -455,26 +459,34 @@ def _best_of_passes(
 
 
 def _held_out_choice(
-    best: CompressedVariant, goal: Goal, evaluator: Evaluator, target_share: float | None
+    best: CompressedVariant,
+    goal: Goal,
+    evaluator: Evaluator,
+    target_share: float | None,
+    max_replacements: int,
 ) -> tuple[CompressedVariant, Behaviour, int]:
     """Return the variant to write, its behaviour on the held-out texts, and how many ran there.
 
-    Where the best one keeps less than was asked there, a larger one is measured as well, and the
-    one that keeps more is returned. These texts were found to be harder than the selection texts,
-    so they show rather too little of the larger one than too much.
+    While the best one keeps less than was asked there, a larger one is measured as well. These
+    texts were found to be harder than the selection texts, so they show rather too little of the
+    larger one than too much.
     """
     if evaluator.selection_reference is evaluator.reference:
         return best, best.behaviour, 1
     behaviour = evaluator.measure_held_out(best.path)
-    if target_share is None or share_kept(behaviour) >= target_share:
-        return best, behaviour, 1
-    larger = goal.replacement(best, behaviour)
-    if larger is None:
-        return best, behaviour, 1
-    again = evaluator.measure_held_out(larger.path)
-    if share_kept(again) > share_kept(behaviour):
-        return larger, again, 2
-    return best, behaviour, 2
+    n_measured = 1
+    while n_measured <= max_replacements:
+        if target_share is None or share_kept(behaviour) >= target_share:
+            break
+        larger = goal.replacement(best, behaviour)
+        if larger is None:
+            break
+        again = evaluator.measure_held_out(larger.path)
+        n_measured += 1
+        if share_kept(again) <= share_kept(behaviour):
+            break
+        best, behaviour = larger, again
+    return best, behaviour, n_measured
 
 
 def _measure_truncated_svd(

@@ -70,8 +70,8 @@ class Fidelity(Behaviour):
     measurements : int
         Variants that were measured before this one was selected.
     held_out_measurements : int
-        Variants that were measured on the held-out texts: two if the first kept less there than was
-        asked. Then these texts have selected this one.
+        Variants that were measured on the held-out texts: more than one if the first kept less
+        there than was asked. Then these texts have helped to select this one.
     requested : float, optional
         The share that was asked for.
     answered : int

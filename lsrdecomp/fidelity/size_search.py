@@ -53,6 +53,9 @@ class SizeSearch:
     """Factor to the next size that is tried where a file is too small for any layer."""
     log_tolerance: float = 2e-3
     """Tolerance of the logarithm of a size that is solved for."""
+    max_replacements: int = 2
+    """Maximum variants that take the place of one that keeps less than the target on the held-out
+    texts; each costs a forward pass over them."""
 
 
 @dataclass(frozen=True, slots=True)

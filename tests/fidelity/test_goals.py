@@ -13,6 +13,7 @@ pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
 from lsrdecomp.calibration.behaviour import Behaviour
+from lsrdecomp.fidelity.compress import _held_out_choice
 from lsrdecomp.fidelity.goals import ShareGoal
 from lsrdecomp.fidelity.size_search import TrainedSizeSearch
 from lsrdecomp.fidelity.variants import CompressedVariant
@@ -194,3 +195,28 @@ def test_an_untrained_variant_that_fails_on_held_out_texts_is_replaced_by_a_larg
     assert on_harder_texts(replacement, 0.02).kept >= 0.95
     larger = replacement.compression.totals.parameters
     assert larger < 3.0 * result.compression.totals.parameters
+
+
+@pytest.mark.parametrize(
+    ("shares", "chosen", "n_measured"),
+    [
+        ([0.96], 0, 1),
+        ([0.94, 0.95], 1, 2),
+        ([0.93, 0.94, 0.96], 2, 3),
+        ([0.92, 0.93, 0.94, 0.96], 2, 3),  # two replacements at most
+        ([0.94, 0.93, 0.96], 0, 2),  # the first replacement is worse
+        ([0.94], 0, 1),  # no replacement
+    ],
+)
+def test_variants_are_replaced_while_the_held_out_texts_show_too_little(shares, chosen, n_measured):
+    variants = [replace(variant_of(100, 0.05), path=str(number)) for number in range(len(shares))]
+    evaluator = SimpleNamespace(
+        reference="held-out",
+        selection_reference="selection",
+        measure_held_out=lambda path: variant_of(100, 1.0 - shares[int(path)]).behaviour,
+    )
+    following = dict(zip(map(id, variants), variants[1:], strict=False))
+    goal = SimpleNamespace(replacement=lambda variant, _: following.get(id(variant)))
+    best, behaviour, count = _held_out_choice(variants[0], goal, evaluator, 0.95, 2)
+    assert (best.path, count) == (str(chosen), n_measured)
+    assert behaviour.kept == pytest.approx(shares[chosen])
