@@ -111,6 +111,6 @@ def _share(measured: dict[str, Any]) -> str:
 TABLES = {
     "one-command": ("one_command.json", results),
     "one-command-parts": ("one_command.json", parts),
-    "norms": ("one_command-earlier.json", norms),
+    "norms": ("one_command.json", norms),
 }
 """Name on a page: file of results, and what makes a table of it."""

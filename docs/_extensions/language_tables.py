@@ -68,7 +68,7 @@ def rates_run(results: dict[str, Any]) -> Table:
                 best = max(rates, key=lambda rate: rates[rate])
                 cells = []
                 for rate, kept in rates.items():
-                    cell = f"{kept:.3f} at {rate:g}"
+                    cell = f"{kept:.3f} at {rate:.1g}"
                     cells.append(f"**{cell}**" if rate == best else cell)
                 seeds = str(len(of_task.trained(method, budget)))
                 line = (each["task"], NAMES[method], kilobytes(budget), ", ".join(cells), seeds)
