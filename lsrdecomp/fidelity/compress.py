@@ -14,8 +14,9 @@ From ``lsrdecomp compress LORA --base B --data D --keep .9`` to the file:
 4. `goals.ShareGoal` asks that search for variants of several sizes (`size_search`).
    `variants.VariantCache` writes and measures them and, if asked to, trains them
    (`calibration.distil`), each once.
-5. `MeasuredCompression.save` copies the files of the smallest variant that keeps the share to their
-   place (`rewrite.publish`).
+5. The smallest variant that keeps the share is measured on the held-out texts, and replaced by a
+   larger one where it keeps less there.
+6. `MeasuredCompression.save` copies its files to their place (`rewrite.publish`).
 """
 
 from __future__ import annotations
@@ -485,7 +486,8 @@ def _held_out_choice(
         n_measured += 1
         if share_kept(again) <= share_kept(behaviour):
             break
-        best, behaviour = larger, again
+        best = larger
+        behaviour = again
     return best, behaviour, n_measured
 
 

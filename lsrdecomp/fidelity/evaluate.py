@@ -89,8 +89,8 @@ class Evaluator:
     settings : EvaluatorSettings, optional
     chooses : bool
         Whether one of many variants will be selected by what they keep. If enough texts are held
-        out, half as many others are then set aside to select by: what is reported of the selected
-        variant is measured on texts that selected nothing.
+        out, half as many others are then set aside to select by, so that the held-out texts measure
+        what was selected on others.
     trains : bool
         Whether variants will be trained too. Then three selection texts are set aside for four that
         are held out, and they also say when a training ends.

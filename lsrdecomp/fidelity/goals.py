@@ -217,7 +217,7 @@ class ShareGoal:
         # 2. Prune what this one was pruned from, but less.
         searches = self._pruning_searches
         for search in searches:
-            if variant in search.tried.values():
+            if any(tried is variant for tried in search.tried.values()):
                 search.close_in(self._max_loss)
         # 3. Choose among all that were pruned.
         tried = [each for search in searches for each in search.tried.values()]
@@ -228,12 +228,20 @@ class ShareGoal:
         return min(better, key=loss_of, default=None)
 
     def _larger_untrained(self, variant: CompressedVariant) -> CompressedVariant | None:
-        """Return the smallest variant that keeps the share and the excess loss, untrained."""
-        try:
-            larger = self.sizes.smallest(1.0 - self.allowed_loss)
-        except BudgetError:
-            return None
-        return larger if loss_of(larger) < loss_of(variant) else None
+        """Return the smallest variant that keeps the share and the excess loss, untrained.
+
+        Else it is the one of those measured that keeps most, or None, as in `replacement`.
+        """
+        if self.allowed_loss > 0.0:
+            try:
+                larger = self.sizes.smallest(1.0 - self.allowed_loss)
+            except BudgetError:
+                pass
+            else:
+                return larger if loss_of(larger) < loss_of(variant) else None
+        measured = self.sizes.measured.values()
+        better = [each for each in measured if loss_of(each) < loss_of(variant)]
+        return min(better, key=loss_of, default=None)
 
     def _announce_measured(self, number: int, variant: CompressedVariant) -> None:
         share = 1.0 - loss_of(variant)

@@ -197,6 +197,16 @@ def test_an_untrained_variant_that_fails_on_held_out_texts_is_replaced_by_a_larg
     assert larger < 3.0 * result.compression.totals.parameters
 
 
+def test_where_held_out_texts_leave_no_loss_nothing_larger_is_made(monkeypatch):
+    goal = goal_of(Variants([1.0, 1.0], 0.0))
+    result = goal.untrained()
+    larger = max(goal.sizes.measured.values(), key=lambda variant: variant.behaviour.kept)
+    assert larger is not result
+    monkeypatch.setattr(goal.variants, "measure", pytest.fail)
+    assert goal.replacement(result, on_harder_texts(result, 0.06)) is larger
+    assert goal.replacement(larger, on_harder_texts(larger, 0.06)) is None
+
+
 @pytest.mark.parametrize(
     ("shares", "chosen", "n_measured"),
     [
