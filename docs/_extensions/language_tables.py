@@ -132,7 +132,8 @@ def dialled(results: dict[str, Any]) -> Table:
             cells = [f"{fmean(row['bytes'] for row in after):,.0f}"]
             for some in (before, after):
                 shares = [row["kept"] for row in some]
-                cells += [f"{fmean(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})"]
+                spread = f" ({min(shares):.3f} to {max(shares):.3f})" if len(shares) > 1 else ""
+                cells += [f"{fmean(shares):.3f}{spread}"]
                 cells += [f"{100 * fmean(row['exact'] for row in some):.0f} %"]
             lines.append((name, *cells))
     return ("", "bytes", "kept as compressed", "right", "kept after training", "right"), lines

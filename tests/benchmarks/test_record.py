@@ -12,7 +12,7 @@ from benchmarks import record
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 RECONSTRUCTED = """
-    from_lora speech
+    from_lora
 """
 """Records from before `benchmarks.record`, of which less is known. No name is added here: one that
 is measured again leaves."""
