@@ -165,7 +165,8 @@ def searched_sizes(folder):
     ("kept", "steps"),
     [
         ({30: 0.946, 60: 0.953}, [30, 60]),
-        ({30: 0.951, 60: 0.953}, [30]),
+        ({30: 0.951, 60: 0.953}, [30, 60]),  # 0.951 ± 0.01 may be chance
+        ({30: 0.962, 60: 0.97}, [30]),
         ({30: 0.946, 60: 0.94}, [30, 60, 30, 60]),
     ],
 )
@@ -179,6 +180,8 @@ def test_a_training_that_ended_too_early_goes_on_before_another_variant_is_train
         variants, lambda _, statistics: searched_sizes(tmp_path), 0.95, {"storage": "float32"}
     )
     monkeypatch.setattr(smallest, "untrained", lambda: "untrained")
+    for pruning in ("_pruned_and_trained", "_pruned"):
+        monkeypatch.setattr(smallest, pruning, lambda variant: variant)
     best = smallest.trained()
     assert [number for _, number in variants.trained] == steps
     assert (best == "untrained") == (steps[-1] == 60 and len(steps) == 4)
