@@ -43,7 +43,7 @@ LINES = (
 """Five lines at most; more cannot be told apart."""
 SIZES = (1, 3, 10, 30)
 """Named sizes, in kB."""
-SHARES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
+SHARES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
 """Named shares on an axis that is logarithmic in what is lost."""
 
 
