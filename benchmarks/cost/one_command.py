@@ -13,8 +13,8 @@ with the package is compressed with 600 sentences of ``--reviews``, a text a lin
 
 Each command runs in a process of its own with one thread. Rows are added to the file as they come,
 the cheapest first, each with the commit that ran; with ``--resume`` rows that are there stay.
-``--norms`` asks how the norm is to be measured: a variant of one size in the norm with the LoRA at
-its full strength and at less, each measured on the same held-out prompts.
+``--norms`` asks how the norm is to be measured: variants of two sizes in the norm with the LoRA at
+its full strength and at less, each measured on the same held-out prompts of its task.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ from lsrdecomp.training.record import commit
 PROMPTS = 400
 SENTENCES = 600
 """Texts that a command is given, of a language model's task and of reviews."""
-STRENGTHS = (1.0, 0.4, 0.2)
-"""Strengths of the LoRA during calibration that `--norms` compares."""
+NORM_TASKS = ("e2e", "extraction", "arithmetic")
+STRENGTHS = (1.0, 0.4, 0.2, 0.1)
+"""Tasks, and strengths of the LoRA during calibration, that `--norms` compares."""
 NORM_EXAMPLES = 64
-NORM_BYTES = 5500
-"""Texts that a norm is measured on, and bytes of the variant that is searched in it."""
+NORM_BYTES = (1500, 5500)
+"""Texts that a norm is measured on, and bytes of the variants that are searched in it."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def train_lora(task: str, arguments: argparse.Namespace) -> None:
 
 
 def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each strength."""
+    """Return a row for each task, size and strength."""
     import torch
 
     from lsrdecomp.calibration.dataset import read_examples
@@ -200,32 +201,36 @@ def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder) / "texts.jsonl"
-        lora = arguments.loras / "e2e"
-        draw_prompts("e2e", arguments.draws[0], arguments, data)
-        evaluator = evaluate.Evaluator("smollm2", lora, read_examples(data))
-        checkpoint = open_checkpoint(lora)
-        plan = CompressionPlan(bytes=NORM_BYTES, storage="auto")
-        for strength in STRENGTHS:
-            name = f"strength-{strength}"
-            evaluator.norm = evaluate.NormCalibration(
-                max_token_samples=NORM_EXAMPLES, lora_scale=strength
-            )
-            statistics = evaluator.statistics(Journal(Path(folder) / f"journal-{name}"))
-            searched = search_adapter(checkpoint, [plan], statistics=statistics)
-            behaviour = evaluator.measure(searched.compress(plan).save(Path(folder) / name))
-            row = {
-                "strength": strength,
-                "examples": NORM_EXAMPLES,
-                "bytes": NORM_BYTES,
-                "kept": behaviour.kept,
-                "standard_error": behaviour.standard_error,
-                "seed": arguments.draws[0],
-                "commit": commit(),
-            }
-            rows.append(row)
-            print(row, flush=True)
+    for task in NORM_TASKS:
+        with tempfile.TemporaryDirectory() as folder:
+            data = Path(folder) / "texts.jsonl"
+            lora = arguments.loras / task
+            draw_prompts(task, arguments.draws[0], arguments, data)
+            evaluator = evaluate.Evaluator("smollm2", lora, read_examples(data))
+            checkpoint = open_checkpoint(lora)
+            plans = [CompressionPlan(bytes=size, storage="auto") for size in NORM_BYTES]
+            for strength in STRENGTHS:
+                evaluator.norm = evaluate.NormCalibration(
+                    max_token_samples=NORM_EXAMPLES, lora_scale=strength
+                )
+                journal = Journal(Path(folder) / f"journal-{strength}")
+                statistics = evaluator.statistics(journal)
+                searched = search_adapter(checkpoint, plans, statistics=statistics)
+                for plan in plans:
+                    out = Path(folder) / f"strength-{strength}-{plan.bytes}"
+                    behaviour = evaluator.measure(searched.compress(plan).save(out))
+                    row = {
+                        "task": task,
+                        "strength": strength,
+                        "examples": NORM_EXAMPLES,
+                        "bytes": plan.bytes,
+                        "kept": behaviour.kept,
+                        "standard_error": behaviour.standard_error,
+                        "seed": arguments.draws[0],
+                        "commit": commit(),
+                    }
+                    rows.append(row)
+                    print(row, flush=True)
     return rows
 
 
