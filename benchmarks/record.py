@@ -33,10 +33,6 @@ THREAD_VARIABLES = (
 )
 """What tells linear algebra how many threads to use."""
 
-RECONSTRUCTED = frozenset({"lsrdecomp", "commit", "changes", "started"})
-"""What is known of records from before this file was: of the commit that they name, or of the one
-that brought them."""
-
 STARTED = datetime.now(UTC).isoformat(timespec="seconds")
 """When this process began, by which its entry in a record is known."""
 
@@ -142,11 +138,10 @@ def problems(record: Record) -> list[str]:
     whole = {field.name for field in fields(Run)}
     found = []
     for place, entry in enumerate(entries):
-        is_reconstructed = entry.get("reconstructed", False)
-        missing = (RECONSTRUCTED if is_reconstructed else whole) - set(entry)
+        missing = whole - set(entry)
         if missing:
             found.append(f"entry {place} lacks {', '.join(sorted(missing))}")
-        elif not is_reconstructed and not _is_count(entry["cpu_seconds"]):
+        elif not _is_count(entry["cpu_seconds"]):
             found.append(f"entry {place}: cpu_seconds is {entry['cpu_seconds']!r}")
     return found
 

@@ -49,13 +49,12 @@ class NormCalibration:
     max_samples: int = 512
     """Maximum texts that calibration reads; by hand."""
     max_token_samples: int = 64
-    """The same for models that predict tokens, of which each text has many. Twice as many texts
-    brought nothing (``benchmarks/results/one_command-earlier.json``)."""
+    """The same for models that predict tokens, of which each text has many; by hand."""
     lora_scale: float = 0.4
     """Factor of the LoRA's ΔW during calibration. A small variant does only part of what the LoRA
     does, and errors add up along the network: statistics for it lie between those with the LoRA and
-    without. At 5.5 kB on SmolLM2 0.886 is kept, and 0.816 with the whole LoRA
-    (``benchmarks/results/one_command-earlier.json``, one seed)."""
+    without. One of four values that were tried on three LoRAs (``norms`` in
+    ``benchmarks/results/one_command.json``)."""
     min_mixed_parameters: int | None = 2**24
     """Number of parameters from which on a model is calibrated in mixed precision, as for
     `mixed_precision`; None: never."""
