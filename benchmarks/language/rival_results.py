@@ -22,6 +22,9 @@ NAMES = {
     "TinyLoRA": "TinyLoRA",
 }
 """Methods as pages name them, in the order of their tables."""
+GEMMA = "gemma-3-270m-q4_k_m.gguf"
+BASES = {GEMMA: "Gemma-3-270M"}
+"""Other bases than SmolLM2, as pages name them."""
 
 Row = dict[str, Any]
 
@@ -60,6 +63,13 @@ class RivalResults:
             for each in record.get("does_not_fit", [])
             if key.items() <= each.items()
         ]
+
+    @property
+    def name(self) -> str:
+        """The task, with the base where it is not SmolLM2."""
+        task: str = self.about["task"]
+        base = BASES.get(self.about["base"])
+        return task if base is None else f"{task}, {base}"
 
     @property
     def methods(self) -> list[str]:

@@ -24,6 +24,8 @@ ADAPTERS = {
     "gemma-3-270m": "E2E, Gemma-3-270M",
 }
 """LoRAs as tables name them, by the beginning of a row's name."""
+NORM_TASKS = {"e2e": "E2E", "extraction": "extraction", "arithmetic": "sums"}
+"""Tasks as tables name them, by their directory."""
 
 
 def results(record: dict[str, Any]) -> Table:
@@ -75,8 +77,20 @@ def parts(record: dict[str, Any]) -> Table:
 
 def norms(record: dict[str, Any]) -> Table:
     """Tabulate what a variant keeps by the strength of the LoRA during calibration."""
-    lines = [(f"{row['strength']:g}", _share(row)) for row in record["norms"]]
-    return ("strength", "kept"), lines
+    strengths = list(dict.fromkeys(row["strength"] for row in record["norms"]))
+    variants: dict[tuple[str, int], dict[float, dict[str, Any]]] = {}
+    for row in record["norms"]:
+        of_variant = variants.setdefault((row["task"], row["bytes"]), {})
+        of_variant[row["strength"]] = row
+    lines = []
+    for (task, size), rows in variants.items():
+        best = max(rows, key=lambda strength: rows[strength]["kept"])
+        cells = []
+        for strength in strengths:
+            cell = _share(rows[strength])
+            cells.append(f"**{cell}**" if strength == best else cell)
+        lines.append((NORM_TASKS[task], f"{size / 1000:g} kB", *cells))
+    return ("LoRA of", "size", *(f"strength {strength:g}" for strength in strengths)), lines
 
 
 def _seconds(row: dict[str, Any]) -> dict[str, float]:

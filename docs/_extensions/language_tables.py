@@ -7,7 +7,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from benchmarks.language.rival_results import NAMES, RivalResults
+from benchmarks.language.rival_results import GEMMA, NAMES, RivalResults
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
@@ -51,7 +51,7 @@ def leads(results: dict[str, Any]) -> Table:
             for budget in budgets:
                 both = of_task.trained(method, budget) and of_task.trained("LSR", budget)
                 cells.append(str(of_task.lead(method, budget)) if both else "–")
-            lines.append((of_task.about["task"], NAMES[method], *cells))
+            lines.append((of_task.name, NAMES[method], *cells))
     return ("task", "LSR ahead of", *map(kilobytes, budgets)), lines
 
 
@@ -71,7 +71,7 @@ def rates_run(results: dict[str, Any]) -> Table:
                     cell = f"{kept:.3f} at {rate:.1g}"
                     cells.append(f"**{cell}**" if rate == best else cell)
                 seeds = str(len(of_task.trained(method, budget)))
-                line = (each["task"], NAMES[method], kilobytes(budget), ", ".join(cells), seeds)
+                line = (of_task.name, NAMES[method], kilobytes(budget), ", ".join(cells), seeds)
                 lines.append(line)
     return ("task", "", "size", "share kept, by rate", "seeds"), lines
 
@@ -180,6 +180,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
     "small-adapters-e2e": ("rivals.json", partial(kept_by_size, task="E2E")),
     "small-adapters-extraction": ("rivals.json", partial(kept_by_size, task="extraction")),
     "small-adapters-sums": ("rivals.json", partial(kept_by_size, task="sums")),
+    "small-adapters-gemma": ("rivals.json", partial(kept_by_size, task="E2E", base=GEMMA)),
     "small-adapters-leads": ("rivals.json", leads),
     "small-adapters-rates": ("rivals.json", rates_run),
     "from-lora": ("from_lora.json", from_lora),
