@@ -44,7 +44,7 @@ class Job:
     records : tuple of str
         Names of the files in ``results/``, without ``.json``.
     command : str
-        Arguments of ``python -m``; ``{name}`` stands for an input, and ``{name}/*`` for its files.
+        Arguments of ``python -m``; ``{name}`` stands for an input.
     minutes : float
         CPU minutes on one core, measured by the record that is there, or by hand.
     packages : tuple of str
@@ -83,14 +83,8 @@ class Job:
 
     def argv(self, given: dict[str, Path]) -> list[str]:
         """Return the command with its inputs in place."""
-        arguments: list[str] = []
-        for word in shlex.split(self.command):
-            if word.endswith("/*"):
-                folder = Path(word.removesuffix("/*").format(**given))
-                arguments += sorted(map(str, folder.iterdir()))
-            else:
-                arguments.append(word.format(**given))
-        return [sys.executable, "-m", *arguments]
+        words = shlex.split(self.command)
+        return [sys.executable, "-m", *(word.format(**given) for word in words)]
 
 
 def two_factors(size: int, minutes: float, threads: int = 1, part: str = "") -> Job:
@@ -112,7 +106,16 @@ JOBS = (
     Job("best peer", ("best_peer",), "benchmarks.solvers.best_peer", 5, ("sklearn", "torch")),
     Job("error curve", ("error_curve",), "benchmarks.solvers.error_curve", 1),
     Job("stated gap", ("stated_gap",), "benchmarks.solvers.stated_gap", 2),
-    Job("found", ("found-in-the-wild",), "benchmarks.testing.found", 2),
+    Job(
+        "found",
+        ("found-in-the-wild",),
+        "benchmarks.testing.found",
+        2,
+        (
+            *("cola", "jax", "linear_operator", "pennylane", "pylops", "pyttb"),
+            *("quimb", "qutip", "sparse", "tensorly"),
+        ),
+    ),
     Job("resize", ("resize",), "benchmarks.cost.resize", 2),
     Job("operators", ("operators-galerkin",), "benchmarks.operators.solve galerkin", 1),
     Job("peers", ("operators-peers",), "benchmarks.operators.peers", 4, ("pyamg",)),
@@ -163,29 +166,35 @@ JOBS = (
         "benchmarks.compression.budgets {adapters}/anirudh-gpt2 "
         "{adapters}/ms-roberta-base-mnli/roberta_base_lora_mnli.bin {adapters}/difad-grid/r16_a16 "
         "{adapters}/merkulov-llama32-1b-r8 {adapters}/difad-grid/r8_a32 "
-        "{adapters}/tashu-distilbert-imdb --layers 5",
+        "{adapters}/tashu-distilbert-imdb --layers 5 --again",
         3,
         ("peft", "lycoris", "bitsandbytes"),
     ),
     Job(
         "Frobenius",
         ("compression_frobenius",),
-        "benchmarks.compression.frobenius {adapters}/* --parts rank --layers 1000 --long 200 --out "
-        "benchmarks/results/compression_frobenius.json",
+        "benchmarks.compression.frobenius {adapters}/anirudh-gpt2 {adapters}/aowei-gemma3-270m "
+        "{adapters}/difad-grid/r16_a16 {adapters}/difad-grid/r4_a64 {adapters}/difad-grid/r8_a32 "
+        "{adapters}/merkulov-llama32-1b-r8 "
+        "{adapters}/ms-roberta-base-mnli/roberta_base_lora_mnli.bin "
+        "{adapters}/sd-cloneofsimo/analog_svd_rank4.safetensors "
+        "{adapters}/sd-mvclab-ntust-course {adapters}/tashu-distilbert-imdb "
+        "--parts rank --layers 1000 --long 200 "
+        "--out benchmarks/results/compression_frobenius.json",
         1,
     ),
     Job(
         "compare embedded",
         ("compare-embedded",),
         "benchmarks.lab compare benchmarks/experiments/embedded.toml --quiet "
-        "--out {work}/comparison --json benchmarks/results/compare-embedded.json",
+        "--out {work}/comparison --json benchmarks/results/compare-embedded.json --force",
         2,
     ),
     Job(
         "recover embedded",
         ("recover-embedded",),
         "benchmarks.lab recover benchmarks/experiments/embedded.toml --quiet "
-        "--out {work}/recovery --json benchmarks/results/recover-embedded.json",
+        "--out {work}/recovery --json benchmarks/results/recover-embedded.json --force",
         5,
     ),
     Job(
@@ -193,7 +202,7 @@ JOBS = (
         ("compare-sst2",),
         "benchmarks.lab compare benchmarks/experiments/sst2-minilm.toml --quiet "
         "--data {published}/glue --model {encoder} --out {work}/sst2 "
-        "--json benchmarks/results/compare-sst2.json",
+        "--json benchmarks/results/compare-sst2.json --force",
         12,
     ),
     Job(
@@ -201,7 +210,7 @@ JOBS = (
         ("recover-minilm",),
         "benchmarks.lab recover benchmarks/experiments/recover-minilm.toml --quiet "
         "--data {published}/glue --model {encoder} --out {work}/recover-minilm "
-        "--json benchmarks/results/recover-minilm.json",
+        "--json benchmarks/results/recover-minilm.json --force",
         10,
     ),
     Job("kept", ("promise",), "benchmarks.behaviour.kept --data {published}/glue", 2, ("peft",)),

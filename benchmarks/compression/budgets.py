@@ -6,8 +6,8 @@ Budgets are "so many times fewer bytes than the LoRA in float16"; an arm in floa
 times fewer parameters. All layers share one budget. Errors are in float64, on the numbers as
 stored; bytes are those of the factors, without a file's header. Arms that store the LoRA in
 integers have one size, which is made a budget for the others. Adapters that the file of results
-holds already are not measured again. Needs peft, lycoris-lora and bitsandbytes for some arms, and
-says which it left out.
+holds already are measured again only with ``--again``. Needs peft, lycoris-lora and bitsandbytes
+for some arms, and says which it left out.
 """
 
 from __future__ import annotations
@@ -149,9 +149,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "compression.json")
     parser.add_argument("--alpha", type=float, default=16.0, help="for formats that do not hold it")
     parser.add_argument("--layers", type=int, default=24, help="most layers of an adapter")
+    parser.add_argument("--again", action="store_true", help="measure also what FILE holds")
     options = parser.parse_args(arguments)
     search = Search()
-    record: Row = {"adapters": {}} | records.load(options.out) | {"facts": facts(options, search)}
+    held = {} if options.again else records.load(options.out)
+    record: Row = {"adapters": {}} | held | {"facts": facts(options, search)}
     packages = [name for name in PACKAGES if find_spec(name)]
     for path in options.adapters:
         if path.name in record["adapters"]:

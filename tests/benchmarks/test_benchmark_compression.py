@@ -143,3 +143,5 @@ def test_the_benchmark_runs_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     out.write_text(json.dumps(record))
     budgets.main(command)
     assert json.loads(out.read_text())["adapters"]["demo_adapter"]["layers"] == "kept"
+    budgets.main([*command, "--again"])
+    assert json.loads(out.read_text())["adapters"]["demo_adapter"]["layers"] == 2
