@@ -10,7 +10,7 @@ from statistics import fmean, geometric_mean
 
 import pytest
 
-from benchmarks.language.rival_results import NAMES, RivalResults
+from benchmarks.language.rival_results import GEMMA, NAMES, RivalResults
 
 ROOT = Path(__file__).resolve().parents[1]
 README, INDEX, LANGUAGE, SMALL = (
@@ -285,7 +285,26 @@ def in_small_adapters():
         f"ahead on extraction, {short(extraction.share('LSR', 1000).value, 3)} against "
         f"{short(extraction.share('LoRAQuant', 1000).value, 3)} of LoRAQuant's split"
     )
+    yield of_rivals_on_gemma()
     yield from of_published_rows()
+
+
+def of_rivals_on_gemma():
+    """E2E with Gemma-3-270M as the base."""
+    task = RivalResults(record("rivals"), "E2E", GEMMA)
+    for budget in task.budgets:
+        for method in task.methods:
+            if method != "LSR" and task.trained(method, budget):
+                lead = task.lead(method, budget)
+                assert lead.value > 2.0 * lead.error, (method, budget)
+    ours = [short(task.share("LSR", budget).value, 3) for budget in (1000, 3000)]
+    best = [best_of_others(task, budget) for budget in (1000, 3000)]
+    kept = [each.partition(" ")[0] for each in best]
+    assert best == [f"{kept[0]} (Uni-LoRA)", f"{kept[1]} (LoRAQuant's split)"]
+    return (
+        f"in 1 kB it keeps {ours[0]} of E2E and Uni-LoRA {kept[0]}, in 3 kB {ours[1]} and "
+        f"LoRAQuant's split {kept[1]}"
+    )
 
 
 def is_ahead_of_lsr(task, method, budget):
