@@ -87,10 +87,10 @@ def norms(record: dict[str, Any]) -> Table:
         best = max(rows, key=lambda strength: rows[strength]["kept"])
         cells = []
         for strength in strengths:
-            cell = _share(rows[strength])
+            cell = _share(rows[strength]).removesuffix(" %")
             cells.append(f"**{cell}**" if strength == best else cell)
-        lines.append((NORM_TASKS[task], f"{size / 1000:g} kB", *cells))
-    return ("LoRA of", "size", *(f"strength {strength:g}" for strength in strengths)), lines
+        lines.append((f"{NORM_TASKS[task]}, {size / 1000:g} kB", *cells))
+    return ("LoRA and size", *(f"strength {strength:g}" for strength in strengths)), lines
 
 
 def _seconds(row: dict[str, Any]) -> dict[str, float]:
