@@ -190,48 +190,55 @@ def train_lora(task: str, arguments: argparse.Namespace) -> None:
 
 
 def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each task, size and strength."""
+    """Return a row for each task, strength and size."""
     import torch
 
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for task in NORM_TASKS:
+        with tempfile.TemporaryDirectory() as folder:
+            for row in norms_of_task(task, arguments, Path(folder)):
+                print(row, flush=True)
+                rows.append(row)
+    return rows
+
+
+def norms_of_task(
+    task: str, arguments: argparse.Namespace, folder: Path
+) -> Iterator[dict[str, Any]]:
+    """Measure one task's variants in the norm of each strength; a row a variant."""
     from lsrdecomp.calibration.dataset import read_examples
     from lsrdecomp.checkpoints import Journal, open_checkpoint
     from lsrdecomp.compression.compress import search_adapter
     from lsrdecomp.compression.settings import CompressionPlan
     from lsrdecomp.fidelity import evaluate
 
-    torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    for task in NORM_TASKS:
-        with tempfile.TemporaryDirectory() as folder:
-            data = Path(folder) / "texts.jsonl"
-            lora = arguments.loras / task
-            draw_prompts(task, arguments.draws[0], arguments, data)
-            evaluator = evaluate.Evaluator("smollm2", lora, read_examples(data))
-            checkpoint = open_checkpoint(lora)
-            plans = [CompressionPlan(bytes=size, storage="auto") for size in NORM_BYTES]
-            for strength in STRENGTHS:
-                evaluator.norm = evaluate.NormCalibration(
-                    max_token_samples=NORM_EXAMPLES, lora_scale=strength
-                )
-                journal = Journal(Path(folder) / f"journal-{strength}")
-                statistics = evaluator.statistics(journal)
-                searched = search_adapter(checkpoint, plans, statistics=statistics)
-                for plan in plans:
-                    out = Path(folder) / f"strength-{strength}-{plan.bytes}"
-                    behaviour = evaluator.measure(searched.compress(plan).save(out))
-                    row = {
-                        "task": task,
-                        "strength": strength,
-                        "examples": NORM_EXAMPLES,
-                        "bytes": plan.bytes,
-                        "kept": behaviour.kept,
-                        "standard_error": behaviour.standard_error,
-                        "seed": arguments.draws[0],
-                        "commit": commit(),
-                    }
-                    rows.append(row)
-                    print(row, flush=True)
-    return rows
+    seed = arguments.draws[0]
+    data = folder / "texts.jsonl"
+    draw_prompts(task, seed, arguments, data)
+    lora = arguments.loras / task
+    checkpoint = open_checkpoint(lora)
+    evaluator = evaluate.Evaluator("smollm2", lora, read_examples(data))
+    plans = [CompressionPlan(bytes=size, storage="auto") for size in NORM_BYTES]
+    for strength in STRENGTHS:
+        evaluator.norm = evaluate.NormCalibration(
+            max_token_samples=NORM_EXAMPLES, lora_scale=strength
+        )
+        statistics = evaluator.statistics(Journal(folder / f"journal-{strength}"))
+        searched = search_adapter(checkpoint, plans, statistics=statistics)
+        for plan in plans:
+            out = folder / f"strength-{strength}-{plan.bytes}"
+            behaviour = evaluator.measure(searched.compress(plan).save(out))
+            yield {
+                "task": task,
+                "strength": strength,
+                "examples": NORM_EXAMPLES,
+                "bytes": plan.bytes,
+                "kept": behaviour.kept,
+                "standard_error": behaviour.standard_error,
+                "seed": seed,
+                "commit": commit(),
+            }
 
 
 def draw_prompts(task: str, draw: int, arguments: argparse.Namespace, out: Path) -> int:
