@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lsrdecomp import checkpoints, compression
+from lsrdecomp import checkpoints, compression, serving
+from lsrdecomp.checkpoints.files import read_text_lines
 from lsrdecomp.checkpoints.progress import Counter, OnStep
-from lsrdecomp.cli import served, tables
-from lsrdecomp.cli.completion import complete, servers
+from lsrdecomp.cli import tables
 from lsrdecomp.cli.layer_tables import verification_table
 from lsrdecomp.cli.options import ForceFile, JsonFile
 from lsrdecomp.cli.outputs import Input
@@ -40,32 +41,13 @@ def verify(
     ],
     written: Annotated[
         Path | None,
-        typer.Argument(
-            help="What was written from it; not with --for or --server.", show_default=False
-        ),
+        typer.Argument(help="What was written from it; not with --server.", show_default=False),
     ] = None,
     *,
     base: Annotated[
         str | None,
         Input,
-        typer.Option(
-            help="Also compare outputs on this base model; with --for, the base it is served on."
-        ),
-    ] = None,
-    rules: Annotated[
-        str | None,
-        typer.Option(
-            "--for",
-            help="Server: vllm, sglang, tgi, lorax, peft, llama.cpp, diffusers or kohya.",
-            autocompletion=complete(servers),
-        ),
-    ] = None,
-    python: Annotated[
-        str | None,
-        typer.Option(
-            "--python",
-            help="With --for: Python that has vllm, sglang, tgi or lorax, to run its loader.",
-        ),
+        typer.Option(help="Also compare outputs on this base model."),
     ] = None,
     server: Annotated[
         str | None,
@@ -109,30 +91,21 @@ def verify(
     were recorded or a record is missing. With --base and texts the outputs of the two adapters are
     compared too; no labels are needed.
 
-    verify ADAPTER --for vllm --base BASE says which layers that server would apply, by its own
-    loader where it is installed. verify ADAPTER --server URL asks a running server whether the
-    adapter is active, and with --base at which scale. Exit code 1 if it is not, 3 if that cannot
-    be told here.
+    verify ADAPTER --server URL asks a running server whether the adapter is active, and with --base
+    at which scale. Exit code 1 if it is not.
     """
     del force  # `outputs.checked` reads it
     settings = EvaluatorSettings(**options)
-    if python is not None and rules is None:
-        raise LsrError("--python is the interpreter of a server that is named by --for")
-    # 1. What a server makes of an adapter, by its rules or by asking it.
-    if rules is not None or server is not None:
-        _refuse_two_views(written, rules, server)
+    # 1. What a running server makes of an adapter.
+    if server is not None:
+        if written is not None:
+            raise LsrError("--server asks about one adapter: name the one that is served alone")
         if accept:
-            raise LsrError("--accept records what was measured: leave out --for and --server")
-        if rules is not None:
-            served.by_loader(source, rules, base, json, python)
-        else:
-            served.by_asking(source, str(server), served_as, base, text, settings.dtype, json)
+            raise LsrError("--accept records what was measured: leave out --server")
+        _ask(source, server, served_as, base, text, settings.dtype, json)
         return
     if written is None:
-        raise LsrError(
-            "name what was written from it too; or ask what a server makes of it, by --for or "
-            "--server"
-        )
+        raise LsrError("name what was written from it too, or a server that has it by --server URL")
     questions = Questions(text, task, data, "dev", answers, settings.max_length, settings.truncate)
     if (base is None) != (questions.sources == 0):
         raise LsrError(
@@ -172,15 +145,43 @@ def verify(
         raise typer.Exit(3)
 
 
-def _refuse_two_views(written: Path | None, rules: str | None, server: str | None) -> None:
-    """Raise `LsrError` where two adapters, or two views of one, were named."""
-    if written is not None:
-        raise LsrError(
-            "--for and --server look at one adapter: name the one that is served, and no other"
-        )
-    if rules is not None and server is not None:
-        raise LsrError(
-            "--for looks at a server that does not run and --server asks one: one at a time"
+def _ask(
+    adapter: Path,
+    url: str,
+    name: str | None,
+    base: str | None,
+    prompts: Path | None,
+    dtype: str,
+    json: Path | None,
+) -> None:
+    """Show `serving.ask_server` in words; exit code 1 if the adapter does not act as asked."""
+    lines = {} if prompts is None else {"prompts": read_text_lines(prompts)}
+    with nullcontext() if base is None else tables.quiet():  # what it quiets takes seconds to load
+        reply = serving.ask_server(url, adapter, name=name, base=base, dtype=dtype, **lines)
+    tables.show(json, *_reply_sentences(reply, url))
+    tables.write_json(reply.to_json(), json)
+    if not reply.acts or reply.scaled_right is False:
+        raise typer.Exit(1)
+
+
+def _reply_sentences(reply: serving.ServerMeasurement, url: str) -> Iterator[str]:
+    """Yield whether the adapter acts, and at which scale."""
+    verdict = "acts" if reply.acts else "does NOT act"
+    yield (
+        f"{reply.server} at {url}: {reply.adapter} {verdict}. It changes log-probabilities by "
+        f"{reply.effect:.3g} nats on {reply.prompts} prompts; two equal requests differ by "
+        f"{reply.noise:.3g}."
+    )
+    if reply.set_scale is not None:
+        off = "; it was asked for at 1" if reply.set_scale == 0.0 else ""
+        yield f"The server's own setting is scale {reply.set_scale:g}{off}."
+    if reply.fitted_scale is not None:
+        wrong = ""
+        if not reply.scaled_right:
+            wrong = f", NOT the {reply.requested_scale:g} that was asked for"
+        yield (
+            f"PEFT is nearest at scale {reply.fitted_scale:.3g}{wrong}: {reply.fit:.3g} nats from "
+            f"the server there, {reply.misfit:.3g} without the adapter."
         )
 
 
