@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,8 +33,24 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Options of a running server that is asked instead of measuring files."""
+
+    server: Annotated[
+        str | None,
+        typer.Option(
+            "--server", help="URL of a running server to ask: llama.cpp or OpenAI's protocol."
+        ),
+    ] = None
+    served_as: Annotated[
+        str | None,
+        typer.Option("--served-as", help="With --server: the adapter's name or number there."),
+    ] = None
+
+
 @options_of(EvaluatorSettings, only=SETTINGS)
-@option_groups(opening=Opening, display=Display)
+@option_groups(asked=Asked, opening=Opening, display=Display)
 def verify(
     source: Annotated[
         Path, typer.Argument(help="The adapter that was compressed.", show_default=False)
@@ -48,16 +64,6 @@ def verify(
         str | None,
         Input,
         typer.Option(help="Also compare outputs on this base model."),
-    ] = None,
-    server: Annotated[
-        str | None,
-        typer.Option(
-            "--server", help="URL of a running server to ask: llama.cpp or OpenAI's protocol."
-        ),
-    ] = None,
-    served_as: Annotated[
-        str | None,
-        typer.Option("--served-as", help="With --server: the adapter's name or number there."),
     ] = None,
     data: DataFile = None,
     answers: AnswerTokens = "completion",
@@ -79,6 +85,7 @@ def verify(
             "that was meant.",
         ),
     ] = False,
+    asked: Asked,
     opening: Opening,
     display: Display,
     json: JsonFile = None,
@@ -96,53 +103,35 @@ def verify(
     """
     del force  # `outputs.checked` reads it
     settings = EvaluatorSettings(**options)
-    # 1. What a running server makes of an adapter.
-    if server is not None:
+    if asked.server is not None:
         if written is not None:
             raise LsrError("--server asks about one adapter: name the one that is served alone")
         if accept:
             raise LsrError("--accept records what was measured: leave out --server")
-        _ask(source, server, served_as, base, text, settings.dtype, json)
+        _ask(source, asked.server, asked.served_as, base, text, settings.dtype, json)
         return
     if written is None:
         raise LsrError("name what was written from it too, or a server that has it by --server URL")
     questions = Questions(text, task, data, "dev", answers, settings.max_length, settings.truncate)
-    if (base is None) != (questions.sources == 0):
-        raise LsrError(
-            "answers are compared on a base: give --base with --data FILE.jsonl, --text FILE or "
-            "--task DIR"
-        )
-    # 2. The numbers of what was written, and on a base its answers, against the source's.
-    if base is not None:
-        questions.check()
-        from lsrdecomp.calibration.base_files import check_reachable  # with NumPy
-
-        check_reachable(base)
+    _check_base(base, questions)
     original = opening.open(source)
-    behaviour = None
     compressed = _opened(written, opening)
+    behaviour = None
     with follow(quiet=display.quiet) as step:
         result = compression.verify(original, compressed, on_step=step)
         if base is not None:
             pair = _model_pair(base, source, written, device, settings.dtype)
             behaviour = _behaviour(pair, questions, batch, step)
-    # 3. What came of it, for people, for machines, and as an exit code.
-    tables.show(json, verification_table(result, each=display.each), wide=display.wide)
-    tables.show(json, f"Weight error over all layers: {result.relative_error:.4g}.")
-    if behaviour is not None:
-        tables.show(json, *_sentences(behaviour))
+    _show(result, behaviour, display, json)
     tables.write_json(_figures(result, behaviour, base), json)
     for complaint in _complaints(result, source, written):
         tables.say(complaint)
     if accept:
         compression.accept(compressed, result)
         tables.show(json, f"Recorded {written} as it is now.")
-        return
-    _say_way_out(result, source, written)
-    if not result.passed:
-        raise typer.Exit(1)
-    if not result.recorded or result.missing_records:
-        raise typer.Exit(3)
+    else:
+        _say_way_out(result, source, written)
+        _exit(result)
 
 
 def _ask(
@@ -185,6 +174,20 @@ def _reply_sentences(reply: serving.ServerMeasurement, url: str) -> Iterator[str
         )
 
 
+def _check_base(base: str | None, questions: Questions) -> None:
+    """Raise `LsrError` unless base and questions were both named, or neither; find the base."""
+    if (base is None) != (questions.sources == 0):
+        raise LsrError(
+            "answers are compared on a base: give --base with --data FILE.jsonl, --text FILE or "
+            "--task DIR"
+        )
+    if base is not None:
+        questions.check()
+        from lsrdecomp.calibration.base_files import check_reachable  # with NumPy
+
+        check_reachable(base)
+
+
 def _opened(written: Path, opening: Opening) -> Checkpoint:
     """Open what was written; in the source's own format it may need the source's alpha too."""
     try:
@@ -220,6 +223,19 @@ def _behaviour(pair: tuple[Base, Base], questions: Questions, size: int, step: O
             answered.add(len(batch["input_ids"]))
 
     return Reference(source, counted()).compare(written)
+
+
+def _show(
+    result: compression.Verification,
+    behaviour: Behaviour | None,
+    display: Display,
+    json: Path | None,
+) -> None:
+    """Print the errors of the layers, and how the answers differ if they were compared."""
+    tables.show(json, verification_table(result, each=display.each), wide=display.wide)
+    tables.show(json, f"Weight error over all layers: {result.relative_error:.4g}.")
+    if behaviour is not None:
+        tables.show(json, *_sentences(behaviour))
 
 
 def _figures(
@@ -273,6 +289,14 @@ def _say_way_out(result: compression.Verification, source: Path, written: Path) 
             "If that is meant, record it as it is: lsrdecomp verify "
             f"{quoted(source)} {quoted(written)} --accept"
         )
+
+
+def _exit(result: compression.Verification) -> None:
+    """Raise `typer.Exit` with code 1 where something differs, 3 where it cannot be told."""
+    if not result.passed:
+        raise typer.Exit(1)
+    if not result.recorded or result.missing_records:
+        raise typer.Exit(3)
 
 
 def _few(names: Sequence[str], max_names: int = 8) -> str:
