@@ -256,4 +256,5 @@ def _transformers_model(config: Path, fields: dict[str, Any]) -> Any:
     architecture = next(iter(fields.get("architectures") or ()), None)
     if isinstance(architecture, str) and hasattr(transformers, architecture):
         return getattr(transformers, architecture)(settings)
-    return transformers.AutoModel.from_config(settings)
+    bare: Any = transformers.AutoModel
+    return bare.from_config(settings)

@@ -299,8 +299,9 @@ def _exit(result: compression.Verification) -> None:
         raise typer.Exit(3)
 
 
-def _few(names: Sequence[str], max_names: int = 8) -> str:
-    """Return so many names of a list at most, and how many more there are."""
+def _few(names: Sequence[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    max_names = 8  # that a line holds
     text = ", ".join(names[:max_names])
     return text if len(names) <= max_names else f"{text} and {len(names) - max_names} more"
 
