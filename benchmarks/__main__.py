@@ -136,7 +136,6 @@ JOBS = (
         15,
         ("peft",),
     ),
-    Job("bank", ("bank",), "benchmarks.adapters.bank", 5, ("peft",)),
     Job("fleet", ("fleet",), "benchmarks.cost.fleet", 5, threads=None),
     Job(
         "threads",

@@ -29,8 +29,7 @@ Rooms
 
 To be imported by name, since each needs more packages: `lsrdecomp.adapters` (LSR inside PEFT),
 `lsrdecomp.calibration`, `lsrdecomp.training`, `lsrdecomp.fidelity` (torch), `lsrdecomp.testing`
-(tests; hypothesis), `lsrdecomp.serving` (what a server makes of an adapter; gguf for llama.cpp's
-files).
+(tests; hypothesis), `lsrdecomp.serving` (a running server asked about an adapter).
 """
 
 from lsrdecomp._renamed import NAMES, attach

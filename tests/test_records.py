@@ -25,11 +25,10 @@ COMPRESS, PAPER, TRAINED, SCALE = (
     "docs/evidence/fine-tuning-measured.md",
     "docs/evidence/scale.md",
 )
-ACCURACY, SOLVERS, OPERATORS, SERVING, KERNELS = (
+ACCURACY, SOLVERS, OPERATORS, KERNELS = (
     "docs/evidence/accuracy.md",
     "docs/evidence/solvers-measured.md",
     "docs/evidence/operators-measured.md",
-    "docs/evidence/serving.md",
     "docs/evidence/kernels.md",
 )
 NO_RECORD: dict[str, tuple[str, ...]] = {
@@ -625,22 +624,6 @@ def in_operators():
     yield f"CG without it was stopped after {times:.1f} times the seconds of GMRES with it"
 
 
-def in_serving():
-    """Many adapters in one process."""
-    bank = record("bank")
-    lower, middle, upper = (short(share) for share in bank["bank over disk, quartiles"])
-    yield (
-        f"{bank['switches']} switches, {bank['packed bytes per adapter']:,} packed bytes an "
-        f"adapter): {bank['allocated over packed']:.3f} times the packed bytes in memory"
-    )
-    yield (
-        f"a switch and the next token's logits {middle} of the time with the LoRA from disk "
-        f"(quartiles {lower} to {upper})"
-    )
-    assert bank["worst relative error of the change of logits"] == 0.0
-    yield f"the logits those of the adapter alone, bit by bit, in {WORDS[bank['checked']]} checked"
-
-
 def in_kernels():
     """Time of an LSR layer over LoRA's, in training and in a pass without a graph."""
     rows = record("layers-cpu")["rows"]
@@ -759,7 +742,6 @@ CLAIMS = [
             SCALE: in_scale,
             SOLVERS: in_solvers,
             OPERATORS: in_operators,
-            SERVING: in_serving,
             KERNELS: in_kernels,
         }
     ).items()

@@ -21,7 +21,6 @@ from lsrdecomp.adapters.direct import DirectConfig, KronAConfig
 from lsrdecomp.adapters.exchange import save_pretrained, to_lora
 from lsrdecomp.adapters.factors import formed_once
 from lsrdecomp.adapters.layer import LsrLayer
-from lsrdecomp.adapters.loraplus import loraplus_groups
 from lsrdecomp.adapters.model import LsrModel
 from lsrdecomp.adapters.transformers_loading import plain_transformers
 
@@ -32,7 +31,6 @@ __all__ = [
     "LsrLayer",
     "LsrModel",
     "formed_once",
-    "loraplus_groups",
     "plain_transformers",
     "rescale",
     "save_pretrained",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from peft import LoraModel
 
-from lsrdecomp.adapters.combine import refuse_to_combine
 from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.layer import LsrLayer, LsrLinear
 from lsrdecomp.adapters.parameters import ParamWrapper
@@ -66,32 +65,6 @@ class LsrModel(KroneckerTuner):
             layer.tie(adapter_name, self.model.get_input_embeddings())
         else:
             super()._add_to_layer(layer, adapter_name, config, current_key)
-
-    def add_weighted_adapter(
-        self,
-        adapters: list[str],
-        weights: list[float],
-        adapter_name: str,
-        *arguments: Any,
-        **options: Any,
-    ) -> NoReturn:
-        """Refuse to combine adapters, with the commands by which PEFT's LoRA combines them.
-
-        Parameters
-        ----------
-        adapters, weights, adapter_name, *arguments, **options
-            As for `peft.LoraModel.add_weighted_adapter`; the printed commands hold them.
-
-        Raises
-        ------
-        UnsupportedLayerError
-            Always. The message holds the commands, unless a part of an adapter does not add up
-            (DoRA's magnitudes, trained token rows).
-        ValueError
-            For adapters that do not exist, or weights of another number.
-        """
-        configs: Any = self.peft_config
-        refuse_to_combine(configs, adapters, weights, adapter_name, arguments, options)
 
     def _check_new_adapter_config(self, config: Any) -> None:
         super()._check_new_adapter_config(config)

@@ -169,10 +169,11 @@ class KroneckerTuner(BaseTuner):
             super().merge_adapter(adapter_names, safe_merge)
 
     def add_weighted_adapter(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Refuse: a ΔW of full rank is no LoRA, so that PEFT does not combine these, either."""
+        """Refuse: adapters are combined as LoRAs, which LSR's are exactly, by PEFT."""
         raise TypeError(
             f"{type(self).__name__} does not support add_weighted_adapter; make several adapters "
-            "active at once, each scaled by lsrdecomp.adapters.rescale"
+            "active at once, each scaled by lsrdecomp.adapters.rescale, or write LSR adapters as "
+            "LoRAs by lsrdecomp.adapters.save_pretrained(…, also_lora=True) and combine those"
         )
 
     @contextmanager

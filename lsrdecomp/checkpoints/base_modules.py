@@ -6,7 +6,6 @@ Then neither torch nor transformers is needed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +26,6 @@ COMPONENT_CLASSES = {
     "CLIPTextModelWithProjection": "text_encoder_2",
 }
 """Components of image pipelines by the class in their config."""
-MODEL_CLASSES = {
-    "CAUSAL_LM": "AutoModelForCausalLM",
-    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "QUESTION_ANS": "AutoModelForQuestionAnswering",
-}
-"""transformers' classes by PEFT's task type; without one, the config's own class."""
 Shape = tuple[int, ...]
 
 
@@ -58,8 +49,8 @@ class BaseModules:
     --------
     >>> shapes = {"unet.mid_block.attn1.to_q": (64, 64), "vae.decoder.conv_in": None}
     >>> base = BaseModules(Path("pipeline"), shapes)
-    >>> base.from_gguf, "unet" in base.components
-    (False, True)
+    >>> base.from_gguf, base.find("unet.mid_block.attn1.to_q")
+    (False, 'unet.mid_block.attn1.to_q')
     """
 
     path: Path
@@ -71,16 +62,6 @@ class BaseModules:
         """Whether the names are those of a GGUF file."""
         return self.gguf is not None and bool(self.gguf.shapes)
 
-    @property
-    def components(self) -> frozenset[str]:
-        """The parts of a diffusers pipeline that were found; empty for any other base."""
-        return frozenset(name.partition(".")[0] for name in self.shapes) & frozenset(COMPONENTS)
-
-    @cached_property
-    def last_parts(self) -> frozenset[str]:
-        """The last words of all names."""
-        return frozenset(name.rpartition(".")[2] for name in self.shapes)
-
     def find(self, name: str) -> str | None:
         """Return the stored name of a module that transformers calls ``name``, or None."""
         if self.from_gguf:
@@ -88,45 +69,8 @@ class BaseModules:
             name = self.gguf.find(name) or ""
         return name if name in self.shapes else None
 
-    def find_as_opened(self, name: str, task_type: str | None) -> str | None:
-        """Return the stored name of a module, as transformers opens the base for a task.
 
-        It then adds or takes away the first word of names: a file of the bare model has
-        ``encoder.…`` where a model with a head calls it ``bert.encoder.…``, and the other way
-        round. Language models are asked for by their own names.
-        """
-        stored_name = self.find(name)
-        if stored_name is not None or self.from_gguf:
-            return stored_name
-        if self._is_bare:
-            without_first = name.partition(".")[2]
-            return without_first if without_first in self.shapes else None
-        if task_type in ("CAUSAL_LM", "SEQ_2_SEQ_LM"):
-            return None
-        first_words = {stored.partition(".")[0] for stored in self.shapes}
-        for word in sorted(first_words):
-            if f"{word}.{name}" in self.shapes:
-                return f"{word}.{name}"
-        return None
-
-    @cached_property
-    def _is_bare(self) -> bool:
-        """Whether the names are those of a model without a head.
-
-        In a model with one, a word stands above both numbered layers and embeddings.
-        """
-        above_layers: set[str] = set()
-        above_others: set[str] = set()
-        for name in self.shapes:
-            words = name.split(".")
-            if any(word.isdecimal() for word in words):
-                above_layers.add(words[0])
-            else:
-                above_others.add(words[0])
-        return not above_layers & above_others
-
-
-def read_modules(path: str | Path, *, task_type: str | None = None) -> BaseModules:
+def read_modules(path: str | Path) -> BaseModules:
     """Read the modules of a base.
 
     Parameters
@@ -135,8 +79,6 @@ def read_modules(path: str | Path, *, task_type: str | None = None) -> BaseModul
         A model's directory, a safetensors file or its index, a GGUF file, a diffusers pipeline or
         one of its components, or a config.json alone. Only for the last are torch and transformers
         needed: the model is built without memory for its weights.
-    task_type : str, optional
-        As PEFT calls it: which class of model to build from a config alone.
 
     Returns
     -------
@@ -164,7 +106,7 @@ def read_modules(path: str | Path, *, task_type: str | None = None) -> BaseModul
         return BaseModules(path, dict(gguf_base.shapes), gguf_base)
     if path.is_dir() and (path / "model_index.json").is_file():
         return BaseModules(path, dict(_pipeline_modules(path)))
-    shapes = dict(_modules(path, task_type))
+    shapes = dict(_modules(path))
     directory = path if path.is_dir() else path.parent
     config = path if path.name == "config.json" else directory / "config.json"
     component = _component(config)
@@ -184,7 +126,7 @@ def _component(config: Path) -> str | None:
     return COMPONENT_CLASSES.get(str(class_name))
 
 
-def _modules(path: Path, task_type: str | None) -> Iterator[tuple[str, Shape | None]]:
+def _modules(path: Path) -> Iterator[tuple[str, Shape | None]]:
     """Yield the modules of one model, from its weight files or else from its config."""
     files = _weight_files(path)
     if files:
@@ -199,7 +141,7 @@ def _modules(path: Path, task_type: str | None) -> Iterator[tuple[str, Shape | N
                 "config.json"
             )
         raise CheckpointError(reason, path=path)
-    yield from _built_modules(config, task_type)
+    yield from _built_modules(config)
 
 
 def _stored_modules(files: list[Path]) -> Iterator[tuple[str, Shape | None]]:
@@ -256,7 +198,7 @@ def _pipeline_modules(path: Path) -> Iterator[tuple[str, Shape | None]]:
     if not components:
         raise CheckpointError(f"is a pipeline without any of {', '.join(COMPONENTS)}", path=path)
     for component in components:
-        for name, shape in _modules(path / component, None):
+        for name, shape in _modules(path / component):
             yield f"{component}.{name}", shape
 
 
@@ -268,7 +210,7 @@ def _gguf_names(config: Path) -> GgufBase | None:
         return None
 
 
-def _built_modules(config: Path, task_type: str | None) -> Iterator[tuple[str, Shape]]:
+def _built_modules(config: Path) -> Iterator[tuple[str, Shape]]:
     """Build the model that a config describes, without memory, and yield its modules.
 
     Raises
@@ -289,7 +231,7 @@ def _built_modules(config: Path, task_type: str | None) -> Iterator[tuple[str, S
                 model_class = getattr(diffusers, str(fields["_class_name"]))
                 model = model_class.from_config(fields)
             else:
-                model = _transformers_model(config, fields, task_type)
+                model = _transformers_model(config, fields)
     except ImportError as error:
         raise LsrError(
             f"{config}: of a config alone names come from the model it describes; without "
@@ -305,14 +247,14 @@ def _built_modules(config: Path, task_type: str | None) -> Iterator[tuple[str, S
             yield name, tuple(weight.shape)
 
 
-def _transformers_model(config: Path, fields: dict[str, Any], task_type: str | None) -> Any:
+def _transformers_model(config: Path, fields: dict[str, Any]) -> Any:
+    """Return a model of the config's own class, or of transformers' bare one."""
     import transformers
 
     place = config.parent if config.name == "config.json" else config
     settings = transformers.AutoConfig.from_pretrained(str(place))
-    if task_type not in MODEL_CLASSES:
-        architecture = next(iter(fields.get("architectures") or ()), None)
-        if isinstance(architecture, str) and hasattr(transformers, architecture):
-            return getattr(transformers, architecture)(settings)
-    model_class = getattr(transformers, MODEL_CLASSES.get(str(task_type), "AutoModel"))
-    return model_class.from_config(settings)
+    architecture = next(iter(fields.get("architectures") or ()), None)
+    if isinstance(architecture, str) and hasattr(transformers, architecture):
+        return getattr(transformers, architecture)(settings)
+    bare: Any = transformers.AutoModel
+    return bare.from_config(settings)

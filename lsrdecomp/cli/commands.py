@@ -13,7 +13,7 @@ import typer
 
 from lsrdecomp import checkpoints, compression, plots
 from lsrdecomp.checkpoints.progress import Counter
-from lsrdecomp.cli import served, tables
+from lsrdecomp.cli import tables
 from lsrdecomp.cli.calibrate import calibrate
 from lsrdecomp.cli.completion import complete
 from lsrdecomp.cli.compress import compress
@@ -203,7 +203,7 @@ def export(
     checkpoint = checkpoints.open_checkpoint(adapter, alpha=alpha, max_memory=max_memory)
     from lsrdecomp.checkpoints.writers.peft import ALIASES
 
-    base_path = None if base is None else served.base_path(base)
+    base_path = None if base is None else _base_path(base)
     compression.export_lora(
         checkpoint,
         out,
@@ -227,6 +227,18 @@ def export(
     if storage is None:
         storage = "f16" if to == "gguf" else like_or_source.storage
     typer.echo(f"Wrote {out} ({written_format}): the same ΔW, up to rounding to {storage}.")
+
+
+def _base_path(base: str) -> Path:
+    """Return where names of a base are read: its path, or the file packaged for a short name."""
+    from lsrdecomp.calibration import base_files
+
+    path = Path(base)
+    if base == base_files.SMOLLM2 and not path.exists():
+        return base_files.packaged_file()
+    if base_files.is_minilm(base) and not path.exists():
+        return base_files.packaged_minilm() or path
+    return path
 
 
 def _what_servers_miss(

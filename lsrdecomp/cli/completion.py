@@ -18,10 +18,3 @@ def complete(values: Callable[[], Collection[str]]) -> Callable[[str], list[str]
         return [value for value in values() if value.startswith(incomplete)]
 
     return completed
-
-
-def servers() -> Collection[str]:
-    """Return the servers that ``verify --for`` knows."""
-    from lsrdecomp.serving.check import SERVERS
-
-    return SERVERS

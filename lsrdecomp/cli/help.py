@@ -51,7 +51,7 @@ PANELS = {
     },
     "verify": {
         "Answers": "base data text max-length truncate batch dtype",
-        "Servers": "for server served-as",
+        "Servers": "server served-as",
         "Output": "json wide all force",
     },
     "fleet": {

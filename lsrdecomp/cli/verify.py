@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lsrdecomp import checkpoints, compression
+from lsrdecomp import checkpoints, compression, serving
+from lsrdecomp.checkpoints.files import read_text_lines
 from lsrdecomp.checkpoints.progress import Counter, OnStep
-from lsrdecomp.cli import served, tables
-from lsrdecomp.cli.completion import complete, servers
+from lsrdecomp.cli import tables
 from lsrdecomp.cli.layer_tables import verification_table
 from lsrdecomp.cli.options import ForceFile, JsonFile
 from lsrdecomp.cli.outputs import Input
@@ -32,50 +33,37 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Options of a running server that is asked instead of measuring files."""
+
+    server: Annotated[
+        str | None,
+        typer.Option(
+            "--server", help="URL of a running server to ask: llama.cpp or OpenAI's protocol."
+        ),
+    ] = None
+    served_as: Annotated[
+        str | None,
+        typer.Option("--served-as", help="With --server: the adapter's name or number there."),
+    ] = None
+
+
 @options_of(EvaluatorSettings, only=SETTINGS)
-@option_groups(opening=Opening, display=Display)
+@option_groups(asked=Asked, opening=Opening, display=Display)
 def verify(
     source: Annotated[
         Path, typer.Argument(help="The adapter that was compressed.", show_default=False)
     ],
     written: Annotated[
         Path | None,
-        typer.Argument(
-            help="What was written from it; not with --for or --server.", show_default=False
-        ),
+        typer.Argument(help="What was written from it; not with --server.", show_default=False),
     ] = None,
     *,
     base: Annotated[
         str | None,
         Input,
-        typer.Option(
-            help="Also compare outputs on this base model; with --for, the base it is served on."
-        ),
-    ] = None,
-    rules: Annotated[
-        str | None,
-        typer.Option(
-            "--for",
-            help="Server: vllm, sglang, tgi, lorax, peft, llama.cpp, diffusers or kohya.",
-            autocompletion=complete(servers),
-        ),
-    ] = None,
-    python: Annotated[
-        str | None,
-        typer.Option(
-            "--python",
-            help="With --for: Python that has vllm, sglang, tgi or lorax, to run its loader.",
-        ),
-    ] = None,
-    server: Annotated[
-        str | None,
-        typer.Option(
-            "--server", help="URL of a running server to ask: llama.cpp or OpenAI's protocol."
-        ),
-    ] = None,
-    served_as: Annotated[
-        str | None,
-        typer.Option("--served-as", help="With --server: the adapter's name or number there."),
+        typer.Option(help="Also compare outputs on this base model."),
     ] = None,
     data: DataFile = None,
     answers: AnswerTokens = "completion",
@@ -97,6 +85,7 @@ def verify(
             "that was meant.",
         ),
     ] = False,
+    asked: Asked,
     opening: Opening,
     display: Display,
     json: JsonFile = None,
@@ -109,79 +98,94 @@ def verify(
     were recorded or a record is missing. With --base and texts the outputs of the two adapters are
     compared too; no labels are needed.
 
-    verify ADAPTER --for vllm --base BASE says which layers that server would apply, by its own
-    loader where it is installed. verify ADAPTER --server URL asks a running server whether the
-    adapter is active, and with --base at which scale. Exit code 1 if it is not, 3 if that cannot
-    be told here.
+    verify ADAPTER --server URL asks a running server whether the adapter is active, and with --base
+    at which scale. Exit code 1 if it is not.
     """
     del force  # `outputs.checked` reads it
     settings = EvaluatorSettings(**options)
-    if python is not None and rules is None:
-        raise LsrError("--python is the interpreter of a server that is named by --for")
-    # 1. What a server makes of an adapter, by its rules or by asking it.
-    if rules is not None or server is not None:
-        _refuse_two_views(written, rules, server)
+    if asked.server is not None:
+        if written is not None:
+            raise LsrError("--server asks about one adapter: name the one that is served alone")
         if accept:
-            raise LsrError("--accept records what was measured: leave out --for and --server")
-        if rules is not None:
-            served.by_loader(source, rules, base, json, python)
-        else:
-            served.by_asking(source, str(server), served_as, base, text, settings.dtype, json)
+            raise LsrError("--accept records what was measured: leave out --server")
+        _ask(source, asked.server, asked.served_as, base, text, settings.dtype, json)
         return
     if written is None:
-        raise LsrError(
-            "name what was written from it too; or ask what a server makes of it, by --for or "
-            "--server"
-        )
+        raise LsrError("name what was written from it too, or a server that has it by --server URL")
     questions = Questions(text, task, data, "dev", answers, settings.max_length, settings.truncate)
-    if (base is None) != (questions.sources == 0):
-        raise LsrError(
-            "answers are compared on a base: give --base with --data FILE.jsonl, --text FILE or "
-            "--task DIR"
-        )
-    # 2. The numbers of what was written, and on a base its answers, against the source's.
-    if base is not None:
-        questions.check()
-        from lsrdecomp.calibration.base_files import check_reachable  # with NumPy
-
-        check_reachable(base)
+    _check_base(base, questions)
     original = opening.open(source)
-    behaviour = None
     compressed = _opened(written, opening)
+    behaviour = None
     with follow(quiet=display.quiet) as step:
         result = compression.verify(original, compressed, on_step=step)
         if base is not None:
             pair = _model_pair(base, source, written, device, settings.dtype)
             behaviour = _behaviour(pair, questions, batch, step)
-    # 3. What came of it, for people, for machines, and as an exit code.
-    tables.show(json, verification_table(result, each=display.each), wide=display.wide)
-    tables.show(json, f"Weight error over all layers: {result.relative_error:.4g}.")
-    if behaviour is not None:
-        tables.show(json, *_sentences(behaviour))
+    _show(result, behaviour, display, json)
     tables.write_json(_figures(result, behaviour, base), json)
     for complaint in _complaints(result, source, written):
         tables.say(complaint)
     if accept:
         compression.accept(compressed, result)
         tables.show(json, f"Recorded {written} as it is now.")
-        return
-    _say_way_out(result, source, written)
-    if not result.passed:
+    else:
+        _say_way_out(result, source, written)
+        _exit(result)
+
+
+def _ask(
+    adapter: Path,
+    url: str,
+    name: str | None,
+    base: str | None,
+    prompts: Path | None,
+    dtype: str,
+    json: Path | None,
+) -> None:
+    """Show `serving.ask_server` in words; exit code 1 if the adapter does not act as asked."""
+    lines = {} if prompts is None else {"prompts": read_text_lines(prompts)}
+    with nullcontext() if base is None else tables.quiet():  # what it quiets takes seconds to load
+        reply = serving.ask_server(url, adapter, name=name, base=base, dtype=dtype, **lines)
+    tables.show(json, *_reply_sentences(reply, url))
+    tables.write_json(reply.to_json(), json)
+    if not reply.acts or reply.scaled_right is False:
         raise typer.Exit(1)
-    if not result.recorded or result.missing_records:
-        raise typer.Exit(3)
 
 
-def _refuse_two_views(written: Path | None, rules: str | None, server: str | None) -> None:
-    """Raise `LsrError` where two adapters, or two views of one, were named."""
-    if written is not None:
-        raise LsrError(
-            "--for and --server look at one adapter: name the one that is served, and no other"
+def _reply_sentences(reply: serving.ServerMeasurement, url: str) -> Iterator[str]:
+    """Yield whether the adapter acts, and at which scale."""
+    verdict = "acts" if reply.acts else "does NOT act"
+    yield (
+        f"{reply.server} at {url}: {reply.adapter} {verdict}. It changes log-probabilities by "
+        f"{reply.effect:.3g} nats on {reply.prompts} prompts; two equal requests differ by "
+        f"{reply.noise:.3g}."
+    )
+    if reply.set_scale is not None:
+        off = "; it was asked for at 1" if reply.set_scale == 0.0 else ""
+        yield f"The server's own setting is scale {reply.set_scale:g}{off}."
+    if reply.fitted_scale is not None:
+        wrong = ""
+        if not reply.scaled_right:
+            wrong = f", NOT the {reply.requested_scale:g} that was asked for"
+        yield (
+            f"PEFT is nearest at scale {reply.fitted_scale:.3g}{wrong}: {reply.fit:.3g} nats from "
+            f"the server there, {reply.misfit:.3g} without the adapter."
         )
-    if rules is not None and server is not None:
+
+
+def _check_base(base: str | None, questions: Questions) -> None:
+    """Raise `LsrError` unless base and questions were both named, or neither; find the base."""
+    if (base is None) != (questions.sources == 0):
         raise LsrError(
-            "--for looks at a server that does not run and --server asks one: one at a time"
+            "answers are compared on a base: give --base with --data FILE.jsonl, --text FILE or "
+            "--task DIR"
         )
+    if base is not None:
+        questions.check()
+        from lsrdecomp.calibration.base_files import check_reachable  # with NumPy
+
+        check_reachable(base)
 
 
 def _opened(written: Path, opening: Opening) -> Checkpoint:
@@ -219,6 +223,19 @@ def _behaviour(pair: tuple[Base, Base], questions: Questions, size: int, step: O
             answered.add(len(batch["input_ids"]))
 
     return Reference(source, counted()).compare(written)
+
+
+def _show(
+    result: compression.Verification,
+    behaviour: Behaviour | None,
+    display: Display,
+    json: Path | None,
+) -> None:
+    """Print the errors of the layers, and how the answers differ if they were compared."""
+    tables.show(json, verification_table(result, each=display.each), wide=display.wide)
+    tables.show(json, f"Weight error over all layers: {result.relative_error:.4g}.")
+    if behaviour is not None:
+        tables.show(json, *_sentences(behaviour))
 
 
 def _figures(
@@ -274,8 +291,17 @@ def _say_way_out(result: compression.Verification, source: Path, written: Path) 
         )
 
 
-def _few(names: Sequence[str], max_names: int = 8) -> str:
-    """Return so many names of a list at most, and how many more there are."""
+def _exit(result: compression.Verification) -> None:
+    """Raise `typer.Exit` with code 1 where something differs, 3 where it cannot be told."""
+    if not result.passed:
+        raise typer.Exit(1)
+    if not result.recorded or result.missing_records:
+        raise typer.Exit(3)
+
+
+def _few(names: Sequence[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    max_names = 8  # that a line holds
     text = ", ".join(names[:max_names])
     return text if len(names) <= max_names else f"{text} and {len(names) - max_names} more"
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from lsrdecomp.checkpoints import Checkpoint
+    from lsrdecomp.checkpoints.records import Layer
 
 RECORDS_AND_CONFIG = ("adapter_config.json", "README.md", "compression.json", "SHA256SUMS")
 """Files beside the numbers."""
@@ -192,7 +193,7 @@ def verify(
         )
     # 1. Read the records.
     record = _Records.of(written)
-    # 2. Measure every layer of the source. A layer may be missing if the record says so.
+    # 2. Measure every layer of the source.
     names = _source_names(source, written, record.names)
     check_layers(written, source, names)
     present = {names.get(layer.name, layer.name): layer for layer in written.layers}
@@ -200,23 +201,10 @@ def verify(
     size = lost = 0.0
     measured = Counter(on_step, "measuring", len(source.layers), "layers")
     for layer in source.layers:
-        pair = layer_pair(source, layer)
-        error = pair.norm
-        parameters = 0
-        was_left_out = layer.name not in present and record.may_lack_layer(layer.name)
-        if not was_left_out:
-            # `layer` raises an error for a name that is missing without a record of it.
-            other = present.get(layer.name) or written.layer(layer.name)
-            error = pair.residual_norm(layer_product(other))
-            parameters = other.parameters
-        size = math.hypot(size, pair.norm)
+        check, error = _measured(source, layer, written, present.get(layer.name), record)
+        checks.append(check)
+        size = math.hypot(size, check.norm)
         lost = math.hypot(lost, error)
-        relative = error / pair.norm if pair.norm > 0.0 else error
-        # An export rounds again: the recorded errors of its layers are those before.
-        recorded = record.layers.get(layer.name)
-        if record.is_export and not was_left_out:
-            recorded = None
-        checks.append(LayerCheck(layer.name, parameters, pair.norm, relative, recorded))
         measured.add()
     # 3. Find changed files and tensors.
     integrity = check_integrity(written)
@@ -236,6 +224,33 @@ def verify(
         missing_records=integrity.missing,
         contradicts_header=integrity.contradicts_header,
     )
+
+
+def _measured(
+    source: Checkpoint,
+    layer: Layer,
+    written: Checkpoint,
+    other: Layer | None,
+    record: _Records,
+) -> tuple[LayerCheck, float]:
+    """Compare a layer of the source with the written one, and return its absolute error too.
+
+    ``other`` may be missing if the record says so.
+    """
+    pair = layer_pair(source, layer)
+    if other is None and record.may_lack_layer(layer.name):
+        parameters = 0
+        error = pair.norm
+        recorded = record.layers.get(layer.name)
+    else:
+        # `layer` raises an error for a name that is missing without a record of it.
+        other = other or written.layer(layer.name)
+        parameters = other.parameters
+        error = pair.residual_norm(layer_product(other))
+        # An export rounds again: the recorded errors of its layers are those before.
+        recorded = None if record.is_export else record.layers.get(layer.name)
+    relative = error / pair.norm if pair.norm > 0.0 else error
+    return LayerCheck(layer.name, parameters, pair.norm, relative, recorded), error
 
 
 def accept(written: Checkpoint, verification: Verification) -> None:

@@ -111,7 +111,6 @@ def run_fleet(
     plan: CompressionPlan,
     *,
     runner: Runner,
-    retries: int = 1,
     max_memory: int | None = None,
     statistics: str | Path | None = None,
     share: bool = True,
@@ -121,7 +120,7 @@ def run_fleet(
 
     Each output appears whole or not at all, and each outcome is one line appended to
     ``out/fleet.jsonl``. Called again after a kill, only what has no line yet runs. One adapter that
-    fails, or kills its worker, never stops the others.
+    fails never stops the others; one whose worker died is tried once more, alone.
 
     Parameters
     ----------
@@ -131,8 +130,6 @@ def run_fleet(
         One for all; a manifest of another plan is refused.
     runner : callable
         Where jobs run: `lsrdecomp.fleet.runners.joblib_runner`, `ray_runner`.
-    retries : int
-        Further attempts, each in a process of its own, for a job whose worker died.
     max_memory : int, optional
         Bytes that one layer in float64, or one other tensor, may take; an adapter with a larger one
         fails unread.
@@ -175,23 +172,8 @@ def run_fleet(
     plan = plan.with_default_storage()
     folder = Path(folder).resolve()
     out = Path(out).resolve()
-    if out == folder or folder in out.parents:
-        raise CheckpointError(
-            f"the output must not be inside the input {folder}; choose another", path=out
-        )
     # 1. What there is, and what of it has no line in the manifest yet.
-    names = find_adapters(folder)
-    if not names and (folder / CONFIG).is_file():
-        raise CheckpointError(
-            f"is one adapter, and no directory of such; lsrdecomp compress {folder} makes it small",
-            path=folder,
-        )
-    if not names:
-        raise CheckpointError(
-            f"holds no adapters: no directory with {CONFIG}, and no file that ends in "
-            f"{', '.join(WEIGHT_SUFFIXES)}",
-            path=folder,
-        )
+    names = _names_to_compress(folder, out)
     statistics_of = _statistics_of(names, statistics)
     places = _output_directories(out, names)
     out.mkdir(parents=True, exist_ok=True)
@@ -206,7 +188,7 @@ def run_fleet(
     ended = Counter(on_step, "compressing", len(pending), "adapters")
 
     def run(jobs: Sequence[Job]) -> None:
-        for outcome in _outcomes(jobs, plan, runner, retries):
+        for outcome in _outcomes(jobs, plan, runner):
             manifest.append(outcome)
             ended.add()
 
@@ -215,22 +197,42 @@ def run_fleet(
     groups = []
     if share and searches_shapes and pending:
         groups = _like_adapters({name: str(folder / name) for name in names}, max_memory)
-    while True:
-        leaders = {_leader(group, manifest, pending) for group in groups} & pending.keys()
-        if not leaders:
-            break
+    while leaders := {_leader(group, manifest, pending) for group in groups} & pending.keys():
         run([pending.pop(name) for name in sorted(leaders)])
     # 3. The others, those of a group in the shapes of its leader.
     for group in groups:
         leader = _leader(group, manifest, pending)
-        for name in group:
-            if name in pending:
-                pending[name] = replace(pending[name], like=str(places[leader]))
+        for name in pending.keys() & group:
+            pending[name] = replace(pending[name], like=str(places[leader]))
     run(list(pending.values()))
     # 4. What workers that were killed, in this run or an earlier one, left half written.
     for name in names:
         remove_leftovers(places[name], age=0.0)
     return [manifest.outcomes[name] for name in names]
+
+
+def _names_to_compress(folder: Path, out: Path) -> list[str]:
+    """Return the names of the adapters below a folder.
+
+    Raise `CheckpointError` if it has none, or the output lies in it.
+    """
+    if out == folder or folder in out.parents:
+        raise CheckpointError(
+            f"the output must not be inside the input {folder}; choose another", path=out
+        )
+    names = find_adapters(folder)
+    if names:
+        return names
+    if (folder / CONFIG).is_file():
+        raise CheckpointError(
+            f"is one adapter, and no directory of such; lsrdecomp compress {folder} makes it small",
+            path=folder,
+        )
+    raise CheckpointError(
+        f"holds no adapters: no directory with {CONFIG}, and no file that ends in "
+        f"{', '.join(WEIGHT_SUFFIXES)}",
+        path=folder,
+    )
 
 
 def _leader(group: Sequence[str], manifest: Manifest, pending: Collection[str]) -> str:
@@ -278,25 +280,25 @@ def _compress(job: Job, plan: CompressionPlan) -> Outcome:
     return Outcome(job.name, state, message, *sizes, result.error)
 
 
-def _outcomes(
-    jobs: Sequence[Job], plan: CompressionPlan, runner: Runner, retries: int
-) -> Iterator[Outcome]:
+def _outcomes(jobs: Sequence[Job], plan: CompressionPlan, runner: Runner) -> Iterator[Outcome]:
     """Yield what becomes of jobs.
 
-    Those whose worker died are tried again, each alone, so that it takes no other with it.
+    Those whose worker died are tried once more, each alone, so that it takes no other with it: one
+    that dies alone too would die again.
     """
+    if not jobs:
+        return
     by_name = {job.name: job for job in jobs}
-    batches = [list(jobs)] if jobs else []
-    for attempt in range(1, retries + 2):
-        died: list[Job] = []
-        for batch in batches:
-            for outcome in runner(batch, plan):
-                if outcome.state == "died" and attempt <= retries:
-                    died.append(by_name[outcome.name])
-                else:
-                    state = "failed" if outcome.state == "died" else outcome.state
-                    yield replace(outcome, state=state, attempts=attempt)
-        batches = [[job] for job in died]
+    died: list[Job] = []
+    for outcome in runner(list(jobs), plan):
+        if outcome.state == "died":
+            died.append(by_name[outcome.name])
+        else:
+            yield outcome
+    for job in died:
+        for outcome in runner([job], plan):
+            state: State = "failed" if outcome.state == "died" else outcome.state
+            yield replace(outcome, state=state, attempts=2)
 
 
 def _like_adapters(sources: Mapping[str, str], max_memory: int | None = None) -> list[list[str]]:

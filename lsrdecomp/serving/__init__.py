@@ -1,4 +1,4 @@
-"""Servers: whether what was written applies there, by their rules or by asking one that runs."""
+"""A running server: whether an adapter acts there, and at which scale, by asking it."""
 
 from lsrdecomp._renamed import attach
 

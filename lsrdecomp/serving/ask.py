@@ -30,16 +30,18 @@ PROMPTS = (
 them."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScaleSearch:
-    """Search for the scale at which PEFT comes nearest to a server; by hand."""
-
-    scales: tuple[float, ...] = (
-        *(0.0, 0.0625, 0.125, 0.25, 0.5, 0.75),
-        *(1.0, 1.5, 2.0, 4.0, 8.0, 16.0),
-    )
-    max_refinements: int = 8  # between the two neighbours of the nearest of these
-    tolerance: float = 1e-3  # ends refining
+SCALES = (0.0, 0.0625, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, 8.0, 16.0)
+"""Scales at which PEFT is asked first, from off to sixteen times; by hand."""
+MAX_REFINEMENTS, SCALE_PRECISION = 8, 1e-3
+"""Further scales between the neighbours of the nearest of these, and what ends them; by hand."""
+NOISE_FACTOR, MIN_EFFECT = 3.0, 1e-4
+"""An effect counts above so many times the noise, and above so many nats; by hand, where adapters
+that were served in our tests change 0.3 nats and more."""
+SCALE_TOLERANCE = 0.25
+"""Share by which the fitted scale may differ from the requested one; by hand, where llama.cpp's
+rounding moves it by 4 %."""
+N_TOKENS = 2000
+"""Likeliest next tokens of PEFT that are kept: more than any server gives."""
 
 
 @keep_old_attributes
@@ -64,10 +66,6 @@ class ServerMeasurement:
         The scale at which PEFT comes nearest to the server; None without a base.
     fit, misfit : float or None
         How far PEFT is from the server at that scale, and without the adapter.
-    noise_factor, min_effect : float
-        An effect counts above so many times the noise, and above so many nats; by hand.
-    scale_tolerance : float
-        Share by which the fitted scale may differ from the requested one; by hand.
 
     Examples
     --------
@@ -85,14 +83,11 @@ class ServerMeasurement:
     fitted_scale: float | None = None
     fit: float | None = None
     misfit: float | None = None
-    noise_factor: float = 3.0
-    min_effect: float = 1e-4
-    scale_tolerance: float = 0.25
 
     @property
     def acts(self) -> bool:
         """Return whether the adapter changes more than a second equal request does."""
-        return self.effect > max(self.noise_factor * self.noise, self.min_effect)
+        return self.effect > max(NOISE_FACTOR * self.noise, MIN_EFFECT)
 
     @property
     def requested_scale(self) -> float:
@@ -105,7 +100,7 @@ class ServerMeasurement:
         if self.fitted_scale is None:
             return None
         difference = abs(self.fitted_scale - self.requested_scale)
-        return difference <= self.scale_tolerance * abs(self.requested_scale)
+        return difference <= SCALE_TOLERANCE * abs(self.requested_scale)
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it, for machines."""
@@ -194,19 +189,10 @@ def ask_server(
 class ScaledModel:
     """PEFT with the adapter at any scale, asked for next tokens after prompts; needs torch."""
 
-    def __init__(
-        self,
-        base: str | Path,
-        adapter: Path,
-        prompts: Sequence[str],
-        dtype: str,
-        *,
-        n_tokens: int = 2000,  # likeliest next tokens that are kept: more than any server gives
-    ) -> None:
+    def __init__(self, base: str | Path, adapter: Path, prompts: Sequence[str], dtype: str) -> None:
         with needs("fitting the scale", "peft"):
             from lsrdecomp.calibration.base_model import load_base
         loaded = load_base(base, adapter, dtype=dtype)
-        self.n_tokens = n_tokens
         self.model: Any = loaded.model
         self.tokens: list[list[int]] = [loaded.tokenizer(text)["input_ids"] for text in prompts]
         self._scaled: list[Any] = [
@@ -236,7 +222,7 @@ class ScaledModel:
         with torch.no_grad():
             output = self.model(input_ids=torch.tensor([tokens]), logits_to_keep=1)
         logits = output.logits[0, -1].float()
-        best = logits.log_softmax(-1).topk(min(self.n_tokens, logits.numel()))
+        best = logits.log_softmax(-1).topk(min(N_TOKENS, logits.numel()))
         pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
         # Two tokens may read alike: the likelier one is what a server would name.
         logprobs: dict[Token, float] = {}
@@ -245,22 +231,18 @@ class ScaledModel:
         return logprobs | dict(pairs)
 
 
-def fitted_scale(
-    distance: Callable[[float], float], search: ScaleSearch | None = None
-) -> tuple[float, float]:
+def fitted_scale(distance: Callable[[float], float]) -> tuple[float, float]:
     """Return the scale at which a distance is least, and how much it is there."""
     from scipy.optimize import minimize_scalar
 
-    search = search or ScaleSearch()
-    scales = search.scales
-    distances = [distance(scale) for scale in scales]
+    distances = [distance(scale) for scale in SCALES]
     best = int(np.argmin(distances))
-    bounds = scales[max(best - 1, 0)], scales[min(best + 1, len(scales) - 1)]
-    options = {"maxiter": search.max_refinements, "xatol": search.tolerance}
+    bounds = SCALES[max(best - 1, 0)], SCALES[min(best + 1, len(SCALES) - 1)]
+    options = {"maxiter": MAX_REFINEMENTS, "xatol": SCALE_PRECISION}
     refined = minimize_scalar(distance, bounds=bounds, method="bounded", options=options)
     if refined.fun < distances[best]:
         return float(refined.x), float(refined.fun)
-    return scales[best], distances[best]
+    return SCALES[best], distances[best]
 
 
 def _distance(

@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lsrdecomp.errors import LsrError
 
@@ -19,14 +19,15 @@ Prompt = str | Sequence[int]
 Token = int | str
 """A number where the server gives it, else the token's text."""
 MAX_LOGPROBS = 20
-"""Tokens whose log-probabilities are asked for, the likeliest ones; by hand."""
+"""Tokens whose log-probabilities are asked for, the likeliest ones: the most that vLLM gives unless
+it is told otherwise (its --max-logprobs)."""
 FEWEST_LOGPROBS = 5
 """The most that some OpenAI servers give."""
+TIMEOUT = 300.0
+"""Seconds to wait for each reply; by hand, for a large model on a CPU."""
 
 
-def connect(
-    url: str, adapter: str | None, file: Path, *, timeout: float = 300.0
-) -> LlamaCpp | OpenAi:
+def connect(url: str, adapter: str | None, file: Path) -> LlamaCpp | OpenAi:
     """Find out which server answers, and which of its adapters is meant.
 
     Parameters
@@ -38,8 +39,6 @@ def connect(
         name.
     file : Path
         The adapter as it lies here.
-    timeout : float
-        Seconds to wait for each reply: by hand, for a large model on a CPU.
 
     Raises
     ------
@@ -52,13 +51,13 @@ def connect(
             f"{ascii(url)[:100]} is no address of a server, such as http://127.0.0.1:8080"
         )
     try:
-        adapters = _request(f"{root}/lora-adapters", timeout)
+        adapters = _request(f"{root}/lora-adapters")
     except _NotFoundError:
         adapters = None
     if isinstance(adapters, list):
-        return _llama_cpp(root, adapters, adapter, file, timeout)
-    models = _request(f"{root}/v1/models", timeout)
-    return _openai(root, models, adapter, file, timeout)
+        return _llama_cpp(root, adapters, adapter, file)
+    models = _request(f"{root}/v1/models")
+    return _openai(root, models, adapter, file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +72,7 @@ class LlamaCpp:
     number: int
     adapter: str
     scale: float | None
-    timeout: float
-    server: str = "llama.cpp"
+    server: ClassVar[str] = "llama.cpp"
 
     def ask(self, prompt: Prompt, *, adapted: bool) -> Mapping[Token, float]:
         """Return log-probabilities of the likeliest next tokens."""
@@ -90,7 +88,7 @@ class LlamaCpp:
             "cache_prompt": False,
             "lora": [{"id": number, "scale": scale} for number, scale in scales.items()],
         }
-        reply = _request(f"{self.root}/completion", self.timeout, fields)
+        reply = _request(f"{self.root}/completion", fields)
         try:
             tokens = reply["completion_probabilities"][0]["top_logprobs"]
             return {token["id"]: float(token["logprob"]) for token in tokens}
@@ -105,9 +103,8 @@ class OpenAi:
     root: str
     base: str
     adapter: str
-    timeout: float
-    scale: float | None = None
-    server: str = "OpenAI-compatible"
+    scale: ClassVar[float | None] = None
+    server: ClassVar[str] = "OpenAI-compatible"
 
     def ask(self, prompt: Prompt, *, adapted: bool) -> Mapping[Token, float]:
         """Return log-probabilities of the likeliest next tokens."""
@@ -140,7 +137,7 @@ class OpenAi:
         refusal = ""
         for attempt in attempts:
             try:
-                return _request(f"{self.root}/v1/completions", self.timeout, {**fields, **attempt})
+                return _request(f"{self.root}/v1/completions", {**fields, **attempt})
             except _RefusedError as error:
                 refusal = str(error)
         raise LsrError(refusal)
@@ -152,18 +149,16 @@ def _token(key: str) -> Token:
     return int(number) if number != key and number.isdecimal() else key
 
 
-def _llama_cpp(
-    root: str, adapters: list[Any], adapter: str | None, file: Path, timeout: float
-) -> LlamaCpp:
+def _llama_cpp(root: str, adapters: list[Any], adapter: str | None, file: Path) -> LlamaCpp:
     by_number = {entry["id"]: entry for entry in adapters if _has_id(entry, int)}
     names = {number: str(entry.get("path", number)) for number, entry in by_number.items()}
     number = _choose(root, names, adapter, file)
     scale = by_number[number].get("scale")
     set_scale = float(scale) if isinstance(scale, int | float) else None
-    return LlamaCpp(root, tuple(names), number, names[number], set_scale, timeout)
+    return LlamaCpp(root, tuple(names), number, names[number], set_scale)
 
 
-def _openai(root: str, reply: Any, adapter: str | None, file: Path, timeout: float) -> OpenAi:
+def _openai(root: str, reply: Any, adapter: str | None, file: Path) -> OpenAi:
     data = reply.get("data") if isinstance(reply, dict) else None
     models = [entry for entry in data or () if _has_id(entry, str)]
     if len(models) < 2:
@@ -178,7 +173,7 @@ def _openai(root: str, reply: Any, adapter: str | None, file: Path, timeout: flo
     base = parents[chosen]
     if not isinstance(base, str) or base not in parents:
         base = next(name for name in parents if name not in adapters)
-    return OpenAi(root, base, chosen, timeout)
+    return OpenAi(root, base, chosen)
 
 
 def _has_id(entry: Any, type_: type) -> bool:
@@ -219,11 +214,11 @@ NOT_FOUND = (404, 405, 501)
 """Status codes of an address that a server does not have."""
 
 
-def _request(address: str, timeout: float, fields: object = None) -> Any:
+def _request(address: str, fields: object = None) -> Any:
     body = None if fields is None else json.dumps(fields).encode()
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as reply:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
             return json.load(reply)
     except urllib.error.HTTPError as error:
         message = error.read(300).decode("utf-8", "replace").strip().partition("\n")[0]

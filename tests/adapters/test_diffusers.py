@@ -220,3 +220,69 @@ def test_layerwise_casting_leaves_our_numbers_and_their_effect():
     assert (cast - adapted).norm() < (plain - adapted).norm()
     dtypes = {p.dtype for name, p in pipe.unet.named_parameters() if "lsr_" in name}
     assert dtypes == {torch.float32}
+
+
+# What each reader looks for. Sources: kohya-ss/sd-scripts 48d368fa5577, networks/lora.py,
+# LoRANetwork.create_modules; KohakuBlueleaf/LyCORIS f49d30d67059, lycoris/kohya.py,
+# create_network_from_weights; ComfyUI 17358c8f73b5, comfy/lora.py, model_lora_keys_clip and
+# model_lora_keys_unet, and comfy/utils.py for the names of the UNet.
+
+
+def by_kohya(prefix, model, classes):
+    """Yield Linear and Conv2d layers inside the classes it visits, named by underscores.
+
+    A name is prefix, class's path and layer's path.
+    """
+    return {
+        f"{prefix}.{path}.{inner}".replace(".", "_")
+        for path, part in model.named_modules()
+        if type(part).__name__ in classes
+        for inner, layer in part.named_modules()
+        if type(layer).__name__ in ("Linear", "Conv2d")
+    }
+
+
+def by_lycoris(prefix, model):
+    """Every module's path, whatever it is."""
+    return {f"{prefix}_{path}".replace(".", "_") for path, _ in model.named_modules()}
+
+
+def by_comfyui(unet):
+    """Text encoders by six words a layer; the UNet by every weight's diffusers path."""
+    words = (
+        "mlp_fc1",
+        "mlp_fc2",
+        "self_attn_k_proj",
+        "self_attn_q_proj",
+        "self_attn_v_proj",
+        "self_attn_out_proj",
+    )
+    text = {
+        f"lora_te_text_model_encoder_layers_{layer}_{word}" for layer in range(32) for word in words
+    }
+    weights = {key.removesuffix(".weight") for key in unet.state_dict() if key.endswith(".weight")}
+    return text | {f"lora_unet_{key.replace('.', '_')}" for key in weights}
+
+
+def with_level(model):
+    """Return the text encoder with its level text_model, which transformers 5 took away."""
+    if hasattr(model, "text_model"):
+        return model
+    return torch.nn.ModuleDict({"text_model": model})
+
+
+def test_kohya_lycoris_and_comfyui_find_every_name_that_is_written(files, tmp_path):
+    pipe = pipeline()
+    text = with_level(pipe.text_encoder)
+    given = open_checkpoint(files["source-0"])
+    layers = [(layer.name, *scaled(layer)) for layer in given.layers]
+    out = write_pairs(tmp_path / "k.safetensors", names="kohya", layers=layers, source=given)
+    written = {layer.name for layer in open_checkpoint(out).layers}
+    assert {name.split("_")[1] for name in written} == {"te", "unet"}
+    unet_classes = ("Transformer2DModel", "ResnetBlock2D", "Downsample2D", "Upsample2D")
+    text_classes = ("CLIPAttention", "CLIPSdpaAttention", "CLIPMLP")
+    assert written <= by_kohya("lora_unet", pipe.unet, unet_classes) | by_kohya(
+        "lora_te", text, text_classes
+    )
+    assert written <= by_lycoris("lora_unet", pipe.unet) | by_lycoris("lora_te", text)
+    assert written <= by_comfyui(pipe.unet)

@@ -1,4 +1,4 @@
-"""What PEFT and its clients ask of every tuner: all linear layers, conversion, scales, LoRA+."""
+"""What PEFT and its clients ask of every tuner: all linear layers, conversion, scales."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from adapters_support import tiny_bert, token_batch
 from peft import (
-    LoraConfig,
     PeftMixedModel,
     PeftModel,
     convert_to_lora,
@@ -25,7 +24,6 @@ from lsrdecomp.adapters import (
     KronAConfig,
     LsrConfig,
     LsrLayer,
-    loraplus_groups,
     save_pretrained,
 )
 from lsrdecomp.adapters.adapted import AdaptedLayer
@@ -154,38 +152,6 @@ def test_a_deleted_adapter_leaves_no_scale():
     for layer in model.modules():
         if isinstance(layer, LsrLayer):
             assert set(layer.initial_scaling) == set(layer.scaling) == {"default"}
-
-
-def test_loraplus_trains_the_out_side_faster():
-    model = adapted(use_dora=True, modules_to_save=["classifier"])
-    groups = loraplus_groups(model, lr=1e-3, loraplus_lr_ratio=4.0, weight_decay=0.1)
-    optimizer = torch.optim.AdamW(groups, lr=1e-3)
-    names = {
-        id(parameter): name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-    seen = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            seen[names.pop(id(parameter))] = group["lr"], group["weight_decay"]
-            assert group["weight_decay"] == (0.0 if parameter.ndim == 1 else 0.1)
-    assert not names, "every trained parameter is in one group"
-    assert {lr for name, (lr, _) in seen.items() if ".lsr_B." in name} == {4e-3}
-    assert {lr for name, (lr, _) in seen.items() if ".lsr_B." not in name} == {1e-3}
-
-
-def test_loraplus_without_an_out_side_is_refused():
-    with pytest.raises(UnsupportedLayerError, match="no LSR adapter is trained here"):
-        loraplus_groups(adapted("krona"), lr=1e-3, loraplus_lr_ratio=4.0)
-    with pytest.raises(UnsupportedLayerError, match="no LSR adapter is trained here"):
-        loraplus_groups(
-            get_peft_model(tiny_bert(), LoraConfig(target_modules=["query"])),
-            lr=1,
-            loraplus_lr_ratio=4,
-        )
-    with pytest.raises(ValueError, match=r"is below 1: 0.5"):
-        loraplus_groups(adapted(), lr=1e-3, loraplus_lr_ratio=0.5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

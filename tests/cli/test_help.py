@@ -79,7 +79,6 @@ def test_an_error_names_the_flag():
         ("compress", "--dtype", "b", {"bfloat16"}),
         ("compress", "--structure", "", {"lsr"}),
         ("fleet", "--storage", "a", {"auto"}),
-        ("verify", "--for", "l", {"lorax", "llama.cpp"}),
         ("verify", "--answers", "", {"completion", "all"}),
         ("calibrate", "--dtype", "f", {"float32"}),
         ("export", "--to", "k", {"kohya"}),

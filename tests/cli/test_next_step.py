@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from lsrdecomp.cli.app import app
 from lsrdecomp.compression import export_lora
 from lsrdecomp.compression.export import EXPORT_FORMATS
 from lsrdecomp.errors import UnsupportedError
-from lsrdecomp.serving import check_served
 
 LLAMA = {
     "model_type": "llama",
@@ -166,25 +164,6 @@ def test_a_text_lora_is_sent_to_its_base_by_a_command_that_runs(kind, tmp_path, 
     )
     assert ran.exit_code == 0, (command, ran.output, ran.stderr)
     assert open_checkpoint("little-measured").layers
-
-
-@pytest.mark.parametrize(
-    "form", [form for form in KEYS if form not in (*OUTSIDE, "peft-lora, stacked experts")]
-)
-def test_what_a_server_s_rules_recommend_can_be_typed(form, base, tmp_path):
-    path = tmp_path / write_format(tmp_path, form)
-    small = compress(path, separation_rank=2, inner_shape=(2, 4)).save(tmp_path / "small")
-    for adapter in (path, small):
-        for server in ("vllm", "diffusers", "kohya", *(["llama.cpp"] if find_spec("gguf") else [])):
-            refusals = " ".join(check_served(adapter, server, base).refusals)
-            for command in re.findall(r"`lsrdecomp ([^`]*)`", refusals):
-                done = CliRunner().invoke(app, shlex.split(command))
-                assert done.exit_code == 0, (server, command, done.output, done.exception)
-                made = shlex.split(command)[-1]
-                again = " ".join(check_served(made, server, base).refusals)
-                assert "lsrdecomp export" not in again, "what was made is of the right format"
-    text = " ".join(check_served(small, "diffusers", base).refusals)
-    assert ("`lsrdecomp" in text) == (form in ("diffusers", "diffusers flux")), text
 
 
 @pytest.mark.parametrize("form", KEYS)

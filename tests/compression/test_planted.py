@@ -361,6 +361,6 @@ def test_a_file_with_no_place_for_a_digest_is_not_accepted(made, tmp_path):
 
 
 def test_accepting_needs_a_measurement(made):
-    done = run_command("verify", made / "lora", "--for", "peft", "--accept")
+    done = run_command("verify", made / "lora", "--server", "http://127.0.0.1:9", "--accept")
     assert done.returncode == 2
     assert "--accept records what was measured" in done.stderr

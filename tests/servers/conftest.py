@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-LINE = "{:24} {:34} {:>22} {:>18} {:>14}"
+LINE = "{:24} {:34} {:>18} {:>14}"
 ROWS: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
 
 
@@ -30,12 +30,12 @@ def pytest_terminal_summary(terminalreporter) -> None:
     if not ROWS and not reasons:
         return
     terminalreporter.section("servers")
-    head = ("server", "ran", "verdicts as the loader", "exports read right", "largest error")
+    head = ("server", "ran", "exports read right", "largest error")
     terminalreporter.write_line(LINE.format(*head))
     for (server, ran), columns in ROWS.items():
         errors = columns["exports"] + columns["error"]
         error = f"{max(errors):.1e}" if errors else ""
-        counts = [len(columns[name]) or "" for name in ("verdicts", "exports")]
-        terminalreporter.write_line(LINE.format(server, ran, *counts, error))
+        count = len(columns["exports"]) or ""
+        terminalreporter.write_line(LINE.format(server, ran, count, error))
     for reason in reasons:
         terminalreporter.write_line(f"not run: {reason}")

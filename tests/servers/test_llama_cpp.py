@@ -22,7 +22,7 @@ from checkpoint_files import lora_pair, write_lora_directory
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.compression.export import export_lora
-from lsrdecomp.serving import ask_server, check_served
+from lsrdecomp.serving import ask_server
 
 pytestmark = pytest.mark.servers
 
@@ -346,14 +346,8 @@ def test_an_adapter_switched_off_leaves_the_bare_base_and_one_left_out_of_a_requ
     assert completion(ask, prompts[0], None)[0] == served["a"][0][0]
 
 
-def test_a_server_that_is_asked_tells_which_adapter_acts_and_at_which_scale(
-    address, ask, adapters, gguf_file
-):
+def test_a_server_that_is_asked_tells_which_adapter_acts_and_at_which_scale(address, ask, adapters):
     """`verify --server`: PEFT is nearest at the scale that is set, however llama.cpp rounds."""
-    assert all(
-        len(check_served(file, "llama.cpp", gguf_file).applied) > 100
-        for _, file in adapters.values()
-    )
     for scale in (1.0, 0.5):
         ask("/lora-adapters", [{"id": number, "scale": scale} for number in (0, 1)])
         found = ask_server(address, adapters["a"][0], name="a", base="smollm2")

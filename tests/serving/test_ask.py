@@ -281,5 +281,6 @@ def test_the_command_line_says_it_and_every_fault_is_one_line(adapter, tmp_path)
         done = run_command("verify", adapter, "--server", address)
         assert done.returncode == 2
         assert words in done.stderr
-    done = run_command("verify", adapter, "--server", "http://127.0.0.1:9", "--for", "vllm")
-    assert "one at a time" in done.stderr
+    done = run_command("verify", adapter, adapter, "--server", "http://127.0.0.1:9")
+    assert "asks about one adapter" in done.stderr
+    assert "name what was written from it too" in run_command("verify", adapter).stderr

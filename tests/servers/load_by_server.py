@@ -1,21 +1,19 @@
-"""Load an adapter by the code of an installed server, on the CPU and without a model.
+"""Load an adapter by the code of a server, on the CPU and without a model.
 
-A program of its own: the interpreter that runs it is the server's, which need not have lsrdecomp,
-so nothing is imported from there. ``python script.py REQUEST.json`` reads
+A program of its own, because a server's package changes the process that imports it.
+``python load_by_server.py REQUEST.json`` reads
 
-``{"server": …, "adapter": a directory, "shapes": {module: shape of its weight or null}, "config":
+``{"server": …, "adapter": a directory, "shapes": {module: shape of its weight}, "config":
 the base's config.json, "pairs": a file to be written}``
 
-and writes, as the last line of its output, ``{"version", "refusal", "options", "failure"}``:
-the loader's own words where it refuses the adapter, options that the server must be started with,
-and why the loader cannot be run at all. The file of pairs holds what was loaded: of each module
-``MODULE.A`` (r, n) and ``MODULE.B`` (m, r) in float32, with all scales in B.
+and writes what was loaded into the file of pairs: of each module ``MODULE.A`` (r, n) and
+``MODULE.B`` (m, r) in float32, with all scales in B. Where the loader refuses the adapter, or is
+called otherwise than here, its own error ends the program.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import json
 import re
 import sys
@@ -23,13 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
-DISTRIBUTIONS = {
-    "vllm": ("vllm", "vllm"),
-    "sglang": ("sglang", "sglang"),
-    "tgi": ("text_generation_server", "text-generation-server"),
-    "lorax": ("lorax_server", "lorax-server"),
-}
-"""Package to import, and what pip calls it."""
+PACKAGES = {"tgi": "text_generation_server", "lorax": "lorax_server"}
 SGLANG_STACKS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -51,8 +43,8 @@ MIN_SGMV_RANK, SGMV_BLOCK = 8, 16
 """Of the kernels that pad ranks on a GPU: LoRAX a7394ba386ec, utils/punica.py."""
 
 
-def by_vllm(request: dict[str, Any], pairs: dict[str, Any]) -> list[str]:
-    """Fill ``pairs`` by vLLM's `LoRAModel`; return the options that it must be started with."""
+def by_vllm(request: dict[str, Any], pairs: dict[str, Any]) -> None:
+    """Fill ``pairs`` by vLLM's `LoRAModel`."""
     import torch
 
     config = importlib.import_module("vllm.config.lora")
@@ -66,16 +58,9 @@ def by_vllm(request: dict[str, Any], pairs: dict[str, Any]) -> list[str]:
         module.PIN_MEMORY = False
     if hasattr(module, "is_pin_memory_available"):
         module.is_pin_memory_available = lambda: False
-    # 1. The smallest --max-lora-rank that its own check admits.
-    ranks = sorted(get_args(config.MaxLoRARanks))
-    for max_rank in ranks:
-        try:
-            helper.validate_legal(SimpleNamespace(max_lora_rank=max_rank))
-        except ValueError:
-            if max_rank == ranks[-1]:
-                raise
-        else:
-            break
+    # 1. What its own check refuses at the largest --max-lora-rank.
+    ranks = get_args(config.MaxLoRARanks)
+    helper.validate_legal(SimpleNamespace(max_lora_rank=max(ranks)))
     # 2. The tensors; expected words are those of the base's layers.
     words = {name.rpartition(".")[2] for name in request["shapes"]}
     words |= {name[name.find(".experts") + 1 :] for name in request["shapes"] if ".experts" in name}
@@ -88,15 +73,12 @@ def by_vllm(request: dict[str, Any], pairs: dict[str, Any]) -> list[str]:
             raise ValueError(f"{name} has no {half}")
         pairs[name] = layer.lora_a, layer.scaling * layer.lora_b
     # 3. Buffers have one rank for all (layers/base_linear.py, set_lora, 0.20.2 and 0.33.0).
-    largest = max((down.shape[0] for down, _ in pairs.values()), default=1)
-    if largest > ranks[-1]:
-        raise ValueError(f"its largest rank is {largest}, and buffers have at most {ranks[-1]}")
-    needed = min(rank for rank in ranks if rank >= max(largest, max_rank))
-    default = getattr(config.LoRAConfig, "max_lora_rank", 16)
-    return [f"--max-lora-rank {needed}"] if needed > default else []
+    largest = max(down.shape[0] for down, _ in pairs.values())
+    if largest > max(ranks):
+        raise ValueError(f"its largest rank is {largest}, and buffers have at most {max(ranks)}")
 
 
-def by_sglang(request: dict[str, Any], pairs: dict[str, Any]) -> list[str]:
+def by_sglang(request: dict[str, Any], pairs: dict[str, Any]) -> None:
     """Fill ``pairs`` by SGLang's `LoRAAdapter`, and hold its stacks to what its buffers are."""
     from safetensors.torch import load_file
 
@@ -160,17 +142,15 @@ def by_sglang(request: dict[str, Any], pairs: dict[str, Any]) -> list[str]:
                 loaded.embedding_layers[name],
                 loaded.scaling * up,
             )
-    return []
 
 
-def by_stacks(request: dict[str, Any], pairs: dict[str, Any]) -> list[str]:
+def by_stacks(request: dict[str, Any], pairs: dict[str, Any]) -> None:
     """Fill ``pairs`` by `LoraWeights` of TGI or of LoRAX, whose layers of a type are one stack."""
     import torch
     from safetensors.torch import load_file
 
     server = request["server"]
-    root = DISTRIBUTIONS[server][0]
-    module: Any = importlib.import_module(f"{root}.adapters.lora")
+    module: Any = importlib.import_module(f"{PACKAGES[server]}.adapters.lora")
     _work_on_cpu(module, server)
     config = module.LoraConfig.load(request["adapter"], None)
     # 1. The layers of the base by number and type, and the tensors of those.
@@ -211,7 +191,6 @@ def by_stacks(request: dict[str, Any], pairs: dict[str, Any]) -> list[str]:
             name, _ = layers[number, layer_type]
             down, up = loaded._weights_a[number].T, loaded._weights_b[number].T
             pairs[name] = down, up
-    return []
 
 
 def _work_on_cpu(module: Any, server: str) -> None:
@@ -252,23 +231,9 @@ LOADERS = {"vllm": by_vllm, "sglang": by_sglang, "tgi": by_stacks, "lorax": by_s
 def main(request_file: str) -> None:
     """Answer one request."""
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
-    _, distribution = DISTRIBUTIONS[request["server"]]
-    answer: dict[str, Any] = dict.fromkeys(("version", "refusal", "failure"), None)
-    answer["options"] = []
     pairs: dict[str, Any] = {}
-    try:
-        answer["version"] = importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        answer["version"] = "of unknown version"
-    try:
-        answer["options"] = LOADERS[request["server"]](request, pairs)
-        _write(pairs, request["pairs"])
-    except (ImportError, AttributeError, TypeError, NameError) as error:
-        # The package is incomplete, or its loader is called otherwise than in the versions seen
-        answer["failure"] = f"{answer['version']}: {type(error).__name__}: {error}"
-    except Exception as error:  # noqa: BLE001  whatever a server raises is its refusal
-        answer["refusal"] = f"{type(error).__name__}: {error}"
-    sys.stdout.write(f"\n{json.dumps(answer)}\n")
+    LOADERS[request["server"]](request, pairs)
+    _write(pairs, request["pairs"])
 
 
 def _write(pairs: dict[str, Any], path: str) -> None:

@@ -1,1 +1,0 @@
-"""Servers' own loaders of adapters, run on the CPU by the interpreter that has the server."""
