@@ -48,7 +48,7 @@ DEMO_OUTPUT = Path("demo-output")
 """Where the demo writes, unless it is told another place."""
 
 
-@option_groups(opening=Opening, display=Display)
+@option_groups
 def inspect(
     adapter: Adapter,
     *,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @options_of(EvaluatorSettings, only=SETTINGS)
-@option_groups(opening=Opening, display=Display)
+@option_groups
 def verify(
     source: Annotated[
         Path, typer.Argument(help="The adapter that was compressed.", show_default=False)
