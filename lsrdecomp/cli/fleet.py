@@ -13,10 +13,11 @@ from lsrdecomp import compression
 from lsrdecomp import fleet as many
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.compress import split_sizes
-from lsrdecomp.cli.options import ForceFile, JsonFile, MaxMemory, Quiet, SolveDevice, read_toml
+from lsrdecomp.cli.options import ForceFile, JsonFile, MaxMemory, Quiet, SolveDevice
 from lsrdecomp.cli.outputs import PLACE
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.requests import flag
+from lsrdecomp.cli.run_config import read_table
 from lsrdecomp.cli.settings import options_of
 from lsrdecomp.compression.settings import GOALS
 from lsrdecomp.errors import LsrError
@@ -132,12 +133,7 @@ def read_plan(path: Path) -> compression.CompressionPlan:
 
     A misspelt key is refused with those that exist.
     """
-    table = read_toml(path).get("compress")
-    if not isinstance(table, dict):
-        raise LsrError(
-            f"{path}: has no table [compress]: a line [compress], then options of compress, as "
-            "ratio = 48"
-        )
+    table = read_table(path)
     try:
         return compression.CompressionPlan.from_mapping(table)
     except (LsrError, TypeError, ValueError) as error:
