@@ -117,10 +117,9 @@ def fleet(
         raise typer.Exit(1)
 
 
-def _show_unfinished(
-    outcomes: Sequence[many.Outcome], json: Path | None, max_rows: int = 20
-) -> None:
-    """Show the adapters that did not end well, so many of them at most."""
+def _show_unfinished(outcomes: Sequence[many.Outcome], json: Path | None) -> None:
+    """Show the first adapters that did not end well, and how many more there are."""
+    max_rows = 20  # of a table that a terminal shows at once; by hand
     unfinished = [outcome for outcome in outcomes if outcome.state != "done"]
     if unfinished:
         tables.show(json, tables.outcome_table(unfinished[:max_rows]))

@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from lsrdecomp.compression import LayerReport, Totals, Verification
     from lsrdecomp.compression.verify import LayerCheck
 
+FEW_LAYERS = 24
+"""Up to this many layers each has its row; of more, equal ones share one unless all are asked for.
+
+By hand: what a terminal shows at once.
+"""
 LAYER = SheetColumn("layer", justify="left", name=True)
 
 
-def layers_table(
-    layers: Sequence[LayerReport], total: Totals, *, each: bool = False, fold_above: int = 24
-) -> Sheet:
+def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = False) -> Sheet:
     """Return what each layer became; with statistics, with its error in the Fisher norm too.
 
     Parameters
@@ -29,9 +32,6 @@ def layers_table(
         As a `Compression` holds them.
     each : bool
         A row for each layer, however many they are.
-    fold_above : int
-        Up to this many layers each has its row anyway; of more, those that became the same share
-        one. By hand: what a terminal shows at once.
     """
     has_statistics = total.functional_error is not None
 
@@ -81,7 +81,7 @@ def layers_table(
     }
     if total.functional_error is not None:
         sums["output error (est.)"] = f"{total.functional_error:.3g}"
-    return _sheet(layers, group_key, cells, None if each else fold_above, sums)
+    return _sheet(layers, group_key, cells, each, sums)
 
 
 def checkpoint_table(
@@ -89,7 +89,6 @@ def checkpoint_table(
     ranks: Sequence[tuple[float, int]],
     *,
     each: bool = False,
-    fold_above: int = 24,
 ) -> Sheet:
     """Return what an adapter holds; ``ranks`` are (‖ΔW‖_F, rank that keeps 99 % of it) by layer."""
     names = [layer.name for layer in checkpoint.layers]
@@ -126,10 +125,10 @@ def checkpoint_table(
         SheetColumn("‖ΔW‖", 2): norm,
         SheetColumn("rank for 1 %"): rank_for_1_percent,
     }
-    return _sheet(checkpoint.layers, group_key, cells, None if each else fold_above)
+    return _sheet(checkpoint.layers, group_key, cells, each)
 
 
-def verification_table(result: Verification, *, each: bool = False, fold_above: int = 24) -> Sheet:
+def verification_table(result: Verification, *, each: bool = False) -> Sheet:
     """Return errors measured anew, beside those the writer recorded if it did.
 
     A layer that differs has a row of its own.
@@ -162,7 +161,7 @@ def verification_table(result: Verification, *, each: bool = False, fold_above: 
         SheetColumn("recorded", 1): recorded_error,
         SheetColumn("", 0, "left"): verdict,
     }
-    return _sheet(result.layers, group_key, cells, None if each else fold_above)
+    return _sheet(result.layers, group_key, cells, each)
 
 
 def group_name(names: Sequence[str], cut: int) -> str:
@@ -181,11 +180,11 @@ def _sheet(
     layers: Sequence[Any],
     group_key: Callable[[Any], Hashable],
     cells: Mapping[SheetColumn, Callable[[list[Any]], str]],
-    fold_above: int | None,
+    each: bool,
     sums: Mapping[str, str] | None = None,
 ) -> Sheet:
-    """Return a row for each layer, or of more than ``fold_above`` for each group."""
-    is_folded = fold_above is not None and len(layers) > fold_above
+    """Return a row for each layer, or of more than `FEW_LAYERS` for each group."""
+    is_folded = not each and len(layers) > FEW_LAYERS
     groups: dict[Hashable, list[Any]] = {}
     for index, layer in enumerate(layers):
         key = group_key(layer) if is_folded else index
