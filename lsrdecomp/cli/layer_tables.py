@@ -49,9 +49,8 @@ def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = F
         return "/".join(sorted({layer.storage for layer in group if layer.parameters}))
 
     def weight_error(group: list[LayerReport]) -> str:
-        error = _combined_error([(layer.norm, layer.relative_error) for layer in group])
         mark = "" if all(layer.met for layer in group) else " !"
-        return f"{error:.3g}{mark}"
+        return f"{_weight_error(group)}{mark}"
 
     def output_error(group: list[LayerReport]) -> str:
         if not has_statistics:
@@ -66,7 +65,7 @@ def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = F
         SheetColumn("structure", 1, "left"): lambda group: group[0].structure,
         SheetColumn("shape", 7, "left"): lambda group: group[0].shape,
         SheetColumn("terms", 5): lambda group: group[0].terms,
-        SheetColumn("parameters"): lambda group: f"{sum(layer.parameters for layer in group):,}",
+        SheetColumn("parameters"): _parameters,
         SheetColumn("before", 4): lambda group: f"{sum(x.parameters_before for x in group):,}",
         SheetColumn("storage", 3, "left"): storages,
         SheetColumn("weight error", 2 if has_statistics else 0): weight_error,
@@ -120,7 +119,7 @@ def checkpoint_table(
         SheetColumn("matrix", 1): lambda group: f"{group[0].out_features}×{group[0].in_features}",
         SheetColumn("rank"): lambda group: str(group[0].rank),
         SheetColumn("structure", 4, "left"): lambda group: structure(group[0]),
-        SheetColumn("parameters"): lambda group: f"{sum(layer.parameters for layer in group):,}",
+        SheetColumn("parameters"): _parameters,
         SheetColumn("dtype", 3, "left"): lambda group: group[0].dtype,
         SheetColumn("‖ΔW‖", 2): norm,
         SheetColumn("rank for 1 %"): rank_for_1_percent,
@@ -148,16 +147,13 @@ def verification_table(result: Verification, *, each: bool = False) -> Sheet:
         errors = [(layer.norm, layer.recorded_error) for layer in group]
         return f"{_combined_error(errors):.3g}"
 
-    def error_now(group: list[LayerCheck]) -> str:
-        return f"{_combined_error([(layer.norm, layer.relative_error) for layer in group]):.3g}"
-
     def verdict(group: list[LayerCheck]) -> str:
         return "" if group[0].agrees else "differs"
 
     cells: dict[SheetColumn, Callable[[list[LayerCheck]], str]] = {
-        SheetColumn("parameters", 2): lambda group: f"{sum(layer.parameters for layer in group):,}",
+        SheetColumn("parameters", 2): _parameters,
         SheetColumn("‖ΔW‖", 3): lambda group: f"{math.hypot(*(layer.norm for layer in group)):.4g}",
-        SheetColumn("error now" if recorded else "error"): error_now,
+        SheetColumn("error now" if recorded else "error"): _weight_error,
         SheetColumn("recorded", 1): recorded_error,
         SheetColumn("", 0, "left"): verdict,
     }
@@ -199,6 +195,16 @@ def _sheet(
     if sums:
         total = [sums.get(column.head, "") for column in columns]
     return Sheet.of(columns, groups.values(), total)
+
+
+def _parameters(layers: Sequence[Any]) -> str:
+    """Return the parameters of layers together."""
+    return f"{sum(layer.parameters for layer in layers):,}"
+
+
+def _weight_error(layers: Sequence[Any]) -> str:
+    """Return the relative error of the weights of layers as one."""
+    return f"{_combined_error([(layer.norm, layer.relative_error) for layer in layers]):.3g}"
 
 
 def _combined_error(layers: Sequence[tuple[float | None, float | None]]) -> float:
