@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,10 @@ from lsrdecomp.cli.questions import SETTINGS, AnswerTokens, DataFile, Questions
 from lsrdecomp.cli.settings import options_of
 from lsrdecomp.compression.measured_settings import EvaluatorSettings
 from lsrdecomp.errors import needs
+
+if TYPE_CHECKING:
+    from lsrdecomp.calibration.base_model import Base
+    from lsrdecomp.checkpoints.statistics import Statistics
 
 
 @options_of(EvaluatorSettings, only=SETTINGS)
@@ -90,12 +94,11 @@ def calibrate(
     check_reachable(base)
     # What is imported reads how much to say when it is imported.
     with tables.quiet(), needs("calibration", "peft"):
-        from lsrdecomp.calibration import base_model as bases
+        from lsrdecomp.calibration.base_model import load_base
         from lsrdecomp.calibration.calibrate import calibrate as run
-        from lsrdecomp.calibration.heads import TOKEN_HEADS
         from lsrdecomp.calibration.text_profile import TextProfile
     with tables.quiet():
-        base_model = bases.load_base(base, adapter, device=device, dtype=settings.dtype)
+        base_model = load_base(base, adapter, device=device, dtype=settings.dtype)
     examples = questions.read()
     rounds = questions.batches(base_model, examples, size=batch, seed=seed)
     with follow(quiet=quiet) as show:
@@ -112,12 +115,19 @@ def calibrate(
             text_profile=TextProfile.of(examples),
             on_step=show,
         )
+    _report(statistics, base_model, out)
+
+
+def _report(statistics: Statistics, base: Base, out: Path) -> None:
+    """Say what was written, what is doubtful of it, and what the adapter does to these texts."""
+    from lsrdecomp.calibration.heads import TOKEN_HEADS
+
     about = statistics.metadata
-    n_layers = len(base_model.modules)
+    n_layers = len(base.modules)
     typer.echo(f"Wrote {out}: statistics of {n_layers} layers from {about['examples']:,} examples.")
     for doubt in statistics.doubts:
         tables.say(f"WARNING: {doubt}")
     effect = about["settings"]["effect"]
     if effect is not None:
-        unit = "token" if base_model.head in TOKEN_HEADS else "example"
+        unit = "token" if base.head in TOKEN_HEADS else "example"
         typer.echo(f"The adapter's own effect on these texts: KL {effect:.4g} nats per {unit}.")

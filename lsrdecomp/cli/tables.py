@@ -61,6 +61,13 @@ def say(message: str) -> None:
     print(f"lsrdecomp: {message}", file=sys.stderr)
 
 
+def few(names: Sequence[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    max_names = 8  # by hand: two lines of a terminal
+    text = ", ".join(names[:max_names])
+    return text if len(names) <= max_names else f"{text} and {len(names) - max_names} more"
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence what other libraries say on standard error: it is not for readers of a table."""
