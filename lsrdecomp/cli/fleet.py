@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -79,15 +79,7 @@ def fleet(
     code 1 if an adapter failed or missed its tolerance; all others are written nevertheless.
     """
     del force  # `outputs.checked` reads it
-    if plan is not None and options:
-        others = ", ".join(map(flag, options))
-        raise LsrError(f"the goal and how it is met are in {plan}: leave out --plan, or {others}")
-    if plan is None and not set(options) & set(GOALS):
-        raise LsrError(
-            "one goal for all adapters: --ratio N, --params N, --bytes N or --rtol E; such as "
-            "--ratio 48"
-        )
-    goal = compression.CompressionPlan(**options) if plan is None else read_plan(plan)
+    goal = _goal(plan, options)
     if ray is None:
         runner = many.joblib_runner(workers, device, per_gpu)
     else:
@@ -115,6 +107,21 @@ def fleet(
     )
     if counts["done"] < counts["adapters"]:
         raise typer.Exit(1)
+
+
+def _goal(plan: Path | None, options: Mapping[str, Any]) -> compression.CompressionPlan:
+    """Return the goal for all adapters, of a file or of options."""
+    if plan is None:
+        if not set(options) & set(GOALS):
+            raise LsrError(
+                "one goal for all adapters: --ratio N, --params N, --bytes N or --rtol E; such as "
+                "--ratio 48"
+            )
+        return compression.CompressionPlan(**options)
+    if options:
+        others = ", ".join(map(flag, options))
+        raise LsrError(f"the goal and how it is met are in {plan}: leave out --plan, or {others}")
+    return read_plan(plan)
 
 
 def _show_unfinished(outcomes: Sequence[many.Outcome], json: Path | None) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lsrdecomp.cli.completion import complete
 from lsrdecomp.errors import LsrError
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ AnswerTokens = Annotated[
     typer.Option(
         "--answers",
         help="Tokens of --data that count: completion or all.",
-        autocompletion=complete(lambda: ("completion", "all")),
+        autocompletion=lambda: ("completion", "all"),
     ),
 ]
 SETTINGS = ("max_length", "truncate", "dtype")

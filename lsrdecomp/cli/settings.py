@@ -12,7 +12,6 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from lsrdecomp.cli.completion import complete
 from lsrdecomp.cli.help import PANELS, HelpAll
 from lsrdecomp.fields import ON_COMMAND_LINE, Field, Settings
 
@@ -142,7 +141,7 @@ def _parameter(
         show_default=False,
         parser=parser,
         metavar=metavar,
-        autocompletion=None if field.check.values is None else complete(field.check.values),
+        autocompletion=field.check.values,
     )
     type_ = field.type
     if parser is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +12,7 @@ import typer
 from lsrdecomp import checkpoints, compression
 from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.cli import served, tables
-from lsrdecomp.cli.completion import complete, servers
+from lsrdecomp.cli.completion import servers
 from lsrdecomp.cli.layer_tables import verification_table
 from lsrdecomp.cli.options import ForceFile, JsonFile
 from lsrdecomp.cli.outputs import Input
@@ -57,7 +57,7 @@ def verify(
         typer.Option(
             "--for",
             help="Server: vllm, sglang, tgi, lorax, peft, llama.cpp, diffusers or kohya.",
-            autocompletion=complete(servers),
+            autocompletion=servers,
         ),
     ] = None,
     python: Annotated[
@@ -274,19 +274,13 @@ def _say_way_out(result: compression.Verification, source: Path, written: Path) 
         )
 
 
-def _few(names: Sequence[str], max_names: int = 8) -> str:
-    """Return so many names of a list at most, and how many more there are."""
-    text = ", ".join(names[:max_names])
-    return text if len(names) <= max_names else f"{text} and {len(names) - max_names} more"
-
-
 def _complaints(result: compression.Verification, source: Path, written: Path) -> Iterator[str]:
     """Yield what is not as it was recorded, or not recorded."""
     if result.changed_files:
         files = ", ".join(result.changed_files)
         yield f"{files} changed since it was written: its digest is not the recorded one"
     if result.changed_fields:
-        yield f"changed in {checkpoints.CONFIG}: {_few(result.changed_fields)}"
+        yield f"changed in {checkpoints.CONFIG}: {tables.few(result.changed_fields)}"
     for name in result.foreign_files:
         yield (
             f"{name} was not written with this adapter, and programs load or run such a file "
