@@ -64,9 +64,6 @@ def fleet(
         int,
         typer.Option("--per-gpu", min=1, help="With --device cuda: processes that share a GPU."),
     ] = 1,
-    retries: Annotated[
-        int, typer.Option(help="Further attempts for an adapter whose worker died.")
-    ] = 1,
     quiet: Quiet = False,
     json: JsonFile = None,
     force: ForceFile = False,
@@ -90,7 +87,6 @@ def fleet(
             outdir,
             goal,
             runner=runner,
-            retries=retries,
             max_memory=max_memory,
             statistics=calibrated,
             share=share,
