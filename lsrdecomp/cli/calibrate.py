@@ -11,8 +11,8 @@ from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import Quiet, memory_size
 from lsrdecomp.cli.outputs import PLACE, Input
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.cli.questions import SETTINGS, AnswerTokens, DataFile, Questions
-from lsrdecomp.cli.settings import options_of
+from lsrdecomp.cli.questions import SETTINGS, Questions
+from lsrdecomp.cli.settings import option_groups, options_of
 from lsrdecomp.compression.measured_settings import EvaluatorSettings
 from lsrdecomp.errors import needs
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 @options_of(EvaluatorSettings, only=SETTINGS)
+@option_groups
 def calibrate(
     base: Annotated[
         str,
@@ -33,15 +34,7 @@ def calibrate(
         Path, typer.Option(help="PEFT adapter whose layers are measured; it is active meanwhile.")
     ],
     out: Annotated[Path, PLACE, typer.Option(help="Directory for the statistics.")],
-    data: DataFile = None,
-    answers: AnswerTokens = "completion",
-    text: Annotated[
-        Path | None,
-        typer.Option(help="Text file: one example a line, a tab between the texts of a pair."),
-    ] = None,
-    task: Annotated[
-        Path | None, typer.Option(help="Directory of a GLUE or SuperGLUE task, instead of --text.")
-    ] = None,
+    questions: Questions,
     samples: Annotated[int, typer.Option(help="Examples to use; about 500 are enough.")] = 512,
     batch: Annotated[int, typer.Option(help="Examples per batch.")] = 16,
     max_full: Annotated[
@@ -85,10 +78,7 @@ def calibrate(
     one batch (--batch).
     """
     settings = EvaluatorSettings(**options)
-    questions = Questions(
-        text, task, data, "train", answers, settings.max_length, settings.truncate
-    )
-    questions.check()
+    questions.check(settings)
     from lsrdecomp.calibration.base_files import check_reachable  # with NumPy
 
     check_reachable(base)
@@ -99,8 +89,8 @@ def calibrate(
         from lsrdecomp.calibration.text_profile import TextProfile
     with tables.quiet():
         base_model = load_base(base, adapter, device=device, dtype=settings.dtype)
-    examples = questions.read()
-    rounds = questions.batches(base_model, examples, size=batch, seed=seed)
+    examples = questions.read("train")
+    rounds = questions.batches(base_model, examples, settings, size=batch, seed=seed)
     with follow(quiet=quiet) as show:
         statistics = run(
             base_model,

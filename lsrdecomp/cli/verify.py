@@ -17,7 +17,7 @@ from lsrdecomp.cli.layer_tables import verification_table
 from lsrdecomp.cli.options import ForceFile, JsonFile
 from lsrdecomp.cli.outputs import Input
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.cli.questions import SETTINGS, AnswerTokens, DataFile, Questions
+from lsrdecomp.cli.questions import SETTINGS, Questions
 from lsrdecomp.cli.recommendations import quoted
 from lsrdecomp.cli.requests import Display, Opening
 from lsrdecomp.cli.settings import option_groups, options_of
@@ -77,16 +77,7 @@ def verify(
         str | None,
         typer.Option("--served-as", help="With --server: the adapter's name or number there."),
     ] = None,
-    data: DataFile = None,
-    answers: AnswerTokens = "completion",
-    text: Annotated[
-        Path | None,
-        typer.Option(help="Text file: one example a line, a tab between the texts of a pair."),
-    ] = None,
-    task: Annotated[
-        Path | None,
-        typer.Option(help="Directory of a GLUE or SuperGLUE task (dev split), instead of --text."),
-    ] = None,
+    questions: Questions,
     batch: Annotated[int, typer.Option(help="Examples per batch.", min=1)] = 16,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     accept: Annotated[
@@ -126,14 +117,15 @@ def verify(
         if rules is not None:
             served.by_loader(source, rules, base, json, python)
         else:
-            served.by_asking(source, str(server), served_as, base, text, settings.dtype, json)
+            served.by_asking(
+                source, str(server), served_as, base, questions.text, settings.dtype, json
+            )
         return
     if written is None:
         raise LsrError(
             "name what was written from it too; or ask what a server makes of it, by --for or "
             "--server"
         )
-    questions = Questions(text, task, data, "dev", answers, settings.max_length, settings.truncate)
     if (base is None) != (questions.sources == 0):
         raise LsrError(
             "answers are compared on a base: give --base with --data FILE.jsonl, --text FILE or "
@@ -141,7 +133,7 @@ def verify(
         )
     # 2. The numbers of what was written, and on a base its answers, against the source's.
     if base is not None:
-        questions.check()
+        questions.check(settings)
         from lsrdecomp.calibration.base_files import check_reachable  # with NumPy
 
         check_reachable(base)
@@ -152,7 +144,7 @@ def verify(
         result = compression.verify(original, compressed, on_step=step)
         if base is not None:
             pair = _model_pair(base, source, written, device, settings.dtype)
-            behaviour = _behaviour(pair, questions, batch, step)
+            behaviour = _behaviour(pair, questions, settings, batch, step)
     # 3. What came of it, for people, for machines, and as an exit code.
     tables.show(json, verification_table(result, each=display.each), wide=display.wide)
     tables.show(json, f"Weight error over all layers: {result.relative_error:.4g}.")
@@ -204,13 +196,19 @@ def _model_pair(
         return base_model.load_pair(base, source, written, device=device, dtype=dtype)
 
 
-def _behaviour(pair: tuple[Base, Base], questions: Questions, size: int, step: OnStep) -> Behaviour:
+def _behaviour(
+    pair: tuple[Base, Base],
+    questions: Questions,
+    settings: EvaluatorSettings,
+    size: int,
+    step: OnStep,
+) -> Behaviour:
     """Compare the answers of the second model with those of the first."""
     from lsrdecomp.calibration.divergence import Reference
 
     source, written = pair
-    examples = questions.read()
-    batches = questions.batches(source, examples, size=size, seed=0)
+    examples = questions.read("dev")
+    batches = questions.batches(source, examples, settings, size=size, seed=0)
     answered = Counter(step, "comparing answers", len(examples), "examples")
 
     def counted() -> Iterator[Mapping[str, Tensor]]:
