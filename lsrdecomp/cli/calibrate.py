@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,13 +11,18 @@ from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import Quiet, memory_size
 from lsrdecomp.cli.outputs import PLACE, Input
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.cli.questions import SETTINGS, AnswerTokens, DataFile, Questions
-from lsrdecomp.cli.settings import options_of
+from lsrdecomp.cli.questions import SETTINGS, Questions
+from lsrdecomp.cli.settings import option_groups, options_of
 from lsrdecomp.compression.measured_settings import EvaluatorSettings
 from lsrdecomp.errors import needs
 
+if TYPE_CHECKING:
+    from lsrdecomp.calibration.base_model import Base
+    from lsrdecomp.checkpoints.statistics import Statistics
+
 
 @options_of(EvaluatorSettings, only=SETTINGS)
+@option_groups
 def calibrate(
     base: Annotated[
         str,
@@ -29,15 +34,7 @@ def calibrate(
         Path, typer.Option(help="PEFT adapter whose layers are measured; it is active meanwhile.")
     ],
     out: Annotated[Path, PLACE, typer.Option(help="Directory for the statistics.")],
-    data: DataFile = None,
-    answers: AnswerTokens = "completion",
-    text: Annotated[
-        Path | None,
-        typer.Option(help="Text file: one example a line, a tab between the texts of a pair."),
-    ] = None,
-    task: Annotated[
-        Path | None, typer.Option(help="Directory of a GLUE or SuperGLUE task, instead of --text.")
-    ] = None,
+    questions: Questions,
     samples: Annotated[int, typer.Option(help="Examples to use; about 500 are enough.")] = 512,
     batch: Annotated[int, typer.Option(help="Examples per batch.")] = 16,
     max_full: Annotated[
@@ -81,23 +78,19 @@ def calibrate(
     one batch (--batch).
     """
     settings = EvaluatorSettings(**options)
-    questions = Questions(
-        text, task, data, "train", answers, settings.max_length, settings.truncate
-    )
-    questions.check()
+    questions.check(settings)
     from lsrdecomp.calibration.base_files import check_reachable  # with NumPy
 
     check_reachable(base)
     # What is imported reads how much to say when it is imported.
     with tables.quiet(), needs("calibration", "peft"):
-        from lsrdecomp.calibration import base_model as bases
+        from lsrdecomp.calibration.base_model import load_base
         from lsrdecomp.calibration.calibrate import calibrate as run
-        from lsrdecomp.calibration.heads import TOKEN_HEADS
         from lsrdecomp.calibration.text_profile import TextProfile
     with tables.quiet():
-        base_model = bases.load_base(base, adapter, device=device, dtype=settings.dtype)
-    examples = questions.read()
-    rounds = questions.batches(base_model, examples, size=batch, seed=seed)
+        base_model = load_base(base, adapter, device=device, dtype=settings.dtype)
+    examples = questions.read("train")
+    rounds = questions.batches(base_model, examples, settings, size=batch, seed=seed)
     with follow(quiet=quiet) as show:
         statistics = run(
             base_model,
@@ -112,12 +105,19 @@ def calibrate(
             text_profile=TextProfile.of(examples),
             on_step=show,
         )
+    _report(statistics, base_model, out)
+
+
+def _report(statistics: Statistics, base: Base, out: Path) -> None:
+    """Say what was written, what is doubtful of it, and what the adapter does to these texts."""
+    from lsrdecomp.calibration.heads import TOKEN_HEADS
+
     about = statistics.metadata
-    n_layers = len(base_model.modules)
+    n_layers = len(base.modules)
     typer.echo(f"Wrote {out}: statistics of {n_layers} layers from {about['examples']:,} examples.")
     for doubt in statistics.doubts:
         tables.say(f"WARNING: {doubt}")
     effect = about["settings"]["effect"]
     if effect is not None:
-        unit = "token" if base_model.head in TOKEN_HEADS else "example"
+        unit = "token" if base.head in TOKEN_HEADS else "example"
         typer.echo(f"The adapter's own effect on these texts: KL {effect:.4g} nats per {unit}.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.resources import as_file, files
 from importlib.util import find_spec
 from json import loads
@@ -15,7 +15,6 @@ from lsrdecomp import checkpoints, compression, plots
 from lsrdecomp.checkpoints.progress import Counter
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.calibrate import calibrate
-from lsrdecomp.cli.completion import complete
 from lsrdecomp.cli.compress import compress
 from lsrdecomp.cli.distil import distil
 from lsrdecomp.cli.finetune import finetune
@@ -48,7 +47,7 @@ DEMO_OUTPUT = Path("demo-output")
 """Where the demo writes, unless it is told another place."""
 
 
-@option_groups(opening=Opening, display=Display)
+@option_groups
 def inspect(
     adapter: Adapter,
     *,
@@ -144,14 +143,14 @@ def export(
         str,
         typer.Option(
             help="Format: lora, gguf, kohya, diffusers, or same (that of --like).",
-            autocompletion=complete(lambda: ("lora", "gguf", "kohya", "diffusers", "same")),
+            autocompletion=lambda: ("lora", "gguf", "kohya", "diffusers", "same"),
         ),
     ] = "lora",
     profile: Annotated[
         str,
         typer.Option(
             help="With lora: common, one rank that every server reads; peft, each layer's own.",
-            autocompletion=complete(lambda: ("common", "peft")),
+            autocompletion=lambda: ("common", "peft"),
         ),
     ] = "common",
     storage: Annotated[
@@ -159,9 +158,7 @@ def export(
         typer.Option(
             help="float32, float16 or bfloat16; with gguf f16, f32 or q8_0 [default: as "
             "the source].",
-            autocompletion=complete(
-                lambda: ("float32", "float16", "bfloat16", "f16", "f32", "q8_0")
-            ),
+            autocompletion=lambda: ("float32", "float16", "bfloat16", "f16", "f32", "q8_0"),
         ),
     ] = None,
     base: Annotated[
@@ -299,13 +296,7 @@ def demo(
         export(out / "lsr", out / "lora", force=True)
         # 2. Both, measured again from their files.
         checkpoint = checkpoints.open_checkpoint(source)
-        for name in ("lsr", "lora"):
-            written = checkpoints.open_checkpoint(out / name)
-            if not compression.verify(checkpoint, written).passed:
-                raise LsrError(f"{out / name} is not what was recorded when it was written")
-        typer.echo(
-            "Verified: the errors of both, measured again from the files, are those recorded.\n"
-        )
+        _verify_demo(checkpoint, out)
         # 3. What is kept at this size and at others, as measured by us on reviews.
         kept = loads((room / "demo_kept.json").read_text(encoding="utf-8"))
         full_size = checkpoint.adapter_parameters
@@ -327,12 +318,26 @@ def demo(
         if not report:
             place = f" --out {quoted(out)}" if out != DEMO_OUTPUT else ""
             tables.show(None, f"\nFor a page with charts:\n  {program()} demo --report{place}")
-        if find_spec("matplotlib") is None:
-            typer.echo(f"\nFor a picture of it: {way_to_install('plots')}, and run this again.")
-            return
-        points = {label: share.items() for label, share in shares.items()}
-        _save(plots.plot_shares(points, whole=full_size), out / "kept.png")
-        typer.echo(f"\nWrote {out / 'kept.png'}: what is kept at other sizes.")
+        _draw_shares(shares, full_size, out / "kept.png")
+
+
+def _verify_demo(source: Checkpoint, out: Path) -> None:
+    """Measure both adapters of the demo again, from their files."""
+    for name in ("lsr", "lora"):
+        written = checkpoints.open_checkpoint(out / name)
+        if not compression.verify(source, written).passed:
+            raise LsrError(f"{out / name} is not what was recorded when it was written")
+    typer.echo("Verified: the errors of both, measured again from the files, are those recorded.\n")
+
+
+def _draw_shares(shares: Mapping[str, dict[float, float]], full_size: int, out: Path) -> None:
+    """Draw what methods keep at each size, where matplotlib is installed; else say how to."""
+    if find_spec("matplotlib") is None:
+        typer.echo(f"\nFor a picture of it: {way_to_install('plots')}, and run this again.")
+        return
+    points = {label: share.items() for label, share in shares.items()}
+    _save(plots.plot_shares(points, whole=full_size), out)
+    typer.echo(f"\nWrote {out}: what is kept at other sizes.")
 
 
 ALL = (inspect, calibrate, compress, distil, curve, verify, export, finetune, fleet, demo)

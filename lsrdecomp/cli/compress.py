@@ -78,11 +78,13 @@ def split_ratios(text: str) -> list[float]:
     parsers={"ratio": (split_ratios, "N[,N…]"), "inner_shape": (split_sizes, "NxN")},
 )
 @options_of(MeasuredSettings)
-@option_groups(outputs=Outputs, opening=Opening, display=Display)
+@option_groups
 def compress(
     adapter: Adapter,
     *,
     outputs: Outputs,
+    opening: Opening,
+    display: Display,
     calibrated: Annotated[
         Path | None,
         typer.Option(
@@ -113,8 +115,6 @@ def compress(
     write_config: Annotated[
         Path | None, NEW_FILE, typer.Option(help="Also write the settings of this run as TOML.")
     ] = None,
-    opening: Opening,
-    display: Display,
     **options: Any,
 ) -> None:
     """Make a LoRA adapter smaller; PEFT opens the result.

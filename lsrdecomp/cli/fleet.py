@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,10 +13,11 @@ from lsrdecomp import compression
 from lsrdecomp import fleet as many
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.compress import split_sizes
-from lsrdecomp.cli.options import ForceFile, JsonFile, MaxMemory, Quiet, SolveDevice, read_toml
+from lsrdecomp.cli.options import ForceFile, JsonFile, MaxMemory, Quiet, SolveDevice
 from lsrdecomp.cli.outputs import PLACE
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.requests import flag
+from lsrdecomp.cli.run_config import read_table
 from lsrdecomp.cli.settings import options_of
 from lsrdecomp.compression.settings import GOALS
 from lsrdecomp.errors import LsrError
@@ -75,15 +76,7 @@ def fleet(
     code 1 if an adapter failed or missed its tolerance; all others are written nevertheless.
     """
     del force  # `outputs.checked` reads it
-    if plan is not None and options:
-        others = ", ".join(map(flag, options))
-        raise LsrError(f"the goal and how it is met are in {plan}: leave out --plan, or {others}")
-    if plan is None and not set(options) & set(GOALS):
-        raise LsrError(
-            "one goal for all adapters: --ratio N, --params N, --bytes N or --rtol E; such as "
-            "--ratio 48"
-        )
-    goal = compression.CompressionPlan(**options) if plan is None else read_plan(plan)
+    goal = _goal(plan, options)
     if ray is None:
         runner = many.joblib_runner(workers, device, per_gpu)
     else:
@@ -112,10 +105,24 @@ def fleet(
         raise typer.Exit(1)
 
 
-def _show_unfinished(
-    outcomes: Sequence[many.Outcome], json: Path | None, max_rows: int = 20
-) -> None:
-    """Show the adapters that did not end well, so many of them at most."""
+def _goal(plan: Path | None, options: Mapping[str, Any]) -> compression.CompressionPlan:
+    """Return the goal for all adapters, of a file or of options."""
+    if plan is None:
+        if not set(options) & set(GOALS):
+            raise LsrError(
+                "one goal for all adapters: --ratio N, --params N, --bytes N or --rtol E; such as "
+                "--ratio 48"
+            )
+        return compression.CompressionPlan(**options)
+    if options:
+        others = ", ".join(map(flag, options))
+        raise LsrError(f"the goal and how it is met are in {plan}: leave out --plan, or {others}")
+    return read_plan(plan)
+
+
+def _show_unfinished(outcomes: Sequence[many.Outcome], json: Path | None) -> None:
+    """Show the first adapters that did not end well, and how many more there are."""
+    max_rows = 20  # of a table that a terminal shows at once; by hand
     unfinished = [outcome for outcome in outcomes if outcome.state != "done"]
     if unfinished:
         tables.show(json, tables.outcome_table(unfinished[:max_rows]))
@@ -128,12 +135,7 @@ def read_plan(path: Path) -> compression.CompressionPlan:
 
     A misspelt key is refused with those that exist.
     """
-    table = read_toml(path).get("compress")
-    if not isinstance(table, dict):
-        raise LsrError(
-            f"{path}: has no table [compress]: a line [compress], then options of compress, as "
-            "ratio = 48"
-        )
+    table = read_table(path)
     try:
         return compression.CompressionPlan.from_mapping(table)
     except (LsrError, TypeError, ValueError) as error:

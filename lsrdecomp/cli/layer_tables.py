@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from lsrdecomp.compression import LayerReport, Totals, Verification
     from lsrdecomp.compression.verify import LayerCheck
 
+FEW_LAYERS = 24
+"""Up to this many layers each has its row; of more, equal ones share one unless all are asked for.
+
+By hand: what a terminal shows at once.
+"""
 LAYER = SheetColumn("layer", justify="left", name=True)
 
 
-def layers_table(
-    layers: Sequence[LayerReport], total: Totals, *, each: bool = False, fold_above: int = 24
-) -> Sheet:
+def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = False) -> Sheet:
     """Return what each layer became; with statistics, with its error in the Fisher norm too.
 
     Parameters
@@ -29,9 +32,6 @@ def layers_table(
         As a `Compression` holds them.
     each : bool
         A row for each layer, however many they are.
-    fold_above : int
-        Up to this many layers each has its row anyway; of more, those that became the same share
-        one. By hand: what a terminal shows at once.
     """
     has_statistics = total.functional_error is not None
 
@@ -49,9 +49,8 @@ def layers_table(
         return "/".join(sorted({layer.storage for layer in group if layer.parameters}))
 
     def weight_error(group: list[LayerReport]) -> str:
-        error = _combined_error([(layer.norm, layer.relative_error) for layer in group])
         mark = "" if all(layer.met for layer in group) else " !"
-        return f"{error:.3g}{mark}"
+        return f"{_weight_error(group)}{mark}"
 
     def output_error(group: list[LayerReport]) -> str:
         if not has_statistics:
@@ -66,7 +65,7 @@ def layers_table(
         SheetColumn("structure", 1, "left"): lambda group: group[0].structure,
         SheetColumn("shape", 7, "left"): lambda group: group[0].shape,
         SheetColumn("terms", 5): lambda group: group[0].terms,
-        SheetColumn("parameters"): lambda group: f"{sum(layer.parameters for layer in group):,}",
+        SheetColumn("parameters"): _parameters,
         SheetColumn("before", 4): lambda group: f"{sum(x.parameters_before for x in group):,}",
         SheetColumn("storage", 3, "left"): storages,
         SheetColumn("weight error", 2 if has_statistics else 0): weight_error,
@@ -81,7 +80,7 @@ def layers_table(
     }
     if total.functional_error is not None:
         sums["output error (est.)"] = f"{total.functional_error:.3g}"
-    return _sheet(layers, group_key, cells, None if each else fold_above, sums)
+    return _sheet(layers, group_key, cells, each, sums)
 
 
 def checkpoint_table(
@@ -89,7 +88,6 @@ def checkpoint_table(
     ranks: Sequence[tuple[float, int]],
     *,
     each: bool = False,
-    fold_above: int = 24,
 ) -> Sheet:
     """Return what an adapter holds; ``ranks`` are (‖ΔW‖_F, rank that keeps 99 % of it) by layer."""
     names = [layer.name for layer in checkpoint.layers]
@@ -121,15 +119,15 @@ def checkpoint_table(
         SheetColumn("matrix", 1): lambda group: f"{group[0].out_features}×{group[0].in_features}",
         SheetColumn("rank"): lambda group: str(group[0].rank),
         SheetColumn("structure", 4, "left"): lambda group: structure(group[0]),
-        SheetColumn("parameters"): lambda group: f"{sum(layer.parameters for layer in group):,}",
+        SheetColumn("parameters"): _parameters,
         SheetColumn("dtype", 3, "left"): lambda group: group[0].dtype,
         SheetColumn("‖ΔW‖", 2): norm,
         SheetColumn("rank for 1 %"): rank_for_1_percent,
     }
-    return _sheet(checkpoint.layers, group_key, cells, None if each else fold_above)
+    return _sheet(checkpoint.layers, group_key, cells, each)
 
 
-def verification_table(result: Verification, *, each: bool = False, fold_above: int = 24) -> Sheet:
+def verification_table(result: Verification, *, each: bool = False) -> Sheet:
     """Return errors measured anew, beside those the writer recorded if it did.
 
     A layer that differs has a row of its own.
@@ -149,20 +147,17 @@ def verification_table(result: Verification, *, each: bool = False, fold_above: 
         errors = [(layer.norm, layer.recorded_error) for layer in group]
         return f"{_combined_error(errors):.3g}"
 
-    def error_now(group: list[LayerCheck]) -> str:
-        return f"{_combined_error([(layer.norm, layer.relative_error) for layer in group]):.3g}"
-
     def verdict(group: list[LayerCheck]) -> str:
         return "" if group[0].agrees else "differs"
 
     cells: dict[SheetColumn, Callable[[list[LayerCheck]], str]] = {
-        SheetColumn("parameters", 2): lambda group: f"{sum(layer.parameters for layer in group):,}",
+        SheetColumn("parameters", 2): _parameters,
         SheetColumn("‖ΔW‖", 3): lambda group: f"{math.hypot(*(layer.norm for layer in group)):.4g}",
-        SheetColumn("error now" if recorded else "error"): error_now,
+        SheetColumn("error now" if recorded else "error"): _weight_error,
         SheetColumn("recorded", 1): recorded_error,
         SheetColumn("", 0, "left"): verdict,
     }
-    return _sheet(result.layers, group_key, cells, None if each else fold_above)
+    return _sheet(result.layers, group_key, cells, each)
 
 
 def group_name(names: Sequence[str], cut: int) -> str:
@@ -181,11 +176,11 @@ def _sheet(
     layers: Sequence[Any],
     group_key: Callable[[Any], Hashable],
     cells: Mapping[SheetColumn, Callable[[list[Any]], str]],
-    fold_above: int | None,
+    each: bool,
     sums: Mapping[str, str] | None = None,
 ) -> Sheet:
-    """Return a row for each layer, or of more than ``fold_above`` for each group."""
-    is_folded = fold_above is not None and len(layers) > fold_above
+    """Return a row for each layer, or of more than `FEW_LAYERS` for each group."""
+    is_folded = not each and len(layers) > FEW_LAYERS
     groups: dict[Hashable, list[Any]] = {}
     for index, layer in enumerate(layers):
         key = group_key(layer) if is_folded else index
@@ -200,6 +195,16 @@ def _sheet(
     if sums:
         total = [sums.get(column.head, "") for column in columns]
     return Sheet.of(columns, groups.values(), total)
+
+
+def _parameters(layers: Sequence[Any]) -> str:
+    """Return the parameters of layers together."""
+    return f"{sum(layer.parameters for layer in layers):,}"
+
+
+def _weight_error(layers: Sequence[Any]) -> str:
+    """Return the relative error of the weights of layers as one."""
+    return f"{_combined_error([(layer.norm, layer.relative_error) for layer in layers]):.3g}"
 
 
 def _combined_error(layers: Sequence[tuple[float | None, float | None]]) -> float:

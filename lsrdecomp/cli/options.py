@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from lsrdecomp.cli.completion import complete
 from lsrdecomp.cli.outputs import NEW_FILE
 from lsrdecomp.compression.settings import STORAGE_NAMES
 from lsrdecomp.fields import SettingsError
@@ -73,7 +72,7 @@ Storage = Annotated[
         "--storage",
         help="float32, float16, bfloat16, int8, int4 or auto [default: as in the LoRA; auto with "
         "--base and --keep or --bytes].",
-        autocompletion=complete(lambda: STORAGE_NAMES),
+        autocompletion=lambda: STORAGE_NAMES,
     ),
 ]
 Name = Annotated[

@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args
 
 from lsrdecomp import checkpoints
 from lsrdecomp.cli import tables
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.fields import INPUT_PATH
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,8 @@ class Output:
     check: Callable[[Path, tuple[Path, ...], bool], None]
 
 
-class Input:
-    """Marks a text that may name a file or directory which is read; paths are such anyway."""
-
-
+Input = INPUT_PATH
+"""Marks a text that may name a file or directory which is read; paths are such anyway."""
 NEW_FILE = Output(
     lambda path, inputs, force: checkpoints.check_output_file(path, inputs, force=force)
 )
@@ -50,18 +49,15 @@ def checked(verb: Callable[..., Any]) -> Callable[..., Any]:
     Outputs are the parameters marked with an `Output`, inputs all other paths; ``--force`` is the
     parameter ``force``. ``-``, standard output, is no file, and only ``--json`` writes to it.
     """
-    hints = get_type_hints(verb, include_extras=True)
+    signature = inspect.signature(verb, eval_str=True)
     outputs: dict[str, Output] = {}
     texts: set[str] = set()
-    for name, hint in hints.items():
-        if get_origin(hint) is not Annotated:
-            continue
-        for mark in get_args(hint)[1:]:
+    for name, parameter in signature.parameters.items():
+        for mark in get_args(parameter.annotation)[1:]:
             if isinstance(mark, Output):
                 outputs[name] = mark
             elif mark is Input:
                 texts.add(name)
-    signature = inspect.signature(verb)
 
     @functools.wraps(verb)
     def run(*args: Any, **kwargs: Any) -> Any:

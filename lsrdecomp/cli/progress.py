@@ -15,6 +15,8 @@ from rich.progress import BarColumn, Progress, Task, TextColumn
 
 from lsrdecomp.checkpoints.progress import ProgressUpdate
 
+BAR_WIDTH = 12
+"""Characters of the bar; by hand: the words beside it say more."""
 WHOLE_RUN = ("", -1)
 """Stands in the place of a stage where bar and time are of the whole run."""
 
@@ -25,7 +27,6 @@ def follow(
     quiet: bool = False,
     clock: Callable[[], float] = time.monotonic,
     log_seconds: float = 60.0,
-    bar_width: int = 12,
 ) -> Iterator[Callable[[ProgressUpdate], None]]:
     """Yield the callback that shows steps on stderr.
 
@@ -42,8 +43,6 @@ def follow(
         Seconds that pass.
     log_seconds : float
         Seconds between two lines where nobody watches.
-    bar_width : int
-        Characters of the bar.
     """
     if quiet:
         yield lambda _: None
@@ -52,7 +51,7 @@ def follow(
     console = Console(stderr=True)
     # rich tells the time left in both cases; it is started, and draws, on a terminal alone.
     bars = Progress(
-        BarColumn(bar_width),
+        BarColumn(BAR_WIDTH),
         TextColumn("{task.description}"),
         console=console,
         transient=True,
@@ -62,26 +61,14 @@ def follow(
     with bars if is_terminal else nullcontext():
         bars.add_task("", total=None)
         task = bars.tasks[0]
-        stage = ("", 0)
+        measured = ("", 0)
         last_line = clock()
 
         def show(step: ProgressUpdate) -> None:
-            nonlocal stage, last_line
-            # 1. The share of the whole run, or of a stage that is all there is. Such a stage is
-            #    measured anew; what comes before the first count is no measure.
-            if step.share is not None:
-                if stage != WHOLE_RUN:
-                    stage = WHOLE_RUN
-                    bars.reset(task.id, total=1.0)
-                bars.update(task.id, completed=step.share)
-            else:
-                if (step.stage, step.total) != stage or step.done == 0:
-                    stage = (step.stage, step.total)
-                    bars.reset(task.id, total=step.total or None)
-                bars.update(task.id, completed=step.done)
-            # 2. The bar, or a line of the log.
+            nonlocal measured, last_line
+            measured = _advance(bars, step, measured)
             if is_terminal:
-                text = _text_beside_bar(step, task, console.width - bar_width)
+                text = _text_beside_bar(step, task, console.width - BAR_WIDTH)
                 bars.update(task.id, description=escape(text))
                 bars.refresh()
             elif clock() - last_line >= log_seconds:
@@ -89,6 +76,25 @@ def follow(
                 print(_log_line(step, task), file=sys.stderr, flush=True)
 
         yield show
+
+
+def _advance(bars: Progress, step: ProgressUpdate, measured: tuple[str, int]) -> tuple[str, int]:
+    """Advance the bar by a step, and return what it measures then: the whole run or a stage.
+
+    A stage is measured anew where it follows another; what comes before its first count is no
+    measure.
+    """
+    task = bars.tasks[0]
+    if step.share is not None:
+        if measured != WHOLE_RUN:
+            bars.reset(task.id, total=1.0)
+        bars.update(task.id, completed=step.share)
+        return WHOLE_RUN
+    stage = (step.stage, step.total)
+    if stage != measured or step.done == 0:
+        bars.reset(task.id, total=step.total or None)
+    bars.update(task.id, completed=step.done)
+    return stage
 
 
 def _text_beside_bar(step: ProgressUpdate, task: Task, width: int) -> str:

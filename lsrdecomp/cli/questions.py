@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lsrdecomp.cli.completion import complete
 from lsrdecomp.errors import LsrError
 
 if TYPE_CHECKING:
@@ -17,44 +16,44 @@ if TYPE_CHECKING:
 
     from lsrdecomp.calibration.base_model import Base
     from lsrdecomp.calibration.dataset import PromptExample, TextPair
+    from lsrdecomp.compression.measured_settings import EvaluatorSettings
 
-DataFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="JSON lines with prompt and completion, with messages, or with text; instead of "
-        "--text."
-    ),
-]
-AnswerTokens = Annotated[
-    str,
-    typer.Option(
-        "--answers",
-        help="Tokens of --data that count: completion or all.",
-        autocompletion=complete(lambda: ("completion", "all")),
-    ),
-]
 SETTINGS = ("max_length", "truncate", "dtype")
 """Fields of `EvaluatorSettings` that are options of each verb that asks questions."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
-    """Source of questions: one of three."""
+    """Options of a source of questions: one of three."""
 
-    text: Path | None
-    task: Path | None
-    data: Path | None
-    split: str  # of the task
-    answers: str = "completion"
-    max_length: int | None = None
-    truncate: bool = False
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON lines with prompt and completion, with messages, or with text; instead of "
+            "--text."
+        ),
+    ] = None
+    answers: Annotated[
+        str,
+        typer.Option(
+            help="Tokens of --data that count: completion or all.",
+            autocompletion=lambda: ("completion", "all"),
+        ),
+    ] = "completion"
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text file: one example a line, a tab between the texts of a pair."),
+    ] = None
+    task: Annotated[
+        Path | None, typer.Option(help="Directory of a GLUE or SuperGLUE task, instead of --text.")
+    ] = None
 
     @property
     def sources(self) -> int:
         """The number of sources that were named."""
         return sum(path is not None for path in (self.text, self.task, self.data))
 
-    def check(self) -> None:
+    def check(self, settings: EvaluatorSettings) -> None:
         """Refuse none and more than one, and options that would do nothing.
 
         Raises
@@ -63,7 +62,7 @@ class Questions:
         """
         if self.sources != 1:
             raise LsrError("give one of --data FILE.jsonl, --text FILE and --task DIR")
-        if self.data is None and self.truncate:
+        if self.data is None and settings.truncate:
             raise LsrError(
                 "--truncate is about prompts and completions, texts are always cut: give --data "
                 "FILE.jsonl"
@@ -71,8 +70,8 @@ class Questions:
         if self.data is None and self.answers != "completion":
             raise LsrError("--answers is about prompts and completions: give --data FILE.jsonl")
 
-    def read(self) -> list[PromptExample] | list[TextPair]:
-        """Return the examples of the source."""
+    def read(self, split: str) -> list[PromptExample] | list[TextPair]:
+        """Return the examples of the source; of a task those of a split."""
         from lsrdecomp.calibration.dataset import read_examples, read_text_pairs, task_texts
         from lsrdecomp.training.tasks import find_task
 
@@ -81,12 +80,13 @@ class Questions:
         if self.text is not None:
             return read_text_pairs(self.text)
         assert self.task is not None
-        return task_texts(find_task(self.task).read(self.task, self.split))
+        return task_texts(find_task(self.task).read(self.task, split))
 
     def batches(
         self,
         base: Base,
         examples: Sequence[Any],
+        settings: EvaluatorSettings,
         *,
         size: int,
         seed: int,
@@ -100,8 +100,8 @@ class Questions:
                 examples,
                 size=size,
                 seed=seed,
-                max_length=self.max_length,
+                max_length=settings.max_length,
                 answers=self.answers,
-                truncate=self.truncate,
+                truncate=settings.truncate,
             )
-        return text_batches(base, examples, size=size, max_length=self.max_length, seed=seed)
+        return text_batches(base, examples, size=size, max_length=settings.max_length, seed=seed)

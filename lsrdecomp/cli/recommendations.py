@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 TASKS = ("SEQ_CLS", "TOKEN_CLS", "CAUSAL_LM", "SEQ_2_SEQ_LM")
 """Task types of the adapters whose bases `calibrate` runs."""
+UNUSABLE_ERROR = 0.7
+"""Relative Frobenius error above which little is left of an adapter; by hand."""
 
 
 def next_command(checkpoint: Checkpoint, output: Path, alpha: float | None) -> str:
@@ -46,26 +48,17 @@ def next_command(checkpoint: Checkpoint, output: Path, alpha: float | None) -> s
     return f"As a {checkpoint.format} LoRA again:\n  {command} --out {out}"
 
 
-def warn_if_unusable(
-    result: Compression, output: Path | None, *, unusable_error: float = 0.7
-) -> None:
+def warn_if_unusable(result: Compression, output: Path | None) -> None:
     """Say where little is left of an adapter, and what would help.
 
-    Without statistics a small adapter is close in nothing that matters.
-
-    Parameters
-    ----------
-    result : Compression
-    output : Path, optional
-        Where it was written.
-    unusable_error : float
-        Relative Frobenius error above which little is left; by hand.
+    Without statistics a small adapter is close in nothing that matters. ``output`` is where it was
+    written, if it was.
     """
     total = result.totals
     if total.functional_error is not None:
         return
     dropped = sum(layer.norm > 0.0 and not layer.parameters for layer in result.layers)
-    if total.relative_error <= unusable_error and 2 * dropped < total.layers:
+    if total.relative_error <= UNUSABLE_ERROR and 2 * dropped < total.layers:
         return
     tables.say(
         f"WARNING: little of this adapter is left: weight error {total.relative_error:.3g}, "

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lsrdecomp import checkpoints
-from lsrdecomp.cli.completion import complete
 from lsrdecomp.cli.options import Alpha, Each, Force, JsonFile, MaxMemory, Name, Quiet, Wide
 from lsrdecomp.cli.outputs import NEW_FILE, UNKNOWN
 from lsrdecomp.compression.request import ALL_ROUTES, TO_DIRECTORY, Interface, Request, Route
@@ -64,7 +63,7 @@ class Outputs:
         typer.Option(
             "--to",
             help="same: a plain LoRA in its original format, by truncated SVD [default: LSR].",
-            autocompletion=complete(lambda: ("same",)),
+            autocompletion=lambda: ("same",),
         ),
     ] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the table, write nothing.")] = (

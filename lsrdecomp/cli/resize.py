@@ -19,7 +19,7 @@ from lsrdecomp.errors import LsrError, UnsupportedError
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
     from lsrdecomp.cli.requests import Display, Opening, Outputs
-    from lsrdecomp.compression import Truncation
+    from lsrdecomp.compression import CompressionPlan, Truncation
     from lsrdecomp.compression.request import Request
 
 METHOD = (
@@ -49,11 +49,9 @@ def _say_left_out(folder: Path) -> None:
         if file.suffix in OTHER_FILES and not file.name.startswith(".")
     ]
     if others:
-        shown = ", ".join(others[:8])
-        more = f" and {len(others) - 8} more" if len(others) > 8 else ""
         tables.say(
-            f"Of {folder} only .safetensors files are taken together; left out: {shown}{more}. "
-            "Compress such a file by its own name."
+            f"Of {folder} only .safetensors files are taken together; left out: "
+            f"{tables.few(others)}. Compress such a file by its own name."
         )
 
 
@@ -104,7 +102,27 @@ def _resize_adapter(
     outputs: Outputs,
     display: Display,
 ) -> list[dict[str, object]]:
-    """Write one file or directory for each request and return the figures of each.
+    """Write one file or directory for each request and return the figures of each."""
+    plans = [request.plan for request in requests if request.plan is not None]
+    figures = []
+    for plan, path in zip(plans, _paths(checkpoint, plans, out, outputs), strict=True):
+        with follow(quiet=display.quiet) as step:
+            cut = compression.truncate(checkpoint, plan, on_step=step)
+            if path is not None:
+                cut.save(path, force=outputs.force, on_step=step)
+        if display.verbose:
+            tables.show(outputs.json, "\n".join(_log_lines(cut)))
+        figures.append(_shown(cut, path, outputs.json))
+        if path is not None:
+            warn_of_growth(checkpoint, _weights(path))
+    tables.show(outputs.json, METHOD)
+    return figures
+
+
+def _paths(
+    checkpoint: Checkpoint, plans: Sequence[CompressionPlan], out: Path, outputs: Outputs
+) -> Sequence[Path | None]:
+    """Return where each plan is written, none for a dry run, after a check that it can be.
 
     Those of several ratios share the name, with the ratio before its ending.
     """
@@ -115,30 +133,19 @@ def _resize_adapter(
             "by --out, with --to same for a plain LoRA",
             path=checkpoint.path,
         )
-    plans = [request.plan for request in requests if request.plan is not None]
+    if outputs.dry_run:
+        return [None] * len(plans)
     paths = [out]
     if len(plans) > 1:
         stem, suffix = (out.name, "") if is_directory else (out.stem, out.suffix)
         paths = [out.with_name(f"{stem}-{plan.ratio:g}{suffix}") for plan in plans]
     inputs = (checkpoint.path, checkpoint.weights)
-    for path in [] if outputs.dry_run else paths:
+    for path in paths:
         if is_directory:
             checkpoints.check_output_directory(path, inputs, outputs.force)
         else:
             checkpoints.check_output_file(path, inputs, force=outputs.force)
-    figures = []
-    for plan, path in zip(plans, paths, strict=True):
-        with follow(quiet=display.quiet) as step:
-            cut = compression.truncate(checkpoint, plan, on_step=step)
-            if not outputs.dry_run:
-                cut.save(path, force=outputs.force, on_step=step)
-        if display.verbose:
-            tables.show(outputs.json, "\n".join(_log_lines(cut)))
-        figures.append(_shown(cut, None if outputs.dry_run else path, outputs.json))
-        if not outputs.dry_run:
-            warn_of_growth(checkpoint, _weights(path))
-    tables.show(outputs.json, METHOD)
-    return figures
+    return paths
 
 
 def _weights(path: Path) -> Path:

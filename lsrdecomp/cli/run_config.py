@@ -5,33 +5,57 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.cli.options import read_toml
 from lsrdecomp.compression.measured_settings import MeasuredSettings
-from lsrdecomp.compression.request import READ_ON
 from lsrdecomp.compression.settings import GOALS, CompressionPlan
 from lsrdecomp.errors import CheckpointError, unknown
-from lsrdecomp.fields import POSITIVE, TEXT, Check, SettingsError, whole_number
+from lsrdecomp.fields import POSITIVE, Alias, Field, Settings, SettingsError, settings, whole_number
 
 TABLE = "compress"
-"""Table of a TOML file that holds the settings, as for ``fleet --plan``."""
-ONLY_IN_PYTHON = ("search", "journal", "on_step")
+"""Table of a TOML file that holds the settings, also for ``fleet --plan``."""
+
+
+@settings
+class RunSettings(Settings):
+    """What a run reads beside its plan and the settings of its measurement."""
+
+    base: Annotated[str, "Base model to measure on."]
+    data: Annotated[str, "Texts of the task."]
+    statistics: Annotated[str, Alias("calibrated"), "Statistics that `calibrate` wrote."]
+    workers: Annotated[int, whole_number(1), "Processes that solve."]
+    name: Annotated[str, "Weight file to open, where the directory has several."]
+    alpha: Annotated[float, POSITIVE, "LoRA alpha, for files that do not store it."]
+
+
+FIELDS: Mapping[str, Field] = {
+    **CompressionPlan.fields,
+    **MeasuredSettings.fields,
+    **RunSettings.fields,
+}
+"""Settings that a file may hold, by the names of `lsrdecomp.compress`."""
 OPENING = ("name", "alpha")
 """Options of how the adapter is opened, which repeat a run as much as its settings."""
-NAMES = (*(name for name in READ_ON if name not in ONLY_IN_PYTHON), *OPENING)
-OTHER_SPELLINGS = {"params": "parameters", "calibrated": "statistics"}
-CHECKS: Mapping[str, Check] = {
-    "base": TEXT,
-    "data": TEXT,
-    "statistics": TEXT,
-    "name": TEXT,
-    "alpha": POSITIVE,
-    "workers": whole_number(1),
-}
-"""Checks of settings that are fields of no `Settings`."""
 PATHS = ("data", "statistics")
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Return the table [compress] of a TOML file.
+
+    Raises
+    ------
+    SettingsError
+        If it is not TOML, or has no such table.
+    """
+    table = read_toml(path).get(TABLE)
+    if not isinstance(table, dict):
+        raise SettingsError(
+            f"{path}: has no table [{TABLE}]: a line [{TABLE}], then options of compress, as "
+            "ratio = 48"
+        )
+    return table
 
 
 def read_run(path: Path) -> dict[str, Any]:
@@ -52,23 +76,23 @@ def read_run(path: Path) -> dict[str, Any]:
     CheckpointError
         If texts or statistics that it names are not there.
     """
+    resolved = None
     if path.suffix == ".json":
         record = read_json(path)
         table = record.get("settings")
         resolved = record.get("resolved")
-        missing = "has no settings; name the compression.json of a run of this release"
+        if not isinstance(table, dict):
+            raise SettingsError(
+                f"{path}: has no settings; name the compression.json of a run of this release"
+            )
     else:
-        table = read_toml(path).get(TABLE)
-        resolved = None
-        missing = f"has no table [{TABLE}]: a line [{TABLE}], then options as keep = 0.9"
-    if not isinstance(table, dict):
-        raise SettingsError(f"{path}: {missing}")
+        table = read_table(path)
+    own_names = {name: field.name for field in FIELDS.values() for name in field.names}
     settings: dict[str, Any] = {}
     for key, value in table.items():
-        underscored = key.replace("-", "_")
-        name = OTHER_SPELLINGS.get(underscored, underscored)
-        if name not in NAMES:
-            raise SettingsError(f"{path}: no setting is called {unknown(key, NAMES)}")
+        name = own_names.get(key.replace("-", "_"))
+        if name is None:
+            raise SettingsError(f"{path}: no setting is called {unknown(key, FIELDS)}")
         if name in settings:
             raise SettingsError(f"{path}: {name} is given twice, under two names; give one")
         settings[name] = _validated(path, name, value)
@@ -126,20 +150,13 @@ def run_text(settings: Mapping[str, Any]) -> str:
 
 def _validated(path: Path, name: str, value: Any) -> Any:
     """Return a value, checked; a list as a tuple."""
-    if name == "ratio" and isinstance(value, list):
-        field = CompressionPlan.fields["ratio"]
-        values = [field.validate(one, SettingsError) for one in value]
-        if not values:
-            raise SettingsError(f"{path}: ratio is an empty list; give one or more numbers")
-        return values
-    if name in CHECKS:
-        check = CHECKS[name]
-        if not check.test(value):
-            raise SettingsError(f"{path}: {name} must be {check.requirement()}, got {value!r}")
-        return value
-    settings = MeasuredSettings if name in MeasuredSettings.fields else CompressionPlan
+    field = FIELDS[name]
     try:
-        return settings.fields[name].validate(value, SettingsError)
+        if name == "ratio" and isinstance(value, list):
+            if not value:
+                raise SettingsError("ratio is an empty list; give one or more numbers")
+            return [field.validate(ratio, SettingsError) for ratio in value]
+        return field.validate(value, SettingsError)
     except SettingsError as error:
         raise SettingsError(f"{path}: {error}") from error
 

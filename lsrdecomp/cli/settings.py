@@ -12,10 +12,8 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from lsrdecomp.cli.completion import complete
 from lsrdecomp.cli.help import PANELS, HelpAll
-from lsrdecomp.cli.outputs import Input
-from lsrdecomp.fields import INPUT_PATH, ON_COMMAND_LINE, Field, Settings
+from lsrdecomp.fields import ON_COMMAND_LINE, Field, Settings
 
 HELP_ALL = inspect.Parameter(
     "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=HelpAll
@@ -47,13 +45,9 @@ def options_of(
 
     def decorate(verb: V) -> V:
         signature = inspect.signature(verb, eval_str=True)
-        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        positional = [each for each in own if each.kind is not each.KEYWORD_ONLY]
-        keyword_only = own[len(positional) :]
-        # 1. The fields that become options.
-        fields = [
-            field for field in settings.fields.values() if field.name not in signature.parameters
-        ]
+        taken = signature.parameters
+        # 1. The fields that become options, before the verb's own.
+        fields = [field for field in settings.fields.values() if field.name not in taken]
         if only is None:
             chosen = [field for field in fields if ON_COMMAND_LINE in field.flags]
         else:
@@ -62,24 +56,24 @@ def options_of(
             _parameter(field, parsers.get(field.name), show_default=only is None)
             for field in chosen
         ]
-        if verb.__name__ in PANELS and HELP_ALL.name not in signature.parameters:
+        if verb.__name__ in PANELS and HELP_ALL.name not in taken:
             options.append(HELP_ALL)
-        names = {option.name for option in options}
+        own = [each for each in taken.values() if each.kind is not each.VAR_KEYWORD]
+        place = sum(each.kind is not each.KEYWORD_ONLY for each in own)
+        names = {field.name for field in chosen}
 
         # 2. The verb is given those that were typed.
         @functools.wraps(verb)
         def run(*args: Any, help_all: bool = False, **kwargs: Any) -> Any:
             del help_all  # its callback has shown all
-            for name in names:
-                if name in kwargs and kwargs[name] in (None, []):
-                    del kwargs[name]
+            absent = [name for name in names & set(kwargs) if kwargs[name] in (None, [])]
+            for name in absent:
+                del kwargs[name]
             return verb(*args, **kwargs)
 
         run.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*positional, *options, *keyword_only]
+            parameters=[*own[:place], *options, *own[place:]]
         )
-        annotations = {option.name: option.annotation for option in options}
-        run.__annotations__ = verb.__annotations__ | annotations
         # 3. The others are listed in its help.
         others = [field for field in fields if field not in chosen]
         if only is None and others:
@@ -89,42 +83,33 @@ def options_of(
     return decorate
 
 
-def option_groups(**groups: type[Any]) -> Callable[[V], V]:
-    """Decorate a verb whose parameters of these names are dataclasses of options.
+def option_groups(verb: V) -> V:
+    """Decorate a verb, to make each field of parameters that are dataclasses an option.
 
-    Fields are annotated as typer's parameters are. On the command line each is an option; the verb
-    gets one value a group.
+    Fields are annotated as typer's parameters are. The verb gets one value a group, and a program
+    may give the whole group.
     """
-    fields = {name: dataclasses.fields(group) for name, group in groups.items()}
-    options = [option for group in groups.values() for option in _options_of_group(group)]
+    signature = inspect.signature(verb, eval_str=True)
+    groups: dict[str, type[Any]] = {}
+    parameters = []
+    for parameter in signature.parameters.values():
+        group = parameter.annotation
+        if isinstance(group, type) and dataclasses.is_dataclass(group):
+            groups[parameter.name] = group
+            parameters += _options_of_group(group)
+        else:
+            parameters.append(parameter)
 
-    def decorate(verb: V) -> V:
-        signature = inspect.signature(verb, eval_str=True)
-        parameters = list(signature.parameters.values())
-        place = min(i for i, parameter in enumerate(parameters) if parameter.name in groups)
-        others = [parameter for parameter in parameters if parameter.name not in groups]
+    @functools.wraps(verb)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for name, group in groups.items():
+            if name not in kwargs:
+                typed = {field.name for field in dataclasses.fields(group)} & set(kwargs)
+                kwargs[name] = group(**{field: kwargs.pop(field) for field in typed})
+        return verb(*args, **kwargs)
 
-        @functools.wraps(verb)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            for name, group in groups.items():
-                if name in kwargs:  # a program gives the whole group
-                    continue
-                values = {
-                    field.name: kwargs.pop(field.name)
-                    for field in fields[name]
-                    if field.name in kwargs
-                }
-                kwargs[name] = group(**values)
-            return verb(*args, **kwargs)
-
-        run.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*others[:place], *options, *others[place:]]
-        )
-        own = {name: hint for name, hint in verb.__annotations__.items() if name not in groups}
-        run.__annotations__ = own | {option.name: option.annotation for option in options}
-        return run  # type: ignore[return-value]
-
-    return decorate
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return run  # type: ignore[return-value]
 
 
 def _options_of_group(group: type[Any]) -> list[inspect.Parameter]:
@@ -156,9 +141,8 @@ def _parameter(
         show_default=False,
         parser=parser,
         metavar=metavar,
-        autocompletion=None if field.check.values is None else complete(field.check.values),
+        autocompletion=field.check.values,
     )
-    marks = (Input, option) if INPUT_PATH in field.flags else (option,)
     type_ = field.type
     if parser is not None:
         type_ = str
@@ -168,7 +152,7 @@ def _parameter(
         field.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
-        annotation=Annotated[type_ | None, *marks],
+        annotation=Annotated[type_ | None, *field.flags, option],
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from rich.cells import cell_len
@@ -13,16 +13,13 @@ from rich.table import Table
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class SheetLayout:
-    """Widths of a table, in characters; chosen by hand for terminals of 80 columns."""
-
-    gap: int = 2
-    """Blanks between two columns."""
-    min_name: int = 14
-    """A name is shortened to no fewer characters than this."""
-    comfortable_name: int = 30
-    """Columns that can be spared leave before a name is shortened below this."""
+# Widths in characters, by hand for terminals of 80 columns.
+GAP = 2
+"""Blanks between two columns."""
+MIN_NAME = 14
+"""A name is shortened to no fewer characters than this."""
+COMFORTABLE_NAME = 30
+"""Columns that can be spared leave before a name is shortened below this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,6 @@ class Sheet:
     columns: Sequence[SheetColumn]
     rows: Sequence[Sequence[str]]
     total: Sequence[str] | None = None
-    layout: SheetLayout = field(default_factory=SheetLayout)
 
     @classmethod
     def of(
@@ -68,10 +64,9 @@ class Sheet:
 
     def laid_out(self, width: int) -> Table:
         """Return the table at a width: the columns that fit, every number whole."""
-        gap = self.layout.gap
         shown = self._columns_that_fit(width)
         name_width = self._name_width(shown, width)
-        table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0))
+        table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, GAP, 0, 0))
         for index in shown:
             self._add_column(table, index, name_width if self.columns[index].name else width)
         for row in self.rows:
@@ -84,11 +79,10 @@ class Sheet:
 
     def _name_width(self, shown: Sequence[int], width: int) -> int:
         """Return the characters that each name may take beside the other columns."""
-        gap = self.layout.gap
         n_names = max(1, sum(self.columns[index].name for index in shown))
         others = [index for index in shown if not self.columns[index].name]
-        room = width + gap - sum(self._width(index) + gap for index in others)
-        return max(self.layout.min_name, (room - gap * n_names) // n_names)
+        room = width + GAP - sum(self._width(index) + GAP for index in others)
+        return max(MIN_NAME, (room - GAP * n_names) // n_names)
 
     def _add_column(self, table: Table, index: int, limit: int) -> None:
         """Add a column, no wider than a limit; sentences are folded, nothing else."""
@@ -109,9 +103,8 @@ class Sheet:
 
         The least needed leaves until they do, or until only those that must stay are left.
         """
-        gap = self.layout.gap
         indices = [index for index in range(len(self.columns)) if self._has_content(index)]
-        while sum(self._width(index, shortened=True) + gap for index in indices) - gap > width:
+        while sum(self._width(index, shortened=True) + GAP for index in indices) - GAP > width:
             droppable = [index for index in indices if self.columns[index].rank]
             if not droppable:
                 break
@@ -126,7 +119,7 @@ class Sheet:
         column = self.columns[index]
         widest = max((cell_len(row[index]) for row in self._all_rows()), default=0)
         if shortened and (column.name or column.prose):
-            widest = min(widest, self.layout.comfortable_name)
+            widest = min(widest, COMFORTABLE_NAME)
         return max(cell_len(column.head), widest)
 
     def _all_rows(self) -> Iterable[Sequence[str]]:

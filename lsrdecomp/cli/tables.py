@@ -23,13 +23,7 @@ if TYPE_CHECKING:
     from lsrdecomp.fleet import Outcome
 
 
-def show(
-    json: Path | None,
-    *parts: Any,
-    wide: bool = False,
-    pipe_width: int = 130,
-    unlimited_width: int = 1000,
-) -> None:
+def show(json: Path | None, *parts: Any, wide: bool = False) -> None:
     """Print for people, unless standard output is for the machine.
 
     Sentences are left whole for a pipe to fold, and indented lines always: a command is typed as it
@@ -43,19 +37,15 @@ def show(
         Texts of several lines, and tables.
     wide : bool
         Print tables as wide as all columns need.
-    pipe_width : int
-        Columns of a table that goes to a file or a pipe, where COLUMNS does not say otherwise.
-    unlimited_width : int
-        Columns that no table needs.
     """
     if json is not None and str(json) == "-":
         return
     is_terminal = sys.stdout.isatty()
     width: int | None = None  # rich asks the terminal, or COLUMNS
     if wide:
-        width = unlimited_width
+        width = 1000  # more than any table needs
     elif not is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
-        width = pipe_width
+        width = 130  # of a file or a pipe; by hand, for a log on a wide screen
     output = Console(width=width, highlight=False, markup=False)
     for part in parts:
         if not isinstance(part, str):
@@ -69,6 +59,13 @@ def show(
 def say(message: str) -> None:
     """Print a line on stderr, in the words of the program."""
     print(f"lsrdecomp: {message}", file=sys.stderr)
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    max_names = 8  # by hand: two lines of a terminal
+    text = ", ".join(names[:max_names])
+    return text if len(names) <= max_names else f"{text} and {len(names) - max_names} more"
 
 
 @contextmanager

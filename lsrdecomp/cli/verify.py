@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from lsrdecomp.cli.layer_tables import verification_table
 from lsrdecomp.cli.options import ForceFile, JsonFile
 from lsrdecomp.cli.outputs import Input
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.cli.questions import SETTINGS, AnswerTokens, DataFile, Questions
+from lsrdecomp.cli.questions import SETTINGS, Questions
 from lsrdecomp.cli.recommendations import quoted
 from lsrdecomp.cli.requests import Display, Opening
 from lsrdecomp.cli.settings import option_groups, options_of
@@ -50,7 +50,7 @@ class Asked:
 
 
 @options_of(EvaluatorSettings, only=SETTINGS)
-@option_groups(asked=Asked, opening=Opening, display=Display)
+@option_groups
 def verify(
     source: Annotated[
         Path, typer.Argument(help="The adapter that was compressed.", show_default=False)
@@ -65,16 +65,7 @@ def verify(
         Input,
         typer.Option(help="Also compare outputs on this base model."),
     ] = None,
-    data: DataFile = None,
-    answers: AnswerTokens = "completion",
-    text: Annotated[
-        Path | None,
-        typer.Option(help="Text file: one example a line, a tab between the texts of a pair."),
-    ] = None,
-    task: Annotated[
-        Path | None,
-        typer.Option(help="Directory of a GLUE or SuperGLUE task (dev split), instead of --text."),
-    ] = None,
+    questions: Questions,
     batch: Annotated[int, typer.Option(help="Examples per batch.", min=1)] = 16,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     accept: Annotated[
@@ -108,12 +99,11 @@ def verify(
             raise LsrError("--server asks about one adapter: name the one that is served alone")
         if accept:
             raise LsrError("--accept records what was measured: leave out --server")
-        _ask(source, asked.server, asked.served_as, base, text, settings.dtype, json)
+        _ask(source, asked.server, asked.served_as, base, questions.text, settings.dtype, json)
         return
     if written is None:
         raise LsrError("name what was written from it too, or a server that has it by --server URL")
-    questions = Questions(text, task, data, "dev", answers, settings.max_length, settings.truncate)
-    _check_base(base, questions)
+    _check_base(base, questions, settings)
     original = opening.open(source)
     compressed = _opened(written, opening)
     behaviour = None
@@ -121,7 +111,7 @@ def verify(
         result = compression.verify(original, compressed, on_step=step)
         if base is not None:
             pair = _model_pair(base, source, written, device, settings.dtype)
-            behaviour = _behaviour(pair, questions, batch, step)
+            behaviour = _behaviour(pair, questions, settings, batch, step)
     _show(result, behaviour, display, json)
     tables.write_json(_figures(result, behaviour, base), json)
     for complaint in _complaints(result, source, written):
@@ -174,7 +164,7 @@ def _reply_sentences(reply: serving.ServerMeasurement, url: str) -> Iterator[str
         )
 
 
-def _check_base(base: str | None, questions: Questions) -> None:
+def _check_base(base: str | None, questions: Questions, settings: EvaluatorSettings) -> None:
     """Raise `LsrError` unless base and questions were both named, or neither; find the base."""
     if (base is None) != (questions.sources == 0):
         raise LsrError(
@@ -182,7 +172,7 @@ def _check_base(base: str | None, questions: Questions) -> None:
             "--task DIR"
         )
     if base is not None:
-        questions.check()
+        questions.check(settings)
         from lsrdecomp.calibration.base_files import check_reachable  # with NumPy
 
         check_reachable(base)
@@ -208,13 +198,19 @@ def _model_pair(
         return base_model.load_pair(base, source, written, device=device, dtype=dtype)
 
 
-def _behaviour(pair: tuple[Base, Base], questions: Questions, size: int, step: OnStep) -> Behaviour:
+def _behaviour(
+    pair: tuple[Base, Base],
+    questions: Questions,
+    settings: EvaluatorSettings,
+    size: int,
+    step: OnStep,
+) -> Behaviour:
     """Compare the answers of the second model with those of the first."""
     from lsrdecomp.calibration.divergence import Reference
 
     source, written = pair
-    examples = questions.read()
-    batches = questions.batches(source, examples, size=size, seed=0)
+    examples = questions.read("dev")
+    batches = questions.batches(source, examples, settings, size=size, seed=0)
     answered = Counter(step, "comparing answers", len(examples), "examples")
 
     def counted() -> Iterator[Mapping[str, Tensor]]:
@@ -299,20 +295,13 @@ def _exit(result: compression.Verification) -> None:
         raise typer.Exit(3)
 
 
-def _few(names: Sequence[str]) -> str:
-    """Return the first names of a list, and how many more there are."""
-    max_names = 8  # that a line holds
-    text = ", ".join(names[:max_names])
-    return text if len(names) <= max_names else f"{text} and {len(names) - max_names} more"
-
-
 def _complaints(result: compression.Verification, source: Path, written: Path) -> Iterator[str]:
     """Yield what is not as it was recorded, or not recorded."""
     if result.changed_files:
         files = ", ".join(result.changed_files)
         yield f"{files} changed since it was written: its digest is not the recorded one"
     if result.changed_fields:
-        yield f"changed in {checkpoints.CONFIG}: {_few(result.changed_fields)}"
+        yield f"changed in {checkpoints.CONFIG}: {tables.few(result.changed_fields)}"
     for name in result.foreign_files:
         yield (
             f"{name} was not written with this adapter, and programs load or run such a file "

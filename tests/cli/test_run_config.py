@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import lsrdecomp as lsr
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.cli.app import app
-from lsrdecomp.cli.run_config import NAMES, merged, read_run, run_text
+from lsrdecomp.cli.run_config import FIELDS, merged, read_run, run_text
 from lsrdecomp.errors import LsrError
 
 DEMO = Path(lsr.__file__).parent / "cli" / "demo_adapter"
@@ -180,7 +180,7 @@ def test_every_setting_of_a_file_can_be_written_and_read(tmp_path):
         "held_out": 64, "batch": 4, "max_length": 128, "truncate": True, "dtype": "bfloat16",
         "seed": 3, "distil": 60, "examples": 2, "passes": 2, "name": "a.safetensors", "alpha": 16.0,
     }  # fmt: skip
-    assert set(values) == set(NAMES)
+    assert set(values) == set(FIELDS)
     (tmp_path / "all.toml").write_text(run_text(values), encoding="utf-8")
     read = read_run(tmp_path / "all.toml")
     assert read == {**values, "inner_shape": (4, 2)}

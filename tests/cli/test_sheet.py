@@ -3,6 +3,7 @@
 import io
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,19 +93,20 @@ def test_a_table_of_an_adapter_says_what_its_layers_are():
     rows = printed(checkpoint_table(adapter, ranks), 1000).splitlines()[1:]
     what = ["linear", "384×384", "8", "LoRA", "6,144", "float32"]
     assert [row.split()[1:] for row in rows] == [[*what, "3", "4"]] * 11 + [[*what, "4", "7"]]
-    # Layers of one role share a row
-    folded = printed(checkpoint_table(adapter, ranks, fold_above=4), 1000).splitlines()[1:]
+    # Of many layers those of one role share a row
+    larger = replace(adapter, layers=adapter.layers * 3)
+    folded = printed(checkpoint_table(larger, ranks * 3), 1000).splitlines()[1:]
     assert len(folded) == 4
     *name, kind, matrix, rank, structure, parameters, dtype, norm, ranks_of = folded[-1].split()
-    assert " ".join(name) == "3 layers attention.self.value"
+    assert " ".join(name) == "9 layers attention.self.value"
     assert [kind, matrix, rank, structure, parameters] == [
         "linear",
         "384×384",
         "8",
         "LoRA",
-        "18,432",
+        "55,296",
     ]
-    assert (dtype, norm, ranks_of) == ("float32", f"{math.sqrt(34.0):.4g}", "4–7")
+    assert (dtype, norm, ranks_of) == ("float32", f"{math.sqrt(102.0):.4g}", "4–7")
 
 
 def test_a_long_name_loses_its_middle_and_nothing_else():
