@@ -35,9 +35,6 @@ def calibrate(
         Path | None,
         typer.Option(help="Text file: one example a line, a tab between the texts of a pair."),
     ] = None,
-    task: Annotated[
-        Path | None, typer.Option(help="Directory of a GLUE or SuperGLUE task, instead of --text.")
-    ] = None,
     samples: Annotated[int, typer.Option(help="Examples to use; about 500 are enough.")] = 512,
     batch: Annotated[int, typer.Option(help="Examples per batch.")] = 16,
     max_full: Annotated[
@@ -81,9 +78,7 @@ def calibrate(
     one batch (--batch).
     """
     settings = EvaluatorSettings(**options)
-    questions = Questions(
-        text, task, data, "train", answers, settings.max_length, settings.truncate
-    )
+    questions = Questions(text, data, answers, settings.max_length, settings.truncate)
     questions.check()
     from lsrdecomp.calibration.base_files import check_reachable  # with NumPy
 

@@ -1,4 +1,4 @@
-"""Questions to a model on the command line: lines of text, rows of a task, or JSON lines."""
+"""Questions to a model on the command line: lines of text, or JSON lines."""
 
 from __future__ import annotations
 
@@ -39,12 +39,10 @@ SETTINGS = ("max_length", "truncate", "dtype")
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Source of questions: one of three."""
+    """Source of questions: one of two."""
 
     text: Path | None
-    task: Path | None
     data: Path | None
-    split: str  # of the task
     answers: str = "completion"
     max_length: int | None = None
     truncate: bool = False
@@ -52,7 +50,7 @@ class Questions:
     @property
     def sources(self) -> int:
         """The number of sources that were named."""
-        return sum(path is not None for path in (self.text, self.task, self.data))
+        return sum(path is not None for path in (self.text, self.data))
 
     def check(self) -> None:
         """Refuse none and more than one, and options that would do nothing.
@@ -62,7 +60,7 @@ class Questions:
         LsrError
         """
         if self.sources != 1:
-            raise LsrError("give one of --data FILE.jsonl, --text FILE and --task DIR")
+            raise LsrError("give one of --data FILE.jsonl and --text FILE")
         if self.data is None and self.truncate:
             raise LsrError(
                 "--truncate is about prompts and completions, texts are always cut: give --data "
@@ -73,15 +71,12 @@ class Questions:
 
     def read(self) -> list[PromptExample] | list[TextPair]:
         """Return the examples of the source."""
-        from lsrdecomp.calibration.dataset import read_examples, read_text_pairs, task_texts
-        from lsrdecomp.training.tasks import find_task
+        from lsrdecomp.calibration.dataset import read_examples, read_text_pairs
 
         if self.data is not None:
             return read_examples(self.data)
-        if self.text is not None:
-            return read_text_pairs(self.text)
-        assert self.task is not None
-        return task_texts(find_task(self.task).read(self.task, self.split))
+        assert self.text is not None
+        return read_text_pairs(self.text)
 
     def batches(
         self,

@@ -83,10 +83,6 @@ def verify(
         Path | None,
         typer.Option(help="Text file: one example a line, a tab between the texts of a pair."),
     ] = None,
-    task: Annotated[
-        Path | None,
-        typer.Option(help="Directory of a GLUE or SuperGLUE task (dev split), instead of --text."),
-    ] = None,
     batch: Annotated[int, typer.Option(help="Examples per batch.", min=1)] = 16,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     accept: Annotated[
@@ -133,11 +129,10 @@ def verify(
             "name what was written from it too; or ask what a server makes of it, by --for or "
             "--server"
         )
-    questions = Questions(text, task, data, "dev", answers, settings.max_length, settings.truncate)
+    questions = Questions(text, data, answers, settings.max_length, settings.truncate)
     if (base is None) != (questions.sources == 0):
         raise LsrError(
-            "answers are compared on a base: give --base with --data FILE.jsonl, --text FILE or "
-            "--task DIR"
+            "answers are compared on a base: give --base with --data FILE.jsonl or --text FILE"
         )
     # 2. The numbers of what was written, and on a base its answers, against the source's.
     if base is not None:

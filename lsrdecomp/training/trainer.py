@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from lsrdecomp.calibration.tokens import length_sorted_batches
 from lsrdecomp.training.model import trainable_parameters
-from lsrdecomp.training.reporting import TENSORBOARD, reporters
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 
 if TYPE_CHECKING:
@@ -319,7 +318,6 @@ def training_arguments(
             save_steps=save_every or unused,
             save_total_limit=2,
             restore_callback_states_from_checkpoint=True,
-            report_to=[name for name in reporters(settings) if name != TENSORBOARD] or "none",
             **stopping,
         )
     except (ValueError, ImportError) as error:

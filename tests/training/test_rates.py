@@ -13,8 +13,8 @@ pytest.importorskip("sklearn")
 
 from console import run_command  # noqa: E402
 
+from benchmarks.lab.embedded import EmbeddedRecipe, embedded  # noqa: E402
 from lsrdecomp.calibration.rate_trials import RateTrial, best_trial  # noqa: E402
-from lsrdecomp.training.embedded import EmbeddedRecipe, embedded  # noqa: E402
 from lsrdecomp.training.finetune import finetune  # noqa: E402
 from lsrdecomp.training.methods import METHODS, find_method  # noqa: E402
 from lsrdecomp.training.model import open_model  # noqa: E402
@@ -29,8 +29,9 @@ def common(tmp_path_factory):
     place = embedded(tmp_path_factory.mktemp("embedded") / "base", recipe=EmbeddedRecipe(steps=20))
     return FinetuneSettings(
         str(place.model),
-        "embedded",
-        str(place.data),
+        str(place.data / "train.tsv"),
+        "classes",
+        str(place.data / "dev.tsv"),
         method="lsr",
         steps=6,
         device="cpu",
@@ -230,12 +231,12 @@ def test_a_rate_is_a_number_or_auto(common):
 def test_the_command_line_reads_both(tmp_path):
     for text in ("auto", "0.01"):
         done = run_command(
-            *("finetune", "--model", "embedded", "--task", "nothing", "--rate", text),
+            *("finetune", "--model", "base", "--data", "none", "--task", "nothing", "--rate", text),
             *("--out", tmp_path / "out"),
         )
         assert "task must be one of" in done.stderr
     done = run_command(
-        *("finetune", "--model", "embedded", "--task", "embedded", "--rate", "fast"),
+        *("finetune", "--model", "base", "--data", "none", "--rate", "fast"),
         *("--out", tmp_path / "out"),
     )
     assert "--learning-rate must be a number above 0, or auto, got 'fast'" in done.stderr
