@@ -19,6 +19,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.integrations.integration_utils import is_tensorboard_available
 from transformers.trainer_utils import set_seed
 
+from lsrdecomp.calibration.rate_trials import TRIAL_WARMUP_STEPS
 from lsrdecomp.checkpoints import Journal, content_key
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.training.callbacks import Clock, EventLog, LayerLog, ReportProgress, StopWhenDiverged
@@ -30,7 +31,7 @@ from lsrdecomp.training.model import (
     open_model,
     written_bytes,
 )
-from lsrdecomp.training.rates import RATE, ChosenRate, RateSearch, choose_rate, default_rate
+from lsrdecomp.training.rates import RATE, ChosenRate, choose_rate, default_rate
 from lsrdecomp.training.record import (
     ADAPTER,
     LAYER_LOG,
@@ -393,7 +394,7 @@ def _run_trial(
         steps=steps,
         epochs=None,
         scheduler="constant_with_warmup",
-        warmup=min(0.5, RateSearch().trial_warmup_steps / steps),
+        warmup=min(0.5, TRIAL_WARMUP_STEPS / steps),
         log_every=1,
         save_every=0,
         patience=None,

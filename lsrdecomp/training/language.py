@@ -237,7 +237,6 @@ def evaluate_tokens(
     pad: int,
     *,
     autocast: bool,
-    batch_size: int = 16,
 ) -> tuple[Scores, list[bool]]:
     """Measure the loss and the accuracy of completions, by token and word for word.
 
@@ -250,8 +249,6 @@ def evaluate_tokens(
         Token that fills short rows up.
     autocast : bool
         Whether products are taken in bfloat16.
-    batch_size : int
-        Rows of a batch; by hand.
 
     Returns
     -------
@@ -259,6 +256,7 @@ def evaluate_tokens(
     list of bool
         Of each example, whether greedy decoding would give its completion.
     """
+    batch_size = 16
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     base = Base("", model, None, Head.causal_lm)
     total_loss = 0.0
