@@ -109,7 +109,7 @@ def finetune(
     # 1. What does not fit is refused before any work.
     if out.exists():
         raise CheckpointError("already exists; choose another output, or remove it", path=out)
-    if settings.logs is not None and not is_tensorboard_available():
+    if settings.logs is not None and not is_tensorboard_available():  # type: ignore[no-untyped-call]
         raise SettingsError("logs: TensorBoard is not installed: pip install tensorboard")
     key = content_key(settings.to_json())  # as it was asked: "auto" goes on where it was
     processes = PartialState(cpu=settings.device == "cpu")
