@@ -94,13 +94,6 @@ def read_examples(file: str | Path) -> list[PromptExample]:
     ' 4'
     """
     path = Path(file)
-    if path.suffix == ".parquet":
-        converted = path.with_suffix(".jsonl").name
-        raise DataError(
-            f"{path}: is Parquet; write it as JSON lines (pip install pandas pyarrow): "
-            f"python -c \"import pandas; pandas.read_parquet('{path}')"
-            f".to_json('{converted}', orient='records', lines=True)\""
-        )
     examples = [_parse_example(row, where) for row, where in read_rows(path)]
     if not examples:
         raise DataError(f"{path}: no line has an example")
@@ -130,6 +123,13 @@ def read_rows(
     DataError, CheckpointError
         As `read_examples`.
     """
+    if path.suffix == ".parquet":
+        converted = path.with_suffix(".jsonl").name
+        raise DataError(
+            f"{path}: is Parquet; write it as JSON lines (pip install pandas pyarrow): "
+            f"python -c \"import pandas; pandas.read_parquet('{path}')"
+            f".to_json('{converted}', orient='records', lines=True)\""
+        )
     regular_file_size(path)
     try:
         for row, where in _rows(path, columns):

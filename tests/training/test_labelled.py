@@ -76,6 +76,8 @@ def test_one_class_is_none_and_a_missing_file_is_named(tmp_path):
         find_labels(tmp_path / "one.tsv")
     with pytest.raises(CheckpointError, match=r"none\.tsv: no such file"):
         find_labels(tmp_path / "none.tsv")
+    with pytest.raises(DataError, match="is Parquet; write it as JSON lines"):
+        find_labels(tmp_path / "train.parquet")
 
 
 def test_metrics_agree_with_their_definitions():
