@@ -25,9 +25,10 @@ from typing import Any
 
 from benchmarks import record as records
 from benchmarks.adapters.rates import ARMS, AUTO, COMMON, ENCODER, encoder, loss_of, row
+from benchmarks.lab.embedded import embedded
+from benchmarks.lab.tasks import published, write_files
 from benchmarks.language.tasks import write_task
 from benchmarks.record import RESULTS
-from lsrdecomp.training.embedded import embedded
 from lsrdecomp.training.finetune import finetune
 from lsrdecomp.training.record import RECORD, FinetuneRecord, read_record
 from lsrdecomp.training.settings import FinetuneSettings
@@ -74,8 +75,10 @@ class Place:
             return settings | {"data": data, "dev_data": str(files / name / "held.jsonl")}
         if task == "embedded":
             place = embedded(self.work / "base")
-            return settings | {"model": str(place.model), "data": str(place.data)}
-        return settings | {"model": encoder(), "data": str(self.data / "glue")}
+            return published(settings | {"model": str(place.model), "data": str(place.data)})
+        settings |= {"model": encoder(), "data": str(self.data / "glue")}
+        write_files(settings)
+        return published(settings)
 
     def run(self, task: str, arm: str, multiple: float | str, seed: int) -> FinetuneRecord:
         """Return a finished run, or a new one."""

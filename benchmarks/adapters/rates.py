@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record as records
+from benchmarks.lab.tasks import published, write_files
 from benchmarks.language.tasks import write_task
 from benchmarks.record import RESULTS
 from lsrdecomp.training.compressed_start import compressed_start
@@ -97,11 +98,10 @@ class Place:
             data = str(files / name / "train.jsonl")
             dev = str(files / name / "held.jsonl")
             return COMMON | LANGUAGE | {"model": "smollm2", "data": data, "dev_data": dev}
-        return (
-            COMMON
-            | ENCODER
-            | {"model": encoder(), "task": self.task, "data": str(self.data / "glue")}
-        )
+        own = {"model": encoder(), "task": self.task, "data": str(self.data / "glue")}
+        settings = COMMON | ENCODER | own
+        write_files(settings)
+        return published(settings)
 
     def run(self, arm: str, rate: float | str, seed: int) -> FinetuneRecord:
         """Return a finished run, or a new one."""
@@ -136,9 +136,8 @@ class Place:
                     finetune(self.settings_with(TO_COMPRESS | {"seed": seed}), out)
             settings = self.settings_with({"init": str(lora), "ratio": RATIO, "seed": seed})
             dataset = read_dataset(settings)
-            compressed_start(
-                settings, dataset, directory, max_task_examples=128, max_language_examples=32
-            )
+            max_examples = 32 if settings.is_language else 128
+            compressed_start(settings, dataset, directory, max_examples=max_examples)
         return str(directory / ADAPTER)
 
 

@@ -6,7 +6,8 @@
 Without ``--statistics`` the demo's own are used, and the record is that which ``lsrdecomp demo``
 reads; with them whole covariances, which the encoder ENCODER has on 1,024 texts of the train split:
 
-    lsrdecomp calibrate ENCODER --adapter lsrdecomp/cli/demo_adapter --task GLUE/SST-2 \\
+    tail -n +2 GLUE/SST-2/train.tsv | cut -f1 > texts.txt
+    lsrdecomp calibrate ENCODER --adapter lsrdecomp/cli/demo_adapter --text texts.txt \\
         --samples 1024 --rank 384 --out DIR
 
 The figures are on the dev split, which neither training nor calibration saw. No retraining. One
@@ -29,6 +30,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks import record as records
 from benchmarks.lab.structures.fit import make_layers
+from benchmarks.lab.tasks import TASKS
 from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
@@ -37,7 +39,6 @@ from lsrdecomp.compression.candidates import drop, low_rank_candidates, material
 from lsrdecomp.compression.layers import Layer, layer_pair
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.formats.allocation import PartOptions, within_cost
-from lsrdecomp.training.tasks import TASKS
 
 PACKAGE = Path(str(files("lsrdecomp.cli")))
 RATIOS = (96.0, 48.0, 19.2, 9.6, 4.36)

@@ -32,8 +32,9 @@ import torch
 
 from benchmarks import record as records
 from benchmarks.cost.one_command import encoder
+from benchmarks.lab.tasks import TASKS
 from benchmarks.record import RESULTS
-from lsrdecomp.calibration.dataset import TextPair, task_texts
+from lsrdecomp.calibration.dataset import TextPair
 from lsrdecomp.calibration.divergence import Reference, ratio_standard_error
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
@@ -42,7 +43,7 @@ from lsrdecomp.compression.measured_settings import EvaluatorSettings
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.fidelity.evaluate import Evaluator
 from lsrdecomp.fidelity.size_search import SizeSearch
-from lsrdecomp.training.tasks import TASKS
+from lsrdecomp.training.labelled import texts_of
 
 PACKAGE = Path(str(files("lsrdecomp.cli")))
 LORA = PACKAGE / "demo_adapter"
@@ -73,7 +74,7 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(given)
     torch.set_num_threads(1)
     settings = DrawSettings()
-    losses, effects = answered(task_texts(TASKS["SST-2"].read(arguments.data, "train")), settings)
+    losses, effects = answered(texts_of(TASKS["SST-2"].read(arguments.data, "train")), settings)
     rows = list(drawn(losses, effects, settings))
     for way in WAYS:
         print(f"{way}: {sum(row[way]['holds'] for row in rows)} of {len(rows)} shares hold")

@@ -170,7 +170,6 @@ def train_lora(task: str, arguments: argparse.Namespace) -> None:
 
     settings = {
         "model": arguments.base,
-        "task": "jsonl",
         "data": str(arguments.tasks / task / "train.jsonl"),
         "dev_data": str(arguments.tasks / task / "held.jsonl"),
         "dev_examples": 16,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lsrdecomp.training.tasks import TASKS, Task
+from benchmarks.lab.tasks import TASKS, Task
 
 GLUE, SUPERGLUE = "nyu-mll/glue", "aps/super_glue"
 SOURCES = {

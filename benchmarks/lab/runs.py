@@ -15,7 +15,7 @@ from lsrdecomp.training.settings import FinetuneSettings
 FAILURE = ".failure.json"
 """Ending of the file beside a run's directory that says why there is no such directory."""
 
-INCIDENTAL = ("data", "device", "log_every", "save_every", "report_to")
+INCIDENTAL = ("data", "dev_data", "device", "log_every", "save_every", "logs")
 """Settings that do not change what is measured: a run is the same run with others of these."""
 LEFT_TO_THE_MACHINE = (("precision", "auto"), ("gradient_checkpointing", None))
 """Settings whose value the run itself chooses and records."""

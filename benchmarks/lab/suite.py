@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from benchmarks.lab.embedded import EMBEDDED
+from benchmarks.lab.tasks import TASKS, published, write_files
 from lsrdecomp.fields import POSITIVE, Check, Settings, list_of, settings, whole_number
-from lsrdecomp.training.settings import EMBEDDED, FinetuneSettings, SettingsError
-from lsrdecomp.training.tasks import TASKS
+from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 
 GIVEN_BY_THE_GRID = ("task", "learning_rate", "rate", "seed")
 
@@ -169,6 +170,13 @@ class Suite(Settings):
                 found[task] = f"{absent[0]} is missing"
         return found
 
+    def write_files(self) -> None:
+        """Make what the runs read: the embedded base, and the files of published tasks."""
+        missing = self.missing()
+        for task in self.tasks:
+            if task not in missing:
+                write_files({**self.common, **self.tasks[task], "task": task})
+
 
 def merged(tables: Sequence[Mapping[str, Any]], where: str) -> FinetuneSettings:
     """Merge tables of settings, each over those before it, whatever spelling of a name each has.
@@ -179,13 +187,12 @@ def merged(tables: Sequence[Mapping[str, Any]], where: str) -> FinetuneSettings:
         If they are impossible; ``where`` says which tables they are.
     """
     try:
-        return FinetuneSettings.from_mapping(
-            {
-                name: value
-                for table in tables
-                for name, value in FinetuneSettings.canonical(table).items()
-            }
-        )
+        values = {
+            name: value
+            for table in tables
+            for name, value in FinetuneSettings.canonical(table).items()
+        }
+        return FinetuneSettings.from_mapping(published(values))
     except SettingsError as error:
         raise SuiteError(f"{where}: {error}") from error
 

@@ -6,6 +6,8 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +16,14 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
+ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = 100
 """Width of the terminal on the pages: what fits beside the navigation on a common screen."""
 FENCE = re.compile(r"^```\{shell\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Shell:
-    """A directory, and the commands of `lsrdecomp` run in it."""
+    """A directory, and the commands of `lsrdecomp`, or of the clone's benchmarks, run in it."""
 
     def __init__(self) -> None:
         # Removed with this object.
@@ -35,8 +38,19 @@ class Shell:
         from lsrdecomp.cli.app import app
 
         program, *arguments = shlex.split(command, comments=True)
+        if program == "python":
+            path = {"PYTHONPATH": str(ROOT)}
+            done = subprocess.run(
+                [sys.executable, *arguments],
+                cwd=self.folder,
+                env=os.environ | path,
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+            return done.stdout
         if program != "lsrdecomp":
-            raise RuntimeError(f"only lsrdecomp runs here, not {program!r}")
+            raise RuntimeError(f"only lsrdecomp and python run here, not {program!r}")
         with _inside(self.folder):
             result = CliRunner().invoke(app, arguments, env={"COLUMNS": str(COLUMNS)})
         if result.exit_code != 0:

@@ -109,7 +109,7 @@ def find_base(base: str | Path) -> str:
     return str(base)
 
 
-def reachable_base(base: str | Path, *, timeout: float = 2.0) -> str:
+def reachable_base(base: str | Path) -> str:
     """Return the name or directory of a base as `find_base` does, if it can be opened from here.
 
     Where the hub cannot be reached, a name stands for its directory in the hub's cache.
@@ -117,8 +117,6 @@ def reachable_base(base: str | Path, *, timeout: float = 2.0) -> str:
     Parameters
     ----------
     base : str or path
-    timeout : float
-        Seconds to wait for the hub. Its own client tries for a minute and a half.
 
     Raises
     ------
@@ -126,10 +124,10 @@ def reachable_base(base: str | Path, *, timeout: float = 2.0) -> str:
         If the base is no directory, is not in the cache, and the hub cannot be reached.
     """
     found = find_base(base)
-    return found if Path(found).exists() else _from_hub(found, timeout)
+    return found if Path(found).exists() else _from_hub(found)
 
 
-def check_reachable(base: str | Path, *, timeout: float = 2.0) -> None:
+def check_reachable(base: str | Path) -> None:
     """Refuse what `reachable_base` would refuse for the hub's sake, before torch is loaded.
 
     Raises
@@ -140,10 +138,10 @@ def check_reachable(base: str | Path, *, timeout: float = 2.0) -> None:
     is_packaged = str(base) == SMOLLM2 or (is_minilm(base) and packaged_minilm() is not None)
     is_installed = importlib.util.find_spec("huggingface_hub") is not None
     if is_installed and not is_packaged and not Path(base).exists():
-        _from_hub(str(base), timeout)
+        _from_hub(str(base))
 
 
-def _from_hub(name: str, timeout: float) -> str:
+def _from_hub(name: str) -> str:
     """Return a name of the hub, or its directory in the cache where the hub cannot be reached.
 
     What is no name of the hub is returned unchanged.
@@ -152,7 +150,7 @@ def _from_hub(name: str, timeout: float) -> str:
         return name
     from huggingface_hub import constants, try_to_load_from_cache
 
-    if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT, timeout):
+    if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT):
         return name
     cached = try_to_load_from_cache(name, "config.json")
     if isinstance(cached, str):
@@ -167,14 +165,15 @@ def _from_hub(name: str, timeout: float) -> str:
     )
 
 
-def _answers(url: str, timeout: float) -> bool:
+def _answers(url: str) -> bool:
     """Return whether a server takes connections, or a proxy stands before it."""
     address = urlsplit(url)
     if getproxies().get(address.scheme):
         return True
     port = address.port or {"http": 80}.get(address.scheme, 443)
     try:
-        socket.create_connection((address.hostname or "", port), timeout).close()
+        # Two seconds: the hub's own client tries for a minute and a half.
+        socket.create_connection((address.hostname or "", port), 2.0).close()
     except OSError:
         return False
     return True

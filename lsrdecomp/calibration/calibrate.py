@@ -68,7 +68,7 @@ from lsrdecomp.checkpoints.progress import OnStep, ProgressUpdate
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -179,35 +179,20 @@ def calibrate(
     # 2. Make a pass over the batches for each group. The sums of a group wait in the journal until
     #    all groups are finished, under a key that a run with other settings does not have.
     settings = _settings_record(base, covariance, samples)
-    arrays: dict[str, NDArray[Any]] = {}
-    metadata: dict[str, Any] = {}
     with Journal.beside(out) as journal, measurement_mode(base.model):
         passes = _GroupPass(base, selected, covariance, checkpointing, save_every, journal)
-        for index, names in enumerate(groups):
-            is_first = index == 0
-            is_last = index == len(groups) - 1
-            group_settings = settings if len(groups) == 1 else settings | {"group": list(names)}
-            key = content_key(group_settings)
-            sums, counts, text_digest = passes.measure(
-                {name: layers[name] for name in names},
-                key,
-                # The effect is that of the whole model: the first pass measures it for all layers.
-                effect=has_effect and is_first,
-                report=partial(_report_progress, on_step, index, len(groups), samples),
-            )
-            if is_first:
-                total_counts = counts
-            if not is_last:
-                save_sums(journal, key, sums, counts)
-            group_arrays, group_metadata = finished_layers(sums, counts.answers)
-            arrays |= group_arrays
-            metadata |= group_metadata
+        grouped_layers = [{name: layers[name] for name in names} for names in groups]
+        report = partial(_report_progress, on_step, len(groups), samples)
+        measured = passes.measure_groups(grouped_layers, settings, effect=has_effect, report=report)
         # 3. Write all groups as one.
-        mean_effect = total_counts.effect / total_counts.answers if has_effect else None
-        measured: dict[str, Any] = {"texts": text_digest, "effect": mean_effect}
+        counts = measured.counts
+        about: dict[str, Any] = {
+            "texts": measured.text_digest,
+            "effect": counts.effect / counts.answers if has_effect else None,
+        }
         if text_profile is not None:
-            measured["text_profile"] = text_profile.to_json()
-        write_statistics(out, settings | measured, arrays, metadata, total_counts)
+            about["text_profile"] = text_profile.to_json()
+        write_statistics(out, settings | about, measured.arrays, measured.metadata, counts)
     return read_statistics(out)
 
 
@@ -228,6 +213,16 @@ def _settings_record(base: Base, covariance: CovarianceSettings, samples: int) -
 
 
 @dataclass(frozen=True, slots=True)
+class _Measured:
+    """What the passes over all batches gave."""
+
+    arrays: dict[str, NDArray[Any]]
+    metadata: dict[str, Any]
+    counts: Counts  # of the first pass, which measures the adapter's effect too
+    text_digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class _GroupPass:
     """A pass over all batches that measures a group of layers; all groups share its fields."""
 
@@ -237,6 +232,44 @@ class _GroupPass:
     checkpointing: bool
     save_every: int
     journal: Journal
+
+    def measure_groups(
+        self,
+        groups: Sequence[Mapping[str, nn.Module]],
+        settings: dict[str, Any],
+        *,
+        effect: bool,
+        report: Callable[[int, int], None],
+    ) -> _Measured:
+        """Make a pass over all batches for each group of layers.
+
+        Parameters
+        ----------
+        groups : sequence of Mapping of name to module
+        settings : dict
+            What the sums depend on, beside their group.
+        effect : bool
+            Measure KL(adapter ‖ no adapter) as well.
+        report : callable
+            Called with the group and the number of examples after each batch.
+        """
+        arrays: dict[str, NDArray[Any]] = {}
+        metadata: dict[str, Any] = {}
+        all_counts: list[Counts] = []
+        for index, layers in enumerate(groups):
+            group_settings = settings if len(groups) == 1 else settings | {"group": list(layers)}
+            key = content_key(group_settings)
+            # The effect is that of the whole model: the first pass measures it for all layers.
+            sums, counts, text_digest = self.measure(
+                layers, key, effect=effect and index == 0, report=partial(report, index)
+            )
+            if index < len(groups) - 1:
+                save_sums(self.journal, key, sums, counts)
+            group_arrays, group_metadata = finished_layers(sums, counts.answers)
+            arrays |= group_arrays
+            metadata |= group_metadata
+            all_counts.append(counts)
+        return _Measured(arrays, metadata, all_counts[0], text_digest)
 
     def measure(
         self,
@@ -359,7 +392,7 @@ def _first_batches(batches: Iterable[Batch], samples: int) -> Iterator[Batch]:
 
 
 def _report_progress(
-    on_step: OnStep | None, group: int, n_groups: int, samples: int, n_examples: int
+    on_step: OnStep | None, n_groups: int, samples: int, group: int, n_examples: int
 ) -> None:
     """Report the examples done over all groups, after ``n_examples`` of the current one."""
     if on_step is not None:

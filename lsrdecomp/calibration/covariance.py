@@ -22,10 +22,9 @@ FLOAT64_TINY = float(np.finfo(np.float64).tiny)
 class CovarianceSettings:
     """Sizes of the sums that a covariance keeps, and of the spectrum that is written."""
 
-    max_full: int = 1024  # largest n whose n × n sum is kept in full; by hand
-    rank: int = 128  # leading eigenpairs that are written; by hand
-    oversampling: int = 2  # columns of a sketch per eigenpair; by hand
-    seed: int = 0  # of the random block of a sketch
+    max_full: int  # largest n whose n × n sum is kept in full
+    rank: int  # leading eigenpairs that are written
+    seed: int  # of the random block of a sketch
 
     def is_full(self, size: int) -> bool:
         """Return whether a sum of ``size`` × ``size`` is kept in full."""
@@ -33,7 +32,8 @@ class CovarianceSettings:
 
     def width(self, size: int) -> int:
         """Return the columns of the array that is kept: of the sum, or of its sketch."""
-        return size if self.is_full(size) else min(size, self.oversampling * self.rank)
+        # Two columns of a sketch per eigenpair; by hand.
+        return size if self.is_full(size) else min(size, 2 * self.rank)
 
     def memory(self, size: int) -> int:
         """Return the bytes of the kept array in float32, with the random block of a sketch."""
@@ -98,7 +98,7 @@ class Covariance:
         self.total += x.T @ (y if self.is_full else y @ self._block)
         self.trace += (x * y).double().sum()
 
-    def spectrum(self, scale: float = 1.0) -> LowRankPlusIdentity:
+    def spectrum(self, scale: float) -> LowRankPlusIdentity:
         """Return the ``rank`` largest eigenpairs, descending, and the mean of other eigenvalues.
 
         All eigenvalues are multiplied by ``scale``.

@@ -40,9 +40,6 @@ EXTRA_COLUMNS = "further columns"
 T = TypeVar("T")
 TextPair = tuple[str, str | None]
 """A text and a second one that the model reads with it, or None."""
-Choices = tuple[TextPair, ...]
-"""What the model reads of one row: a pair for a classification, one per answer for a multiple
-choice."""
 
 
 class DataError(LsrError, ValueError):
@@ -62,15 +59,6 @@ class PromptExample:
     where: str  # file and line, for error messages
     messages: tuple[Mapping[str, str], ...] = ()
     references: tuple[str, ...] = ()  # other right completions, for metrics that compare texts
-
-
-@dataclass(frozen=True, slots=True)
-class LabelledExample:
-    """One row of a task with labels, such as those of GLUE."""
-
-    choices: Choices
-    label: float
-    """Index of the right label, or of the right choice; the score, for a regression."""
 
 
 def read_examples(file: str | Path) -> list[PromptExample]:
@@ -106,13 +94,6 @@ def read_examples(file: str | Path) -> list[PromptExample]:
     ' 4'
     """
     path = Path(file)
-    if path.suffix == ".parquet":
-        converted = path.with_suffix(".jsonl").name
-        raise DataError(
-            f"{path}: is Parquet; write it as JSON lines (pip install pandas pyarrow): "
-            f"python -c \"import pandas; pandas.read_parquet('{path}')"
-            f".to_json('{converted}', orient='records', lines=True)\""
-        )
     examples = [_parse_example(row, where) for row, where in read_rows(path)]
     if not examples:
         raise DataError(f"{path}: no line has an example")
@@ -142,6 +123,13 @@ def read_rows(
     DataError, CheckpointError
         As `read_examples`.
     """
+    if path.suffix == ".parquet":
+        converted = path.with_suffix(".jsonl").name
+        raise DataError(
+            f"{path}: is Parquet; write it as JSON lines (pip install pandas pyarrow): "
+            f"python -c \"import pandas; pandas.read_parquet('{path}')"
+            f".to_json('{converted}', orient='records', lines=True)\""
+        )
     regular_file_size(path)
     try:
         for row, where in _rows(path, columns):
@@ -324,8 +312,3 @@ def read_text_pairs(file: str | Path) -> list[TextPair]:
         first, _, second = line.partition("\t")
         pairs.append((first, second or None))
     return pairs
-
-
-def task_texts(examples: Sequence[LabelledExample]) -> list[TextPair]:
-    """Return the texts of a task's examples, without labels; every choice is a text of its own."""
-    return [choice for example in examples for choice in example.choices]

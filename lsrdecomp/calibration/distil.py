@@ -12,10 +12,10 @@ added [2]_.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.calibration.distil_schedule import DistillationSchedule
+from lsrdecomp.calibration.distil_schedule import has_stalled, learning_rate
 from lsrdecomp.calibration.distil_state import TrainingState
 from lsrdecomp.calibration.distil_trainer import Trainer
 from lsrdecomp.calibration.errors import CalibrationError
@@ -51,15 +51,11 @@ class Distillation:
     rate_trials: tuple[tuple[float, float | None], ...] = ()
     """Peak learning rates that were tried, each with its mean loss in the second half of
     its trial, in nats per prediction, or None where that is not finite."""
-    schedule: DistillationSchedule = field(default_factory=DistillationSchedule)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Distillation:
         """Return the record that `dataclasses.asdict` turned into JSON values."""
-        schedule = dict(record["schedule"])
-        schedule["trial_rates"] = tuple(schedule["trial_rates"])
         fields = dict(record)
-        fields["schedule"] = DistillationSchedule(**schedule)
         fields["checks"] = tuple((step, share) for step, share in record["checks"])
         fields["rate_trials"] = tuple((rate, loss) for rate, loss in record.get("rate_trials", ()))
         return cls(**fields)
@@ -73,7 +69,6 @@ def distil_factors(
     rate: float | None = None,
     share_before: float | None = None,
     seed: int = 0,
-    schedule: DistillationSchedule | None = None,
     target_share: float = math.inf,
     journal: Journal | None = None,
     key: str = "",
@@ -92,13 +87,11 @@ def distil_factors(
         Maximum optimizer steps, including the trials of learning rates.
     rate : float, optional
         Peak learning rate, in relative change of a factor's numbers per step. Absent, it is the
-        best one in short trials, which go on beyond the schedule's rates until it is bracketed.
+        best one in short trials, which go on until it is bracketed.
     share_before : float, optional
         Share kept on the validation texts before the first step; absent, it is measured.
     seed : int
         Seed of the order of the batches.
-    schedule : DistillationSchedule, optional
-        Learning rates, evaluations and the stopping rule.
     target_share : float
         Share kept on the validation texts at which training ends early.
     journal : Journal, optional
@@ -130,14 +123,13 @@ def distil_factors(
         raise CalibrationError(
             f"{steps} steps on {len(data.batches)} batches: there is nothing to distil with"
         )
-    schedule = schedule or DistillationSchedule()
-    state_key = content_key(key, schedule)
-    trainer = Trainer(student, data, steps, schedule, seed, on_step)
-    with mixed_precision(student.model, min_parameters=schedule.min_mixed_parameters):
+    state_key = content_key(key, "distillation")
+    trainer = Trainer(student, data, steps, seed, on_step)
+    with mixed_precision(student.model):
         # 1. Resume an interrupted run, or start with the best learning rate.
         state = None
         if journal is not None:
-            state = TrainingState.load(journal, state_key, schedule, trainer.device)
+            state = TrainingState.load(journal, state_key, trainer.device)
         if state is None:
             state = trainer.initial_state(share_before)
             if rate is None:
@@ -147,9 +139,9 @@ def distil_factors(
         # 2. Train, with evaluations at regular intervals, until a stopping rule holds.
         interval = max(1, math.ceil(steps / trainer.n_evaluations))
         while state.step < steps:
-            if schedule.has_stalled(state.shares) or state.shares[-1] >= target_share:
+            if has_stalled(state.shares) or state.shares[-1] >= target_share:
                 break
-            trainer.train_step(state, schedule.learning_rate(state.rate, state.step, steps))
+            trainer.train_step(state, learning_rate(state.rate, state.step, steps))
             if state.step % interval == 0 or state.step == steps:
                 trainer.evaluate(state)
                 if journal is not None:
@@ -164,5 +156,4 @@ def distil_factors(
         passes=round(state.passes, 2),
         checks=tuple(state.evaluations),
         rate_trials=state.rate_trials,
-        schedule=schedule,
     )

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from lsrdecomp.calibration.distil_schedule import DistillationSchedule
     from lsrdecomp.checkpoints import Journal
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -63,9 +62,7 @@ class TrainingState:
         journal.put(key, arrays, values=numbers)
 
     @classmethod
-    def load(
-        cls, journal: Journal, key: str, schedule: DistillationSchedule, device: torch.device
-    ) -> TrainingState | None:
+    def load(cls, journal: Journal, key: str, device: torch.device) -> TrainingState | None:
         """Return the state that a journal has under a key; None if it has none."""
         entry = journal.get(key)
         if entry is None:
@@ -75,7 +72,7 @@ class TrainingState:
             name: torch.tensor(stored.read(), device=device)
             for name, stored in entry.arrays.items()
         }
-        optimizer = make_optimizer(tensors["changes"], schedule)
+        optimizer = make_optimizer(tensors["changes"])
         state = cls(
             optimizer,
             tensors["best"],
@@ -91,7 +88,8 @@ class TrainingState:
         return state
 
 
-def make_optimizer(changes: Tensor, schedule: DistillationSchedule) -> torch.optim.AdamW:
+def make_optimizer(changes: Tensor) -> torch.optim.AdamW:
     """Return AdamW without weight decay on a copy of the relative changes."""
     parameter = nn.Parameter(changes.clone())
-    return torch.optim.AdamW([parameter], eps=schedule.adam_eps, weight_decay=0.0)
+    # Epsilon is small beside the gradients of relative changes.
+    return torch.optim.AdamW([parameter], eps=1e-12, weight_decay=0.0)

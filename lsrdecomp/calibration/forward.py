@@ -56,9 +56,7 @@ class BatchLogits:
         return logits
 
 
-def forward(
-    base: Base, batch: Batch, *, full_logits: bool = False, n_probes: int = 8
-) -> BatchLogits:
+def forward(base: Base, batch: Batch, *, full_logits: bool = False) -> BatchLogits:
     """Run a model on one batch, and return the logits of its predictions.
 
     Of a causal model only the positions that predict reach the output layer: a vocabulary is large,
@@ -73,8 +71,6 @@ def forward(
     full_logits : bool
         Hold logits, not hidden states. Models that do something to the logits after the output
         layer, such as a scale or a cap, always have theirs held.
-    n_probes : int
-        Predictions on which such models are detected; by hand.
     """
     device = next(base.model.parameters()).device
     inputs = {name: value.to(device) for name, value in batch.items()}
@@ -88,7 +84,7 @@ def forward(
     # 2. Keep the hidden states of the predicting positions, if the output layer alone makes the
     #    logits of them.
     if not full_logits:
-        hidden = _hidden_states(base, inputs, layer, positions, n_probes)
+        hidden = _hidden_states(base, inputs, layer, positions)
         if hidden is not None:
             return BatchLogits(hidden, counts, layer)
     # 3. Else keep the logits of these positions, as the model returns them.
@@ -134,13 +130,13 @@ def forward_repeatable(
     return output, form_from_kept_rows
 
 
-def predictions_at_a_time(n_classes: int, max_numbers: int = 2**22) -> int:
+def predictions_at_a_time(n_classes: int) -> int:
     """Return the number of predictions whose logits are held at a time, at least one.
 
-    Together they are ``max_numbers`` numbers at most, a limit set by hand: 16 MB in single and
-    32 MB in double precision.
+    Together they are four million numbers at most, a limit set by hand: 16 MB in single and 32 MB
+    in double precision.
     """
-    return max(1, max_numbers // n_classes)
+    return max(1, 2**22 // n_classes)
 
 
 def output_layer(base: Base) -> nn.Module | None:
@@ -162,9 +158,7 @@ def _predicting_positions(inputs: Batch, head: Head) -> Tensor | None:
     return mask
 
 
-def _hidden_states(
-    base: Base, inputs: Batch, layer: nn.Module, positions: Tensor, n_probes: int
-) -> Tensor | None:
+def _hidden_states(base: Base, inputs: Batch, layer: nn.Module, positions: Tensor) -> Tensor | None:
     """Run a model for what its output layer reads at the positions that predict.
 
     Returns
@@ -174,6 +168,7 @@ def _hidden_states(
     """
     # The output layer runs on the first few predictions only. If the model returns exactly the
     # layer's outputs for them, it does nothing to its logits after the layer.
+    n_probes = 8
     with _restrict_output_layer(layer, positions, n_probes) as layer_inputs:
         probes = base.model(**model_inputs(inputs)).logits.float()
     hidden = layer_inputs[0]

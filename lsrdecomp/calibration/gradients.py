@@ -60,7 +60,7 @@ class GradientRecorder:
     """
 
     on_layer: Callable[[str, LayerGradients], None]
-    n_examples: int = 0
+    n_examples: int = field(default=0, init=False)  # of the batch in the backward pass
     calls: dict[str, list[ModuleCall]] = field(default_factory=dict)  # recorded, by module
     n_calls: dict[str, int] = field(default_factory=dict)  # counted in the forward pass, by module
     in_backward: bool = False

@@ -16,26 +16,13 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 
 
-@dataclass(frozen=True, slots=True)
-class TrialSchedule:
-    """How long each rate is tried; all set by hand."""
+TRIAL_WARMUP_STEPS = 3
+"""Steps in which the rate of a trial rises linearly; by hand."""
 
-    trial_share: float = 0.05
-    """Steps of the trial of one rate, as a share of all steps."""
 
-    min_trial_steps: int = 3
-    """Minimum steps of the trial of one rate."""
-
-    trial_warmup_steps: int = 3
-    """Steps in which the rate of a trial rises linearly."""
-
-    def trial_steps(self, steps: int) -> int:
-        """Return the steps of the trial of one rate."""
-        return max(self.min_trial_steps, round(self.trial_share * steps))
-
-    def trial_factor(self, step: int) -> float:
-        """Return the share of a trial's rate that one of its steps is made with, counted from 0."""
-        return min(1.0, (step + 1) / self.trial_warmup_steps)
+def trial_steps(steps: int, at_least: int) -> int:
+    """Return the steps of the trial of one rate: a twentieth of all steps, by hand, or more."""
+    return max(at_least, round(0.05 * steps))
 
 
 @dataclass(frozen=True, slots=True)

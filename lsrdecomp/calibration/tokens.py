@@ -243,8 +243,6 @@ def length_sorted_batches(
     lengths: NDArray[np.int64],
     size: int,
     generator: np.random.Generator,
-    *,
-    pool_batches: int = 50,
 ) -> list[list[int]]:
     """Return batches of examples of similar length, in random order.
 
@@ -261,8 +259,6 @@ def length_sorted_batches(
         Examples of a batch.
     generator : numpy Generator
         Draws the order of the batches.
-    pool_batches : int
-        Batches in a pool; by hand.
 
     Returns
     -------
@@ -270,7 +266,7 @@ def length_sorted_batches(
         The indices of each batch.
     """
     batches: list[list[int]] = []
-    pool_size = pool_batches * size
+    pool_size = 50 * size  # by hand
     for pool_start in range(0, len(order), pool_size):
         pool = order[pool_start : pool_start + pool_size]
         longest_first = pool[np.argsort(-lengths[pool], kind="stable")]

@@ -61,20 +61,19 @@ def finetune(
 ) -> None:
     """Train an adapter on a base: LoRA, LSR and others.
 
-    It is evaluated on the task's dev set. Writes OUT/adapter, a PEFT directory, OUT/record.json
-    with settings, versions and scores, and OUT/layers.jsonl with the spectra of the layers. With
-    --set save_every=100 or --set patience=3 a killed run resumes when it is started again. For
-    several devices: accelerate launch -m lsrdecomp.cli.main finetune ... Exit code 1 if training
-    diverged.
+    It is evaluated on --dev-data, or on a tenth of --data. Writes OUT/adapter, a PEFT directory,
+    OUT/record.json with settings, versions and scores, and OUT/layers.jsonl with the spectra of
+    the layers. With --set save_every=100 or --set patience=3 a killed run resumes when it is
+    started again. For several devices: accelerate launch -m lsrdecomp.cli.main finetune ... Exit
+    code 1 if training diverged.
     """
     del force  # `outputs.checked` reads it
     run_settings = _run_settings(config, options, option or [], settings or [])
     if out.exists():
         raise CheckpointError("already exists; choose another output, or remove it", path=out)
-    if run_settings.model != "embedded":
-        from lsrdecomp.calibration.base_files import check_reachable  # with NumPy
+    from lsrdecomp.calibration.base_files import check_reachable  # with NumPy
 
-        check_reachable(run_settings.model)
+    check_reachable(run_settings.model)
     with tables.quiet(), follow(quiet=quiet) as show:
         with needs("training", "finetune"):
             from lsrdecomp.training.finetune import finetune as run

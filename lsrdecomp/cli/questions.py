@@ -1,4 +1,4 @@
-"""Questions to a model on the command line: lines of text, rows of a task, or JSON lines."""
+"""Questions to a model on the command line: lines of text, or JSON lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = ("max_length", "truncate", "dtype")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
-    """Options of a source of questions: one of three."""
+    """Options of a source of questions: one of two."""
 
     data: Annotated[
         Path | None,
@@ -44,14 +44,11 @@ class Questions:
         Path | None,
         typer.Option(help="Text file: one example a line, a tab between the texts of a pair."),
     ] = None
-    task: Annotated[
-        Path | None, typer.Option(help="Directory of a GLUE or SuperGLUE task, instead of --text.")
-    ] = None
 
     @property
     def sources(self) -> int:
         """The number of sources that were named."""
-        return sum(path is not None for path in (self.text, self.task, self.data))
+        return sum(path is not None for path in (self.text, self.data))
 
     def check(self, settings: EvaluatorSettings) -> None:
         """Refuse none and more than one, and options that would do nothing.
@@ -61,7 +58,7 @@ class Questions:
         LsrError
         """
         if self.sources != 1:
-            raise LsrError("give one of --data FILE.jsonl, --text FILE and --task DIR")
+            raise LsrError("give one of --data FILE.jsonl and --text FILE")
         if self.data is None and settings.truncate:
             raise LsrError(
                 "--truncate is about prompts and completions, texts are always cut: give --data "
@@ -70,17 +67,14 @@ class Questions:
         if self.data is None and self.answers != "completion":
             raise LsrError("--answers is about prompts and completions: give --data FILE.jsonl")
 
-    def read(self, split: str) -> list[PromptExample] | list[TextPair]:
-        """Return the examples of the source; of a task those of a split."""
-        from lsrdecomp.calibration.dataset import read_examples, read_text_pairs, task_texts
-        from lsrdecomp.training.tasks import find_task
+    def read(self) -> list[PromptExample] | list[TextPair]:
+        """Return the examples of the source."""
+        from lsrdecomp.calibration.dataset import read_examples, read_text_pairs
 
         if self.data is not None:
             return read_examples(self.data)
-        if self.text is not None:
-            return read_text_pairs(self.text)
-        assert self.task is not None
-        return task_texts(find_task(self.task).read(self.task, split))
+        assert self.text is not None
+        return read_text_pairs(self.text)
 
     def batches(
         self,

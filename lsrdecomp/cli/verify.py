@@ -168,8 +168,7 @@ def _check_base(base: str | None, questions: Questions, settings: EvaluatorSetti
     """Raise `LsrError` unless base and questions were both named, or neither; find the base."""
     if (base is None) != (questions.sources == 0):
         raise LsrError(
-            "answers are compared on a base: give --base with --data FILE.jsonl, --text FILE or "
-            "--task DIR"
+            "answers are compared on a base: give --base with --data FILE.jsonl or --text FILE"
         )
     if base is not None:
         questions.check(settings)

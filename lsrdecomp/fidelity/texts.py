@@ -13,11 +13,9 @@ from lsrdecomp.calibration.dataset import (
     TextPair,
     read_examples,
     read_text_pairs,
-    task_texts,
 )
 from lsrdecomp.checkpoints.files import EXAMPLE_SUFFIXES
 from lsrdecomp.errors import LsrError
-from lsrdecomp.training.tasks import find_task
 
 Item = TextPair | PromptExample
 """A text to measure on: one with or without a second one, or a prompt with its completion."""
@@ -54,7 +52,7 @@ class TextSplit:
 
 
 def read_data(data: str | Path | Texts) -> list[Item]:
-    """Read the texts of a file or of a GLUE directory (its train split), or take them as given.
+    """Read the texts of a file, or take them as given.
 
     A file whose name ends in .jsonl, .json or .csv holds prompts and completions, conversations or
     texts, see `lsrdecomp.calibration.dataset`; only completions are predicted. Any other file has a
@@ -63,7 +61,7 @@ def read_data(data: str | Path | Texts) -> list[Item]:
     Parameters
     ----------
     data : str, path or sequence
-        A file, a directory, or texts: strings, pairs ``(first, second or None)`` or
+        A file, or texts: strings, pairs ``(first, second or None)`` or
         `PromptExample`.
 
     Raises
@@ -76,8 +74,6 @@ def read_data(data: str | Path | Texts) -> list[Item]:
     if not isinstance(data, str | Path):
         return [_as_item(text, index) for index, text in enumerate(data)]
     path = Path(data)
-    if path.is_dir():
-        return list(task_texts(find_task(path).read(path, "train")))
     if path.suffix in EXAMPLE_SUFFIXES:
         return list(read_examples(path))
     return list(read_text_pairs(path))

@@ -15,7 +15,6 @@ from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.distil import Distillation, distil_factors
-from lsrdecomp.calibration.distil_schedule import DistillationSchedule
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.writing import WEIGHTS
@@ -126,8 +125,6 @@ class VariantCache:
     journal : Journal
         Keeps variants with what was measured, under the digest of their files. A later run on the
         same texts, base and settings reads them, and resumes a training from its last evaluation.
-    schedule : DistillationSchedule, optional
-        Learning rates, evaluations and the stopping rule of training.
     """
 
     def __init__(
@@ -137,14 +134,12 @@ class VariantCache:
         statistics: StatisticsByLayer,
         steps: int,
         journal: Journal,
-        schedule: DistillationSchedule | None = None,
     ) -> None:
         self.evaluator = evaluator
         self.source = source
         self.statistics = statistics
         self.steps = steps
         self.journal = journal
-        self.schedule = schedule or DistillationSchedule()
         self._measurements: dict[str, Measurement] = {}
 
     @property
@@ -243,7 +238,7 @@ class VariantCache:
         """
         steps = self.steps if steps is None else steps
         # 1. Train it, unless an earlier run has.
-        key = content_key(variant.path.name, steps, rate, target_share, self.schedule)
+        key = content_key(variant.path.name, steps, rate, target_share)
         entry = self.journal.get(key)
         if entry is not None:
             distilled = DistilledVariant(
@@ -292,7 +287,6 @@ class VariantCache:
             steps=steps,
             rate=rate,
             before=variant.behaviour,
-            schedule=self.schedule,
             target_share=target_share,
             journal=self.journal,
             key=content_key("training", variant.path.name, steps, rate),
@@ -318,7 +312,6 @@ def distil_variant(
     steps: int,
     before: Behaviour,
     rate: float | None = None,
-    schedule: DistillationSchedule | None = None,
     target_share: float = math.inf,
     journal: Journal | None = None,
     key: str = "",
@@ -341,7 +334,7 @@ def distil_variant(
         Batches to train on.
     before : Behaviour
         What the variant keeps untrained.
-    steps, rate, schedule, target_share, journal, key
+    steps, rate, target_share, journal, key
         As for `distil_factors`.
     statistics : Mapping, optional
         As for `rewrite`.
@@ -364,7 +357,6 @@ def distil_variant(
         rate=rate,
         share_before=share_kept(before) if is_measured else None,
         seed=evaluator.settings.seed,
-        schedule=schedule,
         target_share=target_share,
         journal=journal,
         key=key,

@@ -5,5 +5,3 @@ from .record import FinetuneRecord as FinetuneRecord
 from .record import read_record as read_record
 from .settings import FinetuneSettings as FinetuneSettings
 from .settings import SettingsError as SettingsError
-from .tasks import Task as Task
-from .tasks import find_task as find_task

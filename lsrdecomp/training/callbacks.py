@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import TrainerCallback
+from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import ExportableState
 from typing_extensions import override
 
@@ -37,6 +38,28 @@ class ReportProgress(TrainerCallback):
         if state.is_world_process_zero:
             update = ProgressUpdate(self.stage, state.global_step, state.max_steps, "steps")
             self.on_step(update)
+
+
+class EventLog(TensorBoardCallback):
+    """Writes TensorBoard's events of a whole run, evaluations included, into one file.
+
+    That of transformers closes its file when training ends, and begins another one for the
+    evaluations after it.
+    """
+
+    def __init__(self, directory: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.logging_dir = directory
+
+    @override
+    def on_train_end(self, *arguments: Any, **more: Any) -> None:
+        """Keep the file open: scores come after training."""
+
+    def close(self) -> None:
+        """End the file."""
+        if self.tb_writer is not None:
+            self.tb_writer.close()
+            self.tb_writer = None
 
 
 class Clock(TrainerCallback, ExportableState):

@@ -26,8 +26,7 @@ def compressed_start(
     dataset: Dataset,
     directory: Path,
     *,
-    max_language_examples: int = 128,
-    max_task_examples: int = 512,
+    max_examples: int | None = None,
 ) -> FinetuneSettings:
     """Compress the LoRA in ``init`` by ``ratio``, and return settings with the result as ``init``.
 
@@ -37,15 +36,16 @@ def compressed_start(
     dataset : Dataset
     directory : Path
         Where adapter and statistics are written. What is there already is not made again.
-    max_language_examples, max_task_examples : int
-        Training examples that the statistics are of, for a language model and for a task: each
-        costs a pass forward and back. By hand.
+    max_examples : int, optional
+        Training examples that the statistics are of, each of which costs a pass forward and back;
+        128 of a language model, which each have many predictions, and 512 of a classifier if None.
     """
+    if max_examples is None:
+        max_examples = 128 if settings.is_language else 512
     adapter = directory / ADAPTER
     if not adapter.exists():
         statistics = directory / "statistics"
         if not (statistics / METADATA).exists():
-            max_examples = max_language_examples if settings.is_language else max_task_examples
             _calibrate(settings, dataset, statistics, min(max_examples, len(dataset.train)))
         plan = CompressionPlan(ratio=settings.ratio, storage=settings.storage or "float32")
         lora = open_checkpoint(str(settings.init))

@@ -13,12 +13,17 @@ from torch import Tensor
 
 from lsrdecomp.calibration.base_files import reachable_base
 from lsrdecomp.calibration.batches import text_batches
-from lsrdecomp.calibration.dataset import LabelledExample, subsample, task_texts
-from lsrdecomp.training.embedded import embedded
-from lsrdecomp.training.language import LanguageDataset, read_language
+from lsrdecomp.calibration.dataset import subsample
+from lsrdecomp.training.labelled import (
+    LabelledExample,
+    Labels,
+    find_labels,
+    metric_functions,
+    texts_of,
+)
+from lsrdecomp.training.language import LanguageDataset, hold_out_dev, read_language
 from lsrdecomp.training.record import Sample, Scores
-from lsrdecomp.training.settings import EMBEDDED, FinetuneSettings, SettingsError
-from lsrdecomp.training.tasks import TASKS, Task, metric_functions
+from lsrdecomp.training.settings import CLASSES, FinetuneSettings, SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,15 +32,13 @@ if TYPE_CHECKING:
 
     from lsrdecomp.calibration.base_model import Base
 
-SPLIT_SEED = 20260101  # one split for all runs, so that seeds vary the training alone
-
 
 @dataclass(frozen=True, slots=True)
-class TaskDataset:
+class LabelledDataset:
     """The examples of a classification, a multiple choice or a regression."""
 
     settings: FinetuneSettings
-    task: Task
+    labels: Labels
     base: str
     train: list[LabelledExample]
     validation: list[LabelledExample]
@@ -49,20 +52,19 @@ class TaskDataset:
     @property
     def outputs(self) -> int:
         """How many numbers the head gives a row of tokens."""
-        has_one_output = self.task.regression or len(self.dev[0].choices) > 1
-        return 1 if has_one_output else len(self.task.labels)
+        return self.labels.outputs
 
     @property
     def baseline(self) -> dict[str, float]:
         """Metrics of always giving the commonest answer."""
-        return self.task.baseline(self.dev)
+        return self.labels.baseline(self.dev)
 
     def collator(self, tokenizer: Any) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
         """Return what makes a batch of examples."""
         # Longer texts than the tokenizer says the base cannot read.
         max_length = min(self.settings.max_length, tokenizer.model_max_length)
         return partial(
-            collate, tokenizer=tokenizer, max_length=max_length, regression=self.task.regression
+            collate, tokenizer=tokenizer, max_length=max_length, regression=self.labels.regression
         )
 
     def evaluate_dev(self, trainer: Trainer) -> Scores:
@@ -74,7 +76,7 @@ class TaskDataset:
         return self._evaluate(trainer, self.validation) if self.validation else None
 
     def answers(self, _trainer: Trainer) -> tuple[str, ...]:
-        """Return no answers: a task has labels, not texts."""
+        """Return no answers: the right ones are labels, not texts."""
         return ()
 
     def samples(self, _trainer: Trainer, _before: Sequence[str] = ()) -> tuple[Sample, ...]:
@@ -85,26 +87,26 @@ class TaskDataset:
         self, base: Base, *, size: int, seed: int
     ) -> Iterator[dict[str, Tensor]]:
         """Yield the training examples as a calibration reads them."""
-        texts = task_texts(self.train)
+        texts = texts_of(self.train)
         return text_batches(base, texts, size=size, max_length=self.settings.max_length, seed=seed)
 
     def _evaluate(self, trainer: Trainer, examples: list[LabelledExample]) -> Scores:
         prediction = trainer.predict(examples)  # type: ignore[arg-type]
         outputs = np.asarray(prediction.predictions)
-        return score_outputs(self.task, outputs, np.asarray(prediction.label_ids))
+        return score_outputs(self.labels, outputs, np.asarray(prediction.label_ids))
 
 
-Dataset = TaskDataset | LanguageDataset
+Dataset = LabelledDataset | LanguageDataset
 """The data of a run: both offer the same, and ``train`` and ``validation`` hold what ``collator``
 takes."""
 
 
-def score_outputs(task: Task, outputs: np.ndarray, labels: np.ndarray) -> Scores:
+def score_outputs(known: Labels, outputs: np.ndarray, labels: np.ndarray) -> Scores:
     """Score a model's outputs.
 
     Parameters
     ----------
-    task : Task
+    known : Labels
     outputs : ndarray, shape (examples, classes or choices), or (examples, 1) for a regression
     labels : ndarray, shape (examples,)
 
@@ -118,7 +120,7 @@ def score_outputs(task: Task, outputs: np.ndarray, labels: np.ndarray) -> Scores
     labels = np.asarray(labels)
     is_finite = bool(np.isfinite(outputs).all())
     outputs = np.nan_to_num(outputs, nan=0.0, posinf=0.0, neginf=0.0)
-    if task.regression:
+    if known.regression:
         predictions = outputs[:, 0]
         loss = float(np.mean((predictions - labels) ** 2))
         accuracy = None
@@ -129,52 +131,45 @@ def score_outputs(task: Task, outputs: np.ndarray, labels: np.ndarray) -> Scores
         rows = np.arange(len(labels))
         loss = float(-log_softmax(outputs, axis=-1)[rows, labels.astype(int)].mean())
         accuracy = float(np.mean(predictions == labels))
-    metrics = task.score(labels, predictions)
+    metrics = known.score(labels, predictions)
     return Scores(metrics, accuracy, loss if is_finite else None, len(labels))
 
 
-def read_dataset(settings: FinetuneSettings) -> TaskDataset | LanguageDataset:
-    """Read the examples of a run and find its base; the embedded ones are made if need be.
+def read_dataset(settings: FinetuneSettings) -> Dataset:
+    """Read the examples of a run and find its base.
 
     Raises
     ------
     DataError, CheckpointError
         If a file is missing or holds a bad row.
     SettingsError
-        If the validation split would leave nothing.
+        If a split would leave nothing.
     """
     if settings.is_language:
         return read_language(settings)
-    task = TASKS[settings.task]
     metric_functions()  # refuses, before any work, where they cannot be computed
-    base, data = _places(settings)
-    train = subsample(task.read(data, "train"), settings.train_examples, seed=SPLIT_SEED)
+    base = reachable_base(settings.model)
+    seed = settings.split_seed
+    labels = find_labels(settings.data) if settings.task == CLASSES else Labels()
+    train = labels.read(settings.data)
+    if settings.dev_data is not None:
+        dev = labels.read(settings.dev_data)
+    else:
+        train, dev = hold_out_dev(train, settings)
+    train = subsample(train, settings.train_examples, seed=seed)
     validation: list[LabelledExample] = []
     if settings.patience is not None:
-        train, validation = split_off(train, settings.validation)
-    dev = subsample(task.read(data, "dev"), settings.dev_examples, seed=SPLIT_SEED)
-    return TaskDataset(
-        settings, task, base, train, sorted(validation, key=length), sorted(dev, key=length)
+        train, validation = split_off(train, settings.validation, seed=seed)
+    dev = subsample(dev, settings.dev_examples, seed=seed)
+    return LabelledDataset(
+        settings, labels, base, train, sorted(validation, key=length), sorted(dev, key=length)
     )
 
 
-def _places(settings: FinetuneSettings) -> tuple[str, str]:
-    """Return where the base of a run is, and where its task's files are."""
-    base = None
-    data = settings.data
-    if settings.model == EMBEDDED:
-        made = embedded()
-        base = str(made.model)
-        data = str(made.data) if data is None else data
-    elif data is None:  # which only the embedded task may leave out
-        data = str(embedded().data)
-    return base or reachable_base(settings.model), data
-
-
 def split_off(
-    examples: Sequence[LabelledExample], share: float
+    examples: Sequence[LabelledExample], share: float, *, seed: int
 ) -> tuple[list[LabelledExample], list[LabelledExample]]:
-    """Split a share off the examples, always the same ones.
+    """Split a share off the examples; the same seed splits the same ones off.
 
     Returns
     -------
@@ -192,7 +187,7 @@ def split_off(
             f"validation = {share} of {len(examples)} training examples leaves {count} of them "
             "apart"
         )
-    order = np.random.default_rng(SPLIT_SEED + 1).permutation(len(examples))
+    order = np.random.default_rng(seed + 1).permutation(len(examples))
     remaining = [examples[i] for i in order[count:]]
     apart = [examples[i] for i in order[:count]]
     return remaining, apart
@@ -218,7 +213,7 @@ def collate(
     regression : bool
         Whether labels are scores, float32, and not classes, int64.
     """
-    rows = task_texts(examples)
+    rows = texts_of(examples)
     first = [row[0] for row in rows]
     second = [row[1] for row in rows]
     has_pairs = all(text is not None for text in second)

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import PartialState
 from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.integrations.integration_utils import is_tensorboard_available
 from transformers.trainer_utils import set_seed
 
+from lsrdecomp.calibration.rate_trials import TRIAL_WARMUP_STEPS
 from lsrdecomp.checkpoints import Journal, content_key
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.training.callbacks import Clock, LayerLog, ReportProgress, StopWhenDiverged
+from lsrdecomp.training.callbacks import Clock, EventLog, LayerLog, ReportProgress, StopWhenDiverged
 from lsrdecomp.training.compressed_start import compressed_start
 from lsrdecomp.training.dataset import Dataset, read_dataset
 from lsrdecomp.training.model import (
@@ -29,13 +31,15 @@ from lsrdecomp.training.model import (
     open_model,
     written_bytes,
 )
-from lsrdecomp.training.rates import RATE, RateSearch, choose_rate, default_rate
-from lsrdecomp.training.record import ADAPTER, LAYER_LOG, FinetuneRecord, Scores, commit, versions
-from lsrdecomp.training.reporting import (
-    end_reports,
-    logging_beside,
-    reporters,
-    reporting_callbacks,
+from lsrdecomp.training.rates import RATE, ChosenRate, choose_rate, default_rate
+from lsrdecomp.training.record import (
+    ADAPTER,
+    LAYER_LOG,
+    FinetuneRecord,
+    Sample,
+    Scores,
+    commit,
+    versions,
 )
 from lsrdecomp.training.saving import load_written_numbers, save_adapter
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
@@ -105,7 +109,8 @@ def finetune(
     # 1. What does not fit is refused before any work.
     if out.exists():
         raise CheckpointError("already exists; choose another output, or remove it", path=out)
-    report_to = reporters(settings)
+    if settings.logs is not None and not is_tensorboard_available():  # type: ignore[no-untyped-call]
+        raise SettingsError("logs: TensorBoard is not installed: pip install tensorboard")
     key = content_key(settings.to_json())  # as it was asked: "auto" goes on where it was
     processes = PartialState(cpu=settings.device == "cpu")
     # The data set evaluates in the precision of the training.
@@ -125,8 +130,7 @@ def finetune(
                 if settings.ratio is not None:
                     start = compressed_start(settings, dataset, run / START)
             model, tokenizer = open_model(start, dataset.base, dataset.outputs)
-            with logging_beside(out, report_to):
-                record = _train(settings, dataset, model, tokenizer, run, on_step)
+            record = _train(settings, dataset, model, tokenizer, run, on_step)
         except BaseException:
             has_checkpoint = any((run / CHECKPOINTS).glob("checkpoint-*"))
             if processes.is_main_process and not has_checkpoint:
@@ -223,37 +227,76 @@ def _train(
     """Train, save the adapter in the directory of the run, and evaluate what was saved."""
     # 1. The loop with its learning rate, and what the start scores and says.
     settings = _with_gradient_checkpointing(settings, dataset, model)
-    adapter_parameters, head_parameters = count_trainable(model)
+    parameters = count_trainable(model)
     loop = _Loop(dataset, model, tokenizer, run)
-    sampler = FullBatchSampler(dataset.lengths, settings.batch, settings.seed)
-    steps = settings.training_steps(sampler.batches)
-    run_trial = partial(_run_trial, loop, settings, on_step)
-    choice = choose_rate(settings, model, steps, run_trial, run / RATE)
-    measures_start = settings.measure_start
+    choice = _choose_rate(loop, settings, on_step)
     settings = settings.replace(learning_rate=choice.rate)
     layer_log = LayerLog(run / LAYER_LOG)
-    trainer = loop.trainer(settings, _callbacks(settings, layer_log, on_step))
-    if measures_start is None:
-        measures_start = settings.init is not None and not trainer.is_fsdp_enabled
-    start = dataset.evaluate_dev(trainer) if measures_start else None
-    answers_before = dataset.answers(trainer) if measures_start and settings.init else ()
-    # 2. Training, from the last checkpoint if a run was killed.
+    event_log = None if settings.logs is None else EventLog(settings.logs)
+    trainer = loop.trainer(settings, _callbacks(settings, layer_log, event_log, on_step))
+    start = None
+    answers_before: tuple[str, ...] = ()
+    if _measures_start(settings, trainer):
+        start = dataset.evaluate_dev(trainer)
+        answers_before = dataset.answers(trainer) if settings.init else ()
+    # 2. Training, from the last checkpoint if a run was killed; the adapter on disk.
     costs = _train_from_last_checkpoint(trainer, settings, run, layer_log)
-    # 3. The adapter on disk, and its scores with the numbers that were written.
     _save(trainer, model, settings, run)
+    # 3. The scores of the numbers that were written.
     load_written_numbers(model, run)
-    dev = dataset.evaluate_dev(trainer)
-    validation = dataset.evaluate_validation(trainer)
-    samples = dataset.samples(trainer, answers_before)
-    end_reports(trainer)
-    # 4. The record.
+    end = _End(
+        dataset.evaluate_dev(trainer),
+        dataset.evaluate_validation(trainer),
+        dataset.samples(trainer, answers_before),
+    )
+    if event_log is not None:
+        event_log.close()
+    return _record(settings, dataset, trainer, run, parameters, choice, start, costs, end)
+
+
+def _choose_rate(loop: _Loop, settings: FinetuneSettings, on_step: OnStep | None) -> ChosenRate:
+    """Return the learning rate of a run, by trials where settings ask for them."""
+    steps = settings.training_steps(loop.sampler(settings).batches)
+    run_trial = partial(_run_trial, loop, settings, on_step)
+    return choose_rate(settings, loop.model, steps, run_trial, loop.run / RATE)
+
+
+def _measures_start(settings: FinetuneSettings, trainer: TaskTrainer | TextTrainer) -> bool:
+    """Return whether dev is evaluated before the first step, too."""
+    if settings.measure_start is None:
+        return settings.init is not None and not trainer.is_fsdp_enabled
+    return settings.measure_start
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """What was measured after the training."""
+
+    dev: Scores
+    validation: Scores | None
+    samples: tuple[Sample, ...]
+
+
+def _record(
+    settings: FinetuneSettings,
+    dataset: Dataset,
+    trainer: TaskTrainer | TextTrainer,
+    run: Path,
+    parameters: tuple[int, int],
+    choice: ChosenRate,
+    start: Scores | None,
+    costs: _Costs,
+    end: _End,
+) -> FinetuneRecord:
+    """Gather the record of a finished training."""
+    adapter_parameters, head_parameters = parameters
     adapter_bytes, file_bytes = written_bytes(run / ADAPTER)
     state = trainer.state
     return FinetuneRecord(
         settings=settings,
         start=start,
-        dev=dev,
-        validation=validation,
+        dev=end.dev,
+        validation=end.validation,
         baseline=dataset.baseline,
         adapter_parameters=adapter_parameters,
         head_parameters=head_parameters,
@@ -270,7 +313,7 @@ def _train(
         processes=trainer.args.world_size,
         versions=versions(),
         commit=commit(),
-        samples=samples,
+        samples=end.samples,
         rate_trials=choice.trials,
     )
 
@@ -295,40 +338,46 @@ class _Loop:
     tokenizer: Any
     run: Path
 
+    def sampler(self, settings: FinetuneSettings) -> FullBatchSampler:
+        """Return the order of the training examples."""
+        return FullBatchSampler(self.dataset.lengths, settings.batch, settings.seed)
+
     def trainer(
         self, settings: FinetuneSettings, callbacks: list[TrainerCallback]
     ) -> TaskTrainer | TextTrainer:
         """Make a training loop as settings say, with what is to be called beside it."""
-        sampler = FullBatchSampler(self.dataset.lengths, settings.batch, settings.seed)
+        sampler = self.sampler(settings)
         steps = settings.training_steps(sampler.batches)
         arguments = training_arguments(settings, self.run, steps, sampler.batches)
         trainer_class = TextTrainer if settings.is_language else TaskTrainer
-        try:
-            trainer = trainer_class(
-                self.model,
-                self.tokenizer,
-                settings,
-                arguments,
-                dataset=self.dataset,
-                sampler=sampler,
-                callbacks=callbacks,
-            )
-        except (ValueError, RuntimeError) as error:  # what to report to is not installed
-            raise SettingsError(str(error)) from error
+        trainer = trainer_class(
+            self.model,
+            self.tokenizer,
+            settings,
+            arguments,
+            dataset=self.dataset,
+            sampler=sampler,
+            callbacks=callbacks,
+        )
         if trainer.is_fsdp_enabled:
             check_sharding(trainer.accelerator.state.fsdp_plugin.fsdp_version, settings)
         return trainer
 
 
 def _callbacks(
-    settings: FinetuneSettings, layer_log: LayerLog, on_step: OnStep | None
+    settings: FinetuneSettings,
+    layer_log: LayerLog,
+    event_log: EventLog | None,
+    on_step: OnStep | None,
 ) -> list[TrainerCallback]:
     """Return what is called beside the training of a run."""
     # The clock comes after the log of layers, which takes time of its own.
     callbacks: list[TrainerCallback] = []
     if settings.log_every:
         callbacks.append(layer_log)
-    callbacks += [Clock(), StopWhenDiverged(), *reporting_callbacks(reporters(settings))]
+    callbacks += [Clock(), StopWhenDiverged()]
+    if event_log is not None:
+        callbacks.append(event_log)
     if on_step is not None:
         callbacks.append(ReportProgress(on_step))
     if settings.patience is not None:
@@ -345,12 +394,11 @@ def _run_trial(
         steps=steps,
         epochs=None,
         scheduler="constant_with_warmup",
-        warmup=min(0.5, RateSearch().trial_warmup_steps / steps),
+        warmup=min(0.5, TRIAL_WARMUP_STEPS / steps),
         log_every=1,
         save_every=0,
         patience=None,
         evaluate_every=None,
-        report_to=(),
     )
     callbacks: list[TrainerCallback] = [StopWhenDiverged()]
     if on_step is not None:

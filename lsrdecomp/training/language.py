@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from transformers import Trainer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,6 @@ def read_language(settings: FinetuneSettings) -> LanguageDataset:
     if settings.metric in ("bleu", "chrf"):
         with needs(f"metric {settings.metric}", "llm"):  # before any work
             import sacrebleu  # noqa: F401
-    assert settings.data is not None
     seed = settings.split_seed
     tokenizer = open_tokenizer(settings.model)
     # 1. Examples to train on, and examples to evaluate on.
@@ -175,7 +176,7 @@ def read_language(settings: FinetuneSettings) -> LanguageDataset:
     if settings.dev_data is not None:
         dev = read_examples(settings.dev_data)
     else:
-        train, dev = _hold_out_dev(train, settings)
+        train, dev = hold_out_dev(train, settings)
     train = subsample(train, settings.train_examples, seed=seed)
     dev = subsample(dev, settings.dev_examples, seed=seed)
 
@@ -203,25 +204,13 @@ def read_language(settings: FinetuneSettings) -> LanguageDataset:
     return LanguageDataset(settings, tokenizer, base, rows, validation_rows, dev, to_tokens(dev))
 
 
-def _hold_out_dev(
-    examples: list[PromptExample],
-    settings: FinetuneSettings,
-    *,
-    share: float = 0.1,
-    max_examples: int = 200,
-) -> tuple[list[PromptExample], list[PromptExample]]:
+def hold_out_dev(examples: Sequence[T], settings: FinetuneSettings) -> tuple[list[T], list[T]]:
     """Split the examples of a file where no other file is given to evaluate on.
 
-    Parameters
-    ----------
-    examples : list of PromptExample
-    settings : FinetuneSettings
-    share : float
-        Share of the examples that is held out; by hand, as is the next.
-    max_examples : int
-        Maximum of examples that are held out.
+    A tenth of them is held out, 200 at most: more would make each evaluation longer than it is
+    worth.
     """
-    count = min(max_examples, round(share * len(examples)))
+    count = min(200, round(0.1 * len(examples)))
     if count < 1:
         raise SettingsError(
             f"{settings.data} has {len(examples)} examples, too few to hold some out; give dev_data"
@@ -248,7 +237,6 @@ def evaluate_tokens(
     pad: int,
     *,
     autocast: bool,
-    batch_size: int = 16,
 ) -> tuple[Scores, list[bool]]:
     """Measure the loss and the accuracy of completions, by token and word for word.
 
@@ -261,8 +249,6 @@ def evaluate_tokens(
         Token that fills short rows up.
     autocast : bool
         Whether products are taken in bfloat16.
-    batch_size : int
-        Rows of a batch; by hand.
 
     Returns
     -------
@@ -270,6 +256,7 @@ def evaluate_tokens(
     list of bool
         Of each example, whether greedy decoding would give its completion.
     """
+    batch_size = 16
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     base = Base("", model, None, Head.causal_lm)
     total_loss = 0.0

@@ -35,12 +35,16 @@ TELLING_FIELDS = ("use_dora", "use_rslora")
 """Fields by which methods of one PEFT type are told apart."""
 
 
+REFERENCE_WIDTH = 384.0
+"""Inputs of the layers that rates were tuned on, those of all-MiniLM-L6-v2."""
+
+
 @dataclass(frozen=True, slots=True)
 class RateRule:
     """Learning rate of a method by the sizes of a layer.
 
     It is ``of_one / (r ** rank_power * terms ** term_power)`` at the reference width, and falls
-    with the inputs as ``(reference_width / width) ** width_power``: a step moves every number by
+    with the inputs as ``(REFERENCE_WIDTH / width) ** width_power``: a step moves every number by
     the rate, so the more products ΔW sums, and the more inputs an output sums over, the smaller a
     step of each has to be [1]_.
 
@@ -50,8 +54,8 @@ class RateRule:
            ICML (2024), arXiv:2402.12354.
     """
 
-    of_one: float = 1e-3
-    """Rate of a layer of rank one with one term, `reference_width` inputs wide."""
+    of_one: float
+    """Rate of a layer of rank one with one term, `REFERENCE_WIDTH` inputs wide."""
 
     rank_power: float = 0.0
     """How fast the rate falls with the rank, or inner rank."""
@@ -65,16 +69,10 @@ class RateRule:
     their entries are about ``width ** -0.25``, so a step of one moves their product so much less.
     """
 
-    reference_width: float = 384.0
-    """Inputs of the layers that `of_one` was tuned on, those of all-MiniLM-L6-v2."""
-
-    of_trained: float = 0.5
-    """Factor where an adapter is trained on, which has less far to go."""
-
-    def rate(self, rank: float = 1.0, terms: float = 1.0, width: float | None = None) -> float:
+    def rate(self, rank: float, terms: float, width: float | None) -> float:
         """Return the rate of a layer of so many inputs; of the reference width if None."""
         of_products = math.pow(rank, self.rank_power) * math.pow(terms, self.term_power)
-        narrowness = 1.0 if width is None else self.reference_width / width
+        narrowness = 1.0 if width is None else REFERENCE_WIDTH / width
         return self.of_one / of_products * math.pow(narrowness, self.width_power)
 
 
@@ -100,7 +98,7 @@ class Method:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     four_bit: bool = False
-    rate: RateRule = RateRule()
+    rate: RateRule = RateRule(1e-3)
 
     @property
     def config(self) -> type[PeftConfig]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lsrdecomp.calibration.rate_trials import RateTrial, TrialSchedule, clear_winner
+from lsrdecomp.calibration.rate_trials import RateTrial, clear_winner, trial_steps
 from lsrdecomp.checkpoints.writing import new_file
 from lsrdecomp.training.methods import find_method
 from lsrdecomp.training.model import trainable_parameters
@@ -26,18 +26,8 @@ RATE = "rate.json"
 """File in the directory of an unfinished run, with the rate that was chosen by trials."""
 
 
-@dataclass(frozen=True, slots=True)
-class RateSearch(TrialSchedule):
-    """Rates that are tried with ``learning_rate = "auto"``, and for how long; all set by hand."""
-
-    multiples: tuple[float, ...] = (1 / 3, 1.0, 3.0)
-    """Rates that are tried, in units of the method's default."""
-
-    min_trial_steps: int = 8
-    """Minimum steps of the trial of one rate: the first rise, and the last ones are compared."""
-
-    min_std_errors: float = 2.0
-    """Standard errors by which another rate has to be ahead of the default to be taken."""
+MULTIPLES = (1 / 3, 1.0, 3.0)
+"""Rates that are tried with ``learning_rate = "auto"``, in units of the method's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +56,10 @@ def default_rate(
         Whether the adapter is trained on.
     """
     rule = find_method(method).rate
-    rates = [rule.rate(*size) for size in _layer_sizes(model, adapter)] or [rule.rate()]
+    rates = [rule.rate(*size) for size in _layer_sizes(model, adapter)] or [rule.rate(1, 1, None)]
     mean = math.exp(sum(map(math.log, rates)) / len(rates))
     if trained:
-        mean *= rule.of_trained
+        mean *= 0.5  # it has less far to go; by hand
     return float(f"{mean:.2g}")
 
 
@@ -102,8 +92,6 @@ def choose_rate(
     steps: int,
     run_trial: Callable[[float, int], Sequence[float]],
     file: Path,
-    *,
-    search: RateSearch = RateSearch(),
 ) -> ChosenRate:
     """Return the learning rate of a run: as settings have it, the method's own, or by trials.
 
@@ -118,7 +106,6 @@ def choose_rate(
         Trains for some steps with a rate, and returns the loss before each.
     file : Path
         Where the choice is kept, for a run that is killed and goes on.
-    search : RateSearch
     """
     if settings.learning_rate is not None and settings.learning_rate != AUTO:
         return ChosenRate(float(settings.learning_rate))
@@ -128,19 +115,19 @@ def choose_rate(
     if file.exists():
         return _read_choice(file)
     # 1. Try each rate from the same start.
-    trial_steps = search.trial_steps(steps)
+    n_steps = trial_steps(steps, at_least=8)  # the first ones rise, and the last are compared
     start = {name: value.detach().clone() for name, value, _ in trainable_parameters(model)}
 
     def run(rate: float) -> RateTrial[None]:
-        losses = run_trial(rate, trial_steps)
+        losses = run_trial(rate, n_steps)
         _restore(model, start)
         return RateTrial(rate, losses, None)
 
-    rates = [float(f"{multiple * default:.2g}") for multiple in search.multiples]
+    rates = [float(f"{multiple * default:.2g}") for multiple in MULTIPLES]
     trials = [run(rate) for rate in rates]
-    # 2. Take the default unless another is clearly better: a few steps tell little.
-    preferred = trials[search.multiples.index(1.0)]
-    best = clear_winner(trials, preferred, min_std_errors=search.min_std_errors)
+    # 2. Take the default unless another is two standard errors ahead: a few steps tell little.
+    preferred = trials[MULTIPLES.index(1.0)]
+    best = clear_winner(trials, preferred, min_std_errors=2.0)
     choice = ChosenRate(best.rate, tuple(trial.record for trial in trials))
     with new_file(file, force=True) as part:
         part.write_text(json.dumps([choice.rate, choice.trials]), encoding="utf-8")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import field
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any
 
-from lsrdecomp.checkpoints.files import EXAMPLE_SUFFIXES, read_json
+from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fields import (
     ABOVE_ONE,
@@ -30,10 +30,12 @@ from lsrdecomp.fields import (
 from lsrdecomp.fields import SettingsError as SettingsError
 from lsrdecomp.training.methods import METHODS, method_of
 
-EMBEDDED = "embedded"
-JSONL = "jsonl"
+TEXT = "text"
+CLASSES = "classes"
+SCORES = "scores"
+TASKS = (TEXT, CLASSES, SCORES)
 LANGUAGE_DEFAULTS = {"batch": 8, "max_length": 1024}
-"""Defaults of a language model that differ from those of a task."""
+"""Defaults of a language model that differ from those of a classifier."""
 STORAGES = ("float32", "float16", "bfloat16", "int8", "int4")
 PRECISIONS = ("auto", "float32", "bfloat16", "bfloat16-autocast")
 METRICS = ("loss", "exact", "bleu", "chrf")
@@ -44,19 +46,13 @@ POSITIVE_OR_AUTO = Check(
 LANGUAGE = Flag("Language models: ")
 
 
-def _tasks() -> Sequence[str]:
-    from lsrdecomp.training.tasks import TASKS  # which loads NumPy
-
-    return (*TASKS, JSONL)
-
-
 @settings
 class FinetuneSettings(Settings):
     """One run of `finetune`.
 
     Examples
     --------
-    >>> run = FinetuneSettings(model="smollm2", task="jsonl", data="train.jsonl", steps=40)
+    >>> run = FinetuneSettings(model="BASE", data="train.tsv", task="classes", steps=40)
     >>> run.method, run.batch
     ('lora', 32)
     >>> run.replace(steps=0)
@@ -69,20 +65,25 @@ class FinetuneSettings(Settings):
         ON_COMMAND_LINE,
         INPUT_PATH,
         Alias("base"),
-        "The base: a name, a directory, a GGUF file, smollm2, or embedded.",
+        "The base: a name, a directory, a GGUF file, or smollm2.",
+    ]
+    data: Annotated[
+        str,
+        ON_COMMAND_LINE,
+        INPUT_PATH,
+        "File of examples: .jsonl, .json, .csv or .tsv.",
     ]
     task: Annotated[
         str,
         ON_COMMAND_LINE,
-        one_of(_tasks),
-        "A GLUE or SuperGLUE task, embedded, or jsonl: a language model, whose data end in .jsonl, "
-        ".json or .csv.",
-    ]
-    data: Annotated[
+        one_of(TASKS),
+        "What is learnt: text, by a language model; classes or scores, from the label of a row.",
+    ] = TEXT
+    dev_data: Annotated[
         str | None,
         ON_COMMAND_LINE,
         INPUT_PATH,
-        "File of examples for a language model, or directory of the tasks' files.",
+        "File to evaluate on; if absent, a tenth of data, 200 at most.",
     ] = None
     method: Annotated[
         str, ON_COMMAND_LINE, one_of(METHODS), "lora, lsr, dora, krona, …; a wrong one shows all."
@@ -250,16 +251,8 @@ class FinetuneSettings(Settings):
         "either.",
     ] = 50
     save_every: Annotated[int, "Steps between checkpoints to resume from; 0 for none."] = 0
-    report_to: Annotated[
-        tuple[str, ...],
-        ON_COMMAND_LINE,
-        "What else transformers reports to, such as tensorboard, in OUT-logs.",
-    ] = ()
-    dev_data: Annotated[
-        str | None,
-        LANGUAGE,
-        INPUT_PATH,
-        "File to evaluate on; if absent, a tenth of data, 200 at most.",
+    logs: Annotated[
+        str | None, ON_COMMAND_LINE, "Directory to write TensorBoard's events to while it trains."
     ] = None
     metric: Annotated[
         str, LANGUAGE, one_of(METRICS), "Measured beside the loss: exact, bleu or chrf."
@@ -269,12 +262,12 @@ class FinetuneSettings(Settings):
     ] = "completion"
     samples: Annotated[int, LANGUAGE, "Held-out prompts whose answers go into the record."] = 4
     new_tokens: Annotated[int, LANGUAGE, whole_number(1), "Maximum tokens of an answer."] = 64
-    split_seed: Annotated[int, LANGUAGE, "Of the examples that are held out."] = 0
+    split_seed: Annotated[int, "Of the examples that are held out, or left out."] = 0
 
     @property
     def is_language(self) -> bool:
         """Whether the task is text to go on from."""
-        return self.task == JSONL
+        return self.task == TEXT
 
     def training_steps(self, epoch_steps: int) -> int:
         """Return the steps of a run whose epochs have ``epoch_steps``."""
@@ -300,7 +293,7 @@ class FinetuneSettings(Settings):
         if self.is_language:
             self._check_language()
         else:
-            self._check_task()
+            self._check_labelled()
 
     def _check_start(self) -> None:
         """Refuse settings that an adapter in ``init`` brings itself."""
@@ -335,49 +328,30 @@ class FinetuneSettings(Settings):
 
     def _check_language(self) -> None:
         """Refuse what a language model does not have."""
-        if self.data is None:
+        if self.method == "head" or self.head is not None or not self.train_head:
             raise SettingsError(
-                "a language model reads JSON lines: give data, a file such as train.jsonl"
-            )
-        has_head = (
-            self.model == EMBEDDED
-            or self.method == "head"
-            or self.head is not None
-            or not self.train_head
-        )
-        if has_head:
-            raise SettingsError(
-                "a language model has no head to train: leave out head, train_head and model "
-                "embedded"
+                "a language model has no head to train: leave out head and train_head, or give "
+                f"task {CLASSES} or {SCORES}"
             )
 
-    def _check_task(self) -> None:
-        """Refuse what only a language model has, and a task without its files."""
+    def _check_labelled(self) -> None:
+        """Refuse what only a language model has."""
         changed = [
             entry.name
             for entry in self.fields.values()
             if LANGUAGE in entry.flags and getattr(self, entry.name) != entry.default
         ]
         if changed:
-            raise SettingsError(
-                f"{', '.join(changed)}: for a language model, whose task is {JSONL}"
-            )
-        if self.task != EMBEDDED and self.data is None:
-            raise SettingsError(
-                f"task {self.task} reads files: give data, the directory that holds {self.task}/"
-            )
+            raise SettingsError(f"{', '.join(changed)}: for a language model, whose task is {TEXT}")
 
     @classmethod
     def implied(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what given values imply.
 
-        Files of examples imply the task; a language model its defaults; an adapter in ``init`` its
-        method.
+        A language model implies its defaults, an adapter in ``init`` its method.
         """
         implied: dict[str, Any] = {}
-        if str(values.get("data", "")).endswith(EXAMPLE_SUFFIXES):
-            implied["task"] = JSONL
-        if values.get("task", implied.get("task")) == JSONL:
+        if values.get("task", TEXT) == TEXT:
             implied |= LANGUAGE_DEFAULTS
         method = _method_in(values.get("init"))
         if values.get("ratio") is not None:

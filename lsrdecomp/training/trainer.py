@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from lsrdecomp.calibration.tokens import length_sorted_batches
 from lsrdecomp.training.model import trainable_parameters
-from lsrdecomp.training.reporting import TENSORBOARD, reporters
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 
 if TYPE_CHECKING:
@@ -227,7 +226,7 @@ def learning_rates(model: PeftModel, settings: FinetuneSettings) -> dict[str, fl
 
 
 def evaluation_arguments(
-    settings: FinetuneSettings, directory: Path, *, evaluation_batch: int = 64, **more: Any
+    settings: FinetuneSettings, directory: Path, **more: Any
 ) -> TrainingArguments:
     """Return settings of a run in the words of Trainer, as far as evaluation needs them.
 
@@ -236,15 +235,13 @@ def evaluation_arguments(
     settings : FinetuneSettings
     directory : Path
         Where Trainer writes.
-    evaluation_batch : int
-        Examples of a batch that is evaluated; by hand.
     **more
         Further arguments of Trainer's.
     """
     cpu_is_all = settings.device == "auto" and not torch.accelerator.is_available()
     common: dict[str, Any] = {
         "output_dir": str(directory),
-        "per_device_eval_batch_size": evaluation_batch,
+        "per_device_eval_batch_size": 64,
         "seed": settings.seed,
         "bf16": settings.precision != "float32",
         # Without this, transformers refuses bfloat16 where there is only a CPU.
@@ -286,19 +283,6 @@ def training_arguments(
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("device is cuda, but torch sees none here; auto takes what there is")
-    save_every = settings.save_every
-    stopping: dict[str, Any] = {}
-    if settings.patience is not None:
-        save_every = settings.evaluate_every or epoch_steps
-        stopping = {
-            "eval_strategy": "steps",
-            "eval_steps": save_every,
-            "load_best_model_at_end": True,
-            "metric_for_best_model": "eval_loss",
-            "greater_is_better": False,
-        }
-    # Trainer refuses 0 steps between events, even of events that never happen.
-    unused = 500
     processes = PartialState().num_processes
     try:
         return evaluation_arguments(
@@ -312,18 +296,33 @@ def training_arguments(
             weight_decay=settings.weight_decay,
             lr_scheduler_type=settings.scheduler,
             warmup_steps=round(settings.warmup * steps),
-            logging_strategy="steps" if settings.log_every else "no",
-            logging_steps=settings.log_every or unused,
             logging_nan_inf_filter=False,
-            save_strategy="steps" if save_every else "no",
-            save_steps=save_every or unused,
             save_total_limit=2,
             restore_callback_states_from_checkpoint=True,
-            report_to=[name for name in reporters(settings) if name != TENSORBOARD] or "none",
-            **stopping,
+            **_events(settings, epoch_steps),
         )
     except (ValueError, ImportError) as error:
         raise SettingsError(str(error)) from error
+
+
+def _events(settings: FinetuneSettings, epoch_steps: int) -> dict[str, Any]:
+    """Return when a run logs, saves and is evaluated, in the words of Trainer."""
+    events: dict[str, Any] = {}
+    save_every = settings.save_every
+    if settings.patience is not None:
+        save_every = settings.evaluate_every or epoch_steps
+        events = {
+            "eval_strategy": "steps",
+            "eval_steps": save_every,
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "eval_loss",
+            "greater_is_better": False,
+        }
+    for event, every in (("logging", settings.log_every), ("save", save_every)):
+        events[f"{event}_strategy"] = "steps" if every else "no"
+        if every:  # Trainer refuses 0
+            events[f"{event}_steps"] = every
+    return events
 
 
 def check_sharding(version: int, settings: FinetuneSettings) -> None:

@@ -30,7 +30,6 @@ def command(tmp_path_factory):
     task = folder / "tasks" / "arithmetic"
     settings = {
         "model": str(base),
-        "task": "jsonl",
         "data": str(task / "train.jsonl"),
         "dev_data": str(task / "held.jsonl"),
         "steps": 3,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.lab import fetch_tasks
-from lsrdecomp.training.tasks import TASKS
+from benchmarks.lab.tasks import TASKS
 
 PAIR = {"sentence1": 'He said "no.', "sentence2": "A tab\tand a\nline."}
 SPANS = {"span1_index": 0, "span1_text": "Mark", "span2_index": 2, "span2_text": "He"}

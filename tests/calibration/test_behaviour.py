@@ -168,4 +168,4 @@ def test_a_base_without_texts_is_refused(classifier):
     arguments = ["verify", str(classifier / "lora"), str(classifier / "lsr"), "--base", "anything"]
     done = CliRunner().invoke(app, arguments)
     assert isinstance(done.exception, LsrError)
-    assert "give --base with --data FILE.jsonl, --text FILE or --task DIR" in str(done.exception)
+    assert "give --base with --data FILE.jsonl or --text FILE" in str(done.exception)

@@ -168,8 +168,9 @@ class StopHereError(Exception):
 def test_groups_of_layers_give_the_statistics_of_one_pass(tmp_path):
     model, common = tiny_model(), {"seed": 0, "samples": 12, "save_every": 1}
     base = Base("", model, None, Head.causal_lm, tuple(LLAMA))
+    covariance = CovarianceSettings(max_full=1024, rank=128, seed=0)
     sums = {
-        name: sums_memory(tuple(model.get_submodule(name).weight.shape), CovarianceSettings())
+        name: sums_memory(tuple(model.get_submodule(name).weight.shape), covariance)
         for name in LLAMA
     }
     assert [sums[LLAMA[0]], sums[LLAMA[2]]] == [4 * 2 * 32**2, 4 * (32**2 + 64**2)]

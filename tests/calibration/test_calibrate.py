@@ -188,7 +188,7 @@ def test_the_sums_are_products_of_weight_gradients(tokens):
         layer.weight.grad = None
         (layer(inputs[i]) * weights[i]).sum().backward()
         gradients.append(layer.weight.grad.double().numpy())
-    sums = LayerSums((5, 6), CovarianceSettings(max_full=8, rank=6), torch.device("cpu"))
+    sums = LayerSums((5, 6), CovarianceSettings(max_full=8, rank=6, seed=0), torch.device("cpu"))
     sums.add(found["layer"])
     spectra = sums.spectra(predictions=4)
     into, out, fisher = spectra.input, spectra.output, spectra.fisher_trace
@@ -335,13 +335,13 @@ def test_a_wide_covariance_keeps_its_leading_eigenpairs_and_its_trace():
     rows = rng.standard_normal((4000, 300)) * scales @ basis.T
     sizes = ((299, 16), (300, 300))
     wide, whole = (
-        Covariance(300, CovarianceSettings(max_full=n, rank=k), torch.device("cpu"))
+        Covariance(300, CovarianceSettings(max_full=n, rank=k, seed=0), torch.device("cpu"))
         for n, k in sizes
     )
     for part in np.split(rows, 8):
         for covariance in (wide, whole):
             covariance.add(torch.from_numpy(part), torch.from_numpy(part))
-    kept, exact = wide.spectrum(), whole.spectrum()
+    kept, exact = wide.spectrum(1.0), whole.spectrum(1.0)
     assert kept.basis.shape == (300, 16)
     np.testing.assert_allclose(kept.basis.T @ kept.basis, np.eye(16), atol=1e-5)
     # One pass loses at most about the energy beyond the block's 32 columns; it goes to the rest.

@@ -40,7 +40,7 @@ def test_a_training_run_ends_with_each_score_of_each_set_of_examples(monkeypatch
     pytest.importorskip("torch")
     module = importlib.import_module("lsrdecomp.training.finetune")
     record = FinetuneRecord(
-        settings=FinetuneSettings(model="embedded", task="MRPC", data="mrpc", learning_rate=0.01),
+        settings=FinetuneSettings("base", "train.tsv", "classes", learning_rate=0.01),
         start=Scores({"accuracy": 0.25, "f1": 0.5}, 0.25, 0.75, 1408),
         dev=Scores({"accuracy": 0.875, "f1": 0.9375}, 0.875, 0.1875, 1408),
         validation=Scores({"accuracy": 0.8125, "f1": 0.625}, 0.8125, None, 367),
@@ -63,11 +63,11 @@ def test_a_training_run_ends_with_each_score_of_each_set_of_examples(monkeypatch
     )
     monkeypatch.setattr(module, "finetune", lambda *_, **__: record)
     done = run_command(
-        "finetune", "--model", "embedded", "--task", "embedded", "--out", tmp_path / "out"
+        "finetune", "--model", "all-minilm-l6-v2", "--data", __file__, "--out", tmp_path / "out"
     )
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
-    assert ["MRPC", "majority", "before", "dev", "validation"] in rows
+    assert ["classes", "majority", "before", "dev", "validation"] in rows
     assert ["accuracy", "0.6875", "0.2500", "0.8750", "0.8125"] in rows
     assert ["f1", "0.5000", "0.9375", "0.6250"] in rows
     assert ["loss", "0.7500", "0.1875", "not", "finite"] in rows

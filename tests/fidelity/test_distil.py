@@ -8,6 +8,7 @@ import random
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ from lsrdecomp.calibration import mixed_precision  # noqa: E402
 from lsrdecomp.calibration.base_model import load_pair  # noqa: E402
 from lsrdecomp.calibration.dataset import DataError, PromptExample  # noqa: E402
 from lsrdecomp.calibration.distil import distil_factors  # noqa: E402
-from lsrdecomp.calibration.distil_schedule import DistillationSchedule  # noqa: E402
+from lsrdecomp.calibration.distil_schedule import MAX_TRIALS  # noqa: E402
 from lsrdecomp.calibration.distil_state import TrainingState  # noqa: E402
 from lsrdecomp.calibration.distil_trainer import (  # noqa: E402
     Trainer,
@@ -221,7 +222,7 @@ def test_rates_that_were_tried_are_recorded_and_are_among_the_steps(classifier, 
     done = run(classifier, classifier / "lsr", out=tmp_path / "out", steps=40, rate=None)
     record = json.loads((tmp_path / "out" / "compression.json").read_text())["distillation"]
     losses = dict(record["rate_trials"])
-    assert 3 <= len(losses) <= DistillationSchedule().max_trials
+    assert 3 <= len(losses) <= MAX_TRIALS
     assert record["rate"] == min(losses, key=losses.get)
     assert done.variant.training.steps <= 40
     given = run(classifier, classifier / "lsr", out=tmp_path / "given", steps=4, rate=0.03)
@@ -250,7 +251,7 @@ def test_where_no_rate_is_stable_the_record_says_so(classifier, tmp_path, monkey
         classifier / "base", classifier / "lora", TEXTS, EvaluatorSettings(batch=8, max_length=16)
     )
     student = evaluator.base.with_adapter(classifier / "lsr")
-    trainer = Trainer(student, evaluator.distillation_data(40), 40, DistillationSchedule(), 0, None)
+    trainer = Trainer(student, evaluator.distillation_data(40), 40, 0, None)
     state = trainer.select_learning_rate(trainer.initial_state())
     assert [loss for _, loss in state.rate_trials] == [None] * 4
     assert state.step == 0
@@ -268,9 +269,10 @@ def test_mixed_precision_learns_as_much(language_model, tmp_path, monkeypatch, h
     layer.register_forward_hook(lambda _layer, _inputs, output: dtypes.append(output.dtype))
     settings = EvaluatorSettings(batch=8, max_length=16)
     evaluator = Evaluator(language_model / "base", language_model / "lora", TEXTS, settings)
-    schedule = DistillationSchedule(min_mixed_parameters=1)
+    of_small_models = partial(mixed_precision.mixed_precision, min_parameters=1)
+    monkeypatch.setattr(sys.modules[distil_factors.__module__], "mixed_precision", of_small_models)
     data = evaluator.distillation_data(12)
-    done = distil_factors(student, data, steps=12, rate=0.03, schedule=schedule)
+    done = distil_factors(student, data, steps=12, rate=0.03)
     assert set(dtypes) == {torch.bfloat16 if has_units else torch.float32}
     assert done.after > done.before + 0.01
     share = data.validation.compare(student).kept  # in float32, as it is reported
@@ -283,10 +285,8 @@ def test_of_a_classifier_what_its_last_layer_reads_is_learned_too(classifier):
     evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, settings)
     student, data = evaluator.base.with_adapter(classifier / "lsr"), evaluator.distillation_data(1)
     (micro,) = data.teacher_batches(0)
-    plain, weighted = (
-        Trainer(student, data, 1, DistillationSchedule(feature_weight=weight), 0, None)
-        for weight in (0.0, 4.0)
-    )
+    plain, weighted = (Trainer(student, data, 1, 0, None) for _ in range(2))
+    plain.feature_weight = 0.0
     with torch.no_grad():
         features = forward_with_features(student, micro.batch)[1]
         added = weighted.feature_weight * float((features - micro.features).square().sum())

@@ -1,4 +1,4 @@
-"""Fine-tuning on the embedded task: recorded whole, resumed after a kill, blind to dev."""
+"""Fine-tuning on the embedded digits: recorded whole, resumed after a kill, blind to dev."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from console import run_command  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 from transformers import Trainer  # noqa: E402
 
+from benchmarks.lab.embedded import EmbeddedRecipe, embedded  # noqa: E402
 from lsrdecomp import compress  # noqa: E402
 from lsrdecomp.adapters import LsrConfig  # noqa: E402
-from lsrdecomp.calibration.dataset import LabelledExample  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.checkpoints.packed import NUMBERS  # noqa: E402
 from lsrdecomp.checkpoints.packed_index import split_tensor  # noqa: E402
@@ -35,13 +35,12 @@ from lsrdecomp.compression.layers import layer_product  # noqa: E402
 from lsrdecomp.compression.settings import CompressionPlan, Search  # noqa: E402
 from lsrdecomp.errors import BudgetError, CheckpointError, LsrError  # noqa: E402
 from lsrdecomp.training.dataset import read_dataset, score_outputs  # noqa: E402
-from lsrdecomp.training.embedded import EmbeddedRecipe, embedded  # noqa: E402
 from lsrdecomp.training.finetune import evaluate, finetune  # noqa: E402
+from lsrdecomp.training.labelled import LabelledExample, Labels  # noqa: E402
 from lsrdecomp.training.model import open_model  # noqa: E402
 from lsrdecomp.training.record import read_record  # noqa: E402
 from lsrdecomp.training.saving import save_adapter  # noqa: E402
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError  # noqa: E402
-from lsrdecomp.training.tasks import TASKS  # noqa: E402
 from lsrdecomp.training.trainer import (  # noqa: E402
     FullBatchSampler,
     TaskTrainer,
@@ -62,8 +61,9 @@ def common(place):
     """Settings of a short run."""
     return FinetuneSettings(
         str(place.model),
-        "embedded",
-        str(place.data),
+        str(place.data / "train.tsv"),
+        "classes",
+        str(place.data / "dev.tsv"),
         method="lsr",
         learning_rate=0.01,
         steps=24,
@@ -87,30 +87,12 @@ def lora(common, tmp_path_factory):
     return out / "adapter", record
 
 
-def test_the_embedded_task_is_made_once_and_the_same_each_time(place, tmp_path):
-    assert len(TASKS["embedded"].read(place.data, "train")) == 600
-    dev = TASKS["embedded"].read(place.data, "dev")
-    assert len(dev) == 300
-    words = [example.choices[0][0].split() for example in dev]
-    assert {len(picture) for picture in words} == {16}
-    assert {int(word) for picture in words for word in picture} == set(range(17))
-    first, second = (
-        embedded(tmp_path / name, recipe=EmbeddedRecipe(steps=1)) for name in ("one", "two")
-    )
-    assert (first.model / "model.safetensors").read_bytes() == (
-        second.model / "model.safetensors"
-    ).read_bytes()
-    before = (first.model / "model.safetensors").stat().st_mtime_ns
-    assert embedded(tmp_path / "one") == first
-    assert (first.model / "model.safetensors").stat().st_mtime_ns == before
-
-
 def test_the_record_says_how_a_run_went(finished):
     out, record = finished
     assert read_record(out) == record
     assert record.dev != record.start
     assert set(record.baseline) >= {"accuracy"}
-    assert set(record.dev.metrics) == {"accuracy", "macro_f1"}
+    assert set(record.dev.metrics) == {"accuracy", "macro_f1", "matthews"}
     assert (record.steps, record.dev.examples, record.train_examples) == (24, 120, 600)
     assert [step for step, _ in record.losses] == [6, 12, 18, 24]
     tensors = load_file(out / "adapter" / WEIGHTS)
@@ -436,44 +418,31 @@ def test_the_loss_is_the_mean_over_the_examples(logits, labels, loss):
     ) == pytest.approx(loss)
 
 
-def rows(directory, name, lines):
-    file = TASKS[name].file(directory, "train")
-    file.parent.mkdir(parents=True)
-    for split in ("train", "dev"):
-        TASKS[name].file(directory, split).write_text("\n".join(lines) + "\n")
+def data(file, rows):
+    """Settings of a run whose training and dev examples are these rows."""
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return {"data": str(file), "dev_data": str(file)}
 
 
 def test_scores_and_choices_are_learnt_too(common, tmp_path):
     """Small steps down the gradient of all examples lower the loss, whatever the base."""
     pairs = [
-        (f"{a} {a} {a}", f"{b} {b} {b}", 5 - abs(a - b) / 99)
+        {"text": f"{a} {a} {a}", "second": f"{b} {b} {b}", "label": 5 - abs(a - b) / 99}
         for a in range(0, 16, 2)
         for b in range(0, 16, 3)
     ]
-    rows(
-        tmp_path,
-        "STS-B",
-        ["sentence1\tsentence2\tscore", *(f"{a}\t{b}\t{score}" for a, b, score in pairs)],
-    )
-    settings = common.replace(
-        task="STS-B", data=str(tmp_path), steps=4, max_length=16, measure_start=True
-    )
+    files = data(tmp_path / "pairs.jsonl", pairs)
+    settings = common.replace(**files, task="scores", steps=4, max_length=16, measure_start=True)
     settings = settings.replace(batch=len(pairs), learning_rate=1e-3)
     record = finetune(settings, tmp_path / "scores")
     assert record.dev.loss < record.start.loss
     assert record.dev.accuracy is None
     assert set(record.dev.metrics) == {"pearson", "spearman"}
     assert record.head_parameters == 65
-    choice = {
-        "premise": "3",
-        "choice1": "3 3",
-        "choice2": "16 0 16",
-        "question": "cause",
-        "label": 0,
-    }
-    flipped = {**choice, "choice1": choice["choice2"], "choice2": choice["choice1"], "label": 1}
-    rows(tmp_path, "COPA", [json.dumps(row) for row in (choice, flipped)] * 10)
-    record = finetune(settings.replace(task="COPA", batch=20), tmp_path / "choices")
+    choice = {"text": "3", "choices": ["3 3", "16 0 16"], "label": 0}
+    flipped = {**choice, "choices": choice["choices"][::-1], "label": 1}
+    files = data(tmp_path / "choices.jsonl", [choice, flipped] * 10)
+    record = finetune(settings.replace(**files, task="classes", batch=20), tmp_path / "choices")
     assert record.dev.loss < record.start.loss
     assert set(record.dev.metrics) == {"accuracy"}
     assert record.head_parameters == 65
@@ -496,23 +465,22 @@ class SummaryWriter:
 """
 
 
-def test_events_of_a_run_are_one_file_beside_its_output(common, tmp_path, monkeypatch):
+def test_events_of_a_run_are_one_file(common, tmp_path, monkeypatch):
     """They were written below the journal and deleted; evaluations began files elsewhere."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "tensorboardX.py").write_text(FAKE_BOARD)
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
-    settings = common.replace(report_to=("tensorboard",), steps=4, log_every=2, measure_start=True)
+    logs = tmp_path / "logs"
+    settings = common.replace(logs=str(logs), steps=4, log_every=2, measure_start=True)
     settings = settings.replace(patience=9, evaluate_every=2)
     finetune(settings, tmp_path / "out")
     (file,) = tmp_path.rglob("events*")
-    assert file.parent == tmp_path / "out-logs"
+    assert file.parent == logs
     logged = [line.split() for line in file.read_text().splitlines()]
     entries = {(f"{part}/loss", step) for part in ("train", "eval") for step in ("2", "4")}
     assert entries <= {*map(tuple, logged)}
-    assert "TENSORBOARD_LOGGING_DIR" not in os.environ
     evaluate(settings.replace(init=str(tmp_path / "out" / "adapter")))
     assert len([*tmp_path.rglob("events*")]) == 1
 
@@ -524,10 +492,10 @@ def test_what_cannot_be_trained_is_refused_by_name(common, tmp_path, monkeypatch
         finetune(common.replace(target_modules=("nothing_like_it",)), tmp_path / "no")
     with pytest.raises(SettingsError, match="c3a"):
         finetune(common.replace(method="c3a", options={"block_size": 7}), tmp_path / "no")
-    with pytest.raises(SettingsError, match="report_to: 'nowhere'; known: "):
-        finetune(common.replace(report_to=("nowhere",)), tmp_path / "no")
-    with pytest.raises(SettingsError, match="clearml is not installed: pip install clearml"):
-        finetune(common.replace(report_to=("clearml",), data="no/such/place"), tmp_path / "no")
+    module = sys.modules["lsrdecomp.training.finetune"]
+    monkeypatch.setattr(module, "is_tensorboard_available", lambda: False)
+    with pytest.raises(SettingsError, match="TensorBoard is not installed: pip install tensorbo"):
+        finetune(common.replace(logs="logs", data="no/such/place"), tmp_path / "no")
     if not torch.cuda.is_available():
         with pytest.raises(SettingsError, match="device is cuda, but torch sees none"):
             finetune(common.replace(device="cuda"), tmp_path / "no")
@@ -549,20 +517,20 @@ def test_texts_are_cut_to_what_the_base_can_read(common, place):
 
 def test_judging_by_definition():
     outputs, labels = np.log([[0.5, 0.5], [0.9, 0.1], [0.2, 0.8]]), np.array([0, 0, 0])
-    scores = score_outputs(TASKS["SST-2"], outputs, labels)
+    scores = score_outputs(Labels(("0", "1")), outputs, labels)
     assert scores.loss == pytest.approx(-(math.log(0.5) + math.log(0.9) + math.log(0.2)) / 3)
     assert scores.accuracy == pytest.approx(2 / 3)
     assert score_outputs(
-        TASKS["STS-B"], np.array([[1.0], [3.0]]), np.array([0.0, 5.0])
+        Labels(), np.array([[1.0], [3.0]]), np.array([0.0, 5.0])
     ).loss == pytest.approx(2.5)
-    assert score_outputs(TASKS["SST-2"], np.array([[np.nan, 0.0]]), np.array([0])).loss is None
+    assert score_outputs(Labels(("0", "1")), np.array([[np.nan, 0.0]]), np.array([0])).loss is None
 
 
 def test_the_verb_in_a_process_of_its_own(place, tmp_path, capfd):
     config = tmp_path / "run.toml"
     config.write_text(
-        f'model = "{place.model}"\ntask = "embedded"\ndata = "{place.data}"\nsteps = 9\ndevice = '
-        '"cpu"\n'
+        f'model = "{place.model}"\ntask = "classes"\ndata = "{place.data}/train.tsv"\nsteps = 9\n'
+        'device = "cpu"\n'
     )
     order = ("finetune", "--config", config, "--method", "lora", "--option", "r=2", "--steps", 2)
     verb = processes.start_process(processes.run_command_here, *order, "--out", tmp_path / "out")
@@ -579,7 +547,7 @@ def test_the_verb_in_a_process_of_its_own(place, tmp_path, capfd):
 
 
 def test_the_verb_refuses_in_one_line(tmp_path):
-    given = ("--model", "embedded", "--task", "embedded", "--out", tmp_path / "out")
+    given = ("--model", "base", "--data", __file__, "--out", tmp_path / "out")
     for wrong, message in (
         (("--rate", "-1"), "must be a number above 0, or auto, got -1"),
         (("--method", "nora"), "method must be one of lora, rslora"),
@@ -637,7 +605,7 @@ def test_two_processes_train_as_one_at_the_same_global_batch(common, tmp_path):
 def test_auto_takes_the_cpu_where_there_is_nothing_else(precision, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     settings = FinetuneSettings.from_mapping(
-        {"model": "embedded", "task": "embedded", "precision": precision}
+        {"model": "base", "data": "train.tsv", "task": "classes", "precision": precision}
     )
     assert settings.device == "auto"
     arguments = []
@@ -654,7 +622,7 @@ def test_a_metric_that_cannot_be_computed_is_refused_before_training(common, tmp
     monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
     steps = []
     with pytest.raises(
-        LsrError, match=r"judging a task needs sklearn: .* pip install -e '\.\[finetune\]'"
+        LsrError, match=r"scoring labels needs sklearn: .* pip install -e '\.\[finetune\]'"
     ):
         finetune(common, tmp_path / "run", on_step=steps.append)
     assert not steps

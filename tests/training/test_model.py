@@ -102,7 +102,7 @@ def test_what_is_trained_is_in_single_precision_whatever_the_base_is_in(place, p
 def test_a_head_is_trained_in_single_precision_on_a_base_in_half_of_it(place):
     """PEFT copies a head in the precision of its base."""
     run = FinetuneSettings(
-        str(place / "base"), "embedded", str(place), precision="bfloat16", device="cpu"
+        str(place / "base"), "train.tsv", "classes", precision="bfloat16", device="cpu"
     )
     model, _ = open_model(run, run.model, 2)
     trained = {name: parameter for name, parameter, _ in trainable_parameters(model)}

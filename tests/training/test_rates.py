@@ -13,10 +13,10 @@ pytest.importorskip("sklearn")
 
 from console import run_command  # noqa: E402
 
+from benchmarks.lab.embedded import EmbeddedRecipe, embedded  # noqa: E402
 from lsrdecomp.calibration.rate_trials import RateTrial, best_trial  # noqa: E402
-from lsrdecomp.training.embedded import EmbeddedRecipe, embedded  # noqa: E402
 from lsrdecomp.training.finetune import finetune  # noqa: E402
-from lsrdecomp.training.methods import METHODS, find_method  # noqa: E402
+from lsrdecomp.training.methods import METHODS, REFERENCE_WIDTH, find_method  # noqa: E402
 from lsrdecomp.training.model import open_model  # noqa: E402
 from lsrdecomp.training.rates import choose_rate, default_rate  # noqa: E402
 from lsrdecomp.training.record import read_record  # noqa: E402
@@ -29,8 +29,9 @@ def common(tmp_path_factory):
     place = embedded(tmp_path_factory.mktemp("embedded") / "base", recipe=EmbeddedRecipe(steps=20))
     return FinetuneSettings(
         str(place.model),
-        "embedded",
-        str(place.data),
+        str(place.data / "train.tsv"),
+        "classes",
+        str(place.data / "dev.tsv"),
         method="lsr",
         steps=6,
         device="cpu",
@@ -53,7 +54,7 @@ def test_the_default_falls_with_the_products_that_a_layer_sums(common):
     rule = find_method("lsr").rate
     for inner, terms in (([1, 1], 1), ([2, 2], 4), ([4, 4], 16)):
         rate = rate_of(common, inner_shape=inner, separation_rank=terms)
-        of_sizes = rule.rate(math.prod(inner), terms, width=64)
+        of_sizes = rule.rate(math.prod(inner), terms, 64)
         assert rate == pytest.approx(of_sizes, rel=0.05)  # two digits
     few = rate_of(common, inner_shape=[2, 2], separation_rank=1)
     many = rate_of(common, inner_shape=[2, 2], separation_rank=16)
@@ -64,34 +65,36 @@ def test_a_layer_of_its_own_size_counts_by_the_geometric_mean(common):
     rule = find_method("lsr").rate
     pattern = {"layer.0.*": 1, "layer.1.*": 16}
     rate = rate_of(common, inner_shape=[2, 2], separation_rank_pattern=pattern)
-    assert rate == pytest.approx(rule.rate(4, 4, width=64), rel=0.05)
+    assert rate == pytest.approx(rule.rate(4, 4, 64), rel=0.05)
 
 
 def test_the_default_of_a_lora_follows_its_rank(common):
     rule = find_method("lora").rate
     lora = common.replace(method="lora")
     for r in (1, 8):
-        assert rate_of(lora, r=r) == pytest.approx(rule.rate(r, width=64), rel=0.05)
+        assert rate_of(lora, r=r) == pytest.approx(rule.rate(r, 1, 64), rel=0.05)
 
 
 def test_an_embedding_is_as_wide_as_the_reference(common):
     settings = common.replace(method="lora", target_modules=("word_embeddings",))
-    assert rate_of(settings, r=4) == pytest.approx(find_method("lora").rate.rate(4), rel=0.05)
+    assert rate_of(settings, r=4) == pytest.approx(
+        find_method("lora").rate.rate(4, 1, None), rel=0.05
+    )
 
 
 @pytest.mark.parametrize(("method", "power"), [("lora", 1 / 2), ("lsr", 1 / 4)])
 def test_a_wider_layer_learns_more_slowly(method, power):
     rule = find_method(method).rate
-    narrow = rule.rate(8, width=256)
-    wide = rule.rate(8, width=4096)
+    narrow = rule.rate(8, 1, 256)
+    wide = rule.rate(8, 1, 4096)
     assert narrow / wide == pytest.approx(16**power)
-    assert rule.rate(8) == rule.rate(8, width=rule.reference_width)
+    assert rule.rate(8, 1, None) == rule.rate(8, 1, REFERENCE_WIDTH)
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_every_method_has_a_rate(method):
     rule = find_method(method).rate
-    assert 0 < rule.rate(64, 16) <= rule.rate(1, 1) < 1
+    assert 0 < rule.rate(64, 16, None) <= rule.rate(1, 1, None) < 1
 
 
 def test_a_run_without_a_rate_is_one_with_the_default(common, tmp_path):
@@ -230,12 +233,12 @@ def test_a_rate_is_a_number_or_auto(common):
 def test_the_command_line_reads_both(tmp_path):
     for text in ("auto", "0.01"):
         done = run_command(
-            *("finetune", "--model", "embedded", "--task", "nothing", "--rate", text),
+            *("finetune", "--model", "base", "--data", "none", "--task", "nothing", "--rate", text),
             *("--out", tmp_path / "out"),
         )
         assert "task must be one of" in done.stderr
     done = run_command(
-        *("finetune", "--model", "embedded", "--task", "embedded", "--rate", "fast"),
+        *("finetune", "--model", "base", "--data", "none", "--rate", "fast"),
         *("--out", tmp_path / "out"),
     )
     assert "--learning-rate must be a number above 0, or auto, got 'fast'" in done.stderr

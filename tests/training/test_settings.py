@@ -17,13 +17,13 @@ from lsrdecomp.cli.settings import options_of
 from lsrdecomp.fields import ON_COMMAND_LINE, settings, whole_number
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 
-EMBEDDED = {"model": "embedded", "task": "embedded"}
+LABELLED = {"model": "base", "data": "train.tsv", "task": "classes"}
 
 
 def test_settings_survive_json_and_pickle():
     settings = FinetuneSettings.from_mapping(
         {
-            **EMBEDDED,
+            **LABELLED,
             "method": "lsr",
             "options": {"inner_shape": [2, 2]},
             "layers": [0, 1],
@@ -39,9 +39,8 @@ def test_settings_survive_json_and_pickle():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rates": 1}, "no setting is called 'rates'; .*known: model, task"),
-        ({"task": "SST"}, "task must be one of CoLA, SST-2.*embedded, jsonl, got 'SST'"),
-        ({"task": "RTE"}, "task RTE reads files: give data"),
+        ({"rates": 1}, "no setting is called 'rates'; .*known: model, data, task"),
+        ({"task": "SST"}, "task must be one of text, classes, scores, got 'SST'"),
         ({"method": "lora2"}, "method must be one of lora, .*, got 'lora2'"),
         ({"learning_rate": 0.0}, "learning_rate must be a number above 0, or auto, got 0.0"),
         ({"learning_rate": float("nan")}, "must be a number above 0, or auto, got nan"),
@@ -66,7 +65,7 @@ def test_settings_survive_json_and_pickle():
             {"rate": 0.1, "learning_rate": 0.1},
             "rate is an older name of learning_rate: give one of them",
         ),
-        ({"metric": "bleu"}, "metric: for a language model, whose task is jsonl"),
+        ({"metric": "bleu"}, "metric: for a language model, whose task is text"),
         ({"evaluate_every": 5}, "give patience too"),
         ({"init": "a", "options": {"r": 2}}, "init brings its own options"),
         ({"method": "head", "train_head": False}, "leaves nothing to train"),
@@ -84,20 +83,20 @@ def test_settings_survive_json_and_pickle():
 )
 def test_an_impossible_setting_is_named(values, message):
     with pytest.raises(SettingsError, match=message):
-        FinetuneSettings.from_mapping({**EMBEDDED, **values})
+        FinetuneSettings.from_mapping({**LABELLED, **values})
 
 
-def test_model_and_task_must_be_given():
-    for name in EMBEDDED:
+def test_model_and_data_must_be_given():
+    for name in ("model", "data"):
         with pytest.raises(SettingsError, match=f"^{name} must be given"):
             FinetuneSettings.from_mapping(
-                {key: value for key, value in EMBEDDED.items() if key != name}
+                {key: value for key, value in LABELLED.items() if key != name}
             )
 
 
 def test_settings_stay_as_they_were_checked():
     options = {"r": 2}
-    settings = FinetuneSettings.from_mapping({**EMBEDDED, "options": options})
+    settings = FinetuneSettings.from_mapping({**LABELLED, "options": options})
     options["r"] = 3
     assert settings.options["r"] == 2
     with pytest.raises(TypeError):
@@ -107,13 +106,13 @@ def test_settings_stay_as_they_were_checked():
 def test_what_json_cannot_hold_is_not_written():
     with pytest.raises(ValueError, match="JSON"):
         FinetuneSettings.from_mapping(
-            {**EMBEDDED, "options": {"lsr_alpha": float("nan")}}
+            {**LABELLED, "options": {"lsr_alpha": float("nan")}}
         ).to_json()
 
 
 def test_nothing_logged_and_nothing_saved_are_counts_of_zero():
     settings = FinetuneSettings.from_mapping(
-        {**EMBEDDED, "log_every": 0, "save_every": 0, "seed": 0}
+        {**LABELLED, "log_every": 0, "save_every": 0, "seed": 0}
     )
     assert (settings.log_every, settings.save_every) == (0, 0)
 
@@ -128,7 +127,7 @@ def test_settings_and_records_are_read_without_torch():
 
 
 def test_older_names_are_read_and_never_written():
-    older = {**EMBEDDED, "rate": 0.1, "zero_rate": 4, "head_rate": 0.2}
+    older = {**LABELLED, "rate": 0.1, "zero_rate": 4, "head_rate": 0.2}
     settings = FinetuneSettings.from_mapping(older)
     assert (settings.learning_rate, settings.zero_init_lr_factor, settings.head_learning_rate) == (
         0.1,
@@ -164,14 +163,14 @@ def test_a_field_is_written_once():
     assert taken == [{"colour": 7, "learning_rate": 0.5}]
     assert (
         More.from_mapping(
-            tomllib.loads('model = "embedded"\ntask = "embedded"\ncolour = 4')
+            tomllib.loads('model = "base"\ndata = "train.tsv"\ncolour = 4')
         ).to_json()["colour"]
         == 4
     )
     with pytest.raises(SettingsError, match="colour must be a whole number, 3 or more, got 2"):
-        More.from_mapping({**EMBEDDED, "colour": 2})
+        More.from_mapping({**LABELLED, "colour": 2})
     with pytest.raises(SettingsError, match="hours_of_light must be a number, got 'two'"):
-        More.from_mapping({**EMBEDDED, "hours_of_light": "two"})
+        More.from_mapping({**LABELLED, "hours_of_light": "two"})
     assert (
         "colour : int, default 5\n    Of the lamp.\nhours_of_light : float, optional\n"
         in More.__doc__

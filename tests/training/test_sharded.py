@@ -21,9 +21,11 @@ from peft import PeftModel, get_peft_model_state_dict  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from benchmarks.lab.embedded import EmbeddedRecipe, embedded  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
+from lsrdecomp.checkpoints.packed import NUMBERS  # noqa: E402
+from lsrdecomp.checkpoints.packed_index import split_tensor  # noqa: E402
 from lsrdecomp.training.callbacks import layer_figures  # noqa: E402
-from lsrdecomp.training.embedded import EmbeddedRecipe, embedded  # noqa: E402
 from lsrdecomp.training.finetune import finetune  # noqa: E402
 from lsrdecomp.training.record import read_record  # noqa: E402
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError  # noqa: E402
@@ -108,7 +110,7 @@ def test_two_processes_are_one_at_the_same_global_batch(folder: Path, case):
 
 
 def test_what_sharding_cannot_do_is_refused():
-    settings = FinetuneSettings("embedded", "embedded")
+    settings = FinetuneSettings("base", "train.tsv", "classes")
     check_sharding(2, settings)
     with pytest.raises(SettingsError, match="launch with --fsdp_version 2"):
         check_sharding(1, settings)
@@ -137,6 +139,13 @@ def launched(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
+def stored(adapter: Path) -> dict[str, Tensor]:
+    """The head of an adapter that was written, and its packed factors as float32."""
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    numbers, _ = split_tensor(tensors[NUMBERS].numpy())
+    return tensors | {NUMBERS: torch.from_numpy(numbers.copy()).view(torch.float32)}
+
+
 @pytest.mark.slow
 def test_a_sharded_run_is_one_process_at_the_same_global_batch_and_goes_on_after_a_kill(
     tmp_path: Path,
@@ -144,8 +153,9 @@ def test_a_sharded_run_is_one_process_at_the_same_global_batch_and_goes_on_after
     place = embedded(tmp_path / "embedded", recipe=EmbeddedRecipe(steps=80))
     settings = FinetuneSettings(
         str(place.model),
-        "embedded",
-        str(place.data),
+        str(place.data / "train.tsv"),
+        "classes",
+        str(place.data / "dev.tsv"),
         method="lsr",
         learning_rate=0.01,
         steps=8,
@@ -167,10 +177,7 @@ def test_a_sharded_run_is_one_process_at_the_same_global_batch_and_goes_on_after
         [loss for _, loss in one.losses], rel=1e-5
     )
     assert two.dev.loss == pytest.approx(one.dev.loss, rel=1e-5)
-    ours, theirs = (
-        load_file(tmp_path / name / "adapter" / "adapter_model.safetensors")
-        for name in ("two", "one")
-    )
+    ours, theirs = (stored(tmp_path / name / "adapter") for name in ("two", "one"))
     assert ours.keys() == theirs.keys()
     assert distance(ours, theirs, list(theirs)) < 1e-5
     ours, theirs = (

@@ -85,6 +85,7 @@ def compare(
     """
     check_options(suite)
     out = Path(out)
+    suite.write_files()
     skipped = suite.missing()
     tasks = [task for task in suite.tasks if task not in skipped]
     cells = [(spec, task) for task in tasks for spec in suite.specs]

@@ -9,6 +9,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from benchmarks.lab.compare.comparison import Cell, Results
+from benchmarks.lab.tasks import metrics_of
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # a head and rows of text
 
@@ -119,7 +120,8 @@ def _line(cell: Cell, other: Cell | None) -> Line:
     records = list(cell.records.values())
     first = records[0]
     metrics = {
-        name: Spread(tuple(r.dev.metrics[name] for r in records)) for name in first.dev.metrics
+        name: Spread(tuple(r.dev.metrics[name] for r in records))
+        for name in metrics_of(cell.task, first.dev.metrics)
     }
     metric = next(iter(metrics))
     accuracies = [r.dev.accuracy for r in records if r.dev.accuracy is not None]

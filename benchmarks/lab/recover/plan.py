@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from benchmarks.lab.suite import Suite, SuiteError, merged
+from benchmarks.lab.tasks import TASKS
 from lsrdecomp.compression.settings import Search
 from lsrdecomp.fields import POSITIVE, Check, Settings, list_of, one_of, settings, whole_number
 from lsrdecomp.training.settings import FinetuneSettings
-from lsrdecomp.training.tasks import TASKS
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ from benchmarks.lab.runs import Failure, Outcome, Run, do_runs, outcome
 from benchmarks.lab.suite import Suite
 from lsrdecomp.calibration.base_model import load_base
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.dataset import task_texts
 from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.compression.settings import Search
@@ -36,6 +35,7 @@ from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.fidelity.distil import distil
 from lsrdecomp.training.dataset import read_dataset
 from lsrdecomp.training.finetune import evaluate
+from lsrdecomp.training.labelled import texts_of
 from lsrdecomp.training.record import ADAPTER, FinetuneRecord
 from lsrdecomp.training.settings import FinetuneSettings
 
@@ -79,6 +79,7 @@ def recover(
         If a head or a LoRA could not be trained: without them there is nothing to compress.
     """
     plan = recover_plan(suite)
+    suite.write_files()
     everything = jobs(suite, plan, out)
     counter = Counter(
         on_step, "experiment", sum(2 + len(job.points()) for job in everything), "parts"
@@ -224,7 +225,7 @@ def _distil(job: Job, structure: str, budget: int) -> None:
     distil(
         point / ADAPTER,
         base=dataset.base,
-        data=task_texts(dataset.train),
+        data=texts_of(dataset.train),
         teacher=job.place.lora / ADAPTER,
         steps=job.plan.distil,
         out=out,

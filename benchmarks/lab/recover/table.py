@@ -14,6 +14,7 @@ from benchmarks.lab.recover.plan import STRUCTURES, recover_plan
 from benchmarks.lab.recover.recovery import DISTILLED, chosen_rate, read_outcomes, read_point
 from benchmarks.lab.runs import outcome
 from benchmarks.lab.suite import Suite
+from benchmarks.lab.tasks import metrics_of
 from lsrdecomp.training.record import FinetuneRecord, Scores
 
 STAGES = ("compressed", "distilled", "recovered", "scratch")
@@ -294,7 +295,7 @@ def _order(structures: Sequence[str]) -> Any:
 def _gain(job: Job, record: FinetuneRecord) -> Gain | None:
     if record.start is None or record.start.loss is None or record.dev.loss is None:
         return None
-    metric = next(iter(record.dev.metrics))
+    metric = next(iter(metrics_of(job.task, record.dev.metrics)))
     return Gain(
         *(job.task, job.seed, metric, record.start.loss, record.dev.loss),
         *(record.start.metrics[metric], record.dev.metrics[metric], record.baseline[metric]),

@@ -319,7 +319,7 @@ def test_the_command_line_runs_shows_and_draws(file, runs, tmp_path):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    from lsrdecomp.training.embedded import EmbeddedRecipe, embedded
+    from benchmarks.lab.embedded import EmbeddedRecipe, embedded
 
     return embedded(tmp_path_factory.mktemp("embedded") / "place", recipe=EmbeddedRecipe(steps=40))
 

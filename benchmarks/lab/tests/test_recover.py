@@ -20,6 +20,7 @@ from typer.main import get_command  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from benchmarks.lab.app import app, open_suite  # noqa: E402
+from benchmarks.lab.embedded import EmbeddedRecipe, embedded  # noqa: E402
 from benchmarks.lab.recover import table as recover_table  # noqa: E402
 from benchmarks.lab.recover.compress_lora import compress_lora, direct_sums, shape_settings  # noqa: E402
 from benchmarks.lab.recover.jobs import jobs  # noqa: E402
@@ -31,7 +32,6 @@ from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
 from lsrdecomp.compression.layers import layer_pair  # noqa: E402
 from lsrdecomp.compression.settings import Search  # noqa: E402
 from lsrdecomp.errors import BudgetError, CheckpointError  # noqa: E402
-from lsrdecomp.training.embedded import EmbeddedRecipe, embedded  # noqa: E402
 from lsrdecomp.training.record import ADAPTER  # noqa: E402
 
 SUITE = """

@@ -1,32 +1,32 @@
 """The embedded task: a small transformer that reads digits, to be adapted to digits on their side.
 
-It needs no download: the pictures come with scikit-learn, and the base is trained here, in about 15
-seconds on one core, the first time it is asked for. A picture is a sentence of 16 words, its grey
-levels from 0 to 16.
+    python -m benchmarks.lab.embedded DIRECTORY
+
+writes DIRECTORY/model, a base for `finetune`, and DIRECTORY/train.tsv and dev.tsv. It needs no
+download: the pictures come with scikit-learn, and the base is trained here, in about 15 seconds on
+one core, the first time it is asked for. A picture is a sentence of 16 words, its grey levels from
+0 to 16.
 """
 
 from __future__ import annotations
 
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from tokenizers.processors import TemplateProcessing
-from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from lsrdecomp.calibration.base_files import cache_directory, make_once
-from lsrdecomp.training.settings import EMBEDDED
-from lsrdecomp.training.tasks import TASKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import Tensor
+    from transformers import BertForSequenceClassification
+
+EMBEDDED = "embedded"
 SIDE = 4  # a picture is SIDE × SIDE
 LEVELS = 17
 PAD = "[PAD]"
@@ -52,7 +52,7 @@ class EmbeddedRecipe:
         Of AdamW, the rate being the largest of its schedule.
     """
 
-    version: int = 1
+    version: int = 2
     seed: int = 20260101
     pretraining_pictures: int = 897
     dev_pictures: int = 300
@@ -80,11 +80,20 @@ def embedded(
         A directory of its own, instead of the cache.
     recipe : EmbeddedRecipe
     """
+    place = embedded_place(directory, recipe=recipe)
+    make_once(
+        place.model.parent, lambda part: _make(Embedded(part / "model", part / EMBEDDED), recipe)
+    )
+    return place
+
+
+def embedded_place(
+    directory: str | Path | None = None, *, recipe: EmbeddedRecipe = EmbeddedRecipe()
+) -> Embedded:
+    """Return where `embedded` puts the base and its task."""
     if directory is None:
         directory = cache_directory() / f"{EMBEDDED}-{recipe.version}"
-    directory = Path(directory)
-    make_once(directory, lambda part: _make(Embedded(part / "model", part / EMBEDDED), recipe))
-    return Embedded(directory / "model", directory / EMBEDDED)
+    return Embedded(Path(directory, "model"), Path(directory, EMBEDDED))
 
 
 def _make(paths: Embedded, recipe: EmbeddedRecipe) -> None:
@@ -100,11 +109,11 @@ def _make(paths: Embedded, recipe: EmbeddedRecipe) -> None:
     }
     paths.data.mkdir()
     for split, rows in splits.items():
-        lines = ["pixels\tlabel"]
+        lines = ["text\tlabel"]
         for picture, label in zip(turned[rows], labels[rows], strict=True):
             pixels = " ".join(map(str, picture.ravel()))
             lines.append(f"{pixels}\t{label}")
-        file = TASKS[EMBEDDED].file(paths.data, split)
+        file = paths.data / f"{split}.tsv"
         file.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
@@ -120,6 +129,12 @@ def _digits(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _write_tokenizer(directory: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
     # In this order the identifier of a grey level is itself.
     words = [*map(str, range(LEVELS)), PAD, START, UNKNOWN]
     tokenizer = Tokenizer(
@@ -143,6 +158,9 @@ def _pretrain(
     pictures: np.ndarray, labels: np.ndarray, recipe: EmbeddedRecipe
 ) -> BertForSequenceClassification:
     """Train a small transformer to read digits."""
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
     sizes = BertConfig(
         vocab_size=LEVELS + 3,
         hidden_size=64,
@@ -164,7 +182,7 @@ def _pretrain(
         optimizer, recipe.learning_rate, total_steps=recipe.steps
     )
     for tokens, expected in _batches(pictures, labels, recipe):
-        loss = nn.functional.cross_entropy(model(input_ids=tokens).logits, expected)
+        loss = torch.nn.functional.cross_entropy(model(input_ids=tokens).logits, expected)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
@@ -176,6 +194,8 @@ def _batches(
     pictures: np.ndarray, labels: np.ndarray, recipe: EmbeddedRecipe
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield random batches of tokens, (batch, 17), and labels."""
+    import torch
+
     generator = np.random.default_rng(recipe.seed)
     pixels = torch.from_numpy(pictures.reshape(len(pictures), -1))
     start = torch.full((len(pixels), 1), LEVELS + 1)  # the identifier of START
@@ -183,3 +203,15 @@ def _batches(
     for _ in range(recipe.steps):
         rows = generator.integers(0, len(tokens), recipe.batch)
         yield tokens[rows], torch.from_numpy(labels[rows])
+
+
+def main(directory: str) -> None:
+    """Write a copy of the base and its task."""
+    place = embedded()
+    shutil.copytree(place.model, Path(directory, "model"))
+    shutil.copytree(place.data, directory, dirs_exist_ok=True)
+    print(f"Wrote {directory}.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,25 +1,30 @@
-"""Tasks: GLUE and SuperGLUE files as published, read from disk, and the metrics of each task."""
+"""Tasks: GLUE and SuperGLUE files as published, as `finetune` reads them, and their metrics."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from lsrdecomp.calibration.dataset import Choices, DataError, LabelledExample, read_rows
-from lsrdecomp.errors import needs
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
+from benchmarks.lab.embedded import EMBEDDED, embedded, embedded_place
+from lsrdecomp.calibration.base_files import cache_directory
+from lsrdecomp.calibration.dataset import DataError, TextPair, read_rows
+from lsrdecomp.checkpoints.writing import new_file
+from lsrdecomp.training.labelled import LabelledExample
+from lsrdecomp.training.settings import CLASSES, SCORES, TEXT, FinetuneSettings, SettingsError
+from lsrdecomp.training.settings import TASKS as FINETUNE_TASKS
 
 Row = Mapping[str, Any]
-Metric = Callable[[np.ndarray, np.ndarray], float]
+Choices = tuple[TextPair, ...]
+"""What the model reads of one row: a pair for a classification, one per answer for a multiple
+choice."""
+SPLIT_SEED = 20260101  # one split for all runs, so that seeds vary the training alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class Task:
 
     Examples
     --------
-    >>> task = find_task("glue/MRPC")
+    >>> task = TASKS["MRPC"]
     >>> task.name, task.labels, task.metrics
     ('MRPC', ('0', '1'), ('accuracy', 'f1'))
     """
@@ -115,54 +120,6 @@ class Task:
             raise DataError(f"{where}: label {label[:80]!r} is not one of {labels}")
         return float(self.labels.index(label))
 
-    def score(self, labels: ArrayLike, predictions: ArrayLike) -> dict[str, float]:
-        """Compute every metric of the task.
-
-        Parameters
-        ----------
-        labels, predictions : array, shape (examples,)
-            Class indices, or scores for a regression.
-        """
-        functions = metric_functions()
-        expected = np.asarray(labels)
-        predicted = np.asarray(predictions)
-        return {name: float(functions[name](expected, predicted)) for name in self.metrics}
-
-    def baseline(self, examples: Sequence[LabelledExample]) -> dict[str, float]:
-        """Compute every metric for always predicting the commonest label, or the mean score."""
-        labels = np.array([example.label for example in examples])
-        if self.regression:
-            constant = labels.mean()
-        else:
-            constant = Counter(labels.tolist()).most_common(1)[0][0]
-        return self.score(labels, np.full_like(labels, constant))
-
-
-def metric_functions() -> Mapping[str, Metric]:
-    """Return all metrics by name.
-
-    What computes them takes a second to load; where it is not installed, `LsrError` is raised.
-    """
-    with needs("judging a task", "finetune"):
-        from scipy.stats import pearsonr, spearmanr
-        from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
-
-    def correlation(
-        function: Callable[..., Any], labels: np.ndarray, predictions: np.ndarray
-    ) -> float:
-        # A constant says nothing about the order: SciPy warns of nan, GLUE's tables count 0.
-        is_constant = np.ptp(labels) == 0 or np.ptp(predictions) == 0
-        return 0.0 if is_constant else float(function(labels, predictions).statistic)
-
-    return {
-        "accuracy": accuracy_score,
-        "f1": partial(f1_score, pos_label=1.0, zero_division=0.0),
-        "macro_f1": partial(f1_score, average="macro", zero_division=0.0),
-        "matthews": matthews_corrcoef,
-        "pearson": partial(correlation, pearsonr),
-        "spearman": partial(correlation, spearmanr),
-    }
-
 
 COPA_QUESTIONS = MappingProxyType(
     {"cause": "What was the cause of this?", "effect": "What happened as a result?"}
@@ -199,7 +156,7 @@ def _wsc(row: Row) -> tuple[Choices, Any]:
     return ((marked, claim),), row["label"]
 
 
-CLASSES = ("0", "1")
+ZERO_OR_ONE = ("0", "1")
 TRUTH = ("false", "true")
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
@@ -207,14 +164,17 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         for task in (
             Task(
                 "CoLA",
-                CLASSES,
+                ZERO_OR_ONE,
                 ("matthews", "accuracy"),
                 _columns("label", "sentence"),
                 columns=("source", "label", "mark", "sentence"),
             ),
-            Task("SST-2", CLASSES, ("accuracy",), _columns("label", "sentence")),
+            Task("SST-2", ZERO_OR_ONE, ("accuracy",), _columns("label", "sentence")),
             Task(
-                "MRPC", CLASSES, ("accuracy", "f1"), _columns("Quality", "#1 String", "#2 String")
+                "MRPC",
+                ZERO_OR_ONE,
+                ("accuracy", "f1"),
+                _columns("Quality", "#1 String", "#2 String"),
             ),
             Task("STS-B", (), ("pearson", "spearman"), _columns("score", "sentence1", "sentence2")),
             Task(
@@ -230,7 +190,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
                 _columns("label", "premise", "hypothesis"),
                 suffix="jsonl",
             ),
-            Task("COPA", CLASSES, ("accuracy",), _copa, suffix="jsonl"),
+            Task("COPA", ZERO_OR_ONE, ("accuracy",), _copa, suffix="jsonl"),
             Task("WSC", TRUTH, ("accuracy",), _wsc, suffix="jsonl"),
             Task(
                 "BoolQ",
@@ -243,39 +203,98 @@ TASKS: Mapping[str, Task] = MappingProxyType(
                 "embedded",
                 tuple("0123456789"),
                 ("accuracy", "macro_f1"),
-                _columns("label", "pixels"),
+                _columns("label", "text"),
             ),
         )
     }
 )
 
 
-def find_task(directory: str | Path) -> Task:
-    """Find the task whose files lie in ``directory``, as ``--task glue/SST-2`` means it.
+def published(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of `finetune` for those whose ``task`` is the name of a published one.
 
-    Parameters
-    ----------
-    directory : path
-        Need not exist: only its last part is looked at.
-
-    Returns
-    -------
-    Task
+    Settings with another task are left as they are. The files that ``data`` and ``dev_data`` then
+    name need not be there yet: `write_files` makes them. ``model`` may be "embedded".
 
     Raises
     ------
-    DataError
-        If no task is called so.
+    SettingsError
+        If no task is called so, or ``data`` is missing.
 
     Examples
     --------
-    >>> find_task("glue/SST-2").metrics
-    ('accuracy',)
+    >>> published({"model": "BASE", "task": "text", "data": "train.jsonl"})["task"]
+    'text'
+    >>> found = published({"model": "BASE", "task": "STS-B", "data": "glue"})
+    >>> found["task"], Path(found["data"]).parts[-2:]
+    ('scores', ('STS-B', 'train.jsonl'))
     """
-    name = Path(directory).resolve().name
+    values = dict(FinetuneSettings.canonical(settings))
+    if values.get("model") == EMBEDDED:
+        values["model"] = str(embedded_place().model)
+    name = values.get("task", TEXT)
+    if name in FINETUNE_TASKS:
+        return values
     if name not in TASKS:
-        raise DataError(
-            f"{directory}: no task is called {name!r}; the directory's name is one of "
-            f"{', '.join(TASKS)}"
-        )
-    return TASKS[name]
+        known = ", ".join((*TASKS, *FINETUNE_TASKS))
+        raise SettingsError(f"task must be one of {known}, got {name!r}")
+    if name == EMBEDDED:
+        files = _embedded_files(values.get("data"))
+    elif values.get("data") is None:
+        raise SettingsError(f"task {name} reads files: give data, the directory that holds {name}/")
+    else:
+        files = _written_files(name, values["data"])
+    values["task"] = SCORES if TASKS[name].regression else CLASSES
+    values["data"] = str(files["train"])
+    values["dev_data"] = str(files["dev"])
+    return {"split_seed": SPLIT_SEED} | values
+
+
+def write_files(settings: Mapping[str, Any]) -> None:
+    """Make what settings for `published` name: the embedded base, and files that `finetune` reads.
+
+    Raises
+    ------
+    DataError, CheckpointError
+        As `Task.read`.
+    """
+    values = FinetuneSettings.canonical(settings)
+    name = values.get("task", TEXT)
+    if EMBEDDED in (values.get("model"), name):
+        embedded()
+    if name not in TASKS or name == EMBEDDED:
+        return
+    for split, file in _written_files(name, values["data"]).items():
+        lines = [json.dumps(_row(example)) for example in TASKS[name].read(values["data"], split)]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(file, force=True) as part:
+            part.write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+def _embedded_files(directory: str | Path | None) -> dict[str, Path]:
+    directory = embedded_place().data if directory is None else Path(directory)
+    return {split: directory / f"{split}.tsv" for split in ("train", "dev")}
+
+
+def _written_files(name: str, data: str | Path) -> dict[str, Path]:
+    """Return where the examples of published files lie as `finetune` reads them."""
+    source = str(TASKS[name].file(data, "train").resolve().parent)
+    key = hashlib.sha256(source.encode()).hexdigest()[:16]
+    directory = cache_directory() / "tasks" / key / name
+    return {split: directory / f"{split}.jsonl" for split in ("train", "dev")}
+
+
+def _row(example: LabelledExample) -> dict[str, Any]:
+    """Return an example as a row of a file with labels."""
+    label = example.label
+    whole = {"label": int(label) if label.is_integer() else label}
+    first, second = example.choices[0]
+    if len(example.choices) > 1:
+        return {"text": first, "choices": [choice for _, choice in example.choices]} | whole
+    return {"text": first, "second": second} | whole
+
+
+def metrics_of(task: str, found: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that a benchmark reports of a task, the one it ranks by first."""
+    names = TASKS[task].metrics if task in TASKS else tuple(found)
+    return {name: found[name] for name in names if name in found}
