@@ -89,7 +89,7 @@ def calibrate(
         from lsrdecomp.calibration.text_profile import TextProfile
     with tables.quiet():
         base_model = load_base(base, adapter, device=device, dtype=settings.dtype)
-    examples = questions.read("train")
+    examples = questions.read()
     rounds = questions.batches(base_model, examples, settings, size=batch, seed=seed)
     with follow(quiet=quiet) as show:
         statistics = run(

@@ -208,7 +208,7 @@ def _behaviour(
     from lsrdecomp.calibration.divergence import Reference
 
     source, written = pair
-    examples = questions.read("dev")
+    examples = questions.read()
     batches = questions.batches(source, examples, settings, size=size, seed=0)
     answered = Counter(step, "comparing answers", len(examples), "examples")
 
