@@ -181,13 +181,12 @@ class TermsEncoding(Encoding):
 
     kind = "terms"
     stored_type = QuantizedProduct
-    scale_bytes = 2
 
     def writes(self, stored: Stored) -> bool:
-        """Return whether it is a product whose scales take so many bytes."""
+        """Return whether it is a product with scales in float16."""
         if not isinstance(stored, QuantizedProduct):
             return False
-        return max(stored.left.scales.itemsize, stored.right.scales.itemsize) == self.scale_bytes
+        return not (stored.left.has_byte_scales or stored.right.has_byte_scales)
 
     def entry(self, stored: QuantizedProduct) -> list[Any]:
         """Return the entry of a layer."""
@@ -219,9 +218,7 @@ class TermsEncoding(Encoding):
             sides.append((_bits(bits), _exponent(exponent), terms, matrix.factors))
             counts.append(terms)
             widths.append(bits)
-            size += self.scale_bytes * terms + sum(
-                packed_size(terms * m * n, bits) for m, n in matrix.factors
-            )
+            size += 2 * terms + sum(packed_size(terms * m * n, bits) for m, n in matrix.factors)
         terms = max(1, counts[0]), max(1, counts[1])
         read = partial(self._read, sides)
         parsed = product_entry(shape, terms, f"int{max(widths)}", size, read)
@@ -230,13 +227,10 @@ class TermsEncoding(Encoding):
     def _read(self, sides: Sequence[tuple[int, int, int, Any]], reader: Reader) -> QuantizedProduct:
         matrices = []
         for bits, exponent, terms, sizes in sides:
-            scales = self._scales(reader, terms)
+            scales = reader.scales(terms)
             codes = tuple(reader.codes(bits, (terms, m, n)) for m, n in sizes)
             matrices.append(QuantizedMatrix(codes, scales, exponent, bits))
         return QuantizedProduct(*matrices)
-
-    def _scales(self, reader: Reader, terms: int) -> NDArray[np.float16] | NDArray[np.uint8]:
-        return reader.scales(terms)
 
     def structure(self, *entry: Any) -> tuple[Structure, Exponents]:
         """Split an entry into integers from 0 on and exponents."""
@@ -260,16 +254,6 @@ class TermsEncoding(Encoding):
             return [*sizes, left, right]
 
         return entry, 2
-
-
-class ShortTermsEncoding(TermsEncoding):
-    """Terms in integer codes with scales of one byte; everything else as in `TermsEncoding`."""
-
-    kind = "short terms"
-    scale_bytes = 1
-
-    def _scales(self, reader: Reader, terms: int) -> NDArray[np.uint8]:
-        return np.frombuffer(reader.take(terms), np.uint8)
 
 
 class JoinedTermsEncoding(Encoding):
@@ -372,67 +356,6 @@ class JoinedTermsEncoding(Encoding):
         return (lambda level: [out, inner, into, bits, *terms, level]), 1
 
 
-class ComponentsEncoding(Encoding):
-    """Singular components in integer codes: each a float16 scale, then the codes of u and v.
-
-    Its entry is ``[m, n], [bits of each component], exponent``.
-    """
-
-    kind = "components"
-    stored_type = SpectralCode
-
-    def writes(self, stored: Stored) -> bool:
-        """Return whether it is a code without groups, as up to version 0.3."""
-        return isinstance(stored, SpectralCode) and not stored.groups
-
-    def entry(self, stored: SpectralCode) -> list[Any]:
-        """Return the entry of a layer."""
-        return [stored.matrix_shape, stored.bits, stored.exponent]
-
-    def pieces(self, stored: SpectralCode, _name: str) -> Iterator[Bytes]:
-        """Yield the bytes of a layer."""
-        components = zip(stored.left, stored.right, stored.scales, stored.bits, strict=True)
-        for u, v, scale, bits in components:
-            yield little_endian_bytes(np.array([scale], np.float16))
-            yield pack(np.concatenate([u, v]), bits)
-
-    def parse(self, *entry: Any) -> IndexEntry:
-        """Check an entry and return how the layer is read."""
-        (m, n), bits, exponent = entry
-        widths = tuple(map(_bits, bits))
-        no_scales = np.zeros(0, np.float16)
-        empty = SpectralCode((), (), no_scales, _exponent(exponent), widths, (m, n))
-        size = sum(2 + packed_size(m + n, width) for width in widths)
-        read = partial(self._read, empty)
-        parsed = product_entry(empty.shape, empty.terms, empty.storage, size, read)
-        return replace(parsed, has_unstored=not widths)
-
-    def _read(self, empty: SpectralCode, reader: Reader) -> SpectralCode:
-        m, n = empty.matrix_shape
-        scales = [np.zeros(0, np.float16)]
-        left = []
-        right = []
-        for bits in empty.bits:
-            scales.append(reader.scales(1))
-            pair = reader.codes(bits, (m + n,))
-            left.append(pair[:m])
-            right.append(pair[m:])
-        return replace(empty, left=tuple(left), right=tuple(right), scales=np.concatenate(scales))
-
-    def structure(self, *entry: Any) -> tuple[Structure, Exponents]:
-        """Split an entry into integers from 0 on and exponents."""
-        (m, n), bits, exponent = entry
-        return (m, n, len(bits), *bits), (exponent,)
-
-    def read_structure(
-        self, reader: IntegerReader, _matrix_shape: tuple[int, int]
-    ) -> tuple[MakeEntry, int]:
-        """Read the integers that `structure` gave."""
-        sizes = reader.integers(2)
-        bits = reader.integers(reader.integer())
-        return (lambda exponent: [sizes, bits, exponent]), 1
-
-
 class GroupsEncoding(Encoding):
     """Singular components in integer codes with a step for each group of numbers.
 
@@ -442,10 +365,6 @@ class GroupsEncoding(Encoding):
 
     kind = "groups"
     stored_type = SpectralCode
-
-    def writes(self, stored: Stored) -> bool:
-        """Return whether it is a code with groups."""
-        return isinstance(stored, SpectralCode) and bool(stored.groups)
 
     def entry(self, stored: SpectralCode) -> list[Any]:
         """Return the entry of a layer."""
@@ -463,20 +382,21 @@ class GroupsEncoding(Encoding):
         (m, n), bits, groups, exponent = entry
         widths = tuple(map(_bits, bits))
         sizes = tuple(map(_group, groups))
-        if len(sizes) != len(widths) or not sizes:
+        if len(sizes) != len(widths):
             raise ValueError(f"{len(widths)} widths and {len(sizes)} groups")
         no_scales = np.zeros(0, np.float16)
-        empty = SpectralCode((), (), no_scales, _exponent(exponent), widths, (m, n), sizes)
+        empty = SpectralCode((), (), no_scales, _exponent(exponent), widths, (m, n), sizes, ())
         size = 0
         for width, group in zip(widths, sizes, strict=True):
             steps = step_count(m, group) + step_count(n, group)
             size += 2 + steps + packed_size(m + n, width)
         read = partial(self._read, empty)
-        return product_entry(empty.shape, empty.terms, empty.storage, size, read)
+        parsed = product_entry(empty.shape, empty.terms, empty.storage, size, read)
+        return replace(parsed, has_unstored=not widths)
 
     def _read(self, empty: SpectralCode, reader: Reader) -> SpectralCode:
         m, n = empty.matrix_shape
-        scales = []
+        scales = [np.zeros(0, np.float16)]
         steps = []
         left = []
         right = []
@@ -515,27 +435,22 @@ class GroupsEncoding(Encoding):
         return (lambda exponent: [sizes, bits, groups, exponent]), 1
 
 
-ENCODINGS: tuple[Encoding, ...] = (
-    FloatEncoding(),
-    TermsEncoding(),
-    ComponentsEncoding(),
-    GroupsEncoding(),
-    ShortTermsEncoding(),
-    JoinedTermsEncoding(),
-)
-"""Every structure that is written and read. A place here is a number in the index, so new ones go
-to the end."""
+ENCODINGS: dict[int, Encoding] = {
+    0: FloatEncoding(),
+    1: TermsEncoding(),
+    3: GroupsEncoding(),
+    5: JoinedTermsEncoding(),
+}
+"""Every structure that is written and read, by its number in the index. A new one gets the next
+number; 2 and 4 were those of structures before version 0.5."""
 
 
 # -- what the index and the writer ask of the table ------------------------------------------------
 
 
 def encoding_of(stored: Stored) -> Encoding:
-    """Return the row of `ENCODINGS` for a stored layer; `UnsupportedError` if there is none.
-
-    Of several it is the last, which is the newest.
-    """
-    for encoding in reversed(ENCODINGS):
+    """Return the row of `ENCODINGS` for a stored layer; `UnsupportedError` if there is none."""
+    for encoding in ENCODINGS.values():
         if encoding.writes(stored):
             return encoding
     raise UnsupportedError(f"{type(stored).__name__} has no row in ENCODINGS, so it is not written")
@@ -554,7 +469,7 @@ def bytes_of(stored: Stored, name: str = "layer") -> Iterator[Bytes]:
 
 def parse(kind: str, *entry: Any) -> IndexEntry:
     """Return an entry of the index with its numbers checked; `ValueError` and its kin otherwise."""
-    for encoding in ENCODINGS:
+    for encoding in ENCODINGS.values():
         if encoding.kind == kind:
             parsed = encoding.parse(*entry)
             break
@@ -567,21 +482,19 @@ def parse(kind: str, *entry: Any) -> IndexEntry:
 
 def structure_of(kind: str, *entry: Any) -> tuple[Structure, Exponents]:
     """Return an entry as integers, its kind first, and its exponents."""
-    for number, encoding in enumerate(ENCODINGS):
+    for number, encoding in ENCODINGS.items():
         if encoding.kind == kind:
             structure, exponents = encoding.structure(*entry)
             return (number, *structure), exponents
     raise ValueError(f"unknown kind {str(kind)[:40]!r}")
 
 
-def read_structure(
-    reader: IntegerReader, matrix_shape: tuple[int, int] = (1, 1)
-) -> tuple[MakeEntry, int]:
+def read_structure(reader: IntegerReader, matrix_shape: tuple[int, int]) -> tuple[MakeEntry, int]:
     """Read the integers that `structure_of` gave.
 
     Parameters
     ----------
-    reader : Reader or BitReader
+    reader : IntegerReader
     matrix_shape : (int, int)
         Size of the layers that have the structure.
 
@@ -592,7 +505,10 @@ def read_structure(
     int
         How many exponents there are.
     """
-    encoding = ENCODINGS[reader.integer()]
+    number = reader.integer()
+    if number not in ENCODINGS:
+        raise ValueError(f"structure {str(number)[:40]} of the index is of another version")
+    encoding = ENCODINGS[number]
     make_entry, exponents = encoding.read_structure(reader, matrix_shape)
     return (lambda *values: [encoding.kind, *make_entry(*values)]), exponents
 

@@ -18,7 +18,7 @@ from array_api_compat import is_torch_array
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.checkpoints.config import module_suffixes, patterns
 from lsrdecomp.checkpoints.format import CONFIG, PREFIX, AdapterFormat, Bundle, open_bundle
-from lsrdecomp.checkpoints.packed import PACKED, numbers_key
+from lsrdecomp.checkpoints.packed import NUMBERS
 from lsrdecomp.checkpoints.readers import lsr
 from lsrdecomp.checkpoints.readers.layouts import LAYOUTS
 from lsrdecomp.checkpoints.tensors import DTYPES, Array, TensorWriter
@@ -151,8 +151,7 @@ def _refuse_adapter_names(keys: Iterable[str], way_out: str, path: Path | None =
 
 
 def _check_packed_size(bundle: Bundle, max_memory: int) -> None:
-    key = PACKED if PACKED in bundle.tensors else numbers_key(bundle.tensors)
-    packed = bundle.tensors.get(key or "")
+    packed = bundle.tensors.get(NUMBERS)
     if packed is not None and packed.nbytes > max_memory:
         raise packed.error(
             f"its {packed.nbytes} bytes are read whole, above the {max_memory} allowed; "

@@ -14,7 +14,6 @@ from lsrdecomp.checkpoints.files import SUMS, changed_files, listed_files, read_
 from lsrdecomp.checkpoints.format import BESIDE_CONFIG, CONFIG
 from lsrdecomp.checkpoints.gguf_files import gguf_digests, read_gguf
 from lsrdecomp.checkpoints.packed import NUMBERS
-from lsrdecomp.checkpoints.packed_index import FIELD
 from lsrdecomp.checkpoints.provenance import (
     CARD,
     KEY,
@@ -138,9 +137,7 @@ def check_integrity(adapter: Checkpoint) -> Integrity:
 
 def is_sealed(adapter: Checkpoint) -> bool:
     """Return whether the digests of an adapter end its weight file: that of an LSR directory."""
-    if adapter.format != "lsr" or FIELD in adapter.config:
-        return False
-    return NUMBERS in read_header(adapter.weights).tensors
+    return adapter.format == "lsr" and NUMBERS in read_header(adapter.weights).tensors
 
 
 def record_again(adapter: Checkpoint) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.checkpoints.files import FileReading
 from lsrdecomp.checkpoints.names import module_role
 from lsrdecomp.errors import CheckpointError
@@ -28,7 +27,6 @@ LOKR_STAYS = (
 """What is said of a LoKr layer where layers are to be made smaller."""
 
 
-@keep_old_attributes
 @dataclass(frozen=True, slots=True)
 class LoraLayer:
     """A low-rank update of one module: ``ΔW = scale · B @ A``, out × in, whatever the storage.
@@ -102,7 +100,6 @@ class LoraLayer:
         return up, down
 
 
-@keep_old_attributes
 @dataclass(frozen=True, slots=True)
 class KroneckerLayer:
     """A product of two separated matrices: ``ΔW = scale · (Σ_k ⊗_i B_i[k]) (Σ_k ⊗_i A_i[k])``.

@@ -201,8 +201,6 @@ def export(
         model = checkpoints.open_checkpoint(like, alpha=alpha, max_memory=max_memory)
         alpha = None
     checkpoint = checkpoints.open_checkpoint(adapter, alpha=alpha, max_memory=max_memory)
-    from lsrdecomp.checkpoints.writers.peft import ALIASES
-
     base_path = None if base is None else served.base_path(base)
     compression.export_lora(
         checkpoint,
@@ -215,12 +213,10 @@ def export(
         like=model,
         without_heads=without_heads,
     )
-    leaves_heads_out = without_heads or (to == "lora" and profile in ALIASES)
-    if checkpoint.extras and leaves_heads_out:
-        reason = "as asked" if without_heads else f"as profile {profile} does"
-        typer.echo(f"Left out, {reason}: {', '.join(checkpoint.extras)}.")
+    if checkpoint.extras and without_heads:
+        typer.echo(f"Left out, as asked: {', '.join(checkpoint.extras)}.")
     if to == "lora" and profile != "peft":
-        for sentence in _what_servers_miss(checkpoint, out, leaves_heads_out=leaves_heads_out):
+        for sentence in _what_servers_miss(checkpoint, out, without_heads=without_heads):
             typer.echo(sentence)
     like_or_source = checkpoint if model is None else model
     written_format = like_or_source.format if to == "same" else to
@@ -230,12 +226,12 @@ def export(
 
 
 def _what_servers_miss(
-    source: checkpoints.Checkpoint, out: Path, *, leaves_heads_out: bool
+    source: checkpoints.Checkpoint, out: Path, *, without_heads: bool
 ) -> Iterator[str]:
     """Yield what of the common form could not be had."""
     from lsrdecomp.checkpoints.provenance import read_provenance
 
-    if source.extras and not leaves_heads_out:
+    if source.extras and not without_heads:
         names = ", ".join(source.extras)
         yield (
             f"Also written: {names}. Servers of language models ignore them, or refuse the file; "

@@ -24,7 +24,7 @@ from lsrdecomp.checkpoints.families import EQUAL_SIZES, family, missing_layers
 from lsrdecomp.checkpoints.integrity import check_integrity
 from lsrdecomp.checkpoints.positional import resolve_positions
 from lsrdecomp.checkpoints.provenance import read_provenance
-from lsrdecomp.checkpoints.writers.peft import ALIASES, PROFILES
+from lsrdecomp.checkpoints.writers.peft import PROFILES
 from lsrdecomp.compression.layers import layer_product
 from lsrdecomp.compression.result import recorded_errors
 from lsrdecomp.errors import CheckpointError, UnsupportedError, unknown
@@ -71,8 +71,7 @@ def export_lora(
     profile : str
         For "lora": "common", one rank for all layers, no patterns, and zeros for layers that were
         left out, which every server reads alike; or "peft", each layer at its own rank, for PEFT
-        alone. "server" and "lorax" are old names of "common" without heads. See
-        `lsrdecomp.checkpoints.write_lora`.
+        alone. See `lsrdecomp.checkpoints.write_lora`.
     base : path, optional
         For "gguf", which needs it: the base as GGUF file, model directory or config.json; absent,
         the directory that the adapter's config names. For "kohya" and "diffusers", if layers are
@@ -127,18 +126,15 @@ def export_lora(
         (names.get(layer.name, layer.name), *layer_product(layer).to_lora())
         for layer in checkpoint.layers
     )
-    is_old_name = profile in ALIASES
-    profile = ALIASES.get(profile, profile)
     if profile not in PROFILES:
-        raise UnsupportedError(f"there is no profile {unknown(profile, (*PROFILES, *ALIASES))}")
+        raise UnsupportedError(f"there is no profile {unknown(profile, PROFILES)}")
     largest_rank = None
     if profile == "common" and to == "lora":
         stacks = Stacks(checkpoint.config, checkpoint.path)
         if not stacks.targets:  # a stack of experts holds zeros for those that are missing
             layers = chain(layers, _zeros_for_missing_layers(checkpoint, base))
         largest_rank = max((layer.rank for layer in checkpoint.layers), default=1)
-    leaves_heads_out = without_heads or (is_old_name and to == "lora")
-    extras: dict[str, StoredTensor] | None = {} if leaves_heads_out else None
+    extras: dict[str, StoredTensor] | None = {} if without_heads else None
     # 2. Repeat the record of the checkpoint, with which `verify` will compare the file.
     record: dict[str, Any] = {
         "derived_from": read_provenance(checkpoint),

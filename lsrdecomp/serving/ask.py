@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.errors import CheckpointError, needs
 from lsrdecomp.serving.client import Prompt, Token, connect
 
@@ -42,7 +41,6 @@ class ScaleSearch:
     tolerance: float = 1e-3  # ends refining
 
 
-@keep_old_attributes
 @dataclass(frozen=True, slots=True)
 class ServerMeasurement:
     """What a running server makes of an adapter.
