@@ -170,7 +170,7 @@ def export(
         typer.Option(
             help="Base model; needed with gguf (GGUF file, directory, config.json or "
             "smollm2); with "
-            "lora it adds missing layers as zeros; for layers such as unet:7, its pipeline."
+            "lora it adds missing layers as zeros."
         ),
     ] = None,
     like: Annotated[

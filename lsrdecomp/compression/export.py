@@ -22,7 +22,6 @@ from lsrdecomp.checkpoints import (
 from lsrdecomp.checkpoints.experts import Stacks
 from lsrdecomp.checkpoints.families import EQUAL_SIZES, family, missing_layers
 from lsrdecomp.checkpoints.integrity import check_integrity
-from lsrdecomp.checkpoints.positional import resolve_positions
 from lsrdecomp.checkpoints.provenance import read_provenance
 from lsrdecomp.checkpoints.writers.peft import PROFILES
 from lsrdecomp.compression.layers import layer_product
@@ -74,8 +73,7 @@ def export_lora(
         alone. See `lsrdecomp.checkpoints.write_lora`.
     base : path, optional
         For "gguf", which needs it: the base as GGUF file, model directory or config.json; absent,
-        the directory that the adapter's config names. For "kohya" and "diffusers", if layers are
-        called by position: the pipeline that they were trained on, which has their names. For
+        the directory that the adapter's config names. For
         "common": its layers that lack a pair, where others of their kind have one, become zeros.
     like : Checkpoint, optional
         For "same": the file whose format to write; absent, the checkpoint itself, which must be a
@@ -118,13 +116,9 @@ def export_lora(
             f"again, or take it as it is: lsrdecomp verify SOURCE {checkpoint.path} --accept",
             path=checkpoint.weights.parent,
         )
-    # 1. Turn every layer into a pair; layers called by position get the base's names.
-    names = {}
-    if base is not None and to in ("kohya", "diffusers"):
-        names = resolve_positions(checkpoint, read_modules(base))
+    # 1. Turn every layer into a pair.
     layers: Iterable[tuple[str, Array, Array]] = (
-        (names.get(layer.name, layer.name), *layer_product(layer).to_lora())
-        for layer in checkpoint.layers
+        (layer.name, *layer_product(layer).to_lora()) for layer in checkpoint.layers
     )
     if profile not in PROFILES:
         raise UnsupportedError(f"there is no profile {unknown(profile, PROFILES)}")
@@ -142,8 +136,6 @@ def export_lora(
     }
     if extras is not None:
         record["left_out"] = sorted(checkpoint.extras)
-    if names:
-        record["renamed"] = {new: old for old, new in names.items()}
     # 3. Write the format.
     if to == "same" and (like or checkpoint).format == "gguf":
         to = "gguf"

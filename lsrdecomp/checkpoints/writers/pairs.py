@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from lsrdecomp.checkpoints.config import most_common, patterns
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.format import CONFIG, MLX_WEIGHTS, PREFIX, alpha_scale
 from lsrdecomp.checkpoints.names import diffusers_name, kohya_name
-from lsrdecomp.checkpoints.pickles import UNNAMED
 from lsrdecomp.checkpoints.readers.layouts import METADATA
 from lsrdecomp.checkpoints.records import LOKR_STAYS, Checkpoint, LoraLayer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
@@ -75,8 +74,6 @@ def file_or_directory(like: Checkpoint) -> str:
                 path=like.path,
                 tensor=layer.name,
             )
-    if like.layers[0].up.name.startswith(f"{UNNAMED}:"):
-        raise UnsupportedError("is a pickled list without keys; write lora instead", path=like.path)
     is_mlx_directory = like.format in MLX_FORMATS and (like.weights.parent / CONFIG).is_file()
     return "directory" if is_mlx_directory or like.format == "peft-lora" else "file"
 
@@ -90,20 +87,17 @@ class RankRule:
     groups : tuple of tuple of int
         Layers, by their index, that have one rank in common: experts of one stack; otherwise each
         is alone.
-    min_rank : int
-        1 where every layer must be in the file, since its reader counts them (cloneofsimo), else 0.
     is_common : bool
         Whether all layers that are in the file have one rank, by which one alpha outside of it is
         divided.
     """
 
     groups: tuple[tuple[int, ...], ...]
-    min_rank: int
     is_common: bool
 
 
 def rank_rule(like: Checkpoint) -> RankRule:
-    """Return the rule by which `write_pairs` need not write zeros in place of what is left out."""
+    """Return the rule for the ranks of a file that `write_pairs` writes like another."""
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for index, layer in enumerate(like.layers):
         is_pair = isinstance(layer, LoraLayer)
@@ -111,7 +105,6 @@ def rank_rule(like: Checkpoint) -> RankRule:
     has_one_alpha = like.config.get("lora_alpha") is not None
     return RankRule(
         groups=tuple(map(tuple, groups.values())),
-        min_rank=1 if like.format == "cloneofsimo" else 0,
         is_common=like.format in ("loralib", "torchtune") and has_one_alpha,
     )
 
@@ -289,8 +282,6 @@ def _add_named(writer: PairWriter, names: str, layers: Pairs, storage: str) -> N
 def _add_same(writer: PairWriter, like: Checkpoint, layers: Pairs, storage: str | None) -> None:
     """Add the pairs of all layers under the keys that ``like`` has for them."""
     rule = rank_rule(like)
-    if rule.min_rank:
-        layers = _with_missing(like, layers)
     common_rank = None
     common_scale = 1.0
     if rule.is_common:
@@ -317,26 +308,12 @@ def _add_same(writer: PairWriter, like: Checkpoint, layers: Pairs, storage: str 
         )
 
 
-def _with_missing(like: Checkpoint, layers: Pairs) -> Iterator[tuple[str, Array, Array]]:
-    """Yield all layers, with zeros for those left out of a file whose reader counts its layers."""
-    names = set()
-    for name, up, down in layers:
-        names.add(name)
-        yield name, up, down
-    for layer in like.layers:
-        if layer.name not in names:
-            yield layer.name, np.zeros((layer.out_features, 1)), np.zeros((1, layer.in_features))
-
-
 def _same_metadata(like: Checkpoint, writer: PairWriter) -> dict[str, str]:
     """Return the metadata of ``like``, with what it says of ranks and hashes made true."""
     metadata = {key: value for key, value in like.metadata.items() if key != LEGACY_HASH}
     if MODEL_HASH in metadata:
         metadata[MODEL_HASH] = writer.sha256()
     metadata |= _network_metadata(metadata, writer.ranks)
-    for name, rank in writer.ranks.items():
-        if f"{name}:rank" in metadata:
-            metadata[f"{name}:rank"] = str(rank)
     if METADATA in metadata:
         metadata[METADATA] = _header_config(json.loads(metadata[METADATA]), writer.ranks)
     return metadata
