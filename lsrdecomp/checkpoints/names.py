@@ -65,7 +65,7 @@ def is_flat(name: str) -> bool:
     return name.startswith("lora_") and "." not in name
 
 
-def diffusers_name(name: str) -> str:
+def diffusers_name(name: str, _sdxl: bool = False) -> str:
     """Return what diffusers' files call a layer: its name, if it is one of a pipeline's component.
 
     Raises
@@ -81,7 +81,7 @@ def diffusers_name(name: str) -> str:
     return name
 
 
-def kohya_name(name: str, *, sdxl: bool = False) -> str:
+def kohya_name(name: str, sdxl: bool = False) -> str:
     """Return what kohya's files call a layer; `UnsupportedError` if they have no name for it."""
     if is_flat(name):
         return name

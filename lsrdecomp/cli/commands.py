@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.resources import as_file, files
 from importlib.util import find_spec
+from itertools import chain
 from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ import typer
 
 from lsrdecomp import checkpoints, compression, plots
 from lsrdecomp.checkpoints.progress import Counter
+from lsrdecomp.checkpoints.writers.table import WRITERS, writer_names
 from lsrdecomp.cli import served, tables
 from lsrdecomp.cli.calibrate import calibrate
 from lsrdecomp.cli.completion import complete
@@ -44,6 +46,11 @@ from lsrdecomp.threads import one_blas_thread
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
 
+PLACES_HELP = "; ".join(
+    f"a {place} for {', '.join(writer.name for writer in WRITERS if writer.place == place)}"
+    for place in ("directory", "file")
+)
+"""What the option --out of `export` is, by format."""
 DEMO_OUTPUT = Path("demo-output")
 """Where the demo writes, unless it is told another place."""
 
@@ -137,14 +144,14 @@ def export(
         UNKNOWN,
         typer.Option(
             "--out",
-            help="What to write: a directory for lora, a file for gguf, kohya and diffusers.",
+            help=f"What to write: {PLACES_HELP}.",
         ),
     ],
     to: Annotated[
         str,
         typer.Option(
-            help="Format: lora, gguf, kohya, diffusers, or same (that of --like).",
-            autocompletion=complete(lambda: ("lora", "gguf", "kohya", "diffusers", "same")),
+            help=f"Format: {', '.join(writer_names())}; same is that of --like.",
+            autocompletion=complete(writer_names),
         ),
     ] = "lora",
     profile: Annotated[
@@ -160,7 +167,7 @@ def export(
             help="float32, float16 or bfloat16; with gguf f16, f32 or q8_0 [default: as "
             "the source].",
             autocompletion=complete(
-                lambda: ("float32", "float16", "bfloat16", "f16", "f32", "q8_0")
+                lambda: dict.fromkeys(chain(*(writer.storages for writer in WRITERS)))
             ),
         ),
     ] = None,

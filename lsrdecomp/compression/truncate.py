@@ -17,7 +17,7 @@ from lsrdecomp.arrays import tail_norms, to_numpy
 from lsrdecomp.checkpoints import Checkpoint, file_or_directory, write_pairs
 from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.checkpoints.tensors import DTYPES, Array
-from lsrdecomp.checkpoints.writers.pairs import RankRule, rank_rule
+from lsrdecomp.checkpoints.writers.same import RankRule, rank_rule
 from lsrdecomp.compression.layers import Layer, open_layers
 from lsrdecomp.compression.request import READ_ON, Request
 from lsrdecomp.compression.settings import CompressionPlan, PlanKeywords

@@ -9,8 +9,10 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shutil
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +38,8 @@ from lsrdecomp.checkpoints import (
     write_pairs,
 )
 from lsrdecomp.checkpoints.format import open_bundle
+from lsrdecomp.checkpoints.writers import table
+from lsrdecomp.compression.export import export_lora
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape
 
@@ -809,6 +813,38 @@ def test_a_format_written_from_contributing_alone_reads_its_files(
     )
     for name, update in updates(open_checkpoint(with_peft)).items():
         np.testing.assert_allclose(update, updates(checkpoint)[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_format_to_write_from_contributing_alone_is_read_again(
+    tmp_path: Path, contributed: AdapterFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = CONTRIBUTING.read_text(encoding="utf-8").split("## Adding a format to write")[1]
+    (code,) = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, str(CONTRIBUTING), "exec"), names)
+    monkeypatch.setattr(table, "WRITERS", (*table.WRITERS, names["KERAS"]))
+    assert "keras" in table.writer_names()
+    source = open_checkpoint(
+        write_lora_directory(
+            tmp_path / "lora",
+            {**lora_pair("layers.0.q"), **lora_pair("layers.1.v", 7, 9, 3, 1)},
+            base_model_name_or_path="a-base",
+            rank_pattern={"layers.1.v": 3},
+        )
+    )
+    out = export_lora(source, tmp_path / "out", to="keras")
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert config == {"model": "a-base", "rank": 3}
+    shutil.move(out / "adapter_model.safetensors", tmp_path / "keras.safetensors")
+    weights = tmp_path / "keras.safetensors"
+    assert load_file(weights)["layers.1.v.lora_kernel_a"].shape == (9, 3)
+    (first, second) = open_checkpoint(weights, alpha=1).layers
+    assert contributed.name == "keras"
+    for layer, rank in ((first, 2), (second, 3)):
+        found = updates(open_checkpoint(weights, alpha=rank))[layer.name]
+        np.testing.assert_allclose(found, updates(source)[layer.name], rtol=1e-5, atol=1e-6)
+    with pytest.raises(UnsupportedError, match="cannot write 'kerras'; did you mean 'keras'"):
+        export_lora(source, tmp_path / "other", to="kerras")
 
 
 @pytest.mark.parametrize(
