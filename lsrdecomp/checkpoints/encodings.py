@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 
 from lsrdecomp.checkpoints.format import PREFIX
-from lsrdecomp.checkpoints.limits import LIMITS
 from lsrdecomp.checkpoints.packed import Bytes, IndexEntry, Reader
 from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS, cast, little_endian_bytes
 from lsrdecomp.errors import UnsupportedError
@@ -46,6 +45,10 @@ if TYPE_CHECKING:
 Structure = tuple[int, ...]
 """An entry as integers from 0 on, without its exponents: layers that differ in their numbers alone
 have the same."""
+PACKED_NUMBERS = 2**31
+"""Numbers of the factors of one packed layer."""
+UNSTORED_NUMBERS = 2**26
+"""The same where factors hold numbers, such as zeros, that no byte was stored for."""
 MAX_EXPONENT = 1100
 """Largest power of two of a scale, or of its inverse: beyond it no double is left."""
 MAX_GROUP_POWER = 20
@@ -295,7 +298,7 @@ class JoinedTermsEncoding(Encoding):
             raise ValueError(f"a level of {str(level)[:40]}")
         shape = ProductShape(tuple(out), tuple(inner), tuple(into))
         n_codes = shape.parameters(*terms)
-        _check_numbers(n_codes, LIMITS.packed_numbers)
+        _check_numbers(n_codes, PACKED_NUMBERS)
         size = sum(terms) - 2 + packed_digits_size(n_codes, _bits(bits))
         read = partial(self._read, shape, terms, bits, level)
         return product_entry(shape, terms, f"int{bits}", size, read)
@@ -475,7 +478,7 @@ def parse(kind: str, *entry: Any) -> IndexEntry:
             break
     else:
         raise ValueError(f"unknown kind {str(kind)[:40]!r}")
-    allowed = LIMITS.unstored_numbers if parsed.has_unstored else LIMITS.packed_numbers
+    allowed = UNSTORED_NUMBERS if parsed.has_unstored else PACKED_NUMBERS
     _check_numbers(parsed.shape.parameters(*parsed.terms), allowed)
     return parsed
 

@@ -41,7 +41,7 @@ from lsrdecomp.checkpoints.common_names import COMMON_NAMES
 from lsrdecomp.checkpoints.config import exact_pattern, most_common
 from lsrdecomp.checkpoints.digests import SEAL_BYTES
 from lsrdecomp.checkpoints.encodings import Structure, parse, read_structure, structure_of
-from lsrdecomp.checkpoints.limits import LIMITS
+from lsrdecomp.checkpoints.limits import TEXT_BYTES
 from lsrdecomp.checkpoints.packed import (
     DECODING_ERRORS,
     NUMBERS,
@@ -196,54 +196,89 @@ def encode_index(
     layer_types : mapping of str to (type, kernel), optional
         Of layers that are not linear.
     """
-    # 1. Modules, structures and sizes once each; of every layer which of them it has.
-    names = sorted({_split_name(name, 0)[0] for name in entries}, key=natural_key)
-    modules = {module: number for number, module in enumerate(names)}
-    structures: list[Structure] = []  # of each layer, the number of its size before it
-    sizes: dict[tuple[int, int], int] = {}
-    places: list[int] = []
-    exponents: list[int] = []
-    block = 0
-    for name, entry in entries.items():
-        module, block = _split_name(name, block)
-        structure, exponents_of_layer = structure_of(*entry)
-        size = sizes.setdefault(parse(*entry).shape.matrix_shape, len(sizes))
-        structures.append((size, *structure))
-        places.append(block * len(modules) + modules[module])
-        exponents.extend(exponents_of_layer)
-    table = {structure: number for number, structure in enumerate(sorted(set(structures)))}
-    # 2. The bits.
-    steps = [place - before for before, place in pairwise([-1, *places])]
-    has_negative_steps = min(steps, default=1) < 1
-    bits = BitWriter()
-    bits.integers((len(entries), len(table)))
-    bits.fixed(int(has_negative_steps), 1)
-    bits.integer(len(sizes))
-    for size_of_layer in sizes:
-        bits.integers(size_of_layer)
-    for step in steps:
-        bits.integer(_zigzag(step) if has_negative_steps else step - 1, order=0)
-    for structure in structures:
-        bits.fixed(table[structure], width_of(len(table)))
-    for before, structure in pairwise([(), *table]):
-        shared = _shared_beginning(before, structure)
-        bits.integer(shared)
-        bits.integers(structure[shared:])
-    if exponents:
-        least = min(exponents)
-        width = width_of(max(exponents) - least + 1)
-        bits.integers((_zigzag(least), width))
-        for exponent in exponents:
-            bits.fixed(exponent - least, width)
-    # 3. The text, and what is smaller: only that deflated, or all.
-    text = "\n".join(modules).encode()
+    table = _LayerTable.of(entries)
+    text = "\n".join(table.modules).encode()
     if layer_types:
         types = json.dumps(dict(layer_types), separators=(",", ":"))
         text += TYPES_FOLLOW + types.encode()
+    # What is smaller: only the text deflated, or all.
     content = _encode_integers([len(text)]) + text
-    numbers_content = bits.content()
+    numbers_content = _bits_of(table)
     only_text = _deflate(content) + numbers_content
     return min(only_text, _deflate(content + numbers_content), key=len)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerTable:
+    """Modules and sizes of layers once each, and of every layer which of them it has.
+
+    Attributes
+    ----------
+    modules : list of str
+        In natural order.
+    sizes : list of (int, int)
+        Rows and columns, in the order in which they came.
+    places : list of int
+        Of each layer the number of its block times the number of modules, plus that of its module.
+    structures : list of tuple of int
+        Of each layer the number of its size, then what `structure_of` gives.
+    exponents : list of int
+        Of all layers.
+    """
+
+    modules: list[str]
+    sizes: list[tuple[int, int]]
+    places: list[int]
+    structures: list[Structure]
+    exponents: list[int]
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Sequence[Any]]) -> _LayerTable:
+        names = sorted({_split_name(name, 0)[0] for name in entries}, key=natural_key)
+        modules = {module: number for number, module in enumerate(names)}
+        sizes: dict[tuple[int, int], int] = {}
+        table = cls(names, [], [], [], [])
+        block = 0
+        for name, entry in entries.items():
+            module, block = _split_name(name, block)
+            structure, exponents = structure_of(*entry)
+            size = sizes.setdefault(parse(*entry).shape.matrix_shape, len(sizes))
+            table.structures.append((size, *structure))
+            table.places.append(block * len(modules) + modules[module])
+            table.exponents.extend(exponents)
+        table.sizes.extend(sizes)
+        return table
+
+
+def _bits_of(table: _LayerTable) -> bytes:
+    """Return the numbers of an index in bits, as the module says."""
+    bits = BitWriter()
+    structures = sorted(set(table.structures))
+    numbers = {structure: number for number, structure in enumerate(structures)}
+    # 1. Counts, sizes, and the place and structure of each layer.
+    steps = [place - before for before, place in pairwise([-1, *table.places])]
+    has_negative_steps = min(steps, default=1) < 1
+    bits.integers((len(steps), len(structures)))
+    bits.fixed(int(has_negative_steps), 1)
+    bits.integer(len(table.sizes))
+    for size in table.sizes:
+        bits.integers(size)
+    for step in steps:
+        bits.integer(_zigzag(step) if has_negative_steps else step - 1, order=0)
+    for structure in table.structures:
+        bits.fixed(numbers[structure], width_of(len(structures)))
+    # 2. The structures, and the exponents.
+    for before, structure in pairwise([(), *structures]):
+        shared = _shared_beginning(before, structure)
+        bits.integer(shared)
+        bits.integers(structure[shared:])
+    if table.exponents:
+        least = min(table.exponents)
+        width = width_of(max(table.exponents) - least + 1)
+        bits.integers((_zigzag(least), width))
+        for exponent in table.exponents:
+            bits.fixed(exponent - least, width)
+    return bits.content()
 
 
 def _shared_beginning(one: Structure, other: Structure) -> int:
@@ -317,7 +352,7 @@ def _decode_index(index: bytes) -> Index:
     """Read an index, part by part as `encode_index` writes it."""
     # 1. The text, and the bits: what follows it, deflated or not.
     inflate = zlib.decompressobj(-zlib.MAX_WBITS, zdict=COMMON_NAMES)
-    content = inflate.decompress(index, LIMITS.index_bytes) + inflate.unused_data
+    content = inflate.decompress(index, TEXT_BYTES) + inflate.unused_data
     reader = Reader(np.frombuffer(content, np.uint8))
     text, has_types, types = reader.take(reader.integer()).partition(TYPES_FOLLOW)
     modules = text.decode().split("\n")

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints.files import regular_file_size
-from lsrdecomp.checkpoints.limits import LIMITS
+from lsrdecomp.checkpoints.limits import TEXT_BYTES
 from lsrdecomp.checkpoints.tensors import DTYPES, Array, StoredTensor, check_name, first_line
 from lsrdecomp.errors import CheckpointError, UnsupportedError, way_to_install
 
@@ -124,9 +124,9 @@ def _check_zip(path: Path, size: int) -> None:
                 "never compresses",
                 path=path,
             )
-        if record.filename.endswith(".pkl") and record.file_size > LIMITS.json_bytes:
+        if record.filename.endswith(".pkl") and record.file_size > TEXT_BYTES:
             raise CheckpointError(
-                f"{name} takes {record.file_size} bytes; at most {LIMITS.json_bytes} are read",
+                f"{name} takes {record.file_size} bytes; at most {TEXT_BYTES} are read",
                 path=path,
             )
 

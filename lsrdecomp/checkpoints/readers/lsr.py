@@ -21,7 +21,7 @@ from lsrdecomp.checkpoints.format import (
     refuse_fields,
     without_prefix,
 )
-from lsrdecomp.checkpoints.limits import LIMITS
+from lsrdecomp.checkpoints.limits import MAX_AXES
 from lsrdecomp.checkpoints.packed import NUMBERS, IndexEntry, PackedLayer
 from lsrdecomp.checkpoints.packed_index import FIELD, OLDER_INDEX, Index, index_and_numbers
 from lsrdecomp.checkpoints.records import Checkpoint, KroneckerLayer
@@ -43,6 +43,8 @@ REFUSED_FIELDS = {
     "use_dora": DORA_NEEDS_BASE,
     "target_parameters": "it targets bare parameters (experts), whose factors are stored stacked",
 }
+MAX_SIDE = 2**31
+"""Rows or columns of a layer of Kronecker factors, whose divisors are looked for one by one."""
 Sides = dict[str, list[StoredTensor]]
 """Factors of a module in order: of the out side under "B", of the in side under "A"."""
 
@@ -123,8 +125,8 @@ class _ExpectedSizes:
         self.order = len(self.inner_shape or (1, 1))
         if raw.get("order") is not None:
             self.order = config.integer("order")
-        if self.order > LIMITS.factors:
-            raise config.error("order", f"at most {LIMITS.factors} factors")
+        if self.order > MAX_AXES:
+            raise config.error("order", f"at most {MAX_AXES} factors")
         rank = math.prod(self.inner_shape) if self.inner_shape else 16
         if raw.get("r") is not None:
             rank = config.integer("r")
@@ -204,7 +206,7 @@ def _shape_of_factors(left: list[StoredTensor], right: list[StoredTensor]) -> Pr
 
 def _check_limits(shape: ProductShape, tensor: StoredTensor) -> None:
     rows, columns = shape.matrix_shape
-    if max(rows, columns) > LIMITS.side or shape.order > LIMITS.factors:
+    if max(rows, columns) > MAX_SIDE or shape.order > MAX_AXES:
         raise tensor.error(
             f"{shape.order} factors of a {rows} x {columns} matrix; no layer is that large"
         )
