@@ -123,19 +123,17 @@ def write_lsr(
         # Without spaces and lines: the config counts among the bytes of an adapter.
         text = json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False)
         (part / CONFIG).write_text(text, encoding="utf-8")
-        if bare:
-            return out  # written when the block ends
-        record = {
-            "storage": storage,
-            "dropped": list(dropped),
-            "sha256": writer.sha256(),
-            "config": field_digests(config),
-            **(provenance or {}),
-        }
-        card = _card(config) + card_section(source, record)
-        (part / CARD).write_text(card, encoding="utf-8")
-        for file, content in (files or {}).items():
-            (part / file).write_text(content, encoding="utf-8")
+        if not bare:
+            record = {
+                "storage": storage,
+                "dropped": list(dropped),
+                "sha256": writer.sha256(),
+                "config": field_digests(config),
+                **(provenance or {}),
+            }
+            card = _card(config) + card_section(source, record)
+            for file, content in {CARD: card, **(files or {})}.items():
+                (part / file).write_text(content, encoding="utf-8")
     return out
 
 
