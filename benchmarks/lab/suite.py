@@ -13,7 +13,7 @@ from lsrdecomp.fields import POSITIVE, Check, Settings, list_of, settings, whole
 from lsrdecomp.training.settings import EMBEDDED, FinetuneSettings, SettingsError
 from lsrdecomp.training.tasks import TASKS
 
-GIVEN_BY_THE_GRID = ("task", "learning_rate", "rate", "seed")
+GIVEN_BY_THE_GRID = ("task", "learning_rate", "seed")
 
 
 class SuiteError(SettingsError):
