@@ -176,7 +176,6 @@ JOBS = (
         "{adapters}/difad-grid/r16_a16 {adapters}/difad-grid/r4_a64 {adapters}/difad-grid/r8_a32 "
         "{adapters}/merkulov-llama32-1b-r8 "
         "{adapters}/ms-roberta-base-mnli/roberta_base_lora_mnli.bin "
-        "{adapters}/sd-cloneofsimo/analog_svd_rank4.safetensors "
         "{adapters}/sd-mvclab-ntust-course {adapters}/tashu-distilbert-imdb "
         "--parts rank --layers 1000 --long 200 "
         "--out benchmarks/results/compression_frobenius.json",

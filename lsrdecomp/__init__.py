@@ -32,9 +32,9 @@ To be imported by name, since each needs more packages: `lsrdecomp.adapters` (LS
 (tests; hypothesis), `lsrdecomp.serving` (a running server asked about an adapter).
 """
 
-from lsrdecomp._renamed import NAMES, attach
+import lazy_loader
 
-_load, __dir__, __all__ = attach(__name__, __file__)
+_load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> object:
@@ -43,7 +43,7 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         return version("lsrdecomp")
-    if name in __all__ or f"lsrdecomp.{name}" in NAMES:
+    if name in __all__:
         return _load(name)
     hint = "" if name.startswith("__") else _hint(name)
     raise AttributeError(f"lsrdecomp has no {name!r}{hint}", name=name)

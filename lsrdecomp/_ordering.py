@@ -6,7 +6,7 @@ import re
 
 
 def natural_key(name: str) -> tuple[tuple[int, str], ...]:
-    """Return a sort key by which layer.2 precedes layer.10, and unet:2 precedes unet:10.
+    """Return a sort key by which layer.2 precedes layer.10.
 
     Numbers may have any length and leading zeros; names that differ only in leading zeros are
     ordered as text.

@@ -51,7 +51,7 @@ class Check(NamedTuple):
 
 
 class Alias(NamedTuple):
-    """Another spelling of a field, such as an older one: it is read, and never written."""
+    """Another spelling of a field, such as a shorter one: it is read, and never written."""
 
     name: str
 
@@ -254,7 +254,7 @@ class Settings:
                 raise cls.error(f"no setting is called {unknown(str(name), cls.fields)}")
             own_name = own_names[name]
             if own_name in result or (name != own_name and own_name in values):
-                raise cls.error(f"{name} is an older name of {own_name}: give one of them")
+                raise cls.error(f"{name} is another name of {own_name}: give one of them")
             result[own_name] = value
         return result
 

@@ -14,7 +14,7 @@ import lsrdecomp
 PACKAGE = Path(lsrdecomp.__file__).parent
 
 GROUND = (
-    ("errors", "markup", "threads", "_ordering", "_renamed"),
+    ("errors", "markup", "threads", "_ordering"),
     ("arrays", "fields"),
     ("precision",),
 )

@@ -14,7 +14,7 @@ from benchmarks.lab.tasks import TASKS, published, write_files
 from lsrdecomp.fields import POSITIVE, Check, Settings, list_of, settings, whole_number
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 
-GIVEN_BY_THE_GRID = ("task", "learning_rate", "rate", "seed")
+GIVEN_BY_THE_GRID = ("task", "learning_rate", "seed")
 
 
 class SuiteError(SettingsError):

@@ -15,7 +15,6 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import get_pattern_key
 from peft.utils.peft_types import PeftType
 
-from lsrdecomp._renamed import warn_of_old_name
 from lsrdecomp.adapters.register import add_member
 from lsrdecomp.checkpoints.config import spellings
 from lsrdecomp.checkpoints.packed import NUMBERS
@@ -88,13 +87,6 @@ class TargetConfig(PeftConfig):
     load_with: str = "import lsrdecomp.adapters"
     peft_type_name: ClassVar[str]
     """What PEFT calls the type of adapter, such as ``"LSR"``."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Take the old name ``kind`` of `peft_type_name`, until version 0.5."""
-        super().__init_subclass__(**options)
-        if "kind" in cls.__dict__:
-            warn_of_old_name(f"{cls.__name__}.kind", f"{cls.__name__}.peft_type_name")
-            cls.peft_type_name = cls.__dict__["kind"]
 
     def __post_init__(self) -> None:
         """Bring the fields into PEFT's form, and refuse those that contradict one another."""

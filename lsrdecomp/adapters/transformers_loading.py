@@ -124,7 +124,8 @@ def _lsr_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     config = LsrConfig.from_pretrained(source, **options)
     stored = load_peft_weights(source, device="cpu", **options)
-    return {"peft_config": config, "adapter_state_dict": unpack(stored, config.layers)}
+    has_sizes = config.layers is not None
+    return {"peft_config": config, "adapter_state_dict": unpack(stored, has_sizes=has_sizes)}
 
 
 def _download_options(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.errors import AdapterNameError, UnsupportedLayerError
 from lsrdecomp.adapters.factors import formed_once
 from lsrdecomp.adapters.geometry import NOT_LINEAR
-from lsrdecomp.checkpoints.packed import PACKED, named_factors, numbers_key
+from lsrdecomp.checkpoints.packed import NUMBERS, named_factors
 from lsrdecomp.checkpoints.packed_index import read_packed_layers
 from lsrdecomp.errors import CheckpointError
 
@@ -243,8 +243,9 @@ class KroneckerTuner(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
+        has_sizes = getattr(config, "layers", None) is not None
         remapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(
-            model, config, adapter_name, unpack(state_dict, getattr(config, "layers", None))
+            model, config, adapter_name, unpack(state_dict, has_sizes=has_sizes)
         )
         for name, module in model.named_modules():
             if isinstance(module, cls.tuner_layer_cls):
@@ -265,31 +266,31 @@ def _check_complete(keys: list[str], state_dict: dict[str, Tensor]) -> None:
         )
 
 
-def unpack(state_dict: dict[str, Tensor], index: str | None = None) -> dict[str, Tensor]:
+def unpack(state_dict: dict[str, Tensor], *, has_sizes: bool) -> dict[str, Tensor]:
     """Return a state dict in which layers stored as one tensor of bytes are factors of their own.
 
     Parameters
     ----------
     state_dict : dict
-    index : str, optional
-        The setting ``layers``, which says what the bytes of `lsrdecomp.checkpoints.packed.NUMBERS`
-        mean, or that they say it.
+    has_sizes : bool
+        Whether the settings have the sizes of these layers, in their field ``layers``.
 
     Raises
     ------
     CheckpointError
-        If there are such bytes and no setting: PEFT then made other layers than they are of.
+        If there are such bytes and no sizes: PEFT then made other layers than they are of.
     """
-    tensors = dict(state_dict)
-    if index is None and numbers_key(tensors) is not None:
+    if NUMBERS not in state_dict:
+        return state_dict
+    if not has_sizes:
         raise CheckpointError(
             "the settings lack the sizes of the layers, which the weight file has; read them by "
             "LsrConfig.from_pretrained(DIRECTORY), or pass no config",
-            tensor=numbers_key(tensors),
+            tensor=NUMBERS,
         )
-    keys = [key for key in (PACKED, numbers_key(tensors)) if key in tensors]
-    packed = {str(key): tensors.pop(str(key)).cpu().numpy() for key in keys}
-    for key, factor in named_factors(read_packed_layers(packed, index)).items():
+    tensors = dict(state_dict)
+    layers = read_packed_layers(tensors.pop(NUMBERS).cpu().numpy())
+    for key, factor in named_factors(layers).items():
         tensors[key] = torch.from_numpy(factor)
     return tensors
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lsrdecomp._renamed import keep_old_attributes
 
-
-@keep_old_attributes
 @dataclass(frozen=True, slots=True)
 class Behaviour:
     """Divergence and agreement of two adapters on one base, as means over predictions.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.calibration.base_model import Base, has_delta
 from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.errors import CalibrationError
@@ -30,7 +29,6 @@ class _ReferenceBatch:
     counts: Tensor  # (examples,): predictions of each example
 
 
-@keep_old_attributes
 class Reference:
     """A source adapter's logits on some batches, with which compressed adapters are compared.
 

@@ -16,9 +16,9 @@ from .writers.gguf import GgufBase as GgufBase
 from .writers.gguf import read_base as read_base
 from .writers.gguf import write_gguf as write_gguf
 from .writers.lsr import write_lsr as write_lsr
-from .writers.pairs import file_or_directory as file_or_directory
 from .writers.pairs import write_pairs as write_pairs
 from .writers.peft import write_lora as write_lora
+from .writers.same import file_or_directory as file_or_directory
 from .writing import WEIGHTS as WEIGHTS
 from .writing import check_output_directory as check_output_directory
 from .writing import check_output_file as check_output_file

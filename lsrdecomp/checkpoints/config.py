@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lsrdecomp.checkpoints.limits import LIMITS
 from lsrdecomp.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -16,6 +15,16 @@ if TYPE_CHECKING:
 
     from lsrdecomp.checkpoints.records import Checkpoint
 
+MAX_INTEGER = 2**31 - 1
+"""The largest rank, or other integer, of adapter_config.json."""
+PATTERN_CHARACTERS = 1024
+"""Characters of a pattern of module names. This and the next three bound matching."""
+PATTERN_REPEATS = 3
+"""Repeats (``*``, ``+`` or ``{``) in one pattern."""
+PATTERN_CHOICES = 16
+"""Choices (``|`` or ``?``) in one pattern."""
+WILDCARD_PATTERNS = 64
+"""Patterns with wildcards in one field of a config."""
 Value = TypeVar("Value")
 
 
@@ -74,8 +83,8 @@ class Config:
         return value
 
     def _integer(self, value: Any, field: str) -> int:
-        if type(value) is not int or not 0 < value <= LIMITS.rank:
-            raise self._error(field, value, f"an integer from 1 to {LIMITS.rank}")
+        if type(value) is not int or not 0 < value <= MAX_INTEGER:
+            raise self._error(field, value, f"an integer from 1 to {MAX_INTEGER}")
         return value
 
     def _number(self, value: Any, field: str) -> float:
@@ -109,8 +118,8 @@ class Patterns:
         self.exact = dict(values) if exact_first else {}
         self.values = [(_compile(key, field, path), value) for key, value in values.items()]
         wildcards = sum(1 for key in values if re.search(r"[*+{?|]", key))
-        if wildcards > LIMITS.wildcard_patterns:
-            allowed = f"at most {LIMITS.wildcard_patterns} are read"
+        if wildcards > WILDCARD_PATTERNS:
+            allowed = f"at most {WILDCARD_PATTERNS} are read"
             raise CheckpointError(
                 f"{field} has {wildcards} patterns with wildcards; {allowed}", path=path
             )
@@ -183,9 +192,9 @@ def check_pattern(key: str, field: str, path: Path) -> None:
     repeated_group = re.search(r"\)[*+{]", bare)
     if (
         repeated_group
-        or len(key) > LIMITS.pattern_characters
-        or repeats > LIMITS.pattern_repeats
-        or choices > LIMITS.pattern_choices
+        or len(key) > PATTERN_CHARACTERS
+        or repeats > PATTERN_REPEATS
+        or choices > PATTERN_CHOICES
     ):
         raise CheckpointError(
             f"{field}: the pattern {_short(key)} has too many choices to be matched safely",

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 
 from lsrdecomp.checkpoints.format import PREFIX
-from lsrdecomp.checkpoints.limits import LIMITS
 from lsrdecomp.checkpoints.packed import Bytes, IndexEntry, Reader
 from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS, cast, little_endian_bytes
 from lsrdecomp.errors import UnsupportedError
@@ -46,6 +45,10 @@ if TYPE_CHECKING:
 Structure = tuple[int, ...]
 """An entry as integers from 0 on, without its exponents: layers that differ in their numbers alone
 have the same."""
+PACKED_NUMBERS = 2**31
+"""Numbers of the factors of one packed layer."""
+UNSTORED_NUMBERS = 2**26
+"""The same where factors hold numbers, such as zeros, that no byte was stored for."""
 MAX_EXPONENT = 1100
 """Largest power of two of a scale, or of its inverse: beyond it no double is left."""
 MAX_GROUP_POWER = 20
@@ -181,13 +184,12 @@ class TermsEncoding(Encoding):
 
     kind = "terms"
     stored_type = QuantizedProduct
-    scale_bytes = 2
 
     def writes(self, stored: Stored) -> bool:
-        """Return whether it is a product whose scales take so many bytes."""
+        """Return whether it is a product with scales in float16."""
         if not isinstance(stored, QuantizedProduct):
             return False
-        return max(stored.left.scales.itemsize, stored.right.scales.itemsize) == self.scale_bytes
+        return not (stored.left.has_byte_scales or stored.right.has_byte_scales)
 
     def entry(self, stored: QuantizedProduct) -> list[Any]:
         """Return the entry of a layer."""
@@ -219,9 +221,7 @@ class TermsEncoding(Encoding):
             sides.append((_bits(bits), _exponent(exponent), terms, matrix.factors))
             counts.append(terms)
             widths.append(bits)
-            size += self.scale_bytes * terms + sum(
-                packed_size(terms * m * n, bits) for m, n in matrix.factors
-            )
+            size += 2 * terms + sum(packed_size(terms * m * n, bits) for m, n in matrix.factors)
         terms = max(1, counts[0]), max(1, counts[1])
         read = partial(self._read, sides)
         parsed = product_entry(shape, terms, f"int{max(widths)}", size, read)
@@ -230,13 +230,10 @@ class TermsEncoding(Encoding):
     def _read(self, sides: Sequence[tuple[int, int, int, Any]], reader: Reader) -> QuantizedProduct:
         matrices = []
         for bits, exponent, terms, sizes in sides:
-            scales = self._scales(reader, terms)
+            scales = reader.scales(terms)
             codes = tuple(reader.codes(bits, (terms, m, n)) for m, n in sizes)
             matrices.append(QuantizedMatrix(codes, scales, exponent, bits))
         return QuantizedProduct(*matrices)
-
-    def _scales(self, reader: Reader, terms: int) -> NDArray[np.float16] | NDArray[np.uint8]:
-        return reader.scales(terms)
 
     def structure(self, *entry: Any) -> tuple[Structure, Exponents]:
         """Split an entry into integers from 0 on and exponents."""
@@ -260,16 +257,6 @@ class TermsEncoding(Encoding):
             return [*sizes, left, right]
 
         return entry, 2
-
-
-class ShortTermsEncoding(TermsEncoding):
-    """Terms in integer codes with scales of one byte; everything else as in `TermsEncoding`."""
-
-    kind = "short terms"
-    scale_bytes = 1
-
-    def _scales(self, reader: Reader, terms: int) -> NDArray[np.uint8]:
-        return np.frombuffer(reader.take(terms), np.uint8)
 
 
 class JoinedTermsEncoding(Encoding):
@@ -311,7 +298,7 @@ class JoinedTermsEncoding(Encoding):
             raise ValueError(f"a level of {str(level)[:40]}")
         shape = ProductShape(tuple(out), tuple(inner), tuple(into))
         n_codes = shape.parameters(*terms)
-        _check_numbers(n_codes, LIMITS.packed_numbers)
+        _check_numbers(n_codes, PACKED_NUMBERS)
         size = sum(terms) - 2 + packed_digits_size(n_codes, _bits(bits))
         read = partial(self._read, shape, terms, bits, level)
         return product_entry(shape, terms, f"int{bits}", size, read)
@@ -372,67 +359,6 @@ class JoinedTermsEncoding(Encoding):
         return (lambda level: [out, inner, into, bits, *terms, level]), 1
 
 
-class ComponentsEncoding(Encoding):
-    """Singular components in integer codes: each a float16 scale, then the codes of u and v.
-
-    Its entry is ``[m, n], [bits of each component], exponent``.
-    """
-
-    kind = "components"
-    stored_type = SpectralCode
-
-    def writes(self, stored: Stored) -> bool:
-        """Return whether it is a code without groups, as up to version 0.3."""
-        return isinstance(stored, SpectralCode) and not stored.groups
-
-    def entry(self, stored: SpectralCode) -> list[Any]:
-        """Return the entry of a layer."""
-        return [stored.matrix_shape, stored.bits, stored.exponent]
-
-    def pieces(self, stored: SpectralCode, _name: str) -> Iterator[Bytes]:
-        """Yield the bytes of a layer."""
-        components = zip(stored.left, stored.right, stored.scales, stored.bits, strict=True)
-        for u, v, scale, bits in components:
-            yield little_endian_bytes(np.array([scale], np.float16))
-            yield pack(np.concatenate([u, v]), bits)
-
-    def parse(self, *entry: Any) -> IndexEntry:
-        """Check an entry and return how the layer is read."""
-        (m, n), bits, exponent = entry
-        widths = tuple(map(_bits, bits))
-        no_scales = np.zeros(0, np.float16)
-        empty = SpectralCode((), (), no_scales, _exponent(exponent), widths, (m, n))
-        size = sum(2 + packed_size(m + n, width) for width in widths)
-        read = partial(self._read, empty)
-        parsed = product_entry(empty.shape, empty.terms, empty.storage, size, read)
-        return replace(parsed, has_unstored=not widths)
-
-    def _read(self, empty: SpectralCode, reader: Reader) -> SpectralCode:
-        m, n = empty.matrix_shape
-        scales = [np.zeros(0, np.float16)]
-        left = []
-        right = []
-        for bits in empty.bits:
-            scales.append(reader.scales(1))
-            pair = reader.codes(bits, (m + n,))
-            left.append(pair[:m])
-            right.append(pair[m:])
-        return replace(empty, left=tuple(left), right=tuple(right), scales=np.concatenate(scales))
-
-    def structure(self, *entry: Any) -> tuple[Structure, Exponents]:
-        """Split an entry into integers from 0 on and exponents."""
-        (m, n), bits, exponent = entry
-        return (m, n, len(bits), *bits), (exponent,)
-
-    def read_structure(
-        self, reader: IntegerReader, _matrix_shape: tuple[int, int]
-    ) -> tuple[MakeEntry, int]:
-        """Read the integers that `structure` gave."""
-        sizes = reader.integers(2)
-        bits = reader.integers(reader.integer())
-        return (lambda exponent: [sizes, bits, exponent]), 1
-
-
 class GroupsEncoding(Encoding):
     """Singular components in integer codes with a step for each group of numbers.
 
@@ -442,10 +368,6 @@ class GroupsEncoding(Encoding):
 
     kind = "groups"
     stored_type = SpectralCode
-
-    def writes(self, stored: Stored) -> bool:
-        """Return whether it is a code with groups."""
-        return isinstance(stored, SpectralCode) and bool(stored.groups)
 
     def entry(self, stored: SpectralCode) -> list[Any]:
         """Return the entry of a layer."""
@@ -463,20 +385,21 @@ class GroupsEncoding(Encoding):
         (m, n), bits, groups, exponent = entry
         widths = tuple(map(_bits, bits))
         sizes = tuple(map(_group, groups))
-        if len(sizes) != len(widths) or not sizes:
+        if len(sizes) != len(widths):
             raise ValueError(f"{len(widths)} widths and {len(sizes)} groups")
         no_scales = np.zeros(0, np.float16)
-        empty = SpectralCode((), (), no_scales, _exponent(exponent), widths, (m, n), sizes)
+        empty = SpectralCode((), (), no_scales, _exponent(exponent), widths, (m, n), sizes, ())
         size = 0
         for width, group in zip(widths, sizes, strict=True):
             steps = step_count(m, group) + step_count(n, group)
             size += 2 + steps + packed_size(m + n, width)
         read = partial(self._read, empty)
-        return product_entry(empty.shape, empty.terms, empty.storage, size, read)
+        parsed = product_entry(empty.shape, empty.terms, empty.storage, size, read)
+        return replace(parsed, has_unstored=not widths)
 
     def _read(self, empty: SpectralCode, reader: Reader) -> SpectralCode:
         m, n = empty.matrix_shape
-        scales = []
+        scales = [np.zeros(0, np.float16)]
         steps = []
         left = []
         right = []
@@ -515,27 +438,22 @@ class GroupsEncoding(Encoding):
         return (lambda exponent: [sizes, bits, groups, exponent]), 1
 
 
-ENCODINGS: tuple[Encoding, ...] = (
-    FloatEncoding(),
-    TermsEncoding(),
-    ComponentsEncoding(),
-    GroupsEncoding(),
-    ShortTermsEncoding(),
-    JoinedTermsEncoding(),
-)
-"""Every structure that is written and read. A place here is a number in the index, so new ones go
-to the end."""
+ENCODINGS: dict[int, Encoding] = {
+    0: FloatEncoding(),
+    1: TermsEncoding(),
+    3: GroupsEncoding(),
+    5: JoinedTermsEncoding(),
+}
+"""Every structure that is written and read, by its number in the index. A new one gets the next
+number; 2 and 4 were those of structures before version 0.5."""
 
 
 # -- what the index and the writer ask of the table ------------------------------------------------
 
 
 def encoding_of(stored: Stored) -> Encoding:
-    """Return the row of `ENCODINGS` for a stored layer; `UnsupportedError` if there is none.
-
-    Of several it is the last, which is the newest.
-    """
-    for encoding in reversed(ENCODINGS):
+    """Return the row of `ENCODINGS` for a stored layer; `UnsupportedError` if there is none."""
+    for encoding in ENCODINGS.values():
         if encoding.writes(stored):
             return encoding
     raise UnsupportedError(f"{type(stored).__name__} has no row in ENCODINGS, so it is not written")
@@ -554,34 +472,32 @@ def bytes_of(stored: Stored, name: str = "layer") -> Iterator[Bytes]:
 
 def parse(kind: str, *entry: Any) -> IndexEntry:
     """Return an entry of the index with its numbers checked; `ValueError` and its kin otherwise."""
-    for encoding in ENCODINGS:
+    for encoding in ENCODINGS.values():
         if encoding.kind == kind:
             parsed = encoding.parse(*entry)
             break
     else:
         raise ValueError(f"unknown kind {str(kind)[:40]!r}")
-    allowed = LIMITS.unstored_numbers if parsed.has_unstored else LIMITS.packed_numbers
+    allowed = UNSTORED_NUMBERS if parsed.has_unstored else PACKED_NUMBERS
     _check_numbers(parsed.shape.parameters(*parsed.terms), allowed)
     return parsed
 
 
 def structure_of(kind: str, *entry: Any) -> tuple[Structure, Exponents]:
     """Return an entry as integers, its kind first, and its exponents."""
-    for number, encoding in enumerate(ENCODINGS):
+    for number, encoding in ENCODINGS.items():
         if encoding.kind == kind:
             structure, exponents = encoding.structure(*entry)
             return (number, *structure), exponents
     raise ValueError(f"unknown kind {str(kind)[:40]!r}")
 
 
-def read_structure(
-    reader: IntegerReader, matrix_shape: tuple[int, int] = (1, 1)
-) -> tuple[MakeEntry, int]:
+def read_structure(reader: IntegerReader, matrix_shape: tuple[int, int]) -> tuple[MakeEntry, int]:
     """Read the integers that `structure_of` gave.
 
     Parameters
     ----------
-    reader : Reader or BitReader
+    reader : IntegerReader
     matrix_shape : (int, int)
         Size of the layers that have the structure.
 
@@ -592,7 +508,10 @@ def read_structure(
     int
         How many exponents there are.
     """
-    encoding = ENCODINGS[reader.integer()]
+    number = reader.integer()
+    if number not in ENCODINGS:
+        raise ValueError(f"structure {str(number)[:40]} of the index is of another version")
+    encoding = ENCODINGS[number]
     make_entry, exponents = encoding.read_structure(reader, matrix_shape)
     return (lambda *values: [encoding.kind, *make_entry(*values)]), exponents
 

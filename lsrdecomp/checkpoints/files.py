@@ -9,13 +9,15 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.checkpoints.limits import LIMITS
+from lsrdecomp.checkpoints.limits import TEXT_BYTES
 from lsrdecomp.errors import CheckpointError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 GIT_LFS_START = b"version https://git-lfs"
+SUMS_BYTES = 2**20
+"""Bytes of SHA256SUMS that are read."""
 SUMS = "SHA256SUMS"
 """File of digests in every directory that is written here; ``sha256sum -c`` reads it."""
 EXAMPLE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -94,10 +96,8 @@ def read_text_lines(path: Path) -> list[str]:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object of at most 16 MiB from a regular file."""
     size = regular_file_size(path)
-    if size > LIMITS.json_bytes:
-        raise CheckpointError(
-            f"{size} bytes of JSON; at most {LIMITS.json_bytes} are read", path=path
-        )
+    if size > TEXT_BYTES:
+        raise CheckpointError(f"{size} bytes of JSON; at most {TEXT_BYTES} are read", path=path)
     return parse_json(path.read_bytes(), path)
 
 
@@ -239,7 +239,7 @@ def listed_files(directory: Path) -> frozenset[str]:
 
 def _sums_lines(record: Path) -> list[str]:
     size = record.stat().st_size
-    if size > LIMITS.digest_bytes:
+    if size > SUMS_BYTES:
         raise CheckpointError(f"{size} bytes of digests; not a file written here", path=record)
     return record.read_text(encoding="utf-8", errors="replace").splitlines()
 

@@ -18,7 +18,8 @@ from array_api_compat import is_torch_array
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.checkpoints.config import module_suffixes, patterns
 from lsrdecomp.checkpoints.format import CONFIG, PREFIX, AdapterFormat, Bundle, open_bundle
-from lsrdecomp.checkpoints.packed import PACKED, numbers_key
+from lsrdecomp.checkpoints.packed import NUMBERS
+from lsrdecomp.checkpoints.pickles import BY_POSITION
 from lsrdecomp.checkpoints.readers import lsr
 from lsrdecomp.checkpoints.readers.layouts import LAYOUTS
 from lsrdecomp.checkpoints.tensors import DTYPES, Array, TensorWriter
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints.records import Checkpoint
 
 ADAPTER_NAME = re.compile(r".+\.lora_(?:A|B)\.([^.]+)\.weight")
+POSITION = re.compile(r"[A-Za-z_0-9]+:[0-9]+:(?:up|down)")
 RAISE_LIMIT = "raise max_memory (--max-memory)"
 
 FORMATS: tuple[AdapterFormat, ...] = (*LAYOUTS, lsr)
@@ -109,6 +111,7 @@ def open_checkpoint(
     if max_memory is not None:
         _check_packed_size(bundle, max_memory)
     _refuse_adapter_names(bundle.tensors, "save it by save_pretrained", bundle.weights)
+    _refuse_positions(bundle)
     for adapter_format in FORMATS:
         if adapter_format.matches(bundle):
             checkpoint = adapter_format.read(bundle, alpha=alpha)
@@ -150,9 +153,15 @@ def _refuse_adapter_names(keys: Iterable[str], way_out: str, path: Path | None =
             )
 
 
+def _refuse_positions(bundle: Bundle) -> None:
+    """Refuse keys that call layers by their position, ``unet:0:up``."""
+    for key in bundle.tensors:
+        if POSITION.fullmatch(key):
+            raise UnsupportedError(BY_POSITION, path=bundle.weights, tensor=key)
+
+
 def _check_packed_size(bundle: Bundle, max_memory: int) -> None:
-    key = PACKED if PACKED in bundle.tensors else numbers_key(bundle.tensors)
-    packed = bundle.tensors.get(key or "")
+    packed = bundle.tensors.get(NUMBERS)
     if packed is not None and packed.nbytes > max_memory:
         raise packed.error(
             f"its {packed.nbytes} bytes are read whole, above the {max_memory} allowed; "

@@ -14,7 +14,6 @@ from lsrdecomp.checkpoints.files import SUMS, changed_files, listed_files, read_
 from lsrdecomp.checkpoints.format import BESIDE_CONFIG, CONFIG
 from lsrdecomp.checkpoints.gguf_files import gguf_digests, read_gguf
 from lsrdecomp.checkpoints.packed import NUMBERS
-from lsrdecomp.checkpoints.packed_index import FIELD
 from lsrdecomp.checkpoints.provenance import (
     CARD,
     KEY,
@@ -92,21 +91,15 @@ def check_integrity(adapter: Checkpoint) -> Integrity:
     weights = adapter.weights
     directory = weights.parent
     record = read_provenance(adapter)
+    config = _config_beside(weights)
     # 1. All files, by SHA256SUMS.
     by_sums = changed_files(directory)
     changed = list(by_sums or ())
     # 2. Numbers and config, by the header of the weight file.
-    config = _config_beside(weights)
-    sealed = is_sealed(adapter)
-    in_header = read_seal(weights) if sealed else ContentDigests.read(adapter.metadata)
+    in_header = _recorded_digests(adapter)
     contradicts_header = False
     if in_header is not None:
-        if adapter.format == "gguf":
-            tensors, metadata = read_gguf(weights)
-            numbers = {name: tensor.read() for name, tensor in tensors.items()}
-            current = gguf_digests(numbers, metadata)
-        else:
-            current = file_digests(weights, config, sealed=sealed)
+        current = _current_digests(adapter, config)
         contradicts_header = current.tensors != in_header.tensors
         if contradicts_header:
             changed.append(weights.name)
@@ -136,11 +129,24 @@ def check_integrity(adapter: Checkpoint) -> Integrity:
     )
 
 
+def _recorded_digests(adapter: Checkpoint) -> ContentDigests | None:
+    """Return the digests in an adapter's weight file: in its header, or at its end."""
+    if is_sealed(adapter):
+        return read_seal(adapter.weights)
+    return ContentDigests.read(adapter.metadata)
+
+
+def _current_digests(adapter: Checkpoint, config: Mapping[str, Any] | None) -> ContentDigests:
+    """Return the digests of what an adapter's weight file holds now."""
+    if adapter.format != "gguf":
+        return file_digests(adapter.weights, config, sealed=is_sealed(adapter))
+    tensors, metadata = read_gguf(adapter.weights)
+    return gguf_digests({name: tensor.read() for name, tensor in tensors.items()}, metadata)
+
+
 def is_sealed(adapter: Checkpoint) -> bool:
     """Return whether the digests of an adapter end its weight file: that of an LSR directory."""
-    if adapter.format != "lsr" or FIELD in adapter.config:
-        return False
-    return NUMBERS in read_header(adapter.weights).tensors
+    return adapter.format == "lsr" and NUMBERS in read_header(adapter.weights).tensors
 
 
 def record_again(adapter: Checkpoint) -> None:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from lsrdecomp._renamed import keep_old_attributes, warn_of_old_name
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.checkpoints.digests import ContentDigests
 from lsrdecomp.checkpoints.files import read_json
@@ -37,7 +36,6 @@ RECORD = "journal.json"
 VERSION = 1
 
 
-@keep_old_attributes
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
     """One result: arrays by name, read when they are asked for, and JSON values."""
@@ -224,7 +222,6 @@ class Journal:
         arrays: Mapping[str, NDArray[Any]] | None = None,
         *,
         values: Any = None,
-        facts: Any = None,
     ) -> None:
         """Keep a result, in place of one that is there; it is on disk when this returns.
 
@@ -234,8 +231,6 @@ class Journal:
             From `content_key`.
         arrays : Mapping of name to array, optional
         values : JSON value, optional
-        facts
-            Old name of ``values``, until version 0.5.
 
         Raises
         ------
@@ -244,9 +239,6 @@ class Journal:
         """
         if self._reads_only:
             return
-        if facts is not None:
-            warn_of_old_name("Journal.put(facts=)", "Journal.put(values=)")
-            values = facts
         # Among thousands of results none looks for halves of others: they go with the directory.
         path = self.path / f"{key}.safetensors"
         with (

@@ -33,11 +33,9 @@ def module_role(name: str) -> str:
 
     >>> module_role("model.layers.11.self_attn.q_proj"), module_role("unet_down_blocks_0_attn_to_q")
     ('self_attn.q_proj', 'attn_to_q')
-    >>> module_role("unet:7")
-    'unet'
     """
-    without_last_number = re.sub(r"(?<=.)[._:]\d+$", "", name)
-    return re.split(r"(?:^|[._:])\d+[._:]", without_last_number)[-1]
+    without_last_number = re.sub(r"(?<=.)[._]\d+$", "", name)
+    return re.split(r"(?:^|[._])\d+[._]", without_last_number)[-1]
 
 
 def common_prefix(names: Sequence[str]) -> str:
@@ -67,7 +65,7 @@ def is_flat(name: str) -> bool:
     return name.startswith("lora_") and "." not in name
 
 
-def diffusers_name(name: str) -> str:
+def diffusers_name(name: str, _sdxl: bool = False) -> str:
     """Return what diffusers' files call a layer: its name, if it is one of a pipeline's component.
 
     Raises
@@ -83,7 +81,7 @@ def diffusers_name(name: str) -> str:
     return name
 
 
-def kohya_name(name: str, *, sdxl: bool = False) -> str:
+def kohya_name(name: str, sdxl: bool = False) -> str:
     """Return what kohya's files call a layer; `UnsupportedError` if they have no name for it."""
     if is_flat(name):
         return name
@@ -104,13 +102,6 @@ def _check_component(name: str, file_format: str, components: Iterable[str]) -> 
         raise UnsupportedError(f"{name}: {reason}; write lora instead")
     if component in components and module:
         return
-    if ":" in name:
-        reason = (
-            f"called by its position in the trainer's list of modules, and {file_format} files "
-            "call layers by their names"
-        )
-        way_out = "name the base by --base, or write lora, which keeps it as it is"
-        raise UnsupportedError(f"{name}: {reason}; {way_out}")
     prefixes = ", ".join(f"{part}." for part in components)
     way_out = "write lora, or same with the LoRA it was made from as --like (like=)"
     raise UnsupportedError(f"{name}: {file_format} files hold layers of {prefixes} only; {way_out}")

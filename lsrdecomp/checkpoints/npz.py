@@ -16,7 +16,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from lsrdecomp.checkpoints.files import regular_file_size
-from lsrdecomp.checkpoints.limits import LIMITS
+from lsrdecomp.checkpoints.limits import MAX_AXES, MAX_NUMBERS
 from lsrdecomp.checkpoints.tensors import DTYPES, Array, StoredTensor, check_name, first_line
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 
@@ -84,12 +84,12 @@ def _describe(
         raise UnsupportedError(
             f"dtype {dtype.str!r} is not one of {', '.join(DTYPES)}", path=path, tensor=name
         )
-    if len(shape) > LIMITS.dimensions:
-        raise error(f"{len(shape)} axes; at most {LIMITS.dimensions} are read")
+    if len(shape) > MAX_AXES:
+        raise error(f"{len(shape)} axes; at most {MAX_AXES} are read")
     if min(shape, default=0) < 0:
         raise error(f"shape {shape} has a negative size")
-    if record.compress_type != zipfile.ZIP_STORED and math.prod(shape) > LIMITS.derived_numbers:
-        raise error(f"shape {shape}, compressed; at most {LIMITS.derived_numbers} numbers are read")
+    if record.compress_type != zipfile.ZIP_STORED and math.prod(shape) > MAX_NUMBERS:
+        raise error(f"shape {shape}, compressed; at most {MAX_NUMBERS} numbers are read")
     expected = start.tell() + math.prod(shape) * DTYPES[stored].itemsize
     if record.file_size != expected:
         raise error(

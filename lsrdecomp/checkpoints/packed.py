@@ -7,10 +7,6 @@ index (`lsrdecomp.checkpoints.packed_index`); its length; and the seal, digests 
 its config (`lsrdecomp.checkpoints.digests`). An entry of the index is the kind of the layer's
 structure and what that structure says of itself; `lsrdecomp.checkpoints.encodings` lists them, with
 the layout of their bytes, and `lsrdecomp.formats` says what these stand for.
-
-Where the config has a field ``layers``, as older code wrote it, that is the index, and the tensor
-holds numbers alone; up to version 0.3 it was called ``base_model.model.lsr_numbers``. Files of
-version 0.1 have codes only, in ``base_model.model.lsr_packed``, after their index.
 """
 
 from __future__ import annotations
@@ -35,16 +31,12 @@ from lsrdecomp.formats.number_formats import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping
+    from collections.abc import Callable, Mapping
 
     from lsrdecomp.formats.stored import Factors, Stored
     from lsrdecomp.kronecker.shape import ProductShape
 
 NUMBERS = "lsr"
-LONG_NUMBERS = f"{PREFIX}lsr_numbers"
-"""The same tensor up to version 0.3."""
-PACKED = f"{PREFIX}lsr_packed"
-"""The tensor of version 0.1."""
 DECODING_ERRORS = (
     LsrError,
     ValueError,
@@ -58,13 +50,8 @@ DECODING_ERRORS = (
 Bytes = NDArray[np.uint8]
 
 
-def numbers_key(keys: Container[str]) -> str | None:
-    """Return the name of the tensor with all numbers, if it is there, of this version or of 0.3."""
-    return next((key for key in (NUMBERS, LONG_NUMBERS) if key in keys), None)
-
-
 def damage_error(
-    error: BaseException, what: str = "packed layers are damaged", tensor: str | None = PACKED
+    error: BaseException, what: str = "packed layers are damaged", tensor: str | None = NUMBERS
 ) -> CheckpointError:
     """Make the error for bytes, or for an index, that cannot be decoded."""
     return CheckpointError(f"{what}: {printable(str(error)[:300])}", tensor=tensor)
@@ -177,12 +164,6 @@ class Reader:
             if byte < 128:
                 return value
         raise ValueError("an integer of more than nine bytes")
-
-    def integers(self, count: int) -> list[int]:
-        """Read so many integers, of which each takes a byte at least."""
-        if count > self.packed.size:
-            raise ValueError(f"{count} integers in {self.packed.size} bytes")
-        return [self.integer() for _ in range(count)]
 
     def floats(self, storage: str, shape: tuple[int, ...]) -> NDArray[Any]:
         """Read an array of a floating type."""

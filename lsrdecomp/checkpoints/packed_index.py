@@ -19,28 +19,12 @@ The bits are integers: of any size (gamma codes of order 2), but where it is sai
   begins with that the structure before begins with too, and the others.
 - The exponents of all layers: the least, the bits of each above that, and these.
 
-Directories that older code wrote have the index in the field ``layers`` of adapter_config.json:
-``"3:"`` and base85 of raw deflate of integers in bytes of seven bits (zigzag where negative ones
-occur), then the two texts:
-
-- 1 if the index decides target_modules, else 0; how many layers; how many structures; bytes of the
-  first text;
-- of each layer its module, of each the step of its block from the layer before, of each its
-  structure;
-- each structure, as `structure_of` lays it out; the exponents of each layer.
-
-A structure is an entry of `lsrdecomp.checkpoints.encodings` without its exponents. Version 0.2
-wrote base64 of zlib-compressed JSON there, ``{"version": 2, "layers": [[name, *entry], …],
-"kinds": {name: [type, kernel]}, "dropped": [name, …], "exact": true}``, the last three where they
-say something.
-Files of version 0.1 have codes only, in ``lsr_packed``: the length of their index as four
-little-endian bytes, the index as a zlib-compressed list of entries, then the codes.
+A structure is an entry of `lsrdecomp.checkpoints.encodings` without its exponents.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import re
 import zlib
@@ -57,18 +41,15 @@ from lsrdecomp.checkpoints.common_names import COMMON_NAMES
 from lsrdecomp.checkpoints.config import exact_pattern, most_common
 from lsrdecomp.checkpoints.digests import SEAL_BYTES
 from lsrdecomp.checkpoints.encodings import Structure, parse, read_structure, structure_of
-from lsrdecomp.checkpoints.limits import LIMITS
+from lsrdecomp.checkpoints.limits import TEXT_BYTES
 from lsrdecomp.checkpoints.packed import (
     DECODING_ERRORS,
-    LONG_NUMBERS,
     NUMBERS,
-    PACKED,
     Bytes,
     IndexEntry,
     PackedLayer,
     Reader,
     damage_error,
-    numbers_key,
 )
 from lsrdecomp.checkpoints.tensors import check_name, read_header
 from lsrdecomp.errors import CheckpointError
@@ -82,11 +63,13 @@ if TYPE_CHECKING:
     from lsrdecomp.kronecker.shape import ProductShape
 
 FIELD = "layers"
-JSON_VERSION = 2
-"""The last version of the index that was JSON."""
-PREFIX_OF_3 = "3:"
-PREFIX_OF_4 = "4:"
-"""Begins base85 of an index that lies in the weight file: how a config in memory holds it."""
+"""Where a config in memory holds the index, and where older versions wrote theirs."""
+INDEX_PREFIX = "4:"
+"""Begins base85 of the index, as a config in memory holds it."""
+OLDER_INDEX = (
+    f"its field {FIELD} is an index of packed layers as versions before 0.5 wrote it, which is no "
+    "longer read: compress the LoRA again"
+)
 MAX_LENGTH_BYTES = 9
 """Bytes of seven bits that an integer may have."""
 TYPES_FOLLOW = b"\xff"
@@ -99,7 +82,7 @@ LayerType = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The packed layers of an adapter_config.json.
+    """The packed layers of an LSR directory.
 
     Attributes
     ----------
@@ -107,25 +90,17 @@ class Index:
         By the layer's name, in the order of their bytes.
     layer_types : Mapping of str to (type, kernel)
         Of layers that are not linear.
-    dropped : tuple of str
-        Layers of the source that were left out on purpose, where version 0.2 wrote it.
-    exact : bool
-        Whether exactly these layers are targets: target_modules of the config then names more than
-        these, or nothing.
     """
 
     entries: Mapping[str, IndexEntry]
     layer_types: Mapping[str, LayerType] = field(default_factory=dict)
-    dropped: tuple[str, ...] = ()
-    exact: bool = False
 
     def config_fields(self) -> dict[str, Any]:
         """Return the same as fields of an `lsrdecomp.adapters.LsrConfig`, one pattern a layer."""
         fields = layer_patterns(
             {name: (entry.shape, entry.terms) for name, entry in self.entries.items()}
         )
-        if self.exact:
-            fields["target_modules"] = sorted(self.entries)
+        fields["target_modules"] = sorted(self.entries)
         if self.entries:
             # Of layers that the patterns do not name, which training may add.
             ranks = {name: entry.shape.inner_rank for name, entry in self.entries.items()}
@@ -140,7 +115,7 @@ class Index:
         CheckpointError
             If there are more bytes than the layers have, or fewer.
         """
-        return _slice_layers(self.entries, numbers, 0, NUMBERS)
+        return _slice_layers(self.entries, numbers)
 
 
 def layer_patterns(sizes: Mapping[str, tuple[ProductShape, tuple[int, int]]]) -> dict[str, Any]:
@@ -221,54 +196,89 @@ def encode_index(
     layer_types : mapping of str to (type, kernel), optional
         Of layers that are not linear.
     """
-    # 1. Modules, structures and sizes once each; of every layer which of them it has.
-    names = sorted({_split_name(name, 0)[0] for name in entries}, key=natural_key)
-    modules = {module: number for number, module in enumerate(names)}
-    structures: list[Structure] = []  # of each layer, the number of its size before it
-    sizes: dict[tuple[int, int], int] = {}
-    places: list[int] = []
-    exponents: list[int] = []
-    block = 0
-    for name, entry in entries.items():
-        module, block = _split_name(name, block)
-        structure, exponents_of_layer = structure_of(*entry)
-        size = sizes.setdefault(parse(*entry).shape.matrix_shape, len(sizes))
-        structures.append((size, *structure))
-        places.append(block * len(modules) + modules[module])
-        exponents.extend(exponents_of_layer)
-    table = {structure: number for number, structure in enumerate(sorted(set(structures)))}
-    # 2. The bits.
-    steps = [place - before for before, place in pairwise([-1, *places])]
-    has_negative_steps = min(steps, default=1) < 1
-    bits = BitWriter()
-    bits.integers((len(entries), len(table)))
-    bits.fixed(int(has_negative_steps), 1)
-    bits.integer(len(sizes))
-    for size_of_layer in sizes:
-        bits.integers(size_of_layer)
-    for step in steps:
-        bits.integer(_zigzag(step) if has_negative_steps else step - 1, order=0)
-    for structure in structures:
-        bits.fixed(table[structure], width_of(len(table)))
-    for before, structure in pairwise([(), *table]):
-        shared = _shared_beginning(before, structure)
-        bits.integer(shared)
-        bits.integers(structure[shared:])
-    if exponents:
-        least = min(exponents)
-        width = width_of(max(exponents) - least + 1)
-        bits.integers((_zigzag(least), width))
-        for exponent in exponents:
-            bits.fixed(exponent - least, width)
-    # 3. The text, and what is smaller: only that deflated, or all.
-    text = "\n".join(modules).encode()
+    table = _LayerTable.of(entries)
+    text = "\n".join(table.modules).encode()
     if layer_types:
         types = json.dumps(dict(layer_types), separators=(",", ":"))
         text += TYPES_FOLLOW + types.encode()
+    # What is smaller: only the text deflated, or all.
     content = _encode_integers([len(text)]) + text
-    numbers_content = bits.content()
+    numbers_content = _bits_of(table)
     only_text = _deflate(content) + numbers_content
     return min(only_text, _deflate(content + numbers_content), key=len)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerTable:
+    """Modules and sizes of layers once each, and of every layer which of them it has.
+
+    Attributes
+    ----------
+    modules : list of str
+        In natural order.
+    sizes : list of (int, int)
+        Rows and columns, in the order in which they came.
+    places : list of int
+        Of each layer the number of its block times the number of modules, plus that of its module.
+    structures : list of tuple of int
+        Of each layer the number of its size, then what `structure_of` gives.
+    exponents : list of int
+        Of all layers.
+    """
+
+    modules: list[str]
+    sizes: list[tuple[int, int]]
+    places: list[int]
+    structures: list[Structure]
+    exponents: list[int]
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Sequence[Any]]) -> _LayerTable:
+        names = sorted({_split_name(name, 0)[0] for name in entries}, key=natural_key)
+        modules = {module: number for number, module in enumerate(names)}
+        sizes: dict[tuple[int, int], int] = {}
+        table = cls(names, [], [], [], [])
+        block = 0
+        for name, entry in entries.items():
+            module, block = _split_name(name, block)
+            structure, exponents = structure_of(*entry)
+            size = sizes.setdefault(parse(*entry).shape.matrix_shape, len(sizes))
+            table.structures.append((size, *structure))
+            table.places.append(block * len(modules) + modules[module])
+            table.exponents.extend(exponents)
+        table.sizes.extend(sizes)
+        return table
+
+
+def _bits_of(table: _LayerTable) -> bytes:
+    """Return the numbers of an index in bits, as the module says."""
+    bits = BitWriter()
+    structures = sorted(set(table.structures))
+    numbers = {structure: number for number, structure in enumerate(structures)}
+    # 1. Counts, sizes, and the place and structure of each layer.
+    steps = [place - before for before, place in pairwise([-1, *table.places])]
+    has_negative_steps = min(steps, default=1) < 1
+    bits.integers((len(steps), len(structures)))
+    bits.fixed(int(has_negative_steps), 1)
+    bits.integer(len(table.sizes))
+    for size in table.sizes:
+        bits.integers(size)
+    for step in steps:
+        bits.integer(_zigzag(step) if has_negative_steps else step - 1, order=0)
+    for structure in table.structures:
+        bits.fixed(numbers[structure], width_of(len(structures)))
+    # 2. The structures, and the exponents.
+    for before, structure in pairwise([(), *structures]):
+        shared = _shared_beginning(before, structure)
+        bits.integer(shared)
+        bits.integers(structure[shared:])
+    if table.exponents:
+        least = min(table.exponents)
+        width = width_of(max(table.exponents) - least + 1)
+        bits.integers((_zigzag(least), width))
+        for exponent in table.exponents:
+            bits.fixed(exponent - least, width)
+    return bits.content()
 
 
 def _shared_beginning(one: Structure, other: Structure) -> int:
@@ -279,7 +289,7 @@ def _shared_beginning(one: Structure, other: Structure) -> int:
 
 def text_of_index(index: bytes) -> str:
     """Return an index as the text by which a config in memory holds it; `read_index` reads it."""
-    return PREFIX_OF_4 + base64.b85encode(index).decode()
+    return INDEX_PREFIX + base64.b85encode(index).decode()
 
 
 def _deflate(content: bytes) -> bytes:
@@ -320,23 +330,14 @@ def _unzigzag(value: int) -> int:
 
 
 def read_index(text: Any) -> Index:
-    """Read the index in a config; `CheckpointError` for a text that no release wrote."""
+    """Read the index that `text_of_index` made a text of; `CheckpointError` for any other."""
+    if not isinstance(text, str) or not text.startswith(INDEX_PREFIX):
+        raise CheckpointError(OLDER_INDEX)
     try:
-        if isinstance(text, str) and text.startswith(PREFIX_OF_3):
-            compressed = base64.b85decode(text.removeprefix(PREFIX_OF_3))
-            return _decode_index_of_3(_decompress(compressed, -zlib.MAX_WBITS))
-        if isinstance(text, str) and text.startswith(PREFIX_OF_4):
-            return _decode_index(base64.b85decode(text.removeprefix(PREFIX_OF_4)))
-        compressed = base64.b64decode(text, validate=True)
-        return _index_from_json(json.loads(_decompress(compressed)))
-    except (*DECODING_ERRORS, AttributeError, binascii.Error) as error:
+        return _decode_index(base64.b85decode(text.removeprefix(INDEX_PREFIX)))
+    except DECODING_ERRORS as error:
         what = f"the index of packed layers ({FIELD}) is damaged"
         raise damage_error(error, what, None) from None
-
-
-def _decompress(compressed: bytes, window_bits: int = zlib.MAX_WBITS) -> bytes:
-    """Decompress as many bytes as are read of an index: more are damage, which is found later."""
-    return zlib.decompressobj(window_bits).decompress(compressed, LIMITS.index_bytes)
 
 
 def decode_index(index: bytes) -> Index:
@@ -351,7 +352,7 @@ def _decode_index(index: bytes) -> Index:
     """Read an index, part by part as `encode_index` writes it."""
     # 1. The text, and the bits: what follows it, deflated or not.
     inflate = zlib.decompressobj(-zlib.MAX_WBITS, zdict=COMMON_NAMES)
-    content = inflate.decompress(index, LIMITS.index_bytes) + inflate.unused_data
+    content = inflate.decompress(index, TEXT_BYTES) + inflate.unused_data
     reader = Reader(np.frombuffer(content, np.uint8))
     text, has_types, types = reader.take(reader.integer()).partition(TYPES_FOLLOW)
     modules = text.decode().split("\n")
@@ -388,36 +389,8 @@ def _decode_index(index: bytes) -> Index:
         block, module_number = divmod(place, len(modules))
         name = modules[module_number].replace("\0", str(block))
         entries.append([name, *make_entry(*exponents)])
-    layer_types = read_layer_types(json.loads(types) if has_types else {})
-    return Index(_parse_entries(entries), layer_types, (), exact=True)
-
-
-def _decode_index_of_3(content: bytes) -> Index:
-    """Read the index in a config: its integers, then its texts."""
-    reader = Reader(np.frombuffer(content, np.uint8))
-    exact, layers, structures, text_bytes = (reader.integer() for _ in range(4))
-    # A count that the bytes could not hold is damage, not a reason to allocate.
-    if max(layers, structures, text_bytes) > len(content):
-        raise ValueError(f"{layers} layers of {structures} structures in {len(content)} bytes")
-    module_numbers = reader.integers(layers)
-    block_steps = reader.integers(layers)
-    structure_numbers = reader.integers(layers)
-    makers = [read_structure(reader) for _ in range(structures)]
-    exponents = []
-    for number in structure_numbers:
-        _, count = makers[number]
-        exponents.append([_unzigzag(reader.integer()) for _ in range(count)])
-    modules = reader.take(text_bytes).decode().split("\n")
-    entries = []
-    block = 0
-    for i, module_number in enumerate(module_numbers):
-        block += _unzigzag(block_steps[i])
-        name = modules[module_number].replace("\0", str(block))
-        make_entry, _ = makers[structure_numbers[i]]
-        entries.append([name, *make_entry(*exponents[i])])
-    remaining = content[reader.position :]
-    layer_types = read_layer_types(json.loads(remaining) if remaining else {})
-    return Index(_parse_entries(entries), layer_types, (), bool(exact))
+    layer_types = _read_layer_types(json.loads(types) if has_types else {})
+    return Index(_parse_entries(entries), layer_types)
 
 
 class _RepeatedIntegers:
@@ -440,43 +413,12 @@ class _RepeatedIntegers:
         return [self.integer() for _ in range(count)]
 
 
-def _index_from_json(index: Any) -> Index:
-    """Read the index as version 0.2 wrote it."""
-    version = index["version"]
-    if version != JSON_VERSION:
-        readable = f"{JSON_VERSION} and {PREFIX_OF_3[0]}"
-        raise CheckpointError(f"version {str(version)[:40]}, this release reads {readable}")
-    return Index(
-        _parse_entries(index["layers"]),
-        read_layer_types(index.get("kinds", {})),
-        tuple(str(name) for name in index.get("dropped", ())),
-        index.get("exact") is True,
-    )
-
-
-def read_layer_types(listed: Mapping[str, Any]) -> dict[str, LayerType]:
-    """Read type and kernel of layers that are not linear.
-
-    Raises
-    ------
-    TypeError, ValueError, AttributeError
-        For what is no such table.
-    """
+def _read_layer_types(listed: Mapping[str, Any]) -> dict[str, LayerType]:
+    """Read type and kernel of layers that are not linear."""
     return {
         str(name): (str(layer_type), tuple(int(side) for side in kernel))
         for name, (layer_type, kernel) in listed.items()
     }
-
-
-def read_packed(packed: Bytes) -> dict[str, PackedLayer]:
-    """Read the layers of the tensor that version 0.1 wrote, their codes not yet unpacked."""
-    try:
-        length = int.from_bytes(packed[:4].tobytes(), "little")
-        index = json.loads(_decompress(packed[4 : 4 + length].tobytes()))
-        entries = _parse_entries(index)
-    except DECODING_ERRORS as error:
-        raise damage_error(error) from None
-    return _slice_layers(entries, packed, 4 + length, PACKED)
 
 
 def _parse_entries(listed: Sequence[Any]) -> dict[str, IndexEntry]:
@@ -488,59 +430,34 @@ def _parse_entries(listed: Sequence[Any]) -> dict[str, IndexEntry]:
     return entries
 
 
-def _slice_layers(
-    entries: Mapping[str, IndexEntry], numbers: Bytes, begin: int, tensor: str
-) -> dict[str, PackedLayer]:
-    """Return the layers with their bytes, which must fill ``numbers`` from ``begin`` to the end."""
-    end = begin + sum(entry.size for entry in entries.values())
-    if end != numbers.size:
-        text = f"{end} of {numbers.size} bytes belong to {len(entries)} layers"
-        raise CheckpointError(f"packed layers are damaged: {text}", tensor=tensor)
+def _slice_layers(entries: Mapping[str, IndexEntry], numbers: Bytes) -> dict[str, PackedLayer]:
+    """Return the layers with their bytes, which must be all of ``numbers``."""
+    size = sum(entry.size for entry in entries.values())
+    if size != numbers.size:
+        text = f"{size} of {numbers.size} bytes belong to {len(entries)} layers"
+        raise CheckpointError(f"packed layers are damaged: {text}", tensor=NUMBERS)
     layers = {}
+    begin = 0
     for name, entry in entries.items():
         layers[name] = PackedLayer(entry, numbers[begin : begin + entry.size])
         begin += entry.size
     return layers
 
 
-def read_packed_layers(tensors: Mapping[str, Bytes], index: str | None) -> dict[str, PackedLayer]:
-    """Read the packed layers of a directory of any version.
-
-    Parameters
-    ----------
-    tensors : mapping of str to row of bytes
-        `NUMBERS` or `LONG_NUMBERS`, and in directories of version 0.1 `PACKED`; none may be there.
-    index : str, optional
-        The field ``layers`` of the config, which says what the bytes of `NUMBERS` mean; absent, or
-        from `text_of_index`, the index is at their end.
+def read_packed_layers(content: Bytes) -> dict[str, PackedLayer]:
+    """Read the packed layers in the bytes of the tensor `NUMBERS`.
 
     Raises
     ------
     CheckpointError
         If the index is missing, or if bytes or index are damaged.
     """
-    layers: dict[str, PackedLayer] = {}
-    if PACKED in tensors:
-        layers |= read_packed(tensors[PACKED])
-    key = numbers_key(tensors)
-    if key is not None:
-        found, numbers = index_and_numbers(tensors[key], index)
-        layers |= found.layers(numbers)
-    return layers
+    index, numbers = index_and_numbers(content)
+    return index.layers(numbers)
 
 
-def index_and_numbers(content: Bytes, text: str | None) -> tuple[Index, Bytes]:
-    """Return the index of a tensor's numbers, and these.
-
-    Parameters
-    ----------
-    content : row of bytes
-        The tensor `NUMBERS` or `LONG_NUMBERS`.
-    text : str, optional
-        The field ``layers`` of the config, where there is one; see `read_packed_layers`.
-    """
-    if text is not None and not str(text).startswith(PREFIX_OF_4):
-        return read_index(text), content
+def index_and_numbers(content: Bytes) -> tuple[Index, Bytes]:
+    """Return the index at the end of the bytes of the tensor `NUMBERS`, and the numbers."""
     numbers, index = split_tensor(content)
     return decode_index(index), numbers
 
@@ -550,13 +467,8 @@ def stored_layers(checkpoint: Checkpoint) -> dict[str, Stored]:
 
     Packed layers come first, in their order, then those of which each factor is a tensor.
     """
-    stored_tensors = read_header(checkpoint.weights).tensors
-    tensors = {
-        key: stored_tensors[key].read()
-        for key in (PACKED, LONG_NUMBERS, NUMBERS)
-        if key in stored_tensors
-    }
-    packed = read_packed_layers(tensors, checkpoint.config.get(FIELD))
+    tensor = read_header(checkpoint.weights).tensors.get(NUMBERS)
+    packed = {} if tensor is None else read_packed_layers(tensor.read())
     layers = {name: layer.stored() for name, layer in packed.items()}
     for layer in checkpoint.layers:
         if layer.name not in packed:

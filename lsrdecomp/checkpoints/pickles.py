@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints.files import regular_file_size
-from lsrdecomp.checkpoints.limits import LIMITS
+from lsrdecomp.checkpoints.limits import TEXT_BYTES
 from lsrdecomp.checkpoints.tensors import DTYPES, Array, StoredTensor, check_name, first_line
 from lsrdecomp.errors import CheckpointError, UnsupportedError, way_to_install
 
@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 
     import torch
 
-UNNAMED = "layer"
-"""What the layers of a list without names are called, with their number: the list does not say of
-which model they are."""
+BY_POSITION = (
+    "calls layers by their position (unet:7), as cloneofsimo/lora wrote files in 2023, and their "
+    "names are not in it: not read. Merge it into its base by that trainer's own command, "
+    "lora_add BASE FILE MERGED --alpha_1 1 --mode upl, and make a LoRA of the difference by "
+    "networks/extract_lora_from_models.py of sd-scripts"
+)
 ZIP_START = b"PK\x03\x04"
 NOT_IN_NUMPY = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 """Types that NumPy has no word for: their bits are taken over as integers."""
@@ -29,8 +32,8 @@ NOT_IN_NUMPY = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 def read_pickle(path: Path, max_memory: int | None = None) -> dict[str, StoredTensor]:
     """Read the tensors of a torch file by name.
 
-    A bare list is one of cloneofsimo's: its names are ``layer:0:up``, ``layer:0:down``, …. Torch
-    maps zip files into memory, so a tensor is read when asked for; older files are read whole.
+    Torch maps zip files into memory, so a tensor is read when asked for; older files are read
+    whole.
 
     Parameters
     ----------
@@ -42,6 +45,8 @@ def read_pickle(path: Path, max_memory: int | None = None) -> dict[str, StoredTe
     ------
     CheckpointError
         If torch is missing, if the file is truncated, or if it holds anything but strided tensors.
+    UnsupportedError
+        For a list of tensors: which layers they are of is not in it.
     """
     size = regular_file_size(path)
     with path.open("rb") as file:
@@ -55,9 +60,9 @@ def read_pickle(path: Path, max_memory: int | None = None) -> dict[str, StoredTe
             path=path,
         )
     content = _load(path, zipped)
-    if isinstance(content, list):
-        content = _named(content)
-    elif isinstance(content, dict):
+    if isinstance(content, list) and all(hasattr(half, "untyped_storage") for half in content):
+        raise UnsupportedError(BY_POSITION, path=path)
+    if isinstance(content, dict):
         content = _unwrapped(content, path)
     if not isinstance(content, dict):
         found = type(content).__name__
@@ -100,15 +105,6 @@ def _unwrapped(content: dict[Any, Any], path: Path) -> dict[Any, Any]:
     return unwrapped
 
 
-def _named(halves: list[Any]) -> dict[str, Any]:
-    """Name the halves of layers that lie one after the other: up, down, up, down, …."""
-    named = {}
-    for i, half in enumerate(halves):
-        side = "down" if i % 2 else "up"
-        named[f"{UNNAMED}:{i // 2}:{side}"] = half
-    return named
-
-
 def _check_zip(path: Path, size: int) -> None:
     """Refuse a zip file that is cut off, or that would unpack to more than its own bytes."""
     try:
@@ -128,9 +124,9 @@ def _check_zip(path: Path, size: int) -> None:
                 "never compresses",
                 path=path,
             )
-        if record.filename.endswith(".pkl") and record.file_size > LIMITS.json_bytes:
+        if record.filename.endswith(".pkl") and record.file_size > TEXT_BYTES:
             raise CheckpointError(
-                f"{name} takes {record.file_size} bytes; at most {LIMITS.json_bytes} are read",
+                f"{name} takes {record.file_size} bytes; at most {TEXT_BYTES} are read",
                 path=path,
             )
 

@@ -42,6 +42,8 @@ class ProgressUpdate:
 
 
 OnStep = Callable[[ProgressUpdate], Any]
+STAGE_PART = 0.25
+"""What a stage fills of what is left of its step. By hand: four stages or so are usual."""
 
 
 class Counter:
@@ -73,9 +75,6 @@ class PlannedSteps:
     on_step : callable, optional
     weights : sequence of float
         The part of the time that each step is expected to take, in any unit.
-    stage_part : float
-        The part of what is left of its step that a stage fills. On the demo's LoRA a search has
-        twenty stages, of which the first five take half of the time.
 
     Examples
     --------
@@ -88,11 +87,8 @@ class PlannedSteps:
     [0.0, 0.03125, 0.25]
     """
 
-    def __init__(
-        self, on_step: OnStep | None, weights: Sequence[float], *, stage_part: float = 0.25
-    ) -> None:
+    def __init__(self, on_step: OnStep | None, weights: Sequence[float]) -> None:
         self._on_step = on_step
-        self._stage_part = stage_part
         self._weights = list(weights)
         self._number = 0
         self._stage: tuple[str, int] = ("", 0)
@@ -117,7 +113,7 @@ class PlannedSteps:
         if (step.stage, step.total) != self._stage:
             self._stage = (step.stage, step.total)
             self._start = self._position
-            self._span = self._stage_part * (1.0 - self._start)
+            self._span = STAGE_PART * (1.0 - self._start)
         if step.total:
             part = min(step.done / step.total, 1.0)
             self._position = max(self._position, self._start + self._span * part)

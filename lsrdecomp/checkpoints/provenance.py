@@ -11,7 +11,6 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.checkpoints.packed_index import FIELD, read_index
 from lsrdecomp.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -90,11 +89,7 @@ def read_provenance(checkpoint: Checkpoint) -> dict[str, Any]:
         record = json.loads(_recorded_text(checkpoint))
     except (OSError, ValueError, RecursionError):
         return {}
-    if not isinstance(record, dict):
-        return {}
-    index = checkpoint.config.get(FIELD)
-    dropped = () if index is None else read_index(index).dropped
-    return {**record, "dropped": list(dropped)} if dropped else record
+    return record if isinstance(record, dict) else {}
 
 
 def _recorded_text(checkpoint: Checkpoint) -> str:

@@ -6,9 +6,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.checkpoints.files import FileReading
 from lsrdecomp.checkpoints.names import module_role
 from lsrdecomp.errors import CheckpointError
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints.tensors import Array, StoredTensor
     from lsrdecomp.kronecker.shape import ProductShape
 
+SHOWN_GROUPS = 12
+"""Groups of like layers that the text of a checkpoint shows."""
 LOKR_STAYS = (
     "is LoKr, one Kronecker product already, which is not made smaller here: keep it, or write it "
     "as plain LoRA, which is larger (export --to lora)"
@@ -28,7 +29,6 @@ LOKR_STAYS = (
 """What is said of a LoKr layer where layers are to be made smaller."""
 
 
-@keep_old_attributes
 @dataclass(frozen=True, slots=True)
 class LoraLayer:
     """A low-rank update of one module: ``ΔW = scale · B @ A``, out × in, whatever the storage.
@@ -102,7 +102,6 @@ class LoraLayer:
         return up, down
 
 
-@keep_old_attributes
 @dataclass(frozen=True, slots=True)
 class KroneckerLayer:
     """A product of two separated matrices: ``ΔW = scale · (Σ_k ⊗_i B_i[k]) (Σ_k ⊗_i A_i[k])``.
@@ -234,9 +233,6 @@ class Checkpoint:
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    shown_groups: ClassVar[int] = 12
-    """Groups of like layers that its text shows."""
-
     def __repr__(self) -> str:
         """Show what it holds in a few lines, layers of one role, size and rank counted together."""
         layers = f"{len(self.layers)} layers, {self.adapter_parameters:,} parameters"
@@ -248,9 +244,9 @@ class Checkpoint:
             size = f"{layer.out_features}×{layer.in_features}"
             groups[f"{module_role(layer.name)}, {size}, rank {layer.rank}"] += 1
         lines = [f"  {count:3} × {group}" for group, count in groups.items()]
-        if len(lines) > self.shown_groups:
-            hidden = len(lines) - self.shown_groups
-            lines[self.shown_groups :] = [f"  … and {hidden} more kinds of layers"]
+        if len(lines) > SHOWN_GROUPS:
+            hidden = len(lines) - SHOWN_GROUPS
+            lines[SHOWN_GROUPS:] = [f"  … and {hidden} more kinds of layers"]
         return "\n".join([head, *lines])
 
     @cached_property

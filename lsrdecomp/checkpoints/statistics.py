@@ -38,6 +38,21 @@ TENSORS = "statistics.safetensors"
 FORMAT = "lsrdecomp-statistics"
 VERSION = 1
 PARTS = ("eigenvectors", "eigenvalues", "rest")
+DAMPING = 0.03
+"""Share of the mean eigenvalue that is added to all: directions that calibration never saw still
+cost a little. Of 0.003, 0.03 and 0.3 none is better everywhere (docs/evidence/language-models.md).
+"""
+MIN_EXAMPLES = 256
+"""Examples below which what comes of the statistics is doubtful, where each has one prediction. At
+1/48 the demo's LoRA keeps 0.33, 0.44, 0.47, 0.47, 0.55 and 0.60 of its effect (± 0.05) with
+statistics of 16, 32, 64, 128, 256 and 512 reviews."""
+MIN_PROMPTS = 64
+"""The same where an example has several predictions, as a prompt's completion; by hand."""
+ENOUGH_EXAMPLES = 500
+"""Examples that serve, as a doubt recommends them; by hand."""
+ORTHONORMAL_TOLERANCE = 5e-3
+"""Largest entry of VᵀV − I that stored eigenvectors may have. By hand: what is rounded to half
+precision stays far below."""
 
 
 class Statistics(Mapping[str, NormWeights]):
@@ -52,21 +67,6 @@ class Statistics(Mapping[str, NormWeights]):
     tensors : mapping of str to StoredTensor
     path : Path
         The file that they lie in.
-    damping : float
-        Share of the mean eigenvalue that is added to all: directions that calibration never saw
-        still cost a little. Of 0.003, 0.03 and 0.3 none is better everywhere:
-        docs/evidence/language-models.md.
-    min_examples : int
-        Examples below which what comes of the statistics is doubtful (`doubts`), where each has one
-        prediction. At 1/48 the demo's LoRA keeps 0.33, 0.44, 0.47, 0.47, 0.55 and 0.60 of its
-        effect (± 0.05) with statistics of 16, 32, 64, 128, 256 and 512 reviews.
-    min_prompts : int
-        The same where an example has several predictions, as a prompt's completion; by hand.
-    enough_examples : int
-        Examples that serve.
-    orthonormal_tolerance : float
-        Largest entry of VᵀV − I that stored eigenvectors may have. By hand: what is rounded to half
-        precision stays far below.
     """
 
     def __init__(
@@ -74,28 +74,17 @@ class Statistics(Mapping[str, NormWeights]):
         metadata: Mapping[str, Any],
         tensors: Mapping[str, StoredTensor],
         path: Path,
-        *,
-        damping: float = 0.03,
-        min_examples: int = 256,
-        min_prompts: int = 64,
-        enough_examples: int = 500,
-        orthonormal_tolerance: float = 5e-3,
     ) -> None:
         self.metadata = metadata
         self.path = path
-        self.damping = damping
-        self.min_examples = min_examples
-        self.min_prompts = min_prompts
-        self.enough_examples = enough_examples
-        self.orthonormal_tolerance = orthonormal_tolerance
         self._tensors = tensors
         # Weights that were found orthonormal: a search reads them again and again.
         self._orthonormal: set[str] = set()
 
     def __getitem__(self, module: str) -> NormWeights:
         return NormWeights(
-            damped_weight(self._weight(module, "output"), self.damping),
-            damped_weight(self._weight(module, "input"), self.damping),
+            damped_weight(self._weight(module, "output"), DAMPING),
+            damped_weight(self._weight(module, "input"), DAMPING),
         )
 
     def measured(self, module: str) -> NormWeights:
@@ -165,10 +154,10 @@ class Statistics(Mapping[str, NormWeights]):
         answers = self.metadata.get("answers")
         if not isinstance(examples, int) or not isinstance(answers, int):
             return ()
-        needed = self.min_prompts if answers > examples else self.min_examples
+        needed = MIN_PROMPTS if answers > examples else MIN_EXAMPLES
         if examples >= needed:
             return ()
-        need = f"give {needed} at least, better {self.enough_examples}"
+        need = f"give {needed} at least, better {ENOUGH_EXAMPLES}"
         return (f"the statistics are of {examples} examples: {need}",)
 
     def _weight(self, module: str, side: str) -> LowRankPlusIdentity:
@@ -212,7 +201,7 @@ class Statistics(Mapping[str, NormWeights]):
         checked = vectors if is_half else vectors.astype(np.float32)
         gram = checked.T @ checked
         deviation = float(np.abs(gram - np.eye(len(gram))).max(initial=0.0))
-        if not deviation < self.orthonormal_tolerance:
+        if not deviation < ORTHONORMAL_TOLERANCE:
             raise CheckpointError(
                 f"eigenvectors are not orthonormal: VᵀV differs from I by {deviation:.2g}; "
                 "damaged, calibrate again",

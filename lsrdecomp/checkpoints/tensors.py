@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from lsrdecomp.checkpoints.digests import HEADER_KEY, SEAL_BYTES, ContentDigests
 from lsrdecomp.checkpoints.files import parse_json, regular_file_size
-from lsrdecomp.checkpoints.limits import LIMITS
+from lsrdecomp.checkpoints.limits import MAX_AXES, MAX_NUMBERS, TEXT_BYTES
 from lsrdecomp.errors import CheckpointError, StorageRangeError, UnsupportedError
 from lsrdecomp.precision import PRECISIONS, numpy_dtype
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
+MAX_NAME = 512
+"""Characters of a tensor's name."""
 FLOATS = tuple(name for name in PRECISIONS if name != "tf32")  # which no file holds
 INTEGERS = ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool")
 DTYPES: dict[str, np.dtype[Any]] = {name: numpy_dtype(name) for name in (*FLOATS, *INTEGERS)}
@@ -141,8 +143,8 @@ def cast(array: Array, storage: str, name: str) -> Array:
 
 def check_name(name: str, path: Path) -> None:
     """Refuse a tensor name that could not be a module path, or would not print on one line."""
-    if not name or len(name) > LIMITS.name_characters:
-        allowed = f"1 to {LIMITS.name_characters} are read"
+    if not name or len(name) > MAX_NAME:
+        allowed = f"1 to {MAX_NAME} are read"
         raise CheckpointError(f"a tensor name has {len(name)} characters; {allowed}", path=path)
     if not name.isprintable():
         raise CheckpointError(
@@ -164,9 +166,9 @@ def derived_tensor(
     CheckpointError
         If it would have more than 2^29 numbers: a small file can imply a huge product.
     """
-    if math.prod(shape) > LIMITS.derived_numbers:
+    if math.prod(shape) > MAX_NUMBERS:
         raise like.error(
-            f"the product it is part of has shape {shape}, above {LIMITS.derived_numbers} numbers"
+            f"the product it is part of has shape {shape}, above {MAX_NUMBERS} numbers"
         )
 
     def fetch() -> Array:
@@ -268,9 +270,9 @@ def _read_header_text(path: Path, size: int) -> bytes:
                 f"{size}; download it again",
                 path=path,
             )
-        if length > LIMITS.json_bytes:
+        if length > TEXT_BYTES:
             raise CheckpointError(
-                f"the header declares {length} bytes; at most {LIMITS.json_bytes} are read",
+                f"the header declares {length} bytes; at most {TEXT_BYTES} are read",
                 path=path,
             )
         return file.read(length)
@@ -305,7 +307,7 @@ def _header_tensor(
         not _is_list_of_counts(shape)
         or not _is_list_of_counts(offsets)
         or len(offsets) != 2
-        or len(shape) > LIMITS.dimensions
+        or len(shape) > MAX_AXES
     ):
         given = f"shape {str(shape)[:80]!r} and data_offsets {str(offsets)[:80]!r}"
         raise error(f"{given} are not lists of counts")
@@ -429,10 +431,10 @@ def encode_header(
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     if any(DTYPES[dtype].itemsize > 1 for dtype, _ in tensors.values()):
         text += b" " * (-len(text) % LENGTH_BYTES)  # numbers begin at a multiple of eight bytes
-    if len(text) > LIMITS.json_bytes:
+    if len(text) > TEXT_BYTES:
         raise CheckpointError(
             f"the header of {len(tensors)} tensors takes {len(text)} bytes; at most "
-            f"{LIMITS.json_bytes} fit"
+            f"{TEXT_BYTES} fit"
         )
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 

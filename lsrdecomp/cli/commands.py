@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from importlib.resources import as_file, files
 from importlib.util import find_spec
+from itertools import chain
 from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ import typer
 
 from lsrdecomp import checkpoints, compression, plots
 from lsrdecomp.checkpoints.progress import Counter
+from lsrdecomp.checkpoints.writers.table import WRITERS, writer_names
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.calibrate import calibrate
 from lsrdecomp.cli.compress import compress
@@ -43,6 +45,11 @@ from lsrdecomp.threads import one_blas_thread
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
 
+PLACES_HELP = "; ".join(
+    f"a {place} for {', '.join(writer.name for writer in WRITERS if writer.place == place)}"
+    for place in ("directory", "file")
+)
+"""What the option --out of `export` is, by format."""
 DEMO_OUTPUT = Path("demo-output")
 """Where the demo writes, unless it is told another place."""
 
@@ -136,14 +143,14 @@ def export(
         UNKNOWN,
         typer.Option(
             "--out",
-            help="What to write: a directory for lora, a file for gguf, kohya and diffusers.",
+            help=f"What to write: {PLACES_HELP}.",
         ),
     ],
     to: Annotated[
         str,
         typer.Option(
-            help="Format: lora, gguf, kohya, diffusers, or same (that of --like).",
-            autocompletion=lambda: ("lora", "gguf", "kohya", "diffusers", "same"),
+            help=f"Format: {', '.join(writer_names())}; same is that of --like.",
+            autocompletion=writer_names,
         ),
     ] = "lora",
     profile: Annotated[
@@ -158,7 +165,7 @@ def export(
         typer.Option(
             help="float32, float16 or bfloat16; with gguf f16, f32 or q8_0 [default: as "
             "the source].",
-            autocompletion=lambda: ("float32", "float16", "bfloat16", "f16", "f32", "q8_0"),
+            autocompletion=lambda: dict.fromkeys(chain(*(writer.storages for writer in WRITERS))),
         ),
     ] = None,
     base: Annotated[
@@ -167,7 +174,7 @@ def export(
         typer.Option(
             help="Base model; needed with gguf (GGUF file, directory, config.json or "
             "smollm2); with "
-            "lora it adds missing layers as zeros; for layers such as unet:7, its pipeline."
+            "lora it adds missing layers as zeros."
         ),
     ] = None,
     like: Annotated[
@@ -198,8 +205,6 @@ def export(
         model = checkpoints.open_checkpoint(like, alpha=alpha, max_memory=max_memory)
         alpha = None
     checkpoint = checkpoints.open_checkpoint(adapter, alpha=alpha, max_memory=max_memory)
-    from lsrdecomp.checkpoints.writers.peft import ALIASES
-
     base_path = None if base is None else _base_path(base)
     compression.export_lora(
         checkpoint,
@@ -212,12 +217,10 @@ def export(
         like=model,
         without_heads=without_heads,
     )
-    leaves_heads_out = without_heads or (to == "lora" and profile in ALIASES)
-    if checkpoint.extras and leaves_heads_out:
-        reason = "as asked" if without_heads else f"as profile {profile} does"
-        typer.echo(f"Left out, {reason}: {', '.join(checkpoint.extras)}.")
+    if checkpoint.extras and without_heads:
+        typer.echo(f"Left out, as asked: {', '.join(checkpoint.extras)}.")
     if to == "lora" and profile != "peft":
-        for sentence in _what_servers_miss(checkpoint, out, leaves_heads_out=leaves_heads_out):
+        for sentence in _what_servers_miss(checkpoint, out, without_heads=without_heads):
             typer.echo(sentence)
     like_or_source = checkpoint if model is None else model
     written_format = like_or_source.format if to == "same" else to
@@ -239,12 +242,12 @@ def _base_path(base: str) -> Path:
 
 
 def _what_servers_miss(
-    source: checkpoints.Checkpoint, out: Path, *, leaves_heads_out: bool
+    source: checkpoints.Checkpoint, out: Path, *, without_heads: bool
 ) -> Iterator[str]:
     """Yield what of the common form could not be had."""
     from lsrdecomp.checkpoints.provenance import read_provenance
 
-    if source.extras and not leaves_heads_out:
+    if source.extras and not without_heads:
         names = ", ".join(source.extras)
         yield (
             f"Also written: {names}. Servers of language models ignore them, or refuse the file; "

@@ -5,6 +5,6 @@ measures two files against each other, `export_lora` writes a plain LoRA of the 
 `search_adapter` solves once for many budgets; each is then drawn by `SearchedAdapter.compress`.
 """
 
-from lsrdecomp._renamed import attach
+import lazy_loader
 
-__getattr__, __dir__, __all__ = attach(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from lsrdecomp.checkpoints import (
-    BaseModules,
-    Checkpoint,
-    GgufBase,
-    StoredTensor,
-    read_base,
-    read_modules,
-    write_gguf,
-    write_lora,
-    write_pairs,
-)
-from lsrdecomp.checkpoints.experts import Stacks
-from lsrdecomp.checkpoints.families import EQUAL_SIZES, family, missing_layers
 from lsrdecomp.checkpoints.integrity import check_integrity
-from lsrdecomp.checkpoints.positional import resolve_positions
 from lsrdecomp.checkpoints.provenance import read_provenance
-from lsrdecomp.checkpoints.writers.peft import ALIASES, PROFILES
+from lsrdecomp.checkpoints.writers.peft import PROFILES
+from lsrdecomp.checkpoints.writers.rows import write_export
+from lsrdecomp.checkpoints.writers.table import Export, find_writer
 from lsrdecomp.compression.layers import layer_product
 from lsrdecomp.compression.result import recorded_errors
 from lsrdecomp.errors import CheckpointError, UnsupportedError, unknown
 from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from lsrdecomp.checkpoints.tensors import Array
-
-LINEAR_TYPES = ("linear", "conv1d")
-EXPORT_FORMATS = ("lora", "same", "gguf", "kohya", "diffusers")
+    from lsrdecomp.checkpoints import Checkpoint
 
 
 @one_blas_thread
@@ -71,12 +51,10 @@ def export_lora(
     profile : str
         For "lora": "common", one rank for all layers, no patterns, and zeros for layers that were
         left out, which every server reads alike; or "peft", each layer at its own rank, for PEFT
-        alone. "server" and "lorax" are old names of "common" without heads. See
-        `lsrdecomp.checkpoints.write_lora`.
+        alone. See `lsrdecomp.checkpoints.write_lora`.
     base : path, optional
         For "gguf", which needs it: the base as GGUF file, model directory or config.json; absent,
-        the directory that the adapter's config names. For "kohya" and "diffusers", if layers are
-        called by position: the pipeline that they were trained on, which has their names. For
+        the directory that the adapter's config names. For
         "common": its layers that lack a pair, where others of their kind have one, become zeros.
     like : Checkpoint, optional
         For "same": the file whose format to write; absent, the checkpoint itself, which must be a
@@ -111,6 +89,7 @@ def export_lora(
     >>> small.format, lora.format, lora.layers[0].rank
     ('lsr', 'peft-lora', 8)
     """
+    writer = find_writer(to)
     checkpoint.watch_source()
     integrity = check_integrity(checkpoint)
     if integrity.changed:
@@ -119,124 +98,30 @@ def export_lora(
             f"again, or take it as it is: lsrdecomp verify SOURCE {checkpoint.path} --accept",
             path=checkpoint.weights.parent,
         )
-    # 1. Turn every layer into a pair; layers called by position get the base's names.
-    names = {}
-    if base is not None and to in ("kohya", "diffusers"):
-        names = resolve_positions(checkpoint, read_modules(base))
-    layers: Iterable[tuple[str, Array, Array]] = (
-        (names.get(layer.name, layer.name), *layer_product(layer).to_lora())
-        for layer in checkpoint.layers
-    )
-    is_old_name = profile in ALIASES
-    profile = ALIASES.get(profile, profile)
     if profile not in PROFILES:
-        raise UnsupportedError(f"there is no profile {unknown(profile, (*PROFILES, *ALIASES))}")
-    largest_rank = None
-    if profile == "common" and to == "lora":
-        stacks = Stacks(checkpoint.config, checkpoint.path)
-        if not stacks.targets:  # a stack of experts holds zeros for those that are missing
-            layers = chain(layers, _zeros_for_missing_layers(checkpoint, base))
-        largest_rank = max((layer.rank for layer in checkpoint.layers), default=1)
-    leaves_heads_out = without_heads or (is_old_name and to == "lora")
-    extras: dict[str, StoredTensor] | None = {} if leaves_heads_out else None
-    # 2. Repeat the record of the checkpoint, with which `verify` will compare the file.
+        raise UnsupportedError(f"there is no profile {unknown(profile, PROFILES)}")
+    layers = ((layer.name, *layer_product(layer).to_lora()) for layer in checkpoint.layers)
+    export = Export(
+        out=Path(out),
+        layers=layers,
+        source=checkpoint,
+        storage=storage,
+        extras={} if without_heads else None,
+        force=force,
+        provenance=_record(checkpoint, without_heads=without_heads),
+        profile=profile,
+        base=base,
+        like=like,
+    )
+    return write_export(writer, export)
+
+
+def _record(checkpoint: Checkpoint, *, without_heads: bool) -> dict[str, Any]:
+    """Repeat the record of a checkpoint, with which `verify` will compare the file."""
     record: dict[str, Any] = {
         "derived_from": read_provenance(checkpoint),
         "recorded": recorded_errors(checkpoint),
     }
-    if extras is not None:
+    if without_heads:
         record["left_out"] = sorted(checkpoint.extras)
-    if names:
-        record["renamed"] = {new: old for old, new in names.items()}
-    # 3. Write the format.
-    if to == "same" and (like or checkpoint).format == "gguf":
-        to = "gguf"
-        base = base or (like or checkpoint).weights
-    content: dict[str, Any] = {"layers": layers, "extras": extras, "force": force}
-    if to == "gguf":
-        gguf_base = _gguf_base(checkpoint, base)
-        gguf_storage = _gguf_storage(storage)
-        return write_gguf(out, base=gguf_base, source=checkpoint, storage=gguf_storage, **content)
-    content["provenance"] = record
-    if to == "same":
-        return write_pairs(out, source=like or checkpoint, storage=storage, **content)
-    storage = storage or checkpoint.storage
-    if to == "lora":
-        content |= {"profile": profile, "rank": largest_rank}
-        return write_lora(out, source=checkpoint, storage=storage, **content)
-    if to in ("kohya", "diffusers"):
-        return write_pairs(out, source=checkpoint, storage=storage, names=to, **content)
-    raise UnsupportedError(f"cannot write {unknown(to, EXPORT_FORMATS)}")
-
-
-def _zeros_for_missing_layers(
-    checkpoint: Checkpoint, base: str | Path | None
-) -> Iterator[tuple[str, Array, Array]]:
-    """Yield a pair of rank 1 that is zero for each layer that a server would miss.
-
-    Servers that stack the layers of a type, or q, k and v of one, lose all of them where one is
-    missing. Which are: those that a compression left out, and those of a base that is given.
-    """
-    adapted = {layer.name: layer for layer in checkpoint.layers}
-    sizes = _sizes_by_family(checkpoint)
-    missing: dict[str, tuple[int, int] | None] = {}
-    for name in read_provenance(checkpoint).get("dropped", ()):
-        word = name.rpartition(".")[2]
-        of_kind = sizes.get(family(name)) or sizes.get(word)
-        missing[name] = of_kind or sizes.get(EQUAL_SIZES.get(word, word))
-    if base is not None:
-        modules = read_modules(base)
-        linear = [name for name, layer in adapted.items() if layer.layer_type in LINEAR_TYPES]
-        for name in missing_layers(linear, modules):
-            missing[name] = missing.get(name) or _size_in_base(name, modules, checkpoint)
-    for name, size in missing.items():
-        if size is None or name in adapted:
-            continue  # its size is that of no layer here: nothing stacks with it
-        m, n = size
-        yield name, np.zeros((m, 1), np.float32), np.zeros((1, n), np.float32)
-
-
-def _sizes_by_family(checkpoint: Checkpoint) -> dict[str, tuple[int, int] | None]:
-    """Return sizes of linear layers by family and by last word; None where several differ."""
-    sizes: dict[str, tuple[int, int] | None] = {}
-    for layer in checkpoint.layers:
-        size = layer.out_features, layer.in_features
-        for key in (family(layer.name), layer.name.rpartition(".")[2]):
-            is_known = layer.layer_type in LINEAR_TYPES and sizes.get(key, size) == size
-            sizes[key] = size if is_known else None
-    return sizes
-
-
-def _size_in_base(name: str, base: BaseModules, checkpoint: Checkpoint) -> tuple[int, int] | None:
-    """Return out x in of a linear layer of a base; None where its weight says no such thing."""
-    stored = base.find(name)
-    shape = None if stored is None else base.shapes[stored]
-    if shape is None or len(shape) != 2:
-        return None
-    is_transposed = any(layer.layer_type == "conv1d" for layer in checkpoint.layers)
-    return (shape[1], shape[0]) if is_transposed else (shape[0], shape[1])
-
-
-def _gguf_storage(storage: str | None) -> str:
-    """Return llama.cpp's name of a type; half precision if none is given."""
-    words = {None: "f16", "float16": "f16", "float32": "f32"}
-    return words.get(storage, storage or "f16")
-
-
-def _gguf_base(checkpoint: Checkpoint, base: str | Path | None) -> GgufBase:
-    """Return the base whose names a GGUF file needs: as given, or as the adapter's config names."""
-    if base is None and checkpoint.format == "gguf":
-        base = checkpoint.weights
-    named = checkpoint.config.get("base_model_name_or_path")
-    if base is None and isinstance(named, str) and (Path(named) / "config.json").is_file():
-        base = named
-    if base is not None:
-        return read_base(base)
-    text = "names no base"
-    if named is not None:
-        text = f"its base {ascii(named)[:80]} is no directory here"
-    raise CheckpointError(
-        f"{text}, and a GGUF file follows its base's names and heads; name it by --base: "
-        "a GGUF file, a model directory or its config.json",
-        path=checkpoint.path,
-    )
+    return record

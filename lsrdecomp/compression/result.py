@@ -14,7 +14,6 @@ from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp import markup
-from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.checkpoints import Checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.provenance import REPORT, read_provenance
@@ -36,7 +35,6 @@ FINER_STORAGE = {"int4": "int8 or auto", "int8": "float16", "auto": "float16", "
 """Storages in which an adapter may take more bytes, by the plan's."""
 
 
-@keep_old_attributes
 @dataclass(frozen=True, repr=False)
 class Compression:
     """The result of `compress`: a report, and the factors ready to be written.

@@ -17,7 +17,7 @@ from lsrdecomp.arrays import tail_norms, to_numpy
 from lsrdecomp.checkpoints import Checkpoint, file_or_directory, write_pairs
 from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.checkpoints.tensors import DTYPES, Array
-from lsrdecomp.checkpoints.writers.pairs import RankRule, rank_rule
+from lsrdecomp.checkpoints.writers.same import RankRule, rank_rule
 from lsrdecomp.compression.layers import Layer, open_layers
 from lsrdecomp.compression.request import READ_ON, Request
 from lsrdecomp.compression.settings import CompressionPlan, PlanKeywords
@@ -198,19 +198,11 @@ def truncate(
     if plan.max_rank is not None:
         ranks = tuple(min(rank, plan.max_rank) for rank in ranks)
     if not any(ranks):
-        raise BudgetError(_nothing_fits(checkpoint, layers, rule))
-    return Truncation(checkpoint, plan, layers, tuple(sigma), ranks)
-
-
-def _nothing_fits(checkpoint: Checkpoint, layers: Sequence[Layer], rule: RankRule) -> str:
-    """Return the error message if no rank fits."""
-    text = "nothing of the adapter fits into this budget; allow more"
-    if rule.min_rank:
-        smallest = sum(sum(layer.shape) for layer in layers)
-        text += (
-            f": a file of {checkpoint.format} has every layer, {smallest:,} parameters at rank 1"
+        raise BudgetError(
+            "nothing of the adapter fits into this budget; allow more, or store smaller numbers "
+            "(--bytes, with --storage float16)"
         )
-    return text + ", or store smaller numbers (--bytes, with --storage float16)"
+    return Truncation(checkpoint, plan, layers, tuple(sigma), ranks)
 
 
 def _ranks_within_error(sigma: Sequence[Array], rtol: float, rule: RankRule) -> tuple[int, ...]:
@@ -218,7 +210,7 @@ def _ranks_within_error(sigma: Sequence[Array], rtol: float, rule: RankRule) -> 
     ranks = []
     for tails in map(tail_norms, sigma):
         smallest = next(rank for rank, lost in enumerate(tails) if lost <= rtol * tails[0])
-        ranks.append(max(rule.min_rank, smallest))
+        ranks.append(smallest)
     # Layers that must have one rank get the largest.
     groups = [range(len(ranks))] if rule.is_common else rule.groups
     for group in groups:
@@ -231,17 +223,14 @@ def _ranks_within_error(sigma: Sequence[Array], rtol: float, rule: RankRule) -> 
 def _ranks_within_size(
     layers: Sequence[Layer], sigma: Sequence[Array], max_parameters: float, rule: RankRule
 ) -> tuple[int, ...]:
-    """Return the ranks that keep most within a number of parameters.
-
-    Zeros if the smallest ranks that the format allows do not fit.
-    """
+    """Return the ranks that keep most within a number of parameters."""
     # Layers of a group have one rank, so a component of a group is one of each of its layers.
     gains = [_component_gains([sigma[i] for i in group]) for group in rule.groups]
     sizes = [sum(sum(layers[i].shape) for i in group) for group in rule.groups]
     if rule.is_common:
         group_ranks = _best_common_rank(gains, sizes, max_parameters)
     else:
-        group_ranks = _best_ranks(gains, sizes, max_parameters, rule.min_rank)
+        group_ranks = _best_ranks(gains, sizes, max_parameters)
     ranks = [0] * len(layers)
     for group, rank in zip(rule.groups, group_ranks, strict=True):
         for i in group:
@@ -256,9 +245,7 @@ def _component_gains(sigma: Sequence[Array]) -> Array:
     return np.asarray(np.sum(squares, axis=0))
 
 
-def _best_ranks(
-    gains: Sequence[Array], sizes: Sequence[int], max_parameters: float, min_rank: int = 0
-) -> list[int]:
+def _best_ranks(gains: Sequence[Array], sizes: Sequence[int], max_parameters: float) -> list[int]:
     """Return the rank of each group, from components in the order of their gain per parameter.
 
     Parameters
@@ -268,14 +255,10 @@ def _best_ranks(
     sizes : sequence of int
         Parameters of one component of each group.
     max_parameters : float
-    min_rank : int
-        Least rank of every group. If it does not fit, all ranks are 0.
     """
-    counts = [min_rank] * len(gains)
-    used = min_rank * sum(sizes)
-    if used > max_parameters:
-        return [0] * len(gains)
-    slopes = [gain[min_rank:] / size for gain, size in zip(gains, sizes, strict=True)]
+    counts = [0] * len(gains)
+    used = 0
+    slopes = [gain / size for gain, size in zip(gains, sizes, strict=True)]
     owners = np.repeat(np.arange(len(gains)), [len(slope) for slope in slopes])
     steepness = np.concatenate(slopes)
     for component in np.argsort(-steepness, kind="stable"):

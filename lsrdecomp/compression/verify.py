@@ -194,7 +194,7 @@ def verify(
     # 1. Read the records.
     record = _Records.of(written)
     # 2. Measure every layer of the source.
-    names = _source_names(source, written, record.names)
+    names = _source_names(source, written)
     check_layers(written, source, names)
     present = {names.get(layer.name, layer.name): layer for layer in written.layers}
     checks = []
@@ -312,8 +312,6 @@ class _Records:
         Layers that a compression left out.
     left_out : set of str
         Tensors other than layers that an export left out.
-    names : dict
-        The source's name of each layer that an export renamed.
     has_digest : bool
         Whether there is a digest of all tensors as they were written. If it holds, no layer went
         missing later.
@@ -329,7 +327,6 @@ class _Records:
     n_records: int
     dropped: set[str]
     left_out: set[str]
-    names: Mapping[str, str]
     has_digest: bool
     is_export: bool
     rounding: float
@@ -357,7 +354,6 @@ class _Records:
             n_records=len(chain),
             dropped=dropped,
             left_out=set(map(str, record.get("left_out") or ())),
-            names={str(new): str(old) for new, old in mapping(record.get("renamed")).items()},
             has_digest=record.get("sha256") is not None,
             is_export="rounding" in record,
             rounding=sum(_rounding(entry) for entry in exports),
@@ -395,14 +391,9 @@ def check_layers(
             raise CheckpointError(text, path=written.path, tensor=layer.name)
 
 
-def _source_names(
-    source: Checkpoint, written: Checkpoint, recorded: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the source's names of renamed layers.
-
-    They are recorded, or for a kohya file the source's names whose flattened ones it has.
-    """
-    names = dict(recorded)
+def _source_names(source: Checkpoint, written: Checkpoint) -> dict[str, str]:
+    """Return the source's names of layers that a kohya file calls by their flattened ones."""
+    names: dict[str, str] = {}
     if written.format != "kohya":
         return names
     for sdxl in (False, True):
@@ -410,8 +401,7 @@ def _source_names(
             flat = flat_name(layer.name, sdxl=sdxl)
             if flat is not None:
                 names[flat] = layer.name
-    in_source = {layer.name for layer in source.layers}
-    return {new: old for new, old in names.items() if old in in_source}
+    return names
 
 
 def _agree(measured: float, recorded: float | None, rounding: float = 0.0) -> bool:

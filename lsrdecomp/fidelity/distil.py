@@ -10,7 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Unpack
 
-from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.calibration.base_files import check_reachable
 from lsrdecomp.checkpoints import Journal, check_output_directory, content_key, open_checkpoint
 from lsrdecomp.checkpoints.files import read_json
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from lsrdecomp.fidelity.variants import DistilledVariant
 
 
-@keep_old_attributes
 @dataclass(frozen=True, slots=True, repr=False)
 class Distilled:
     """A distilled adapter: its directory, its fidelity, and the variant before and after.

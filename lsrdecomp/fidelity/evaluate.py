@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from peft.helpers import rescale_adapter_scale
 
-from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.calibration.base_model import open_base
 from lsrdecomp.calibration.batches import prompt_batches, text_batches
 from lsrdecomp.calibration.calibrate import calibrate
@@ -73,7 +72,6 @@ class DistillationTexts:
     measurement sees them."""
 
 
-@keep_old_attributes
 class Evaluator:
     """A base with a LoRA on it, and the LoRA's outputs on texts, to compare variants with.
 

@@ -6,7 +6,6 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.markup import size_text
 
@@ -50,7 +49,6 @@ class AnswerPair:
         return self.lora == self.variant
 
 
-@keep_old_attributes
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Fidelity(Behaviour):
     """The behaviour of a written variant on held-out texts, and how it was measured.

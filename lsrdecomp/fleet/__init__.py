@@ -1,5 +1,5 @@
 """Many adapters under one plan: resumable batches (`run_fleet`), run by joblib or Ray."""
 
-from lsrdecomp._renamed import attach
+import lazy_loader
 
-__getattr__, __dir__, __all__ = attach(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -4,6 +4,6 @@
 formats.
 """
 
-from lsrdecomp._renamed import attach
+import lazy_loader
 
-__getattr__, __dir__, __all__ = attach(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

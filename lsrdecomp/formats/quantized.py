@@ -198,17 +198,17 @@ class QuantizedProduct:
 class SpectralCode:
     """Components of an SVD in integer codes, each in its own bits: Σ_k 2^e · scale_k · u_k v_kᵀ.
 
-    A component may have a step for each group of numbers of u and of v besides, of one byte
-    (`lsrdecomp.formats.number_formats.step_values`). Without groups, as up to version 0.3, codes
-    are symmetric about zero.
+    A component has a step for each group of numbers of u and of v besides, of one byte
+    (`lsrdecomp.formats.number_formats.step_values`).
 
     Examples
     --------
     >>> u, v = np.array([1, 0, -1], dtype=np.int8), np.array([1, 1], dtype=np.int8)
     >>> scales = np.array([2.0], dtype=np.float16)
-    >>> code = SpectralCode((u,), (v,), scales, exponent=0, bits=(2,), matrix_shape=(3, 2))
+    >>> steps = (np.zeros(2, dtype=np.uint8),)
+    >>> code = SpectralCode((u,), (v,), scales, 0, (2,), (3, 2), groups=(4,), steps=steps)
     >>> code.storage, code.bytes
-    ('int2', 6)
+    ('int2', 9)
     >>> code.dequantized().to_matrix().round(6) + 0.0
     array([[ 2.,  2.],
            [ 0.,  0.],
@@ -221,8 +221,8 @@ class SpectralCode:
     exponent: int
     bits: tuple[int, ...]
     matrix_shape: tuple[int, int]
-    groups: tuple[int, ...] = ()  # numbers that share a step, of each component; empty: no steps
-    steps: tuple[NDArray[np.uint8], ...] = ()  # of each component: of the groups of u, then of v
+    groups: tuple[int, ...]  # numbers that share a step, of each component
+    steps: tuple[NDArray[np.uint8], ...]  # of each component: of the groups of u, then of v
 
     @property
     def structure(self) -> str:
@@ -284,8 +284,6 @@ class SpectralCode:
     def _values(self, k: int, side: int) -> NDArray[np.float64]:
         """Return u_k (side 0) or v_k (side 1): its codes, times the steps of their groups."""
         codes = (self.left, self.right)[side][k].astype(np.float64)
-        if not self.groups:
-            return codes
         group = self.groups[k]
         left_steps = step_count(self.matrix_shape[0], group)
         steps = (self.steps[k][:left_steps], self.steps[k][left_steps:])[side]

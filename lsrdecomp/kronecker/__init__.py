@@ -5,6 +5,6 @@ an adapter; `KroneckerShape` and `ProductShape` are their sizes. `rearrange` mak
 rank. Its algebra is in its methods. `to_cp` and `from_cp` exchange terms with TensorLy.
 """
 
-from lsrdecomp._renamed import attach
+import lazy_loader
 
-__getattr__, __dir__, __all__ = attach(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

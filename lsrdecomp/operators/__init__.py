@@ -23,6 +23,6 @@ Records are `LinearSolution`, `ApproximateInverse`, `GridLikelihood`, `Eigen`, `
 `lsrdecomp.recompress` finds fewer terms for a sum or product that has too many.
 """
 
-from lsrdecomp._renamed import attach
+import lazy_loader
 
-__getattr__, __dir__, __all__ = attach(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

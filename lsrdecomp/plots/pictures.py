@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from lsrdecomp._renamed import warn_of_old_name
 from lsrdecomp.analysis import ErrorCurve, LayerGrid, Limit, ParetoPoint, Spectrum
 from lsrdecomp.errors import needs
 
@@ -314,9 +313,7 @@ def plot_layer_grid(grid: LayerGrid, *, max_written: int = 150, ax: Axes | None 
     return ax
 
 
-def save_figure(
-    ax: Axes, path: Any, file_format: str | None = None, *, form: str | None = None
-) -> None:
+def save_figure(ax: Axes, path: Any, file_format: str | None = None) -> None:
     """Write the figure of ``ax`` as PNG or SVG, without a date inside.
 
     Parameters
@@ -325,8 +322,6 @@ def save_figure(
     path : path or binary file
     file_format : str, optional
         ``"png"`` or ``"svg"``; absent, the ending of ``path``.
-    form : str, optional
-        The old name of ``file_format``, until version 0.5.
 
     Examples
     --------
@@ -337,9 +332,7 @@ def save_figure(
     >>> picture.getvalue()[1:4]
     b'PNG'
     """
-    if form is not None:
-        warn_of_old_name("form=", "file_format=")
-    file_format = file_format or form or str(path).rpartition(".")[2]
+    file_format = file_format or str(path).rpartition(".")[2]
     metadata = {"Date": None} if file_format == "svg" else None
     figure = ax.get_figure(root=True)
     assert figure is not None

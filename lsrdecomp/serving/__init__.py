@@ -1,5 +1,5 @@
 """A running server: whether an adapter acts there, and at which scale, by asking it."""
 
-from lsrdecomp._renamed import attach
+import lazy_loader
 
-__getattr__, __dir__, __all__ = attach(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lsrdecomp._renamed import keep_old_attributes
 from lsrdecomp.errors import CheckpointError, needs
 from lsrdecomp.serving.client import Prompt, Token, connect
 
@@ -44,7 +43,6 @@ N_TOKENS = 2000
 """Likeliest next tokens of PEFT that are kept: more than any server gives."""
 
 
-@keep_old_attributes
 @dataclass(frozen=True, slots=True)
 class ServerMeasurement:
     """What a running server makes of an adapter.

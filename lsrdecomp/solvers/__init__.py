@@ -19,6 +19,6 @@ Pairs (the two sides of a LoRA layer)
 `Event` and `Status` the records; `solvers.base` explains each field.
 """
 
-from lsrdecomp._renamed import attach
+import lazy_loader
 
-__getattr__, __dir__, __all__ = attach(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -6,6 +6,6 @@ into memory. `KnownEntries` is a matrix with missing entries. `NormWeights` hold
 a norm ‖G^½ X C^½‖_F, such as `LowRankPlusIdentity`.
 """
 
-from lsrdecomp._renamed import attach
+import lazy_loader
 
-__getattr__, __dir__, __all__ = attach(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,5 +1,5 @@
 """Fine-tuning of adapters: `finetune` with `FinetuneSettings` gives a `FinetuneRecord`."""
 
-from lsrdecomp._renamed import attach
+import lazy_loader
 
-__getattr__, __dir__, __all__ = attach(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

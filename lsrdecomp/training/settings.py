@@ -18,7 +18,6 @@ from lsrdecomp.fields import (
     POSITIVE,
     SHARE,
     SHARE_OR_ZERO,
-    Alias,
     Check,
     Flag,
     Settings,
@@ -64,7 +63,6 @@ class FinetuneSettings(Settings):
         str,
         ON_COMMAND_LINE,
         INPUT_PATH,
-        Alias("base"),
         "The base: a name, a directory, a GGUF file, or smollm2.",
     ]
     data: Annotated[
@@ -128,7 +126,6 @@ class FinetuneSettings(Settings):
         float | str | None,
         ON_COMMAND_LINE,
         POSITIVE_OR_AUTO,
-        Alias("rate"),
         "Largest learning rate of the schedule; if absent, one that suits the method; auto tries "
         "three around that, each for a twentieth of the steps, before the run.",
     ] = None
@@ -137,13 +134,11 @@ class FinetuneSettings(Settings):
     zero_init_lr_factor: Annotated[
         float,
         POSITIVE,
-        Alias("zero_rate"),
         "Factor on the learning rate of what starts as all zeros, as in LoRA+.",
     ] = 1.0
     head_learning_rate: Annotated[
         float | None,
         POSITIVE,
-        Alias("head_rate"),
         "Learning rate of the head; if absent, that of the rest.",
     ] = None
     batch: Annotated[
@@ -204,7 +199,6 @@ class FinetuneSettings(Settings):
     precision: Annotated[
         str,
         ON_COMMAND_LINE,
-        Alias("dtype"),
         one_of(PRECISIONS),
         "bfloat16 loads the base in it and keeps what is trained in float32; auto does so on a GPU "
         "that has it.",

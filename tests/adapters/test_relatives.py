@@ -19,7 +19,6 @@ from torch import nn
 
 import lsrdecomp.adapters
 from lsrdecomp.adapters import DirectConfig, KronAConfig, rescale
-from lsrdecomp.adapters.config import TargetConfig
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.training import methods
 from lsrdecomp.training.methods import METHODS, Method, adapter_config
@@ -273,12 +272,3 @@ def test_a_method_written_from_contributing_alone_lives_in_peft(monkeypatch, tmp
     check_two_adapters("outer", tmp_path)
     test_peft_converts_them_to_lora_of_full_rank("outer")
     assert adapter_config("outer", {"alpha": 2.0}, target_modules=["query"]).alpha == 2.0
-
-
-def test_a_method_of_version_0_3_names_its_type_by_kind():
-    with pytest.warns(DeprecationWarning, match=r"kind is now OldConfig\.peft_type_name"):
-
-        class OldConfig(TargetConfig):
-            kind = "OLDER"
-
-    assert OldConfig.peft_type_name == "OLDER"

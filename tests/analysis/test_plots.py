@@ -1,6 +1,5 @@
 """Pictures hold what the records say; drawing asks for no display and changes no global state."""
 
-import io
 import math
 from itertools import combinations
 from pathlib import Path
@@ -199,10 +198,3 @@ def test_pictures_look_as_they_did_when_someone_looked(name, tmp_path):
         str(BASELINES / f"{name}.png"), str(tmp_path / f"{name}.png"), tol=12
     )
     assert difference is None, difference
-
-
-def test_the_old_name_of_a_file_format_still_works_and_warns():
-    picture = io.BytesIO()
-    with pytest.warns(DeprecationWarning, match="form= is now file_format="):
-        save_figure(plot_error_curves([FAST]), picture, form="png")
-    assert picture.getvalue()[1:4] == b"PNG"

@@ -12,7 +12,7 @@ import pytest
 from oracles import matrix_of
 from safetensors.numpy import load_file, save_file
 
-from lsrdecomp.checkpoints.statistics import Statistics, damped_weight, read_statistics
+from lsrdecomp.checkpoints.statistics import DAMPING, Statistics, damped_weight, read_statistics
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.targets.weights import LowRankPlusIdentity
 
@@ -102,7 +102,7 @@ def test_solver_weights_are_the_damped_ones(directory):
     norm, layer = statistics[ATTENTION], statistics.measured(ATTENTION)
     norm.check((6, 5))
     for side in ("input", "output"):
-        damped = damped_weight(getattr(layer, side), statistics.damping)
+        damped = damped_weight(getattr(layer, side), DAMPING)
         np.testing.assert_allclose(matrix_of(getattr(norm, side)), matrix_of(damped), atol=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""Formats without a config: kohya, diffusers, cloneofsimo, loralib, LyCORIS.
+"""Formats without a config: kohya, diffusers, loralib, LyCORIS.
 
 Real files where there are some; the others follow the published key layouts and are synthetic,
 their expected updates computed from each method's definition.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shutil
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +38,8 @@ from lsrdecomp.checkpoints import (
     write_pairs,
 )
 from lsrdecomp.checkpoints.format import open_bundle
+from lsrdecomp.checkpoints.writers import table
+from lsrdecomp.compression.export import export_lora
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape
 
@@ -70,9 +74,6 @@ def _kron(matrices) -> np.ndarray:
 
 REAL = {
     ("sd-mvclab-ntust-course", None): ("diffusers", 128, 797_184, 0),
-    ("sd-cloneofsimo", "analog_svd_rank4.safetensors"): ("cloneofsimo", 192, 1_541_376, 0),
-    ("sd-cloneofsimo", "lora_disney.safetensors"): ("cloneofsimo", 192, 385_344, 1_536),
-    ("sd-cloneofsimo", "lora_disney_inpainting.safetensors"): ("cloneofsimo", 192, 385_344, 1_536),
 }
 
 
@@ -108,25 +109,30 @@ def test_the_official_mnli_file_opens_with_its_alpha(shared: Path) -> None:
     assert checkpoint.config["modules_to_save"] == ["classifier"]
 
 
-def test_lists_saved_on_a_gpu_open_on_a_cpu_and_embeddings_alone_are_refused(shared: Path) -> None:
-    folder = shared / "odd" / "cloneofsimo-legacy-pt"
-    checkpoint = open_checkpoint(folder, name="lora_illust.pt")
-    assert len(checkpoint.layers) == 128
-    assert sum(not layer.load()[0].any() for layer in checkpoint.layers) == 32
-    assert len(open_checkpoint(folder / "lora_kiriko2.text_encoder.pt").layers) == 48
-    with pytest.raises(CheckpointError, match="1 token embeddings and no LoRA layer"):
-        open_checkpoint(folder, name="lora_kiriko2.ti.pt")
-
-
-@pytest.mark.parametrize("name", ["loralib", "cloneofsimo"])
-def test_an_lsr_directory_is_written_from_any_format(
-    shared: Path, tmp_path: Path, name: str
+def test_files_that_call_layers_by_position_are_refused_with_a_way_out(
+    shared: Path, tmp_path: Path
 ) -> None:
-    adapters = shared / "adapters"
-    if name == "loralib":
-        source = open_checkpoint(adapters / "ms-roberta-base-mnli", alpha=16)
-    else:
-        source = open_checkpoint(adapters / "sd-cloneofsimo" / "lora_disney.safetensors")
+    lists = shared / "odd" / "cloneofsimo-legacy-pt"
+    named = shared / "adapters" / "sd-cloneofsimo"
+    for path in (
+        *(lists / name for name in ("lora_illust.pt", "lora_kiriko2.text_encoder.pt")),
+        *(named / f"{name}.safetensors" for name in ("analog_svd_rank4", "lora_disney")),
+    ):
+        with pytest.raises(UnsupportedError, match="by their position .* lora_add BASE") as error:
+            open_checkpoint(path)
+        assert str(path) in str(error.value)
+        assert "\n" not in str(error.value)
+    with pytest.raises(CheckpointError, match="1 token embeddings and no LoRA layer"):
+        open_checkpoint(lists, name="lora_kiriko2.ti.pt")
+    tensors = {"unet:0:down": normal(2, 6), "unet:0:up": normal(4, 2)}
+    with pytest.raises(UnsupportedError, match="by their position"):
+        open_checkpoint(tensors)
+
+
+def test_an_lsr_directory_is_written_from_a_format_without_a_config(
+    shared: Path, tmp_path: Path
+) -> None:
+    source = open_checkpoint(shared / "adapters" / "ms-roberta-base-mnli", alpha=16)
     layers = (
         (layer.name, (layer.scale * up[None], np.ones((1, 1, 1))), (down[None], np.ones((1, 1, 1))))
         for layer in source.layers
@@ -135,7 +141,7 @@ def test_an_lsr_directory_is_written_from_any_format(
     write_lsr(tmp_path / "out", source=source, layers=layers)
     back = open_checkpoint(tmp_path / "out")
     assert sorted(back.extras) == sorted(source.extras)
-    assert back.config.get("modules_to_save") == (["classifier"] if name == "loralib" else None)
+    assert back.config.get("modules_to_save") == ["classifier"]
     first, again = source.layers[0], back.layers[0]
     assert again.shape == ProductShape(
         (first.out_features, 1), (first.rank, 1), (first.in_features, 1)
@@ -356,7 +362,6 @@ def test_diffusers_names_are_flattened_for_kohya_and_others_refused(tmp_path: Pa
     assert wide["lora_unet_x.alpha"] == 257  # which bfloat16 would round
     for name in (
         "model.layers.0.q_proj",
-        "unet:99",
         "transformer.h.0.mlp",
         "transformer.blocks.0.attn.to_q",
     ):
@@ -374,7 +379,6 @@ def test_diffusers_names_are_flattened_for_kohya_and_others_refused(tmp_path: Pa
     ("name", "words"),
     [
         ("model.layers.0.q_proj", "diffusers files hold layers of unet"),
-        ("unet:99", "called by its position"),
         ("transformer.h.0.attn.c_attn", "a layer of a language model, .* write lora instead"),
         ("lora_unet_a_b", "a flattened name cannot be undone; write kohya"),
     ],
@@ -629,18 +633,16 @@ def test_a_lokr_directory_becomes_an_lsr_directory_exactly(tmp_path: Path) -> No
     )
 
 
-def test_loralib_and_cloneofsimo_faults(tmp_path: Path) -> None:
+def test_loralib_faults(tmp_path: Path) -> None:
     faults = {
         "enable_lora.*Unfold it": {
             "q.lora_A": normal(4, 6),
             "q.lora_B": normal(8, 2),
         },
         "without up": {"q.lora_A": normal(4, 6)},
-        "rank 4 in shape": {"unet:0:down": normal(4, 6), "unet:0:up": normal(8, 4)},
-        "has down without up": {"unet:0:down": normal(4, 6)},
     }
     for word, tensors in faults.items():
-        save_file(tensors, tmp_path / "x.safetensors", metadata={"unet:0:rank": "3"})
+        save_file(tensors, tmp_path / "x.safetensors")
         with pytest.raises(CheckpointError, match=word):
             open_checkpoint(tmp_path)
 
@@ -684,7 +686,6 @@ FILES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, object] | None]] = 
     "lycoris": ({f"m.{part}": shape for part, shape in LOHA.items()}, None),
     "kohya": ({"lora_te_q.lora_down.weight": (2, 6), "lora_te_q.lora_up.weight": (4, 2)}, None),
     "diffusers": ({"unet.q.lora_A.weight": (2, 6), "unet.q.lora_B.weight": (4, 2)}, None),
-    "cloneofsimo": ({"unet:0:down": (2, 6), "unet:0:up": (4, 2)}, None),
     "loralib": ({"q.lora_A": (2, 6), "q.lora_B": (4, 2)}, None),
     "torchtune": ({"q.lora_a.weight": (2, 6), "q.lora_b.weight": (4, 2)}, None),
     "mlx": ({"q.lora_a": (6, 2), "q.lora_b": (2, 4)}, None),
@@ -812,6 +813,38 @@ def test_a_format_written_from_contributing_alone_reads_its_files(
     )
     for name, update in updates(open_checkpoint(with_peft)).items():
         np.testing.assert_allclose(update, updates(checkpoint)[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_format_to_write_from_contributing_alone_is_read_again(
+    tmp_path: Path, contributed: AdapterFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = CONTRIBUTING.read_text(encoding="utf-8").split("## Adding a format to write")[1]
+    (code,) = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, str(CONTRIBUTING), "exec"), names)
+    monkeypatch.setattr(table, "WRITERS", (*table.WRITERS, names["KERAS"]))
+    assert "keras" in table.writer_names()
+    source = open_checkpoint(
+        write_lora_directory(
+            tmp_path / "lora",
+            {**lora_pair("layers.0.q"), **lora_pair("layers.1.v", 7, 9, 3, 1)},
+            base_model_name_or_path="a-base",
+            rank_pattern={"layers.1.v": 3},
+        )
+    )
+    out = export_lora(source, tmp_path / "out", to="keras")
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert config == {"model": "a-base", "rank": 3}
+    shutil.move(out / "adapter_model.safetensors", tmp_path / "keras.safetensors")
+    weights = tmp_path / "keras.safetensors"
+    assert load_file(weights)["layers.1.v.lora_kernel_a"].shape == (9, 3)
+    (first, second) = open_checkpoint(weights, alpha=1).layers
+    assert contributed.name == "keras"
+    for layer, rank in ((first, 2), (second, 3)):
+        found = updates(open_checkpoint(weights, alpha=rank))[layer.name]
+        np.testing.assert_allclose(found, updates(source)[layer.name], rtol=1e-5, atol=1e-6)
+    with pytest.raises(UnsupportedError, match="cannot write 'kerras'; did you mean 'keras'"):
+        export_lora(source, tmp_path / "other", to="kerras")
 
 
 @pytest.mark.parametrize(
@@ -947,8 +980,8 @@ def test_shards_are_said_to_be_parts_of_one_file(tmp_path: Path, config: bool) -
 
 def test_names_are_sorted_by_the_numbers_in_them():
     names = [
-        "unet:2",
-        "unet:10",
+        "unet.2",
+        "unet.10",
         "x.layer.2.q",
         "x.layer.010.q",
         "x.layer.11.q",

@@ -40,7 +40,7 @@ def test_a_state_dict_of_peft_is_its_directory(tmp_path):
     assert given.extras.keys() == held.extras.keys()
 
 
-@pytest.mark.parametrize("form", ["kohya", "diffusers", "comfy wan", "loralib", "cloneofsimo"])
+@pytest.mark.parametrize("form", ["kohya", "diffusers", "comfy wan", "loralib"])
 def test_a_state_dict_of_another_format_is_its_file(form, tmp_path):
     file, alpha = tmp_path / write_format(tmp_path, form), 4.0 if form in OUTSIDE else None
     assert_same_layers(

@@ -15,8 +15,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
+from lsrdecomp.checkpoints.format import open_bundle
 from lsrdecomp.checkpoints.packed_index import split_tensor
 from lsrdecomp.checkpoints.provenance import read_provenance
+from lsrdecomp.compression.export import export_lora
+from lsrdecomp.compression.settings import CompressionPlan
+from lsrdecomp.compression.verify import verify
 from lsrdecomp.errors import CheckpointError, LsrError, ShapeError, UnsupportedError
 from lsrdecomp.formats import FloatProduct
 from lsrdecomp.kronecker.shape import ProductShape
@@ -356,7 +360,48 @@ def test_layers_as_they_are_stored_stand_beside_factors(tmp_path: Path) -> None:
     layers = [("q", *sides), ("v", FloatProduct(*sides, "float16"))]
     written = open_checkpoint(write_lsr(tmp_path / "b", source=source, layers=layers))
     assert [layer.dtype for layer in written.layers] == ["float32", "float16"]
-    with pytest.warns(DeprecationWarning, match=r"write_lsr\(coded=\) is now part of"):
-        old = write_lsr(tmp_path / "c", source=source, layers=layers[:1], coded=layers[1:])
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        assert (old / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_beside_the_numbers_a_directory_takes_little(tmp_path, storage):
+    """At most 4 kB and 16 bytes a layer, whatever their shapes and however many are left out."""
+    tensors, layers, dropped, rng = {}, [], [], np.random.default_rng(0)
+    for i in range(120):
+        name = f"model.layers.{i // 4}.self_attn.{'qkvo'[i % 4]}_proj"
+        tensors |= lora_pair(name, (64, 16, 16, 64)[i % 4], 64, 4, i)
+        out = [(8, 8), (64, 1), (4, 4, 4)] if i % 4 in (0, 3) else [(4, 4), (16, 1), (2, 2, 4)]
+        into = [(8, 8), (1, 64), (4, 4, 4)]
+        kind = int(rng.integers(3))
+        inner = (1, 1, 1)[: len(out[kind])] if rng.integers(2) else (2, 1, 2)[: len(out[kind])]
+        terms = rng.integers(1, 5, 2)
+        left = [
+            rng.standard_normal((terms[0], m, r)) for m, r in zip(out[kind], inner, strict=True)
+        ]
+        right = [
+            rng.standard_normal((terms[1], r, n)) for r, n in zip(inner, into[kind], strict=True)
+        ]
+        if rng.random() < 0.1:
+            dropped.append(name)
+        else:
+            layers.append((name, left, right))
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    given = open_checkpoint(
+        write_lora_directory(tmp_path / "a", tensors, r=4, target_modules=targets)
+    )
+    record = {"plan": CompressionPlan(ratio=6).to_json()}
+    options = {"dropped": dropped, "provenance": record, "storage": storage}
+    out = write_lsr(tmp_path / "o", source=given, layers=layers, **options)
+    written = open_checkpoint(out)
+    assert dropped
+    assert len(written.layers) == len(layers)
+    numbers = sum(tensor.nbytes for tensor in open_bundle(out).tensors.values())
+    beside = sum(path.stat().st_size for path in out.iterdir()) - numbers
+    report = 500  # compression.json, which `compress` adds
+    assert beside + report <= 4096 + 16 * len(layers)
+    check = verify(given, written)
+    assert {layer.name for layer in check.layers if layer.relative_error == 1.0} == set(dropped)
+    lora = export_lora(written, tmp_path / "lora")
+    assert verify(given, open_checkpoint(lora)).source_matches
+    # Layers that were left out are there too, as zeros: some servers want every layer of a type.
+    exported = json.loads((lora / "adapter_config.json").read_text())
+    assert exported["target_modules"] == sorted(targets)

@@ -1,10 +1,8 @@
 """Packed layers: every number and code comes back, PEFT sees the factors, damage is one error."""
 
-import base64
 import hashlib
 import json
 import tracemalloc
-import zlib
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,21 +11,20 @@ import pytest
 from checkpoint_files import lora_pair, write_lora_directory
 from hypothesis import given
 from hypothesis import strategies as st
-from index_of_03 import index_text
 from oracles import weighted_svd
 
 from lsrdecomp import LowRank, ProductShape
-from lsrdecomp.checkpoints import open_checkpoint, write_lsr
+from lsrdecomp.checkpoints import encodings, open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.common_names import COMMON_NAMES
-from lsrdecomp.checkpoints.encodings import bytes_of, entry_of
+from lsrdecomp.checkpoints.encodings import ENCODINGS, bytes_of, entry_of
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.packed import named_factors
 from lsrdecomp.checkpoints.packed_index import (
-    Index,
     decode_index,
     encode_index,
+    index_at_the_end,
     read_index,
-    read_packed,
+    read_packed_layers,
     text_of_index,
 )
 from lsrdecomp.checkpoints.provenance import read_provenance
@@ -37,6 +34,7 @@ from lsrdecomp.compression.spectral_codes import spectral_code, water_fill
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.formats import FloatProduct
 from lsrdecomp.formats.number_formats import step_values
+from lsrdecomp.formats.quantized import SpectralCode
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
 
 
@@ -47,23 +45,10 @@ def packed(layers, kinds=None):
     return text_of_index(index), np.concatenate([np.zeros(0, np.uint8), *pieces])
 
 
-def packed_by_01(layers):
-    """The one tensor of version 0.1."""
-    index = json.dumps([[name, *entry_of(code)] for name, code in layers.items()]).encode()
-    header = zlib.compress(index, 9)
-    return np.concatenate(
-        [np.frombuffer(len(header).to_bytes(4, "little") + header, np.uint8), packed(layers)[1]]
-    )
-
-
-def text_of_02(layers, **more):
-    """The index as version 0.2 wrote it."""
-    index = {
-        "version": 2,
-        "layers": [[name, *entry_of(code)] for name, code in layers.items()],
-        **more,
-    }
-    return base64.b64encode(zlib.compress(json.dumps(index).encode(), 9)).decode()
+def whole(layers):
+    """The bytes of the tensor: numbers, index, room for a seal."""
+    index = encode_index({name: entry_of(code) for name, code in layers.items()})
+    return np.concatenate([packed(layers)[1], np.frombuffer(index_at_the_end(index), np.uint8)])
 
 
 def read(text, numbers):
@@ -82,18 +67,13 @@ def layers():
         "a.q": quantized_product(sides.truncate(3, 2), 4),
         "a.v": quantized_product(sides.truncate(1), 8),
         "b.none": quantized_product(sides.truncate(0), 4),
-        "c": replace(grouped, groups=(), steps=()),  # as up to version 0.3
-        "d": grouped,
+        "c": grouped,
     }
 
 
 def test_every_code_comes_back(layers):
     text, numbers = packed(layers)
-    for again in (
-        read(text, numbers),
-        read(text_of_02(layers), numbers),
-        read_packed(packed_by_01(layers)),
-    ):
+    for again in (read(text, numbers), read_packed_layers(whole(layers))):
         assert list(again) == list(layers)
         for name, code in layers.items():
             found = again[name].stored()
@@ -135,50 +115,61 @@ def test_floats_keep_their_bits(dtype):
     }
 
 
-def test_an_index_says_kinds_what_was_dropped_and_what_peft_needs(layers):
+def test_an_index_says_kinds_and_what_peft_needs(layers):
     one = {"a.q": layers["a.q"]}
-    index = read_index(
-        text_of_02(one, kinds={"a.q": ["conv", [3, 3]]}, dropped=["a.v"], exact=True)
-    )
-    assert (index.layer_types, index.dropped) == ({"a.q": ("conv", (3, 3))}, ("a.v",))
     index = read_index(packed(one, {"a.q": ("conv", (3, 3))})[0])
-    assert (index.layer_types, index.dropped) == ({"a.q": ("conv", (3, 3))}, ())
+    assert index.layer_types == {"a.q": ("conv", (3, 3))}
     fields = index.config_fields()
     assert fields["shape_pattern"] == {"^a\\.q": {"out": [4, 3], "inner": [2, 2], "into": [5, 4]}}
     assert fields["separation_rank_pattern"] == {"^a\\.q": [3, 2]}
     assert fields["rank_pattern"] == fields["alpha_pattern"] == {"^a\\.q": 4}
     assert fields["target_modules"] == ["a.q"]
-    assert "target_modules" not in Index(index.entries).config_fields()
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        None,
-        7,
-        [],
-        {},
-        {"version": 3, "layers": []},
-        {"version": 2, "layers": 1},
-        {"version": 2, "layers": [["q", "floats", [2], [1], [2], "complex64", 1, 1]]},
-        {"version": 2, "layers": [["q", "floats", [2], [1], [2], "float32", 0, 1]]},
-        {"version": 2, "layers": [["q", "floats", [2], [1], [2], "float32", 1]]},
-        {"version": 2, "layers": [["q", "floats", [2], [1], [2], "float32", 1, 1]] * 2},
-        {"version": 2, "layers": [], "kinds": [1]},
-        {"version": 2, "layers": [], "dropped": 3},
-    ],
-)
-def test_a_damaged_index_is_one_line(index):
-    text = (
-        index
-        if index is None
-        else base64.b64encode(zlib.compress(json.dumps(index).encode())).decode()
-    )
+@pytest.mark.parametrize("text", [None, 7, "", "3:c-jL100031", "eJyLVkpUslJQKlGKBQAQhQKZ"])
+def test_an_index_of_another_version_is_refused_in_one_line(text):
+    with pytest.raises(CheckpointError, match="versions before 0.5 .* compress the LoRA") as error:
+        read_index(text)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["4:", "4:\x7f", "4:c-jL100031"])
+def test_a_damaged_index_is_one_line(text):
     with pytest.raises(
         CheckpointError, match="index of packed layers .layers. is damaged"
     ) as error:
         read_index(text)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("field", ["3:c-jL100031", "eJyLVkpUslJQKlGKBQAQhQKZ"])
+def test_a_directory_with_its_index_in_the_config_is_refused_in_one_line(layers, field, tmp_path):
+    source = open_checkpoint(
+        write_lora_directory(tmp_path / "lora", lora_pair("a.q", 12, 20, 4), r=4)
+    )
+    written = write_lsr(tmp_path / "small", source=source, layers=[("a.q", layers["a.q"])])
+    config = json.loads((written / "adapter_config.json").read_text()) | {"layers": field}
+    (written / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="versions before 0.5 .* compress the LoRA") as error:
+        open_checkpoint(written)
+    assert str(written / "adapter_config.json") in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tensor_of_an_older_version_is_refused_by_name(tmp_path):
+    name = "base_model.model.lsr_numbers"
+    config = {"peft_type": "LSR"}
+    folder = write_lora_directory(tmp_path / "old", {name: np.zeros(9, np.uint8)}, **config)
+    with pytest.raises(CheckpointError, match=f"{name}: .*another version"):
+        open_checkpoint(folder)
+
+
+def test_a_structure_of_another_version_is_refused(layers, monkeypatch):
+    index = encode_index({"c": entry_of(layers["c"])})
+    (number,) = (n for n, row in ENCODINGS.items() if row.kind == "groups")
+    monkeypatch.delitem(ENCODINGS, number)
+    with pytest.raises(CheckpointError, match=f"structure {number} .* is of another version"):
+        decode_index(index)
 
 
 def test_little_is_needed_to_open_a_directory_beside_its_numbers(layers, tmp_path):
@@ -196,10 +187,9 @@ def test_little_is_needed_to_open_a_directory_beside_its_numbers(layers, tmp_pat
     rng, coded = np.random.default_rng(0), {}
     for i, name in enumerate(names[::2]):
         code = layers["a.q" if i % 3 else "a.v"]
-        exponents = rng.integers(-9, -5, 2).tolist()
+        octaves = int(rng.integers(-2, 3))  # the same on both sides: a joined code stays joined
         left, right = (
-            replace(side, exponent=e)
-            for side, e in zip((code.left, code.right), exponents, strict=True)
+            replace(side, exponent=side.exponent + octaves) for side in (code.left, code.right)
         )
         coded[name] = replace(code, left=left, right=right)
     written = write_lsr(
@@ -227,7 +217,7 @@ def test_an_index_cut_or_changed_anywhere_is_refused_or_read(layers):
 
 def test_layers_in_any_order_keep_it(layers):
     """The steps of their places are then of either sign."""
-    names = ["h.10.q", "h.2.v", "head", "h.2.q", "h.0.q"]
+    names = ["h.10.q", "h.2.v", "head", "h.2.q"]
     many = dict(zip(names, layers.values(), strict=True))
     text, numbers = packed(many)
     again = read(text, numbers)
@@ -240,19 +230,6 @@ def test_layers_in_any_order_keep_it(layers):
 def test_the_dictionary_of_names_is_part_of_the_format():
     """Other bytes would not open what was written with these."""
     assert hashlib.sha256(COMMON_NAMES).hexdigest()[:16] == "f0f3c0735f6a0327"
-
-
-def test_an_index_in_the_config_is_read_as_before(layers):
-    unjoined = {name: code for name, code in layers.items() if name != "a.q"}
-    kinds = {"c": ("conv", (1, 1))}
-    entries = {name: entry_of(code) for name, code in unjoined.items()}
-    for exact in (False, True):
-        index = read_index(index_text(entries, kinds, exact))
-        assert (index.layer_types, index.exact) == (kinds, exact)
-        again = index.layers(packed(unjoined)[1])
-        for name, code in unjoined.items():
-            expected = code.dequantized().to_matrix()
-            assert np.array_equal(again[name].stored().dequantized().to_matrix(), expected)
 
 
 def test_factors_expand_to_the_same_product(layers):
@@ -280,39 +257,40 @@ def test_a_term_that_rounded_to_zero_stays(layers):
     assert [int(np.count_nonzero(np.any(f, axis=(1, 2)))) for f in left] == [2, 2]
 
 
-def test_opening_unpacks_no_code(layers):
+def test_opening_unpacks_no_code():
     """An index of huge layers is refused, or costs nothing until a layer is asked for."""
-
-    def index_of(*entry):
-        compressed = zlib.compress(json.dumps([["q", *entry]]).encode())
-        return np.frombuffer(len(compressed).to_bytes(4, "little") + compressed, np.uint8)
-
+    empty = SpectralCode((), (), np.zeros(0, np.float16), 0, (), (2**24, 2**24), (), ())
+    huge = replace(empty, matrix_shape=(2**49, 2**49))
     with pytest.raises(CheckpointError, match="a layer of 1125899906842624 numbers"):
-        read_packed(index_of("components", [2**49, 2**49], [], 0))
-    side = [4, 0, 0]
-    with pytest.raises(CheckpointError, match="numbers"):
-        read_packed(index_of("terms", [2**20, 2**20], [1, 1], [2**20, 2**20], side, [4, 0, 2**40]))
+        decode_index(_index_of(huge))
+    content = np.frombuffer(index_at_the_end(_index_of(empty)), np.uint8)
     tracemalloc.start()
-    (layer,) = read_packed(index_of("components", [2**24, 2**24], [], 0)).values()
+    (layer,) = read_packed_layers(content).values()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert layer.factor_shapes == ([(1, 2**24, 1)], [(1, 1, 2**24)])
     assert peak < 2**20
 
 
+def _index_of(code):
+    """The index of one layer, whose size alone is checked when it is read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encodings, "_check_numbers", lambda numbers, allowed: None)
+        return encode_index({"q": entry_of(code)})
+
+
 @given(st.data())
 def test_damaged_bytes_are_an_error_of_one_line_or_still_numbers(layers, data):
-    content = packed_by_01(layers).copy()
+    content = whole(layers).copy()
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, content.size - 1))
         content[place] = data.draw(st.integers(0, 255))
     content = content[: data.draw(st.integers(0, content.size))]
-    found, message = {}, "lsr_packed"
+    found, message = {}, ""
     try:
-        found = {name: layer.stored() for name, layer in read_packed(content).items()}
+        found = {name: layer.stored() for name, layer in read_packed_layers(content).items()}
     except CheckpointError as error:
         message = str(error)
-    assert "lsr_packed" in message
     assert "\n" not in message
     assert all(
         np.isfinite(factor).all()

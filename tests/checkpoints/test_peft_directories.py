@@ -274,10 +274,7 @@ def test_the_common_profile_is_read_right_by_peft_and_by_alpha_over_rank(tmp_pat
         np.testing.assert_allclose(seen, up @ down, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("profile", ["common", "lorax", "server"])
-def test_the_common_profile_has_one_padded_rank_and_no_patterns(
-    tmp_path: Path, profile: str
-) -> None:
+def test_the_common_profile_has_one_padded_rank_and_no_patterns(tmp_path: Path) -> None:
     tensors = {**lora_pair("layers.1.q", r=2), **lora_pair("layers.11.v", m=7, n=9, r=5, seed=1)}
     source = open_checkpoint(
         write_lora_directory(tmp_path / "a", tensors, rank_pattern={"layers.11.v": 5})
@@ -285,7 +282,7 @@ def test_the_common_profile_has_one_padded_rank_and_no_patterns(
     layers = [
         (layer.name, layer.scale * layer.load()[0], layer.load()[1]) for layer in source.layers
     ]
-    write_lora(tmp_path / "b", source=source, layers=layers, profile=profile)
+    write_lora(tmp_path / "b", source=source, layers=layers, profile="common")
     config = json.loads((tmp_path / "b" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["rank_pattern"], config["alpha_pattern"]) == (
         8,

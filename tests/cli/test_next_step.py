@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
+from lsrdecomp.checkpoints.writers.table import writer_names
 from lsrdecomp.cli.app import app
 from lsrdecomp.compression import export_lora
-from lsrdecomp.compression.export import EXPORT_FORMATS
 from lsrdecomp.errors import UnsupportedError
 
 LLAMA = {
@@ -187,7 +187,7 @@ def recommended(export):
         export()
     except UnsupportedError as error:
         return re.findall(
-            rf"(?:--to |write |or |did you mean ')({'|'.join(EXPORT_FORMATS)})\b", str(error)
+            rf"(?:--to |write |or |did you mean ')({'|'.join(writer_names())})\b", str(error)
         ) or ["none"]
     return ()
 

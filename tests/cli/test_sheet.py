@@ -161,7 +161,6 @@ def test_layers_of_a_group_count_as_one():
     [
         ("model.layers.11.self_attn.q_proj", "self_attn.q_proj"),
         ("unet_down_blocks_0_attn_to_q", "attn_to_q"),
-        ("unet:7", "unet"),
         ("classifier", "classifier"),
     ],
 )

@@ -13,16 +13,13 @@ from checkpoint_files import PREFIX, lora_pair, write_lora_directory
 from console import run_command
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from index_of_03 import index_text
 from safetensors.numpy import load_file, save_file
 
 from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.digests import SEAL_BYTES, ContentDigests
-from lsrdecomp.checkpoints.encodings import entry_of
-from lsrdecomp.checkpoints.files import SUMS, write_sums
+from lsrdecomp.checkpoints.files import SUMS
 from lsrdecomp.checkpoints.packed import NUMBERS
-from lsrdecomp.checkpoints.packed_index import split_tensor, stored_layers
 from lsrdecomp.checkpoints.tensors import LENGTH_BYTES
 from lsrdecomp.compression.export import export_lora
 from lsrdecomp.compression.settings import CompressionPlan
@@ -316,26 +313,6 @@ def test_an_adapter_saved_again_by_another_program_has_no_record_until_it_is_acc
     assert run_command("verify", made / "source", place, "--accept").returncode == 0
     assert run_command("verify", made / "source", place).returncode == 0
     assert ContentDigests.read(open_checkpoint(place).metadata) is not None
-
-
-def test_what_an_older_release_wrote_without_digests_is_held_to_its_sums(made, tmp_path):
-    place = tmp_path / "o"
-    shutil.copytree(made / "lsr-float32", place)
-    layers = stored_layers(open_checkpoint(place))
-    index = index_text({name: entry_of(layer) for name, layer in layers.items()}, exact=True)
-    config = json.loads((place / CONFIG).read_text()) | {"layers": index}
-    (place / CONFIG).write_text(json.dumps(config))
-    tensors = load_file(place / WEIGHTS)
-    tensors[NUMBERS], _ = split_tensor(tensors[NUMBERS])
-    save_file(tensors, place / WEIGHTS)
-    card = place / "README.md"
-    card.write_text(card.read_text().partition("## Where it comes from")[0])
-    write_sums(place)
-    assert run_command("verify", made / "source", place).returncode == 0
-    (place / SUMS).unlink()
-    done = run_command("verify", made / "source", place)
-    assert done.returncode == 3
-    assert "has lost its SHA256SUMS" in done.stderr
 
 
 def test_many_changed_fields_are_named_in_one_short_line(made, tmp_path):

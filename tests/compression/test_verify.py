@@ -260,7 +260,7 @@ def test_an_export_is_held_to_the_recorded_error_where_its_digest_was_made_anew(
     assert not check.agrees
 
 
-@pytest.mark.parametrize("profile", ["peft", "server", "lorax"])
+@pytest.mark.parametrize("profile", ["peft", "common"])
 def test_heads_left_out_on_purpose_are_no_fault_of_an_export(tmp_path, profile):
     head = {f"{PREFIX}classifier.weight": np.ones((2, 4), np.float32)}
     source = open_checkpoint(
@@ -271,7 +271,7 @@ def test_heads_left_out_on_purpose_are_no_fault_of_an_export(tmp_path, profile):
     small = open_checkpoint(
         compress(source, CompressionPlan(separation_rank=1)).save(tmp_path / "small")
     )
-    out = export_lora(small, tmp_path / "o", profile=profile)
+    out = export_lora(small, tmp_path / "o", profile=profile, without_heads=True)
     assert verify(source, open_checkpoint(out)).passed
     (out / "SHA256SUMS").unlink()
     tamper(
@@ -317,3 +317,21 @@ def test_a_source_in_half_precision_is_written_so_unless_another_type_is_asked_f
         assert done.returncode == 0, done.stderr
         assert {layer.dtype for layer in open_checkpoint(out).layers} == {wanted}
     assert lsrdecomp.compress(folder, separation_rank=1).plan.storage == dtype
+
+
+def test_the_record_of_every_layer_is_kept_where_it_is_asked_for(tmp_path):
+    tensors = {**lora_pair("layers.0.q", 27, 16, 8), **lora_pair("layers.1.q", 27, 16, 8, 1)}
+    given = open_checkpoint(write_lora_directory(tmp_path / "a", tensors, r=8))
+    result = compress(given, CompressionPlan(separation_rank=2))
+    short, long = result.save(tmp_path / "short"), result.save(tmp_path / "long", record=True)
+    assert "layers" not in json.loads((short / "compression.json").read_text())
+    recorded = verify(given, open_checkpoint(long)).layers
+    assert [layer.recorded_error for layer in recorded] == [
+        layer.relative_error for layer in result.layers
+    ]
+    report = json.loads((short / "compression.json").read_text())
+    assert verify(given, open_checkpoint(short)).recorded_error == result.totals.relative_error
+    report["totals"]["relative_error"] *= 1.0 + 1e-6
+    (short / "SHA256SUMS").unlink()
+    (short / "compression.json").write_text(json.dumps(report))
+    assert not verify(given, open_checkpoint(short)).passed

@@ -169,7 +169,6 @@ SOUND["kohya"] = single(
 SOUND["diffusers"] = single(
     _ones(("unet.q.lora_A.weight", (2, 6)), ("unet.q.lora_B.weight", (4, 2)))
 )
-SOUND["cloneofsimo"] = single(_ones(("unet:0:up", (4, 2)), ("unet:0:down", (2, 6))))
 SOUND["loha"] = single(_ones(*((f"m.hada_w{i}_{half}", (2, 2)) for i in "12" for half in "ab")))
 SOUND["lokr"] = single(
     _ones(("m.lokr_w1", (2, 2)), ("m.lokr_w2_a", (4, 2)), ("m.lokr_w2_b", (2, 6)))

@@ -40,7 +40,6 @@ def sound_safetensors() -> list[bytes]:
     loha = {f"m.hada_{part}": (2, 2) for part in ("w1_a", "w1_b", "w2_a", "w2_b")}
     lokr = {"m.lokr_w1": (2, 2), "m.lokr_w2_a": (2, 1), "m.lokr_w2_b": (1, 3)}
     shapes_by_file = [
-        {"unet:0:up": (2, 1), "unet:0:down": (1, 2)},
         {"q.lora_A": (1, 2), "q.lora_B": (2, 1)},
         {"unet.q.lora_A.weight": (1, 2), "unet.q.lora_B.weight": (2, 1)},
         kohya,

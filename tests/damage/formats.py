@@ -1,4 +1,4 @@
-"""Faults of other formats: kohya's, diffusers', cloneofsimo's, loralib's, LoHa and LoKr."""
+"""Faults of other formats: kohya's, diffusers', loralib's, LoHa and LoKr."""
 
 from __future__ import annotations
 
@@ -66,12 +66,9 @@ def _diffusers() -> Iterator[tuple[str, Fault]]:
 
 
 @collect("formats")
-def _cloneofsimo() -> Iterator[tuple[str, Fault]]:
-    pair = {"unet:0:up": ones(4, 2), "unet:0:down": ones(2, 6)}
-    yield "cloneofsimo: half", single({"unet:0:up": ones(4, 2)})
-    yield "cloneofsimo: ranks", single({**pair, "unet:0:down": ones(3, 6)})
-    yield "cloneofsimo: rank in header", single(pair, {"unet:0:rank": "7"})
-    yield "cloneofsimo: tokens only", single({"<s1>": ones(2)})
+def _without_names() -> Iterator[tuple[str, Fault]]:
+    yield "layers by position", single({"unet:0:up": ones(4, 2), "unet:0:down": ones(2, 6)})
+    yield "tokens only", single({"<s1>": ones(2)})
 
 
 @collect("formats")

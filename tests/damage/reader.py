@@ -74,8 +74,6 @@ FOUND: dict[str, list[bytes]] = {
             b"PK\x05\x06\0\0\0\0\x01\0\x01\0\x3a\0\0\0\x2a\0\0\0\0\0"
         )
     ],
-    # A scale of zero.
-    "packed_index": [b'[["a","terms",[2],[1],[2],[4,0,1],[4,0,1]]]\0' + bytes(8)],
 }
 """What fuzzing has found, kept as bytes, by reader."""
 

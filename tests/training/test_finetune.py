@@ -549,7 +549,7 @@ def test_the_verb_in_a_process_of_its_own(place, tmp_path, capfd):
 def test_the_verb_refuses_in_one_line(tmp_path):
     given = ("--model", "base", "--data", __file__, "--out", tmp_path / "out")
     for wrong, message in (
-        (("--rate", "-1"), "must be a number above 0, or auto, got -1"),
+        (("--learning-rate", "-1"), "must be a number above 0, or auto, got -1"),
         (("--method", "nora"), "method must be one of lora, rslora"),
         (("--config", tmp_path / "none.toml"), "none.toml"),
         (("--out", tmp_path), "already exists"),

@@ -61,10 +61,6 @@ def test_settings_survive_json_and_pickle():
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
         ({"target_modules": "query"}, "target_modules must be a list, got 'query'"),
         ({"layers": [-1]}, r"layers must be a list of layer indices, got \[-1\]"),
-        (
-            {"rate": 0.1, "learning_rate": 0.1},
-            "rate is an older name of learning_rate: give one of them",
-        ),
         ({"metric": "bleu"}, "metric: for a language model, whose task is text"),
         ({"evaluate_every": 5}, "give patience too"),
         ({"init": "a", "options": {"r": 2}}, "init brings its own options"),
@@ -126,17 +122,6 @@ def test_settings_and_records_are_read_without_torch():
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_older_names_are_read_and_never_written():
-    older = {**LABELLED, "rate": 0.1, "zero_rate": 4, "head_rate": 0.2}
-    settings = FinetuneSettings.from_mapping(older)
-    assert (settings.learning_rate, settings.zero_init_lr_factor, settings.head_learning_rate) == (
-        0.1,
-        4,
-        0.2,
-    )
-    assert not {"rate", "zero_rate", "head_rate"} & set(settings.to_json())
-
-
 @settings
 class More(FinetuneSettings):
     """Settings with two more fields; each is one line, and there is no other edit."""
@@ -159,7 +144,7 @@ def test_a_field_is_written_once():
     assert "--colour" in text
     assert "Of the lamp. [default: 5]" in text
     assert "hours_of_light" not in text  # --help-all shows what `--set` takes
-    CliRunner().invoke(app, ["--out", "x", "--colour", "7", "--rate", "0.5"])
+    CliRunner().invoke(app, ["--out", "x", "--colour", "7", "--learning-rate", "0.5"])
     assert taken == [{"colour": 7, "learning_rate": 0.5}]
     assert (
         More.from_mapping(

@@ -98,7 +98,7 @@ class Job:
 
     def _further(self, rate: float, **changes: object) -> FinetuneSettings:
         return further_settings(
-            self.suite, self.plan, self.task, rate=rate, seed=self.seed, **changes
+            self.suite, self.plan, self.task, learning_rate=rate, seed=self.seed, **changes
         )
 
 

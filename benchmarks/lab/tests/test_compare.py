@@ -218,7 +218,11 @@ def test_a_method_is_judged_against_another_seed_by_seed(file, runs, tmp_path):
         ),
         ("seeds = [0, 1, 2]", "tune_seeds = 2", "tune_seeds must be 1 to 1"),
         ("patience = 2", "", "several rates are compared on a split of the training set"),
-        ("options = { r = 1 }", "rate = 1e-3", "methods.LoRA r=1: rate is the suite's"),
+        (
+            "options = { r = 1 }",
+            "learning_rate = 1e-3",
+            "methods.LoRA r=1: learning_rate is the suite's",
+        ),
         (
             "options = { r = 1 }",
             "patience = 0",
@@ -246,11 +250,6 @@ def test_a_method_is_judged_against_another_seed_by_seed(file, runs, tmp_path):
         ("seeds = [0, 1, 2]", "recover = 3", "recover must be a table"),
         ("[tasks.embedded]", "[tasks]\nembedded = 3", "tasks.embedded must be a table of settings"),
         ("patience = 2", "patience = 2\nseed = 1", "common: seed is the suite's"),
-        (
-            "options = { r = 1 }",
-            "learning_rate = 1e-3",
-            "methods.LoRA r=1: learning_rate is the suite's",
-        ),
         ("options = { r = 1 }", 'task = "RTE"', "methods.LoRA r=1: task is the suite's"),
     ],
 )

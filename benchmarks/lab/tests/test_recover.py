@@ -51,8 +51,8 @@ judged = [128]
 tune_budget = 64
 steps = 3
 distil = 6
-lora = {{ rate = 5e-2, steps = 20, options = {{ r = 8, lora_alpha = 16 }} }}
-head = {{ rate = 3e-2, steps = 40 }}
+lora = {{ learning_rate = 5e-2, steps = 20, options = {{ r = 8, lora_alpha = 16 }} }}
+head = {{ learning_rate = 3e-2, steps = 40 }}
 structures = ["lsr", "direct", "lsr-paper", "lora-int8"]
 scratch = ["lsr"]
 samples = 64
@@ -314,7 +314,7 @@ def test_shape_settings_name_the_layers_that_are_kept(first):
 
 def test_one_task_may_want_another_lora(tmp_path):
     text = SUITE.format(model="embedded", data="d").replace(
-        "samples = 64", "lora_of.embedded = { rate = 0.25 }"
+        "samples = 64", "lora_of.embedded = { learning_rate = 0.25 }"
     )
     (tmp_path / "suite.toml").write_text(text)
     suite = read_suite(tmp_path / "suite.toml")
@@ -353,7 +353,11 @@ def test_one_task_may_want_another_lora(tmp_path):
         ("judged = [128]", "judged = [0]", "whole numbers of 1 or more"),
         ("samples = 64", "lora_of.CoIA = { steps = 5 }", "no task is called 'CoIA'"),
         ('scratch = ["lsr"]', 'scratch = ["lora-int8"]', "lora-int8 is not among the structures"),
-        ("rate = 5e-2, steps = 20", "rate = -1.0", r"\[recover\] together: learning_rate must be"),
+        (
+            "learning_rate = 5e-2, steps = 20",
+            "learning_rate = -1.0",
+            r"\[recover\] together: learning_rate must be",
+        ),
         ("[recover]\n", "[other]\n", "no setting is called 'other'"),
     ],
 )
@@ -410,4 +414,4 @@ def test_the_precision_of_the_base_can_be_given_on_the_command_line(done):
     (verb,) = (
         command for command in get_command(app).commands.values() if command.name == "recover"
     )
-    assert any("--dtype" in parameter.opts for parameter in verb.params)
+    assert any("--precision" in parameter.opts for parameter in verb.params)

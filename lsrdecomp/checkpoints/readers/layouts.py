@@ -157,7 +157,6 @@ class Layout:
             for stored, roles in modules.items()
         ]
         _check_unique(layers, bundle)
-        _check_header_ranks(layers, bundle)
         # 3. What stands for a config.
         config: dict[str, Any] = {}
         if bundle.config is not None:
@@ -271,7 +270,6 @@ LAYOUTS = (
     KOHYA,
     # No file of these is one of another layout: among themselves they could stand in any order.
     DIFFUSERS,
-    Layout("cloneofsimo", pair_parts((":down", ":up"))),  # a pickled list gets such keys too
     Layout("loralib", pair_parts((".lora_A", ".lora_B")), MAGNITUDE, scaled_outside=True),
     Layout(
         "torchtune",
@@ -427,16 +425,6 @@ def _check_unique(layers: list[Layer], bundle: Bundle) -> None:
     for name in names:
         if names.count(name) > 1:
             raise CheckpointError("is held under two names", path=bundle.weights, tensor=name)
-
-
-def _check_header_ranks(layers: list[Layer], bundle: Bundle) -> None:
-    """Hold the ranks that cloneofsimo writes into the header against those of the shapes."""
-    for layer in layers:
-        rank = bundle.metadata.get(f"{layer.name}:rank", str(layer.rank))
-        if rank != str(layer.rank) and isinstance(layer, LoraLayer):
-            raise layer.down.error(
-                f"rank {layer.rank} in shape {layer.down.shape}, but {rank[:20]!r} in the header"
-            )
 
 
 # -- where scales come from ------------------------------------------------------------------------

@@ -21,16 +21,9 @@ from lsrdecomp.checkpoints.format import (
     refuse_fields,
     without_prefix,
 )
-from lsrdecomp.checkpoints.limits import LIMITS
-from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, IndexEntry, PackedLayer, numbers_key
-from lsrdecomp.checkpoints.packed_index import (
-    FIELD,
-    Index,
-    index_and_numbers,
-    read_layer_types,
-    read_packed,
-)
-from lsrdecomp.checkpoints.provenance import read_provenance
+from lsrdecomp.checkpoints.limits import MAX_AXES
+from lsrdecomp.checkpoints.packed import NUMBERS, IndexEntry, PackedLayer
+from lsrdecomp.checkpoints.packed_index import FIELD, OLDER_INDEX, Index, index_and_numbers
 from lsrdecomp.checkpoints.records import Checkpoint, KroneckerLayer
 from lsrdecomp.checkpoints.tensors import FLOATS, Array, StoredTensor
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
@@ -50,6 +43,8 @@ REFUSED_FIELDS = {
     "use_dora": DORA_NEEDS_BASE,
     "target_parameters": "it targets bare parameters (experts), whose factors are stored stacked",
 }
+MAX_SIDE = 2**31
+"""Rows or columns of a layer of Kronecker factors, whose divisors are looked for one by one."""
 Sides = dict[str, list[StoredTensor]]
 """Factors of a module in order: of the out side under "B", of the in side under "A"."""
 
@@ -78,7 +73,7 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     refuse_fields(config, REFUSED_FIELDS if index is None else {"use_dora": DORA_NEEDS_BASE})
     check_carried(config)
     expected = _ExpectedSizes(config)
-    layer_types = layer_types_in_header(bundle) if index is None else index.layer_types
+    layer_types = {} if index is None else index.layer_types
     linear = "conv1d" if config.flag("fan_in_fan_out") else "linear"
     # 2. The factors, packed ones among them.
     tensors, packed = _with_unpacked(bundle, index, numbers)
@@ -101,17 +96,6 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     return make_checkpoint(
         bundle, name, layers, extras, notes, config=raw, layer_word="lsr_A and lsr_B"
     )
-
-
-def layer_types_in_header(bundle: Bundle) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return type and kernel of the layers that are not plain Linear, from the header's record."""
-    record = Checkpoint(bundle.path, "lsr", {}, (), {}, bundle.weights, bundle.metadata)
-    try:
-        return read_layer_types(read_provenance(record).get("kinds", {}))
-    except (AttributeError, TypeError, ValueError):
-        raise CheckpointError(
-            "the header's record of layer kinds is damaged", path=bundle.weights
-        ) from None
 
 
 class _ExpectedSizes:
@@ -141,8 +125,8 @@ class _ExpectedSizes:
         self.order = len(self.inner_shape or (1, 1))
         if raw.get("order") is not None:
             self.order = config.integer("order")
-        if self.order > LIMITS.factors:
-            raise config.error("order", f"at most {LIMITS.factors} factors")
+        if self.order > MAX_AXES:
+            raise config.error("order", f"at most {MAX_AXES} factors")
         rank = math.prod(self.inner_shape) if self.inner_shape else 16
         if raw.get("r") is not None:
             rank = config.integer("r")
@@ -222,7 +206,7 @@ def _shape_of_factors(left: list[StoredTensor], right: list[StoredTensor]) -> Pr
 
 def _check_limits(shape: ProductShape, tensor: StoredTensor) -> None:
     rows, columns = shape.matrix_shape
-    if max(rows, columns) > LIMITS.side or shape.order > LIMITS.factors:
+    if max(rows, columns) > MAX_SIDE or shape.order > MAX_AXES:
         raise tensor.error(
             f"{shape.order} factors of a {rows} x {columns} matrix; no layer is that large"
         )
@@ -274,28 +258,15 @@ def product_shape(name: str, value: Any) -> ProductShape:
 
 def _read_packed(bundle: Bundle) -> tuple[Index | None, Array | None]:
     """Read the index of packed layers, and their numbers; None where there are none."""
-    text = (bundle.config or {}).get(FIELD)
-    key = numbers_key(bundle.tensors)
-    if text is None and key is None:
+    if (bundle.config or {}).get(FIELD) is not None:
+        raise bundle.config_error(OLDER_INDEX)
+    if NUMBERS not in bundle.tensors:
         return None, None
-    if key is None:
-        raise CheckpointError(
-            f"is missing, of which {bundle.config_path.name} has the index ({FIELD}); copy both "
-            "again",
-            path=bundle.weights,
-            tensor=NUMBERS,
-        )
-    tensor = bundle.tensors[key]
-    content = _bytes_of(tensor)
-    if text is None:
-        try:
-            return index_and_numbers(content, None)
-        except CheckpointError as error:
-            raise CheckpointError(str(error), path=bundle.weights) from None
+    content = _bytes_of(bundle.tensors[NUMBERS])
     try:
-        return index_and_numbers(content, text)
+        return index_and_numbers(content)
     except CheckpointError as error:
-        raise bundle.config_error(str(error)) from None
+        raise CheckpointError(str(error), path=bundle.weights) from None
 
 
 def _with_unpacked(
@@ -306,17 +277,11 @@ def _with_unpacked(
     The second value is what the index says of the packed layers.
     """
     tensors = dict(bundle.tensors)
-    layers: dict[str, PackedLayer] = {}
-    packed = tensors.pop(PACKED, None)
-    if packed is not None:
-        by_version_1 = read_packed(_bytes_of(packed))
-        _add_factors(tensors, by_version_1, packed)
-        layers |= by_version_1
-    tensor = tensors.pop(numbers_key(tensors) or "", None)
-    if tensor is not None and index is not None and numbers is not None:
-        indexed = index.layers(numbers)
-        _add_factors(tensors, indexed, tensor)
-        layers |= indexed
+    tensor = tensors.pop(NUMBERS, None)
+    if tensor is None or index is None or numbers is None:
+        return tensors, {}
+    layers = index.layers(numbers)
+    _add_factors(tensors, layers, tensor)
     return tensors, {name: layer.entry for name, layer in layers.items()}
 
 
@@ -367,7 +332,7 @@ def _group_factors(
             raise UnsupportedError(f"{DORA_NEEDS_BASE}; {NOT_READ}", path=tensor.path, tensor=key)
         elif OTHER_KEY.search(key):
             raise tensor.error(
-                "is not lsr_A.factor_N or lsr_B.factor_N; written by a newer version?"
+                "is not lsr_A.factor_N or lsr_B.factor_N; written by another version?"
             )
         else:
             extras[key] = tensor

@@ -275,47 +275,21 @@ def write_gguf(
     """
     gguf = import_gguf()
     out = Path(out_file)
-    if out.suffix != ".gguf":
-        raise CheckpointError("the name must end in .gguf", path=out)
-    if storage not in STORAGES:
-        raise CheckpointError(
-            f"storage {storage!r} is not one of {', '.join(STORAGES)}, what GGUF files hold"
-        )
     if extras is None:
         extras = source.extras if source else {}
-    if extras:
-        raise UnsupportedError(
-            f"{len(extras)} tensors beside the adapter (the first {next(iter(extras))}) that "
-            "llama.cpp does not load; leave them out by --without-heads (extras={}), or write "
-            "lora, which keeps them",
-            path=out,
-        )
+    _check_request(out, storage, extras)
     source_layers = {layer.name: layer for layer in source.layers} if source else {}
-    is_empty = True
     with new_file(out, inputs=(source.path,) if source else (), force=force) as part:
         # The header says adapter and alpha 0: llama.cpp then takes B A as it is.
         writer = gguf.GGUFWriter(part, base.architecture)
-        stored: dict[str, Array] = {}
         header = {ARCHITECTURE: base.architecture, ADAPTER_TYPE: "lora", ALPHA: "0.0"}
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 0.0)
-        # Layers under the base's own names and in its order of rows, of the sizes that it has.
+        stored: dict[str, Array] = {}
         for name, up, down in layers:
-            check_pair(name, up, down, source_layers.get(name))
-            tensor = base.name_of(name)
-            _check_layer(name, tensor, up, down, source_layers.get(name), base)
-            ordered_up = np.asarray(up)
-            if tensor != name:  # of a GGUF file the rows are in order already
-                ordered_up = _in_base_order(tensor, ordered_up, base)
-            for key, half in (
-                (f"{tensor}.weight.lora_a", down),
-                (f"{tensor}.weight.lora_b", ordered_up),
-            ):
-                rounded = cast(half, STORAGES[storage], name)
-                stored[key] = _add_tensor(writer, key, rounded, storage)
-            is_empty = False
-        if is_empty:
+            stored |= _add_layer(writer, name, up, down, base, source_layers.get(name), storage)
+        if not stored:
             raise CheckpointError("no layers to write", path=out)
         if source is not None:
             source.check_source()
@@ -325,6 +299,48 @@ def write_gguf(
         writer.write_tensors_to_file()
         writer.close()
     return out
+
+
+def _check_request(out: Path, storage: str, extras: Mapping[str, StoredTensor]) -> None:
+    """Refuse what GGUF files do not hold, before anything is written."""
+    if out.suffix != ".gguf":
+        raise CheckpointError("the name must end in .gguf", path=out)
+    if storage not in STORAGES:
+        raise CheckpointError(
+            f"storage {storage!r} is not one of {', '.join(STORAGES)}, what GGUF files hold"
+        )
+    if extras:
+        raise UnsupportedError(
+            f"{len(extras)} tensors beside the adapter (the first {next(iter(extras))}) that "
+            "llama.cpp does not load; leave them out by --without-heads (extras={}), or write "
+            "lora, which keeps them",
+            path=out,
+        )
+
+
+def _add_layer(
+    writer: Any,
+    name: str,
+    up: Array,
+    down: Array,
+    base: GgufBase,
+    layer: LoraLayer | KroneckerLayer | None,
+    storage: str,
+) -> dict[str, Array]:
+    """Add a layer under the base's name and in its order of rows, of the size that it has.
+
+    Returns what a reader gets, by key.
+    """
+    check_pair(name, up, down, layer)
+    tensor = base.name_of(name)
+    _check_layer(name, tensor, up, down, layer, base)
+    ordered_up = np.asarray(up)
+    if tensor != name:  # of a GGUF file the rows are in order already
+        ordered_up = _in_base_order(tensor, ordered_up, base)
+    stored = {}
+    for key, half in ((f"{tensor}.weight.lora_a", down), (f"{tensor}.weight.lora_b", ordered_up)):
+        stored[key] = _add_tensor(writer, key, cast(half, STORAGES[storage], name), storage)
+    return stored
 
 
 def _add_tensor(writer: Any, key: str, array: Array, storage: str) -> Array:

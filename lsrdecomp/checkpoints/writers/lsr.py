@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lsrdecomp._renamed import warn_of_old_name
 from lsrdecomp.checkpoints.config import OF_SOME_MODULES, carried_fields
 from lsrdecomp.checkpoints.digests import field_digests
 from lsrdecomp.checkpoints.encodings import bytes_of, entry_of
@@ -52,7 +50,6 @@ def write_lsr(
     files: Mapping[str, str] | None = None,
     provenance: Mapping[str, Any] | None = None,
     dropped: Sequence[str] = (),
-    coded: Iterable[tuple[str, Stored]] | None = None,
     bare: bool = False,
 ) -> Path:
     """Write an LSR directory that PEFT opens once ``lsrdecomp.adapters`` is imported.
@@ -81,8 +78,6 @@ def write_lsr(
         JSON values for the record on the card.
     dropped : sequence of str
         Layers that were left out on purpose, for the record.
-    coded : iterable of (name, Stored), optional
-        Old name for further ``layers``, until version 0.5.
     bare : bool
         Write the weight file and its config only, which is all that PEFT opens: no README.md, no
         SHA256SUMS and none of ``files``.
@@ -103,13 +98,9 @@ def write_lsr(
     out = Path(out_dir)
     source_layers = {layer.name: layer for layer in source.layers}
     entries: dict[str, list[Any]] = {}
-    all_layers: Iterable[Sequence[Any]] = layers
-    if coded is not None:
-        warn_of_old_name("write_lsr(coded=)", "part of write_lsr(layers=)")
-        all_layers = chain(layers, coded)
 
     def numbers() -> Iterator[Array]:
-        for name, *parts in all_layers:
+        for name, *parts in layers:
             stored = _as_stored(name, parts, storage)
             _check_size(name, stored, source_layers.get(name), out)
             entries[name] = entry_of(stored)
@@ -132,19 +123,17 @@ def write_lsr(
         # Without spaces and lines: the config counts among the bytes of an adapter.
         text = json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False)
         (part / CONFIG).write_text(text, encoding="utf-8")
-        if bare:
-            return out  # written when the block ends
-        record = {
-            "storage": storage,
-            "dropped": list(dropped),
-            "sha256": writer.sha256(),
-            "config": field_digests(config),
-            **(provenance or {}),
-        }
-        card = _card(config) + card_section(source, record)
-        (part / CARD).write_text(card, encoding="utf-8")
-        for file, content in (files or {}).items():
-            (part / file).write_text(content, encoding="utf-8")
+        if not bare:
+            record = {
+                "storage": storage,
+                "dropped": list(dropped),
+                "sha256": writer.sha256(),
+                "config": field_digests(config),
+                **(provenance or {}),
+            }
+            card = _card(config) + card_section(source, record)
+            for file, content in {CARD: card, **(files or {})}.items():
+                (part / file).write_text(content, encoding="utf-8")
     return out
 
 

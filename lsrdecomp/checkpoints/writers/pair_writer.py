@@ -205,3 +205,9 @@ def _padded(name: str, up: Array, down: Array, rank: int) -> tuple[Array, Array]
     if missing < 0:
         raise ShapeError(f"{name}: rank {down.shape[0]}, but all layers are to have {rank}")
     return np.pad(up, ((0, 0), (0, missing))), np.pad(down, ((0, missing), (0, 0)))
+
+
+def check_file_name(out: Path) -> None:
+    """Refuse the name of a file that does not end in .safetensors."""
+    if out.suffix != ".safetensors":
+        raise CheckpointError("the name must end in .safetensors", path=out)

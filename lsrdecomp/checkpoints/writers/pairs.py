@@ -1,119 +1,21 @@
-"""Plain pairs written as other programs hold them: as a source did, or as image programs do."""
+"""Pairs written as another file holds them, or under the names of a row of the table."""
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from lsrdecomp.checkpoints.writers.rows import write_export
+from lsrdecomp.checkpoints.writers.same import write_same
+from lsrdecomp.checkpoints.writers.table import WRITERS, Export, Writer
+from lsrdecomp.errors import CheckpointError, unknown
 
-from lsrdecomp.checkpoints.config import most_common, patterns
-from lsrdecomp.checkpoints.files import read_json
-from lsrdecomp.checkpoints.format import CONFIG, MLX_WEIGHTS, PREFIX, alpha_scale
-from lsrdecomp.checkpoints.names import diffusers_name, kohya_name
-from lsrdecomp.checkpoints.pickles import UNNAMED
-from lsrdecomp.checkpoints.readers.layouts import METADATA
-from lsrdecomp.checkpoints.records import LOKR_STAYS, Checkpoint, LoraLayer
-from lsrdecomp.checkpoints.tensors import Array, StoredTensor
-from lsrdecomp.checkpoints.writers.gguf import read_base, write_gguf
-from lsrdecomp.checkpoints.writers.pair_writer import PairWriter
-from lsrdecomp.checkpoints.writers.peft import write_lora
-from lsrdecomp.checkpoints.writing import new_directory, new_file, write_json
-from lsrdecomp.errors import CheckpointError, UnsupportedError, unknown
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
-NAMES = ("same", "kohya", "diffusers")
-GGUF_STORAGES = {"float16": "f16", "float32": "f32", "bfloat16": "f32"}
-"""Types of GGUF files that hold the numbers of ours."""
-MLX_FORMATS = ("mlx", "mlx-vlm")
-KOHYA_KEYS = (".lora_down.weight", ".lora_up.weight")
-DIFFUSERS_KEYS = (".lora_A.weight", ".lora_B.weight")
-MODEL_HASH = "sshs_model_hash"
-"""The digest of the tensors' bytes that sd-scripts writes into a header."""
-LEGACY_HASH = "sshs_legacy_hash"
-"""Its digest of a part of the file, which is left out."""
-NETWORK = "ss_network_"
-"""Beginning of the keys in which sd-scripts says what it trained."""
-NETWORK_DIM = "ss_network_dim"
-"""Its rank, "Dynamic" if layers have several."""
-TRAINING_COMMENT = "ss_training_comment"
-Pairs = Iterable[tuple[str, Array, Array]]
-
-
-def file_or_directory(like: Checkpoint) -> str:
-    """Return what `write_pairs` makes when it writes an adapter in its original format.
-
-    Parameters
-    ----------
-    like : Checkpoint
-
-    Returns
-    -------
-    {"file", "directory"}
-        One file, or a directory with a config.
-
-    Raises
-    ------
-    UnsupportedError
-        For an adapter that is no file of pairs with keys of their own.
-    """
-    if like.format == "lsr":
-        raise UnsupportedError(
-            "is an LSR adapter: name the LoRA that it was made from by --like", path=like.path
-        )
-    for layer in like.layers:
-        if not isinstance(layer, LoraLayer):
-            raise UnsupportedError(LOKR_STAYS, path=like.path, tensor=layer.name)
-        if ".hada_" in layer.up.name:
-            raise UnsupportedError(
-                "is LoHa, read as the LoRA of the same ΔW, and is not written in its own "
-                "format: make LSR of it (a directory as --out), or write it as plain LoRA (export "
-                "--to lora)",
-                path=like.path,
-                tensor=layer.name,
-            )
-    if like.layers[0].up.name.startswith(f"{UNNAMED}:"):
-        raise UnsupportedError("is a pickled list without keys; write lora instead", path=like.path)
-    is_mlx_directory = like.format in MLX_FORMATS and (like.weights.parent / CONFIG).is_file()
-    return "directory" if is_mlx_directory or like.format == "peft-lora" else "file"
-
-
-@dataclass(frozen=True)
-class RankRule:
-    """Ranks that a format's readers ask of its layers.
-
-    Attributes
-    ----------
-    groups : tuple of tuple of int
-        Layers, by their index, that have one rank in common: experts of one stack; otherwise each
-        is alone.
-    min_rank : int
-        1 where every layer must be in the file, since its reader counts them (cloneofsimo), else 0.
-    is_common : bool
-        Whether all layers that are in the file have one rank, by which one alpha outside of it is
-        divided.
-    """
-
-    groups: tuple[tuple[int, ...], ...]
-    min_rank: int
-    is_common: bool
-
-
-def rank_rule(like: Checkpoint) -> RankRule:
-    """Return the rule by which `write_pairs` need not write zeros in place of what is left out."""
-    groups: defaultdict[str, list[int]] = defaultdict(list)
-    for index, layer in enumerate(like.layers):
-        is_pair = isinstance(layer, LoraLayer)
-        groups[layer.up.name if is_pair else layer.name].append(index)
-    has_one_alpha = like.config.get("lora_alpha") is not None
-    return RankRule(
-        groups=tuple(map(tuple, groups.values())),
-        min_rank=1 if like.format == "cloneofsimo" else 0,
-        is_common=like.format in ("loralib", "torchtune") and has_one_alpha,
-    )
+    from lsrdecomp.checkpoints.records import Checkpoint
+    from lsrdecomp.checkpoints.tensors import StoredTensor
+    from lsrdecomp.checkpoints.writers.table import Pairs
 
 
 def write_pairs(
@@ -147,8 +49,8 @@ def write_pairs(
         B (m, r) and A (r, n), taken one at a time.
     source : Checkpoint, optional
         Gives sizes, kernels and other tensors; never written into. Of "same" also the format.
-    names : {"same", "kohya", "diffusers"}
-        Whose names of layers.
+    names : str
+        Whose names of layers: "same", or the name of a `Writer`, such as "kohya" or "diffusers".
     storage : str, optional
         Type of A and B; absent, that of each layer in the source, or float32.
     extras : Mapping, optional
@@ -174,6 +76,7 @@ def write_pairs(
     Examples
     --------
     >>> import tempfile
+    >>> import numpy as np
     >>> from lsrdecomp.checkpoints import open_checkpoint
     >>> up, down = np.ones((4, 1), np.float32), np.ones((1, 6), np.float32)
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -187,192 +90,28 @@ def write_pairs(
     ...     print(half.layers[0].name, half.layers[0].load()[0].max())
     lora_unet_mid_block_attn1_to_q 0.5
     """
-    out = Path(out)
-    if names not in NAMES:
-        raise CheckpointError(f"no names {unknown(names, NAMES)}")
-    if extras is None:
-        extras = source.extras if source else {}
-    if names == "same":
-        if source is None:
-            raise CheckpointError("names 'same' are those of a source, and none was given")
-        if source.format == "gguf":
-            gguf_storage = GGUF_STORAGES.get(storage or source.storage, storage)
-            return write_gguf(
-                out,
-                layers=layers,
-                base=read_base(source.weights),
-                source=source,
-                extras=extras,
-                storage=gguf_storage or "f16",
-                force=force,
-            )
-        if source.format == "peft-lora":
-            return write_lora(
-                out,
-                source=source,
-                layers=layers,
-                storage=storage or source.storage,
-                extras=extras,
-                force=force,
-                provenance=provenance,
-            )
-    like = source if names == "same" else None
-    is_directory = like is not None and file_or_directory(like) == "directory"  # mlx-lm's
-    if not is_directory and out.suffix != ".safetensors":
-        raise CheckpointError("the name must end in .safetensors", path=out)
-    inputs = (source.path, source.weights) if source else ()
-    open_new = new_directory if is_directory else new_file
-    with (
-        open_new(out, inputs=inputs, force=force) as part,
-        PairWriter(out.absolute().parent, source) as writer,
-    ):
-        # 1. The pairs, then the other tensors.
-        if like is None:
-            storage = storage or "float32"
-            _add_named(writer, names, layers, storage)
-        else:
-            _add_same(writer, like, layers, storage)
-        if extras and names == "diffusers":
-            # This is said last: where a layer has no name either, leaving them out is no help.
-            raise _extras_in_diffusers(extras, out)
-        for key, tensor in extras.items():
-            writer.add(key.removeprefix(PREFIX), tensor.read())
-        # 2. What the file says of them.
-        if like is None:
-            header = writer.record(provenance, storage=storage)
-        else:
-            types = {storage or layer.dtype for layer in like.layers if layer.name in writer.ranks}
-            record = writer.record(provenance, storage="+".join(sorted(types)))
-            header = _same_metadata(like, writer) | record
-        if like is not None and is_directory:
-            config = _mlx_config(like, writer.ranks)
-            write_json(part / CONFIG, config)
-            writer.write(part / MLX_WEIGHTS, writer.with_digests(header, config))
-        else:
-            writer.write(part, writer.with_digests(header))
-    return out
-
-
-def _extras_in_diffusers(extras: Mapping[str, StoredTensor], out: Path) -> UnsupportedError:
-    return UnsupportedError(
-        f"{len(extras)} tensors beside the adapter (the first {next(iter(extras))}): diffusers "
-        "loads no file that holds such; leave them out by --without-heads (extras={}), or write "
-        "lora, which keeps them",
-        path=out,
+    export = Export(
+        out=Path(out),
+        layers=layers,
+        source=source,
+        storage=storage if names == "same" else storage or "float32",
+        extras=extras,
+        force=force,
+        provenance=provenance,
     )
-
-
-def _mlx_config(like: Checkpoint, ranks: Mapping[str, int]) -> dict[str, Any]:
-    """Return the config of a directory of mlx-lm or mlx-vlm, whose rank is the largest."""
-    config = read_json(like.weights.parent / CONFIG)
-    rank = {"rank": max(ranks.values())}
-    if "lora_parameters" not in config:
-        return config | rank
-    config["lora_parameters"] = config["lora_parameters"] | rank
-    return config
-
-
-def _add_named(writer: PairWriter, names: str, layers: Pairs, storage: str) -> None:
-    """Add the pairs of all layers under kohya's or diffusers' names."""
-    is_sdxl = any(layer.startswith("text_encoder_2.") for layer in writer.layers)
-    for name, up, down in layers:
-        if names == "kohya":
-            module = kohya_name(name, sdxl=is_sdxl)
-            down_ending, up_ending = KOHYA_KEYS
-            writer.add(f"{module}.alpha", np.array(down.shape[0], np.float32))
-        else:
-            module = diffusers_name(name)
-            down_ending, up_ending = DIFFUSERS_KEYS
-        writer.add_pair(name, up, down, (module + down_ending, module + up_ending), storage)
-
-
-def _add_same(writer: PairWriter, like: Checkpoint, layers: Pairs, storage: str | None) -> None:
-    """Add the pairs of all layers under the keys that ``like`` has for them."""
-    rule = rank_rule(like)
-    if rule.min_rank:
-        layers = _with_missing(like, layers)
-    common_rank = None
-    common_scale = 1.0
-    if rule.is_common:
-        layers = list(layers)
-        common_rank = max(down.shape[0] for _, _, down in layers)
-        common_scale = like.config["lora_alpha"] / common_rank
-    for name, up, down in layers:
-        layer: LoraLayer = like.layer(name)
-        scale = common_scale
-        if layer.alpha is not None:
-            scale = alpha_scale(layer.alpha, down.shape[0])
-            writer.add(layer.alpha.name, layer.alpha.read())
-        elif like.format in MLX_FORMATS:
-            scale = layer.scale
-        writer.add_pair(
-            name,
-            up,
-            down,
-            (layer.down.name, layer.up.name),
-            storage or layer.dtype,
-            rank=common_rank,
-            scale=scale,
-            transposed=like.format in MLX_FORMATS,
-        )
-
-
-def _with_missing(like: Checkpoint, layers: Pairs) -> Iterator[tuple[str, Array, Array]]:
-    """Yield all layers, with zeros for those left out of a file whose reader counts its layers."""
-    names = set()
-    for name, up, down in layers:
-        names.add(name)
-        yield name, up, down
-    for layer in like.layers:
-        if layer.name not in names:
-            yield layer.name, np.zeros((layer.out_features, 1)), np.zeros((1, layer.in_features))
-
-
-def _same_metadata(like: Checkpoint, writer: PairWriter) -> dict[str, str]:
-    """Return the metadata of ``like``, with what it says of ranks and hashes made true."""
-    metadata = {key: value for key, value in like.metadata.items() if key != LEGACY_HASH}
-    if MODEL_HASH in metadata:
-        metadata[MODEL_HASH] = writer.sha256()
-    metadata |= _network_metadata(metadata, writer.ranks)
-    for name, rank in writer.ranks.items():
-        if f"{name}:rank" in metadata:
-            metadata[f"{name}:rank"] = str(rank)
-    if METADATA in metadata:
-        metadata[METADATA] = _header_config(json.loads(metadata[METADATA]), writer.ranks)
-    return metadata
-
-
-def _network_metadata(metadata: Mapping[str, str], ranks: Mapping[str, int]) -> dict[str, str]:
-    """Return what sd-scripts' resize_lora says of a network's rank; alphas keep their value."""
-    if not any(key.startswith(NETWORK) for key in metadata):
-        return {}
-    found = set(ranks.values())
-    dim = str(found.pop()) if len(found) == 1 else "Dynamic"
-    before = metadata.get(NETWORK_DIM, "unknown")
-    if dim == before:
-        return {}
-    comment = f"dimension is resized from {before} to {dim}"
-    if metadata.get(TRAINING_COMMENT):
-        comment += f"; {metadata[TRAINING_COMMENT]}"
-    return {NETWORK_DIM: dim, TRAINING_COMMENT: comment}
-
-
-def _header_config(config: dict[str, Any], ranks: Mapping[str, int]) -> str:
-    """Update diffusers' config of the components, with alpha equal to the rank everywhere."""
-    components: dict[str, dict[str, int]] = {}
-    for name, rank in ranks.items():
-        component, _, module = name.partition(".")
-        components.setdefault(component, {})[module] = rank
-    for component, ranks_of_component in components.items():
-        if not any(key.startswith(f"{component}.") for key in config):
-            continue
-        common = most_common(ranks_of_component)
-        rank_patterns = patterns(ranks_of_component, common)
-        config |= {
-            f"{component}.r": common,
-            f"{component}.lora_alpha": common,
-            f"{component}.rank_pattern": rank_patterns,
-            f"{component}.alpha_pattern": rank_patterns,
-            f"{component}.use_rslora": False,
-        }
-    return json.dumps(config, sort_keys=True)
+    if names != "same":
+        writers = {writer.name: writer for writer in WRITERS if isinstance(writer, Writer)}
+        if names not in writers:
+            raise CheckpointError(f"no names {unknown(names, ('same', *writers))}")
+        return write_export(writers[names], export)
+    if source is None:
+        raise CheckpointError("names 'same' are those of a source, and none was given")
+    return write_same(
+        export.out,
+        layers=layers,
+        like=source,
+        storage=storage,
+        extras=export.other_tensors,
+        force=force,
+        provenance=provenance,
+    )

@@ -24,8 +24,6 @@ COMMON_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM allocates (0.33.0) and that TGI and LoRAX do not pad: they scale what they load
 after a padded layer by the padded rank (db931fcf42da, a7394ba386ec)."""
 PROFILES = ("common", "peft")
-ALIASES = {"server": "common", "lorax": "common"}
-"""Old names of profiles; `export_lora` leaves all heads out under them besides."""
 LINEAR_KEYS = ("lora_A.weight", "lora_B.weight")
 EMBEDDING_KEYS = ("lora_embedding_A", "lora_embedding_B")
 
@@ -98,7 +96,6 @@ def write_lora(
     """
     out = Path(out_dir)
     # 1. What a profile cannot hold is refused before anything is written.
-    profile = ALIASES.get(profile, profile)
     if profile not in PROFILES:
         raise CheckpointError(f"profile {profile!r} is not one of {', '.join(PROFILES)}")
     if config is None:
