@@ -134,7 +134,8 @@ class _Iterate:
     @property
     def weights(self) -> np.ndarray:
         """λ of the terms."""
-        return np.sqrt(np.prod(self.lengths, axis=0))
+        weights: np.ndarray = np.sqrt(np.prod(self.lengths, axis=0))
+        return weights
 
     def gradient(self, columns: Sequence[np.ndarray], layout: _Layout, ridge: float) -> np.ndarray:
         """Return minus half the gradient, as a stack."""
