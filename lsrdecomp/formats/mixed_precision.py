@@ -342,13 +342,13 @@ class _Rounding:
         """Return an error in the units of the weights."""
         return math.ldexp(error, -self.exponent)
 
-    def weight_types(self, atol: float, max_share: float = 0.1) -> tuple[WeightType, ...]:
+    def weight_types(self, atol: float) -> tuple[WeightType, ...]:
         """Return float32, and float64 where the rounding of weights may be in the way.
 
-        It may where it is more than ``max_share`` of the allowed error, a value set by hand.
+        It may where it is more than a tenth of the allowed error, a value set by hand.
         """
         rounding = unit_roundoff("float32") * float(np.linalg.norm(self.weights))
-        if rounding <= max_share * self.scaled(atol):
+        if rounding <= 0.1 * self.scaled(atol):
             return (np.float32,)
         return (np.float32, np.float64)
 

@@ -102,28 +102,15 @@ def _nearest_term(matrix: SeparatedMatrix) -> SeparatedMatrix:
     return max(ends, key=lambda nearest: norm(nearest.weights))
 
 
-def _alternate(
-    matrix: SeparatedMatrix,
-    start: Sequence[np.ndarray],
-    max_rounds: int = 500,
-    min_change: float = 1e-13,
-) -> SeparatedMatrix:
+def _alternate(matrix: SeparatedMatrix, start: Sequence[np.ndarray]) -> SeparatedMatrix:
     """Return one term near a sum, improving each factor in turn.
 
-    Parameters
-    ----------
-    matrix : SeparatedMatrix
-    start : sequence of arrays
-        A factor of norm one for each place.
-    max_rounds : int
-        By hand.
-    min_change : float
-        Change of the factors, of norm one, at which it ends: some 500 unit roundoffs.
+    ``start`` holds a factor of norm one for each place.
     """
     stacks = [to_numpy(as_double(f)) for f in matrix.factors]
     weights = to_numpy(as_double(matrix.weights))
     factors = [first.astype(stack.dtype) for first, stack in zip(start, stacks, strict=True)]
-    for _ in range(max_rounds):
+    for _ in range(500):
         largest_change = 0.0
         for i, stack in enumerate(stacks):
             # The sum contracted with all other factors, which is the best one beside them.
@@ -140,7 +127,8 @@ def _alternate(
             change = float(np.linalg.norm(image / size - factors[i]))
             largest_change = max(largest_change, change)
             factors[i] = image / size
-        if largest_change <= min_change:
+        # Some 500 unit roundoffs, of factors of norm one.
+        if largest_change <= 1e-13:
             break
     xp = namespace(*matrix.factors)
     place = device(matrix.factors[0])
@@ -153,8 +141,6 @@ def _polished(
     rearranged: Any,
     nearest: SeparatedMatrix,
     shape: KroneckerShape,
-    max_rounds: int = 20,
-    min_change: float = 1e-13,
 ) -> SeparatedMatrix:
     """Return a term improved by products with R(A) and its adjoint in turn.
 
@@ -166,14 +152,14 @@ def _polished(
     column = as_double(xp.reshape(nearest.factors[1], (-1, 1)))
     column = xp.astype(column, xp.result_type(column.dtype, rearranged.prototype.dtype))
     column = conjugate(column)
-    for _ in range(max_rounds):
+    for _ in range(20):
         left = rearranged.matmat(column)
         left = left / norm(left)
         image = rearranged.rmatmat(left)
         size = norm(image)
         change = norm(image / size - column)
         column = image / size
-        if change <= min_change:
+        if change <= 1e-13:
             break
     (m, n), (p, q) = shape.factors
     first = xp.reshape(left, (1, m, n))

@@ -85,16 +85,16 @@ class CheckSettings:
         Number of factors of the shapes that are drawn; None for one to five.
     """
 
-    xp: Namespace = np
-    complex_values: bool = True
-    dtype: str = "float64"
-    tolerance: float | None = None
-    max_examples: int = 25
-    leave_out: frozenset[str] = frozenset()
-    order: int | None = 2
+    xp: Namespace
+    complex_values: bool
+    dtype: str
+    tolerance: float | None
+    max_examples: int
+    leave_out: frozenset[str]
+    order: int | None
 
     @classmethod
-    def of(cls, options: Options, order: int | None = 2) -> CheckSettings:
+    def of(cls, options: Options, order: int | None = None) -> CheckSettings:
         """Validate the options that a caller gave.
 
         Raises

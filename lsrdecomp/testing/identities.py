@@ -22,8 +22,8 @@ import numpy as np
 from lsrdecomp.arrays import Array, norm, to_numpy
 from lsrdecomp.kronecker.rearrange import commutation_matrix
 from lsrdecomp.testing.agreement import Identities, Matrix, Sides
-from lsrdecomp.testing.cases import TILES, Cases, CheckSettings, Corners, Options, trials
-from lsrdecomp.testing.runner import GuardedFunction, try_identities
+from lsrdecomp.testing.cases import TILES, Cases, Corners, Options
+from lsrdecomp.testing.runner import check_identities
 
 Kron = Callable[[Array, Array], Array]
 IDENTITIES = Identities()
@@ -53,8 +53,7 @@ def check_kron(kron: Kron, **options: Unpack[Options]) -> None:
     lsrdecomp.testing.agreement.IdentityError: definition, (A ⊗ B)[i·p + k, j·q + l] = A[i, ...
     """
     __tracebackhide__ = True
-    settings = CheckSettings.of(options)
-    try_identities(trials(IDENTITIES, GuardedFunction(kron), settings, CORNERS), settings)
+    check_identities(IDENTITIES, kron, options, CORNERS, order=2)
 
 
 CORNERS = Corners(

@@ -21,8 +21,8 @@ import numpy as np
 from lsrdecomp.arrays import Array, norm
 from lsrdecomp.kronecker.rearrange import commutation_matrix
 from lsrdecomp.testing.agreement import Identities, Matrix, Sides
-from lsrdecomp.testing.cases import CheckSettings, Corners, Options, trials
-from lsrdecomp.testing.runner import GuardedFunction, try_identities
+from lsrdecomp.testing.cases import Corners, Options
+from lsrdecomp.testing.runner import check_identities
 
 KhatriRao = Callable[[Array, Array], Array]
 IDENTITIES = Identities()
@@ -54,8 +54,7 @@ def check_khatri_rao(khatri_rao: KhatriRao, **options: Unpack[Options]) -> None:
     lsrdecomp.testing.agreement.IdentityError: definition, (A ⊙ B)[i·p + k, j] = A[i, j]·B[k, ...
     """
     __tracebackhide__ = True
-    settings = CheckSettings.of(options)
-    try_identities(trials(IDENTITIES, GuardedFunction(khatri_rao), settings, CORNERS), settings)
+    check_identities(IDENTITIES, khatri_rao, options, CORNERS)
 
 
 CORNERS = Corners(

@@ -21,8 +21,8 @@ import numpy as np
 from lsrdecomp.arrays import Array, norm
 from lsrdecomp.kronecker.rearrange import commutation_matrix
 from lsrdecomp.testing.agreement import Identities, Matrix, Sides
-from lsrdecomp.testing.cases import CheckSettings, Corners, Options, trials
-from lsrdecomp.testing.runner import GuardedFunction, try_identities
+from lsrdecomp.testing.cases import Corners, Options
+from lsrdecomp.testing.runner import check_identities
 
 KronSum = Callable[[Array, Array], Array]
 IDENTITIES = Identities()
@@ -57,8 +57,7 @@ def check_kron_sum(kron_sum: KronSum, **options: Unpack[Options]) -> None:
     lsrdecomp.testing.agreement.IdentityError: definition, A ⊕ B = A ⊗ I + I ⊗ B: ...
     """
     __tracebackhide__ = True
-    settings = CheckSettings.of(options)
-    try_identities(trials(IDENTITIES, GuardedFunction(kron_sum), settings, CORNERS), settings)
+    check_identities(IDENTITIES, kron_sum, options, CORNERS)
 
 
 CORNERS = Corners(

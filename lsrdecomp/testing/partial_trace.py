@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from lsrdecomp.arrays import Array, namespace, norm
 from lsrdecomp.testing.agreement import Identities, Matrix, Sides
-from lsrdecomp.testing.cases import Cases, CheckSettings, Corners, Options, trials
-from lsrdecomp.testing.runner import GuardedFunction, try_identities
+from lsrdecomp.testing.cases import Cases, Corners, Options
+from lsrdecomp.testing.runner import check_identities
 
 Dims = tuple[int, int]
 PartialTrace = Callable[[Array, Dims, int], Array]
@@ -57,10 +57,7 @@ def check_partial_trace(partial_trace: PartialTrace, **options: Unpack[Options])
     lsrdecomp.testing.agreement.IdentityError: definition, tr₂(A)[i, j] = Σ_k A[i·q + k, j·q + ...
     """
     __tracebackhide__ = True
-
-    settings = CheckSettings.of(options)
-    function = GuardedFunction(partial_trace)
-    try_identities(trials(IDENTITIES, function, settings, CORNERS, _along_both_axes), settings)
+    check_identities(IDENTITIES, partial_trace, options, CORNERS, _along_both_axes)
 
 
 CORNERS = Corners(

@@ -32,7 +32,7 @@ from lsrdecomp.testing.agreement import (
     require_agreement,
 )
 from lsrdecomp.testing.cases import Cases, CheckSettings, Corners, Options, trials
-from lsrdecomp.testing.runner import GuardedFunction, try_identities
+from lsrdecomp.testing.runner import GuardedFunction, check_identities, try_identities
 
 Apply = Callable[[Sequence[Array], Array], Array]
 Form = Callable[[Array, Sequence[Array]], Array]
@@ -67,9 +67,7 @@ def check_apply(apply: Apply, **options: Unpack[Options]) -> None:
     >>> check_apply(lambda factors, x: reduce(np.kron, factors) @ x)  # prints nothing: no bug
     """
     __tracebackhide__ = True
-    settings = CheckSettings.of(options, order=None)
-    function = GuardedFunction(apply)
-    try_identities(trials(APPLY, function, settings, APPLY_CORNERS, _product_of_all), settings)
+    check_identities(APPLY, apply, options, APPLY_CORNERS, _product_of_all, order=None)
 
 
 APPLY_CORNERS = Corners(
@@ -175,8 +173,7 @@ def check_sum(form: Form, *, order: int | None = None, **options: Unpack[Options
     >>> check_sum(form)
     """
     __tracebackhide__ = True
-    settings = CheckSettings.of(options, order)
-    try_identities(trials(SUM, GuardedFunction(form), settings), settings)
+    check_identities(SUM, form, options, order=order)
 
 
 def check_decomposition(decompose: Decompose, **options: Unpack[Options]) -> None:
@@ -208,8 +205,7 @@ def check_decomposition(decompose: Decompose, **options: Unpack[Options]) -> Non
     >>> check_decomposition(by_svd)
     """
     __tracebackhide__ = True
-    settings = CheckSettings.of(options)
-    try_identities(trials(BEST, GuardedFunction(decompose), settings), settings)
+    check_identities(BEST, decompose, options, order=2)
 
 
 def _product_and_vectors(d: Cases) -> tuple[Any, ...]:

@@ -17,10 +17,13 @@ from hypothesis.errors import Flaky
 
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.testing.agreement import IdentityError, arrays_in, describe_arguments
-from lsrdecomp.testing.cases import Cases, CheckSettings, Corner, Trial
+from lsrdecomp.testing.cases import Cases, CheckSettings, Corner, Trial, trials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from lsrdecomp.testing.agreement import Identities
+    from lsrdecomp.testing.cases import Corners, Options
 
 
 class _Raised(Exception):  # noqa: N818 - never leaves this file
@@ -74,6 +77,36 @@ class GuardedFunction:
         if answer is None or isinstance(answer, np.matrix) or is_list_of_numbers:
             raise TypeError(f"the result is a {type(answer).__name__}, not an array")
         return answer
+
+
+def check_identities(
+    identities: Identities,
+    function: Callable[..., Any],
+    options: Options,
+    corners: Corners | None = None,
+    on_corners: Callable[..., None] | None = None,
+    *,
+    order: int | None = None,
+) -> None:
+    """Try the identities of one function on drawn cases, and the first of them on corner cases.
+
+    Parameters
+    ----------
+    identities : Identities
+    function : callable
+        The code under test.
+    options : Options
+        What the caller gave beside the function.
+    corners : Corners, optional
+    on_corners : callable (function, *arrays) -> None, optional
+        The check of a corner case, where its arrays are not the arguments of the first identity.
+    order : int or None
+        Number of factors of the shapes that are drawn; None for one to five.
+    """
+    __tracebackhide__ = True
+    settings = CheckSettings.of(options, order)
+    guarded = GuardedFunction(function)
+    try_identities(trials(identities, guarded, settings, corners, on_corners), settings)
 
 
 def try_identities(trials: Sequence[Trial], settings: CheckSettings) -> None:
