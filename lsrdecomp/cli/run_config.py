@@ -17,7 +17,7 @@ from lsrdecomp.fields import POSITIVE, TEXT, Check, SettingsError, whole_number
 
 TABLE = "compress"
 """Table of a TOML file that holds the settings, as for ``fleet --plan``."""
-ONLY_IN_PYTHON = ("search", "journal", "on_step")
+ONLY_IN_PYTHON = ("search", "journal")
 OPENING = ("name", "alpha")
 """Options of how the adapter is opened, which repeat a run as much as its settings."""
 NAMES = (*(name for name in READ_ON if name not in ONLY_IN_PYTHON), *OPENING)
