@@ -21,7 +21,7 @@ from lsrdecomp.errors import (
     PrecisionError,
     ShapeError,
 )
-from lsrdecomp.fields import accepts_settings
+from lsrdecomp.fields import refuses_unknown
 from lsrdecomp.formats.number_formats import storage_format
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from lsrdecomp.solvers.base import Solver, Sweep
 
 
-@accepts_settings()
+@refuses_unknown
 def decompose(
     matrix: Any,
     shape: KroneckerShape | Sequence[Sequence[int]] | str = "balanced",
@@ -464,7 +464,7 @@ def _is_tolerance(value: Any) -> bool:
     return isinstance(value, Real) and 0.0 <= float(value) < math.inf
 
 
-@accepts_settings()
+@refuses_unknown
 @one_blas_thread
 def recompress(
     matrix: SeparatedMatrix,

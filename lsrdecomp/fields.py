@@ -2,11 +2,10 @@
 
     batch: Annotated[int, ON_COMMAND_LINE, whole_number(1), "Examples per step."] = 32
 
-From that line come the check and its error, the reading of TOML and JSON, the docstring, the
-keyword argument of a function that `accepts_settings`, and the option or the line under ``--set``
-on the command line (`lsrdecomp.cli.settings`). transformers' HfArgumentParser is built the same
-way, but to import it takes seconds; pydantic would say what is wrong in words that lead nowhere
-near a TOML file.
+From that line come the check and its error, the reading of TOML and JSON, the docstring, and the
+option or the line under ``--set`` on the command line (`lsrdecomp.cli.settings`). transformers'
+HfArgumentParser is built the same way, but to import it takes seconds; pydantic would say what is
+wrong in words that lead nowhere near a TOML file.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import functools
 import inspect
 import json
 import math
-import re
 from collections.abc import Callable, Collection, Mapping
 from os import PathLike
 from types import MappingProxyType, NoneType, UnionType
@@ -273,6 +271,11 @@ class Settings:
                 raise cls.error(f"{name} must be given: {field.help}")
         return cls(**settings)
 
+    def changed(self) -> dict[str, Any]:
+        """Return the settings that differ from their defaults."""
+        values = {name: getattr(self, name) for name in self.fields}
+        return {name: value for name, value in values.items() if value != self.fields[name].default}
+
     def replace(self, **changes: Any) -> Self:
         """Return the same with some settings changed, checked as a whole again."""
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
@@ -310,54 +313,16 @@ def _class_documentation(cls: type, decorated: type[Settings]) -> str:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def accepts_settings(
-    *tables: type[Settings], refused_later: Collection[str] = ()
-) -> Callable[[F], F]:
-    """Decorate a function whose ``**settings`` are the fields of tables, to show them.
+def refuses_unknown(function: F) -> F:
+    """Decorate a function to refuse an argument that it has not, with the nearest that it has."""
+    known = inspect.signature(function).parameters
 
-    In its signature they are keyword arguments, in its docstring they stand for the entry
-    ``**settings``. A name that is none of the arguments is refused with the nearest that is;
-    without tables that is all that is done. Names in ``refused_later`` are passed on to the
-    function, which has more to say of them.
-    """
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _refuse_others(function.__name__, kwargs, known)
+        return function(*args, **kwargs)
 
-    def decorate(function: F) -> F:
-        plain = inspect.signature(function)
-        own = [each for each in plain.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        fields = [
-            field
-            for table in tables
-            for field in table.fields.values()
-            if field.name not in plain.parameters
-        ]
-        signature = plain.replace(parameters=[*own, *map(_parameter, fields)])
-        accepted = frozenset(signature.parameters).union(refused_later)
-
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not accepted.issuperset(kwargs):
-                names = [name for name in kwargs if name not in refused_later]
-                _refuse_others(function.__name__, names, signature.parameters)
-            return function(*args, **kwargs)
-
-        lines = [f"    {line}\n" for field in fields for line in field.documentation]
-        entry = r" *\*\*settings\n(?: {8}.*\n)*"
-        run.__doc__ = re.sub(entry, lambda _: "".join(lines), function.__doc__ or "")
-        run.__signature__ = signature  # type: ignore[attr-defined]
-        return run  # type: ignore[return-value]
-
-    return decorate
-
-
-def _parameter(field: Field) -> inspect.Parameter:
-    """Return a field as a keyword argument."""
-    annotation = field.type | None if field.optional else field.type
-    return inspect.Parameter(
-        field.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=field.default,
-        annotation=annotation,
-    )
+    return run  # type: ignore[return-value]
 
 
 def _refuse_others(function: str, names: Collection[str], allowed: Collection[str]) -> None:

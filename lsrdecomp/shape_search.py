@@ -13,7 +13,7 @@ import numpy as np
 
 from lsrdecomp.arrays import Array, adjoint, as_double, namespace, norm, tail_norms, to_numpy
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.fields import accepts_settings
+from lsrdecomp.fields import refuses_unknown
 from lsrdecomp.kronecker.shape import KroneckerShape, divisors, kronecker_shapes
 from lsrdecomp.solvers.svd.bidiagonal import AdjointOperator, Bidiagonal
 from lsrdecomp.solvers.svd.certificate import Certificate
@@ -87,7 +87,7 @@ class ShapeSearch:
         )
 
 
-@accepts_settings()
+@refuses_unknown
 def best_shape(
     matrix: Any,
     *,

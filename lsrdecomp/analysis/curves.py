@@ -13,7 +13,7 @@ from lsrdecomp.analysis.records import lists_for_tuples
 from lsrdecomp.arrays import as_double, namespace, tail_norms, to_numpy
 from lsrdecomp.decompose import decompose
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.fields import accepts_settings
+from lsrdecomp.fields import refuses_unknown
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import precision, unit_roundoff
 from lsrdecomp.solvers.svd.dense import as_matrix
@@ -130,7 +130,7 @@ class ErrorCurve:
         return markup.table(self.label, columns, markup.shortened(rows))
 
 
-@accepts_settings()
+@refuses_unknown
 def error_curve(
     matrix: Any,
     shape: KroneckerShape | None = None,
@@ -179,7 +179,7 @@ def error_curve(
     return _from_tails(str(shape), tails, target.norm, shape.parameters(1))
 
 
-@accepts_settings()
+@refuses_unknown
 def error_curves(matrix: Any, shapes: Iterable[KroneckerShape]) -> tuple[ErrorCurve, ...]:
     """Return the `error_curve` of one matrix for each of many shapes; it is checked once.
 
@@ -209,7 +209,7 @@ def error_curves(matrix: Any, shapes: Iterable[KroneckerShape]) -> tuple[ErrorCu
     return tuple(error_curve(target, shape) for shape in shapes)
 
 
-@accepts_settings()
+@refuses_unknown
 def solver_curve(
     matrix: Any,
     shape: KroneckerShape,
@@ -266,7 +266,7 @@ def solver_curve(
     )
 
 
-@accepts_settings()
+@refuses_unknown
 def low_rank_curve(matrix: Any) -> ErrorCurve:
     """Return the curve of truncated SVD of the matrix itself, m + n parameters a rank.
 

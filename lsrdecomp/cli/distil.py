@@ -52,7 +52,7 @@ def distil(
             out=out,
             force=force,
             on_step=show,
-            **options,
+            settings=DistilSettings(**options),
         )
     variant = done.variant
     training = variant.training

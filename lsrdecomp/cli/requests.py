@@ -1,4 +1,4 @@
-"""Requests on the command line: option groups, their spelling, and the routes that read them."""
+"""Requests on the command line: option groups, the routes that read them, and their spelling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import typer
 from lsrdecomp import checkpoints
 from lsrdecomp.cli.options import Alpha, Each, Force, JsonFile, MaxMemory, Name, Quiet, Wide
 from lsrdecomp.cli.outputs import NEW_FILE, UNKNOWN
-from lsrdecomp.compression.request import ALL_ROUTES, TO_DIRECTORY, Interface, Request, Route
+from lsrdecomp.compression.request import Interface, Request, routes_of
+from lsrdecomp.compression.settings import ALL_ROUTES, TO_DIRECTORY, ReadOn, Route
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,6 +61,7 @@ class Outputs:
     ] = None
     to: Annotated[
         str | None,
+        ReadOn(Route.SEARCHED, Route.TRUNCATED),
         typer.Option(
             "--to",
             help="same: a plain LoRA in its original format, by truncated SVD [default: LSR].",
@@ -71,10 +73,12 @@ class Outputs:
     )
     record: Annotated[
         bool,
+        TO_DIRECTORY,
         typer.Option("--record", help="List every layer in compression.json, not only totals."),
     ] = False
     bare: Annotated[
         bool,
+        TO_DIRECTORY,
         typer.Option(
             "--bare",
             help="Write no README.md, SHA256SUMS and compression.json, only weights and config.",
@@ -83,6 +87,7 @@ class Outputs:
     report: Annotated[
         Path | None,
         NEW_FILE,
+        TO_DIRECTORY,
         typer.Option(help="Also write a report with pictures: one HTML file."),
     ] = None
     json: JsonFile = None
@@ -138,8 +143,8 @@ class Outputs:
 class Display:
     """Options of what is shown."""
 
-    wide: Wide = False
-    each: Each = False
+    wide: Annotated[Wide, TO_DIRECTORY] = False
+    each: Annotated[Each, TO_DIRECTORY] = False
     verbose: Annotated[
         bool,
         typer.Option(
@@ -151,23 +156,11 @@ class Display:
 
 
 OWN_OPTIONS = {
-    "name": ALL_ROUTES,
-    "alpha": ALL_ROUTES,
-    "max_memory": ALL_ROUTES,
-    "out": ALL_ROUTES,
-    "to": frozenset({Route.SEARCHED, Route.TRUNCATED}),
-    "dry_run": ALL_ROUTES,
-    "record": TO_DIRECTORY,
-    "bare": TO_DIRECTORY,
-    "report": TO_DIRECTORY,
-    "json": ALL_ROUTES,
-    "force": ALL_ROUTES,
-    "wide": TO_DIRECTORY,
-    "each": TO_DIRECTORY,
-    "verbose": ALL_ROUTES,
-    "quiet": ALL_ROUTES,
+    name: routes
+    for group in (Opening, Outputs, Display)
+    for name, routes in routes_of(group, usual=ALL_ROUTES).items()
 }
-"""The routes that read each option of the groups: tables and records are of LSR.
+"""The routes that read each option of the groups.
 
 With ``--to same`` a search becomes a truncated SVD.
 """

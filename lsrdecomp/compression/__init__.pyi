@@ -9,6 +9,7 @@ from .effort import ShapeGrid as ShapeGrid
 from .effort import SolveEffort as SolveEffort
 from .export import export_lora as export_lora
 from .html_report import html_report as html_report
+from .measured_settings import MeasuredSettings as MeasuredSettings
 from .result import Compression as Compression
 from .result import LayerReport as LayerReport
 from .result import Totals as Totals

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypedDict
+from typing import Annotated
 
-from lsrdecomp.compression.settings import PlanKeywords
+from lsrdecomp.compression.settings import TO_DIRECTORY
 from lsrdecomp.fields import ON_COMMAND_LINE, SHARE, Settings, one_of, settings, whole_number
 
 
@@ -52,7 +52,10 @@ class EvaluatorSettings(Settings):
         "Precision of the base: float32 or bfloat16.",
     ] = "float32"
     device: Annotated[
-        str | None, ON_COMMAND_LINE, "cuda, cuda:1, … [default: the CPU, where NumPy solves]."
+        str | None,
+        ON_COMMAND_LINE,
+        TO_DIRECTORY,
+        "cuda, cuda:1, … [default: the CPU, where NumPy solves].",
     ] = None
     seed: Annotated[
         int, ON_COMMAND_LINE, "Seed of the order of the texts, and of which are held out."
@@ -93,27 +96,3 @@ class MeasuredSettings(EvaluatorSettings):
         whole_number(1),
         "With --base: 2 repeats calibration and search with the first result active.",
     ] = 1
-
-
-# -- the same as keyword arguments, for type checkers and editors; a test compares the two ---------
-
-
-class EvaluatorKeywords(TypedDict, total=False):
-    """The fields of `EvaluatorSettings`."""
-
-    held_out: int | None
-    batch: int | None
-    max_length: int | None
-    truncate: bool
-    dtype: str
-    device: str | None
-    seed: int
-
-
-class MeasuredKeywords(EvaluatorKeywords, PlanKeywords, total=False):
-    """The fields of `MeasuredSettings`, and of the plan that may stand beside them."""
-
-    keep: float | None
-    distil: int
-    examples: int
-    passes: int

@@ -2,21 +2,31 @@
 
 `lsrdecomp.compress`, `truncate`, `search_adapter` and ``lsrdecomp compress`` all call
 `Request.parse` before they open anything. A setting that the route does not read is refused by
-name, with the route that reads it. `READ_ON` is the one table of settings and routes. The command
-line adds its own options and spells settings in its own way (`Interface`).
+name, with the route that reads it: the annotation of a setting says which do, and `READ_ON` is read
+from these. The command line adds its own options and spells settings in its own way (`Interface`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from lsrdecomp.compression.measured_settings import MeasuredSettings
-from lsrdecomp.compression.settings import GOALS, STORAGES, CompressionPlan, Resources
+from lsrdecomp.compression.settings import (
+    GOALS,
+    ON_A_BASE,
+    SEARCHING,
+    SIZED,
+    STORAGES,
+    TO_DIRECTORY,
+    CompressionPlan,
+    ReadOn,
+    Resources,
+    Route,
+)
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import SettingsError
 
@@ -26,69 +36,8 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints.progress import OnStep
 
 
-class Route(Enum):
-    """The way from a goal to an adapter."""
-
-    SEARCHED = "searched"
-    """Shapes are searched for each layer, to a size or an error."""
-    GIVEN_TERMS = "given terms"
-    """Every layer gets the same number of terms; nothing is searched."""
-    MEASURED = "measured"
-    """A base runs on texts, to measure what the result keeps of the LoRA's effect."""
-    TRUNCATED = "truncated"
-    """A LoRA file is truncated by SVD, and stays in its own format."""
-
-
-ALL_ROUTES = frozenset(Route)
-TO_DIRECTORY = ALL_ROUTES - {Route.TRUNCATED}
-"""Routes that write an LSR directory."""
-_MEASURED = frozenset({Route.MEASURED})
-_SEARCHING = frozenset({Route.SEARCHED, Route.MEASURED})
-_SIZED = frozenset({Route.SEARCHED, Route.MEASURED, Route.TRUNCATED})
-
-READ_ON: Mapping[str, frozenset[Route]] = MappingProxyType(
-    {
-        # Goals, of which a request has one.
-        "ratio": _SIZED,
-        "parameters": _SIZED,
-        "bytes": _SIZED,
-        "rtol": _SIZED,
-        "kl": _SEARCHING,
-        "keep": _MEASURED,
-        "separation_rank": frozenset({Route.GIVEN_TERMS, Route.MEASURED}),
-        # Other settings of a plan.
-        "inner_shape": frozenset({Route.GIVEN_TERMS, Route.MEASURED}),
-        "max_rank": _SIZED,
-        "structure": _SEARCHING,
-        "storage": ALL_ROUTES,
-        # Settings of the search, and its resources.
-        "statistics": TO_DIRECTORY,
-        "search": _SEARCHING,
-        "workers": _SEARCHING,
-        "journal": _SEARCHING,
-        "device": TO_DIRECTORY,
-        "on_step": ALL_ROUTES,
-        # Settings of measurements on a base.
-        "base": _MEASURED,
-        "data": _MEASURED,
-        "held_out": _MEASURED,
-        "batch": _MEASURED,
-        "max_length": _MEASURED,
-        "truncate": _MEASURED,
-        "dtype": _MEASURED,
-        "seed": _MEASURED,
-        "distil": _MEASURED,
-        "examples": _MEASURED,
-        "passes": _MEASURED,
-    }
-)
-"""The routes that read each setting of the library."""
-
 SEARCH_ONLY = ("search", "workers")
 """Settings of a search, which the goal ``separation_rank`` does not read on any route."""
-
-PREFERRED = (Route.SEARCHED, Route.GIVEN_TERMS, Route.MEASURED)
-"""Order in which a refusal suggests routes that read a setting: those that need least first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +87,13 @@ class Request:
     storage: str | None = None  # None if none was given; see `for_adapter`
     max_rank: int | None = None
     structure: str | None = None
-    base: Any = None
-    data: Any = None
-    statistics: Any = None
-    search: Any = None
-    workers: int = 1
-    device: str | None = None
-    journal: Any = None
+    base: Annotated[Any, ON_A_BASE] = None
+    data: Annotated[Any, ON_A_BASE] = None
+    statistics: Annotated[Any, TO_DIRECTORY] = None
+    search: Annotated[Any, SEARCHING] = None
+    workers: Annotated[int, SEARCHING] = 1
+    device: Annotated[str | None, TO_DIRECTORY] = None
+    journal: Annotated[Any, SEARCHING] = None
     measured: MeasuredSettings | None = None  # None without a base
 
     @classmethod
@@ -153,6 +102,7 @@ class Request:
         given: Mapping[str, Any],
         *,
         plan: CompressionPlan | None = None,
+        settings: MeasuredSettings | None = None,
         to_file: bool = False,
         interface: Interface = PYTHON,
     ) -> Request:
@@ -165,6 +115,8 @@ class Request:
             given.
         plan : CompressionPlan, optional
             The goal and the other settings of a plan, in place of their entries in ``given``.
+        settings : MeasuredSettings, optional
+            Settings beside those in ``given``, which win.
         to_file : bool
             Whether a LoRA file is to be written in its own format.
         interface : Interface
@@ -178,6 +130,8 @@ class Request:
             For a setting that the route does not read; the message has a route that does.
         """
         given = {name: value for name, value in given.items() if value is not None}
+        if settings is not None:
+            given = settings.changed() | given
         # 1. Find the goal and the route.
         goal = _goal(given, plan, interface)
         if to_file:
@@ -214,18 +168,18 @@ class Request:
             options = {"storage": given["storage"]} if "storage" in given else {}
             plan = plan.replace(**options)
         else:
-            fields = {name: given[name] for name in CompressionPlan.fields if name in given}
+            chosen = {name: given[name] for name in CompressionPlan.fields if name in given}
             # The plans for a share to keep are made later. Their common settings are checked now,
             # in a plan of any size.
             if goal == "keep":
-                fields["ratio"] = 2.0
-            plan = CompressionPlan(**fields)
+                chosen["ratio"] = 2.0
+            plan = CompressionPlan(**chosen)
         if plan.kl is not None and route is Route.SEARCHED:
             check_divergence(plan, "statistics" in given)
         measured = None
         if route is Route.MEASURED:
-            fields = {name: given[name] for name in MeasuredSettings.fields if name in given}
-            measured = MeasuredSettings(**fields)
+            chosen = {name: given[name] for name in MeasuredSettings.fields if name in given}
+            measured = MeasuredSettings(**chosen)
         names = ("base", "data", "statistics", "search", "workers", "device", "journal")
         return cls(
             route=route,
@@ -265,9 +219,7 @@ class Request:
             chosen = self.plan.to_json()
         chosen["storage"] = self.storage
         if self.measured is not None:
-            defaults = MeasuredSettings().to_json()
-            measured = self.measured.to_json()
-            chosen |= {name: value for name, value in measured.items() if value != defaults[name]}
+            chosen |= self.measured.changed()
         else:
             chosen["device"] = self.device
         for name in ("base", "data", "statistics"):
@@ -296,6 +248,31 @@ class Request:
         """Return the resources of the search."""
         journal = None if self.goal == "separation_rank" else self.journal
         return Resources(self.workers, self.device, journal, on_step)
+
+
+def routes_of(table: type, usual: ReadOn | None = None) -> dict[str, frozenset[Route]]:
+    """Return the routes that read each field of a dataclass: those of its note, or the usual ones.
+
+    Without usual ones, a field that has no note is left out.
+    """
+    hints = get_type_hints(table, include_extras=True)
+    found = {}
+    for entry in fields(table):
+        notes = [note for note in get_args(hints[entry.name]) if isinstance(note, ReadOn)]
+        note = notes[0] if notes else usual
+        if note is not None:
+            found[entry.name] = note.routes
+    return found
+
+
+READ_ON: Mapping[str, frozenset[Route]] = MappingProxyType(
+    {
+        **routes_of(CompressionPlan, usual=SIZED),
+        **routes_of(Request),
+        **routes_of(MeasuredSettings, usual=ON_A_BASE),
+    }
+)
+"""The routes that read each setting of the library."""
 
 
 def _described(value: Any) -> str | None:
@@ -396,12 +373,12 @@ def _way_to_be_read(
     readers = _routes_that_read(name, interface)
     if route is Route.TRUNCATED:
         way = f"not read where a LoRA file is written: {interface.leave_truncated}"
-        if readers == _MEASURED and not has_base:
+        if readers == ON_A_BASE.routes and not has_base:
             way += f", with {interface.argument('base')} and {interface.argument('data')}"
         return way
     if goal == "separation_rank" and Route.SEARCHED in readers:
         return f"read with a goal that is searched for, such as {interface.argument('ratio')}"
-    other = next(preferred for preferred in PREFERRED if preferred in readers)
+    other = next(each for each in Route if each in readers)
     condition = "base" if other is Route.MEASURED else "separation_rank"
     return f"read with {interface.argument(condition)}"
 

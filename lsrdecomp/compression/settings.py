@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lsrdecomp.checkpoints.progress import ProgressUpdate as ProgressUpdate
 from lsrdecomp.compression.effort import (
@@ -23,6 +24,7 @@ from lsrdecomp.fields import (
     POSITIVE,
     TEXT,
     Alias,
+    Flag,
     Settings,
     list_of,
     one_of,
@@ -54,6 +56,36 @@ STORAGE_NAME = TEXT._replace(values=lambda: STORAGE_NAMES)
 DEFAULT_STORAGE = "float32"
 """Storage of a plan that names none."""
 
+
+class Route(Enum):
+    """The way from a goal to an adapter, those first that need least."""
+
+    SEARCHED = "searched"
+    """Shapes are searched for each layer, to a size or an error."""
+    GIVEN_TERMS = "given terms"
+    """Every layer gets the same number of terms; nothing is searched."""
+    MEASURED = "measured"
+    """A base runs on texts, to measure what the result keeps of the LoRA's effect."""
+    TRUNCATED = "truncated"
+    """A LoRA file is truncated by SVD, and stays in its own format."""
+
+
+class ReadOn(Flag):
+    """A note in the annotation of a setting: the routes that read it."""
+
+    def __init__(self, *routes: Route) -> None:
+        super().__init__()
+        self.routes = frozenset(routes)
+
+
+ALL_ROUTES = ReadOn(*Route)
+TO_DIRECTORY = ReadOn(Route.SEARCHED, Route.GIVEN_TERMS, Route.MEASURED)
+"""Routes that write an LSR directory."""
+SEARCHING = ReadOn(Route.SEARCHED, Route.MEASURED)
+SIZED = ReadOn(Route.SEARCHED, Route.MEASURED, Route.TRUNCATED)
+ON_A_BASE = ReadOn(Route.MEASURED)
+OF_TERMS = ReadOn(Route.GIVEN_TERMS, Route.MEASURED)
+
 SPLIT = list_of(whole_number(1), "two or more whole numbers, r1, r2, …", min_length=2)
 
 
@@ -81,6 +113,7 @@ class CompressionPlan(Settings):
     separation_rank: Annotated[
         int | None,
         ON_COMMAND_LINE,
+        OF_TERMS,
         whole_number(1),
         "Number of terms of every layer, on each side.",
     ] = None
@@ -106,12 +139,14 @@ class CompressionPlan(Settings):
     kl: Annotated[
         float | None,
         ON_COMMAND_LINE,
+        SEARCHING,
         POSITIVE,
         "Maximum KL to the LoRA in nats: measured with --base, else estimated by statistics.",
     ] = None
     inner_shape: Annotated[
         tuple[int, ...] | None,
         ON_COMMAND_LINE,
+        OF_TERMS,
         SPLIT,
         "With separation_rank: split of the inner rank, such as 4x2.",
     ] = None
@@ -124,12 +159,14 @@ class CompressionPlan(Settings):
     structure: Annotated[
         str | None,
         ON_COMMAND_LINE,
+        SEARCHING,
         one_of(("lsr",)),
         "lsr: Kronecker products in every layer, to fine-tune [default: the nearest structure].",
     ] = None
     storage: Annotated[
         str | None,
         ON_COMMAND_LINE,
+        ALL_ROUTES,
         STORAGE_NAME,
         "float32, float16, bfloat16, int8, int4 or auto (float16 or 2 to 8 bits, by layer) "
         "[default: the adapter's own type].",
@@ -299,23 +336,6 @@ class Budget:
     def bounds_error(self) -> bool:
         """True if the error is bounded, not the cost."""
         return self.squared_error is not None or self.layer_rtol is not None
-
-
-class PlanKeywords(TypedDict, total=False):
-    """The fields of a `CompressionPlan` as keyword arguments, without storage.
-
-    Functions with these arguments have ``storage`` as a parameter of their own.
-    """
-
-    rtol: float | None
-    separation_rank: int | None
-    parameters: float | None
-    ratio: float | None
-    bytes: int | None
-    kl: float | None
-    inner_shape: tuple[int, ...] | None
-    max_rank: int | None
-    structure: str | None
 
 
 def share_of_effect(kl: float, effect: float) -> float:

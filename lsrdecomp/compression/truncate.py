@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,15 +19,16 @@ from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.checkpoints.tensors import DTYPES, Array
 from lsrdecomp.checkpoints.writers.same import RankRule, rank_rule
 from lsrdecomp.compression.layers import Layer, open_layers
-from lsrdecomp.compression.request import READ_ON, Request
-from lsrdecomp.compression.settings import CompressionPlan, PlanKeywords
+from lsrdecomp.compression.request import Request
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.fields import accepts_settings
+from lsrdecomp.fields import refuses_unknown
 from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from lsrdecomp.compression.settings import CompressionPlan
 
 RECORD_BYTES = 2048
 """Bytes that are left for our record in the header of the file."""
@@ -130,15 +131,19 @@ class Truncation:
             written.add()
 
 
-@accepts_settings(CompressionPlan, refused_later=READ_ON)
+@refuses_unknown
 @one_blas_thread
 def truncate(
     checkpoint: Checkpoint,
     plan: CompressionPlan | None = None,
     *,
+    ratio: float | None = None,
+    bytes: int | None = None,
+    parameters: float | None = None,
+    rtol: float | None = None,
     storage: str | None = None,
+    max_rank: int | None = None,
     on_step: OnStep | None = None,
-    **settings: Unpack[PlanKeywords],
 ) -> Truncation:
     """Truncate every layer to the rank that one threshold over all singular values gives it.
 
@@ -148,13 +153,15 @@ def truncate(
         A LoRA in a format that `write_pairs` can write.
     plan : CompressionPlan, optional
         A ratio, parameters or bytes of the file over all layers, or a relative error of every layer
-        (``rtol``). Absent, one of these goals is given as an argument.
+        (``rtol``).
+    ratio, bytes, parameters, rtol : number, optional
+        The goal, where there is no plan: one of these.
     storage : str, optional
         A floating type, here or in the plan; absent, that of each layer.
+    max_rank : int, optional
+        Maximum rank of a layer.
     on_step : callable, optional
         Called with a `ProgressUpdate` after the singular values of each layer.
-    **settings
-        The fields of `CompressionPlan`.
 
     Returns
     -------
@@ -166,18 +173,26 @@ def truncate(
     BudgetError
         If nothing fits, or unless there is one goal.
     SettingsError
-        For a setting that has no use here, such as ``kl``, or a storage in integers.
+        For a plan with a setting that has no use here, such as ``kl``, or a storage in integers.
     UnsupportedError
         For an adapter that is not made of plain pairs.
     ArgumentError
-        For an unknown goal, with the nearest known name.
+        For an unknown argument, with the nearest known name.
 
     Notes
     -----
     O((m + n) r²) a layer. Between the two readings 2 r² + r numbers of each layer are kept, in
     memory or on disk.
     """
-    request = Request.parse({"storage": storage, **settings}, plan=plan, to_file=True)
+    given = {
+        "ratio": ratio,
+        "bytes": bytes,
+        "parameters": parameters,
+        "rtol": rtol,
+        "storage": storage,
+        "max_rank": max_rank,
+    }
+    request = Request.parse(given, plan=plan, to_file=True)
     plan = request.plan
     assert plan is not None
     file_or_directory(checkpoint)

@@ -4,3 +4,4 @@ from .distil import Distilled as Distilled
 from .evaluate import Evaluator as Evaluator
 from .fidelity import Fidelity as Fidelity
 from .fidelity import Measurement as Measurement
+from .settings import DistilSettings as DistilSettings

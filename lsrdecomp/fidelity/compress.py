@@ -27,7 +27,7 @@ from functools import partial
 from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.calibration.base_files import check_reachable, resolved_base
 from lsrdecomp.checkpoints import Checkpoint, Journal, open_checkpoint
@@ -37,19 +37,13 @@ from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import Compression, described, search_adapter
 from lsrdecomp.compression.effort import LIMITS_BESIDE_A_BASE
-from lsrdecomp.compression.measured_settings import MeasuredKeywords, MeasuredSettings
 from lsrdecomp.compression.request import Request
-from lsrdecomp.compression.settings import (
-    CompressionPlan,
-    PlanKeywords,
-    Search,
-    share_of_effect,
-)
+from lsrdecomp.compression.settings import CompressionPlan, Search, share_of_effect
 from lsrdecomp.errors import BudgetError, needs
 from lsrdecomp.fidelity.fidelity import AnswerPair, Fidelity, Measurement, share_kept
 from lsrdecomp.fidelity.rewrite import publish
 from lsrdecomp.fidelity.size_search import SizeSearch
-from lsrdecomp.fields import accepts_settings
+from lsrdecomp.fields import refuses_unknown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +51,7 @@ if TYPE_CHECKING:
     from lsrdecomp.calibration.behaviour import Behaviour
     from lsrdecomp.checkpoints.format_table import AdapterSource
     from lsrdecomp.compression.layers import StatisticsByLayer
+    from lsrdecomp.compression.measured_settings import MeasuredSettings
     from lsrdecomp.fidelity.evaluate import Evaluator
     from lsrdecomp.fidelity.goals import Goal, ShapeSearch
     from lsrdecomp.fidelity.size_search import TrainedSizeSearch
@@ -64,56 +59,34 @@ if TYPE_CHECKING:
     from lsrdecomp.fidelity.variants import CompressedVariant, VariantCache
 
 
-@overload
+@refuses_unknown
 def compress(
     checkpoint: Checkpoint | AdapterSource,
     plan: CompressionPlan | None = None,
     *,
-    base: None = None,
-    data: None = None,
+    ratio: float | None = None,
+    bytes: int | None = None,
+    parameters: float | None = None,
+    rtol: float | None = None,
+    kl: float | None = None,
+    separation_rank: int | None = None,
+    keep: float | None = None,
     storage: str | None = None,
-    statistics: Statistics | str | Path | None = None,
-    search: Search | None = None,
-    workers: int = 1,
-    journal: Journal | None = None,
-    on_step: OnStep | None = None,
-    device: str | None = None,
-    **settings: Unpack[PlanKeywords],
-) -> Compression: ...
-
-
-@overload
-def compress(
-    checkpoint: Checkpoint | AdapterSource,
-    plan: CompressionPlan | None = None,
-    *,
-    base: str | Path,
-    data: str | Path | Texts,
-    storage: str | None = None,
-    statistics: Statistics | str | Path | None = None,
-    search: Search | None = None,
-    workers: int = 1,
-    journal: Journal | None = None,
-    on_step: OnStep | None = None,
-    **settings: Unpack[MeasuredKeywords],
-) -> MeasuredCompression: ...
-
-
-@accepts_settings(CompressionPlan, MeasuredSettings)
-def compress(
-    checkpoint: Checkpoint | AdapterSource,
-    plan: CompressionPlan | None = None,
-    *,
+    structure: str | None = None,
+    max_rank: int | None = None,
+    inner_shape: tuple[int, ...] | None = None,
     base: str | Path | None = None,
     data: str | Path | Texts | None = None,
-    storage: str | None = None,
+    distil: int | None = None,
     statistics: Statistics | str | Path | None = None,
     search: Search | None = None,
+    settings: MeasuredSettings | None = None,
+    seed: int | None = None,
+    device: str | None = None,
     workers: int = 1,
     journal: Journal | None = None,
     on_step: OnStep | None = None,
-    **settings: Any,
-) -> Compression | MeasuredCompression:
+) -> Compression:
     """Compress a LoRA to an LSR adapter of a size, an error, or a measured share that is kept.
 
     Parameters
@@ -121,35 +94,47 @@ def compress(
     checkpoint : str, path, Checkpoint, state dict or PeftModel
         The LoRA: what `open_checkpoint` reads or returned.
     plan : CompressionPlan, optional
-        The goal as a value that can be used again. Without it the goal is one of the settings, such
-        as ``ratio=10``.
+        The goal as a value that can be used again, with storage, structure and shapes.
+    ratio, bytes, parameters, rtol, kl, separation_rank : number, optional
+        The goal, where there is no plan: one of these, as `CompressionPlan` has it, or ``keep``.
+    keep : float, optional
+        With ``base``: find the smallest version that keeps this share of the LoRA's effect.
+    storage : str, optional
+        As in a plan. Absent, it is the LoRA's dtype; with a base and ``keep`` or ``bytes``, the
+        number of bits that suits each layer best.
+    structure, max_rank, inner_shape : optional
+        As in a plan.
     base : str or path, optional
         The base model, by name or directory. With it, what is kept is measured:
         ``result.fidelity``.
     data : path or sequence of texts, optional
         With ``base``: texts of the task, without labels.
-    storage : str, optional
-        As in a plan. Absent, it is the LoRA's dtype; with a base and ``keep`` or ``bytes``, the
-        number of bits that suits each layer best.
+    distil : int, optional
+        With ``base``: also train on the LoRA's answers, for so many steps.
     statistics : Statistics, str or path, optional
         Statistics of the layers, so that errors count by their effect on the model's outputs: a
         directory that `lsrdecomp calibrate` wrote, or what `read_statistics` returned. With
         ``base`` they are measured if they are not given.
     search : Search, optional
         Effort of the search for shapes.
+    settings : MeasuredSettings, optional
+        With ``base``: how texts are read and held out, and what else is measured. An argument here
+        of the same name wins.
+    seed : int, optional
+        With ``base``: seed of the order of the texts, and of which are held out.
+    device : str, optional
+        Where torch solves, and runs the base; absent, the CPU, where NumPy solves.
     workers : int
         Processes that solve.
     journal : Journal, optional
         Keeps what was solved, measured and trained, so that a killed run can be resumed.
     on_step : callable, optional
         Called with a `ProgressUpdate` before and during each part of the work.
-    **settings
-        The fields of `CompressionPlan` and `MeasuredSettings`.
 
     Returns
     -------
-    Compression, or MeasuredCompression with a base
-        Call its ``save`` to write the adapter.
+    Compression
+        Call its ``save`` to write the adapter. With a base it is a `MeasuredCompression`.
 
     Raises
     ------
@@ -177,16 +162,28 @@ def compress(
     # A request refuses settings that have no use with its goal. None and the default number of
     # workers are not settings.
     given = {
+        "ratio": ratio,
+        "bytes": bytes,
+        "parameters": parameters,
+        "rtol": rtol,
+        "kl": kl,
+        "separation_rank": separation_rank,
+        "keep": keep,
+        "storage": storage,
+        "structure": structure,
+        "max_rank": max_rank,
+        "inner_shape": inner_shape,
         "base": base,
         "data": data,
-        "storage": storage,
+        "distil": distil,
         "statistics": statistics,
         "search": search,
+        "seed": seed,
+        "device": device,
         "workers": None if workers == 1 else workers,
         "journal": journal,
-        **settings,
     }
-    request = Request.parse(given, plan=plan)
+    request = Request.parse(given, plan=plan, settings=settings)
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_checkpoint(checkpoint)
     return compress_request(checkpoint, request, on_step)
@@ -199,7 +196,7 @@ def compress_request(
     *,
     sizes: SizeSearch | None = None,
     training: TrainedSizeSearch | None = None,
-) -> Compression | MeasuredCompression:
+) -> Compression:
     """Compress an open adapter as requested.
 
     Parameters

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.calibration.base_files import check_reachable
 from lsrdecomp.checkpoints import Journal, check_output_directory, content_key, open_checkpoint
@@ -18,8 +18,8 @@ from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.verify import check_layers
 from lsrdecomp.errors import needs
 from lsrdecomp.fidelity.rewrite import publish
-from lsrdecomp.fidelity.settings import DistilKeywords, DistilSettings
-from lsrdecomp.fields import accepts_settings
+from lsrdecomp.fidelity.settings import DistilSettings
+from lsrdecomp.fields import refuses_unknown
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints.progress import OnStep
@@ -69,7 +69,7 @@ class Distilled:
         }
 
 
-@accepts_settings(DistilSettings)
+@refuses_unknown
 def distil(
     directory: str | Path,
     *,
@@ -78,8 +78,12 @@ def distil(
     teacher: str | Path,
     out: str | Path | None = None,
     force: bool = False,
+    steps: int | None = None,
+    rate: float | None = None,
+    settings: DistilSettings | None = None,
+    seed: int | None = None,
+    device: str | None = None,
     on_step: OnStep | None = None,
-    **settings: Unpack[DistilKeywords],
 ) -> Distilled:
     """Train a compressed adapter on its LoRA's outputs, and write the better of old and new.
 
@@ -100,11 +104,19 @@ def distil(
         Directory to write to; absent, ``directory`` is replaced.
     force : bool
         Replace ``out`` if it exists.
+    steps : int, optional
+        Maximum steps, including the learning-rate search; absent, 200.
+    rate : float, optional
+        Learning rate, a relative change per step; absent, found by trials.
+    settings : DistilSettings, optional
+        How texts are read and held out, and all else. An argument here of the same name wins.
+    seed : int, optional
+        Seed of the order of the texts, and of which are held out; absent, 0.
+    device : str, optional
+        Where the base runs; absent, the CPU.
     on_step : callable, optional
         Called with a `ProgressUpdate` before each part of the work and after every step of
         training.
-    **settings
-        The fields of `DistilSettings`.
 
     Returns
     -------
@@ -127,7 +139,9 @@ def distil(
     several devices, processes share the examples of each step (``micro`` at a time), and the first
     one writes.
     """
-    options = DistilSettings(**settings)
+    given = {"steps": steps, "rate": rate, "seed": seed, "device": device}
+    given = {name: value for name, value in given.items() if value is not None}
+    options = (settings or DistilSettings()).replace(**given)
     check_reachable(base)
     with needs("distillation", "peft"):
         from accelerate import PartialState

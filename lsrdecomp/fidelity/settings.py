@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from lsrdecomp.compression.measured_settings import EvaluatorKeywords, EvaluatorSettings
+from lsrdecomp.compression.measured_settings import EvaluatorSettings
 from lsrdecomp.fields import INPUT_PATH, ON_COMMAND_LINE, POSITIVE, Alias, settings, whole_number
 
 
@@ -40,15 +40,3 @@ class DistilSettings(EvaluatorSettings):
         whole_number(1),
         "Examples per micro-batch [default: a whole batch].",
     ] = None
-
-
-# -- the same as keyword arguments, for type checkers and editors; a test compares the two ---------
-
-
-class DistilKeywords(EvaluatorKeywords, total=False):
-    """The fields of `DistilSettings`."""
-
-    steps: int
-    rate: float | None
-    calibrated: str | None
-    micro: int | None

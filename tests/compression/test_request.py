@@ -23,7 +23,7 @@ from lsrdecomp.compression import Search, search_adapter, truncate
 from lsrdecomp.compression.measured_settings import MeasuredSettings
 from lsrdecomp.compression.request import READ_ON, SEARCH_ONLY, Request, Route
 from lsrdecomp.compression.settings import GOALS, CompressionPlan, Resources
-from lsrdecomp.errors import BudgetError, LsrError
+from lsrdecomp.errors import ArgumentError, BudgetError, LsrError
 from lsrdecomp.fidelity import compress as library_module
 from lsrdecomp.fields import SettingsError
 
@@ -52,7 +52,6 @@ VALUES: dict[str, Any] = {
     "workers": 2,
     "journal": Journal("unused"),
     "device": "cpu",
-    "on_step": print,
     "base": "other",
     "data": "other.txt",
     "held_out": 9,
@@ -106,8 +105,9 @@ def options_of_the_command() -> set[str]:
 
 
 def test_every_declared_setting_has_its_routes() -> None:
-    arguments = set(inspect.signature(compress).parameters) - {"checkpoint", "plan"}
-    resources = {each.name for each in dataclasses.fields(Resources)} - {"limits"}
+    others = {"checkpoint", "plan", "settings", "on_step"}
+    arguments = set(inspect.signature(compress).parameters) - others
+    resources = {each.name for each in dataclasses.fields(Resources)} - {"limits", "on_step"}
     declared = {*CompressionPlan.fields, *MeasuredSettings.fields, *resources, *arguments}
     assert set(READ_ON) == declared
     assert options_of_the_command() - set(READ_ON) == set(OWN_OPTIONS)
@@ -142,18 +142,26 @@ def received_in_python(route: Route, settings: dict[str, Any], patch: pytest.Mon
     patch.setattr(library_module, "_compress_measured", arrive)
     try:
         if route is Route.TRUNCATED:
-            return repr(cut_file(**settings))
-        compress(DEMO, **settings)
+            return repr(cut_file(settings))
+        compress(DEMO, **as_typed(settings))
     except Arrived as arrived:
         return str(arrived)
     raise AssertionError("nothing was asked of the route")
 
 
-def cut_file(on_step: Any = None, **settings: Any) -> Any:
+def as_typed(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of `compress`: those that it has, and one value for the others."""
+    known = inspect.signature(compress).parameters
+    others = {name: value for name, value in settings.items() if name not in known}
+    typed = {name: value for name, value in settings.items() if name in known}
+    return typed | ({"settings": MeasuredSettings(**others)} if others else {})
+
+
+def cut_file(settings: dict[str, Any]) -> Any:
     """What the demo is cut to; a file cannot come of it, but ranks can."""
-    steps: list[object] = []
-    cut = truncate(open_checkpoint(DEMO), on_step=on_step and steps.append, **settings)
-    return cut.plan, cut.ranks, bool(steps)
+    plan = Request.parse(settings, to_file=True).plan
+    cut = truncate(open_checkpoint(DEMO), plan)
+    return cut.plan, cut.ranks
 
 
 def question(route: Route, setting: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -277,7 +285,9 @@ def test_options_about_a_base_are_refused_without_one() -> None:
     for name in ("--passes", "--held-out", "--examples", "--dtype", "--batch", "--max-length"):
         assert name in text
     with pytest.raises(SettingsError, match=r"^passes is read with base=$"):
-        compress("absent", ratio=8, passes=2)  # refused before anything is opened
+        compress(
+            "absent", ratio=8, settings=MeasuredSettings(passes=2)
+        )  # refused before anything is opened
 
 
 def test_options_of_a_search_are_refused_where_a_file_is_cut() -> None:
@@ -361,9 +371,9 @@ def test_a_file_is_cut_in_the_storage_of_its_plan(tmp_path: Path) -> None:
         truncate(lora, CompressionPlan(ratio=4, storage="bfloat16"), storage="float16")
 
 
-def test_a_cut_refuses_what_the_library_reads_elsewhere() -> None:
+def test_a_cut_refuses_what_it_does_not_read() -> None:
     lora = open_checkpoint(DEMO)
-    with pytest.raises(SettingsError, match=r"^passes is not read .*, with base= and data=$"):
+    with pytest.raises(ArgumentError, match="^truncate takes no 'passes'"):
         truncate(lora, ratio=4, passes=2)
     with pytest.raises(SettingsError, match=r"^kl is not read .*: call lsrdecomp\.compress$"):
         truncate(lora, CompressionPlan(kl=0.1))

@@ -13,10 +13,11 @@ from lsrdecomp.calibration import Behaviour
 from lsrdecomp.calibration.dataset import PromptExample
 from lsrdecomp.compression import Search
 from lsrdecomp.compression.measured_settings import MeasuredSettings
-from lsrdecomp.compression.settings import GOALS, CompressionPlan
+from lsrdecomp.compression.request import Request
+from lsrdecomp.compression.settings import GOALS
 from lsrdecomp.errors import LsrError
 from lsrdecomp.fidelity import Fidelity, MeasuredCompression
-from lsrdecomp.fidelity.settings import DistilSettings
+from lsrdecomp.fidelity import compress as library_module
 from lsrdecomp.fidelity.texts import n_characters, read_data
 
 DEMO = Path(lsr.__file__).parent / "cli" / "demo_adapter"
@@ -122,25 +123,20 @@ def test_a_misspelt_goal_is_told_the_right_word(word, right):
         lsr.compress(DEMO, **{word: 4})
 
 
-def test_the_signature_shows_every_setting_and_goal():
-    assert {"held_out", "max_length", "dtype", "steps"} <= set(
-        inspect.signature(lsr.distil).parameters
-    )
-    assert set(GOALS) <= set(inspect.signature(lsr.compress).parameters)
+def test_the_signature_shows_every_goal():
+    assert {"keep", *GOALS} <= set(inspect.signature(lsr.compress).parameters)
 
 
-def test_what_is_said_of_a_setting_is_said_once():
-    """Arguments, defaults, docstrings and options come from the fields of one table."""
-    for function, table in (
-        (lsr.compress, MeasuredSettings),
-        (lsr.compress, CompressionPlan),
-        (lsr.distil, DistilSettings),
-    ):
-        shown, help_text = inspect.signature(function).parameters, function.__doc__
-        for name, field in table.fields.items():
-            if name != "storage":  # its default depends on the LoRA
-                assert shown[name].default == field.default
-                assert field.help in help_text
+def test_an_argument_wins_over_its_setting():
+    request = Request.parse({"base": "b", "data": "t", "keep": 0.9, "seed": 2, "batch": 4})
+    settings = MeasuredSettings(seed=1, batch=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library_module, "compress_request", lambda _, asked, __: asked)
+        asked = lsr.compress(DEMO, base="b", data="t", keep=0.9, seed=2, settings=settings)
+    assert asked == request
+
+
+def test_an_impossible_argument_is_refused_as_its_setting():
     with pytest.raises(LsrError, match="steps must be a whole number, 1 or more, got 0"):
         lsr.distil("small", base="b", data="texts.txt", teacher="lora", steps=0)
     with pytest.raises(LsrError, match="keep must be above 0 and below 1"):

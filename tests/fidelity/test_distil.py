@@ -50,10 +50,12 @@ from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
 from lsrdecomp.fidelity import evaluate  # noqa: E402
 from lsrdecomp.fidelity.distil import distil  # noqa: E402
 from lsrdecomp.fidelity.evaluate import Evaluator  # noqa: E402
+from lsrdecomp.fidelity.settings import DistilSettings  # noqa: E402
 from lsrdecomp.fidelity.texts import split_texts  # noqa: E402
 from lsrdecomp.fidelity.variants import distil_variant, products_of  # noqa: E402
 
 WORDS = random.Random(0)
+READ = DistilSettings(batch=8, max_length=16)
 TEXTS = [(" ".join(f"w{WORDS.randrange(30)}" for _ in range(3 + i % 6)), None) for i in range(96)]
 
 
@@ -68,9 +70,9 @@ def language_model(tmp_path_factory):
 
 
 def run(folder, directory, **settings):
-    chosen = {"steps": 24, "rate": 0.03, "batch": 8, "max_length": 16, **settings}
     given = {"base": folder / "base", "data": TEXTS, "teacher": folder / "lora"}
-    return distil(directory, **{**given, **chosen})
+    given |= {"steps": 24, "rate": 0.03, "settings": READ} | settings
+    return distil(directory, **given)
 
 
 def weakened(folder, out):
@@ -361,7 +363,13 @@ def test_what_a_model_reads_need_not_be_tokens(language_model, tmp_path):
 
 def test_micro_batches_are_the_same_step(classifier, tmp_path):
     one = run(classifier, classifier / "lsr", out=tmp_path / "one", steps=4)
-    two = run(classifier, classifier / "lsr", out=tmp_path / "two", steps=4, micro=3)
+    two = run(
+        classifier,
+        classifier / "lsr",
+        out=tmp_path / "two",
+        steps=4,
+        settings=READ.replace(micro=3),
+    )
     for (_, first), (_, second) in zip(
         one.variant.training.checks, two.variant.training.checks, strict=True
     ):
@@ -370,7 +378,13 @@ def test_micro_batches_are_the_same_step(classifier, tmp_path):
 
 def test_two_processes_share_the_steps_of_one(classifier, tmp_path):
     """Started by `accelerate launch` or torchrun; on processors gloo sums the gradients."""
-    alone = run(classifier, classifier / "lsr", out=tmp_path / "alone", steps=4, micro=4)
+    alone = run(
+        classifier,
+        classifier / "lsr",
+        out=tmp_path / "alone",
+        steps=4,
+        settings=READ.replace(micro=4),
+    )
     (tmp_path / "texts.txt").write_text("\n".join(text for text, _ in TEXTS) + "\n")
     words = [
         "distil",
@@ -457,7 +471,9 @@ def test_only_completions_of_json_lines_are_answers(language_model, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in rows))
     weak = weakened(language_model, tmp_path / "weak")
-    done = run(language_model, weak, data=file, out=tmp_path / "out", max_length=32)
+    done = run(
+        language_model, weak, data=file, out=tmp_path / "out", settings=READ.replace(max_length=32)
+    )
     assert done.fidelity.answers == 2 * done.fidelity.examples
     assert done.fidelity.unit == "token"
     assert done.variant.after.kept > done.variant.before.kept

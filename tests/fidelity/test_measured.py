@@ -28,7 +28,10 @@ from lsrdecomp.cli import compress as command_module  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.cli.progress import follow  # noqa: E402
 from lsrdecomp.compression import verify  # noqa: E402
-from lsrdecomp.compression.measured_settings import EvaluatorSettings  # noqa: E402
+from lsrdecomp.compression.measured_settings import (  # noqa: E402
+    EvaluatorSettings,
+    MeasuredSettings,
+)
 from lsrdecomp.compression.request import Request  # noqa: E402
 from lsrdecomp.fidelity import compress as compress_module  # noqa: E402
 from lsrdecomp.fidelity import evaluate, variants  # noqa: E402
@@ -41,7 +44,8 @@ from lsrdecomp.markup import size_text  # noqa: E402
 
 WORDS = random.Random(0)
 TEXTS = [(" ".join(f"w{WORDS.randrange(30)}" for _ in range(3 + i % 6)), None) for i in range(48)]
-SETTINGS = {"batch": 12, "max_length": 16, "passes": 1}
+SETTINGS = {"settings": MeasuredSettings(batch=12, max_length=16)}
+TWICE = MeasuredSettings(batch=12, max_length=16, passes=2)
 EVALUATED = EvaluatorSettings(batch=12, max_length=16)
 
 
@@ -249,9 +253,9 @@ def kill(*given, **named):
     raise Killed
 
 
-def compress_searching(lora, *, training, on_step=None, **settings):
+def compress_searching(lora, *, training, on_step=None, settings, **given):
     """`lsr.compress`, with the choices that steer the search for sizes."""
-    request = Request.parse(settings)
+    request = Request.parse(given, settings=settings)
     return compress_request(lsr.open_checkpoint(lora), request, on_step, training=training)
 
 
@@ -462,7 +466,7 @@ def test_a_second_pass_in_the_norm_around_the_first_is_taken_where_it_is_better(
 
     monkeypatch.setattr(evaluate, "calibrate", watched)
     lora = lsr.open_checkpoint(folder / "lora")
-    settings = {"base": folder / "base", "data": TEXTS, **SETTINGS, "passes": 2}
+    settings = {"base": folder / "base", "data": TEXTS, "settings": TWICE}
     of_ratio, of_share = (
         lsr.compress(lora, ratio=4, **settings),
         lsr.compress(lora, keep=0.7, **settings),
@@ -518,7 +522,7 @@ def test_a_kill_in_the_second_pass_repeats_no_calibration_and_leaves_nothing(
         return measure(evaluator, path)
 
     monkeypatch.setattr(evaluate, "calibrate", counted)
-    settings = {"base": folder / "base", "data": TEXTS, **SETTINGS, "passes": 2}
+    settings = {"base": folder / "base", "data": TEXTS, "settings": TWICE}
     lora, plan = lsr.open_checkpoint(folder / "lora"), lsr.CompressionPlan(ratio=12)
     with monkeypatch.context() as patch:
         patch.setattr(Evaluator, "measure", killed)

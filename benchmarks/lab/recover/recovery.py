@@ -33,6 +33,7 @@ from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.compression.settings import Search
 from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.fidelity.distil import distil
+from lsrdecomp.fidelity.settings import DistilSettings
 from lsrdecomp.training.dataset import read_dataset
 from lsrdecomp.training.finetune import evaluate
 from lsrdecomp.training.labelled import texts_of
@@ -229,9 +230,11 @@ def _distil(job: Job, structure: str, budget: int) -> None:
         teacher=job.place.lora / ADAPTER,
         steps=job.plan.distil,
         out=out,
-        dtype=_dtype(settings),
-        calibrated=job.place.statistics if about.functional else None,
-        max_length=settings.max_length,
+        settings=DistilSettings(
+            dtype=_dtype(settings),
+            calibrated=job.place.statistics if about.functional else None,
+            max_length=settings.max_length,
+        ),
         device=_device(settings),
         seed=job.seed,
         force=True,
