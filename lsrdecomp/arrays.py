@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -31,6 +31,10 @@ Namespace: TypeAlias = Any
 
 NUMPY: Namespace = array_api_compat.numpy
 """What `namespace` says of NumPy's arrays."""
+
+OVERSAMPLING = 8
+"""Random columns beyond the rank that every range finder draws: the usual 5 to 10 of Halko,
+Martinsson and Tropp (2011)."""
 
 
 def namespace(*arrays: Array) -> Namespace:
@@ -238,17 +242,11 @@ MAX_DOT_ENTRIES = 2**12
 """Numbers for whose inner product no BLAS starts threads; by hand."""
 
 
-def norm(array: Array, *, max_dot_entries: int = MAX_DOT_ENTRIES) -> float:
-    """Return the Frobenius norm in double precision, safe where squares overflow or underflow.
-
-    Parameters
-    ----------
-    array : Array
-    max_dot_entries : int
-        Entries of a NumPy array in double precision up to which one inner product sums the squares:
-        BLAS starts no threads for so few, whose number would be seen in the last bits.
-    """
-    if type(array) is np.ndarray and 0 < array.size <= max_dot_entries and is_double(array):
+def norm(array: Array) -> float:
+    """Return the Frobenius norm in double precision, safe where squares overflow or underflow."""
+    # One inner product sums the squares of few: BLAS starts no threads for them, whose number would
+    # be seen in the last bits.
+    if type(array) is np.ndarray and 0 < array.size <= MAX_DOT_ENTRIES and is_double(array):
         # `vdot` says nothing of overflow and of NaN, which `errstate` would cost more to silence
         squared = float(np.vdot(array, array).real)
         if 1e-280 < squared < 1e280:
@@ -329,29 +327,26 @@ def like(values: np.ndarray, array: Array) -> Array:
     return xp.asarray(values, dtype=array.dtype, device=device(array))
 
 
-@dataclass(frozen=True, slots=True)
-class QRBlocking:
-    """Sizes of the parts of a QR factorization without Q."""
-
-    row_block_entries: int = 2**14  # of each matrix: 128 KiB in float64, for a fast cache; by hand
-    panel_columns: int = 16  # taken together; the fastest of 4 to 32 for widths from 4 to 128
-
-
-def triangular_factor(*arrays: Array, blocking: QRBlocking | None = None) -> Array:
+def triangular_factor(*arrays: Array, row_block_entries: int = 2**14) -> Array:
     """Return R of a thin QR factorization of arrays (…, m, n_i), side by side.
 
     Rows go through in blocks, each below the R of those before: as stable as one factorization
     [1]_, in the memory of a block. Q is not formed where the library can do without (NumPy, torch),
     half the cost; of NumPy's matrices LAPACK's ``tpqrt`` makes use of the zeros in R as well.
 
+    Parameters
+    ----------
+    *arrays : Array
+    row_block_entries : int
+        Entries of a block of each matrix: 128 KiB in float64, for a fast cache; by hand.
+
     .. [1] J. Demmel, L. Grigori, M. Hoemmen and J. Langou, Communication-optimal parallel and
        sequential QR and LU factorizations, SIAM J. Sci. Comput. 34 (2012). doi:10.1137/080731992
     """
-    blocking = blocking or QRBlocking()
     xp = namespace(*arrays)
     rows = int(arrays[0].shape[-2])
     width = sum(int(array.shape[-1]) for array in arrays)
-    height = max(8 * width, blocking.row_block_entries // max(1, width))
+    height = max(8 * width, row_block_entries // max(1, width))
     triangle: Array = None
     for start in range(0, max(rows, 1), height):
         parts = [array[..., start : min(start + height, rows), :] for array in arrays]
@@ -359,7 +354,7 @@ def triangular_factor(*arrays: Array, blocking: QRBlocking | None = None) -> Arr
         if triangle is None:
             triangle = _triangle(block)
         elif xp is NUMPY and block.ndim == 2:
-            triangle = _triangle_over(triangle, block, blocking.panel_columns)
+            triangle = _triangle_over(triangle, block)
         else:
             triangle = _triangle(xp.concat([triangle, block], axis=-2))
     return triangle
@@ -374,13 +369,14 @@ def _triangle(array: Array) -> Array:
     return xp.linalg.qr(array).R
 
 
-def _triangle_over(triangle: np.ndarray, block: np.ndarray, panel_columns: int) -> np.ndarray:
+def _triangle_over(triangle: np.ndarray, block: np.ndarray) -> np.ndarray:
     """Return R of a square triangle with a block below it."""
     from scipy.linalg import get_lapack_funcs
 
     (tpqrt,) = get_lapack_funcs(("tpqrt",), (triangle, block))
     with one_blas_thread:  # of SciPy's BLAS as well, which that import may have brought
-        columns = min(panel_columns, len(triangle))
+        # Columns taken together: 16 are the fastest of 4 to 32 for widths from 4 to 128.
+        columns = min(16, len(triangle))
         factor: np.ndarray = tpqrt(0, columns, triangle, block, overwrite_a=True)[0]
     return factor
 

@@ -64,6 +64,10 @@ _OTHER_NAMES = {
 ALIASES = {alias: name for name, aliases in _OTHER_NAMES.items() for alias in aliases.split()}
 """What the types are called elsewhere (PyTorch, safetensors, papers)."""
 
+LARGE_CONDITION = 10.0
+"""A γ above this is told where the rounding of stored terms exceeds a tolerance; below it the type
+itself is too coarse. By hand."""
+
 INTEGERS = {"int8": 127, "int4": 7}
 """Integer formats of stored factors, with their largest code. They have no unit roundoff: small
 entries become zero."""

@@ -12,7 +12,7 @@ from lsrdecomp.errors import CheckpointError
 from lsrdecomp.formats.number_formats import storage_format
 from lsrdecomp.kronecker.files import read_figures, read_terms, write_terms
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.precision import PRECISIONS, unit_roundoff
+from lsrdecomp.precision import LARGE_CONDITION, PRECISIONS, unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Event, Status, Sweep
 
 if TYPE_CHECKING:
@@ -118,23 +118,13 @@ class Decomposition(SeparatedMatrix):
             )
         return remark + self._remark_on_condition()
 
-    def _remark_on_condition(
-        self, min_condition: float = 10.0, error_ratio: float = 1.1, condition_ratio: float = 10.0
-    ) -> str:
-        """Return a sentence where a far smaller γ came with about the same error, else nothing.
-
-        Parameters
-        ----------
-        min_condition : float
-            A γ up to this is not remarked on.
-        error_ratio, condition_ratio : float
-            A sweep is told of that had at most so many times the error at γ divided by so much: the
-            larger γ bought next to nothing. All three values are by hand.
-        """
-        if self.condition <= min_condition:
+    def _remark_on_condition(self) -> str:
+        """Return a sentence where a far smaller γ came with about the same error, else nothing."""
+        if self.condition <= LARGE_CONDITION:
             return ""
-        max_error = error_ratio * self.relative_error
-        max_condition = self.condition / condition_ratio
+        # At a tenth of γ a tenth more error is about the same: by hand.
+        max_error = 1.1 * self.relative_error
+        max_condition = self.condition / 10.0
         near = [sweep for sweep in self.sweeps if sweep.relative_error <= max_error]
         cheaper = [sweep for sweep in near if sweep.condition <= max_condition]
         if not cheaper:

@@ -16,7 +16,7 @@ from lsrdecomp.formats.mixed_precision import (
     smallest,
 )
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.precision import ErrorBudget, precision, unit_roundoff
+from lsrdecomp.precision import LARGE_CONDITION, ErrorBudget, precision, unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Event, Solution, Solver, Status
 from lsrdecomp.solvers.choice import with_start
 from lsrdecomp.solvers.decomposition import Decomposition
@@ -27,37 +27,9 @@ if TYPE_CHECKING:
     from lsrdecomp.targets.base import Target
 
 
-@dataclass(frozen=True, slots=True)
-class StorageSearchOptions:
-    """The search for the fewest terms, or bytes, whose stored error keeps a goal.
-
-    All values were set by hand on the problems of ``tests/problems.py``.
-    """
-
-    # A γ above this is what keeps a rounded sum from its tolerance; below it the type itself is
-    # too coarse
-    large_condition: float = 10.0
-    # Rounding that exceeds the tolerance by more than this factor is not to be mended by other
-    # terms of the same type
-    max_rounding_ratio: float = 100.0
-    # The stored error of one more term must fall to this share of the best to count as progress
-    progress_share: float = 0.7
-    # Further numbers of terms that are tried without progress, or without fewer bytes
-    patience: int = 3
-    # Times that the allowed truncation is tightened for terms that are nested
-    max_tightenings: int = 8
-    # Share of a budget that the first candidates may use before rounding. Nested terms: one
-    # accurate solve serves. Others: few terms, then one more at a time.
-    nested_truncation_share: float = 0.25
-    fitted_truncation_share: float = 0.8
-    # The same for a second solve for nested terms, where rounding took too much after the first
-    accurate_truncation_share: float = 0.01
-    # A truncation of this share of a budget leaves all of it to rounding: terms are fitted no
-    # further, and more of them could not be rounded more coarsely
-    negligible_truncation_share: float = 0.1
-
-
-DEFAULT_OPTIONS = StorageSearchOptions()
+PATIENCE = 3
+"""Further numbers of terms that are tried without progress, or without fewer bytes. By hand on the
+problems of ``tests/problems.py``, as are all shares of this file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +41,6 @@ class StorageProblem:
     solver: Solver
     max_terms: int | None  # as it was requested
     progress: SolveProgress  # of all solves together
-    options: StorageSearchOptions = DEFAULT_OPTIONS
 
     @property
     def is_nested(self) -> bool:
@@ -102,7 +73,7 @@ class StorageProblem:
         self, solution: Solution, storage: str | None, goal: float | None = None
     ) -> Decomposition:
         """Return the record of a solution as it is stored: see the function of this name."""
-        return measure(self.target, solution, storage, goal, self.options)
+        return measure(self.target, solution, storage, goal)
 
 
 def measure(
@@ -110,7 +81,6 @@ def measure(
     solution: Solution,
     storage: str | None,
     goal: float | None = None,
-    options: StorageSearchOptions = DEFAULT_OPTIONS,
 ) -> Decomposition:
     """Round a solution to ``storage``, measure its error after rounding, and return the record.
 
@@ -127,7 +97,7 @@ def measure(
     return Decomposition(
         approximation=stored,
         relative_error=error / norm if norm > 0.0 else error,
-        status=_status(solution.status, stored, error, goal, options),
+        status=_status(solution.status, stored, error, goal),
         storage=storage or precision(dtype_name(stored.factors[0])).name,
         target_norm=norm,
         sweeps=solution.sweeps,
@@ -141,7 +111,6 @@ def _status(
     stored: SeparatedMatrix,
     error: float,
     goal: float | None,
-    options: StorageSearchOptions,
 ) -> Status:
     """Judge a solver's status by the measured error of the stored terms and, if missed, their γ."""
     if goal is None:
@@ -151,7 +120,7 @@ def _status(
     if status not in (Status.converged, Status.ill_conditioned, Status.rank_reached):
         return status
     # Only here, since γ costs three QR factorizations.
-    is_ill_conditioned = stored.condition > options.large_condition
+    is_ill_conditioned = stored.condition > LARGE_CONDITION
     return Status.ill_conditioned if is_ill_conditioned else Status.precision_exhausted
 
 
@@ -169,7 +138,7 @@ def fewest_terms(problem: StorageProblem, goal: float, storage: str | None) -> D
         return best
     # Stored 2: where rounding took too much, other terms may bear it, unless it took far too much.
     rounding = _rounding_error(first, best)
-    if rounding > problem.options.max_rounding_ratio * goal:
+    if rounding > 100.0 * goal:
         return best
     if problem.is_nested:
         return _with_less_truncation(problem, goal, storage, best)
@@ -192,7 +161,7 @@ def _with_less_truncation(
     one_more = problem.solve(rank=best.separation_rank + 1)
     trial = problem.measure(one_more, storage, goal)
     allowed = goal
-    for _ in range(problem.options.max_tightenings):
+    for _ in range(8):
         if trial.status.met:
             return trial
         if trial.error > 0.999 * best.error:
@@ -218,12 +187,12 @@ def _with_fresh_fits(
         trial = problem.measure(problem.solve(rank=rank), storage, goal)
         if trial.status.met:
             return trial
-        if trial.error < problem.options.progress_share * best.error:
+        if trial.error < 0.7 * best.error:
             n_without_progress = 0
         else:
             n_without_progress += 1
         best = min(best, trial, key=lambda record: record.error)
-        if n_without_progress == problem.options.patience:
+        if n_without_progress == PATIENCE:
             break
     return best
 
@@ -248,18 +217,16 @@ def fewest_bytes(problem: StorageProblem, budget: ErrorBudget, throw: bool) -> D
     Raises `ConvergenceError` with ``throw`` if none does; else returns the record in one type, the
     finest that was allowed, without ``stored``.
     """
-    options = problem.options
     target = problem.target
     goal = budget.allowed(target.norm)
     formats = None if budget.storage is None else (budget.storage,)
-    # Bytes 1: terms that leave room for rounding.
-    share = options.nested_truncation_share
-    if not problem.is_nested:
-        share = options.fitted_truncation_share
+    # Bytes 1: terms that leave room for rounding. Of nested ones one accurate solve serves; others
+    # are few, then one more at a time.
+    share = 0.25 if problem.is_nested else 0.8
     first = _candidate(target, problem.solve(atol=share * goal), goal, formats)
     is_rounding_in_the_way = first.stored is None and first.solution.status.met
     if problem.is_nested and is_rounding_in_the_way:
-        accurate = problem.solve(atol=options.accurate_truncation_share * goal)
+        accurate = problem.solve(atol=0.01 * goal)
         first = _candidate(target, accurate, goal, formats)
     best = first
     # Bytes 2: a sum in this very shape may be stored as it is.
@@ -293,13 +260,14 @@ def _among_more_terms(
     And the reason of the last one that was refused. Each number of terms is fitted from one fewer,
     until more of them cannot have fewer bytes.
     """
-    options = problem.options
     refusal = first.refusal
-    atol: float | None = options.negligible_truncation_share * goal
+    # A truncation this small leaves all of the budget to rounding: terms are fitted no further, and
+    # more of them could not be rounded more coarsely.
+    atol: float | None = 0.1 * goal
     init: SeparatedMatrix | None = first.solution.approximation
     rank = max(first.solution.approximation.separation_rank, 1)
     n_without_progress = 0
-    while n_without_progress < options.patience and rank <= problem.last_rank:
+    while n_without_progress < PATIENCE and rank <= problem.last_rank:
         min_bytes = least_bytes(problem.shape, rank, formats or SMALL_FORMATS)
         if best.stored is not None and min_bytes >= best.stored.bytes:
             break

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from checkpoint_files import lora_pair, write_lora_directory
 
-from lsrdecomp.arrays import QRBlocking
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.tensors import TensorWriter
 from lsrdecomp.compression import search_adapter
@@ -22,7 +21,6 @@ from lsrdecomp.compression.layers import Layer, batches, pair_entries
 from lsrdecomp.compression.settings import CompressionPlan, Resources, Search
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.solvers.pair.joint_als import JointALS
-from lsrdecomp.solvers.pair.options import LeadingTripleOptions, PairOptions
 from lsrdecomp.targets.base import LowRank
 
 M, N, R = 1021, 1531, 8  # primes: few shapes are tried, and tables of them are short beside a layer
@@ -106,16 +104,11 @@ def test_the_peak_does_not_grow_with_the_number_of_layers(
     ],
     ids=["terms", "ratio"],
 )
-def test_the_peak_is_a_small_multiple_of_the_largest_layer(tmp_path, monkeypatch, plan, layers):
-    """Sizes in proportion to a 70B model's layer: blocks of rows are short, spaces narrow."""
-    short = QRBlocking(row_block_entries=2**12)
-    monkeypatch.setattr("lsrdecomp.arrays.QRBlocking", lambda: short)
-    narrow = PairOptions(start=LeadingTripleOptions(max_qr_columns=64, max_svd_entries=2**12))
-    monkeypatch.setattr("lsrdecomp.solvers.pair.problem.PairOptions", lambda: narrow)
-    solver = replace(GIVEN_TERMS_SOLVER, options=narrow)
+def test_the_peak_is_a_small_multiple_of_the_largest_layer(tmp_path, plan, layers):
+    """Sizes in proportion to a 70B model's layer."""
     m, n, r = 4096, 2048, 16
     adapter = write_lora_directory(tmp_path / "adapter", lora_pair("layers.0.q", m, n, r), r=r)
-    held = peak(adapter, tmp_path / "out", plan, solver=solver)
+    held = peak(adapter, tmp_path / "out", plan)
     assert held < layers * 8 * r * (m + n) + 2**18
 
 

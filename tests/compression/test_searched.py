@@ -202,7 +202,7 @@ def test_fewer_coordinates_give_the_same_errors_to_a_thousandth(layers: list[Lay
     ]
     assert batches[0].norms.is_frobenius
     problem = PairProblem.of(batches[1], ProductShape((4, 6), (1, 1), (6, 6)), 8)
-    state = descend(problem, problem.state(problem.starts((2, 2), 1)[0]), 4)
+    state = descend(problem, problem.state(problem.starts((2, 2), 1)[0]), 4, 1e-4)
     answer = solve.SolvedShape(problem.shape, (2, 2), problem.errors(state), problem.factors(state))
     for place, layer in enumerate(layers):
         product = solve.product_of(answer.factors_of(place))
@@ -299,11 +299,11 @@ def test_statistics_are_read_once_for_a_search_and_once_for_each_measurement(
 def test_more_terms_are_never_farther(layers: list[Layer]) -> None:
     targets = WeightedTargets.of([x.pair for x in layers], [x.leading for x in layers])
     problem = PairProblem.of(targets, ProductShape((4, 6), (2, 1), (6, 6)), 8)
-    state = descend(problem, problem.state(problem.starts((1, 1), 1)[0]), 3)
+    state = descend(problem, problem.state(problem.starts((1, 1), 1)[0]), 3, 1e-4)
     for ranks in ((2, 1), (2, 2), (4, 4)):
         more = problem.grown(state, ranks)
         assert np.all(problem.errors(more) <= problem.errors(state) * (1 + 1e-9))
-        state = descend(problem, more, 2)
+        state = descend(problem, more, 2, 1e-4)
         assert np.all(problem.errors(state) <= problem.errors(more) * (1 + 1e-9))
 
 

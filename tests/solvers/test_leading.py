@@ -7,9 +7,14 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from lsrdecomp.arrays import QRBlocking, to_numpy, triangular_factor
-from lsrdecomp.solvers.pair.initialization import leading_triples
-from lsrdecomp.solvers.pair.options import LeadingTripleOptions
+from lsrdecomp.arrays import to_numpy, triangular_factor
+from lsrdecomp.solvers.pair.initialization import (
+    by_iteration,
+    by_krylov_spaces,
+    by_svd,
+    leading_triples,
+    through_triangles,
+)
 
 
 def spectrum(rng: np.random.Generator, batch: int, p: int, q: int, sigma: np.ndarray) -> np.ndarray:
@@ -18,12 +23,11 @@ def spectrum(rng: np.random.Generator, batch: int, p: int, q: int, sigma: np.nda
     return np.asarray((u * sigma) @ np.swapaxes(v, 1, 2))
 
 
-NO_ITERATION = 60  # a subspace that wide does not fit the matrices here
 WAYS = {
-    "whole": LeadingTripleOptions(oversampling=NO_ITERATION),
-    "through R": LeadingTripleOptions(max_svd_entries=1, oversampling=NO_ITERATION),
-    "krylov": LeadingTripleOptions(max_qr_columns=8),
-    "iteration": LeadingTripleOptions(max_svd_entries=1),
+    "whole": by_svd,
+    "through R": through_triangles,
+    "krylov": by_krylov_spaces,
+    "iteration": by_iteration,
 }
 
 
@@ -67,9 +71,6 @@ def test_iteration_starts_near_the_best_where_the_spectrum_falls_slowly(
     assert np.all(found <= best * (1.0 + 2e-3))
 
 
-SHORT_BLOCKS = QRBlocking(row_block_entries=1)
-
-
 @pytest.mark.parametrize("rows", [3, 40, 100])
 @pytest.mark.parametrize("batch", [(), (2,)], ids=["a matrix", "two matrices"])
 def test_blocks_of_rows_give_the_triangle_of_the_whole(
@@ -82,7 +83,7 @@ def test_blocks_of_rows_give_the_triangle_of_the_whole(
         rng.standard_normal((*batch, rows, width)) * 1e-3 ** np.arange(width) for width in (3, 1)
     ]
     whole = np.concatenate(parts, axis=-1)
-    found = to_numpy(triangular_factor(*map(xp.asarray, parts), blocking=SHORT_BLOCKS))
+    found = to_numpy(triangular_factor(*map(xp.asarray, parts), row_block_entries=1))
     exact = np.linalg.qr(whole, mode="r")
     assert found.shape == exact.shape
     assert np.abs(found) == pytest.approx(np.abs(exact), rel=1e-10, abs=1e-15)
@@ -92,6 +93,6 @@ def test_a_triangle_leaves_the_columns_as_they_are(rng: np.random.Generator) -> 
     # Blocks of a column are contiguous in every order: LAPACK could work in place
     column = rng.standard_normal((40, 1))
     before = column.copy()
-    triangle = triangular_factor(column, blocking=SHORT_BLOCKS)
+    triangle = triangular_factor(column, row_block_entries=1)
     assert abs(triangle[0, 0]) == pytest.approx(np.linalg.norm(before))
     assert np.array_equal(column, before)

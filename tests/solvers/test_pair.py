@@ -23,7 +23,8 @@ from lsrdecomp.solvers.base import Status
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
 from lsrdecomp.solvers.pair.initialization import first_factor_fastest
 from lsrdecomp.solvers.pair.joint_als import JointALS
-from lsrdecomp.solvers.pair.options import BlockOptions, PairOptions
+from lsrdecomp.solvers.pair.problem import PairProblem
+from lsrdecomp.solvers.pair.stacking import WeightedTargets
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import weighted_residual_norm
 from lsrdecomp.targets.weights import Identity, LowRankPlusIdentity, NormWeights
@@ -163,11 +164,16 @@ def test_formed_blocks_and_conjugate_gradients_end_at_the_same_minimum(
     kind: str, shape: ProductShape, rng: np.random.Generator
 ) -> None:
     target, weights = low_rank(rng, shape, 5), norms(rng, shape, kind)
-    solver = JointALS(sweeps=2, cg_steps=400, tolerance=0.0, trials=0)
-    formed = solver.solve(target, shape, (2, 3), weights=weights)
-    never_formed = PairOptions(block=BlockOptions(max_formed_unknowns=0))
-    stepped = replace(solver, options=never_formed).solve(target, shape, (2, 3), weights=weights)
-    assert stepped.relative_error == pytest.approx(formed.relative_error, rel=1e-6)
+    formed = PairProblem.of(WeightedTargets.of([target], [weights]), shape, cg_steps=400)
+    never_formed = [replace(side, max_formed_unknowns=0) for side in formed.sides]
+    stepped = replace(formed, sides=tuple(never_formed))
+    errors = []
+    for problem in (formed, stepped):
+        state = problem.state(problem.starts((2, 3), 1)[0])
+        for _ in range(2):
+            state = problem.sweep(state)
+        errors.append(problem.errors(state))
+    assert errors[1] == pytest.approx(errors[0], rel=1e-6)
     few = JointALS(sweeps=6, cg_steps=3, tolerance=0.0).solve(
         target, shape, (2, 3), weights=weights
     )

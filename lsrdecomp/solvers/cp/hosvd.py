@@ -10,6 +10,7 @@ import array_api_compat
 import numpy as np
 
 from lsrdecomp.arrays import (
+    OVERSAMPLING,
     Array,
     adjoint,
     as_double,
@@ -72,7 +73,6 @@ def compress(
     seed: int = 0,
     *,
     atol: float = 0.0,
-    oversampling: int = 8,
 ) -> CompressedTensor:
     """Truncate every mode in turn to at most ``ranks[i]`` directions [1]_.
 
@@ -86,8 +86,6 @@ def compress(
     seed : int
     atol : float
         Directions that hold no more than this altogether are left out too.
-    oversampling : int
-        Columns of the sketch beyond the rank.
 
     Returns
     -------
@@ -120,7 +118,7 @@ def compress(
         matrix = xp.reshape(front, (size, math.prod(front.shape[1:])))
         # HOSVD 2: its leading left directions and the coordinates in them, which take its place.
         mode_atol = atol / math.sqrt(core.ndim)
-        basis, coordinates = _leading(matrix, min(rank, size), mode_atol, rng, oversampling)
+        basis, coordinates = _leading(matrix, min(rank, size), mode_atol, rng)
         if basis.shape[1] == size:
             bases.append(None)
             continue
@@ -135,7 +133,7 @@ def compress(
 
 
 def _leading(
-    matrix: Array, rank: int, atol: float, rng: np.random.Generator, oversampling: int
+    matrix: Array, rank: int, atol: float, rng: np.random.Generator
 ) -> tuple[Array, Array]:
     """Return orthonormal U (p, r) of the leading left directions of a matrix, and Uᴴ·matrix.
 
@@ -145,7 +143,7 @@ def _leading(
     size, width = (int(n) for n in matrix.shape)
     # Leading 1: a range that holds them, by random columns and one power step, where that is
     # smaller than the matrix.
-    n_random = rank + oversampling
+    n_random = rank + OVERSAMPLING
     range_basis = None
     if n_random < min(size, width):
         random = rng.standard_normal((width, n_random))

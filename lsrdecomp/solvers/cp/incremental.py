@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,6 @@ from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import Event
 from lsrdecomp.solvers.cp.levenberg_marquardt import n_unknowns, refine
 from lsrdecomp.solvers.cp.mttkrp import products, sweep
-from lsrdecomp.solvers.cp.options import LevenbergMarquardtOptions, TermGrowthOptions
 from lsrdecomp.solvers.cp.regularized import alternate
 from lsrdecomp.solvers.cp.terms import CPTerms
 
@@ -24,6 +23,11 @@ if TYPE_CHECKING:
 
 ROUNDING = 16.0 * unit_roundoff("float64")
 """A misfit that no further term can lower: the rounding of a tensor of norm one."""
+
+MAX_CHEAP_UNKNOWNS = 800
+"""Unknowns up to which a Newton step costs about as much as a sweep: sums are refined after each
+term, and several fits are tried. By hand, on the problems of ``tests/problems.py``, as are all
+numbers of this file."""
 
 
 def empty_terms(core: np.ndarray) -> CPTerms:
@@ -43,11 +47,12 @@ def random_terms(core: np.ndarray, rank: int, rng: np.random.Generator) -> CPTer
     return CPTerms(np.full(rank, 1.0 / math.sqrt(rank)), terms.columns)
 
 
-def split_term(terms: CPTerms, rng: np.random.Generator, distance: float) -> CPTerms:
+def split_term(terms: CPTerms, rng: np.random.Generator) -> CPTerms:
     """Replace one term, drawn by its weight, by two halves that differ a little.
 
-    That is a start which the residual cannot show. ``distance`` is that of the halves, relative.
+    That is a start which the residual cannot show.
     """
+    distance = 0.1  # of the halves, relative
     squares = terms.weights**2
     k = int(rng.choice(terms.rank, p=squares / squares.sum()))
     perturbed = []
@@ -74,10 +79,6 @@ class CoreFit:
     goal: float  # misfit norm that is good enough
     max_short_rank: int  # terms that have no more numbers than the matrix
     progress: SolveProgress
-    growth: TermGrowthOptions = field(default_factory=TermGrowthOptions)
-    levenberg_marquardt: LevenbergMarquardtOptions = field(
-        default_factory=LevenbergMarquardtOptions
-    )
 
     def misfit(self, terms: CPTerms) -> float:
         """Return ‖T − Σ‖, from residual entries."""
@@ -92,7 +93,7 @@ class CoreFit:
         # Core 1: the terms to begin from, possibly none, are fitted before any is added.
         if terms.rank and self.misfit(terms) > self.goal:
             self.progress.mark(Event.start)
-            terms = self._along_path(terms, self.goal)
+            terms = self._along_path(terms)
         error = self.misfit(terms)
         # The last fit that stayed above the goal without being refined, and the one before it.
         unrefined: tuple[CPTerms, CPTerms] | None = None
@@ -100,10 +101,10 @@ class CoreFit:
             # Core 2: one term more, all moved together under a penalty that keeps γ low.
             before = terms
             previous_error = error
-            guide = max(self.ridge, (self.growth.guide_share * error) ** 2)
+            guide = self._guiding_penalty(error)
             terms = self._with_term(before, guide)
             if self._is_cheap(terms):
-                terms = self._refined(terms, guide, self.goal, iterations=20, rtol=1e-2)
+                terms = self._refined(terms, guide, iterations=20, rtol=1e-2)
             error = self.misfit(terms)
             if self._is_hopeless(terms):
                 continue
@@ -112,7 +113,7 @@ class CoreFit:
                 return self._best_of(before, terms, n_fits)
             # Core 3: near the goal, the penalty falls to the requested one.
             if self._is_worth_refining(error, previous_error):
-                polished = self._along_path(terms, self.goal)
+                polished = self._along_path(terms)
                 if self.misfit(polished) > self.goal:
                     # Terms that follow the path to its end may cancel, and no further term mends
                     # those: growth goes on from the ones before it.
@@ -145,8 +146,8 @@ class CoreFit:
             self.progress.mark(Event.start)
             while trial.rank < rank and not self.progress.exhausted:
                 trial = self._with_term(trial, self.ridge)
-            # Sweeps 2: until they settle.
-            fits.append(self._swept(trial, self.ridge, self.growth.max_settling_sweeps, 1e-6))
+            # Sweeps 2: until they settle, and no Newton step follows.
+            fits.append(self._swept(trial, self.ridge, sweeps=100, rtol=1e-6))
         return min(fits, key=self._objective)
 
     def _with_best_weights(self, terms: CPTerms) -> CPTerms:
@@ -163,23 +164,29 @@ class CoreFit:
         return min(terms, refitted, key=self._objective)
 
     def _is_cheap(self, terms: CPTerms) -> bool:
-        return n_unknowns(terms) <= self.growth.max_cheap_unknowns
+        return n_unknowns(terms) <= MAX_CHEAP_UNKNOWNS
 
     def _is_hopeless(self, terms: CPTerms) -> bool:
         """Return whether there are more unknowns than entries.
 
         What Newton steps would find then, the expansion in fibres has for nothing.
         """
-        limit = max(self.growth.max_cheap_unknowns, self.core.size)
+        limit = max(MAX_CHEAP_UNKNOWNS, self.core.size)
         return self.goal > ROUNDING and n_unknowns(terms) > limit
 
     def _is_worth_refining(self, error: float, previous_error: float) -> bool:
         """Return whether a misfit is so near the goal that the penalty alone may be in the way."""
         if not error > self.goal > ROUNDING:
             return False
-        near = self.growth.near_goal_factor * self.goal
-        after_large_gain = self.growth.large_gain_share * previous_error
+        near = 2.5 * self.goal
+        # After a large gain the true rank may be reached, and the guiding penalty alone holds the
+        # terms up.
+        after_large_gain = 0.3 * previous_error
         return error < max(near, after_large_gain)
+
+    def _guiding_penalty(self, misfit: float) -> float:
+        """Return the penalty while terms are added: γ is held low, at a tenth of the error."""
+        return max(self.ridge, (0.1 * misfit) ** 2)
 
     def _with_term(self, terms: CPTerms, ridge: float) -> CPTerms:
         """Add the best of a few rank-one fits to the residual, then move all terms by sweeps."""
@@ -192,13 +199,17 @@ class CoreFit:
     def _rank_one_fit(self, residual: np.ndarray) -> tuple[list[np.ndarray], float]:
         """Return the unit columns (p_i,) and the weight of the best of a few rank-one fits.
 
-        By the higher-order power method, all starts at once: one is a column.
+        By the higher-order power method, all starts at once: one is a column. The leading singular
+        vectors of the unfoldings are mostly the best start; two random ones are tried beside them.
         """
-        columns: Sequence[np.ndarray] = _leading_vectors(residual)
-        n_random = self.growth.starts_per_term - 1
-        if n_random > 0:
-            random = random_terms(self.core, n_random, self.rng)
-            columns = [np.hstack(pair) for pair in zip(columns, random.columns, strict=True)]
+        n_random = 2
+        # Weights that differ by less than this share are alike.
+        rtol = 2e-3
+        leading = _leading_vectors(residual)
+        random = random_terms(self.core, n_random, self.rng)
+        columns: Sequence[np.ndarray] = [
+            np.hstack(pair) for pair in zip(leading, random.columns, strict=True)
+        ]
         weights = np.zeros(1 + n_random)
 
         def normalized(mode: int, product: np.ndarray) -> np.ndarray:
@@ -208,14 +219,15 @@ class CoreFit:
             is_seen = weights > 0.0
             return np.where(is_seen, product / np.where(is_seen, weights, 1.0), columns[mode])
 
-        for _ in range(self.growth.rank_one_steps):
+        # A few steps are enough: the term is moved with all others afterwards.
+        for _ in range(12):
             previous_weights = weights
             columns = sweep(residual, columns, normalized)
-            if np.all(weights <= (1.0 + self.growth.rank_one_rtol) * previous_weights):
+            if np.all(weights <= (1.0 + rtol) * previous_weights):
                 break
         # Of starts that end alike a random one: it makes the fits of a symmetric tensor, and
         # those from other seeds, different.
-        is_best = weights >= (1.0 - self.growth.rank_one_rtol) * weights.max()
+        is_best = weights >= (1.0 - rtol) * weights.max()
         best = int(np.flatnonzero(is_best)[-1])
         return [column[:, best] for column in columns], float(weights[best])
 
@@ -225,55 +237,51 @@ class CoreFit:
         The first is ``terms`` itself; the others start from the terms ``before`` the last one was
         added, still under the guiding penalty, with one of them split in two.
         """
-        best = self._along_path(terms, self.goal)
+        best = self._along_path(terms)
         if before.rank == 0 or n_fits == 1:
             return best
         for _ in range(n_fits - 1):
             if self.misfit(best) <= self.goal:
                 break
             self.progress.mark(Event.start)
-            start = split_term(before, self.rng, self.growth.split_distance)
-            trial = self._along_path(start, self.goal)
+            start = split_term(before, self.rng)
+            trial = self._along_path(start)
             # Two fits that end at one height have mostly found the best minimum.
             difference = abs(self._objective(trial) - self._objective(best))
-            is_agreed = difference <= self.growth.agreement * self._objective(best)
+            is_agreed = difference <= 1e-6 * self._objective(best)
             best = min(best, trial, key=self._objective)
             if is_agreed:
                 break
         return best
 
-    def _along_path(self, terms: CPTerms, goal: float = 0.0) -> CPTerms:
+    def _along_path(self, terms: CPTerms) -> CPTerms:
         """Follow the minimiser while the penalty falls to α, by Newton steps at each value."""
         # A large penalty first: it holds γ low where the terms still have far to go, and steps are
         # long.
-        guide = max(self.ridge, (self.growth.guide_share * self.misfit(terms)) ** 2)
+        guide = self._guiding_penalty(self.misfit(terms))
         while guide > self.ridge:
-            terms = self._refined(terms, guide, goal, iterations=20, rtol=1e-4)
+            terms = self._refined(terms, guide, iterations=20, rtol=1e-4)
             # Terms that cancel more and more for a smaller error pay for it by a penalty of the
             # error's size. A penalty far below that holds nothing up: the path is at its end.
             penalty = guide * float(np.sum(terms.weights**2))
-            if penalty <= self.growth.negligible_penalty * self.misfit(terms) ** 2:
+            if penalty <= 1e-3 * self.misfit(terms) ** 2:
                 break
-            guide = max(self.ridge, guide * self.growth.path_factor)
-        return self._refined(
-            terms, self.ridge, goal, iterations=self.growth.max_final_steps, rtol=1e-9
-        )
+            guide = max(self.ridge, 1e-2 * guide)
+        # A path that ends early left most of the way to the last steps.
+        return self._refined(terms, self.ridge, iterations=130, rtol=1e-9)
 
     def _swept(self, terms: CPTerms, ridge: float, sweeps: int, rtol: float) -> CPTerms:
         return alternate(self.core, terms, ridge, sweeps=sweeps, rtol=rtol, progress=self.progress)
 
-    def _refined(
-        self, terms: CPTerms, ridge: float, goal: float, *, iterations: int, rtol: float
-    ) -> CPTerms:
+    def _refined(self, terms: CPTerms, ridge: float, *, iterations: int, rtol: float) -> CPTerms:
         return refine(
             self.core,
             terms,
             ridge,
             iterations=iterations,
             rtol=rtol,
-            goal=goal,
+            goal=self.goal,
             progress=self.progress,
-            options=self.levenberg_marquardt,
         )
 
     def _objective(self, terms: CPTerms) -> float:

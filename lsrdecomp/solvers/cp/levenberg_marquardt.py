@@ -11,12 +11,15 @@ import numpy as np
 from scipy.linalg import lapack
 
 from lsrdecomp.solvers.cp.mttkrp import assemble, products
-from lsrdecomp.solvers.cp.options import LevenbergMarquardtOptions
 from lsrdecomp.solvers.cp.terms import CPTerms
 from lsrdecomp.solvers.progress import IterationStep, SolveProgress, iterate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+MIN_SPLIT_UNKNOWNS = 200
+"""Unknowns from which the part of a step outside the span of a mode's columns is solved by itself:
+with fewer, the small factors cost more than they save. Measured at 96 to 600."""
 
 
 def n_unknowns(terms: CPTerms) -> int:
@@ -30,10 +33,9 @@ def refine(
     ridge: float,
     *,
     iterations: int,
-    rtol: float = 1e-9,
+    rtol: float,
     goal: float = 0.0,
     progress: SolveProgress | None = None,
-    options: LevenbergMarquardtOptions | None = None,
 ) -> CPTerms:
     """Minimise ‖T − Σ_k t_k‖² + α Σ_k ‖t_k‖² over all factors together [1]_.
 
@@ -56,13 +58,12 @@ def refine(
         Stop when the misfit norm is at most this.
     progress : SolveProgress, optional
         Told the misfit norm and γ after each accepted step; ends the loop when it is exhausted.
-    options : LevenbergMarquardtOptions, optional
 
     Returns
     -------
     CPTerms
-        Never worse than the start; the start itself where there are more than
-        ``options.max_unknowns`` unknowns.
+        Never worse than the start; the start itself where there are more than 2,600 unknowns: the
+        normal matrix is dense, 54 MB at that size, and costs n³/3 operations a step.
 
     References
     ----------
@@ -72,12 +73,11 @@ def refine(
        applications to sloppy models and optimization, Phys. Rev. E 83 (2011), sec. VIII.
        doi:10.1103/PhysRevE.83.036701
     """
-    options = options or LevenbergMarquardtOptions()
-    if terms.rank == 0 or n_unknowns(terms) > options.max_unknowns:
+    if terms.rank == 0 or n_unknowns(terms) > 2600:
         return terms
     layout = _Layout.of([int(p) for p in core.shape])
     start = np.concatenate(terms.balanced())
-    steps = _accepted_steps(core, start, layout, ridge, rtol, goal, options)
+    steps = _accepted_steps(core, start, layout, ridge, rtol, goal)
     stack, _ = iterate(steps, start, progress, max_steps=iterations)
     return CPTerms.of(layout.modes(stack))
 
@@ -113,6 +113,64 @@ class _Layout:
         return np.repeat(values, self.sizes, axis=0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Iterate:
+    """The columns that a search has come to, and the parts of ‖T − Σ‖² + α Σλ²."""
+
+    stack: np.ndarray
+    lengths: np.ndarray  # squared, (d, s)
+    residual: np.ndarray
+    objective: float
+
+    @classmethod
+    def at(cls, core: np.ndarray, stack: np.ndarray, layout: _Layout, ridge: float) -> _Iterate:
+        """Return that of a stack."""
+        lengths = layout.squared_lengths(stack)
+        residual = core - assemble(layout.modes(stack), np.ones(stack.shape[1]))
+        squared_weights = np.prod(lengths, axis=0)
+        objective = _norm(residual) ** 2 + ridge * float(squared_weights.sum())
+        return cls(stack, lengths, residual, objective)
+
+    @property
+    def weights(self) -> np.ndarray:
+        """λ of the terms."""
+        weights: np.ndarray = np.sqrt(np.prod(self.lengths, axis=0))
+        return weights
+
+    def gradient(self, columns: Sequence[np.ndarray], layout: _Layout, ridge: float) -> np.ndarray:
+        """Return minus half the gradient, as a stack."""
+        gradient = np.concatenate(products(self.residual, columns))
+        if ridge > 0.0:
+            gradient -= ridge * self.stack * layout.to_rows(_of_others(self.lengths))
+        return gradient
+
+    def balanced(self, layout: _Layout) -> _Iterate:
+        """Share λ_k equally among the modes, where all modes are alike to a step."""
+        shared = np.broadcast_to(self.weights ** (2.0 / self.residual.ndim), self.lengths.shape)
+        scales = np.sqrt(shared / np.where(self.lengths > 0.0, self.lengths, 1.0))
+        stack = self.stack * layout.to_rows(scales)
+        return _Iterate(stack, shared, self.residual, self.objective)
+
+
+@dataclass(slots=True)
+class _Damping:
+    """The damping of JᴴJ, in units of its diagonal, by Nielsen's rule; start and limits by hand."""
+
+    value: float = 1e-4
+    growth: float = 2.0
+
+    def refuse(self) -> None:
+        """Raise it after a step that was refused, by a factor that doubles with each refusal."""
+        self.value *= self.growth
+        self.growth *= 2.0
+
+    def accept(self, gain_ratio: float) -> None:
+        """Lower it smoothly with the ratio of actual to predicted gain."""
+        # Nielsen's own smallest factor is 1/3.
+        self.value *= max(1.0 / 5.0, 1.0 - (2.0 * gain_ratio - 1.0) ** 3)
+        self.growth = 2.0
+
+
 def _accepted_steps(
     core: np.ndarray,
     stack: np.ndarray,
@@ -120,73 +178,49 @@ def _accepted_steps(
     ridge: float,
     rtol: float,
     goal: float,
-    options: LevenbergMarquardtOptions,
 ) -> Iterator[IterationStep[np.ndarray]]:
-    lengths = layout.squared_lengths(stack)
-    residual, objective = _objective(core, stack, layout, lengths, ridge)
-    damping = options.initial_damping
-    growth = options.damping_growth
+    # Small gains in a row before the search ends: one short step may be the damping's doing.
+    patience = 3
+    current = _Iterate.at(core, stack, layout, ridge)
+    damping = _Damping()
     n_small_gains = 0
     while True:
         # LM 1: Gauss–Newton matrix JᴴJ and gradient at the present columns.
-        columns = layout.modes(stack)
-        normal = _NormalEquations.of(columns, ridge, options.min_split_unknowns)
-        gradient = np.concatenate(products(residual, columns))
-        if ridge > 0.0:
-            gradient -= ridge * stack * layout.to_rows(_of_others(lengths))
+        columns = layout.modes(current.stack)
+        normal = _NormalEquations.of(columns, ridge, MIN_SPLIT_UNKNOWNS)
+        gradient = current.gradient(columns, layout, ridge)
         # LM 2: damp JᴴJ until the step, bent along the valley by its second-order part [2]_, lowers
         # the objective.
-        for _attempt in range(options.max_refusals):
-            damped = normal.damped(damping)
+        for _attempt in range(12):
+            damped = normal.damped(damping.value)
             if damped is not None:
                 step = damped.solve(gradient)
-                bend = _second_order(damped, columns, normal.grams, step, options)
-                new_stack = stack + step + bend
-                new_lengths = layout.squared_lengths(new_stack)
-                new_residual, new_objective = _objective(
-                    core, new_stack, layout, new_lengths, ridge
-                )
-                if new_objective < objective:
+                bend = _second_order(damped, columns, normal.grams, step)
+                moved = _Iterate.at(core, current.stack + step + bend, layout, ridge)
+                if moved.objective < current.objective:
                     break
-            damping *= growth
-            growth *= 2.0
+            damping.refuse()
         else:
             return
-        # LM 3: Nielsen's rule, the damping falls smoothly with the ratio of actual to predicted
-        # gain. A full Gauss–Newton step meets next to no resistance of the damping.
-        resistance = damping * float(np.vdot(layout.to_rows(normal.diagonals), _squares(step)))
+        # LM 3: the damping falls with the ratio of actual to predicted gain.
+        diagonal = layout.to_rows(normal.diagonals)
+        resistance = damping.value * float(np.vdot(diagonal, _squares(step)))
         slope = float(np.vdot(step, gradient).real)
-        gain = objective - new_objective
-        gain_ratio = gain / max(slope + resistance, 1e-300)
-        damping *= max(options.min_damping_factor, 1.0 - (2.0 * gain_ratio - 1.0) ** 3)
-        growth = options.damping_growth
-        # LM 4: one small gain of a full step ends the search, or enough small gains in a row.
-        if gain > rtol * objective:
+        gain = current.objective - moved.objective
+        damping.accept(gain / max(slope + resistance, 1e-300))
+        # LM 4: one small gain of a full step, of which the damping holds back next to nothing, ends
+        # the search, or enough small gains in a row.
+        if gain > rtol * current.objective:
             n_small_gains = 0
-        elif resistance <= options.full_step_share * slope:
-            n_small_gains = options.patience
+        elif resistance <= 0.1 * slope:
+            n_small_gains = patience
         else:
             n_small_gains += 1
-        # LM 5: share λ_k equally among the modes again, where all modes are alike to a step.
-        weights = np.sqrt(np.prod(new_lengths, axis=0))
-        lengths = np.broadcast_to(weights ** (2.0 / core.ndim), new_lengths.shape)
-        scales = np.sqrt(lengths / np.where(new_lengths > 0.0, new_lengths, 1.0))
-        stack = new_stack * layout.to_rows(scales)
-        residual = new_residual
-        objective = new_objective
-        misfit = _norm(residual)
-        condition = _norm(weights) / math.sqrt(max(1.0 - misfit**2, 1e-300))
-        converged = n_small_gains >= options.patience or misfit <= goal
-        yield IterationStep(stack, misfit, condition, objective, converged)
-
-
-def _objective(
-    core: np.ndarray, stack: np.ndarray, layout: _Layout, lengths: np.ndarray, ridge: float
-) -> tuple[np.ndarray, float]:
-    """Return the residual, and ‖T − Σ‖² + α Σλ², given the squared lengths of the columns."""
-    residual = core - assemble(layout.modes(stack), np.ones(stack.shape[1]))
-    squared_weights = np.prod(lengths, axis=0)
-    return residual, _norm(residual) ** 2 + ridge * float(squared_weights.sum())
+        current = moved.balanced(layout)
+        misfit = _norm(current.residual)
+        condition = _norm(moved.weights) / math.sqrt(max(1.0 - misfit**2, 1e-300))
+        converged = n_small_gains >= patience or misfit <= goal
+        yield IterationStep(current.stack, misfit, condition, current.objective, converged)
 
 
 def _norm(array: np.ndarray) -> float:
@@ -233,7 +267,7 @@ class _NormalEquations:
 
     @classmethod
     def of(
-        cls, columns: Sequence[np.ndarray], ridge: float, min_split_unknowns: int = 0
+        cls, columns: Sequence[np.ndarray], ridge: float, min_split_unknowns: int
     ) -> _NormalEquations:
         """Form them at columns (p_i, s) for the penalty α = ``ridge``.
 
@@ -370,7 +404,6 @@ def _second_order(
     columns: Sequence[np.ndarray],
     grams: Sequence[np.ndarray],
     step: np.ndarray,
-    options: LevenbergMarquardtOptions,
 ) -> np.ndarray:
     """Return the second-order part of a step, −½(JᴴJ + damping)⁻¹Jᴴr″ [2]_.
 
@@ -379,7 +412,8 @@ def _second_order(
     moves = damped.layout.modes(step)
     bend = -0.5 * damped.solve(np.concatenate(_curvature_products(columns, grams, moves)))
     length = _norm(bend)
-    limit = options.max_acceleration * _norm(step)
+    # The largest ratio of that part to the step, as the GNU Scientific Library takes it.
+    limit = 0.75 * _norm(step)
     return bend if length <= limit else bend * (limit / length)
 
 

@@ -35,7 +35,7 @@ def alternate(
     ridge: float,
     *,
     sweeps: int,
-    rtol: float = 1e-8,
+    rtol: float,
     progress: SolveProgress | None = None,
 ) -> CPTerms:
     """Minimise ‖T − Σ‖² + α Σλ², one mode at a time, for T of norm about one.

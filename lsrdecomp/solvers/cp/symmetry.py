@@ -37,18 +37,11 @@ def is_symmetric(matrix: SeparatedMatrix) -> bool:
     return (matrix - matrix.T).norm <= ROUNDING * unit_roundoff(matrix.dtype) * matrix.norm
 
 
-def symmetrised(matrix: SeparatedMatrix, min_overlap: float = 0.5) -> SeparatedMatrix:
+def symmetrised(matrix: SeparatedMatrix) -> SeparatedMatrix:
     """Return a symmetric sum of as many terms, near a real one.
 
     Terms go in the order of how near each is to the transpose of another, or to its own: two become
     each other's transpose, and of one each factor becomes symmetric or antisymmetric.
-
-    Parameters
-    ----------
-    matrix : SeparatedMatrix
-    min_overlap : float
-        Inner product of a term and the transpose of another, of norm one, from which they can be a
-        pair. By hand.
     """
     factors = [np.array(to_numpy(as_double(factor))) for factor in matrix.factors]
     weights = np.array(to_numpy(as_double(matrix.weights)))
@@ -58,7 +51,7 @@ def symmetrised(matrix: SeparatedMatrix, min_overlap: float = 0.5) -> SeparatedM
     overlaps = np.prod(inner, axis=0)
     remaining = list(range(terms))
     while remaining:
-        k, other = _nearest(overlaps, remaining, min_overlap)
+        k, other = _nearest(overlaps, remaining)
         for factor, products in zip(factors, inner, strict=True):
             if k != other:
                 sign = np.sign(products[k, other])
@@ -78,16 +71,17 @@ def symmetrised(matrix: SeparatedMatrix, min_overlap: float = 0.5) -> SeparatedM
     )
 
 
-def _nearest(overlaps: np.ndarray, remaining: list[int], min_overlap: float) -> tuple[int, int]:
+def _nearest(overlaps: np.ndarray, remaining: list[int]) -> tuple[int, int]:
     """Return the two remaining terms nearest to be each other's transpose; twice the same for one.
 
-    A pair has to overlap by ``min_overlap``, unless no term is nearer to its own transpose.
+    A pair has to overlap by half, of terms of norm one, unless no term is nearer to its own
+    transpose.
     """
     part = overlaps[np.ix_(remaining, remaining)]
     alone = int(np.argmax(np.diagonal(part)))
     pairs = np.where(np.triu(np.ones_like(part), 1) > 0.0, part, -np.inf)
     i, j = np.unravel_index(int(np.argmax(pairs)), pairs.shape)
-    if pairs[i, j] >= max(min_overlap, part[alone, alone]):
+    if pairs[i, j] >= max(0.5, part[alone, alone]):
         return remaining[int(i)], remaining[int(j)]
     return remaining[alone], remaining[alone]
 

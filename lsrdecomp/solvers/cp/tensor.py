@@ -20,17 +20,15 @@ if TYPE_CHECKING:
     from lsrdecomp.targets.base import Target
 
 
-def rearranged_tensor(
-    target: Target, shape: KroneckerShape, max_core_entries: int = 2**27
-) -> CompressedTensor:
+def rearranged_tensor(target: Target, shape: KroneckerShape) -> CompressedTensor:
     """Return R(M) with one axis a factor.
 
     Where M is separated in this very shape it is an exact small core, else it is formed. Raises
-    `ShapeError` for a core of more than ``max_core_entries`` (1 GiB in double precision).
+    `ShapeError` for a core of more than 2²⁷ entries (1 GiB in double precision).
     """
     matrix = getattr(target, "matrix", None)
     if isinstance(matrix, SeparatedMatrix) and _is_nonzero_sum(matrix, shape):
-        return _core_of(without_unit_factors(matrix), max_core_entries)
+        return _core_of(without_unit_factors(matrix))
     if hasattr(target, "core"):
         return CompressedTensor(*target.core(shape))
     if hasattr(target, "tensor"):
@@ -45,7 +43,7 @@ def _is_nonzero_sum(matrix: SeparatedMatrix, shape: KroneckerShape) -> bool:
     return matrix.kronecker_shape.essential == shape and matrix.separation_rank > 0
 
 
-def _core_of(matrix: SeparatedMatrix, max_entries: int) -> CompressedTensor:
+def _core_of(matrix: SeparatedMatrix) -> CompressedTensor:
     """Return the tensor of a separated matrix in orthonormal bases of its factors.
 
     So nothing large is formed.
@@ -62,6 +60,7 @@ def _core_of(matrix: SeparatedMatrix, max_entries: int) -> CompressedTensor:
         bases.append(xp.matrix_transpose(vh[:rank, :]))
         triangles.append(xp.matrix_transpose(u[:, :rank] * xp.astype(sigma[:rank], u.dtype)))
     entries = math.prod(int(triangle.shape[0]) for triangle in triangles)
+    max_entries = 2**27
     if entries > max_entries:
         raise ShapeError(
             f"{matrix.separation_rank} terms of {matrix.kronecker_shape} span a core of "

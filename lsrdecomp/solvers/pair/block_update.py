@@ -24,7 +24,6 @@ from lsrdecomp.solvers.batched_terms import (
     mttkrp,
     to_matrices,
 )
-from lsrdecomp.solvers.pair.options import BlockOptions
 from lsrdecomp.solvers.pair.spectral_block import SpectralBlock, basis_for, is_spectral_cheaper
 from lsrdecomp.targets.weights import Identity, Weight
 
@@ -33,10 +32,14 @@ if TYPE_CHECKING:
 
     from lsrdecomp.solvers.pair.partial_traces import PartialTraces
 
+DAMPING = 64.0
+"""Proximal term, in units of size × unit roundoff × mean diagonal of the normal matrix: harmless to
+convergence, and the step stays a descent step however singular that matrix is. By hand."""
+
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The fixed part of one side's problem: its shape, its weight W, and options."""
+    """The fixed part of one side's problem: its shape, its weight W, and how blocks are solved."""
 
     shape: KroneckerShape
     weight: Weight
@@ -45,7 +48,7 @@ class Side:
     bases: tuple[
         Array, ...
     ]  # eigenpairs of W for each block, see `basis_for`; none of the identity
-    options: BlockOptions
+    max_formed_unknowns: int  # of a block in a weighted norm whose normal matrix is formed
 
     @classmethod
     def of(
@@ -54,13 +57,13 @@ class Side:
         weight: Weight,
         cg_steps: int,
         traces: PartialTraces,
-        options: BlockOptions | None = None,
     ) -> Side:
         """Prepare a side, given the partial traces of its weight at the rows of the shape."""
         bases: tuple[Array, ...] = ()
         if not isinstance(weight, Identity):
             bases = tuple(basis_for(weight, shape.rows, i) for i in range(shape.order))
-        return cls(shape, weight, cg_steps, traces, bases, options or BlockOptions())
+        # With more unknowns conjugate gradient steps are cheaper than forming. By hand.
+        return cls(shape, weight, cg_steps, traces, bases, max_formed_unknowns=80)
 
     def update(
         self, stacks: Stacks, gram: Array, cross: Array, fixed: Container[int] = ()
@@ -132,7 +135,7 @@ class Side:
         right_hand = xp.stack([xp.sum(term * cross, axis=(1, 2)) for term in terms], axis=1)
         # Scales 2: a proximal step from the present scales, which are one.
         residual = right_hand - xp.sum(normal, axis=2)
-        safe = damped(normal, self.options.damping * s * unit_roundoff("float64"))
+        safe = damped(normal, DAMPING * s * unit_roundoff("float64"))
         change = xp.linalg.solve(safe, residual[:, :, None])[:, :, 0]
         return [stacks[0] * (1.0 + change)[:, None, :], *stacks[1:]]
 
@@ -144,7 +147,7 @@ class Side:
         """Return whether block i has few enough unknowns for its normal matrix to be formed."""
         m, r = self.shape.factors[i]
         terms = int(stacks[i].shape[2])
-        return m * r * terms <= self.options.max_formed_unknowns
+        return m * r * terms <= self.max_formed_unknowns
 
     def _spectral_block(self, stacks: Stacks, i: int, gram: Array) -> SpectralBlock | None:
         """Contract the weight with the other factors, where block i is then solved at less cost."""
@@ -198,7 +201,7 @@ class Side:
         n = normal.shape[1]
         block = xp.reshape(stack, (batch, rows, n))
         gradient = xp.reshape(right_hand, (batch, rows, n)) - block @ normal
-        damping = self.options.damping * n * unit_roundoff(dtype_name(normal))
+        damping = DAMPING * n * unit_roundoff(dtype_name(normal))
         # In double precision, which is quicker, too.
         safe = as_double(damped(normal, damping))
         step = xp.linalg.solve(safe, as_double(xp.matrix_transpose(gradient)))

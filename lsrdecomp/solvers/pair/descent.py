@@ -25,7 +25,8 @@ def steps(
     """
     xp = namespace(state.error)
     length = xp.ones_like(state.error)
-    interval = problem.options.extrapolation.interval
+    # Sweeps between extrapolated steps, each of which costs a third of a sweep: by hand.
+    interval = 2
     index = 0
     converged = False
     while not converged:
@@ -51,7 +52,7 @@ def descend(
     problem: PairProblem,
     state: PairState,
     max_sweeps: int,
-    tolerance: float = 1e-4,
+    tolerance: float,
     min_square_gain: float = 0.0,
 ) -> PairState:
     """Return the state after at most so many `steps`."""
@@ -65,9 +66,13 @@ def extrapolated(
 ) -> tuple[PairState, Array]:
     """Take one more step in the direction of the last sweep, kept where the error falls.
 
-    The second value is the length of the next such step; see `ExtrapolationOptions`.
+    The second value is the length of the next such step, which grows after a success and shrinks
+    after a failure, but never below that of the sweep itself: the line search of [1]_, its two
+    factors set by hand.
+
+    .. [1] R. Bro, Multi-way analysis in the food industry, 1998, section 4.4, line search in
+           alternating least squares.
     """
-    options = problem.options.extrapolation
     xp = namespace(length)
     sides: list[Stacks] = []
     for old_side, new_side in zip(before.pair, after.pair, strict=True):
@@ -77,6 +82,6 @@ def extrapolated(
         sides.append(moved)
     trial = problem.state((sides[0], sides[1]))
     is_better = trial.error < after.error
-    shorter = xp.maximum(length / options.shrinkage, xp.ones_like(length))
-    next_length = xp.where(is_better, options.growth * length, shorter)
+    shorter = xp.maximum(length / 8.0, xp.ones_like(length))
+    next_length = xp.where(is_better, 2.0 * length, shorter)
     return PairState.select(is_better, trial, after), next_length

@@ -11,15 +11,23 @@ share the last step, `rayleigh_ritz`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, as_double, like, namespace, triangular_factor, zero_padded
+from lsrdecomp.arrays import (
+    OVERSAMPLING,
+    Array,
+    as_double,
+    like,
+    namespace,
+    triangular_factor,
+    zero_padded,
+)
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.pair.options import LeadingTripleOptions
 from lsrdecomp.solvers.pair.partial_traces import PartialTraces, apply_to_rows, kron_apply
 from lsrdecomp.solvers.svd.batch import rayleigh_ritz
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
@@ -30,20 +38,26 @@ if TYPE_CHECKING:
     from lsrdecomp.solvers.batched_terms import Stacks
 
 Triples = tuple[Array, Array, Array]
+Way = Callable[[Array, int], Triples]
 
 
-def leading_triples(
-    matrices: Array, rank: int, options: LeadingTripleOptions | None = None
-) -> Triples:
+def leading_triples(matrices: Array, rank: int, way: Way | None = None) -> Triples:
     """Return the k = min(rank, p, q) largest singular triples of real matrices (L, p, q).
 
     A full SVD takes about six times the memory of a square matrix. A large narrow one is taken
     apart through R instead: X = Q R and R = W σ Vᵀ give U = X V σ⁻¹ without Q. A large one that is
     wide too goes to `BlockGolubKahan`, if few triples are requested: by its certificate their error
-    is at most ``options.krylov_excess`` above the optimum, relative. Of any other one few triples
-    come from a few passes of subspace iteration [1]_, whose error is up to about 1e-2 above the
-    optimum for noise and 1e-3 or less where the spectrum falls, at a tenth of the time of an SVD of
-    256 × 256.
+    is at most a thousandth above the optimum. Of any other one few triples come from a few passes
+    of subspace iteration [1]_, whose error is up to about 1e-2 above the optimum for noise and 1e-3
+    or less where the spectrum falls, at a tenth of the time of an SVD of 256 × 256.
+
+    Parameters
+    ----------
+    matrices : Array, shape (L, p, q)
+    rank : int
+    way : callable (matrices, rank) -> triples, optional
+        One of `by_svd`, `through_triangles`, `by_iteration` and `by_krylov_spaces`, for p ≥ q;
+        absent, the one that `choose_way` says.
 
     Returns
     -------
@@ -59,28 +73,39 @@ def leading_triples(
     .. [1] N. Halko, P. G. Martinsson and J. A. Tropp, Finding structure with randomness, SIAM
        Review 53 (2011), algorithm 4.4. doi:10.1137/090771806
     """
-    options = options or LeadingTripleOptions()
     xp = namespace(matrices)
     p, q = (int(size) for size in matrices.shape[1:])
     rank = min(rank, p, q)
     if p < q:
-        v, sigma, uh = leading_triples(xp.matrix_transpose(matrices), rank, options)
+        v, sigma, uh = leading_triples(xp.matrix_transpose(matrices), rank, way)
         return xp.matrix_transpose(uh), sigma, xp.matrix_transpose(v)
-    # Triples 1: few of a wide matrix by a Krylov space, each matrix alone.
-    if q > options.max_qr_columns and options.krylov_columns_per_term * rank <= q:
-        return _by_krylov_spaces(matrices, rank, options)
-    # Triples 2: few of any other by subspace iteration, all matrices together.
-    if options.iteration_columns_per_vector * (rank + options.oversampling) <= q:
-        return _by_iteration(matrices, rank, options)
-    # Triples 3: many of a small one by its SVD, of a large narrow one through R of a QR
-    # factorization.
-    if p * q <= options.max_svd_entries:
-        u, sigma, vh = xp.linalg.svd(matrices, full_matrices=False)
-        return u[:, :, :rank], sigma[:, :rank], vh[:, :rank, :]
-    return _through_triangles(matrices, rank)
+    way = way or choose_way(p, q, rank)
+    return way(matrices, rank)
 
 
-def _through_triangles(matrices: Array, rank: int) -> Triples:
+def choose_way(p: int, q: int, rank: int) -> Way:
+    """Return the way to the triples of matrices (p, q) with p ≥ q.
+
+    All limits are by hand; ``benchmarks/solvers/two_factors.py --only leading`` times the ways.
+    """
+    # Way 1: few triples of a wide matrix by a Krylov space, each matrix alone.
+    if q > 512 and 8 * rank <= q:
+        return by_krylov_spaces
+    # Way 2: few of any other by subspace iteration, all matrices together.
+    if 4 * (rank + OVERSAMPLING) <= q:
+        return by_iteration
+    # Way 3: many of a small one by its SVD, of a large narrow one, whose SVD would need too much
+    # memory, through R of a QR factorization.
+    return by_svd if p * q <= 2**17 else through_triangles
+
+
+def by_svd(matrices: Array, rank: int) -> Triples:
+    """Truncate the SVD."""
+    u, sigma, vh = namespace(matrices).linalg.svd(matrices, full_matrices=False)
+    return u[:, :, :rank], sigma[:, :rank], vh[:, :rank, :]
+
+
+def through_triangles(matrices: Array, rank: int) -> Triples:
     """Take the SVD of R of a QR factorization; triples at rounding get zeros for left vectors."""
     xp = namespace(matrices)
     q = int(matrices.shape[2])
@@ -95,23 +120,23 @@ def _through_triangles(matrices: Array, rank: int) -> Triples:
     return u, sigma, vh
 
 
-def _by_iteration(matrices: Array, rank: int, options: LeadingTripleOptions) -> Triples:
+def by_iteration(matrices: Array, rank: int) -> Triples:
     """Iterate a subspace from a random start that is always the same; end by Rayleigh–Ritz."""
     xp = namespace(matrices)
     q = int(matrices.shape[2])
-    random = np.random.default_rng(0).standard_normal((q, rank + options.oversampling))
+    random = np.random.default_rng(0).standard_normal((q, rank + OVERSAMPLING))
     transposed = xp.matrix_transpose(matrices)
     basis = xp.linalg.qr(matrices @ like(random, matrices)).Q
-    for _ in range(options.passes):
+    for _ in range(3):
         basis = xp.linalg.qr(matrices @ (transposed @ basis)).Q
     u, sigma, vh = rayleigh_ritz(matrices, basis)
     return u[:, :, :rank], sigma[:, :rank], vh[:, :rank, :]
 
 
-def _by_krylov_spaces(matrices: Array, rank: int, options: LeadingTripleOptions) -> Triples:
-    """Solve each matrix alone by `BlockGolubKahan`."""
+def by_krylov_spaces(matrices: Array, rank: int) -> Triples:
+    """Solve each matrix alone by `BlockGolubKahan`, to a thousandth: these are starts."""
     xp = namespace(matrices)
-    solver = BlockGolubKahan(tolerance=options.krylov_excess)
+    solver = BlockGolubKahan(tolerance=1e-3)
     batch = range(int(matrices.shape[0]))
     triples = [_by_krylov_space(matrices[i, :, :], rank, solver) for i in batch]
     u, sigma, vh = (xp.stack(part, axis=0) for part in zip(*triples, strict=True))
@@ -167,22 +192,19 @@ def side_terms(
     shape: KroneckerShape,
     rank: int,
     traces: PartialTraces | None = None,
-    options: LeadingTripleOptions | None = None,
 ) -> Stacks:
     """Return orthogonal Kronecker terms of each ``side @ transform`` (L, m, r).
 
     With ``traces`` they are orthogonal in the norm of these.
     """
     if traces is None:
-        return orthogonal_terms(rearrange(side @ transform, shape), rank, options)
+        return orthogonal_terms(rearrange(side @ transform, shape), rank)
     roots, inverse_roots = traces.roots
     whitened = rearrange(kron_apply(roots, side @ transform, shape.rows), shape)
-    return apply_to_rows(orthogonal_terms(whitened, rank, options), inverse_roots)
+    return apply_to_rows(orthogonal_terms(whitened, rank), inverse_roots)
 
 
-def orthogonal_terms(
-    tensor: Array, rank: int, options: LeadingTripleOptions | None = None
-) -> Stacks:
+def orthogonal_terms(tensor: Array, rank: int) -> Stacks:
     """Return the largest of mutually orthogonal rank-one terms of each tensor (L, p_1, …, p_d).
 
     The first axis is split off by its `leading_triples` and each right singular vector is split in
@@ -197,7 +219,7 @@ def orthogonal_terms(
     xp = namespace(tensor)
     batch, p, *other_sizes = tensor.shape
     # Terms 1: the first axis against all others.
-    u, sigma, vh = leading_triples(xp.reshape(tensor, (batch, p, -1)), rank, options)
+    u, sigma, vh = leading_triples(xp.reshape(tensor, (batch, p, -1)), rank)
     leading = int(sigma.shape[1])
     if len(other_sizes) == 1:
         root = xp.sqrt(sigma)[:, None, :]
@@ -206,7 +228,7 @@ def orthogonal_terms(
         return [zero_padded(left, 2, rank), zero_padded(right, 2, rank)]
     # Terms 2: each right vector, with its weight, is a tensor of one axis fewer: its terms in turn.
     right_tensors = xp.reshape(sigma[:, :, None] * vh, (batch * leading, *other_sizes))
-    inner = orthogonal_terms(right_tensors, rank, options)
+    inner = orthogonal_terms(right_tensors, rank)
     count = int(inner[0].shape[2])
     first = xp.broadcast_to(u[:, :, :, None], (batch, p, leading, count))
     stacks = [xp.reshape(first, (batch, p, leading * count))]

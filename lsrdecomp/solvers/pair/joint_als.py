@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.arrays import Array, as_double, is_complex, namespace, to_device
@@ -19,7 +19,6 @@ from lsrdecomp.solvers.base import (
 )
 from lsrdecomp.solvers.batched_terms import safe_ratio
 from lsrdecomp.solvers.pair.descent import steps
-from lsrdecomp.solvers.pair.options import PairOptions
 from lsrdecomp.solvers.pair.problem import PairProblem, PairState
 from lsrdecomp.solvers.pair.stacking import Pair, WeightedTargets, start_pair
 from lsrdecomp.solvers.progress import IterationStep, SolveProgress, iterate
@@ -57,15 +56,11 @@ class JointALS:
     single : bool
         In the Frobenius norm, sweep in single precision, in a third (4096 wide) to nine tenths
         (768) of the time; sweeps in double precision follow only where the relative error is below
-        ``single_min_error``. The error of the result is measured in double precision all the same,
-        that of the start is not.
+        0.05. The error of the result is measured in double precision all the same, that of the
+        start is not.
     device : str, optional
         Where torch solves, such as ``"cuda"``; what it found comes back as NumPy arrays. Absent:
         where the targets lie, with their own library.
-    single_min_error : float
-        Relative error above which sweeps in single precision see what a sweep gains. By hand.
-    options : PairOptions
-        What seldom needs a change: limits, damping, the line search along a sweep.
 
     Examples
     --------
@@ -88,8 +83,6 @@ class JointALS:
     trials: int = 2
     single: bool = False
     device: str | None = None
-    single_min_error: float = 0.05
-    options: PairOptions = field(default_factory=PairOptions)
 
     def solve(
         self,
@@ -177,7 +170,7 @@ class JointALS:
         """
         ranks = _checked(targets, shape, ranks)
         batch = WeightedTargets.of(targets, weights, self.device)
-        problem = PairProblem.of(batch, shape, self.cg_steps, self.options)
+        problem = PairProblem.of(batch, shape, self.cg_steps)
         initial: list[Pair] | None = None
         if starts is not None:
             initial = [batch.placed(start_pair(starts, shape, ranks, len(targets)))]
@@ -234,7 +227,8 @@ class JointALS:
         else:
             pairs = [problem.to_single(pair) for pair in initial]
         descent = self._descend(single, pairs, self.sweeps, history, progress)
-        is_visible = bool(xp.all(descent.errors > self.single_min_error))
+        # Above this error sweeps in single precision see what a sweep gains. By hand.
+        is_visible = bool(xp.all(descent.errors > 0.05))
         start_errors = as_double(descent.start_errors) * xp.sqrt(problem.targets.energy)
         pair = problem.from_single(descent.state.pair)
         return [pair], start_errors, descent.converged and is_visible

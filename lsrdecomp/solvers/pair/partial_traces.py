@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from lsrdecomp.arrays import Array, device, namespace
 from lsrdecomp.solvers.batched_terms import Stacks, damped, identity_like
-from lsrdecomp.solvers.pair.options import PartialTraceOptions
 from lsrdecomp.targets.weights import Identity, LowRankPlusIdentity, Weight
 
 if TYPE_CHECKING:
@@ -26,33 +25,27 @@ class PartialTraces:
 
     mean: Array  # tr W / size, (L,)
     parts: tuple[Array | None, ...]  # (L, m_i, m_i); None: the identity
-    options: PartialTraceOptions = field(default_factory=PartialTraceOptions)
 
     @classmethod
-    def of(
-        cls,
-        weight: Weight,
-        sizes: Sequence[int],
-        like: Array,
-        options: PartialTraceOptions | None = None,
-    ) -> PartialTraces:
+    def of(cls, weight: Weight, sizes: Sequence[int], like: Array) -> PartialTraces:
         """Trace a weight of size Π sizes, for a batch as long as ``like`` and in its library."""
-        options = options or PartialTraceOptions()
         xp = namespace(like)
         batch = like.shape[0]
         trace = xp.asarray(weight.trace, dtype=like.dtype, device=device(like))
         trace = xp.broadcast_to(trace, (batch,))
         parts: list[Array | None] = []
         for i, size in enumerate(sizes):
-            if isinstance(weight, Identity) or size == 1 or size > options.max_size:
+            # A larger one is taken as isotropic: its root would cost more than it saves. By hand.
+            if isinstance(weight, Identity) or size == 1 or size > 1024:
                 parts.append(None)
                 continue
             part = _partial_trace(weight, sizes, i, like)
             divisor = xp.where(trace > 0, trace, xp.ones_like(trace))
             part = part * (size / divisor)[..., None, None]
             part = xp.broadcast_to(part, (batch, size, size))
-            parts.append(damped(part, options.damping))
-        return cls(trace / math.prod(sizes), tuple(parts), options)
+            # In units of the mean eigenvalue, so that it has an inverse. By hand.
+            parts.append(damped(part, 1e-6))
+        return cls(trace / math.prod(sizes), tuple(parts))
 
     def apply(self, i: int, rows: Array) -> Array:
         """Return W_i times (L, m_i, b)."""
@@ -69,7 +62,7 @@ class PartialTraces:
     def inverse_of(self, matrices: Array) -> Array:
         """Return the inverses of positive definite matrices (L, n, n), slightly damped."""
         xp = namespace(matrices)
-        inverses = xp.linalg.inv(damped(matrices, self.options.inverse_damping))
+        inverses = xp.linalg.inv(damped(matrices, 1e-8))
         return 0.5 * (inverses + xp.matrix_transpose(inverses))
 
     @cached_property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,23 +27,12 @@ Block = tuple[int, int]
 """The side, 0 or 1, and the position of a factor in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoundingSchedule:
-    """The passes of `quantize_sequentially`, all set by hand."""
-
-    sweeps: int = 2  # over the free blocks after each rounding
-    cg_steps: int = 8  # conjugate gradient steps a block in a weighted norm, as `JointALS` takes
-    passes: int = 2  # times that every block is freed, solved and rounded once more
-    scalings: int = 2  # passes over the numbers that multiply the terms, when all blocks are codes
-
-
 def quantize_sequentially(
     target: LowRank,
     product: SeparatedProduct,
     bits: int,
     *,
     weights: NormWeights | None = None,
-    schedule: RoundingSchedule | None = None,
 ) -> tuple[CodedSide, CodedSide]:
     """Find a product with integer factors near a low-rank target.
 
@@ -63,7 +51,6 @@ def quantize_sequentially(
         Of the codes, which `nearest_codes` chooses.
     weights : NormWeights, optional
         The norm; Frobenius if absent.
-    schedule : RoundingSchedule, optional
 
     Returns
     -------
@@ -84,22 +71,21 @@ def quantize_sequentially(
     .. [1] E. Frantar, S. Ashkboos, T. Hoefler and D. Alistarh, GPTQ: accurate post-training
        quantization for generative pre-trained transformers, ICLR 2023. arXiv:2210.17323
     """
-    schedule = schedule or RoundingSchedule()
     shape = product.product_shape
     batch = WeightedTargets.of([target], None if weights is None else [weights])
     start = start_pair([product], shape, product.separation_ranks, 1)
     batch, start = to_device((batch, start), None)  # codes are NumPy's
-    problem = PairProblem.of(batch, shape, schedule.cg_steps)
-    coding = _Coding(problem, problem.state(start).pair, bits, schedule)
+    problem = PairProblem.of(batch, shape, cg_steps=8)
+    coding = _Coding(problem, problem.state(start).pair, bits)
     # Codes 1: round and fix the largest free block, solve the others again, until all are codes.
     for block in coding.blocks:
         coding.round(block)
         if block != coding.blocks[-1]:
-            coding.solve(schedule.sweeps)
+            coding.solve(sweeps=2)
     # Codes 2: the best number for each term.
     coding.scale()
-    # Codes 3: free each block once more, and keep the result that is nearer.
-    for block in coding.blocks * schedule.passes:
+    # Codes 3: free each block twice more, and keep the result that is nearer.
+    for block in coding.blocks * 2:
         coding.improve(block)
     input_codes, input_scales = coding.side(1, shape.right.transposed)
     transposed = tuple(code.transpose(0, 2, 1) for code in input_codes)
@@ -109,12 +95,9 @@ def quantize_sequentially(
 class _Coding:
     """A pair some of whose blocks are codes times one number a term, and fixed."""
 
-    def __init__(
-        self, problem: PairProblem, pair: Pair, bits: int, schedule: RoundingSchedule
-    ) -> None:
+    def __init__(self, problem: PairProblem, pair: Pair, bits: int) -> None:
         self.problem = problem
         self.bits = bits
-        self.schedule = schedule
         self.pair: Pair = list(pair[0]), list(pair[1])
         sizes: dict[Block, int] = {}
         for side in (0, 1):
@@ -141,8 +124,8 @@ class _Coding:
         self.pair = state.pair
 
     def scale(self) -> None:
-        """Multiply each term by its best number."""
-        for _ in range(self.schedule.scalings):
+        """Multiply each term by its best number, in two passes over both sides."""
+        for _ in range(2):
             self.pair = self.problem.with_best_scales(self.pair)
 
     def improve(self, block: Block) -> None:

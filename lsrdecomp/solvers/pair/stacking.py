@@ -9,7 +9,6 @@ from lsrdecomp.arrays import Array, as_double, check_device, namespace, to_devic
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.solvers.batched_terms import Stacks
 from lsrdecomp.solvers.pair.initialization import as_stacks
-from lsrdecomp.solvers.pair.options import PartialTraceOptions
 from lsrdecomp.solvers.pair.partial_traces import PartialTraces
 from lsrdecomp.targets.weighted import pair_norms
 from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights, Weight
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from lsrdecomp.targets.base import LowRank
 
 Pair = tuple[Stacks, Stacks]
-TraceKey = tuple[int, tuple[int, ...], PartialTraceOptions]
+TraceKey = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +83,11 @@ class WeightedTargets:
         """Move a pair to the device of the targets."""
         return pair if self.device is None else to_device(pair, self.device)
 
-    def traces(
-        self,
-        side: int,
-        weight: Weight,
-        sizes: tuple[int, ...],
-        options: PartialTraceOptions | None = None,
-    ) -> PartialTraces:
+    def traces(self, side: int, weight: Weight, sizes: tuple[int, ...]) -> PartialTraces:
         """Return the partial traces of a side's weight at a split of it, which shapes share."""
-        options = options or PartialTraceOptions()
-        key = side, sizes, options
+        key = side, sizes
         if key not in self._traces:
-            self._traces[key] = PartialTraces.of(weight, sizes, self.weighted_left, options)
+            self._traces[key] = PartialTraces.of(weight, sizes, self.weighted_left)
         return self._traces[key]
 
 
