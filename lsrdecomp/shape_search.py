@@ -24,21 +24,12 @@ from lsrdecomp.targets.threads import threads_for
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+EXACT_SIDE = 96
+"""Smaller side of R(M) up to which its whole spectrum is computed; set by hand, as are all numbers
+of this file."""
 
-@dataclass(frozen=True, slots=True)
-class ShapeSearchEffort:
-    """The effort of a search over shapes; all values were set by hand."""
-
-    exact_side: int = 96  # smaller side of R(M) up to which its whole spectrum is computed
-    max_columns: int = 256  # of a Krylov space; a shape that needs more counts as unresolved
-    min_block: int = 4  # columns that a Krylov space grows by
-    max_block: int = 16
-    small_excess: float = 1e-2  # an error that may lie so far above the optimum is taken for it
-    sample_rows_per_term: int = 4  # rows of R(M) that are drawn at random
-    sample_extra_rows: int = 64
-    sample_margin: float = 1.5  # a sample refuses a shape whose error is so many times too large
-    few_divisors: int = 4  # a side with more of them is not padded
-    padding_share: int = 32  # a side is padded by at most this part of itself: 1/32
+_SMALL_EXCESS = 1e-2
+"""An error that may lie so far above the optimum is taken for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +98,6 @@ def best_shape(
     parameters: int | None = None,
     pad: bool = False,
     seed: int = 0,
-    effort: ShapeSearchEffort | None = None,
 ) -> ShapeSearch:
     """Search all two-factor shapes, plain low rank and dense among them.
 
@@ -128,8 +118,6 @@ def best_shape(
         cheaper.
     seed : int
         Of the rows that are drawn and of Krylov spaces.
-    effort : ShapeSearchEffort, optional
-        How far to look.
 
     Returns
     -------
@@ -162,12 +150,10 @@ def best_shape(
             goal = _FewestParameters(atol / target.norm if target.norm > 0.0 else 0.0)
         else:
             goal = _FewestParameters(rtol or 0.0)
-        return _search(target, goal, pad=pad, seed=seed, effort=effort or ShapeSearchEffort())
+        return _search(target, goal, pad=pad, seed=seed)
 
 
-def _search(
-    target: Target, goal: _Goal, *, pad: bool, seed: int, effort: ShapeSearchEffort
-) -> ShapeSearch:
+def _search(target: Target, goal: _Goal, *, pad: bool, seed: int) -> ShapeSearch:
     rows, columns = target.shape
     cheapest = min(kronecker_shapes(target.shape), key=_parameters_per_term)
     if isinstance(goal, _LeastError) and goal.parameters < _parameters_per_term(cheapest):
@@ -181,12 +167,12 @@ def _search(
         return ShapeSearch(zero, zero, dense, (zero,), 1, 0, 0)
     # 1. All shapes of the matrix, and where asked those of the padded one, the cheapest term first.
     candidates = [(shape, target) for shape in kronecker_shapes(target.shape)]
-    padded = _padded(target, effort) if pad else None
+    padded = _padded(target) if pad else None
     if padded is not None:
         candidates += [(shape, padded) for shape in kronecker_shapes(padded.shape)]
     candidates.sort(key=lambda candidate: _parameters_per_term(candidate[0]))
     # 2. Each is examined as far as it can still beat the best so far.
-    search = _ShapeTrials(target.shape, goal, seed, effort)
+    search = _ShapeTrials(target.shape, goal, seed)
     search.offer(dense)
     for shape, matrix in candidates:
         search.try_shape(shape, matrix)
@@ -236,15 +222,13 @@ class _FewestParameters:
         rank = max(int(ranks[0]), 1)
         return rank, float(errors[rank])
 
-    def is_final(
-        self, certificate: Certificate, rank: int, max_error: float, small_excess: float
-    ) -> bool:
+    def is_final(self, certificate: Certificate, rank: int, max_error: float) -> bool:
         """Return whether no fewer terms than these keep the error, as far as a space can tell."""
         if rank == 1:
             return True
         excess, _ = certificate.excess(rank - 1)
         error_of_optimum = certificate.error(rank - 1) / (1.0 + excess)
-        return error_of_optimum > max_error or excess < small_excess
+        return error_of_optimum > max_error or excess < _SMALL_EXCESS
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,18 +258,12 @@ class _LeastError:
         error = float(errors[rank])
         return (rank, error) if error < max_error else None
 
-    def is_final(
-        self,
-        certificate: Certificate,
-        rank: int,
-        _max_error: float,
-        small_excess: float,
-    ) -> bool:
+    def is_final(self, certificate: Certificate, rank: int, _max_error: float) -> bool:
         """Return whether the error of so many terms is near the optimum."""
         if rank >= certificate.size:
             return False
         excess, _ = certificate.excess(rank)
-        return excess < small_excess or certificate.is_exact(certificate.error(rank))
+        return excess < _SMALL_EXCESS or certificate.is_exact(certificate.error(rank))
 
 
 _Goal: TypeAlias = _FewestParameters | _LeastError
@@ -294,13 +272,10 @@ _Goal: TypeAlias = _FewestParameters | _LeastError
 class _ShapeTrials:
     """The choices so far, and what a shape must do to beat them."""
 
-    def __init__(
-        self, size: tuple[int, int], goal: _Goal, seed: int, effort: ShapeSearchEffort
-    ) -> None:
+    def __init__(self, size: tuple[int, int], goal: _Goal, seed: int) -> None:
         self.size = size
         self.goal = goal
         self.seed = seed
-        self.effort = effort
         self.choices: list[ShapeChoice] = []
         self.examined = 0
         self.unresolved = 0
@@ -323,7 +298,7 @@ class _ShapeTrials:
             return
         self.examined += 1
         if isinstance(target, Dense) and _sample_refuses(
-            target.matrix, shape, max_rank, max_error, self.seed, self.effort
+            target.matrix, shape, max_rank, max_error, self.seed
         ):
             return
         found = self._terms(target, shape, max_rank, max_error)
@@ -338,7 +313,7 @@ class _ShapeTrials:
         """Return terms of a shape, and their error, that the goal takes; None if it takes none."""
         operator = target.rearranged(shape)
         smaller_side = min(operator.shape)
-        if smaller_side <= self.effort.exact_side:
+        if smaller_side <= EXACT_SIDE:
             errors = np.asarray(tail_norms(_spectrum(operator))) / target.norm
             return self.goal.choose(errors, max_rank, max_error)
         return self._terms_by_krylov(operator, target.norm, max_rank, max_error)
@@ -349,10 +324,10 @@ class _ShapeTrials:
         """Find them in a Krylov space, which grows while the shape can still win."""
         if operator.shape[0] < operator.shape[1]:
             operator = AdjointOperator(operator)
-        effort = self.effort
-        block = min(effort.max_block, max(effort.min_block, max_rank))
+        block = min(16, max(4, max_rank))
         space = Bidiagonal(operator, norm, block, self.seed)
-        max_size = min(*operator.shape, effort.max_columns)
+        # A shape that needs a larger space counts as unresolved.
+        max_size = min(*operator.shape, 256)
         captured: list[np.ndarray] = []  # at each step
         found = None
         while space.size + 2 * block < max_size:
@@ -363,7 +338,7 @@ class _ShapeTrials:
             errors = np.sqrt(certificate.squared_errors)
             found = self.goal.choose(errors, rank_limit, max_error)
             if found is not None:
-                if self.goal.is_final(certificate, found[0], max_error, effort.small_excess):
+                if self.goal.is_final(certificate, found[0], max_error):
                     return found
             elif rank_limit == max_rank:
                 # All terms that the shape may have are in the space, and fall short for certain
@@ -382,17 +357,12 @@ def _spectrum(operator: Rearranged) -> Array:
 
 
 def _sample_refuses(
-    matrix: Array,
-    shape: KroneckerShape,
-    max_rank: int,
-    max_error: float,
-    seed: int,
-    effort: ShapeSearchEffort,
+    matrix: Array, shape: KroneckerShape, max_rank: int, max_error: float, seed: int
 ) -> bool:
     """Return whether random rows of R(M) alone need more terms for the error, with a margin."""
     (m, n), (p, q) = shape.factors
-    rows = effort.sample_rows_per_term * max_rank + effort.sample_extra_rows
-    if rows > m * n // 4 or p * q <= effort.exact_side:
+    rows = 4 * max_rank + 64
+    if rows > m * n // 4 or p * q <= EXACT_SIDE:
         return False
     # A row of R(M) is a block of the matrix
     xp = namespace(matrix)
@@ -407,15 +377,15 @@ def _sample_refuses(
     eigenvalues = to_numpy(xp.linalg.eigvalsh(sample @ adjoint(sample))).astype(np.float64)
     squares = np.maximum(eigenvalues[::-1], 0.0)
     error = math.sqrt(float(np.sum(squares[max_rank:])))
-    return bool(error > effort.sample_margin * max_error * sample_norm)
+    return bool(error > 1.5 * max_error * sample_norm)
 
 
-def _padded(target: Target, effort: ShapeSearchEffort) -> Dense | None:
+def _padded(target: Target) -> Dense | None:
     """Return the matrix with zeros added to sides of few divisors; None if there are none."""
     if not isinstance(target, Dense):
         return None
     m, n = target.shape
-    size = _padded_side(m, effort), _padded_side(n, effort)
+    size = _padded_side(m), _padded_side(n)
     if size == (m, n):
         return None
     xp = namespace(target.matrix)
@@ -424,9 +394,9 @@ def _padded(target: Target, effort: ShapeSearchEffort) -> Dense | None:
     return Dense(matrix)
 
 
-def _padded_side(size: int, effort: ShapeSearchEffort) -> int:
+def _padded_side(size: int) -> int:
     """Return ``size``, or if it has few divisors the size just above with the most."""
-    if len(divisors(size)) > effort.few_divisors or size < 8:
+    if len(divisors(size)) > 4 or size < 8:
         return size
-    largest = size + max(4, size // effort.padding_share)
+    largest = size + max(4, size // 32)
     return max(range(size, largest + 1), key=lambda side: len(divisors(side)))

@@ -8,7 +8,7 @@ import pytest
 from lsrdecomp import ErrorBudget, KroneckerShape, LowRank, decompose
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.shape import kronecker_shapes
-from lsrdecomp.shape_search import ShapeSearchEffort, best_shape
+from lsrdecomp.shape_search import best_shape
 from lsrdecomp.targets.base import Dense
 
 
@@ -179,8 +179,8 @@ def test_a_search_prints_its_choice_and_what_it_was_compared_with():
 
 
 def test_a_single_term_that_is_near_enough_ends_the_search_of_its_shape(rng):
-    matrix = np.kron(rng.standard_normal((8, 8)), rng.standard_normal((8, 8)))
-    effort = ShapeSearchEffort(exact_side=4)  # all but the smallest by a Krylov space
-    found = best_shape(matrix + 1e-4 * rng.standard_normal((64, 64)), rtol=0.1, effort=effort)
-    assert (str(found.best.shape), found.best.rank) == ("8×8 ⊗ 8×8", 1)
+    matrix = np.kron(rng.standard_normal((12, 12)), rng.standard_normal((12, 12)))
+    # R(M) is 144 × 144, for a Krylov space
+    found = best_shape(matrix + 1e-4 * rng.standard_normal((144, 144)), rtol=0.1)
+    assert (str(found.best.shape), found.best.rank) == ("12×12 ⊗ 12×12", 1)
     assert found.unresolved <= 1  # another shape may need the whole space

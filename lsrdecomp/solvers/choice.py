@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,29 +37,6 @@ SOLVERS: dict[str, Callable[[], Solver]] = {
     "als": ALS,
 }
 """Solvers by name, with their usual settings; "krylov" is another word for block Golub–Kahan."""
-
-
-@dataclass(frozen=True, slots=True)
-class SolverLimits:
-    """The sizes at which one solver of two factors becomes faster than the next.
-
-    Set by hand on the timings of ``benchmarks/solvers/two_factors.py``, whose records are
-    ``benchmarks/results/solvers-*.json``.
-    """
-
-    # Rows or columns of the rearrangement, the fewer, up to which the full SVD is the fastest
-    max_svd_side: int = 32
-    # The same up to which `Gram` is the fastest for a matrix in memory
-    max_gram_side: int = 192
-    # Entries of a matrix in memory up to which `BatchedKrylov`, which makes the fewest products,
-    # finds a few terms; and how many rows or columns there must be for each of these terms
-    max_batched_entries: int = 2**22
-    batched_sides_per_term: int = 16
-    # Allowed excess over the optimum of the solvers that stop before it
-    tolerance: float = 1e-3
-
-
-DEFAULT_LIMITS = SolverLimits()
 
 
 def named_solver(solver: Any) -> Solver:
@@ -103,19 +80,20 @@ def choose_solver(
     storage: str | None = None,
     *,
     rank: int | None = None,
-    limits: SolverLimits = DEFAULT_LIMITS,
 ) -> Solver:
     """Return the solver that `decompose` takes when none is given.
 
     For so many terms, or for a tolerance if ``rank`` is None.
 
-    Two factors: the full SVD while the smaller side of the rearrangement is at most
-    ``limits.max_svd_side``, the Gram matrix of a small array up to ``limits.max_gram_side``,
-    `BatchedKrylov` for up to a sixteenth of all terms of a larger one; else block Golub–Kahan,
-    which never forms a low-rank target and turns to the Gram matrix where that is cheaper. Their
-    error may exceed the optimum by a thousandth; the record states by how much. Any other number of
-    factors: alternating least squares, with the penalty of the storage type. Factors of 1×1 do not
-    count. `KnownEntries`: `TensorLyCP`, which fits those alone.
+    Two factors: the full SVD while the smaller side of the rearrangement is at most 32, the Gram
+    matrix of an array of up to 2²² entries up to a side of 192, `BatchedKrylov` for up to a
+    sixteenth of all terms of a larger one; else block Golub–Kahan, which never forms a low-rank
+    target and turns to the Gram matrix where that is cheaper. The sizes are set by hand on the
+    timings of ``benchmarks/solvers/two_factors.py``, whose records are
+    ``benchmarks/results/solvers-*.json``. The error may exceed the optimum by a thousandth; the
+    record states by how much. Any other number of factors: alternating least squares, with the
+    penalty of the storage type. Factors of 1×1 do not count. `KnownEntries`: `TensorLyCP`, which
+    fits those alone.
     """
     if isinstance(target, KnownEntries):
         return TensorLyCP()
@@ -124,15 +102,16 @@ def choose_solver(
         is_precision = storage is None or storage in PRECISIONS
         return ALS(storage=storage if is_precision else "float32")
     side = min(shape.sizes)
-    if side <= limits.max_svd_side:
+    if side <= 32:
         return _usual(SVD)
-    if isinstance(target, Dense) and math.prod(shape.sizes) <= limits.max_batched_entries:
-        if side <= limits.max_gram_side:
-            return _usual(Gram, limits.tolerance)
-        has_few_terms = rank is not None and limits.batched_sides_per_term * rank <= side
+    tolerance = 1e-3
+    if isinstance(target, Dense) and math.prod(shape.sizes) <= 2**22:
+        if side <= 192:
+            return _usual(Gram, tolerance)
+        has_few_terms = rank is not None and 16 * rank <= side
         if has_few_terms and not is_differentiated(target.matrix):
-            return _usual(BatchedKrylov, limits.tolerance)
-    return BlockGolubKahan(tolerance=limits.tolerance)
+            return _usual(BatchedKrylov, tolerance)
+    return BlockGolubKahan(tolerance=tolerance)
 
 
 @cache
