@@ -36,6 +36,10 @@ OVERSAMPLING = 8
 """Random columns beyond the rank that every range finder draws: the usual 5 to 10 of Halko,
 Martinsson and Tropp (2011)."""
 
+MAX_FORMED_ENTRIES = 2**27
+"""Entries of what is held as factors or products up to which it is formed without being asked: by
+hand, 1 GiB in double precision."""
+
 
 def namespace(*arrays: Array) -> Namespace:
     """Return the array API namespace that all ``arrays`` share."""

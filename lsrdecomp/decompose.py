@@ -287,13 +287,11 @@ def _in_shape(
     return record
 
 
-def _in_best_shape(
-    target: Target, goal: _Goal, solving: _Solving, *, throw: bool, max_stored: int = 3
-) -> Decomposition:
+def _in_best_shape(target: Target, goal: _Goal, solving: _Solving, *, throw: bool) -> Decomposition:
     """Return the record in the two-factor shape of fewest parameters, or of fewest bytes.
 
-    For a budget the ``max_stored`` shapes with the fewest parameters are stored and weighed: three
-    by hand, since bytes mostly follow parameters.
+    For a budget the three shapes with the fewest parameters are stored and weighed; three by hand,
+    since bytes mostly follow parameters.
     """
     if goal.atol is None:
         raise BudgetError(
@@ -303,7 +301,7 @@ def _in_best_shape(
     if goal.budget is None:
         return _in_shape(target, search.best.shape, goal, solving, throw=throw)
     choices = sorted(search.choices, key=lambda choice: choice.parameters)
-    shapes = [choice.shape for choice in choices[:max_stored]]
+    shapes = [choice.shape for choice in choices[:3]]
     records = [_in_shape(target, shape, goal, solving, throw=False) for shape in shapes]
     stored = [record for record in records if record.stored is not None]
     if stored:

@@ -153,17 +153,15 @@ def _root_of_largest(gram: Array) -> float:
     return math.sqrt(max(float(namespace(gram).linalg.eigvalsh(gram)[-1]), 0.0))
 
 
-def _norm_of_product(
-    left: Array, right: Array, left_gram: Array, right_gram: Array, min_resolved: float = 1e-6
-) -> float:
+def _norm_of_product(left: Array, right: Array, left_gram: Array, right_gram: Array) -> float:
     """Return ‖B̂ Â‖_F of sides of norm one.
 
     It is read off their Gram matrices, tr(B̂ᴴB̂ ÂÂᴴ)^½. Where the sides cancel to below
-    ``min_resolved`` of their norms that has few digits, so triangular factors are taken.
+    a millionth of their norms that has few digits, so triangular factors are taken.
     """
     xp = namespace(left)
     squared = float(xp.sum(real_part(left_gram * conjugate(right_gram))))
-    if squared > min_resolved**2:
+    if squared > 1e-6**2:
         return math.sqrt(squared)
     left_triangle = triangular_factor(left)
     right_triangle = triangular_factor(adjoint(right))

@@ -37,6 +37,9 @@ from lsrdecomp.targets.convert import as_target
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+MIN_CHANGE = 1e-13
+"""Change of factors of norm one at which an iteration ends: some 500 unit roundoffs."""
+
 
 @one_thread_for_small_factors
 def nearest_kronecker(
@@ -102,12 +105,7 @@ def _nearest_term(matrix: SeparatedMatrix) -> SeparatedMatrix:
     return max(ends, key=lambda nearest: norm(nearest.weights))
 
 
-def _alternate(
-    matrix: SeparatedMatrix,
-    start: Sequence[np.ndarray],
-    max_rounds: int = 500,
-    min_change: float = 1e-13,
-) -> SeparatedMatrix:
+def _alternate(matrix: SeparatedMatrix, start: Sequence[np.ndarray]) -> SeparatedMatrix:
     """Return one term near a sum, improving each factor in turn.
 
     Parameters
@@ -115,15 +113,11 @@ def _alternate(
     matrix : SeparatedMatrix
     start : sequence of arrays
         A factor of norm one for each place.
-    max_rounds : int
-        By hand.
-    min_change : float
-        Change of the factors, of norm one, at which it ends: some 500 unit roundoffs.
     """
     stacks = [to_numpy(as_double(f)) for f in matrix.factors]
     weights = to_numpy(as_double(matrix.weights))
     factors = [first.astype(stack.dtype) for first, stack in zip(start, stacks, strict=True)]
-    for _ in range(max_rounds):
+    for _ in range(500):  # by hand
         largest_change = 0.0
         for i, stack in enumerate(stacks):
             # The sum contracted with all other factors, which is the best one beside them.
@@ -140,7 +134,7 @@ def _alternate(
             change = float(np.linalg.norm(image / size - factors[i]))
             largest_change = max(largest_change, change)
             factors[i] = image / size
-        if largest_change <= min_change:
+        if largest_change <= MIN_CHANGE:
             break
     xp = namespace(*matrix.factors)
     place = device(matrix.factors[0])
@@ -149,13 +143,7 @@ def _alternate(
     return SeparatedMatrix.from_factors(result, weight)
 
 
-def _polished(
-    rearranged: Any,
-    nearest: SeparatedMatrix,
-    shape: KroneckerShape,
-    max_rounds: int = 20,
-    min_change: float = 1e-13,
-) -> SeparatedMatrix:
+def _polished(rearranged: Any, nearest: SeparatedMatrix, shape: KroneckerShape) -> SeparatedMatrix:
     """Return a term improved by products with R(A) and its adjoint in turn.
 
     A solver judged it by its error; its factors are sensitive to what is left of that.
@@ -166,14 +154,14 @@ def _polished(
     column = as_double(xp.reshape(nearest.factors[1], (-1, 1)))
     column = xp.astype(column, xp.result_type(column.dtype, rearranged.prototype.dtype))
     column = conjugate(column)
-    for _ in range(max_rounds):
+    for _ in range(20):
         left = rearranged.matmat(column)
         left = left / norm(left)
         image = rearranged.rmatmat(left)
         size = norm(image)
         change = norm(image / size - column)
         column = image / size
-        if change <= min_change:
+        if change <= MIN_CHANGE:
             break
     (m, n), (p, q) = shape.factors
     first = xp.reshape(left, (1, m, n))

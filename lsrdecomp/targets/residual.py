@@ -52,7 +52,7 @@ def check_sizes(target: tuple[int, int], approximation: tuple[int, int]) -> None
 # --- Blocks of rows ----------------------------------------------------------------------------
 
 
-def block_height(columns: int, max_entries: int = 2**22, max_rows: int = 512) -> int:
+def block_height(columns: int, max_entries: int = 2**22) -> int:
     """Return the rows of a block of a matrix with so many columns.
 
     Parameters
@@ -60,24 +60,26 @@ def block_height(columns: int, max_entries: int = 2**22, max_rows: int = 512) ->
     columns : int
     max_entries : int
         Entries of a block; by hand, 32 MiB in double precision.
-    max_rows : int
-        Rows of a block, by hand.
     """
+    max_rows = 512  # by hand
     return max(1, min(max_rows, max_entries // columns))
 
 
-def row_blocks(rows: int, columns: int, max_entries: int = 2**22) -> list[slice]:
+def row_blocks(rows: int, columns: int) -> list[slice]:
     """Return slices that cover ``rows`` in blocks of `block_height`."""
-    height = block_height(columns, max_entries)
-    return [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
+    return _slices(rows, block_height(columns))
 
 
-def cached_row_blocks(rows: int, columns: int, max_entries: int = 2**15) -> list[slice]:
+def cached_row_blocks(rows: int, columns: int) -> list[slice]:
     """Return slices that cover the rows of a matrix in memory in blocks that stay in a cache.
 
-    By default at most 256 KiB in double precision: such a block needs no fresh pages either.
+    At most 256 KiB in double precision: such a block needs no fresh pages either.
     """
-    return row_blocks(rows, columns, max_entries)
+    return _slices(rows, block_height(columns, 2**15))
+
+
+def _slices(rows: int, height: int) -> list[slice]:
+    return [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
 
 
 def whole_blocks(start: int, stop: int, height: int) -> Iterator[tuple[int, int, int, int]]:
@@ -154,7 +156,7 @@ def rows_of(approximation: Any) -> Callable[[slice], Array]:
 # --- From inner products, and of low-rank pairs ------------------------------------------------
 
 
-def has_twelve_digits(squared: Array, size: Array, max_ratio: float = 32.0) -> Array:
+def has_twelve_digits(squared: Array, size: Array) -> Array:
     """Return whether a squared distance that is a difference of inner products has twelve digits.
 
     Its relative error is about 2⁻⁵³(size/distance)², so that a ratio of 32 leaves 1e-13.
@@ -165,10 +167,8 @@ def has_twelve_digits(squared: Array, size: Array, max_ratio: float = 32.0) -> A
         Square of the distance.
     size : Array or float
         Root of what was subtracted.
-    max_ratio : float
-        Largest size in units of the distance.
     """
-    return squared * max_ratio**2 > size * size
+    return squared * 32.0**2 > size * size
 
 
 def pair_distance(left: Array, right: Array, other_left: Array, other_right: Array) -> float:
