@@ -331,18 +331,12 @@ def like(values: np.ndarray, array: Array) -> Array:
     return xp.asarray(values, dtype=array.dtype, device=device(array))
 
 
-def triangular_factor(*arrays: Array, row_block_entries: int = 2**14) -> Array:
+def triangular_factor(*arrays: Array) -> Array:
     """Return R of a thin QR factorization of arrays (…, m, n_i), side by side.
 
     Rows go through in blocks, each below the R of those before: as stable as one factorization
     [1]_, in the memory of a block. Q is not formed where the library can do without (NumPy, torch),
     half the cost; of NumPy's matrices LAPACK's ``tpqrt`` makes use of the zeros in R as well.
-
-    Parameters
-    ----------
-    *arrays : Array
-    row_block_entries : int
-        Entries of a block of each matrix: 128 KiB in float64, for a fast cache; by hand.
 
     .. [1] J. Demmel, L. Grigori, M. Hoemmen and J. Langou, Communication-optimal parallel and
        sequential QR and LU factorizations, SIAM J. Sci. Comput. 34 (2012). doi:10.1137/080731992
@@ -350,7 +344,8 @@ def triangular_factor(*arrays: Array, row_block_entries: int = 2**14) -> Array:
     xp = namespace(*arrays)
     rows = int(arrays[0].shape[-2])
     width = sum(int(array.shape[-1]) for array in arrays)
-    height = max(8 * width, row_block_entries // max(1, width))
+    # So many entries of each matrix are 128 KiB in float64, for a fast cache; by hand.
+    height = max(8 * width, 2**14 // max(1, width))
     triangle: Array = None
     for start in range(0, max(rows, 1), height):
         parts = [array[..., start : min(start + height, rows), :] for array in arrays]

@@ -119,14 +119,19 @@ def test_what_begins_in_single_precision_is_within_the_gap_too(
     )
 
 
-def test_single_precision_is_for_large_float64_matrices_and_loose_tolerances(begun_in_single):
+def test_single_precision_is_for_large_float64_matrices_and_loose_tolerances(begun_in_single, rng):
     matrix = with_spectrum(SPECTRA["1/k"])
     from_single(tolerance=1e-9).solve(Dense(matrix), SHAPE, rank=7)
     from_single().solve(Dense(matrix), SHAPE, atol=0.5)
     from_single().solve(Dense(matrix * 1e20), SHAPE, rank=7)
     from_single().solve(Dense(matrix.astype(np.float32)), SHAPE, rank=7)
     BlockGolubKahan().solve(Dense(matrix), SHAPE, rank=7)
+    large = Dense(rng.standard_normal((1024, 1024)))
+    shape = KroneckerShape(((32, 32), (32, 32)))
+    BlockGolubKahan(single=False, tolerance=0.1).solve(large, shape, rank=1)
     assert not begun_in_single
+    BlockGolubKahan(tolerance=0.1).solve(large, shape, rank=1)
+    assert begun_in_single
 
 
 @pytest.fixture
