@@ -36,6 +36,10 @@ OVERSAMPLING = 8
 """Random columns beyond the rank that every range finder draws: the usual 5 to 10 of Halko,
 Martinsson and Tropp (2011)."""
 
+MAX_FORMED_ENTRIES = 2**27
+"""Entries of what is held as factors or products up to which it is formed without being asked: by
+hand, 1 GiB in double precision."""
+
 
 def namespace(*arrays: Array) -> Namespace:
     """Return the array API namespace that all ``arrays`` share."""
@@ -327,7 +331,7 @@ def like(values: np.ndarray, array: Array) -> Array:
     return xp.asarray(values, dtype=array.dtype, device=device(array))
 
 
-def triangular_factor(*arrays: Array, row_block_entries: int = 2**14) -> Array:
+def triangular_factor(*arrays: Array) -> Array:
     """Return R of a thin QR factorization of arrays (…, m, n_i), side by side.
 
     Rows go through in blocks, each below the R of those before: as stable as one factorization
@@ -346,7 +350,8 @@ def triangular_factor(*arrays: Array, row_block_entries: int = 2**14) -> Array:
     xp = namespace(*arrays)
     rows = int(arrays[0].shape[-2])
     width = sum(int(array.shape[-1]) for array in arrays)
-    height = max(8 * width, row_block_entries // max(1, width))
+    # So many entries of each matrix are 128 KiB in float64, for a fast cache; by hand.
+    height = max(8 * width, 2**14 // max(1, width))
     triangle: Array = None
     for start in range(0, max(rows, 1), height):
         parts = [array[..., start : min(start + height, rows), :] for array in arrays]

@@ -290,8 +290,8 @@ def _in_shape(
 def _in_best_shape(target: Target, goal: _Goal, solving: _Solving, *, throw: bool) -> Decomposition:
     """Return the record in the two-factor shape of fewest parameters, or of fewest bytes.
 
-    For a budget the three shapes with the fewest parameters are stored and weighed: three
-    by hand, since bytes mostly follow parameters.
+    For a budget the three shapes with the fewest parameters are stored and weighed; three by hand,
+    since bytes mostly follow parameters.
     """
     if goal.atol is None:
         raise BudgetError(

@@ -23,11 +23,11 @@ def facts(caption: str, pairs: Iterable[tuple[str, str]], note: str = "") -> str
     return f"<table>{_title(caption)}<tbody>{''.join(rows)}</tbody></table>{sentence}"
 
 
-def shortened(rows: Sequence[Sequence[str]], limit: int = 12) -> list[Sequence[str]]:
-    """Return up to ``limit`` rows: of more, the first and the last with dots between."""
-    if len(rows) <= limit:
+def shortened(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Return up to twelve rows: of more, the first and the last six with dots between."""
+    half = 6
+    if len(rows) <= 2 * half:
         return list(rows)
-    half = limit // 2
     dots = ["…"] * len(rows[0])
     return [*rows[:half], dots, *rows[-half:]]
 

@@ -266,7 +266,7 @@ class ErrorBudget:
         """Return ε in absolute terms for a matrix of Frobenius norm ``norm``."""
         return self.atol if self.atol is not None else (self.rtol or 0.0) * norm
 
-    def rounding(self, norm: float, condition: float = 1.0) -> float:
+    def rounding(self, norm: float, condition: float) -> float:
         """Return γ·μ·‖M‖_F, the rule's estimate of the error that rounding adds."""
         return condition * self.unit_roundoff * norm
 

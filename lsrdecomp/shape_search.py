@@ -24,10 +24,12 @@ from lsrdecomp.targets.threads import threads_for
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
 EXACT_SIDE = 96
-"""Smaller side of R(M) up to which its whole spectrum is computed. By hand, as are all numbers of
-this file."""
+"""Smaller side of R(M) up to which its whole spectrum is computed; set by hand, as are all numbers
+of this file."""
+
+_SMALL_EXCESS = 1e-2
+"""An error that may lie so far above the optimum is taken for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,15 +222,13 @@ class _FewestParameters:
         rank = max(int(ranks[0]), 1)
         return rank, float(errors[rank])
 
-    def is_final(
-        self, certificate: Certificate, rank: int, max_error: float, small_excess: float
-    ) -> bool:
+    def is_final(self, certificate: Certificate, rank: int, max_error: float) -> bool:
         """Return whether no fewer terms than these keep the error, as far as a space can tell."""
         if rank == 1:
             return True
         excess, _ = certificate.excess(rank - 1)
         error_of_optimum = certificate.error(rank - 1) / (1.0 + excess)
-        return error_of_optimum > max_error or excess < small_excess
+        return error_of_optimum > max_error or excess < _SMALL_EXCESS
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,18 +258,12 @@ class _LeastError:
         error = float(errors[rank])
         return (rank, error) if error < max_error else None
 
-    def is_final(
-        self,
-        certificate: Certificate,
-        rank: int,
-        _max_error: float,
-        small_excess: float,
-    ) -> bool:
+    def is_final(self, certificate: Certificate, rank: int, _max_error: float) -> bool:
         """Return whether the error of so many terms is near the optimum."""
         if rank >= certificate.size:
             return False
         excess, _ = certificate.excess(rank)
-        return excess < small_excess or certificate.is_exact(certificate.error(rank))
+        return excess < _SMALL_EXCESS or certificate.is_exact(certificate.error(rank))
 
 
 _Goal: TypeAlias = _FewestParameters | _LeastError
@@ -332,7 +326,7 @@ class _ShapeTrials:
             operator = AdjointOperator(operator)
         block = min(16, max(4, max_rank))
         space = Bidiagonal(operator, norm, block, self.seed)
-        # A shape that needs more columns counts as unresolved.
+        # A shape that needs a larger space counts as unresolved.
         max_size = min(*operator.shape, 256)
         captured: list[np.ndarray] = []  # at each step
         found = None
@@ -344,8 +338,7 @@ class _ShapeTrials:
             errors = np.sqrt(certificate.squared_errors)
             found = self.goal.choose(errors, rank_limit, max_error)
             if found is not None:
-                # An error that may lie so little above the optimum is taken for it.
-                if self.goal.is_final(certificate, found[0], max_error, small_excess=1e-2):
+                if self.goal.is_final(certificate, found[0], max_error):
                     return found
             elif rank_limit == max_rank:
                 # All terms that the shape may have are in the space, and fall short for certain
@@ -364,11 +357,7 @@ def _spectrum(operator: Rearranged) -> Array:
 
 
 def _sample_refuses(
-    matrix: Array,
-    shape: KroneckerShape,
-    max_rank: int,
-    max_error: float,
-    seed: int,
+    matrix: Array, shape: KroneckerShape, max_rank: int, max_error: float, seed: int
 ) -> bool:
     """Return whether random rows of R(M) alone need more terms for the error, with a margin."""
     (m, n), (p, q) = shape.factors

@@ -22,14 +22,9 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
-
-@dataclass(frozen=True, slots=True)
-class ThreadLimits:
-    """Sizes up to which one BLAS thread computes; from ``benchmarks/results/threads.json``."""
-
-    unthreaded: int = 32 * 32  # entries of a matrix for whose products OpenBLAS starts no thread
-    matrix: int = 4096 * 4096  # entries of a matrix that is decomposed
-    factor: int = 256 * 256  # entries of the largest factor, in functions of all factors
+MAX_ONE_THREAD_ENTRIES = 4096 * 4096
+"""Entries of a matrix up to which one BLAS thread decomposes it; this and the other sizes from
+``benchmarks/results/threads.json``."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -180,25 +175,22 @@ one_blas_thread = OneBlasThread()
 """The one guard of this process, for ``with`` and as a decorator."""
 
 _NO_GUARD = nullcontext()
-_DEFAULT_LIMITS = ThreadLimits()
 
 
-def one_blas_thread_for(
-    entries: int, limits: ThreadLimits = _DEFAULT_LIMITS
-) -> AbstractContextManager[object]:
+def one_blas_thread_for(entries: int) -> AbstractContextManager[object]:
     """Return the guard for decomposing a matrix of so many entries, or one that does nothing.
 
     Returns
     -------
     context manager
-        `one_blas_thread` up to ``limits.matrix`` entries. Above, and up to ``limits.unthreaded``
-        entries, where no thread is started anyway, threads are left as they are.
+        `one_blas_thread` up to `MAX_ONE_THREAD_ENTRIES`. Above, and up to 32 × 32, for whose
+        products OpenBLAS starts no thread anyway, threads are left as they are.
 
     Examples
     --------
     >>> one_blas_thread_for(256 * 256) is one_blas_thread
     True
     """
-    if limits.unthreaded < entries <= limits.matrix:
+    if 32 * 32 < entries <= MAX_ONE_THREAD_ENTRIES:
         return one_blas_thread
     return _NO_GUARD

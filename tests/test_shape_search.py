@@ -179,8 +179,8 @@ def test_a_search_prints_its_choice_and_what_it_was_compared_with():
 
 
 def test_a_single_term_that_is_near_enough_ends_the_search_of_its_shape(rng):
-    # So large that most shapes are examined by a Krylov space.
     matrix = np.kron(rng.standard_normal((12, 12)), rng.standard_normal((12, 12)))
+    # R(M) is 144 × 144, for a Krylov space
     found = best_shape(matrix + 1e-4 * rng.standard_normal((144, 144)), rtol=0.1)
     assert (str(found.best.shape), found.best.rank) == ("12×12 ⊗ 12×12", 1)
     assert found.unresolved <= 1  # another shape may need the whole space

@@ -25,7 +25,7 @@ from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.operators import spectrum
 from lsrdecomp.targets.base import Dense
 from lsrdecomp.threads import (
-    ThreadLimits,
+    MAX_ONE_THREAD_ENTRIES,
     blas_libraries,
     one_blas_thread,
     one_blas_thread_for,
@@ -162,10 +162,9 @@ def test_the_callers_threads_are_back_after_an_error():
 
 
 def test_a_large_matrix_keeps_the_callers_threads():
-    limits = ThreadLimits(matrix=10_000)
-    with one_blas_thread_for(10_000, limits):
+    with one_blas_thread_for(MAX_ONE_THREAD_ENTRIES):
         assert counts() == {1}
-    with one_blas_thread_for(10_001, limits):
+    with one_blas_thread_for(MAX_ONE_THREAD_ENTRIES + 1):
         assert counts() == {2}
 
 

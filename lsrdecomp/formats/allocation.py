@@ -106,8 +106,6 @@ def within_cost(
     parts: Sequence[PartOptions],
     budget: float,
     starts: Sequence[Choice] = (),
-    *,
-    max_exchanges: int = 200,
 ) -> Choice:
     """Return the option of each part that makes the total loss small within a total cost.
 
@@ -118,9 +116,6 @@ def within_cost(
     starts : sequence of choices
         Known solutions, such as the best truncated SVD: the answer is at least as good as each that
         keeps the budget.
-    max_exchanges : int
-        Exchanges between two parts after the greedy pass; each lowers the loss, and few are ever
-        needed. By hand.
 
     Returns
     -------
@@ -144,7 +139,7 @@ def within_cost(
     improved = []
     for choice in choices:
         filled = _filled(parts, choice, budget)
-        improved.append(_exchanged(parts, filled, budget, max_exchanges))
+        improved.append(_exchanged(parts, filled, budget))
     return min(improved, key=lambda choice: (total_loss(parts, choice), total_cost(parts, choice)))
 
 
@@ -164,13 +159,10 @@ def within_loss(
     parts: Sequence[PartOptions],
     max_loss: float,
     starts: Sequence[Choice] = (),
-    *,
-    max_exchanges: int = 200,
 ) -> Choice:
     """Return the option of each part that makes the total cost small within a total loss.
 
-    ``starts`` and ``max_exchanges`` as in `within_cost`. Raises `BudgetError` if even the best
-    options lose more.
+    ``starts`` as in `within_cost`. Raises `BudgetError` if even the best options lose more.
     """
     best = [part.best for part in parts]
     lowest_loss = total_loss(parts, best)
@@ -186,7 +178,7 @@ def within_loss(
     improved = []
     for choice in choices:
         filled = _filled(mirrored, choice, max_loss)
-        improved.append(_exchanged(mirrored, filled, max_loss, max_exchanges))
+        improved.append(_exchanged(mirrored, filled, max_loss))
     return min(improved, key=lambda choice: (total_cost(parts, choice), total_loss(parts, choice)))
 
 
@@ -255,11 +247,10 @@ def _filled(parts: Sequence[PartOptions], choice: Choice, budget: float) -> Choi
         choice[moves.part[pick]] = int(moves.option[pick])
 
 
-def _exchanged(
-    parts: Sequence[PartOptions], choice: Choice, budget: float, max_exchanges: int
-) -> Choice:
+def _exchanged(parts: Sequence[PartOptions], choice: Choice, budget: float) -> Choice:
     """Pay for a change in one part with a change in another, while that removes loss."""
-    for _ in range(max_exchanges):
+    # Each exchange lowers the loss, and few are ever needed: the limit is by hand.
+    for _ in range(200):
         moves = _Moves.of(parts, choice)
         remaining = budget - total_cost(parts, choice)
         # Exchange 1: moves by cost, and for each place the move of most gain up to it.

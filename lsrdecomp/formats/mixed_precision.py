@@ -130,7 +130,6 @@ def smallest(
     *,
     atol: float,
     formats: Sequence[str] | None = None,
-    max_rounds: int = 16,
 ) -> StoredMatrix:
     """Return the fewest bytes that keep the *stored* error at most ``atol``.
 
@@ -152,9 +151,6 @@ def smallest(
     formats : sequence of str, optional
         Names from `lsrdecomp.formats.number_formats.FORMATS`. Absent, `SMALL_FORMATS`, and float64
         beside them where even float32 is too coarse.
-    max_rounds : int
-        Times that the inner budget is tightened at most, when terms that are not orthogonal round
-        worse than they add up. By hand.
 
     Returns
     -------
@@ -185,7 +181,7 @@ def smallest(
     for names in _format_sets(formats):
         rounding = _Rounding.measure(approximation, names)
         for weight_type in rounding.weight_types(atol):
-            search = _RoundingSearch(target, approximation, rounding, weight_type, max_rounds)
+            search = _RoundingSearch(target, approximation, rounding, weight_type)
             stored, closest = search.run(atol, truncation)
             if stored is not None:
                 return stored
@@ -213,7 +209,6 @@ class _RoundingSearch:
     approximation: SeparatedMatrix
     rounding: _Rounding
     weight_type: WeightType
-    max_rounds: int
 
     def run(self, atol: float, truncation: float) -> tuple[StoredMatrix | None, float]:
         """Return the stored matrix, or None, and the smallest error that was reached."""
@@ -222,7 +217,9 @@ class _RoundingSearch:
         wide = self.approximation.astype(dtype_name(as_double(self.approximation.factors[0])))
         inner_atol = atol
         closest = math.inf
-        for _ in range(self.max_rounds):
+        # Terms that are not orthogonal may round worse than they add up: the inner budget is then
+        # tightened, so many times at most. By hand.
+        for _ in range(16):
             # Search 1: formats for what truncation leaves of the inner budget.
             squared = rounding.scaled(inner_atol) ** 2 - rounding.scaled(truncation) ** 2
             choices = rounding.choose(math.sqrt(max(squared, 0.0)), self.weight_type)

@@ -210,22 +210,15 @@ def _best_floats(flat: np.ndarray, chosen: Format) -> tuple[np.ndarray, float]:
     return best_codes, best_error
 
 
-def nearest_codes(
-    rows: NDArray[np.float64], bits: int, *, clip_levels: int = 24, max_entries: int = 2**17
-) -> tuple[Codes, NDArray[np.float64]]:
+def nearest_codes(rows: NDArray[np.float64], bits: int) -> tuple[Codes, NDArray[np.float64]]:
     """Return integer codes and a step for each row x, with ‖x − step·code‖ least.
 
-    Over some clipping levels.
+    Over 24 clipping levels, between the largest entry and a quarter of it; by hand.
 
     Parameters
     ----------
     rows : (s, p)
     bits : int
-    clip_levels : int
-        Levels that are tried, between the largest entry and a quarter of it. By hand.
-    max_entries : int
-        Numbers that several levels at a time may take: short rows cost less together than one level
-        after the other. By hand; results do not depend on it.
 
     Returns
     -------
@@ -239,9 +232,11 @@ def nearest_codes(
     best_codes = np.zeros_like(rows)
     best_steps = np.zeros(len(rows))
     best_error = np.sum(rows * rows, axis=1)
-    levels = np.linspace(1.0, 0.25, clip_levels)[:, None]
-    at_once = max(1, max_entries // max(1, rows.size))
-    for start in range(0, clip_levels, at_once):
+    levels = np.linspace(1.0, 0.25, 24)[:, None]
+    # Several levels of short rows cost less together than one after the other: up to so many
+    # numbers, by hand. The codes do not depend on it.
+    at_once = max(1, 2**17 // max(1, rows.size))
+    for start in range(0, len(levels), at_once):
         # Codes 1: codes of all rows at some levels, (levels, s, p), and their least-squares steps.
         step = np.where(largest > 0, levels[start : start + at_once] * largest / top, 1.0)
         codes = np.clip(np.rint(rows / step[:, :, None]), -top, top)

@@ -157,7 +157,7 @@ def _norm_of_product(left: Array, right: Array, left_gram: Array, right_gram: Ar
     """Return ‖B̂ Â‖_F of sides of norm one.
 
     It is read off their Gram matrices, tr(B̂ᴴB̂ ÂÂᴴ)^½. Where the sides cancel to below
-    1e-6 of their norms that has few digits, so triangular factors are taken.
+    a millionth of their norms that has few digits, so triangular factors are taken.
     """
     xp = namespace(left)
     squared = float(xp.sum(real_part(left_gram * conjugate(right_gram))))

@@ -12,6 +12,7 @@ import array_api_compat
 import numpy as np
 
 from lsrdecomp.arrays import (
+    MAX_FORMED_ENTRIES,
     Array,
     as_double,
     as_floating,
@@ -106,7 +107,7 @@ class SeparatedMatrix:
     factors: tuple[Array, ...]
 
     ndim: ClassVar[int] = 2
-    max_formed_entries: ClassVar[int] = 2**27
+    max_formed_entries: ClassVar[int] = MAX_FORMED_ENTRIES
     """Most entries that are formed without being asked by name (`to_matrix`): 1 GiB in double
     precision."""
 

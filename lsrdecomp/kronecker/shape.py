@@ -391,7 +391,8 @@ def _size(value: object) -> int:
     return size
 
 
-def _listed(numbers: Sequence[int], limit: int = 24) -> str:
-    """Return numbers as text, the first ones where there are more than ``limit``."""
+def _listed(numbers: Sequence[int]) -> str:
+    """Return numbers as text, the first ones where there are many."""
+    limit = 24
     text = ", ".join(map(str, numbers[:limit]))
     return f"{text}, ..." if len(numbers) > limit else text

@@ -90,8 +90,6 @@ def approximate_inverse(
     rank: int = 4,
     *,
     max_sweeps: int = 30,
-    rtol: float = 1e-3,
-    terms_rtol: float = 1e-10,
     on_sweep: Callable[[int, float], Any] | None = None,
 ) -> ApproximateInverse:
     """Return X of ``rank`` Kronecker terms with small ‖I − A X‖_F [1]_.
@@ -99,15 +97,13 @@ def approximate_inverse(
     Parameters
     ----------
     matrix : SeparatedMatrix, or an array, sparse matrix or other target
-        The latter are written as terms first.
+        The latter are written as terms first, within a relative error of 1e-10.
     shape : KroneckerShape, sizes or text, optional
         Square factors; that of a separated matrix if absent.
     rank : int
         Terms of the inverse; each costs a product with d factors at every use.
-    max_sweeps, rtol
-        Ends when a sweep lowers the residual by less than ``rtol`` of it.
-    terms_rtol : float
-        Relative error within which a matrix that is not separated yet is written as terms.
+    max_sweeps : int
+        It ends before when a sweep lowers the residual by less than a thousandth of it.
     on_sweep : callable, optional
         Called with the number of the sweep and the relative residual.
 
@@ -144,7 +140,7 @@ def approximate_inverse(
     .. [1] Y. Voet, Preconditioning techniques for generalized Sylvester matrix equations, 2023.
            arXiv:2307.07884
     """
-    a = _separated(matrix, shape, terms_rtol)
+    a = _separated(matrix, shape)
     if any(m != n for m, n in a.kronecker_shape.factors):
         raise ShapeError(f"an inverse needs square factors, these are {a.kronecker_shape}")
     if a.separation_rank == 0:
@@ -171,7 +167,7 @@ def approximate_inverse(
         best = [f.copy() for f in inverse_factors]
         if on_sweep is not None:
             on_sweep(sweep, residual)
-        if len(residuals) > 1 and residuals[-2] - residual <= rtol * residuals[-2]:
+        if len(residuals) > 1 and residuals[-2] - residual <= 1e-3 * residuals[-2]:
             break
     # Step 4: ‖I − A X‖ from QR factors, for the normal equations lose half the digits of a small
     # one.
@@ -251,7 +247,6 @@ def _balance(stacks: list[np.ndarray]) -> None:
 def _separated(
     matrix: Any,
     shape: KroneckerShape | Sequence[Sequence[int]] | str | None,
-    terms_rtol: float,
 ) -> SeparatedMatrix:
     """Return a matrix as terms in double precision; one that is not separated is decomposed."""
     if shape is not None:
@@ -261,5 +256,5 @@ def _separated(
     elif shape is None:
         raise ShapeError("say in which KroneckerShape the inverse is sought")
     else:
-        separated = decompose(matrix, shape, rtol=terms_rtol, throw=True).approximation
+        separated = decompose(matrix, shape, rtol=1e-10, throw=True).approximation
     return to_host(separated)

@@ -33,20 +33,13 @@ class KrylovMethod:
         Products with the matrix, for each column.
     on_iteration : callable, optional
         Called with the number of products so far.
-    restart : int
-        Vectors that GMRES keeps, by hand.
-    min_progress : float
-        Share by which a solve must lower the true residual for another to follow it. Less is
-        rounding, or a matrix that the method cannot serve.
     """
 
     name: str
     rtol: float
-    preconditioner: Any = "auto"
-    max_iterations: int = 2000
-    on_iteration: Callable[[int], Any] | None = None
-    restart: int = 60
-    min_progress: float = 0.1
+    preconditioner: Any
+    max_iterations: int
+    on_iteration: Callable[[int], Any] | None
 
 
 class CountedProducts:
@@ -188,14 +181,13 @@ def _solve_column(
         residual_norm = float(np.linalg.norm(residual))
         if residual_norm <= method.rtol * b_norm:
             break
-        if residual_norm > (1.0 - method.min_progress) * previous_norm:
+        # Less progress is rounding, or a matrix that the method cannot serve.
+        if residual_norm > 0.9 * previous_norm:
             break
         previous_norm = residual_norm
         goal = 0.5 * method.rtol * b_norm / residual_norm
         remaining = method.max_iterations - products.count
-        step = _scipy_solve(
-            name, operator, residual, goal, remaining, preconditioner, method.restart
-        )
+        step = _scipy_solve(name, operator, residual, goal, remaining, preconditioner)
         new_residual = b - operator @ (x + step)
         new_norm = np.linalg.norm(new_residual)
         if not np.isfinite(new_norm) or new_norm >= residual_norm:
@@ -212,13 +204,12 @@ def _scipy_solve(
     rtol: float,
     max_iterations: int,
     preconditioner: Any,
-    restart: int,
 ) -> np.ndarray:
     """Return SciPy's solution of one system by one of its methods."""
     import scipy.sparse.linalg as sparse
 
     if name == "gmres":
-        inner = min(restart, max_iterations, len(b))
+        inner = min(60, max_iterations, len(b))  # vectors that it keeps, by hand
         cycles = max(1, max_iterations // inner)
         x, _ = sparse.gmres(operator, b, rtol=rtol, restart=inner, maxiter=cycles, M=preconditioner)
     elif name == "minres":

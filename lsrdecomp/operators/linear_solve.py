@@ -224,32 +224,39 @@ def solve(
         record = _measured(matrix, b, solve_single(matrix, b), "factors", 0, rtol)
         return _converged(record, throw)
 
+    # Solve 1: on the host, by common bases of the terms, else by iterations.
     needs_gradient = requires_gradient(matrix, b)
     constant = without_graph(matrix) if needs_gradient else matrix
     terms = to_host(constant)
     right_hand = to_numpy(as_double(b))
-    iterations = 0
     solved = _by_common_bases(terms, right_hand) if wants_exact else None
     if solved is not None:
         x, name = solved
-    elif needs_gradient:
-        raise MatrixError(
-            f"{matrix.separation_rank} terms of {matrix.kronecker_shape} have no exact method, and "
-            "gradients are not followed through iterations; detach the tensors first"
-        )
-    elif method == "exact":
-        raise MatrixError(
-            f"{matrix.separation_rank} terms of {matrix.kronecker_shape} are not triangular in "
-            'common bases: no exact method; method="auto" iterates'
-        )
+        iterations = 0
     else:
+        _check_may_iterate(matrix, method, needs_gradient=needs_gradient)
         krylov_method = KrylovMethod(method, rtol, preconditioner, max_iterations, on_iteration)
         x, name, iterations = krylov(terms, right_hand, krylov_method)
+    # Solve 2: in the library of b, with its gradient, and with the residual measured there.
     solution = like(x, as_solution(b, constant))
     if needs_gradient:
         solution = solution_with_gradient(matrix, b, solution, partial(_solve_exactly, terms.mH))
     record = _measured(matrix, b, solution, name, iterations, rtol)
     return _converged(record, throw)
+
+
+def _check_may_iterate(matrix: SeparatedMatrix, method: Method, *, needs_gradient: bool) -> None:
+    """Raise `MatrixError` where an exact method was asked for, or gradients, which need one."""
+    if needs_gradient:
+        raise MatrixError(
+            f"{matrix.separation_rank} terms of {matrix.kronecker_shape} have no exact method, and "
+            "gradients are not followed through iterations; detach the tensors first"
+        )
+    if method == "exact":
+        raise MatrixError(
+            f"{matrix.separation_rank} terms of {matrix.kronecker_shape} are not triangular in "
+            'common bases: no exact method; method="auto" iterates'
+        )
 
 
 def _traced_solution(

@@ -37,6 +37,9 @@ from lsrdecomp.targets.convert import as_target
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+MIN_CHANGE = 1e-13
+"""Change of factors of norm one at which an iteration ends: some 500 unit roundoffs."""
+
 
 @one_thread_for_small_factors
 def nearest_kronecker(
@@ -105,12 +108,16 @@ def _nearest_term(matrix: SeparatedMatrix) -> SeparatedMatrix:
 def _alternate(matrix: SeparatedMatrix, start: Sequence[np.ndarray]) -> SeparatedMatrix:
     """Return one term near a sum, improving each factor in turn.
 
-    ``start`` holds a factor of norm one for each place.
+    Parameters
+    ----------
+    matrix : SeparatedMatrix
+    start : sequence of arrays
+        A factor of norm one for each place.
     """
     stacks = [to_numpy(as_double(f)) for f in matrix.factors]
     weights = to_numpy(as_double(matrix.weights))
     factors = [first.astype(stack.dtype) for first, stack in zip(start, stacks, strict=True)]
-    for _ in range(500):
+    for _ in range(500):  # by hand
         largest_change = 0.0
         for i, stack in enumerate(stacks):
             # The sum contracted with all other factors, which is the best one beside them.
@@ -127,8 +134,7 @@ def _alternate(matrix: SeparatedMatrix, start: Sequence[np.ndarray]) -> Separate
             change = float(np.linalg.norm(image / size - factors[i]))
             largest_change = max(largest_change, change)
             factors[i] = image / size
-        # Some 500 unit roundoffs, of factors of norm one.
-        if largest_change <= 1e-13:
+        if largest_change <= MIN_CHANGE:
             break
     xp = namespace(*matrix.factors)
     place = device(matrix.factors[0])
@@ -137,11 +143,7 @@ def _alternate(matrix: SeparatedMatrix, start: Sequence[np.ndarray]) -> Separate
     return SeparatedMatrix.from_factors(result, weight)
 
 
-def _polished(
-    rearranged: Any,
-    nearest: SeparatedMatrix,
-    shape: KroneckerShape,
-) -> SeparatedMatrix:
+def _polished(rearranged: Any, nearest: SeparatedMatrix, shape: KroneckerShape) -> SeparatedMatrix:
     """Return a term improved by products with R(A) and its adjoint in turn.
 
     A solver judged it by its error; its factors are sensitive to what is left of that.
@@ -159,7 +161,7 @@ def _polished(
         size = norm(image)
         change = norm(image / size - column)
         column = image / size
-        if change <= 1e-13:
+        if change <= MIN_CHANGE:
             break
     (m, n), (p, q) = shape.factors
     first = xp.reshape(left, (1, m, n))

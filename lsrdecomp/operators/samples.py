@@ -24,7 +24,6 @@ def nearest_kronecker_of_samples(
     *,
     weights: Array | None = None,
     rtol: float = 1e-8,
-    max_rounds: int = 500,
 ) -> SeparatedMatrix:
     """Return the nearest A ⊗ G to Σ_j w_j (a_j a_jᴴ) ⊗ (g_j g_jᴴ), which is never formed.
 
@@ -39,8 +38,6 @@ def nearest_kronecker_of_samples(
         Not negative; all ones if absent.
     rtol : float
         Estimated distance of the factors, of norm one, from the nearest ones.
-    max_rounds : int
-        After so many it is an error.
 
     Returns
     -------
@@ -50,8 +47,7 @@ def nearest_kronecker_of_samples(
     Raises
     ------
     ConvergenceError
-        If two different products are so equally near that the iteration does not decide between
-        them.
+        If two different products are so equally near that 500 rounds do not decide between them.
 
     Notes
     -----
@@ -88,6 +84,7 @@ def nearest_kronecker_of_samples(
         raise MatrixError("all samples are zero: no Kronecker product is nearest")
     first = first / size
     last_change = 1.0
+    max_rounds = 500
     for _ in range(max_rounds):
         # Each factor in turn: the sum contracted with the other one, a covariance of weighted
         # samples.

@@ -74,12 +74,10 @@ def kronecker_sum(*parts: Any) -> SeparatedMatrix:
     return SeparatedMatrix.from_factors(stacks)
 
 
-def blur(
-    kernel: Any, sizes: Sequence[int], boundary: Boundary = "zero", *, rtol: float = 1e-14
-) -> SeparatedMatrix:
+def blur(kernel: Any, sizes: Sequence[int], boundary: Boundary = "zero") -> SeparatedMatrix:
     """Return the convolution of an image, read row by row, with a point spread function.
 
-    As many terms as the kernel has rank.
+    As many terms as the kernel has rank: singular values below 1e-14 of the largest are dropped.
 
     Parameters
     ----------
@@ -89,8 +87,6 @@ def blur(
     boundary : str
         What is beyond the image: ``"zero"``, the other side (``"periodic"``), its mirror image
         (``"reflective"``) [1]_.
-    rtol : float
-        Singular values of the kernel below this share of the largest are dropped.
 
     Returns
     -------
@@ -126,7 +122,7 @@ def blur(
             raise ShapeError(f"the kernel {kernel.shape} is larger than the image {tuple(sizes)}")
     rows, columns = sizes
     u, sigma, vh = np.linalg.svd(kernel)
-    rank = max(1, int(np.sum(sigma > rtol * sigma[0])))
+    rank = max(1, int(np.sum(sigma > 1e-14 * sigma[0])))
     first = np.stack([_convolution(u[:, k], rows, boundary) for k in range(rank)])
     second = np.stack([_convolution(vh[k], columns, boundary) for k in range(rank)])
     return SeparatedMatrix.from_factors([first, second], sigma[:rank])

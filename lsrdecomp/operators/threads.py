@@ -6,7 +6,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.threads import ThreadLimits, one_blas_thread
+from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +19,8 @@ def one_thread_for_small_factors(function: F) -> F:
 
     Its first argument is the matrix; one that is not a `SeparatedMatrix` is left to the function.
     """
-    limit = ThreadLimits().factor
+    # Entries of the largest factor; from ``benchmarks/results/threads.json``.
+    limit = 256 * 256
 
     @wraps(function)
     def run(matrix: Any, *arguments: Any, **options: Any) -> Any:

@@ -86,12 +86,14 @@ def choose_solver(
     For so many terms, or for a tolerance if ``rank`` is None.
 
     Two factors: the full SVD while the smaller side of the rearrangement is at most 32, the Gram
-    matrix of a small array up to 192, `BatchedKrylov` for up to a sixteenth of all terms of a
-    larger one; else block Golub–Kahan, which never forms a low-rank target and turns to the Gram
-    matrix where that is cheaper. Their error may exceed the optimum by a thousandth; the record
-    states by how much. Any other number of factors: alternating least squares, with the penalty of
-    the storage type. Factors of 1×1 do not count. `KnownEntries`: `TensorLyCP`, which fits those
-    alone.
+    matrix of an array of up to 2²² entries up to a side of 192, `BatchedKrylov` for up to a
+    sixteenth of all terms of a larger one; else block Golub–Kahan, which never forms a low-rank
+    target and turns to the Gram matrix where that is cheaper. The sizes are set by hand on the
+    timings of ``benchmarks/solvers/two_factors.py``, whose records are
+    ``benchmarks/results/solvers-*.json``. The error may exceed the optimum by a thousandth; the
+    record states by how much. Any other number of factors: alternating least squares, with the
+    penalty of the storage type. Factors of 1×1 do not count. `KnownEntries`: `TensorLyCP`, which
+    fits those alone.
     """
     if isinstance(target, KnownEntries):
         return TensorLyCP()
@@ -105,6 +107,7 @@ def choose_solver(
     side = min(shape.sizes)
     if side <= 32:
         return _usual(SVD)
+    tolerance = 1e-3
     if isinstance(target, Dense) and math.prod(shape.sizes) <= 2**22:
         if side <= 192:
             return _usual(Gram, tolerance)

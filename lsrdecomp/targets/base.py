@@ -121,9 +121,7 @@ class Dense:
         require_two_factors(shape, self.shape)
         return RearrangedDense(self.tensor(shape))
 
-    def streamed(
-        self, shape: KroneckerShape, dtype: Any = None, *, block_entries: int = 2**18
-    ) -> RearrangedRows:
+    def streamed(self, shape: KroneckerShape, dtype: Any = None) -> RearrangedRows:
         """Return R(M) for two factors, read by blocks of rows and not held.
 
         Parameters
@@ -131,9 +129,6 @@ class Dense:
         shape : KroneckerShape
         dtype : optional
             Element type of the products; double precision if absent.
-        block_entries : int
-            Entries rearranged at a time; by hand, 2 MiB in double precision. Eight times as many
-            are taken where these are needed for one row of R(M).
         """
         require_two_factors(shape, self.shape)
         if dtype is None:
@@ -141,6 +136,9 @@ class Dense:
         xp = namespace(self.matrix)
         rows, columns = self.shape
         p = shape.rows[1]
+        # Entries rearranged at a time; by hand, 2 MiB in double precision. Eight times as many are
+        # taken where these are needed for one row of R(M).
+        block_entries = 2**18
         height = max(1, block_entries // (columns * p)) * p  # whole rows of R(M)
         if height * columns > 8 * block_entries:
             height = max(1, block_entries // columns)
@@ -152,25 +150,17 @@ class Dense:
 
         return RearrangedRows(parts, shape, xp.astype(self.matrix[:1, :1], dtype))
 
-    def residual_norm(
-        self, approximation: Any, *, min_entries: int = 2**21, block_entries: int = 2**18
-    ) -> float:
+    def residual_norm(self, approximation: Any) -> float:
         """Return ‖M − M̂‖_F in double precision.
 
-        Parameters
-        ----------
-        approximation : Approximation
-        min_entries : int
-            Entries of the matrix from which inner products (`separated_distance`) measure the
-            distance to two factors sooner than entries do; where they are not exact, and in
-            smaller matrices, the entries of the residual are formed.
-        block_entries : int
-            Entries that inner products read at a time, as in `streamed`.
+        Of 2²¹ entries on inner products (`separated_distance`) measure the distance to two factors
+        sooner than entries do; where they are not exact, and in smaller matrices, the entries of
+        the residual are formed.
         """
         check_sizes(self.shape, approximation.shape)
         has_two_factors = len(getattr(approximation, "factors", ())) == 2
-        if has_two_factors and math.prod(self.shape) >= min_entries:
-            operator = self.streamed(approximation.kronecker_shape, block_entries=block_entries)
+        if has_two_factors and math.prod(self.shape) >= 2**21:
+            operator = self.streamed(approximation.kronecker_shape)
             distance = separated_distance(operator, self.norm, self.norm, approximation)
             if distance is not None:
                 return distance
@@ -182,14 +172,13 @@ class RearrangedLowRank:
     """R(BA) = Σ_ρ mat(b_ρ) ⊗ mat(a_ρ), mat row by row, applied without being formed.
 
     ``left`` (m_1, m_2, r) holds the columns of B, ``right`` (n_1, n_2, r) the rows of A. The order
-    of the two contractions is the one that needs less work; ``max_between`` entries, 8 MiB in
-    double precision by hand, are held between them, and the columns of larger products go one
-    after the other.
+    of the two contractions is the one that needs less work; up to 2²⁰ entries, 8 MiB in double
+    precision by hand, are held between them, and the columns of larger products go one after the
+    other.
     """
 
     left: Array
     right: Array
-    max_between: int = 2**20
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -205,14 +194,14 @@ class RearrangedLowRank:
 
     def matmat(self, x: Array) -> Array:
         """Return R(BA) x."""
-        return _apply_pair(self.left, self.right, x, self.max_between)
+        return _apply_pair(self.left, self.right, x)
 
     def rmatmat(self, y: Array) -> Array:
         """Return R(BA)ᴴ y."""
         xp = namespace(self.left, self.right)
         left = conjugate(xp.permute_dims(self.left, (1, 0, 2)))
         right = conjugate(xp.permute_dims(self.right, (1, 0, 2)))
-        return _apply_pair(left, right, y, self.max_between)
+        return _apply_pair(left, right, y)
 
     def formed(self) -> Array:
         """Return R(BA), in double precision: a product in single precision would round entries."""
@@ -225,10 +214,10 @@ class RearrangedLowRank:
         return xp.reshape(xp.permute_dims(entries, (0, 2, 1, 3)), (m * n, p * q))
 
 
-def _apply_pair(left: Array, right: Array, x: Array, max_between: int) -> Array:
+def _apply_pair(left: Array, right: Array, x: Array) -> Array:
     """Return Σ_ρ (L_ρ ⊗ R_ρ) x for L (m, p, r), R (n, q, r) and x (p·q, b).
 
-    A few columns at a time, so that at most ``max_between`` entries stand between the products.
+    A few columns at a time, so that at most 2²⁰ entries stand between the products.
     """
     xp = namespace(left, right, x)
     m, p, r = left.shape
@@ -246,7 +235,7 @@ def _apply_pair(left: Array, right: Array, x: Array, max_between: int) -> Array:
         outer = xp.reshape(xp.permute_dims(left, (0, 2, 1)), (m * r, p))
         inner = xp.matrix_transpose(xp.reshape(xp.permute_dims(right, (0, 2, 1)), (n, r * q)))
         between = r * m * q
-    batch = max(1, max_between // between)
+    batch = max(1, 2**20 // between)
     images = []
     for start in range(0, b, batch):
         block = columns[start : min(start + batch, b), :, :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from lsrdecomp.arrays import MAX_FORMED_ENTRIES
 from lsrdecomp.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Target(Protocol):
         ...
 
 
-def require_formable(entries: int, what: str, limit: int = 2**27) -> None:
+def require_formable(entries: int, what: str) -> None:
     """Raise `ShapeError` where three and more factors would need too many entries in memory.
 
     Parameters
@@ -70,12 +71,11 @@ def require_formable(entries: int, what: str, limit: int = 2**27) -> None:
         Entries to be formed of a matrix that is not held.
     what : str
         What they are entries of, for the message.
-    limit : int
-        Most entries; by hand, 1 GiB in double precision.
     """
-    if entries > limit:
+    if entries > MAX_FORMED_ENTRIES:
         raise ShapeError(
-            f"three and more factors need {what} formed, {entries:,} entries, more than {limit:,}; "
+            f"three and more factors need {what} formed, {entries:,} entries, more than "
+            f"{MAX_FORMED_ENTRIES:,}; "
             "take a shape of two factors, which needs products alone"
         )
 

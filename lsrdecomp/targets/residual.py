@@ -52,19 +52,22 @@ def check_sizes(target: tuple[int, int], approximation: tuple[int, int]) -> None
 # --- Blocks of rows ----------------------------------------------------------------------------
 
 
-BLOCK_ENTRIES = 2**22
-"""Entries of a block that is formed: 32 MiB in double precision. By hand."""
+def block_height(columns: int, max_entries: int = 2**22) -> int:
+    """Return the rows of a block of a matrix with so many columns.
+
+    Parameters
+    ----------
+    columns : int
+    max_entries : int
+        Entries of a block; by hand, 32 MiB in double precision.
+    """
+    max_rows = 512  # by hand
+    return max(1, min(max_rows, max_entries // columns))
 
 
-def block_height(columns: int, max_entries: int = BLOCK_ENTRIES) -> int:
-    """Return the rows of a block of a matrix with so many columns: at most 512, by hand."""
-    return max(1, min(512, max_entries // columns))
-
-
-def row_blocks(rows: int, columns: int, max_entries: int = BLOCK_ENTRIES) -> list[slice]:
+def row_blocks(rows: int, columns: int) -> list[slice]:
     """Return slices that cover ``rows`` in blocks of `block_height`."""
-    height = block_height(columns, max_entries)
-    return [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
+    return _slices(rows, block_height(columns))
 
 
 def cached_row_blocks(rows: int, columns: int) -> list[slice]:
@@ -72,7 +75,11 @@ def cached_row_blocks(rows: int, columns: int) -> list[slice]:
 
     At most 256 KiB in double precision: such a block needs no fresh pages either.
     """
-    return row_blocks(rows, columns, 2**15)
+    return _slices(rows, block_height(columns, 2**15))
+
+
+def _slices(rows: int, height: int) -> list[slice]:
+    return [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
 
 
 def whole_blocks(start: int, stop: int, height: int) -> Iterator[tuple[int, int, int, int]]:

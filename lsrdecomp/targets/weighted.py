@@ -124,7 +124,7 @@ def _cholesky_or_qr(array: Array) -> Array:
     """Return R with Rᵀ R = Aᵀ A: ‖R x‖ has twelve digits of ‖A x‖ for every x [1]_.
 
     Cholesky's factor of the Gram matrix where its condition, with columns scaled to length one, is
-    at most 10⁴ (which costs four of sixteen digits), else by QR.
+    at most 1e4 (which costs four of sixteen digits), else by QR.
 
     .. [1] Y. Yamamoto, Y. Nakatsukasa, Y. Yanagisawa and T. Fukaya, Roundoff error analysis of the
        CholeskyQR2 algorithm, Electron. Trans. Numer. Anal. 44 (2015).
@@ -194,7 +194,12 @@ def _weighted(left: Array, right: Array, weights: NormWeights) -> tuple[Array, A
 
 
 def leading_norms(norms: NormWeights) -> NormWeights:
-    """Return both weights with only their leading eigenpairs, the others replaced by their mean."""
+    """Return both weights with only their leading eigenpairs, the others replaced by their mean.
+
+    The eigenvalues that are replaced differ from their mean, in all, by at most a fiftieth of the
+    trace. By hand: on a language model's layers norms and errors then agree with those of the full
+    weight to a thousandth.
+    """
     return NormWeights(_leading_weight(norms.output), _leading_weight(norms.input))
 
 
@@ -210,16 +215,14 @@ def _leading_weight(weight: Weight) -> Weight:
     complement = np.full(weight.size - len(values), float(weight.rest))
     spectrum = np.sort(np.concatenate([values[descending], complement]))[::-1]
     trace = spectrum.sum()
-    # Eigenpairs come in multiples of this, by hand, so that layers of one size can share a batch
-    # without much padding.
+    # Eigenpairs come in such multiples, by hand: layers of one size can share a batch without much
+    # padding.
     multiple = 16
     for count in range(multiple, min(len(values), weight.size - 1), multiple):
         replaced = spectrum[count:]
         mean = replaced.mean()
         # Deviations above the mean equal those below it: each half is what has moved.
         spread = np.sum(np.abs(replaced - mean)) / 2.0
-        # By hand: on a language model's layers norms and errors then agree with those of the full
-        # weight to a thousandth.
         if spread <= 0.02 * trace:
             kept = descending[:count]
             return LowRankPlusIdentity(weight.basis[:, kept], weight.values[kept], mean)

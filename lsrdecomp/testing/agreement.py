@@ -151,7 +151,7 @@ def require_agreement(
     expected: Any,
     *,
     bound: float,
-    size: int = 1,
+    size: int,
     inputs: Sequence[Any] = (),
 ) -> None:
     """Raise `IdentityError` unless two arrays agree up to rounding.
@@ -226,17 +226,17 @@ def require_agreement(
     )
 
 
-def describe_arguments(arguments: Sequence[Any], max_entries: int = 24) -> str:
+def describe_arguments(arguments: Sequence[Any]) -> str:
     """Return what a function was called with: a line for each array, and one for all else.
 
-    Arrays of at most ``max_entries`` are printed.
+    Arrays of at most 24 entries are printed.
     """
     lines = []
     for letter, array in zip("ABCDEFGH", arrays_in(arguments), strict=False):
         values = np.asarray(to_numpy(array))
         sides = "×".join(map(str, values.shape))
         entries = ""
-        if values.size <= max_entries:
+        if values.size <= 24:
             text = np.array2string(values, precision=3, separator=", ")
             entries = " = " + text.replace("\n", "\n      ")
         lines.append(f"\n  {letter} {sides}{entries}")

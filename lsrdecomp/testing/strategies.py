@@ -253,10 +253,8 @@ def separated_matrices(
 
 
 @st.composite
-def low_rank_pairs(
-    draw: st.DrawFn, shape: KroneckerShape | None = None, max_rank: int = 4
-) -> LowRank:
-    """Draw pairs like those of a LoRA layer.
+def low_rank_pairs(draw: st.DrawFn, shape: KroneckerShape | None = None) -> LowRank:
+    """Draw pairs like those of a LoRA layer, of rank four at most.
 
     The rank may exceed the dimensions, and a side may be all zero.
 
@@ -269,7 +267,7 @@ def low_rank_pairs(
     if shape is None:
         shape = draw(kronecker_shapes(order=2))
     m, n = shape.matrix_shape
-    r = draw(st.integers(1, max_rank))
+    r = draw(st.integers(1, 4))
     rng = _generator(draw)
     left = rng.standard_normal((m, r))
     right = rng.standard_normal((r, n)) / math.sqrt(n)
@@ -314,9 +312,7 @@ class LoraCase:
 
 
 @st.composite
-def lora_layers(
-    draw: st.DrawFn, shape: KroneckerShape | None = None, max_rank: int = 8
-) -> LoraCase:
+def lora_layers(draw: st.DrawFn, shape: KroneckerShape | None = None) -> LoraCase:
     """Draw LoRA layers as they occur.
 
     Never trained (B zero), trained in one direction, with a repeated row of A, of a rank above the
@@ -331,7 +327,7 @@ def lora_layers(
     if shape is None:
         shape = draw(kronecker_shapes(order=2))
     m, n = shape.matrix_shape
-    r = draw(st.integers(1, max_rank))
+    r = draw(st.integers(1, 8))
     rng = _generator(draw)
     up = 0.02 * rng.standard_normal((m, r))
     down = rng.uniform(-1, 1, (r, n)) / math.sqrt(n)

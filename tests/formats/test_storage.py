@@ -48,7 +48,7 @@ def test_codes_read_back_to_the_error_that_was_measured(name, kind, rng):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_integer_codes_are_those_of_the_best_clipping_level(bits, rng):
     rows, top = rng.standard_normal((3, 200)), 2 ** (bits - 1) - 1
-    codes, steps = nearest_codes(rows, bits, clip_levels=24)
+    codes, steps = nearest_codes(rows, bits)
     errors = np.linalg.norm(rows - steps[:, None] * codes, axis=1)
     for row, error in zip(rows, errors, strict=True):
         left = []

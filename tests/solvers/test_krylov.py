@@ -23,7 +23,6 @@ from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram
-from lsrdecomp.solvers.svd.options import SinglePrecisionOptions, SketchOptions
 from lsrdecomp.targets.base import Dense, RearrangedDense
 from lsrdecomp.targets.row_stream import RowStream
 from lsrdecomp.testing import kronecker_shapes, low_rank_pairs
@@ -78,13 +77,9 @@ def test_error_is_the_optimum_within_the_reported_gap(name, rank, kind):
     assert solution.approximation.condition == pytest.approx(1.0, rel=1e-12)
 
 
-ANY_SIZE = SinglePrecisionOptions(min_entries=1)
-NO_SKETCH = SketchOptions(min_rows_per_column=10**6)
-
-
 def from_single(**fields):
-    """A solver that begins matrices of any size in single precision, without random columns."""
-    return BlockGolubKahan(single=ANY_SIZE, sketch=NO_SKETCH, **fields)
+    """A solver that begins matrices of any size in single precision."""
+    return BlockGolubKahan(single=True, **fields)
 
 
 @pytest.fixture
@@ -124,14 +119,19 @@ def test_what_begins_in_single_precision_is_within_the_gap_too(
     )
 
 
-def test_single_precision_is_for_large_float64_matrices_and_loose_tolerances(begun_in_single):
+def test_single_precision_is_for_large_float64_matrices_and_loose_tolerances(begun_in_single, rng):
     matrix = with_spectrum(SPECTRA["1/k"])
     from_single(tolerance=1e-9).solve(Dense(matrix), SHAPE, rank=7)
     from_single().solve(Dense(matrix), SHAPE, atol=0.5)
     from_single().solve(Dense(matrix * 1e20), SHAPE, rank=7)
     from_single().solve(Dense(matrix.astype(np.float32)), SHAPE, rank=7)
     BlockGolubKahan().solve(Dense(matrix), SHAPE, rank=7)
+    large = Dense(rng.standard_normal((1024, 1024)))
+    shape = KroneckerShape(((32, 32), (32, 32)))
+    BlockGolubKahan(single=False, tolerance=0.1).solve(large, shape, rank=1)
     assert not begun_in_single
+    BlockGolubKahan(tolerance=0.1).solve(large, shape, rank=1)
+    assert begun_in_single
 
 
 @pytest.fixture
@@ -527,10 +527,13 @@ def test_a_gram_matrix_needs_no_full_svd_where_terms_stand_apart(base, remainder
 
 def test_a_large_matrix_of_few_terms_needs_no_krylov_space(monkeypatch, rng):
     monkeypatch.setattr(golub_kahan, "Bidiagonal", None)
-    solver = BlockGolubKahan(single=ANY_SIZE)
-    for sigma in (0.3**K, np.where(K <= 4, 1.0, 1e-6)):
-        target = Dense(with_spectrum(sigma, rng))
-        solution = solver.solve(target, SHAPE, rank=4)
+    side = 1024
+    shape = KroneckerShape(((32, 32), (32, 32)))
+    u, v = orthogonal(rng, side, side), orthogonal(rng, side, side)
+    k = np.arange(1, side + 1)
+    for sigma in (0.3**k, np.where(k <= 4, 1.0, 1e-6)):
+        target = Dense(inverse_rearrange((u * sigma) @ v.T, shape))
+        solution = BlockGolubKahan().solve(target, shape, rank=4)
         error = target.residual_norm(solution.approximation)
         assert error <= np.linalg.norm(sigma[4:]) * (1.0 + solution.optimality_gap + 1e-12)
         assert solution.gap_kind is ErrorKind.bounded

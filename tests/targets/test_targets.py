@@ -1,7 +1,5 @@
 """Targets: dense and low-rank pairs agree, and errors are measured to the last digits."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -100,11 +98,10 @@ def test_columns_of_a_pair_are_multiplied_a_few_at_a_time(factors, rng):
     pair = LowRank(rng.standard_normal((rows, 3)), rng.standard_normal((3, columns))).rearranged(
         shape
     )
-    x, y = (rng.standard_normal((size, 5)) for size in shape.sizes[::-1])
-    for limit in (1, 400, 2**20):
-        limited = replace(pair, max_between=limit)
-        assert_close(limited.matmat(x), pair.formed() @ x, 64)
-        assert_close(limited.rmatmat(y), pair.formed().T @ y, 64)
+    for n_columns in (5, 30_000):  # all together, and in parts
+        x, y = (rng.standard_normal((size, n_columns)) for size in shape.sizes[::-1])
+        assert_close(pair.matmat(x), pair.formed() @ x, 64)
+        assert_close(pair.rmatmat(y), pair.formed().T @ y, 64)
 
 
 def test_a_residual_at_the_rounding_level_is_not_lost(rng):

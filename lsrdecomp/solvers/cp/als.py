@@ -98,7 +98,7 @@ class ALS(MatrixSolver):
             if getattr(self, name) < 1:
                 raise BudgetError(f"{name} must be at least 1, got {getattr(self, name)}")
 
-    def alpha(self, order: int, goal: float = 0.0) -> float:
+    def alpha(self, order: int, goal: float) -> float:
         """Return α for a matrix of norm one, ``order`` factors and an allowed error of ``goal``."""
         if self.ridge is not None:
             return self.ridge

@@ -189,17 +189,11 @@ def _accepted_steps(
         columns = layout.modes(current.stack)
         normal = _NormalEquations.of(columns, ridge, MIN_SPLIT_UNKNOWNS)
         gradient = current.gradient(columns, layout, ridge)
-        # LM 2: damp JᴴJ until the step, bent along the valley by its second-order part [2]_, lowers
-        # the objective.
-        for _attempt in range(12):
-            damped = normal.damped(damping.value)
-            if damped is not None:
-                step = damped.solve(gradient)
-                bend = _second_order(damped, columns, normal.grams, step)
-                moved = _Iterate.at(core, current.stack + step + bend, layout, ridge)
-                if moved.objective < current.objective:
-                    break
-            damping.refuse()
+        # LM 2: damp JᴴJ until the step lowers the objective.
+        for step, bend in _damped_steps(normal, columns, gradient, damping):
+            moved = _Iterate.at(core, current.stack + step + bend, layout, ridge)
+            if moved.objective < current.objective:
+                break
         else:
             return
         # LM 3: the damping falls with the ratio of actual to predicted gain.
@@ -221,6 +215,24 @@ def _accepted_steps(
         condition = _norm(moved.weights) / math.sqrt(max(1.0 - misfit**2, 1e-300))
         converged = n_small_gains >= patience or misfit <= goal
         yield IterationStep(current.stack, misfit, condition, current.objective, converged)
+
+
+def _damped_steps(
+    normal: _NormalEquations,
+    columns: Sequence[np.ndarray],
+    gradient: np.ndarray,
+    damping: _Damping,
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield steps, each damped more than the one before, and how they bend along the valley [2]_.
+
+    To ask for the next one is to refuse the last; it ends after twelve refusals.
+    """
+    for _ in range(12):
+        damped = normal.damped(damping.value)
+        if damped is not None:
+            step = damped.solve(gradient)
+            yield step, _second_order(damped, columns, normal.grams, step)
+        damping.refuse()
 
 
 def _norm(array: np.ndarray) -> float:

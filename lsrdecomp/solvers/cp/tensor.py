@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from lsrdecomp.arrays import Array, as_double, device, is_differentiated, namespace
+from lsrdecomp.arrays import (
+    MAX_FORMED_ENTRIES,
+    Array,
+    as_double,
+    device,
+    is_differentiated,
+    namespace,
+)
 from lsrdecomp.errors import LsrError, ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -60,12 +67,11 @@ def _core_of(matrix: SeparatedMatrix) -> CompressedTensor:
         bases.append(xp.matrix_transpose(vh[:rank, :]))
         triangles.append(xp.matrix_transpose(u[:, :rank] * xp.astype(sigma[:rank], u.dtype)))
     entries = math.prod(int(triangle.shape[0]) for triangle in triangles)
-    max_entries = 2**27
-    if entries > max_entries:
+    if entries > MAX_FORMED_ENTRIES:
         raise ShapeError(
             f"{matrix.separation_rank} terms of {matrix.kronecker_shape} span a core of "
-            f"{entries:,} entries, more than {max_entries:,}; recompress after fewer sums and "
-            "products"
+            f"{entries:,} entries, more than {MAX_FORMED_ENTRIES:,}; recompress after fewer sums "
+            "and products"
         )
     weights = xp.astype(as_double(matrix.weights), triangles[0].dtype)
     return CompressedTensor(assemble(triangles, weights), tuple(bases))

@@ -14,7 +14,6 @@ from lsrdecomp.arrays import (
     dtype_name,
     like,
     namespace,
-    norm,
     tail_norms,
     to_numpy,
 )
@@ -71,10 +70,6 @@ class CPTerms:
         """Number of terms."""
         return int(self.weights.shape[0])
 
-    def condition(self, size: float = 1.0) -> float:
-        """Return γ = ‖λ‖/size for a sum of Frobenius norm ``size``."""
-        return norm(self.weights) / size if size > 0.0 else float("inf")
-
     def balanced(self) -> tuple[Array, ...]:
         """Return columns that share λ_k equally.
 
@@ -98,7 +93,7 @@ class CPTerms:
             joined.append(xp.concat((present, new[:, None]), axis=1))
         return CPTerms(xp.concat((self.weights, weight)), tuple(joined))
 
-    def to_separated(self, shape: KroneckerShape, scale: float = 1.0) -> SeparatedMatrix:
+    def to_separated(self, shape: KroneckerShape, scale: float) -> SeparatedMatrix:
         """Return the matrix whose rearrangement, over ``scale``, these terms are."""
         xp = namespace(*self.columns)
         factors = []

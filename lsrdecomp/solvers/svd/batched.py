@@ -40,16 +40,26 @@ from lsrdecomp.solvers.svd.batch import as_batch, as_sums, rayleigh_ritz, trunca
 from lsrdecomp.solvers.svd.batched_gram import gram_solutions, is_double_array
 from lsrdecomp.solvers.svd.dense import as_matrix
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
-from lsrdecomp.solvers.svd.gram import Gram, Rearrangement
-from lsrdecomp.solvers.svd.lanczos import LanczosSpaces, RitzPairs, orthonormal_columns
+from lsrdecomp.solvers.svd.gram import Gram, Rearrangement, falls_fast
+from lsrdecomp.solvers.svd.lanczos import (
+    MIN_BLOCKS,
+    LanczosSpaces,
+    RitzPairs,
+    orthonormal_columns,
+)
 from lsrdecomp.solvers.svd.numpy_lanczos import LanczosSolve
-from lsrdecomp.solvers.svd.options import LanczosOptions, SketchOptions, SubspaceOptions
-from lsrdecomp.solvers.svd.subspace import Workspace
+from lsrdecomp.solvers.svd.subspace import MAX_SIDE, Workspace
 from lsrdecomp.targets.base import Dense
 from lsrdecomp.targets.residual import has_twelve_digits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+CHUNK_ENTRIES = 2**20
+"""Entries of the matrices of a batch that take their steps together."""
+
+SVD_CHUNK_ENTRIES = 2**16
+"""Entries of those whose SVDs are measured together: 512 KiB, which stay in a processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,35 +83,15 @@ class BatchedKrylov(MatrixSolver):
         Allowed excess of each error over the optimum, relative.
     columns : int
         Those of a block are the least multiple of this that holds the terms asked for and
-        ``lanczos.oversampling`` more: with eight, a product with a block takes hardly more time
+        four more: with eight, a product with a block takes hardly more time
         than with four.
     seed : int
         Of the random start, which all matrices share.
     max_steps : int
-        Maximum blocks in a space, ``lanczos.min_blocks`` at least.
+        Maximum blocks in a space, two at least.
     svd_limit : int
         Terms that a matrix can have up to which its SVD is taken, as the faster way: by timing of
         64 matrices of 64 × 64.
-    min_gram_side, gram_sides_per_term : int
-        Such matrices, where NumPy holds them in double precision, give a few terms by their Gram
-        matrices sooner: from so many rows or columns of R(M) on, the fewer, and so many for each
-        term, above the ``subspace.max_side`` that has its own. By timing of 64 matrices of 36 × 36
-        to 144 × 144.
-    min_lanczos_side : int
-        Rows or columns of R(M), the fewer, from which one NumPy matrix in double precision has a
-        space of its own (`LanczosSpace`). By timing.
-    gram_limit : int
-        Terms that a matrix can have up to which `Gram` takes over where common steps were not
-        enough. By hand.
-    chunk_entries, svd_chunk_entries : int
-        Entries of the matrices that take their steps together, and of those whose SVDs are measured
-        together: 512 KiB, which stay in a processor's cache.
-    sketch : SketchOptions
-        When the size falls fast enough, and what `Gram` and `BlockGolubKahan` draw.
-    lanczos : LanczosOptions
-        The size of a block, and when an estimate is trusted.
-    subspace : SubspaceOptions
-        How leading eigenvectors of small Gram matrices are found together.
 
     References
     ----------
@@ -125,15 +115,6 @@ class BatchedKrylov(MatrixSolver):
     seed: int = 0
     max_steps: int = 10
     svd_limit: int = 160
-    min_gram_side: int = 33
-    gram_sides_per_term: int = 8
-    min_lanczos_side: int = 96
-    gram_limit: int = 512
-    chunk_entries: int = 2**20
-    svd_chunk_entries: int = 2**16
-    sketch: SketchOptions = field(default_factory=SketchOptions)
-    lanczos: LanczosOptions = field(default_factory=LanczosOptions)
-    subspace: SubspaceOptions = field(default_factory=SubspaceOptions)
 
     def _solve(self, problem: MatrixProblem) -> Solution:
         """Solve for one matrix, formed, as a batch of one; the method is that of `solve_batch`."""
@@ -205,7 +186,7 @@ class BatchedKrylov(MatrixSolver):
         by_svd = request.shape.max_separation_rank <= svd_limit
         # Batch 2: so many at a time that their arrays stay small; each part has its own common
         # steps.
-        entries = self.svd_chunk_entries if by_svd else self.chunk_entries
+        entries = SVD_CHUNK_ENTRIES if by_svd else CHUNK_ENTRIES
         height = max(1, entries // (batch.shape[1] * batch.shape[2]))
         progress = request.progress
         solutions: list[Solution] = []
@@ -226,12 +207,11 @@ class BatchedKrylov(MatrixSolver):
         shape = request.shape
         max_terms = request.max_terms
         side = min(shape.sizes)
-        sides_per_term = self.gram_sides_per_term
-        if side <= self.subspace.max_side:
-            sides_per_term = self.subspace.sides_per_term
+        # By timing of 64 matrices of 36 × 36 to 144 × 144; powers are fast for more terms.
+        sides_per_term = 4 if side <= MAX_SIDE else 8
         has_few_terms = request.atol is None and sides_per_term * max_terms <= side
         solutions: dict[int, Solution] = {}
-        if has_few_terms and side >= self.min_gram_side and is_double_array(batch):
+        if has_few_terms and side > 32 and is_double_array(batch):
             solutions = gram_solutions(
                 batch,
                 shape,
@@ -239,8 +219,6 @@ class BatchedKrylov(MatrixSolver):
                 request.progress,
                 tolerance=self.tolerance,
                 seed=self.seed,
-                subspace=self.subspace,
-                sketch=self.sketch,
                 workspace=request.workspace,
             )
         remaining = [i for i in range(batch.shape[0]) if i not in solutions]
@@ -252,8 +230,9 @@ class BatchedKrylov(MatrixSolver):
 
     def _suits_one(self, matrix: Array, norm: float, request: _Request) -> bool:
         """Return whether a space of one NumPy matrix in double precision can hold the terms."""
+        # From 96 on by timing.
         side = min(request.shape.sizes)
-        has_room = side >= self.min_lanczos_side and side > 3 * self._block_size(request.max_terms)
+        has_room = side >= 96 and side > 3 * self._block_size(request.max_terms)
         is_rank = request.atol is None and has_room
         return is_rank and is_double_array(matrix) and 1e-15 < norm < 1e15
 
@@ -269,8 +248,6 @@ class BatchedKrylov(MatrixSolver):
             self.tolerance,
             self.seed,
             self.max_steps,
-            self.lanczos,
-            self.sketch,
         )
         solution = solve.solution(rows, norm, request.progress)
         if solution is not None:
@@ -279,19 +256,19 @@ class BatchedKrylov(MatrixSolver):
         return self._alone(matrix, request_alone, request.progress.sweeps)
 
     def _block_size(self, rank: int) -> int:
-        """Return the least multiple of ``columns`` that holds so many terms, and some more."""
-        return -(-(rank + self.lanczos.oversampling) // self.columns) * self.columns
+        """Return the least multiple of ``columns`` that holds so many terms, and four more."""
+        return -(-(rank + 4) // self.columns) * self.columns
 
     def _alone(
         self, matrix: Array, request: _Request, common_sweeps: tuple[Sweep, ...] = ()
     ) -> Solution:
         """Solve for one matrix by `Gram` or `BlockGolubKahan`, after common steps or without."""
-        is_moderate = request.shape.max_separation_rank <= self.gram_limit
+        is_moderate = request.shape.max_separation_rank <= 512  # by hand
         solver: Solver
         if request.atol is None and (not common_sweeps or is_moderate):
-            solver = Gram(self.tolerance, self.seed, self.sketch)
+            solver = Gram(self.tolerance, self.seed)
         else:
-            solver = BlockGolubKahan(seed=self.seed, tolerance=self.tolerance, sketch=self.sketch)
+            solver = BlockGolubKahan(seed=self.seed, tolerance=self.tolerance)
         progress = request.progress
         n_earlier = len(progress.sweeps)
         solution = progress.solve(
@@ -359,13 +336,11 @@ class BatchedKrylov(MatrixSolver):
         invisible = 4.0 * unit_roundoff("float32") * columns**0.5
         for i in range(n_matrices):
             if sizes[i][-1] > invisible * sizes[i][0]:
-                falls_fast = self.sketch.falls_fast(sizes[i], request.max_terms)
-                (fast if falls_fast else slow).append(i)
+                is_fast = falls_fast(sizes[i], request.max_terms)
+                (fast if is_fast else slow).append(i)
                 continue
             matrix = Rearrangement.of_rows(operators[i, :, :], float(norms[i]), request.shape)
-            solution = matrix.from_random_columns(
-                request.max_terms, self.tolerance, self.seed, self.sketch
-            )
+            solution = matrix.from_random_columns(request.max_terms, self.tolerance, self.seed)
             if solution is not None:
                 progress.record(solution.relative_error or 0.0)
                 solutions[i] = replace(solution, sweeps=progress.sweeps[-1:])
@@ -395,13 +370,12 @@ class BatchedKrylov(MatrixSolver):
 
     def _steps(self, spaces: LanczosSpaces, rank: int) -> Iterator[IterationStep[_Check]]:
         """Grow the spaces until the error of each matrix is near its optimum, or rounding."""
-        options = self.lanczos
         side = min(spaces.operators.shape[1:])
-        n_steps = max(self.max_steps, options.min_blocks)
+        n_steps = max(self.max_steps, MIN_BLOCKS)
         for n_blocks in range(1, n_steps + 1):
             spaces.multiply()
             pairs = spaces.ritz_pairs()
-            gaps = [each.excess(rank, self.tolerance, n_blocks, options) for each in pairs]
+            gaps = [each.excess(rank, self.tolerance, n_blocks) for each in pairs]
             squared_errors = [max(1.0 - each.captured(rank), 0.0) for each in pairs]
             # An error that sinks in the rounding of squares is for a solver in double precision.
             is_done = all(

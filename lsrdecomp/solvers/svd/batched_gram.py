@@ -7,19 +7,29 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, is_double, require_finite
+from lsrdecomp.arrays import OVERSAMPLING, Array, adjoint, is_double, require_finite
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Solution, Status
 from lsrdecomp.solvers.svd.batch import as_sums
 from lsrdecomp.solvers.svd.dense import ROUNDING, least_errors
-from lsrdecomp.solvers.svd.gram import eigenpairs, leading_by_single_precision, squaring_loss
-from lsrdecomp.solvers.svd.subspace import leading_subspaces, random_vectors, squared_norms
+from lsrdecomp.solvers.svd.gram import (
+    eigenpairs,
+    falls_fast,
+    is_flat,
+    leading_by_single_precision,
+    squaring_loss,
+)
+from lsrdecomp.solvers.svd.subspace import (
+    MAX_SIDE,
+    leading_subspaces,
+    random_vectors,
+    squared_norms,
+)
 
 if TYPE_CHECKING:
     from lsrdecomp.kronecker.shape import KroneckerShape
     from lsrdecomp.solvers.progress import SolveProgress
-    from lsrdecomp.solvers.svd.options import SketchOptions, SubspaceOptions
     from lsrdecomp.solvers.svd.subspace import Workspace
 
 
@@ -36,8 +46,6 @@ def gram_solutions(
     *,
     tolerance: float,
     seed: int,
-    subspace: SubspaceOptions,
-    sketch: SketchOptions,
     workspace: Workspace,
 ) -> dict[int, Solution]:
     """Find the leading terms of matrices (L, m, n) in double precision, as `Gram` does of one.
@@ -69,7 +77,7 @@ def gram_solutions(
     rows = adjoint(operators) if is_adjoint else operators
     # Gram 2: terms of each by the first way that is certain of them. A stack is mostly of one kind,
     # so its first matrix tells where to begin.
-    search = _Search(max_terms, tolerance, seed, subspace, sketch, workspace)
+    search = _Search(max_terms, tolerance, seed, workspace)
     found = search.terms(rows)
     terms = found.terms
     # Gram 3: the solutions that are certain.
@@ -120,8 +128,6 @@ class _Search:
     count: int
     tolerance: float
     seed: int
-    subspace: SubspaceOptions
-    sketch: SketchOptions
     workspace: Workspace
 
     def terms(self, rows: np.ndarray) -> _Found:
@@ -129,10 +135,10 @@ class _Search:
 
         Where none is, terms that are not near.
         """
-        is_small = rows.shape[1] <= self.subspace.max_side
+        is_small = rows.shape[1] <= MAX_SIDE
         ways = [self._by_powers if is_small else self._by_single_precision, self._by_lapack]
-        falls_fast = bool(self._random_range(rows[:1])[1][0])
-        ways.insert(0 if falls_fast else 1, self._by_random_columns)
+        first_falls_fast = bool(self._random_range(rows[:1])[1][0])
+        ways.insert(0 if first_falls_fast else 1, self._by_random_columns)
         found: _Found | None = None
         for way in ways:
             if found is None:
@@ -147,30 +153,28 @@ class _Search:
 
     def _by_powers(self, rows: np.ndarray) -> _Found:
         """Find terms by powers of R Rᴴ, which say what they may have missed."""
-        basis, max_sums = leading_subspaces(
-            rows, self.count, self.seed, self.subspace, self.workspace
-        )
+        basis, max_sums = leading_subspaces(rows, self.count, self.seed, self.workspace)
         terms = _Terms.of(rows, basis, self.count, self.workspace)
         return self._judged(terms, max_sums - np.sum(terms.sigma**2, axis=1))
 
     def _by_random_columns(self, rows: np.ndarray) -> _Found:
         """Find terms in the range of R times random columns, where sizes fall fast."""
-        basis, falls_fast, is_flat = self._random_range(rows)
-        if np.any(falls_fast & is_flat):  # rounding, or a flat remainder, is taken out
+        basis, are_fast, are_flat = self._random_range(rows)
+        if np.any(are_fast & are_flat):  # rounding, or a flat remainder, is taken out
             images = np.linalg.qr(adjoint(rows) @ basis)[0]
             basis = np.linalg.qr(rows @ images)[0]
         terms = _Terms.of(rows, basis, self.count, self.workspace)
-        return self._judged(terms, np.full(len(rows), np.inf), falls_fast)
+        return self._judged(terms, np.full(len(rows), np.inf), are_fast)
 
     def _random_range(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return bases of R times random columns, and whether sizes fall fast, and to a floor."""
         side, columns = rows.shape[1:]
-        width = min(self.count + self.sketch.oversampling, side)
+        width = min(self.count + OVERSAMPLING, side)
         basis, triangles = np.linalg.qr(rows @ random_vectors(self.seed, columns, width))
         sizes = np.abs(np.diagonal(triangles, axis1=1, axis2=2))
-        falls_fast = np.asarray([self.sketch.falls_fast(each, self.count) for each in sizes])
-        is_flat = np.asarray([self.sketch.is_flat(each) for each in sizes])
-        return basis, falls_fast, is_flat
+        are_fast = np.asarray([falls_fast(each, self.count) for each in sizes])
+        are_flat = np.asarray([is_flat(each) for each in sizes])
+        return basis, are_fast, are_flat
 
     def _by_single_precision(self, rows: np.ndarray) -> _Found:
         """Find terms by LAPACK's eigenvectors in single precision, in half the time."""

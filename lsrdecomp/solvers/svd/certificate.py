@@ -46,11 +46,6 @@ class Certificate:
     small: np.ndarray  # (k, k): B
     below: np.ndarray  # (b, k): N
     earlier: tuple[np.ndarray, ...]  # `captured` at the two checks before
-    # Extrapolated excess from which on the Ritz values are near enough to tell, by their couplings,
-    # what they lack. By hand.
-    converging_excess: float = 1e-3
-    # Values within this ratio are taken for copies of one. By hand.
-    equal_values: float = 0.999
 
     @classmethod
     def of(cls, space: Bidiagonal, earlier: Sequence[np.ndarray] = ()) -> Certificate:
@@ -175,7 +170,8 @@ class Certificate:
         # Excess 3: what gains of the last steps leave, if they go on falling as they did.
         copies = self.gain_of_copies(rank)
         estimate = self._ratio(rank, self._extrapolated_gain(rank) + copies)
-        is_converging = len(self.earlier) == 2 and requested < estimate <= self.converging_excess
+        # From here on the Ritz values are near enough to tell, by their couplings, what they lack.
+        is_converging = len(self.earlier) == 2 and requested < estimate <= 1e-3
         last_square = self.captured[rank] - self.captured[rank - 1]
         if not is_converging and self.squared_errors[-1] > last_square:
             # The part that was not seen may hide a value above θ_s: no bound is to be had.
@@ -214,7 +210,8 @@ class Certificate:
             return 0.0
         theta, _ = self._pairs
         first = theta[: rank - block]
-        is_whole_block = theta[block - 1 : rank - 1] >= self.equal_values * first
+        # Values within this ratio are taken for copies of one. By hand.
+        is_whole_block = theta[block - 1 : rank - 1] >= 0.999 * first
         gains = first**2 - theta[block:rank] ** 2
         return float(np.sum(gains[is_whole_block]))
 

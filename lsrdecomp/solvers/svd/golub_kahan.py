@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from lsrdecomp.arrays import Array, is_differentiated
@@ -14,7 +14,6 @@ from lsrdecomp.solvers.progress import iterate
 from lsrdecomp.solvers.svd.bidiagonal import AdjointOperator, Bidiagonal
 from lsrdecomp.solvers.svd.gram import Gram, Rearrangement
 from lsrdecomp.solvers.svd.growth import Growth, is_swapped
-from lsrdecomp.solvers.svd.options import SinglePrecisionOptions, SketchOptions, SpaceOptions
 from lsrdecomp.solvers.svd.single import SingleGrowth, Widened, fits_single, in_double, in_single
 from lsrdecomp.targets.base import Dense, Rearranged, RearrangedDense
 
@@ -59,8 +58,10 @@ class BlockGolubKahan(MatrixSolver):
     max_steps : int
         Maximum steps; then the status is `Status.sweep_limit` and the gap says how far the result
         may be off.
-    space, sketch, single : SpaceOptions, SketchOptions, SinglePrecisionOptions
-        What seldom needs a change: the size of the space, random columns, single precision.
+    single : bool, optional
+        Begin a float64 matrix in memory in single precision: True, at once and whatever its size,
+        False, never. Absent: from 2²⁰ entries on, below which two machines agree to the last
+        digits, and after random columns.
 
     References
     ----------
@@ -84,9 +85,7 @@ class BlockGolubKahan(MatrixSolver):
     seed: int = 0
     tolerance: float = 1e-3
     max_steps: int = 128
-    space: SpaceOptions = field(default_factory=SpaceOptions)
-    sketch: SketchOptions = field(default_factory=SketchOptions)
-    single: SinglePrecisionOptions = field(default_factory=SinglePrecisionOptions)
+    single: bool | None = None
 
     def _solve(self, problem: MatrixProblem) -> Solution:
         """Find the leading singular triples of R(M); the contract is `Solver.solve`.
@@ -113,7 +112,7 @@ class BlockGolubKahan(MatrixSolver):
             )
         target = problem.target
         side = min(problem.shape.sizes)
-        has_many_terms = self.space.columns_per_term * problem.max_terms >= side
+        has_many_terms = 4 * problem.max_terms >= side
         if target.norm == 0.0 or (problem.rank is not None and has_many_terms):
             return problem.delegate_to(Gram())
         goal = problem.relative_goal
@@ -124,18 +123,16 @@ class BlockGolubKahan(MatrixSolver):
     def _from_single(self, problem: MatrixProblem, target: Dense) -> Solution:
         """Solve for a large float64 matrix: random columns, else a space in single precision."""
         progress = problem.progress
-        rows = in_double(target, problem.shape, self.single)
-        if isinstance(rows, RearrangedDense):
+        rows = in_double(target, problem.shape)
+        if isinstance(rows, RearrangedDense) and not self.single:
             matrix = Rearrangement.of(rows.matrix, target.norm, problem.shape)
-            solution = matrix.from_random_columns(
-                problem.max_terms, self.tolerance, self.seed, self.sketch
-            )
+            solution = matrix.from_random_columns(problem.max_terms, self.tolerance, self.seed)
             if solution is not None:
                 progress.record(solution.relative_error or 0.0)
                 return replace(solution, sweeps=progress.sweeps)
         operator = in_single(target, problem.shape, rows)
         space = self._space(problem, operator, self._block_size(problem))
-        growth = SingleGrowth(space, problem, self.tolerance, self.space, rows=rows)
+        growth = SingleGrowth(space, problem, self.tolerance, rows=rows)
         grown = self._grown(growth)
         if grown is None and (growth.is_blind or growth.terms_in_doubt):
             return self._again_in_double(problem, rows, space)
@@ -151,10 +148,11 @@ class BlockGolubKahan(MatrixSolver):
             return problem.delegate_to(Gram())
         is_narrow = unit_roundoff(operator.prototype.dtype) > 1e-12
         widened = target if is_narrow and isinstance(target, Widened) else None
-        if widened is not None and goal is not None and goal < self.space.fine_goal:
-            operator = in_double(widened, problem.shape, self.single)
+        # Of a finer goal the rounding of single precision would cost terms.
+        if widened is not None and goal is not None and goal < 1e-4:
+            operator = in_double(widened, problem.shape)
         space = self._space(problem, operator, self._block_size(problem))
-        growth = Growth(space, problem, self.tolerance, self.space)
+        growth = Growth(space, problem, self.tolerance)
         solution = self._grown(growth)
         if solution is None and growth.terms_in_doubt:
             return self._again_in_wider_blocks(problem, operator, growth.terms_in_doubt)
@@ -167,7 +165,7 @@ class BlockGolubKahan(MatrixSolver):
         rounding = 64.0 * space.roundoff
         if error is None or rounding**2 <= 2.0 * self.tolerance * error**2:
             return solution
-        rows = in_double(widened, problem.shape, self.single)
+        rows = in_double(widened, problem.shape)
         return self._again_in_double(problem, rows, space)
 
     def _again_in_double(
@@ -180,7 +178,7 @@ class BlockGolubKahan(MatrixSolver):
             block = max(self._block_size(problem), min(2 * problem.max_terms, side // 6))
         problem.progress.mark(Event.start)
         space = self._space(problem, rows, block, single.leading(block))
-        growth = Growth(space, problem, self.tolerance, self.space)
+        growth = Growth(space, problem, self.tolerance)
         solution = self._grown(growth)
         if solution is None and growth.terms_in_doubt:
             return self._again_in_wider_blocks(problem, rows, growth.terms_in_doubt)
@@ -189,22 +187,26 @@ class BlockGolubKahan(MatrixSolver):
     def _again_in_wider_blocks(
         self, problem: MatrixProblem, operator: Rearranged, terms: int
     ) -> Solution:
-        """Grow a space anew whose blocks have a column for each term, so that no copy is missed."""
+        """Grow a space anew whose blocks have a column for each term and four more.
+
+        So no copy is missed.
+        """
         problem.progress.mark(Event.start)
-        space = self._space(problem, operator, terms + self.space.columns_beyond_terms)
-        solution = self._grown(Growth(space, problem, self.tolerance, self.space))
+        space = self._space(problem, operator, terms + 4)
+        solution = self._grown(Growth(space, problem, self.tolerance))
         return problem.delegate_to(Gram()) if solution is None else solution
 
     def _block_size(self, problem: MatrixProblem) -> int:
         """Return the columns of a block: as many as terms are requested, within the limits."""
         if self.block:
             return self.block
-        options = self.space
-        is_stored = isinstance(problem.target, Dense)
-        widest = options.max_block_stored if is_stored else options.max_block_unformed
+        # One reading of a stored matrix serves a whole block; other products are paid for by the
+        # column.
+        narrowest = 8
+        widest = 16 if isinstance(problem.target, Dense) else narrowest
         if problem.rank is None:
             return widest
-        return min(widest, max(options.min_block, problem.rank))
+        return min(widest, max(narrowest, problem.rank))
 
     def _space(
         self,

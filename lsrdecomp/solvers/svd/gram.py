@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,6 +11,7 @@ import numpy as np
 import scipy.linalg
 
 from lsrdecomp.arrays import (
+    OVERSAMPLING,
     Array,
     adjoint,
     as_double,
@@ -35,7 +36,6 @@ from lsrdecomp.solvers.svd.dense import (
     svd_of_tall,
 )
 from lsrdecomp.solvers.svd.lanczos import orthonormal_matrix
-from lsrdecomp.solvers.svd.options import SketchOptions
 from lsrdecomp.targets.residual import has_twelve_digits
 
 if TYPE_CHECKING:
@@ -45,6 +45,11 @@ if TYPE_CHECKING:
 
 
 SINGLE_ROUNDOFF = unit_roundoff("float32")
+
+MIN_SKETCH_TOLERANCE = 1e-5
+"""The smallest tolerance for which random columns are drawn: finer ones request the digits of
+LAPACK, the same in every library. By hand, as are all numbers of the random columns;
+``benchmarks/solvers/two_factors.py`` times the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +75,6 @@ class Gram(MatrixSolver):
         Allowed excess of the error over the optimum, relative.
     seed : int
         Of the random columns, drawn by NumPy whatever the library of the target.
-    sketch : SketchOptions
-        When random columns are drawn, and how many.
 
     References
     ----------
@@ -91,7 +94,6 @@ class Gram(MatrixSolver):
     order: ClassVar[int] = 2
     tolerance: float = 1e-6
     seed: int = 0
-    sketch: SketchOptions = field(default_factory=SketchOptions)
 
     def _solve(self, problem: MatrixProblem) -> Solution:
         """Find the first singular triples of R(M) by its Gram matrix; see `Solver.solve`.
@@ -116,13 +118,13 @@ class Gram(MatrixSolver):
         side = int(matrix.rows.shape[0])
         solution = None
         # Gram 1: a few terms from random columns, where LAPACK is not as fast.
-        n_columns = rank + self.sketch.oversampling
-        is_small = self.sketch.gram_rows_per_column * n_columns <= side
-        if goal is None and self.tolerance >= self.sketch.min_tolerance and is_small:
-            solution = matrix.from_random_columns(rank, self.tolerance, self.seed, self.sketch)
+        is_coarse = goal is None and self.tolerance >= MIN_SKETCH_TOLERANCE
+        has_few_columns = 8 * (rank + OVERSAMPLING) <= side
+        if is_coarse and has_few_columns:
+            solution = matrix.from_random_columns(rank, self.tolerance, self.seed)
         # Gram 2: or from eigenvectors in single precision, which the singular triples of R take to
         # double.
-        if solution is None and goal is None and self.tolerance >= self.sketch.min_tolerance:
+        if solution is None and is_coarse:
             solution = matrix.from_single_precision(rank, self.tolerance)
         # Gram 3: else from the eigenvectors; with a tolerance from all, to count the terms.
         if solution is None:
@@ -173,24 +175,23 @@ class Rearrangement:
         is_adjoint = shape.sizes[0] > shape.sizes[1]
         return cls(rows, is_adjoint, size, scale, shape)
 
-    def from_random_columns(
-        self, rank: int, tolerance: float, seed: int, options: SketchOptions
-    ) -> Solution | None:
+    def from_random_columns(self, rank: int, tolerance: float, seed: int) -> Solution | None:
         """Find a few terms in the range of R times random columns.
 
-        None where the size of R outside that range does not fall fast from column to column.
+        None where the size of R outside that range does not fall fast from column to column, and
+        where R has less than three rows a column.
         """
         rows = self.rows
-        n_columns = rank + options.oversampling
-        if options.min_rows_per_column * n_columns > rows.shape[0] or is_differentiated(rows):
+        n_columns = rank + OVERSAMPLING
+        if 3 * n_columns > rows.shape[0] or is_differentiated(rows):
             return None
         xp = namespace(rows)
         random = np.random.default_rng(seed).standard_normal((rows.shape[1], n_columns))
         basis, triangle = xp.linalg.qr(rows @ like(random, rows))
         sizes = np.abs(np.diagonal(to_numpy(triangle)))  # about ‖R‖ at first
-        if not options.falls_fast(sizes, rank):
+        if not falls_fast(sizes, rank):
             return None
-        if options.is_flat(sizes):
+        if is_flat(sizes):
             images, _, _ = xp.linalg.svd(adjoint(rows) @ basis, full_matrices=False)
             basis, _ = xp.linalg.qr(rows @ images)
         return self.solution(basis, rank, tolerance, certain=False)
@@ -321,6 +322,19 @@ class Rearrangement:
         if gap <= tolerance:
             return Solution(terms, Status.rank_reached, (), gap, ErrorKind.bounded, error)
         return Solution(terms, Status.rank_reached, relative_error=error)
+
+
+def falls_fast(sizes: np.ndarray, rank: int) -> bool:
+    """Return whether the sizes of columns, in their order, fall so fast that these suffice."""
+    return bool(sizes[-1] <= 0.25 * sizes[rank - 1])
+
+
+def is_flat(sizes: np.ndarray) -> bool:
+    """Return whether the last five columns hold a flat remainder, or rounding.
+
+    One more product takes it out.
+    """
+    return bool(sizes[-1] > 0.05 * sizes[-6])
 
 
 def squaring_loss(rank: int) -> float:

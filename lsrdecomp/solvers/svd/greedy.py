@@ -205,17 +205,13 @@ class Greedy:
             if chosen is None:
                 break
             # Greedy 2: all blocks refitted in turn, the new one first, until a cycle gains little.
-            n_terms = fit.n_terms
-            ranks = fit.ranks
-            ranks[chosen] = ranks.get(chosen, 0) + 1
-            progress.mark(Event.new_term)
-            fit, _ = self._backfitted(fit, ranks, chosen, size, progress)
-            if fit.n_terms <= n_terms:
+            grown = self._with_term(fit, chosen, size, progress)
+            if grown.n_terms <= fit.n_terms:
                 exhausted.add(chosen)  # `ALS` returns fewer terms where its sweeps are spent
+            fit = grown
             # Greedy 3: terms change shapes while that lowers the error.
-            is_counted = rank is not None
             while fit.error > least and not progress.exhausted:
-                exchanged = self._exchanged(fit, candidates, size, is_counted)
+                exchanged = self._exchanged(fit, candidates, size, is_counted=rank is not None)
                 if exchanged is None:
                     break
                 fit = exchanged
@@ -224,16 +220,25 @@ class Greedy:
         if fit.error > least and len(fit.ranks) > 1:
             first = next(iter(fit.ranks))
             fit, _ = self._backfitted(fit, fit.ranks, first, size, progress, self.final_cycles)
-        parts = tuple(block for block in fit.blocks.values() if block.separation_rank)
-        if not parts:
-            parts = (self._block(matrix, candidates[0], 1).truncate(0),)
-        approximation = MixedSum(parts)
+        approximation = fit.approximation
+        if approximation is None:
+            approximation = MixedSum((self._block(matrix, candidates[0], 1).truncate(0),))
         error = target.residual_norm(approximation) / (size or 1.0)
         status = Status.rank_reached
         if atol is not None:
             is_met = error <= least
             status = Status.converged if is_met else Status.rank_exhausted
         return MixedSolution(approximation, status, progress.sweeps, relative_error=error)
+
+    def _with_term(
+        self, fit: _Fit, shape: KroneckerShape, size: float, progress: SolveProgress
+    ) -> _Fit:
+        """Return a fit with one more term of a shape, all blocks refitted."""
+        ranks = fit.ranks
+        ranks[shape] = ranks.get(shape, 0) + 1
+        progress.mark(Event.new_term)
+        grown, _ = self._backfitted(fit, ranks, shape, size, progress)
+        return grown
 
     def _backfitted(
         self,
@@ -321,7 +326,7 @@ class Greedy:
         return best
 
     def _exchanged(
-        self, fit: _Fit, candidates: Sequence[KroneckerShape], size: float, is_counted: bool
+        self, fit: _Fit, candidates: Sequence[KroneckerShape], size: float, *, is_counted: bool
     ) -> _Fit | None:
         """Return the best fit in which one term has changed its shape; None where none gains.
 
@@ -387,6 +392,12 @@ class _Fit:
     def n_terms(self) -> int:
         """Terms of all shapes together."""
         return sum(self.ranks.values())
+
+    @property
+    def approximation(self) -> MixedSum | None:
+        """The sum of all terms; None where there are none."""
+        parts = tuple(block for block in self.blocks.values() if block.separation_rank)
+        return MixedSum(parts) if parts else None
 
 
 def _floor(matrix: Array) -> float:

@@ -11,7 +11,6 @@ from lsrdecomp.solvers.base import ErrorKind, Solution, Status
 from lsrdecomp.solvers.progress import IterationStep
 from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.solvers.svd.dense import as_separated
-from lsrdecomp.solvers.svd.options import SpaceOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +42,6 @@ class Growth:
     space: Bidiagonal
     problem: MatrixProblem
     tolerance: float  # allowed excess of the error over the optimum, relative
-    options: SpaceOptions = field(default_factory=SpaceOptions)
     captured: list[np.ndarray] = field(default_factory=list)  # of each certificate so far
     last_certificate: Certificate | None = None
     terms_in_doubt: int | None = None  # ended at so many, whose values may have further copies
@@ -65,17 +63,19 @@ class Growth:
 
     def steps(self) -> Iterator[IterationStep[Projection | None]]:
         """Grow the space; end without a state where it would fill too much of the smaller side."""
-        options = self.options
         side = min(self.space.operator.shape)
         next_check = 1 if self.problem.rank is None else self.max_terms
-        while options.columns_per_vector * (self.space.size + self.space.block) <= side:
+        # A space of more than a third of the side would cost more than the Gram matrix. By hand, as
+        # are the other numbers here.
+        while 3 * (self.space.size + self.space.block) <= side:
             # BGK 1: one block more, U and V orthogonal to all before.
             self.space.step()
             if self.space.size < next_check:
                 yield IterationStep(None, None)
                 continue
-            # BGK 2: the certificate says what the space holds, and what it may lack of the optimum.
-            next_check = self.space.size + self.space.size // options.check_interval
+            # BGK 2: the certificate says what the space holds, and what it may lack of the optimum;
+            # again when the space has grown by an eighth.
+            next_check = self.space.size + self.space.size // 8
             certificate = self._new_certificate()
             rank = self._terms(certificate)
             if self._is_hopeless(certificate, rank, side):
@@ -92,8 +92,7 @@ class Growth:
                     error = projection.error
                 else:
                     projection = None
-                    interval = options.measured_check_interval
-                    next_check = self.space.size + self.space.size // interval
+                    next_check = self.space.size + self.space.size // 4
             yield IterationStep(
                 state=projection,
                 relative_error=error,
@@ -125,8 +124,7 @@ class Growth:
         """Return whether the space would grow too large before it met the goal."""
         if self.goal is None or not rank == self.space.size < self.max_terms:
             return False
-        max_columns = side / self.options.predicted_columns_per_vector
-        return certificate.columns_needed(self.goal) > max_columns
+        return certificate.columns_needed(self.goal) > side / 2
 
     def _may_lack_copies(self, certificate: Certificate, rank: int) -> bool:
         """Return whether only copies of values, which may have been missed, are in the way."""

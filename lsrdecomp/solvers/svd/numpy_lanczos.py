@@ -18,15 +18,19 @@ from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Solution, Status
 from lsrdecomp.solvers.progress import IterationStep, SolveProgress, iterate
 from lsrdecomp.solvers.svd.dense import as_separated, svd_of_tall
-from lsrdecomp.solvers.svd.gram import Rearrangement
-from lsrdecomp.solvers.svd.lanczos import RitzPairs, orthonormal_matrix
+from lsrdecomp.solvers.svd.gram import Rearrangement, falls_fast
+from lsrdecomp.solvers.svd.lanczos import (
+    MAX_OVERLAP,
+    MIN_BLOCKS,
+    RitzPairs,
+    orthonormal_matrix,
+)
 from lsrdecomp.targets.residual import has_twelve_digits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lsrdecomp.kronecker.shape import KroneckerShape
-    from lsrdecomp.solvers.svd.options import LanczosOptions, SketchOptions
 
 
 class LanczosSpace:
@@ -92,7 +96,7 @@ class LanczosSpace:
         squares = np.sum((residuals * residuals.conj()).real, axis=0)
         return RitzPairs.of(values, squares, vectors, self.roundoff)
 
-    def _outside(self, remainder: np.ndarray, max_overlap: float = 1e-4) -> np.ndarray:
+    def _outside(self, remainder: np.ndarray) -> np.ndarray:
         """Return an orthonormal basis of a block that was projected out of the space.
 
         See `LanczosSpaces`: rounding is replaced by noise, and a large overlap is taken out again.
@@ -102,11 +106,11 @@ class LanczosSpace:
         if smallest <= 4.0 * self.roundoff:
             length = self.squared_norm * self.roundoff / self.noise.shape[0] ** 0.5
             block, _ = orthonormal_matrix(remainder + self.noise * remainder.dtype.type(length))
-        if smallest * max_overlap > self.roundoff:
+        if smallest * MAX_OVERLAP > self.roundoff:
             return block
         for _ in range(2):
             overlap = adjoint(self.basis) @ block
-            if float(np.max(np.abs(overlap))) <= max_overlap:
+            if float(np.max(np.abs(overlap))) <= MAX_OVERLAP:
                 break
             block, _ = orthonormal_matrix(block - self.basis @ overlap)
         return block
@@ -131,8 +135,6 @@ class LanczosSolve:
     tolerance: float
     seed: int
     max_steps: int
-    lanczos: LanczosOptions
-    sketch: SketchOptions
 
     def solution(self, rows: np.ndarray, norm: float, progress: SolveProgress) -> Solution | None:
         """Find terms near the optimum; None where steps do not bring them there.
@@ -142,7 +144,9 @@ class LanczosSolve:
         """
         factor = rows
         n_rows, n_columns = rows.shape
-        if rows.size > self.lanczos.max_double_entries:
+        # Single saves less of a small matrix than it costs to convert it, and takes a look more: by
+        # timing of 128² to 512².
+        if rows.size > 2**17:
             factor = rows.astype(np.complex64 if is_complex(rows) else np.float32)
         start = random_block(self.seed, n_columns, self.block, factor.dtype.char)
         first, sizes = orthonormal_matrix(factor @ start)
@@ -150,11 +154,9 @@ class LanczosSolve:
         if factor is not rows:
             if sizes[-1] <= 4.0 * unit_roundoff("float32") * n_columns**0.5 * sizes[0]:
                 matrix = Rearrangement.of_rows(rows, norm, self.shape)
-                found = matrix.from_random_columns(
-                    self.rank, self.tolerance, self.seed, self.sketch
-                )
+                found = matrix.from_random_columns(self.rank, self.tolerance, self.seed)
                 return None if found is None else _recorded(found, progress)
-            if self.sketch.falls_fast(sizes, self.rank):
+            if falls_fast(sizes, self.rank):
                 factor = rows
                 first, _ = orthonormal_matrix(first.astype(rows.dtype))
         noise = start[:n_rows, :].astype(factor.dtype)
@@ -189,12 +191,11 @@ class LanczosSolve:
         self, space: LanczosSpace
     ) -> Iterator[IterationStep[tuple[RitzPairs, float, ErrorKind] | None]]:
         """Grow the space until the error is near its optimum, or rounding."""
-        options = self.lanczos
-        n_steps = max(self.max_steps, options.min_blocks)
+        n_steps = max(self.max_steps, MIN_BLOCKS)
         for n_blocks in range(1, n_steps + 1):
             space.multiply()
             pairs = space.ritz_pairs()
-            excess, kind = pairs.excess(self.rank, self.tolerance, n_blocks, options)
+            excess, kind = pairs.excess(self.rank, self.tolerance, n_blocks)
             objective = max(1.0 - pairs.captured(self.rank), 0.0)
             is_done = excess <= self.tolerance or pairs.hides_error(self.rank, self.tolerance)
             is_full = space.size + self.block > space.rows.shape[0]

@@ -27,7 +27,6 @@ from lsrdecomp.targets.sparse import Sparse
 if TYPE_CHECKING:
     from lsrdecomp.kronecker.shape import KroneckerShape
     from lsrdecomp.solvers.svd.certificate import Certificate
-    from lsrdecomp.solvers.svd.options import SinglePrecisionOptions
 
 
 def fits_single(
@@ -35,29 +34,31 @@ def fits_single(
     rank: int | None,
     goal: float | None,
     tolerance: float,
-    options: SinglePrecisionOptions,
+    single: bool | None,
 ) -> TypeGuard[Dense]:
     """Return whether a solve may begin in single precision.
 
-    It may for a float64 matrix in memory, with a request for a number of terms.
+    It may for a float64 matrix in memory, with a request for a number of terms and a tolerance that
+    a certificate in single precision can show. ``single`` is the field of `BlockGolubKahan`.
     """
-    if rank is None or goal is not None or tolerance < options.min_tolerance:
+    if rank is None or goal is not None or tolerance < 1e-7:
         return False
     if not isinstance(target, Dense) or is_differentiated(target.matrix):
         return False
     is_double = dtype_name(target.matrix) in ("float64", "complex128")
-    if not is_double or math.prod(target.shape) < options.min_entries:
+    # From so many entries on products are what a solve takes. By hand.
+    is_large = math.prod(target.shape) >= 2**20
+    if not is_double or not (is_large if single is None else single):
         return False
-    return 1.0 / options.max_norm < target.norm < options.max_norm
+    # Single precision holds such entries and their squares.
+    return 1e-15 < target.norm < 1e15
 
 
 Widened: TypeAlias = Dense | LowRank | RowStream | Separated | Sparse
 """Targets whose entries can be had in double precision."""
 
 
-def in_double(
-    target: Widened, shape: KroneckerShape, options: SinglePrecisionOptions
-) -> Rearranged:
+def in_double(target: Widened, shape: KroneckerShape) -> Rearranged:
     """Return R(M) in double precision, held or from factors.
 
     Of a stream or a large dense matrix it is read by blocks of rows.
@@ -73,7 +74,8 @@ def in_double(
         return LowRank(as_double(target.left), as_double(target.right)).rearranged(shape)
     if isinstance(target, Separated):
         return Separated(target.matrix.in_double()).rearranged(shape)
-    if math.prod(target.shape) > options.max_held_entries:
+    # Up to 32 MiB are held beside the rearrangement in single precision. By hand.
+    if math.prod(target.shape) > 2**22:
         return target.streamed(shape)
     return RearrangedDense(as_double(target.rearranged(shape).matrix))
 
