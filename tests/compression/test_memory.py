@@ -18,7 +18,6 @@ from lsrdecomp.compression.effort import ResourceLimits
 from lsrdecomp.compression.layers import Layer, batches, pair_entries
 from lsrdecomp.compression.settings import CompressionPlan, Resources, Search
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank
 
 M, N, R = 1021, 1531, 8  # primes: few shapes are tried, and tables of them are short beside a layer
