@@ -361,7 +361,7 @@ def _sample_refuses(
 ) -> bool:
     """Return whether random rows of R(M) alone need more terms for the error, with a margin."""
     (m, n), (p, q) = shape.factors
-    rows = 4 * max_rank + 64
+    rows = 4 * max_rank + 64  # four for each term, and some more
     if rows > m * n // 4 or p * q <= EXACT_SIDE:
         return False
     # A row of R(M) is a block of the matrix
@@ -395,7 +395,10 @@ def _padded(target: Target) -> Dense | None:
 
 
 def _padded_side(size: int) -> int:
-    """Return ``size``, or if it has few divisors the size just above with the most."""
+    """Return ``size``, or if it has few divisors the size just above with the most.
+
+    It is raised by a thirty-second of itself at most, or by four.
+    """
     if len(divisors(size)) > 4 or size < 8:
         return size
     largest = size + max(4, size // 32)
