@@ -12,12 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lsrdecomp.checkpoints.progress import ProgressUpdate as ProgressUpdate
-from lsrdecomp.compression.effort import (
-    DEFAULT_EFFORT,
-    DEFAULT_LIMITS,
-    ResourceLimits,
-    SearchEffort,
-)
+from lsrdecomp.compression.effort import DEFAULT_LIMITS, ResourceLimits, Screening
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import (
     ON_COMMAND_LINE,
@@ -367,8 +362,8 @@ class Search:
     shapes : Mapping of layer name to configuration, optional
         Shapes of the layers of another adapter. They, and the commonest of them for each size of
         layer, are solved in place of the grid and its neighbours; see `Search.like`.
-    effort : SearchEffort
-        All other choices of a search.
+    screening : Screening
+        Layers that are left out because truncated SVD is better.
 
     Examples
     --------
@@ -381,7 +376,7 @@ class Search:
     inner_rank: int = 8
     sweeps: int = 40
     shapes: Mapping[str, Configuration] = field(default_factory=dict)
-    effort: SearchEffort = DEFAULT_EFFORT
+    screening: Screening = field(default_factory=Screening)
 
     @classmethod
     def like(cls, compressed: Checkpoint) -> Search:
