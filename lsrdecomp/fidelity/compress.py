@@ -42,7 +42,6 @@ from lsrdecomp.compression.settings import CompressionPlan, Search, share_of_eff
 from lsrdecomp.errors import BudgetError, needs
 from lsrdecomp.fidelity.fidelity import AnswerPair, Fidelity, Measurement, share_kept
 from lsrdecomp.fidelity.rewrite import publish
-from lsrdecomp.fidelity.size_search import SizeSearch
 from lsrdecomp.fields import refuses_unknown
 
 if TYPE_CHECKING:
@@ -54,9 +53,13 @@ if TYPE_CHECKING:
     from lsrdecomp.compression.measured_settings import MeasuredSettings
     from lsrdecomp.fidelity.evaluate import Evaluator
     from lsrdecomp.fidelity.goals import Goal, ShapeSearch
-    from lsrdecomp.fidelity.size_search import TrainedSizeSearch
     from lsrdecomp.fidelity.texts import Texts
     from lsrdecomp.fidelity.variants import CompressedVariant, VariantCache
+
+
+MAX_REPLACEMENTS = 2
+"""Maximum variants that take the place of one that keeps less than the target on the held-out
+texts; each costs a forward pass over them."""
 
 
 @refuses_unknown
@@ -193,9 +196,6 @@ def compress_request(
     checkpoint: Checkpoint,
     request: Request,
     on_step: OnStep | None = None,
-    *,
-    sizes: SizeSearch | None = None,
-    training: TrainedSizeSearch | None = None,
 ) -> Compression:
     """Compress an open adapter as requested.
 
@@ -205,18 +205,14 @@ def compress_request(
     request : Request
     on_step : callable, optional
         Called with a `ProgressUpdate` before and during each part of the work.
-    sizes, training : SizeSearch, TrainedSizeSearch, optional
-        Search for the smallest variant, where a share is to be kept.
     """
     request = request.for_adapter(checkpoint.storage)
     statistics = request.statistics
     if isinstance(statistics, str | Path):
         statistics = read_statistics(statistics)
     if request.measured is not None:
-        steps = PlannedSteps(on_step, _step_weights(request.measured))
-        measured = _compress_measured(
-            checkpoint, request, request.measured, statistics, steps, sizes, training
-        )
+        steps = PlannedSteps(on_step, _step_times(request.measured))
+        measured = _compress_measured(checkpoint, request, request.measured, statistics, steps)
         resolved = {**request.resolved(), "base": resolved_base(request.base)}
         return replace(measured, settings=request.to_json(), resolved=resolved)
     assert request.plan is not None
@@ -230,29 +226,25 @@ def compress_request(
     return described(searched.compress(request.plan), request, statistics)
 
 
-def _step_weights(settings: MeasuredSettings, weights: StepWeights | None = None) -> list[float]:
+# Expected times of the steps of a run, for its progress; measured on the demo's LoRA.
+OPENING_TIME = 1.0
+CALIBRATING_TIME = 1.0
+SEARCHING_TIME = 2.0
+TRAINING_TIME = 0.05
+"""Of one step of distillation."""
+MEASURING_TIME = 0.1
+COMPARING_TIME = 0.4
+"""Of answers in words, and of truncated SVD on the same texts."""
+
+
+def _step_times(settings: MeasuredSettings) -> list[float]:
     """Return the expected times of the steps of a run, in their order."""
-    weights = weights or StepWeights()
-    steps = [weights.opening]
+    times = [OPENING_TIME]
     for _ in range(settings.passes):
-        steps += [weights.calibrating, weights.searching]
+        times += [CALIBRATING_TIME, SEARCHING_TIME]
     if settings.distil:
-        steps.append(weights.training * settings.distil)
-    return [*steps, weights.measuring + (weights.comparing if settings.examples else 0.0)]
-
-
-@dataclass(frozen=True, slots=True)
-class StepWeights:
-    """Expected times of the steps of a run, for its progress; measured on the demo's LoRA."""
-
-    opening: float = 1.0
-    calibrating: float = 1.0
-    searching: float = 2.0
-    training: float = 0.05
-    """Of one step of distillation."""
-    measuring: float = 0.1
-    comparing: float = 0.4
-    """Of answers in words, and of truncated SVD on the same texts."""
+        times.append(TRAINING_TIME * settings.distil)
+    return [*times, MEASURING_TIME + (COMPARING_TIME if settings.examples else 0.0)]
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -321,8 +313,6 @@ def _compress_measured(
     settings: MeasuredSettings,
     statistics: Statistics | None,
     steps: PlannedSteps,
-    sizes: SizeSearch | None,
-    training: TrainedSizeSearch | None,
 ) -> MeasuredCompression:
     """Compress against a base: to a plan, or to the smallest variant that keeps a share."""
     resources = replace(request.resources(steps), limits=LIMITS_BESIDE_A_BASE)
@@ -377,15 +367,12 @@ def _compress_measured(
             "structure": request.structure,
         }
         share = target_share or 0.0
-        return ShareGoal(variants, search_shapes, share, plan_options, sizes, training)
+        return ShareGoal(variants, search_shapes, share, plan_options)
 
     best, goal = _best_of_passes(variants, make_goal, settings.passes, steps)
     # 4. Measure what is reported, on texts that selected nothing before.
     steps.begin("measuring what is reported")
-    max_replacements = (sizes or SizeSearch()).max_replacements
-    best, behaviour, held_out_measurements = _held_out_choice(
-        best, goal, evaluator, target_share, max_replacements
-    )
+    best, behaviour, held_out_measurements = _held_out_choice(best, goal, evaluator, target_share)
     # 5. Keep its files, apart from the journal, and compare its answers.
     written = shutil.copytree(best.path, Path(folder.name) / "written")
     answers: list[AnswerPair] = []
@@ -461,7 +448,6 @@ def _held_out_choice(
     goal: Goal,
     evaluator: Evaluator,
     target_share: float | None,
-    max_replacements: int,
 ) -> tuple[CompressedVariant, Behaviour, int]:
     """Return the variant to write, its behaviour on the held-out texts, and how many ran there.
 
@@ -473,7 +459,7 @@ def _held_out_choice(
         return best, best.behaviour, 1
     behaviour = evaluator.measure_held_out(best.path)
     n_measured = 1
-    while n_measured <= max_replacements:
+    while n_measured <= MAX_REPLACEMENTS:
         if target_share is None or share_kept(behaviour) >= target_share:
             break
         larger = goal.replacement(best, behaviour)

@@ -21,7 +21,6 @@ from lsrdecomp.compression.effort import ResourceLimits
 from lsrdecomp.compression.layers import Layer, batches, pair_entries
 from lsrdecomp.compression.settings import CompressionPlan, Resources, Search
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.solvers.pair.options import LeadingTripleOptions, PairOptions
 from lsrdecomp.targets.base import LowRank
 
@@ -51,7 +50,6 @@ def peak(
     plan: CompressionPlan,
     *,
     limits: ResourceLimits | None = None,
-    solver: JointALS = GIVEN_TERMS_SOLVER,
 ) -> int:
     """Return the most bytes held while compressing and writing, without garbage in cycles."""
     gc.collect()
@@ -64,7 +62,7 @@ def peak(
         resources = Resources(limits=limits or ResourceLimits())
         lora = open_checkpoint(adapter)
         searched = search_adapter(lora, [plan], search=search, resources=resources)
-        replace(searched, solver=solver).compress(plan).save(out)
+        searched.compress(plan).save(out)
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -113,9 +111,10 @@ def test_the_peak_is_a_small_multiple_of_the_largest_layer(tmp_path, monkeypatch
     narrow = PairOptions(start=LeadingTripleOptions(max_qr_columns=64, max_svd_entries=2**12))
     monkeypatch.setattr("lsrdecomp.solvers.pair.problem.PairOptions", lambda: narrow)
     solver = replace(GIVEN_TERMS_SOLVER, options=narrow)
+    monkeypatch.setattr("lsrdecomp.compression.compress.GIVEN_TERMS_SOLVER", solver)
     m, n, r = 4096, 2048, 16
     adapter = write_lora_directory(tmp_path / "adapter", lora_pair("layers.0.q", m, n, r), r=r)
-    held = peak(adapter, tmp_path / "out", plan, solver=solver)
+    held = peak(adapter, tmp_path / "out", plan)
     assert held < layers * 8 * r * (m + n) + 2**18
 
 
