@@ -20,6 +20,7 @@ from benchmarks.gpu import language, script
 from benchmarks.gpu.needs import METRIC_PACKAGES, Needs
 from benchmarks.language.tasks import write_task
 from benchmarks.record import RESULTS
+from lsrdecomp.compression.measured_settings import MeasuredSettings
 from lsrdecomp.training.finetune import evaluate, finetune
 from lsrdecomp.training.record import (
     ADAPTER,
@@ -356,9 +357,10 @@ class Small:
                 data=str(self.task / "train.jsonl"),
                 ratio=self.options.ratio,
                 distil=self.options.recover,
-                held_out=8 if self.options.small else 128,
+                settings=MeasuredSettings(
+                    held_out=8 if self.options.small else 128, dtype="bfloat16"
+                ),
                 device="cuda" if self.options.device == "cuda" else None,
-                dtype="bfloat16",
             )
             result.save(target)
         return {"parameters": sum(layer.parameters for layer in lsr.open_checkpoint(target).layers)}

@@ -34,7 +34,7 @@ from lsrdecomp.compression.layers import Layer, StatisticsByLayer, batches, open
 from lsrdecomp.compression.plain_svd import plain_svd_error
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.request import check_divergence, check_given_terms
-from lsrdecomp.compression.result import MIN_FILL, report_layer
+from lsrdecomp.compression.result import MIN_FILL, LayerReport, report_layer
 from lsrdecomp.compression.result import Compression as Compression
 from lsrdecomp.compression.search import FittedLayers, fit_budget, search_layers
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, Search
@@ -299,32 +299,11 @@ class SearchedAdapter:
                     "keep"
                 )
             raise BudgetError("nothing of the adapter fits into this budget; allow more")
-        rows = []
-        for source_layer, layer, materialized in zip(
-            self.checkpoint.layers, self.layers, fitted.chosen, strict=True
-        ):
-            candidate = materialized.candidate
-            error = math.sqrt(candidate.squared_error)
-            meets_plan = True
-            if plan.rtol is not None:
-                max_error = plan.rtol * math.sqrt(layer.squared_norm)
-                meets_plan = error <= max_error * (1.0 + 1e-12)
-            rows.append(
-                report_layer(
-                    source_layer,
-                    layer,
-                    materialized.stored,
-                    structure=candidate.structure,
-                    storage=candidate.storage,
-                    error=error,
-                    summary=materialized.summary,
-                    met=meets_plan,
-                )
-            )
+        chosen = zip(self.checkpoint.layers, self.layers, fitted.chosen, strict=True)
         return Compression(
             self.checkpoint,
             plan,
-            tuple(rows),
+            tuple(_reported(plan, *each) for each in chosen),
             fitted.chosen,
             fitted.low_rank_error,
             self.effect,
@@ -379,6 +358,28 @@ class SearchedAdapter:
             text = f"{max_bytes:,} bytes are too few: the smallest file found has {smallest:,}"
             raise BudgetError(text)
         return best
+
+
+def _reported(
+    plan: CompressionPlan, source_layer: Any, layer: Layer, materialized: Materialized
+) -> LayerReport:
+    """Return the report of a layer, and whether it meets the plan."""
+    candidate = materialized.candidate
+    error = math.sqrt(candidate.squared_error)
+    meets_plan = True
+    if plan.rtol is not None:
+        max_error = plan.rtol * math.sqrt(layer.squared_norm)
+        meets_plan = error <= max_error * (1.0 + 1e-12)
+    return report_layer(
+        source_layer,
+        layer,
+        materialized.stored,
+        structure=candidate.structure,
+        storage=candidate.storage,
+        error=error,
+        summary=materialized.summary,
+        met=meets_plan,
+    )
 
 
 def described(result: Compression, request: Request, statistics: object) -> Compression:

@@ -47,14 +47,10 @@ STARTS = 2
 """Starts from singular vectors where there is no earlier solution. The nearest one is swept."""
 COLD_SWEEPS = 4
 """Maximum sweeps from such a start."""
-CG_STEPS = 8
-"""Conjugate gradient steps of a block update in a weighted norm."""
 TASKS_IN_FLIGHT = 4
 """Maximum tasks per worker that are read but whose results are not taken yet, so that not all
 layers are in memory at once. None of their results is in the journal yet: after a kill they are
 solved again."""
-WORKER_TIMEOUT = 60
-"""Seconds after which a worker without work ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +161,11 @@ class TaskRunner:
             with needs("a pool of workers", "fleet"):
                 from joblib.externals.loky import ProcessPoolExecutor
             threads = {f"{library}_NUM_THREADS": "1" for library in THREADS}
-            self._pool = ProcessPoolExecutor(resources.workers, timeout=WORKER_TIMEOUT, env=threads)
+            self._pool = ProcessPoolExecutor(
+                resources.workers,
+                timeout=60,  # seconds without work after which a worker ends
+                env=threads,
+            )
 
     def tasks(
         self,
@@ -265,7 +265,7 @@ def solve(task: SolveTask) -> list[SolvedShape]:
     batch = WeightedTargets.of(task.targets, task.weights, task.device)
     shapes: list[SolvedShape] = []
     for request in task.requests:
-        problem = PairProblem.of(batch, request.shape, CG_STEPS)
+        problem = PairProblem.of(batch, request.shape)
         states: dict[Ranks, PairState] = {}
         for requested in request.terms:
             ranks = clipped(request.shape, requested)

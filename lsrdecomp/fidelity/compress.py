@@ -228,25 +228,21 @@ def compress_request(
     return described(searched.compress(request.plan), request, statistics)
 
 
-# Expected times of the steps of a run, for its progress; measured on the demo's LoRA.
-OPENING_TIME = 1.0
-CALIBRATING_TIME = 1.0
-SEARCHING_TIME = 2.0
-TRAINING_TIME = 0.05
-"""Of one step of distillation."""
-MEASURING_TIME = 0.1
-COMPARING_TIME = 0.4
-"""Of answers in words, and of truncated SVD on the same texts."""
-
-
 def _step_times(settings: MeasuredSettings) -> list[float]:
-    """Return the expected times of the steps of a run, in their order."""
-    times = [OPENING_TIME]
+    """Return the expected times of the steps of a run, in their order.
+
+    Their unit is the time that the base takes to open. They were measured on the demo's LoRA.
+    """
+    opening, calibrating, searching = 1.0, 1.0, 2.0
+    times = [opening]
     for _ in range(settings.passes):
-        times += [CALIBRATING_TIME, SEARCHING_TIME]
+        times += [calibrating, searching]
     if settings.distil:
-        times.append(TRAINING_TIME * settings.distil)
-    return [*times, MEASURING_TIME + (COMPARING_TIME if settings.examples else 0.0)]
+        times.append(0.05 * settings.distil)
+    measuring = 0.1
+    if settings.examples:
+        measuring += 0.4  # for answers in words, and truncated SVD on the same texts
+    return [*times, measuring]
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -300,13 +296,11 @@ class MeasuredCompression(Compression):
         )
 
 
-def _shown_answers(
-    answers: list[AnswerPair], n_differing: int, *, min_shown: int = 6
-) -> tuple[AnswerPair, ...]:
-    """Return answers to show: some that differ, then as many as are needed that do not."""
+def _shown_answers(answers: list[AnswerPair], n_differing: int) -> tuple[AnswerPair, ...]:
+    """Return answers to show: some that differ, then others until there are six."""
     differing = [pair for pair in answers if not pair.matches][:n_differing]
     matching = [pair for pair in answers if pair.matches]
-    return (*differing, *matching[: max(0, min_shown - len(differing))])
+    return (*differing, *matching[: max(0, 6 - len(differing))])
 
 
 def _compress_measured(

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 PREPARED_REDUCTION = 6.0
 """Solve shapes beforehand for variants this many times smaller than the LoRA, and for larger ones
 when they are asked for."""
-GROWTH = 1.06
-"""Factor to the next size that is tried where a file is too small for any layer."""
 
 # Training a variant takes as long as everything else together, so few are trained: variants whose
 # loss training is expected to bring down to the allowed one. These numbers were chosen by hand
@@ -440,7 +438,7 @@ class ShareGoal:
                 # The file need not be filled to the last byte: any size near this one will do.
                 compression = self.searched.compress(self._plan(size), fill=False)
             except BudgetError:
-                size *= GROWTH
+                size *= 1.06  # a small step, since the first size with room is the smallest
                 if not self.counts_bytes or size > self.full_size:
                     raise
             else:

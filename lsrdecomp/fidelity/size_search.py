@@ -29,8 +29,6 @@ MAX_MEASURED = 7
 """Maximum variants measured; each costs a forward pass over the selection texts."""
 BRACKET_RATIO = 1.08
 """Stop when the largest failing and the smallest passing size are within this factor."""
-ACCEPT_STD_ERRORS = 1.0
-"""Accept a variant whose share lies within this many standard errors above the target."""
 SAFETY = 0.95
 """Share of the allowed loss that is aimed at until a variant has passed."""
 MAX_EXTRAPOLATION = 4.0
@@ -39,8 +37,6 @@ INSET = 0.15
 """Distance of a new size from both ends of the bracket, as a share of its logarithmic width."""
 MAX_REDUCTION = 4096.0
 """Search no variant that is more than this many times smaller than the LoRA."""
-LOG_TOLERANCE = 2e-3
-"""Tolerance of the logarithm of a size that is solved for."""
 
 MAX_PLACED = 2
 """Maximum variants measured to find one near the loss that training makes good."""
@@ -107,11 +103,10 @@ class MeasuredSizes:
             variant = self._measure_size(size)
             if on_measured is not None:
                 on_measured(number, variant)
-            # A variant just above the target is accepted: the measurement could not tell a smaller
-            # one from one that fails.
+            # A variant within a standard error above the target is accepted: the measurement could
+            # not tell a smaller one from one that fails.
             margin = share_kept(variant.behaviour) - target_share
-            max_margin = ACCEPT_STD_ERRORS * (variant.behaviour.standard_error or 0.0)
-            if 0.0 <= margin <= max_margin:
+            if 0.0 <= margin <= (variant.behaviour.standard_error or 0.0):
                 break
         passing = self._passing_sizes(target_share)
         if not passing:
@@ -196,8 +191,8 @@ class MeasuredSizes:
             log_low = doubled
             doubled += math.log(2.0)
         log_high = min(log_high, doubled)
-        # 2. Bisect the bracket.
-        while log_high - log_low > LOG_TOLERANCE:
+        # 2. Bisect the bracket, to 0.2 % of the size.
+        while log_high - log_low > 2e-3:
             middle = 0.5 * (log_low + log_high)
             if loses_no_more(middle):
                 log_high = middle

@@ -24,7 +24,7 @@ Texts = Sequence[str | Item]
 """Texts as a caller may give them; a plain string is a text of its own."""
 
 
-# Numbers of texts that are held out, and that variants are selected by; all by hand.
+# Numbers of texts that are held out; all by hand.
 
 HELD_OUT = 128
 """Maximum texts held out, unless the settings say otherwise; never more than a quarter."""
@@ -34,21 +34,17 @@ MIN_TEXTS = 32
 """Different texts that are needed: eight to measure on, the others to learn from."""
 MIN_HELD_OUT = 8
 """Minimum texts held out."""
-MIN_TO_SELECT = 60
-"""Held-out texts from which on others are set aside to select variants by. Fewer texts than 30
-would select by luck."""
-SELECTION_SHARE = 0.5
-"""Texts that variants are selected by, as a share of the held-out ones."""
-TRAINED_SELECTION_SHARE = 0.75
-"""The same where variants are trained. The same texts then say when a training ends, so that there
-are more of them, but no others for that."""
 
 
 def n_selection_texts(held_out: int, *, trains: bool) -> int:
-    """Return the number of texts to select variants by, beside so many that are held out."""
-    if held_out < MIN_TO_SELECT:
+    """Return the number of texts to select variants by, beside so many that are held out.
+
+    Fewer than 30 would select by luck, so that none are. Where variants are trained there are more:
+    the same texts then say when a training ends, and no others are set aside for that.
+    """
+    if held_out < 60:
         return 0
-    return round(held_out * (TRAINED_SELECTION_SHARE if trains else SELECTION_SHARE))
+    return round(held_out * (0.75 if trains else 0.5))
 
 
 def read_data(data: str | Path | Texts) -> list[Item]:
