@@ -41,8 +41,8 @@ from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.compress import search_adapter
 from lsrdecomp.compression.measured_settings import EvaluatorSettings
 from lsrdecomp.compression.settings import CompressionPlan
+from lsrdecomp.fidelity.compress import MAX_REPLACEMENTS
 from lsrdecomp.fidelity.evaluate import Evaluator
-from lsrdecomp.fidelity.size_search import SizeSearch
 from lsrdecomp.training.labelled import texts_of
 
 PACKAGE = Path(str(files("lsrdecomp.cli")))
@@ -134,7 +134,7 @@ def drawn(
         # 1. Choose a version in each way.
         chosen = {"apart": smallest(asked, choosing), "same": smallest(asked, measuring)}
         best = chosen["apart"]
-        for _ in range(SizeSearch().max_replacements):
+        for _ in range(MAX_REPLACEMENTS):
             kept = share(best, measuring)
             if kept >= asked:
                 break

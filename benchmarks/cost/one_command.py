@@ -48,9 +48,8 @@ SENTENCES = 600
 NORM_TASKS = ("e2e", "extraction", "arithmetic")
 STRENGTHS = (1.0, 0.4, 0.2, 0.1)
 """Tasks, and strengths of the LoRA during calibration, that `--norms` compares."""
-NORM_EXAMPLES = 64
 NORM_BYTES = (1500, 5500)
-"""Texts that a norm is measured on, and bytes of the variants that are searched in it."""
+"""Bytes of the variants that are searched in such a norm."""
 
 
 @dataclass(frozen=True)
@@ -210,20 +209,18 @@ def norms_of_task(
     from lsrdecomp.checkpoints import Journal, open_checkpoint
     from lsrdecomp.compression.compress import search_adapter
     from lsrdecomp.compression.settings import CompressionPlan
-    from lsrdecomp.fidelity import evaluate
+    from lsrdecomp.fidelity.evaluate import MAX_TEXTS_OF_TOKENS, Evaluator
 
     seed = arguments.draws[0]
     data = folder / "texts.jsonl"
     draw_prompts(task, seed, arguments, data)
     lora = arguments.loras / task
     checkpoint = open_checkpoint(lora)
-    evaluator = evaluate.Evaluator("smollm2", lora, read_examples(data))
+    evaluator = Evaluator("smollm2", lora, read_examples(data))
     plans = [CompressionPlan(bytes=size, storage="auto") for size in NORM_BYTES]
     for strength in STRENGTHS:
-        evaluator.norm = evaluate.NormCalibration(
-            max_token_samples=NORM_EXAMPLES, lora_scale=strength
-        )
-        statistics = evaluator.statistics(Journal(folder / f"journal-{strength}"))
+        journal = Journal(folder / f"journal-{strength}")
+        statistics = evaluator.statistics(journal, lora_scale=strength)
         searched = search_adapter(checkpoint, plans, statistics=statistics)
         for plan in plans:
             out = folder / f"strength-{strength}-{plan.bytes}"
@@ -231,7 +228,7 @@ def norms_of_task(
             yield {
                 "task": task,
                 "strength": strength,
-                "examples": NORM_EXAMPLES,
+                "examples": MAX_TEXTS_OF_TOKENS,
                 "bytes": plan.bytes,
                 "kept": behaviour.kept,
                 "standard_error": behaviour.standard_error,

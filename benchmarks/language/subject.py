@@ -22,7 +22,7 @@ from lsrdecomp.calibration.divergence import Reference, ratio_standard_error, wi
 from lsrdecomp.calibration.forward import forward_repeatable
 from lsrdecomp.checkpoints import Checkpoint, content_key, open_checkpoint
 from lsrdecomp.checkpoints.statistics import METADATA, Statistics, read_statistics
-from lsrdecomp.fidelity.evaluate import NormCalibration
+from lsrdecomp.fidelity.evaluate import LORA_SCALE
 
 BATCH = 4
 """Texts of a training step."""
@@ -124,7 +124,7 @@ def open_subject(arguments: argparse.Namespace) -> Subject:
     #    `compress` takes, and of the base alone.
     task_statistics = work / "statistics"
     base_statistics = work / "statistics-other"
-    with rescale_adapter_scale(source.model, NormCalibration().lora_scale):
+    with rescale_adapter_scale(source.model, LORA_SCALE):
         _calibrate(source, texts[: arguments.samples], task_statistics)
     with without_delta(source.model):
         _calibrate(source, others, base_statistics, answers="all")

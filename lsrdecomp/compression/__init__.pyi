@@ -4,9 +4,6 @@ from .compress import search_adapter as search_adapter
 from .curves import adapter_curves as adapter_curves
 from .effort import ResourceLimits as ResourceLimits
 from .effort import Screening as Screening
-from .effort import SearchEffort as SearchEffort
-from .effort import ShapeGrid as ShapeGrid
-from .effort import SolveEffort as SolveEffort
 from .export import export_lora as export_lora
 from .html_report import html_report as html_report
 from .measured_settings import MeasuredSettings as MeasuredSettings

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import numpy as np
 
 from lsrdecomp.arrays import tail_norms
-from lsrdecomp.compression.effort import DEFAULT_EFFORT
 from lsrdecomp.compression.quantize import (
     INTEGER_BITS,
     coded_size,
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from lsrdecomp.compression.caches import SpillCache
-    from lsrdecomp.compression.effort import SearchEffort
     from lsrdecomp.compression.layers import Layer
     from lsrdecomp.compression.shapes import Configuration
     from lsrdecomp.compression.spectral_codes import Level
@@ -220,13 +218,19 @@ FAMILIES: tuple[Callable[[Layer, float], Sequence[Candidate]], ...] = (
 parameters."""
 
 
+MAX_CODE_SIZES = 24
+"""Maximum sizes at which a layer offers truncated SVD in integers."""
+CONSECUTIVE_RANKS = 16
+"""Where parameters are counted, such a size for each rank up to this one; larger ranks are spaced
+evenly in their logarithm."""
+
+
 def water_filled_candidates(
     layer: Layer,
     max_bytes: float = math.inf,
-    effort: SearchEffort = DEFAULT_EFFORT,
     *,
     max_bits: int = MAX_BITS,
-    n_sizes: int | None = None,
+    n_sizes: int = MAX_CODE_SIZES,
 ) -> list[LowRankCandidate]:
     """Return truncated SVDs in codes whose bits are spread over the components, at several sizes.
 
@@ -237,11 +241,9 @@ def water_filled_candidates(
     layer : Layer
     max_bytes : float
         Maximum bytes of the codes.
-    effort : SearchEffort
-        Has the maximum number of sizes, unless ``n_sizes`` is given.
     max_bits : int
         Largest width of a component.
-    n_sizes : int, optional
+    n_sizes : int
         Maximum number of sizes.
     """
     svd = layer_svd(layer)
@@ -251,7 +253,7 @@ def water_filled_candidates(
         return []
     # Consecutive steps differ in one component: take some, evenly spaced in their logarithm.
     n_steps = len(levels_by_step)
-    spaced = np.geomspace(1, n_steps, min(n_sizes or effort.max_code_sizes, n_steps))
+    spaced = np.geomspace(1, n_steps, min(n_sizes, n_steps))
     candidates = []
     for step in sorted({round(value) for value in spaced}):
         levels = levels_by_step[step - 1]
@@ -260,20 +262,18 @@ def water_filled_candidates(
     return candidates
 
 
-def equal_bits_candidates(
-    layer: Layer, bits: int, effort: SearchEffort = DEFAULT_EFFORT
-) -> list[LowRankCandidate]:
+def equal_bits_candidates(layer: Layer, bits: int) -> list[LowRankCandidate]:
     """Return truncated SVDs in codes of one width, for budgets that count parameters.
 
-    They have all ranks up to `SearchEffort.consecutive_ranks`, and some larger ones.
+    They have all ranks up to `CONSECUTIVE_RANKS`, and some larger ones.
     """
     svd = layer_svd(layer)
     codes = ComponentCodes(layer, svd)
     max_rank = int(np.count_nonzero(svd[1]))
-    last = effort.consecutive_ranks
+    last = CONSECUTIVE_RANKS
     ranks = set(range(1, min(max_rank, last) + 1))
     if max_rank > last:
-        spaced = np.geomspace(last, max_rank, effort.max_code_sizes - last)
+        spaced = np.geomspace(last, max_rank, MAX_CODE_SIZES - last)
         ranks |= {round(value) for value in spaced}
     candidates = []
     for rank in sorted(ranks):

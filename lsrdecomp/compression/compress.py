@@ -29,18 +29,13 @@ from lsrdecomp.compression.candidates import (
     lsr_candidate,
     materialize,
 )
-from lsrdecomp.compression.effort import (
-    DEFAULT_FILLING,
-    DEFAULT_LIMITS,
-    FileFilling,
-    ResourceLimits,
-)
+from lsrdecomp.compression.effort import DEFAULT_LIMITS, ResourceLimits
 from lsrdecomp.compression.layers import Layer, StatisticsByLayer, batches, open_layers
 from lsrdecomp.compression.plain_svd import plain_svd_error
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.request import check_divergence, check_given_terms
+from lsrdecomp.compression.result import MIN_FILL, LayerReport, report_layer
 from lsrdecomp.compression.result import Compression as Compression
-from lsrdecomp.compression.result import report_layer
 from lsrdecomp.compression.search import FittedLayers, fit_budget, search_layers
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, Search
 from lsrdecomp.errors import BudgetError
@@ -59,6 +54,9 @@ if TYPE_CHECKING:
 
 HEADER_BYTES = 120
 """Bytes of the shortest header and config."""
+
+MAX_FILES = 8
+"""Maximum files that are written and measured to fill a number of bytes."""
 
 GIVEN_TERMS_SOLVER = JointALS(tolerance=5e-4, initializations=1, single=True)
 """Solver of layers at given numbers of terms. It ends after about eight sweeps, at errors that are
@@ -180,10 +178,6 @@ class SearchedAdapter:
     resources : Resources
     effect : float, optional
         KL(LoRA ‖ no adapter) in nats per prediction, if the statistics are of this LoRA.
-    filling : FileFilling
-        Search for the file that fills a number of bytes.
-    solver : JointALS
-        Solver for plans that give terms.
 
     Examples
     --------
@@ -201,8 +195,6 @@ class SearchedAdapter:
     cache: SpillCache
     resources: Resources
     effect: float | None = None
-    filling: FileFilling = DEFAULT_FILLING
-    solver: JointALS = GIVEN_TERMS_SOLVER
 
     @one_blas_thread
     def compress(self, plan: CompressionPlan, *, fill: bool = True) -> Compression:
@@ -291,7 +283,7 @@ class SearchedAdapter:
             plan.separation_rank,
             plan.inner_shape,
             plan.storages[0],
-            solver=replace(self.solver, device=self.resources.device),
+            solver=replace(GIVEN_TERMS_SOLVER, device=self.resources.device),
             cache=self.cache,
             limits=self.resources.limits,
             on_step=self.resources.on_step,
@@ -307,32 +299,11 @@ class SearchedAdapter:
                     "keep"
                 )
             raise BudgetError("nothing of the adapter fits into this budget; allow more")
-        rows = []
-        for source_layer, layer, materialized in zip(
-            self.checkpoint.layers, self.layers, fitted.chosen, strict=True
-        ):
-            candidate = materialized.candidate
-            error = math.sqrt(candidate.squared_error)
-            meets_plan = True
-            if plan.rtol is not None:
-                max_error = plan.rtol * math.sqrt(layer.squared_norm)
-                meets_plan = error <= max_error * (1.0 + 1e-12)
-            rows.append(
-                report_layer(
-                    source_layer,
-                    layer,
-                    materialized.stored,
-                    structure=candidate.structure,
-                    storage=candidate.storage,
-                    error=error,
-                    summary=materialized.summary,
-                    met=meets_plan,
-                )
-            )
+        chosen = zip(self.checkpoint.layers, self.layers, fitted.chosen, strict=True)
         return Compression(
             self.checkpoint,
             plan,
-            tuple(rows),
+            tuple(_reported(plan, *each) for each in chosen),
             fitted.chosen,
             fitted.low_rank_error,
             self.effect,
@@ -352,7 +323,7 @@ class SearchedAdapter:
         low = 0.0
         high = float(_bytes_for_factors(self.checkpoint, max_bytes))
         factor_bytes = high
-        for _ in range(self.filling.max_files):
+        for _ in range(MAX_FILES):
             # 1. Make factors of this size, and measure their file.
             try:
                 result = self._report(plan, self._fit(plan, factor_bytes))
@@ -362,13 +333,13 @@ class SearchedAdapter:
                 break
             file_size = _written_bytes(result)
             file_sizes.append(file_size)
-            result = replace(result, file_bytes=file_size, filling=self.filling)
+            result = replace(result, file_bytes=file_size)
             # 2. Shrink the interval.
             if file_size <= max_bytes:
                 low = max(low, factor_bytes)
                 if best is None or result.error <= best.error:
                     best = result
-                if file_size >= self.filling.min_fill * max_bytes or result.is_nearest:
+                if file_size >= MIN_FILL * max_bytes or result.is_nearest:
                     break
             else:
                 high = min(high, factor_bytes)
@@ -387,6 +358,28 @@ class SearchedAdapter:
             text = f"{max_bytes:,} bytes are too few: the smallest file found has {smallest:,}"
             raise BudgetError(text)
         return best
+
+
+def _reported(
+    plan: CompressionPlan, source_layer: Any, layer: Layer, materialized: Materialized
+) -> LayerReport:
+    """Return the report of a layer, and whether it meets the plan."""
+    candidate = materialized.candidate
+    error = math.sqrt(candidate.squared_error)
+    meets_plan = True
+    if plan.rtol is not None:
+        max_error = plan.rtol * math.sqrt(layer.squared_norm)
+        meets_plan = error <= max_error * (1.0 + 1e-12)
+    return report_layer(
+        source_layer,
+        layer,
+        materialized.stored,
+        structure=candidate.structure,
+        storage=candidate.storage,
+        error=error,
+        summary=materialized.summary,
+        met=meets_plan,
+    )
 
 
 def described(result: Compression, request: Request, statistics: object) -> Compression:

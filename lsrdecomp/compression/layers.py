@@ -33,6 +33,12 @@ from lsrdecomp.targets.weights import Identity, NormWeights
 
 T = TypeVar("T")
 
+LEADING_ENTRIES = 2**19
+"""Maximum entries of the reduced weights (`Layer.leading`) of layers solved together, about
+as much as a processor's cache holds: every step of a solve reads them."""
+MIN_SHRINKAGE = 2
+"""Reduced weights are kept in the `SpillCache` if they are this many times smaller than the norm's;
+else they are computed again when needed."""
 MAX_NORM = 1e140
 """Largest ‖ΔW‖_F. Squares of such norms, and their sums over all layers of a model, are finite in
 double precision."""
@@ -60,8 +66,6 @@ class Layer:
         Reads the `NormWeights`; absent, the Frobenius norm.
     cache : SpillCache, optional
         Keeps `leading` and `gauge`; absent, they stay in memory.
-    min_shrinkage : int
-        See `lsrdecomp.compression.effort.ResourceLimits`.
     """
 
     def __init__(
@@ -72,7 +76,6 @@ class Layer:
         read_pair: Callable[[], LowRank],
         read_norms: Callable[[], NormWeights] | None = None,
         cache: SpillCache | None = None,
-        min_shrinkage: int = DEFAULT_LIMITS.min_shrinkage,
     ) -> None:
         self.name = name
         self.shape = shape
@@ -81,7 +84,6 @@ class Layer:
         self._read_pair = read_pair
         self._read_norms = read_norms or partial(NormWeights.frobenius, shape)
         self._cache = cache
-        self._min_shrinkage = min_shrinkage
         self._gauge: Callable[[], tuple[Array, Array, Array]] | None = None
         self._leading: Callable[[], NormWeights] | None = None
 
@@ -111,7 +113,7 @@ class Layer:
         """
         if self._leading is None:
             leading = leading_norms(self.norms)
-            is_hardly_smaller = self._min_shrinkage * norm_entries(leading) > self.norm_entries
+            is_hardly_smaller = MIN_SHRINKAGE * norm_entries(leading) > self.norm_entries
             if self._cache is not None and is_hardly_smaller:
                 return leading  # computed again when needed rather than kept
             self._leading = self._keep(leading)
@@ -214,7 +216,7 @@ def batches(
     -------
     list of slice
     """
-    max_norm_entries = limits.leading_entries if leading else limits.norm_entries
+    max_norm_entries = LEADING_ENTRIES if leading else limits.norm_entries
     runs = []
     start = 0
     pair_sum = 0
@@ -276,7 +278,6 @@ def open_layers(
             read_pair,
             read_norms,
             cache,
-            limits.min_shrinkage,
         )
 
     return [open_layer(layer) for layer in checkpoint.layers]

@@ -178,10 +178,10 @@ def _points(ax: Axes, i: int, series: Series) -> Label:
     return series.label, x[-1], y[-1], colour
 
 
-def _size_axis(ax: Axes, sizes: Sequence[float], *, max_linear: float = 4.0) -> None:
+def _size_axis(ax: Axes, sizes: Sequence[float]) -> None:
     """Let the axis of sizes hold all of them; logarithmic if they differ by more than a factor."""
     low, high = min(sizes), max(sizes)
-    if high > max_linear * low:
+    if high > 4.0 * low:
         ax.set_xscale("log")
         ax.set_xlim(low / 1.3, high * 1.3)
     else:

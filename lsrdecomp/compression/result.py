@@ -18,7 +18,6 @@ from lsrdecomp.checkpoints import Checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.provenance import REPORT, read_provenance
 from lsrdecomp.compression.candidates import StoredSummary
-from lsrdecomp.compression.effort import DEFAULT_FILLING, FileFilling
 from lsrdecomp.compression.settings import GOALS, STORAGES, CompressionPlan
 from lsrdecomp.precision import PRECISIONS
 from lsrdecomp.threads import one_blas_thread
@@ -33,6 +32,10 @@ if TYPE_CHECKING:
 
 FINER_STORAGE = {"int4": "int8 or auto", "int8": "float16", "auto": "float16", "float16": "float32"}
 """Storages in which an adapter may take more bytes, by the plan's."""
+
+
+MIN_FILL = 0.99
+"""A file that has this share of the bytes of a plan fills them; by hand."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,8 +62,6 @@ class Compression:
         some texts with those that differ first, truncated SVD.
     file_bytes : int, optional
         Bytes of weight file and config, for a plan of bytes that was filled.
-    filling : FileFilling
-        How a plan of bytes was filled.
     is_nearest : bool
         Whether nothing that was tried is nearer, however much the plan allows.
     solved_layers : int, optional
@@ -102,7 +103,6 @@ class Compression:
     answers: tuple[Any, ...] = ()
     truncated_svd: Any = None
     file_bytes: int | None = None
-    filling: FileFilling = DEFAULT_FILLING
     is_nearest: bool = False
     solved_layers: int | None = None
     notes: tuple[str, ...] = ()
@@ -141,13 +141,12 @@ class Compression:
     def unfilled(self) -> str | None:
         """Why the files have fewer bytes than a plan of bytes allows, as a sentence.
 
-        None for another plan, and for files that have at least ``min_fill`` of the bytes
-        (`lsrdecomp.compression.effort.FileFilling`).
+        None for another plan, and for files that have at least `MIN_FILL` of the bytes.
         """
         allowed = self.plan.bytes
         if allowed is None or self.file_bytes is None:
             return None
-        if self.file_bytes >= self.filling.min_fill * allowed:
+        if self.file_bytes >= MIN_FILL * allowed:
             return None
         text = f"The files have {self.file_bytes:,} of {allowed:,} bytes"
         storage = self.plan.storage

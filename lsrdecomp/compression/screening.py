@@ -34,14 +34,14 @@ from lsrdecomp.precision import precision
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lsrdecomp.compression.effort import Screening, ShapeGrid
+    from lsrdecomp.compression.effort import Screening
     from lsrdecomp.compression.layers import Layer
     from lsrdecomp.compression.settings import Budget
 
 Doubles = NDArray[np.float64]
 
 
-def estimated_advantage(layer: Layer, orders: Sequence[int], grid: ShapeGrid) -> float:
+def estimated_advantage(layer: Layer, orders: Sequence[int]) -> float:
     """Estimate how much an LSR product keeps, in units of a truncated SVD of as many parameters.
 
     That is the share of the first component that its singular vectors keep when they are cut to the
@@ -53,7 +53,6 @@ def estimated_advantage(layer: Layer, orders: Sequence[int], grid: ShapeGrid) ->
     layer : Layer
     orders : sequence of int
         Numbers of Kronecker factors.
-    grid : ShapeGrid
 
     Notes
     -----
@@ -67,7 +66,7 @@ def estimated_advantage(layer: Layer, orders: Sequence[int], grid: ShapeGrid) ->
     left = to_numpy(as_double(pair.left) @ columns[:, 0])
     right = to_numpy(rows[0, :] @ as_double(pair.right))
     best = 0.0
-    for split in _coarse_splits(layer.shape, tuple(orders), grid):
+    for split in _coarse_splits(layer.shape, tuple(orders)):
         kept_left = _kept_shares(left, split.out, split.left_terms)
         kept_right = _kept_shares(right, split.into, split.right_terms)
         best = max(best, float(np.max(kept_left * kept_right / split.costs)))
@@ -86,12 +85,10 @@ class _Split:
 
 
 @cache
-def _coarse_splits(
-    matrix_shape: tuple[int, int], orders: tuple[int, ...], grid: ShapeGrid
-) -> list[_Split]:
+def _coarse_splits(matrix_shape: tuple[int, int], orders: tuple[int, ...]) -> list[_Split]:
     """Return the shapes of the coarse grid for layers of a size."""
     splits = []
-    for request in coarse_grid(matrix_shape, orders, math.inf, grid):
+    for request in coarse_grid(matrix_shape, orders, math.inf):
         left_terms, right_terms = np.array(request.terms).T
         costs = [request.shape.parameters(*ranks) / sum(matrix_shape) for ranks in request.terms]
         shape = request.shape

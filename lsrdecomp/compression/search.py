@@ -21,8 +21,7 @@
 Steps 4 to 7 are in `search_steps`. Everything that was solved stays in the table (`search_table`),
 from which the next budget starts. The cost is that of the solves in steps 2 to 7, each
 O((m + n)(R r + s r)) a sweep and layer (`JointALS`); an allocation takes milliseconds a layer
-(docs/evidence/scale.md). The numbers that steer the search are in
-`lsrdecomp.compression.effort.SearchEffort`.
+(docs/evidence/scale.md). The numbers that steer a step stand beside it.
 """
 
 from __future__ import annotations
@@ -50,6 +49,13 @@ if TYPE_CHECKING:
 
     from lsrdecomp.compression.layers import Layer
     from lsrdecomp.compression.solve import SolveTask
+
+
+MAX_GRID_PASSES = 2
+"""Maximum times that the fine grid is solved for a budget. After each, some layers get more
+parameters and others fewer."""
+MAX_REFINEMENTS = 3
+"""Maximum times that the budget is allocated again because refined errors changed what is best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +139,7 @@ def search_layers(
             table.groups.setdefault(layer.group_key, []).append(i)
             table.whole_norm[i] = layer.leading_entries == layer.norm_entries
             if table.is_screened:
-                advantage = estimated_advantage(layer, search.orders, search.effort.grid)
+                advantage = estimated_advantage(layer, search.orders)
                 table.spectra[i] = Spectrum.of(layer, advantage)
     # Search 2: the grid for the layers of each group, or the shapes of another adapter.
     worth: set[int] = set()
@@ -150,9 +156,7 @@ def _worth_solving(table: SearchTable, budget: Budget) -> set[int]:
     search = table.search
     order = list(table.spectra)
     spectra = list(table.spectra.values())
-    positions = worth_solving(
-        spectra, budget, search.inner_rank, table.storages, search.effort.screening
-    )
+    positions = worth_solving(spectra, budget, search.inner_rank, table.storages, search.screening)
     return {order[position] for position in positions}
 
 
@@ -171,7 +175,7 @@ def _solve_layers(table: SearchTable, worth: set[int]) -> None:
         tasks = []
         for indices in groups.values():
             requests = _grid(table, indices, table.limit)
-            tasks += table.runner.tasks(indices, requests, effort=search.effort.solve)
+            tasks += table.runner.tasks(indices, requests)
     table.solve(tasks, "solving shapes")
 
 
@@ -181,14 +185,13 @@ def _grid(table: SearchTable, indices: Sequence[int], limit: float) -> list[Shap
     Only the coarse grid, if the table refines it for each budget.
     """
     search = table.search
-    grid = search.effort.grid
     first = table.layers[indices[0]]
     max_rank = max(table.layers[i].rank for i in indices)
     half_a_layer = max_rank * sum(first.shape) / 2
     max_parameters = min(half_a_layer, table.layer_limit(first, limit))
     if table.refines_grid:
-        return coarse_grid(first.shape, search.orders, max_parameters, grid)
-    return shape_grid(first.shape, max_rank, search.orders, search.inner_rank, max_parameters, grid)
+        return coarse_grid(first.shape, search.orders, max_parameters)
+    return shape_grid(first.shape, max_rank, search.orders, search.inner_rank, max_parameters)
 
 
 def _tasks_for_given_shapes(
@@ -200,7 +203,7 @@ def _tasks_for_given_shapes(
     """
     search = table.search
     sizes = {layer.name: layer.shape for layer in table.layers}
-    requests = shapes_like(search.shapes, sizes, search.effort.common_shapes)
+    requests = shapes_like(search.shapes, sizes)
     sharing: dict[tuple[object, ShapeRequest], list[int]] = {}
     for key, indices in groups.items():
         for i in indices:
@@ -209,7 +212,7 @@ def _tasks_for_given_shapes(
                     sharing.setdefault((key, request), []).append(i)
     tasks = []
     for (_, request), indices in sharing.items():
-        tasks += table.runner.tasks(indices, [request], effort=search.effort.solve)
+        tasks += table.runner.tasks(indices, [request])
     return tasks
 
 
@@ -251,7 +254,6 @@ def fit_budget(table: SearchTable, budget: Budget) -> FittedLayers:
 def _explore(table: SearchTable, budget: Budget) -> Allocation:
     """Take steps 3 to 6 for one budget."""
     search = table.search
-    effort = search.effort
     # Search 3: the first allocation. A budget that the search did not prepare for may be worth
     # solving more layers.
     _solve_layers(table, _worth_solving(table, budget))
@@ -259,7 +261,7 @@ def _explore(table: SearchTable, budget: Budget) -> Allocation:
     if not table.has_products:
         return allocation
     # Search 4: the fine grid.
-    for _ in range(effort.max_grid_passes if table.refines_grid else 0):
+    for _ in range(MAX_GRID_PASSES if table.refines_grid else 0):
         sizes = [candidate.parameters for _, candidate in allocation.chosen]
         if not solve_fine_grid(table, sizes, every_layer=budget.only_lsr):
             break
@@ -281,7 +283,7 @@ def _refined(table: SearchTable, budget: Budget) -> Allocation:
 
     The allocation that is returned goes by measured errors only.
     """
-    for _ in range(table.search.effort.max_refinements):
+    for _ in range(MAX_REFINEMENTS):
         allocation = table.allocated(budget, "expected")
         if not refine(table, allocation.entries, together=budget.layer_rtol is None):
             break

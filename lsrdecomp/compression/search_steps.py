@@ -21,16 +21,42 @@ from lsrdecomp.compression.shapes import (
     shapes_like,
     terms_around,
 )
-from lsrdecomp.compression.solve import SolvedShape, SolveTask, product_of
+from lsrdecomp.compression.solve import SolvedShape, SolveTask, Sweeps, product_of
 from lsrdecomp.kronecker.shape import ProductShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lsrdecomp.compression.effort import Ranks, SolveEffort
+    from lsrdecomp.compression.effort import Ranks
     from lsrdecomp.compression.layers import Layer
     from lsrdecomp.compression.search_table import SearchTable, TableEntry
     from lsrdecomp.kronecker.product import SeparatedProduct
+
+SIZE_STEP = 1.7
+"""The fine grid is solved up to this factor above the parameters of a layer. It is solved from the
+fewest terms on, since growing solutions come nearer than starts from singular vectors."""
+
+MAX_GROUPS = 3
+"""Maximum groups of layers with one chosen shape whose neighbours are tried in a round, the largest
+groups first."""
+MIN_GROUP_SHARE = 0.04
+"""Least layers of such a group, as a share of all layers."""
+TRIAL_LAYERS = 4
+"""Layers of a group, from all depths of the network, on which a neighbour is tried."""
+MIN_TRIAL_GAIN = 0.02
+"""A neighbour is solved for the whole group if it lowers the Lagrangian of the trial layers
+(squared error plus exchange rate times parameters) by more than this share."""
+MAX_NEIGHBOURS = 2
+"""Maximum neighbours of one chosen shape that are solved for the whole group."""
+
+REFINE_TOLERANCE = 3e-4
+"""Stop refining after a sweep that lowers no layer's error by a larger share than this."""
+MIN_RELATIVE_GAIN = 3e-3
+"""Stop refining after a sweep that lowers no layer's squared error by more than this share of the
+average squared error of a layer."""
+SWEEPS_PER_ROUND = 8
+"""Sweeps between two decisions which layers are refined further: those whose squared errors fell on
+average by more a sweep than the two stopping rules ask for."""
 
 ShapeGroup = tuple[tuple[object, ...], ProductShape]
 """Key of a group of layers that can be solved together (`Layer.group_key`) and have one shape."""
@@ -56,13 +82,12 @@ def solve_fine_grid(table: SearchTable, sizes: Sequence[int], *, every_layer: bo
         Also layers in which low rank wins over the coarse grid.
     """
     search = table.search
-    size_step = search.effort.size_step
-    # 4.1 Group layers whose sizes are near one power of `size_step`, each layer and power once.
+    # 4.1 Group layers whose sizes are near one power of `SIZE_STEP`, each layer and power once.
     groups: dict[tuple[tuple[object, ...], int, int], list[int]] = {}
     for i, (layer, size) in enumerate(zip(table.layers, sizes, strict=True)):
         is_worth = every_layer or not _coarse_grid_suffices(table, i)
         if size > 0 and i in table.solved and is_worth:
-            power = round(math.log(size, size_step))
+            power = round(math.log(size, SIZE_STEP))
             if ("fine grid", i, power) not in table.tried:
                 table.tried.add(("fine grid", i, power))
                 groups.setdefault((layer.group_key, layer.rank, power), []).append(i)
@@ -70,16 +95,15 @@ def solve_fine_grid(table: SearchTable, sizes: Sequence[int], *, every_layer: bo
     tasks: list[SolveTask] = []
     for (_, rank, power), indices in groups.items():
         first = table.layers[indices[0]]
-        max_parameters = min(size_step ** (power + 1), first.parameters / 2)
+        max_parameters = min(SIZE_STEP ** (power + 1), first.parameters / 2)
         requests = fine_grid(
             first.shape,
             rank,
             search.orders,
             search.inner_rank,
             max_parameters,
-            search.effort.grid,
         )
-        tasks += table.runner.tasks(indices, requests, effort=search.effort.solve)
+        tasks += table.runner.tasks(indices, requests)
     table.solve(tasks, "solving more shapes")
     return bool(tasks)
 
@@ -114,7 +138,6 @@ def try_neighbours(table: SearchTable, chosen: Sequence[TableEntry], rate: float
     """
     if rate <= 0.0:
         return False
-    effort = table.search.effort
     # 5.1 Take the largest groups of layers with one shape.
     groups = _largest_groups(table, chosen)
     # 5.2 Solve one more term for all of their layers, and neighbouring shapes for a few layers.
@@ -141,10 +164,10 @@ def try_neighbours(table: SearchTable, chosen: Sequence[TableEntry], rate: float
     neighbour_tasks: list[SolveTask] = []
     for group, gain_of in gains.items():
         best_first = sorted(gain_of.items(), key=lambda item: -item[1])
-        for (shape, ranks), gain in best_first[: effort.max_neighbours]:
-            if gain > effort.min_gain * before[group]:
+        for (shape, ranks), gain in best_first[:MAX_NEIGHBOURS]:
+            if gain > MIN_TRIAL_GAIN * before[group]:
                 request = ShapeRequest(shape, terms_around(ranks))
-                neighbour_tasks += table.runner.tasks(groups[group], [request], effort=effort.solve)
+                neighbour_tasks += table.runner.tasks(groups[group], [request])
     table.solve(neighbour_tasks, "solving neighbours")
     return bool(more_terms_tasks or neighbour_tasks)
 
@@ -153,14 +176,13 @@ def _largest_groups(
     table: SearchTable, chosen: Sequence[TableEntry]
 ) -> dict[ShapeGroup, list[int]]:
     """Return the groups whose neighbours are tried, each with its layers, the largest first."""
-    effort = table.search.effort
     groups: dict[ShapeGroup, list[int]] = {}
     for i, entry in enumerate(chosen):
         if entry.is_lsr:
             groups.setdefault((table.layers[i].group_key, entry.product.shape), []).append(i)
-    min_layers = len(table.layers) * effort.min_group_share
+    min_layers = len(table.layers) * MIN_GROUP_SHARE
     large = [group for group, indices in groups.items() if len(indices) >= min_layers]
-    largest = sorted(large, key=lambda group: -len(groups[group]))[: effort.max_groups]
+    largest = sorted(large, key=lambda group: -len(groups[group]))[:MAX_GROUPS]
     return {group: groups[group] for group in largest}
 
 
@@ -186,9 +208,7 @@ def _more_terms(
     for (_, new_terms), members in members_by_terms.items():
         starts = {i: chosen[i].product.product() for i in members}
         request = ShapeRequest(chosen[members[0]].product.shape, new_terms)
-        tasks += table.runner.tasks(
-            members, [request], starts=starts, effort=table.search.effort.solve
-        )
+        tasks += table.runner.tasks(members, [request], starts=starts)
     return tasks
 
 
@@ -199,9 +219,8 @@ def _trials(
     key, shape = group
     search = table.search
     # Evenly spaced layers, at the number of terms that most layers have.
-    n_trial = search.effort.trial_layers
-    spacing = max(1, len(indices) // n_trial)
-    trial_layers = list(indices)[::spacing][:n_trial]
+    spacing = max(1, len(indices) // TRIAL_LAYERS)
+    trial_layers = list(indices)[::spacing][:TRIAL_LAYERS]
     ((ranks, _),) = Tally(chosen[i].product.ranks for i in indices).most_common(1)
     max_rank = min(max(table.layers[i].rank for i in indices), search.inner_rank)
     solved = {product.shape for product in table.products(trial_layers[0])}
@@ -210,7 +229,7 @@ def _trials(
         if (key, neighbour, terms) not in table.tried and neighbour not in solved:
             table.tried.add((key, neighbour, terms))
             requests.append(ShapeRequest(neighbour, (terms,)))
-    return table.runner.tasks(trial_layers, requests, effort=search.effort.solve)
+    return table.runner.tasks(trial_layers, requests)
 
 
 # -- Search 6 --------------------------------------------------------------------------------------
@@ -220,22 +239,21 @@ def exchange_shapes(table: SearchTable, chosen: Sequence[TableEntry]) -> None:
     """Solve the shapes chosen most often for layers of one size, for the others of that size.
 
     A layer is solved at the numbers of terms that any of them has, up to a factor
-    `SearchEffort.size_step` from its own size.
+    `SIZE_STEP` from its own size.
     """
-    effort = table.search.effort
     # 6.1 Find the common shapes of every size of layer.
     configurations = {}
     for layer, entry in zip(table.layers, chosen, strict=True):
         if entry.is_lsr:
             configurations[layer.name] = entry.product.configuration
     sizes = {layer.name: layer.shape for layer in table.layers}
-    common = shapes_like(configurations, sizes, effort.common_shapes)
+    common = shapes_like(configurations, sizes)
     # 6.2 Find the layers that have not been solved at one of them, at terms near their size.
     lacking: dict[tuple[ShapeGroup, tuple[Ranks, ...]], list[int]] = {}
     for i, layer in enumerate(table.layers):
         if i not in table.solved:
             continue
-        max_parameters = effort.size_step * chosen[i].exact.parameters
+        max_parameters = SIZE_STEP * chosen[i].exact.parameters
         for request in common[layer.name]:
             shape = request.shape
             if shape.inner_rank > layer.rank:
@@ -248,7 +266,7 @@ def exchange_shapes(table: SearchTable, chosen: Sequence[TableEntry]) -> None:
     # 6.3 Solve them.
     tasks: list[SolveTask] = []
     for ((_, shape), terms), indices in lacking.items():
-        tasks += table.runner.tasks(indices, [ShapeRequest(shape, terms)], effort=effort.solve)
+        tasks += table.runner.tasks(indices, [ShapeRequest(shape, terms)])
     table.solve(tasks, "exchanging shapes")
 
 
@@ -262,7 +280,7 @@ def _lacks_shape(
     solved = {product.configuration for product in table.products(i)}
     is_lacking = False
     for ranks in terms:
-        if shape.parameters(*ranks) * table.search.effort.size_step < size:
+        if shape.parameters(*ranks) * SIZE_STEP < size:
             continue
         tried = ("exchanged", i, shape, ranks)
         if (shape, ranks) not in solved and tried not in table.tried:
@@ -301,8 +319,7 @@ def refine(table: SearchTable, chosen: Sequence[TableEntry], *, together: bool =
     bool
         Whether there was any product that had not been refined.
     """
-    search = table.search
-    effort = search.effort
+    max_sweeps = table.search.sweeps
     # 7.1 Take the products that have not been refined.
     unfinished: dict[int, _Refining] = {}
     for i, entry in enumerate(chosen):
@@ -310,16 +327,11 @@ def refine(table: SearchTable, chosen: Sequence[TableEntry], *, together: bool =
             unfinished[i] = _Refining(entry.product.product(), entry.exact.squared_error)
     any_to_refine = bool(unfinished)
     counter = Counter(table.runner.resources.on_step, "refining", len(unfinished), "layers")
-    min_gain = _min_refining_gain(table, chosen) if together else 0.0
-    for sweeps_done in range(0, search.sweeps, effort.sweeps_per_round):
+    min_gain = _min_refining_gain(chosen) if together else 0.0
+    for sweeps_done in range(0, max_sweeps, SWEEPS_PER_ROUND):
         # 7.2 Make a round of sweeps.
-        sweeps_left = search.sweeps - sweeps_done
-        last_round = replace(
-            effort.solve,
-            sweeps=sweeps_left,
-            tolerance=effort.refine_tolerance,
-            min_gain=min_gain,
-        )
+        sweeps_left = max_sweeps - sweeps_done
+        last_round = Sweeps(sweeps_left, REFINE_TOLERANCE, min_gain)
         tasks = _refining_tasks(table, chosen, unfinished, last_round)
         before = unfinished
         unfinished = {}
@@ -330,9 +342,9 @@ def refine(table: SearchTable, chosen: Sequence[TableEntry], *, together: bool =
                 # 7.3 Sweep it further if the average sweep gained more than the stopping rules ask
                 #     for; else finish and measure it.
                 gain = before[i].loss - loss
-                min_sweep_gain = max(min_gain, 2.0 * effort.refine_tolerance * loss)
-                still_gains = gain > effort.sweeps_per_round * min_sweep_gain
-                if task.effort.sweeps < sweeps_left and still_gains:
+                min_sweep_gain = max(min_gain, 2.0 * REFINE_TOLERANCE * loss)
+                still_gains = gain > SWEEPS_PER_ROUND * min_sweep_gain
+                if task.sweeps.limit < sweeps_left and still_gains:
                     unfinished[i] = _Refining(product, loss)
                 else:
                     table.refined(i, chosen[i], product)
@@ -340,26 +352,25 @@ def refine(table: SearchTable, chosen: Sequence[TableEntry], *, together: bool =
     return any_to_refine
 
 
-def _min_refining_gain(table: SearchTable, chosen: Sequence[TableEntry]) -> float:
+def _min_refining_gain(chosen: Sequence[TableEntry]) -> float:
     """Return the gain in loss below which a sweep of a layer is not worth its time."""
     loss = sum(entry.exact.squared_error for entry in chosen)
     n_products = sum(entry.is_lsr for entry in chosen)
-    return table.search.effort.min_relative_gain * loss / max(1, n_products)
+    return MIN_RELATIVE_GAIN * loss / max(1, n_products)
 
 
 def _refining_tasks(
     table: SearchTable,
     chosen: Sequence[TableEntry],
     unfinished: Mapping[int, _Refining],
-    last_round: SolveEffort,
+    last_round: Sweeps,
 ) -> list[SolveTask]:
     """Return tasks for one round of sweeps, each from the product so far.
 
     Layers of one group, shape and number of terms are solved together. A layer that is alone in its
     task gets all sweeps that are left at once: no other layer waits for it.
     """
-    sweeps = min(table.search.effort.sweeps_per_round, last_round.sweeps)
-    one_round = replace(last_round, sweeps=sweeps)
+    one_round = replace(last_round, limit=min(SWEEPS_PER_ROUND, last_round.limit))
     groups: dict[tuple[tuple[object, ...], Configuration], list[int]] = defaultdict(list)
     for i in unfinished:
         groups[table.layers[i].group_key, chosen[i].product.configuration].append(i)
@@ -367,7 +378,7 @@ def _refining_tasks(
     tasks = []
     for (_, (shape, ranks)), members in groups.items():
         request = ShapeRequest(shape, (ranks,))
-        for task in table.runner.tasks(members, [request], starts=starts, effort=one_round):
+        for task in table.runner.tasks(members, [request], starts=starts, sweeps=one_round):
             is_alone = len(task.indices) == 1
-            tasks.append(replace(task, effort=last_round) if is_alone else task)
+            tasks.append(replace(task, sweeps=last_round) if is_alone else task)
     return tasks

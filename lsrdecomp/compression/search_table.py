@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from lsrdecomp.compression.candidates import (
+    MAX_CODE_SIZES,
     Candidate,
     DropCandidate,
     LowRankCandidate,
@@ -50,6 +51,22 @@ if TYPE_CHECKING:
 NO_NEARER = 1.0 - 1e-6
 """A product is nearer than truncated SVD if its loss is below this factor of it: up to rounding it
 may be a truncated SVD itself."""
+
+MAX_LAYER_SHARE = 8.0
+"""Maximum parameters of a layer, in units of what the budget gives a layer on average."""
+MIN_CODE_SIZES = 288
+"""Sizes of truncated SVD in integers that all layers offer together, where each has enough: with
+few layers each offers more than `MAX_CODE_SIZES`, so that a number of bytes can be filled."""
+HULL_MARGIN = 1.15
+"""Candidates are tried in integers if their error is at most this many times that of the convex
+hull of their layer."""
+WIDTH_MARGIN = 1.1
+"""The same for candidates in other widths of codes than int4, by the error that is predicted from
+that in int4. By hand."""
+EXPECTED_REFINEMENT = 0.7
+"""Share of its squared error that a product is expected to have after refining. Products are chosen
+by it against truncated SVDs, which cannot be refined. On a language model's layers 0.4 to 0.9 are
+left."""
 
 REFERENCE_WIDTH = "int4"
 """The width of codes from whose losses those in other widths are predicted."""
@@ -214,8 +231,7 @@ class SearchTable:
 
     def layer_limit(self, layer: Layer, limit: float) -> float:
         """Return the largest part that a layer can have of a limit for all layers."""
-        max_share = self.search.effort.max_layer_share
-        return min(limit, max_share * limit * layer.parameters / self.parameters)
+        return min(limit, MAX_LAYER_SHARE * limit * layer.parameters / self.parameters)
 
     def products(self, i: int) -> list[LsrCandidate]:
         """Return the LSR products in the row of a layer."""
@@ -224,8 +240,7 @@ class SearchTable:
     @property
     def _code_sizes(self) -> int:
         """Number of sizes at which a layer offers truncated SVD in integer codes."""
-        effort = self.search.effort
-        return max(effort.max_code_sizes, math.ceil(effort.min_code_sizes / len(self.layers)))
+        return max(MAX_CODE_SIZES, math.ceil(MIN_CODE_SIZES / len(self.layers)))
 
     def low_rank_wins(self, i: int) -> bool:
         """Return whether no LSR product of a layer is nearer than its truncated SVDs.
@@ -319,7 +334,7 @@ class SearchTable:
             chosen = unmade.intersection(corners)
             if not chosen:
                 hull = np.interp(part.costs, part.costs[corners], part.losses[corners])
-                is_near = part.losses <= self.search.effort.width_margin * hull
+                is_near = part.losses <= WIDTH_MARGIN * hull
                 chosen = {k for k in unmade if is_near[k]}
             if not chosen:
                 break
@@ -370,7 +385,7 @@ class SearchTable:
         losses = [entry.exact.squared_error for entry in entries]
         corners = PartOptions.of(sizes, losses).hull()
         hull = np.interp(sizes, [sizes[k] for k in corners], [losses[k] for k in corners])
-        limits = self.search.effort.hull_margin * hull
+        limits = HULL_MARGIN * hull
         return [
             entry
             for entry, limit in zip(entries, limits, strict=True)
@@ -390,13 +405,12 @@ class SearchTable:
         if budget.bytes is not None:
             limit = 2.0 ** math.ceil(math.log2(self.layer_limit(layer, budget.bytes + 1.0)))
         if (i, limit) not in self._coded:
-            effort = self.search.effort
             if budget.counts_bytes:
                 coded = water_filled_candidates(
-                    layer, limit, effort, max_bits=max_width, n_sizes=self._code_sizes
+                    layer, limit, max_bits=max_width, n_sizes=self._code_sizes
                 )
             else:
-                coded = equal_bits_candidates(layer, max_width, effort)
+                coded = equal_bits_candidates(layer, max_width)
             if max_width >= MAX_BITS:
                 coded = [*coded, *unrotated_candidates(layer)]
             self._coded[i, limit] = [
@@ -410,7 +424,7 @@ class SearchTable:
             return candidate
         if not isinstance(candidate, LsrCandidate) or candidate.refined:
             return candidate
-        expected = self.search.effort.expected_refinement * candidate.squared_error
+        expected = EXPECTED_REFINEMENT * candidate.squared_error
         return replace(candidate, squared_error=expected)
 
     def allocated(self, budget: Budget, losses: Losses = "solved") -> Allocation:

@@ -12,12 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lsrdecomp.checkpoints.progress import ProgressUpdate as ProgressUpdate
-from lsrdecomp.compression.effort import (
-    DEFAULT_EFFORT,
-    DEFAULT_LIMITS,
-    ResourceLimits,
-    SearchEffort,
-)
+from lsrdecomp.compression.effort import DEFAULT_LIMITS, ResourceLimits, Screening
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import (
     ON_COMMAND_LINE,
@@ -174,6 +169,17 @@ class CompressionPlan(Settings):
 
     def check_together(self) -> None:
         """Refuse more than one goal, and settings that do not go with it."""
+        self._check_goal()
+        if self.separation_rank is not None:
+            self._check_given_terms()
+        elif self.inner_shape is not None:
+            raise BudgetError(
+                "inner_shape goes with separation_rank; other goals choose their shapes"
+            )
+        self._check_storage()
+
+    def _check_goal(self) -> None:
+        """Refuse more than one goal or none, and a goal that nothing meets."""
         goals = [name for name in GOALS if getattr(self, name) is not None]
         if len(goals) != 1:
             raise BudgetError(
@@ -190,33 +196,36 @@ class CompressionPlan(Settings):
                 f"no adapter at all has a relative error of 1, so {self.rtol:g} keeps nothing; "
                 "ask for less"
             )
-        if self.max_rank is not None and self.separation_rank is not None:
+
+    def _check_given_terms(self) -> None:
+        """Refuse choices that the search makes, beside a number of terms for all layers."""
+        if self.max_rank is not None:
             raise BudgetError(
                 "max_rank goes with goals that choose their shapes, not with separation_rank"
             )
-        if self.structure is not None and self.separation_rank is not None:
+        if self.structure is not None:
             raise BudgetError(
                 "structure goes with goals that choose their shapes; with separation_rank every "
                 "layer is LSR"
             )
-        if self.inner_shape is not None and self.separation_rank is None:
-            raise BudgetError(
-                "inner_shape goes with separation_rank; other goals choose their shapes"
-            )
-        if self.storage == "auto" and self.separation_rank is not None:
+        if self.storage == "auto":
             raise BudgetError(
                 "storage auto chooses among types for each layer, which goals that choose their "
                 "shapes do; with separation_rank name one, such as int8"
             )
-        if self.storage is not None and self.storage not in STORAGES:
-            # Imported here because NumPy comes with it.
-            from lsrdecomp.precision import PRECISIONS, type_name
 
-            floats = [name for name in PRECISIONS if name != "tf32"]
-            if type_name(self.storage) not in floats:
-                known = ", ".join([*floats, *STORAGES])
-                raise BudgetError(f"storage must be one of {known}, got {self.storage!r}")
-            object.__setattr__(self, "storage", type_name(self.storage))
+    def _check_storage(self) -> None:
+        """Refuse a storage that is none, and write the name of a floating type in full."""
+        if self.storage is None or self.storage in STORAGES:
+            return
+        # Imported here because NumPy comes with it.
+        from lsrdecomp.precision import PRECISIONS, type_name
+
+        floats = [name for name in PRECISIONS if name != "tf32"]
+        if type_name(self.storage) not in floats:
+            known = ", ".join([*floats, *STORAGES])
+            raise BudgetError(f"storage must be one of {known}, got {self.storage!r}")
+        object.__setattr__(self, "storage", type_name(self.storage))
 
     @property
     def storages(self) -> tuple[str, ...]:
@@ -367,8 +376,8 @@ class Search:
     shapes : Mapping of layer name to configuration, optional
         Shapes of the layers of another adapter. They, and the commonest of them for each size of
         layer, are solved in place of the grid and its neighbours; see `Search.like`.
-    effort : SearchEffort
-        All other choices of a search.
+    screening : Screening
+        Layers that are left out because truncated SVD is better.
 
     Examples
     --------
@@ -381,7 +390,7 @@ class Search:
     inner_rank: int = 8
     sweeps: int = 40
     shapes: Mapping[str, Configuration] = field(default_factory=dict)
-    effort: SearchEffort = DEFAULT_EFFORT
+    screening: Screening = field(default_factory=Screening)
 
     @classmethod
     def like(cls, compressed: Checkpoint) -> Search:

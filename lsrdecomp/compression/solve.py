@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from lsrdecomp.arrays import to_device
 from lsrdecomp.checkpoints.journal import JournalEntry, content_key
 from lsrdecomp.checkpoints.progress import Counter
-from lsrdecomp.compression.effort import DEFAULT_EFFORT, Ranks, SolveEffort
 from lsrdecomp.compression.layers import Layer, batches
 from lsrdecomp.compression.shapes import ShapeRequest, clipped
 from lsrdecomp.errors import LsrError, needs
@@ -30,6 +29,7 @@ from lsrdecomp.threads import one_blas_thread
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from lsrdecomp.compression.effort import Ranks
     from lsrdecomp.compression.settings import Resources
     from lsrdecomp.targets.base import LowRank
     from lsrdecomp.targets.weights import NormWeights
@@ -43,6 +43,32 @@ THREADS = ("OMP", "OPENBLAS", "MKL", "BLIS", "VECLIB_MAXIMUM", "NUMEXPR")
 """Libraries whose number of threads is set by an environment variable ``…_NUM_THREADS``."""
 
 
+STARTS = 2
+"""Starts from singular vectors where there is no earlier solution. The nearest one is swept."""
+COLD_SWEEPS = 4
+"""Maximum sweeps from such a start."""
+TASKS_IN_FLIGHT = 4
+"""Maximum tasks per worker that are read but whose results are not taken yet, so that not all
+layers are in memory at once. None of their results is in the journal yet: after a kill they are
+solved again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweeps:
+    """How many sweeps a task makes, and the rules that stop them earlier."""
+
+    limit: int
+    """Maximum sweeps over both sides from an earlier solution."""
+    tolerance: float
+    """Stop after a sweep that lowers no layer's error by a larger share than this."""
+    min_gain: float = 0.0
+    """Stop after a sweep that lowers no layer's squared error by more than this, absolute."""
+
+
+GRID_SWEEPS = Sweeps(limit=2, tolerance=2e-3)
+"""Sweeps for shapes of the grid and for neighbours."""
+
+
 @dataclass(frozen=True, eq=False)
 class SolveTask:
     """Shapes to solve for layers of one group that fit in memory together.
@@ -54,7 +80,7 @@ class SolveTask:
     requests : sequence of ShapeRequest
     starts : sequence of SeparatedProduct, optional
         A start for each layer, of the shape of the only request and with no more terms.
-    effort : SolveEffort
+    sweeps : Sweeps
     device : str, optional
         Device of torch; absent, NumPy solves.
     targets, weights : sequences of LowRank and of NormWeights
@@ -64,7 +90,7 @@ class SolveTask:
     indices: tuple[int, ...]
     requests: Sequence[ShapeRequest]
     starts: Sequence[SeparatedProduct] | None
-    effort: SolveEffort
+    sweeps: Sweeps
     device: str | None
     targets: Sequence[LowRank] = ()
     weights: Sequence[NormWeights] | None = None
@@ -136,7 +162,9 @@ class TaskRunner:
                 from joblib.externals.loky import ProcessPoolExecutor
             threads = {f"{library}_NUM_THREADS": "1" for library in THREADS}
             self._pool = ProcessPoolExecutor(
-                resources.workers, timeout=resources.limits.worker_timeout, env=threads
+                resources.workers,
+                timeout=60,  # seconds without work after which a worker ends
+                env=threads,
             )
 
     def tasks(
@@ -145,7 +173,7 @@ class TaskRunner:
         requests: Sequence[ShapeRequest],
         *,
         starts: Mapping[int, SeparatedProduct] | None = None,
-        effort: SolveEffort = DEFAULT_EFFORT.solve,
+        sweeps: Sweeps = GRID_SWEEPS,
     ) -> list[SolveTask]:
         """Return tasks that solve the same shapes for layers of one group.
 
@@ -156,7 +184,7 @@ class TaskRunner:
         requests : sequence of ShapeRequest
         starts : Mapping of index to SeparatedProduct, optional
             The product that each layer starts from; absent, singular vectors.
-        effort : SolveEffort
+        sweeps : Sweeps
         """
         if not requests:
             return []
@@ -167,7 +195,7 @@ class TaskRunner:
         for span in batches(layers, self.resources.limits, leading=True):
             members = tuple(ordered[span])
             member_starts = None if starts is None else [starts[i] for i in members]
-            tasks.append(SolveTask(members, requests, member_starts, effort, self.resources.device))
+            tasks.append(SolveTask(members, requests, member_starts, sweeps, self.resources.device))
         return tasks
 
     def counter(self, tasks: Sequence[SolveTask], stage: str) -> Counter:
@@ -186,7 +214,7 @@ class TaskRunner:
         resources = self.resources
         max_in_flight = 1
         if self._pool is not None:
-            max_in_flight = resources.limits.tasks_in_flight * resources.workers
+            max_in_flight = TASKS_IN_FLIGHT * resources.workers
         in_flight: deque[_TaskInProgress] = deque()
         remaining = iter(tasks)
         try:
@@ -237,7 +265,7 @@ def solve(task: SolveTask) -> list[SolvedShape]:
     batch = WeightedTargets.of(task.targets, task.weights, task.device)
     shapes: list[SolvedShape] = []
     for request in task.requests:
-        problem = PairProblem.of(batch, request.shape, task.effort.cg_steps)
+        problem = PairProblem.of(batch, request.shape)
         states: dict[Ranks, PairState] = {}
         for requested in request.terms:
             ranks = clipped(request.shape, requested)
@@ -257,17 +285,16 @@ def _solve_ranks(
     That is the largest solution with fewer terms, else a product that the task brings, else
     singular vectors.
     """
-    effort = task.effort
-    sweeps = effort.sweeps
+    limit = task.sweeps.limit
     smaller = [solved for solved in states if solved[0] <= ranks[0] and solved[1] <= ranks[1]]
     if smaller:
         start = problem.grown(states[max(smaller, key=sum)], ranks)
     elif task.starts is not None:
         start = problem.from_products(task.starts, ranks)
     else:
-        start = problem.best_start(problem.starts(ranks, effort.starts), 0)[0]
-        sweeps = effort.cold_sweeps
-    return descend(problem, start, sweeps, effort.tolerance, effort.min_gain)
+        start = problem.best_start(problem.starts(ranks, STARTS), 0)[0]
+        limit = COLD_SWEEPS
+    return descend(problem, start, limit, task.sweeps.tolerance, task.sweeps.min_gain)
 
 
 def task_key(task: SolveTask) -> str:
@@ -275,7 +302,7 @@ def task_key(task: SolveTask) -> str:
     pairs = [[target.left, target.right] for target in task.targets]
     shapes = [[request.shape, request.terms] for request in task.requests]
     starts = [[start.left.folded(), start.right.folded()] for start in task.starts or ()]
-    return content_key(shapes, astuple(task.effort), pairs, task.weights, starts)
+    return content_key(shapes, astuple(task.sweeps), pairs, task.weights, starts)
 
 
 def _pack(shapes: Sequence[SolvedShape]) -> tuple[dict[str, NDArray[np.float64]], list[Any]]:

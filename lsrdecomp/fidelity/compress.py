@@ -30,6 +30,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.calibration.base_files import check_reachable, resolved_base
+from lsrdecomp.calibration.text_profile import TextProfile
 from lsrdecomp.checkpoints import Checkpoint, Journal, open_checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.progress import OnStep, PlannedSteps
@@ -42,11 +43,11 @@ from lsrdecomp.compression.settings import CompressionPlan, Search, share_of_eff
 from lsrdecomp.errors import BudgetError, needs
 from lsrdecomp.fidelity.fidelity import AnswerPair, Fidelity, Measurement, share_kept
 from lsrdecomp.fidelity.rewrite import publish
-from lsrdecomp.fidelity.size_search import SizeSearch
+from lsrdecomp.fidelity.texts import data_name, read_data
 from lsrdecomp.fields import refuses_unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from lsrdecomp.calibration.behaviour import Behaviour
     from lsrdecomp.checkpoints.format_table import AdapterSource
@@ -54,9 +55,13 @@ if TYPE_CHECKING:
     from lsrdecomp.compression.measured_settings import MeasuredSettings
     from lsrdecomp.fidelity.evaluate import Evaluator
     from lsrdecomp.fidelity.goals import Goal, ShapeSearch
-    from lsrdecomp.fidelity.size_search import TrainedSizeSearch
-    from lsrdecomp.fidelity.texts import Texts
+    from lsrdecomp.fidelity.texts import Item, Texts
     from lsrdecomp.fidelity.variants import CompressedVariant, VariantCache
+
+
+MAX_REPLACEMENTS = 2
+"""Maximum variants that take the place of one that keeps less than the target on the held-out
+texts; each costs a forward pass over them."""
 
 
 @refuses_unknown
@@ -193,9 +198,6 @@ def compress_request(
     checkpoint: Checkpoint,
     request: Request,
     on_step: OnStep | None = None,
-    *,
-    sizes: SizeSearch | None = None,
-    training: TrainedSizeSearch | None = None,
 ) -> Compression:
     """Compress an open adapter as requested.
 
@@ -205,18 +207,14 @@ def compress_request(
     request : Request
     on_step : callable, optional
         Called with a `ProgressUpdate` before and during each part of the work.
-    sizes, training : SizeSearch, TrainedSizeSearch, optional
-        Search for the smallest variant, where a share is to be kept.
     """
     request = request.for_adapter(checkpoint.storage)
     statistics = request.statistics
     if isinstance(statistics, str | Path):
         statistics = read_statistics(statistics)
     if request.measured is not None:
-        steps = PlannedSteps(on_step, _step_weights(request.measured))
-        measured = _compress_measured(
-            checkpoint, request, request.measured, statistics, steps, sizes, training
-        )
+        steps = PlannedSteps(on_step, _step_times(request.measured))
+        measured = _compress_measured(checkpoint, request, request.measured, statistics, steps)
         resolved = {**request.resolved(), "base": resolved_base(request.base)}
         return replace(measured, settings=request.to_json(), resolved=resolved)
     assert request.plan is not None
@@ -230,29 +228,21 @@ def compress_request(
     return described(searched.compress(request.plan), request, statistics)
 
 
-def _step_weights(settings: MeasuredSettings, weights: StepWeights | None = None) -> list[float]:
-    """Return the expected times of the steps of a run, in their order."""
-    weights = weights or StepWeights()
-    steps = [weights.opening]
+def _step_times(settings: MeasuredSettings) -> list[float]:
+    """Return the expected times of the steps of a run, in their order.
+
+    Their unit is the time that the base takes to open. They were measured on the demo's LoRA.
+    """
+    opening, calibrating, searching = 1.0, 1.0, 2.0
+    times = [opening]
     for _ in range(settings.passes):
-        steps += [weights.calibrating, weights.searching]
+        times += [calibrating, searching]
     if settings.distil:
-        steps.append(weights.training * settings.distil)
-    return [*steps, weights.measuring + (weights.comparing if settings.examples else 0.0)]
-
-
-@dataclass(frozen=True, slots=True)
-class StepWeights:
-    """Expected times of the steps of a run, for its progress; measured on the demo's LoRA."""
-
-    opening: float = 1.0
-    calibrating: float = 1.0
-    searching: float = 2.0
-    training: float = 0.05
-    """Of one step of distillation."""
-    measuring: float = 0.1
-    comparing: float = 0.4
-    """Of answers in words, and of truncated SVD on the same texts."""
+        times.append(0.05 * settings.distil)
+    measuring = 0.1
+    if settings.examples:
+        measuring += 0.4  # for answers in words, and truncated SVD on the same texts
+    return [*times, measuring]
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -306,13 +296,11 @@ class MeasuredCompression(Compression):
         )
 
 
-def _shown_answers(
-    answers: list[AnswerPair], n_differing: int, *, min_shown: int = 6
-) -> tuple[AnswerPair, ...]:
-    """Return answers to show: some that differ, then as many as are needed that do not."""
+def _shown_answers(answers: list[AnswerPair], n_differing: int) -> tuple[AnswerPair, ...]:
+    """Return answers to show: some that differ, then others until there are six."""
     differing = [pair for pair in answers if not pair.matches][:n_differing]
     matching = [pair for pair in answers if pair.matches]
-    return (*differing, *matching[: max(0, min_shown - len(differing))])
+    return (*differing, *matching[: max(0, 6 - len(differing))])
 
 
 def _compress_measured(
@@ -321,85 +309,43 @@ def _compress_measured(
     settings: MeasuredSettings,
     statistics: Statistics | None,
     steps: PlannedSteps,
-    sizes: SizeSearch | None,
-    training: TrainedSizeSearch | None,
 ) -> MeasuredCompression:
     """Compress against a base: to a plan, or to the smallest variant that keeps a share."""
-    resources = replace(request.resources(steps), limits=LIMITS_BESIDE_A_BASE)
-    search_shapes = partial(search_adapter, checkpoint, search=request.search, resources=resources)
+    # 1. Open the base with the LoRA on it.
     steps.begin("opening the base")  # announced before torch is loaded, which takes seconds
     check_reachable(request.base)
-    with needs("a base", "peft"):
-        from lsrdecomp.calibration.text_profile import TextProfile
-        from lsrdecomp.fidelity.evaluate import Evaluator
-        from lsrdecomp.fidelity.goals import PlanGoal, ShareGoal
-        from lsrdecomp.fidelity.texts import data_name, read_data
-        from lsrdecomp.fidelity.variants import VariantCache
-    # 1. Open the base with the LoRA on it.
-    plan = request.plan
-    target_share = settings.keep
-    selects = target_share is not None or (plan is not None and plan.kl is not None)
     texts = read_data(request.data)
-    notes: list[str] = []
-    recorded = statistics and statistics.metadata.get("settings", {}).get("text_profile")
-    profile = TextProfile.from_json(recorded)
-    if profile is not None:
-        unlike = profile.differences(texts, data_name(request.data))
-        notes = [f"{each}: calibrate on texts like those you measure on" for each in unlike]
-    evaluator = Evaluator(
-        request.base,
-        checkpoint.path,
-        texts,
-        settings,
-        chooses=selects,
-        trains=bool(settings.distil),
-        on_step=steps,
-    )
-    if plan is not None and plan.kl is not None:
-        # A divergence is a share as well, now that the LoRA's effect on these texts is known.
-        target_share = 1.0 - share_of_effect(plan.kl, evaluator.reference.effect)
-        plan = None
+    evaluator = _open_base(checkpoint, request, settings, texts, steps)
+    target_share = _target_share(request, settings, evaluator)
     # 2. Measure the norm in which errors count.
+    from lsrdecomp.fidelity.variants import VariantCache  # with torch, which is loaded by now
+
     folder = TemporaryDirectory()
     journal = request.journal or Journal(Path(folder.name) / "journal")
     steps.begin("calibrating")
     norm = evaluator.statistics(journal) if statistics is None else statistics
-    notes += norm.doubts
+    notes = [*_differences_of_texts(statistics, texts, data_name(request.data)), *norm.doubts]
     variants = VariantCache(evaluator, checkpoint, norm, settings.distil, journal)
-
     # 3. Find the variant of the plan, or the smallest that keeps the share.
-    def make_goal() -> Goal:
-        if plan is not None:
-            return PlanGoal(variants, search_shapes, plan)
-        plan_options = {
-            "storage": request.storage,
-            "max_rank": request.max_rank,
-            "structure": request.structure,
-        }
-        share = target_share or 0.0
-        return ShareGoal(variants, search_shapes, share, plan_options, sizes, training)
-
+    resources = replace(request.resources(steps), limits=LIMITS_BESIDE_A_BASE)
+    search_shapes = partial(search_adapter, checkpoint, search=request.search, resources=resources)
+    make_goal = partial(_goal, variants, search_shapes, request, target_share)
     best, goal = _best_of_passes(variants, make_goal, settings.passes, steps)
     # 4. Measure what is reported, on texts that selected nothing before.
     steps.begin("measuring what is reported")
-    max_replacements = (sizes or SizeSearch()).max_replacements
-    best, behaviour, held_out_measurements = _held_out_choice(
-        best, goal, evaluator, target_share, max_replacements
-    )
+    best, behaviour, held_out_measurements = _held_out_choice(best, goal, evaluator, target_share)
     # 5. Keep its files, apart from the journal, and compare its answers.
     written = shutil.copytree(best.path, Path(folder.name) / "written")
     answers: list[AnswerPair] = []
     truncated_svd = None
     if settings.examples:
         answers = evaluator.compare_answers(best.path)
+        out = Path(folder.name) / "svd"
         truncated_svd = _measure_truncated_svd(
-            evaluator,
-            search_shapes,
-            variants.statistics,
-            size=bytes_to_open(best.path / WEIGHTS),
-            out=Path(folder.name) / "svd",
+            evaluator, search_shapes, variants.statistics, best.path, out
         )
     mismatches = [pair for pair in answers if not pair.matches]
+    # 6. Report what was measured.
     fidelity = evaluator.fidelity(
         behaviour,
         best.path,
@@ -425,6 +371,72 @@ def _compress_measured(
         notes=tuple(notes),
     )
     return MeasuredCompression(**fields)
+
+
+def _open_base(
+    checkpoint: Checkpoint,
+    request: Request,
+    settings: MeasuredSettings,
+    texts: Sequence[Item],
+    steps: PlannedSteps,
+) -> Evaluator:
+    """Open the base with the LoRA on it, and run the LoRA on the texts that are held out."""
+    with needs("a base", "peft"):
+        from lsrdecomp.fidelity.evaluate import Evaluator
+    return Evaluator(
+        request.base,
+        checkpoint.path,
+        texts,
+        settings,
+        chooses=request.plan is None or request.plan.kl is not None,
+        trains=bool(settings.distil),
+        on_step=steps,
+    )
+
+
+def _differences_of_texts(
+    statistics: Statistics | None, texts: Sequence[Item], name: str
+) -> list[str]:
+    """Return how texts differ from those that given statistics were measured on, as sentences."""
+    if statistics is None:
+        return []
+    profile = TextProfile.from_json(statistics.metadata.get("settings", {}).get("text_profile"))
+    if profile is None:
+        return []
+    differences = profile.differences(texts, name)
+    return [f"{each}: calibrate on texts like those you measure on" for each in differences]
+
+
+def _target_share(
+    request: Request, settings: MeasuredSettings, evaluator: Evaluator
+) -> float | None:
+    """Return the share of the LoRA's effect to be kept, if one was asked for.
+
+    A divergence is turned into one by the LoRA's effect on the texts of the evaluator.
+    """
+    if request.plan is not None and request.plan.kl is not None:
+        return 1.0 - share_of_effect(request.plan.kl, evaluator.reference.effect)
+    return settings.keep
+
+
+def _goal(
+    variants: VariantCache,
+    search_shapes: ShapeSearch,
+    request: Request,
+    target_share: float | None,
+) -> Goal:
+    """Return the goal of one pass: the share, or the plan."""
+    from lsrdecomp.fidelity.goals import PlanGoal, ShareGoal
+
+    if target_share is None:
+        assert request.plan is not None
+        return PlanGoal(variants, search_shapes, request.plan)
+    plan_options = {
+        "storage": request.storage,
+        "max_rank": request.max_rank,
+        "structure": request.structure,
+    }
+    return ShareGoal(variants, search_shapes, target_share, plan_options)
 
 
 def _best_of_passes(
@@ -461,7 +473,6 @@ def _held_out_choice(
     goal: Goal,
     evaluator: Evaluator,
     target_share: float | None,
-    max_replacements: int,
 ) -> tuple[CompressedVariant, Behaviour, int]:
     """Return the variant to write, its behaviour on the held-out texts, and how many ran there.
 
@@ -473,7 +484,7 @@ def _held_out_choice(
         return best, best.behaviour, 1
     behaviour = evaluator.measure_held_out(best.path)
     n_measured = 1
-    while n_measured <= max_replacements:
+    while n_measured <= MAX_REPLACEMENTS:
         if target_share is None or share_kept(behaviour) >= target_share:
             break
         larger = goal.replacement(best, behaviour)
@@ -492,16 +503,15 @@ def _measure_truncated_svd(
     evaluator: Evaluator,
     search_shapes: ShapeSearch,
     statistics: StatisticsByLayer,
-    *,
-    size: int,
+    written: Path,
     out: Path,
 ) -> Measurement | None:
-    """Measure the quantized truncated SVD of at most ``size`` bytes, for comparison.
+    """Measure the quantized truncated SVD of at most the bytes of a variant, for comparison.
 
     It is found in the same norm, and each layer chooses its bits, as in the variant. None if even
     the smallest takes more bytes.
     """
-    plan = CompressionPlan(bytes=size, storage="auto")
+    plan = CompressionPlan(bytes=bytes_to_open(written / WEIGHTS), storage="auto")
     evaluator.announce("measuring truncated SVD in as many bytes")
     try:
         searched = search_shapes([plan], statistics=statistics, search=Search(orders=()))

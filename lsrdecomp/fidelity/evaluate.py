@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,14 @@ from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.measured_settings import EvaluatorSettings
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.fidelity.fidelity import AnswerPair, Fidelity
-from lsrdecomp.fidelity.texts import Item, TextSplit, n_characters, split_texts
+from lsrdecomp.fidelity.texts import (
+    HELD_OUT,
+    HELD_OUT_PROMPTS,
+    Item,
+    n_characters,
+    n_selection_texts,
+    split_texts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,36 +47,23 @@ if TYPE_CHECKING:
 MIN_EFFECT = 1e-9
 """Nats: a divergence below this is rounding."""
 
+MAX_TEXTS = 512
+"""Maximum texts that calibration reads for the norm in which shapes are searched; by hand."""
+MAX_TEXTS_OF_TOKENS = 64
+"""The same for models that predict tokens, of which each text has many; by hand."""
+LORA_SCALE = 0.4
+"""Factor of the LoRA's ΔW during that calibration. A small variant does only part of what the LoRA
+does, and errors add up along the network: statistics for it lie between those with the LoRA and
+without. One of four values that were tried on three LoRAs (``norms`` in
+``benchmarks/results/one_command.json``)."""
 
-@dataclass(frozen=True, slots=True)
-class NormCalibration:
-    """Settings of the calibration that gives the norm in which shapes are searched."""
-
-    max_samples: int = 512
-    """Maximum texts that calibration reads; by hand."""
-    max_token_samples: int = 64
-    """The same for models that predict tokens, of which each text has many; by hand."""
-    lora_scale: float = 0.4
-    """Factor of the LoRA's ΔW during calibration. A small variant does only part of what the LoRA
-    does, and errors add up along the network: statistics for it lie between those with the LoRA and
-    without. One of four values that were tried on three LoRAs (``norms`` in
-    ``benchmarks/results/one_command.json``)."""
-    min_mixed_parameters: int | None = 2**24
-    """Number of parameters from which on a model is calibrated in mixed precision, as for
-    `mixed_precision`; None: never."""
-
-
-@dataclass(frozen=True, slots=True)
-class DistillationTexts:
-    """Numbers of batches to train on and to validate by; all by hand."""
-
-    teacher_share: float = 0.2
-    """Different batches to train on, as a share of the steps: the LoRA runs once on each."""
-    min_batches: int = 8
-    """Minimum batches to train on."""
-    validation_batches: int = 4
-    """Batches that say when to stop, where no selection texts do; neither training nor the final
-    measurement sees them."""
+TEACHER_SHARE = 0.2
+"""Different batches to train on, as a share of the steps: the LoRA runs once on each. By hand."""
+MIN_BATCHES = 8
+"""Minimum batches to train on; by hand."""
+VALIDATION_BATCHES = 4
+"""Batches that say when to stop, where no selection texts do; neither training nor the final
+measurement sees them. By hand."""
 
 
 class Evaluator:
@@ -93,9 +87,6 @@ class Evaluator:
         are held out, and they also say when a training ends.
     on_step : callable, optional
         Called with a `ProgressUpdate` before and during each part of the work.
-    text_split : TextSplit, optional
-    norm : NormCalibration, optional
-    distillation : DistillationTexts, optional
 
     Attributes
     ----------
@@ -135,20 +126,14 @@ class Evaluator:
         chooses: bool = False,
         trains: bool = False,
         on_step: OnStep | None = None,
-        text_split: TextSplit | None = None,
-        norm: NormCalibration | None = None,
-        distillation: DistillationTexts | None = None,
     ) -> None:
         self.settings = settings or EvaluatorSettings()
         self.on_step = on_step
-        self.text_split = text_split or TextSplit()
-        self.norm = norm or NormCalibration()
-        self.distillation = distillation or DistillationTexts()
         # 1. Split the texts.
         self.held_out, remaining = self._hold_out(texts)
         n_selection = 0
         if chooses:
-            n_selection = self.text_split.n_selection(len(self.held_out), trains=trains)
+            n_selection = n_selection_texts(len(self.held_out), trains=trains)
         self.selection_texts = remaining[:n_selection]
         self.calibration_texts = remaining[n_selection:]
         # 2. Open the base, once: adapters share its large weights.
@@ -174,9 +159,9 @@ class Evaluator:
     def _hold_out(self, texts: Sequence[Item]) -> tuple[list[Item], list[Item]]:
         """Return held-out and remaining texts, as many as the settings say."""
         has_prompts = any(isinstance(text, PromptExample) for text in texts)
-        default = self.text_split.held_out_prompts if has_prompts else self.text_split.held_out
+        default = HELD_OUT_PROMPTS if has_prompts else HELD_OUT
         max_held_out = self.settings.held_out or default
-        return split_texts(texts, max_held_out, self.settings.seed, self.text_split)
+        return split_texts(texts, max_held_out, self.settings.seed)
 
     def _open(self, base: str | Path, lora: str | Path) -> tuple[Base, Base]:
         """Return the base without and with the LoRA; raise `CheckpointError` if they do not fit."""
@@ -290,14 +275,14 @@ class Evaluator:
             self.source.modules,
             self.batch_size,
             settings,
-            self.norm,
-            self.distillation,
         ]
         return content_key(
             dependencies, self.held_out, self.selection_texts, self.calibration_texts
         )
 
-    def statistics(self, journal: Journal, written: Path | None = None) -> Statistics:
+    def statistics(
+        self, journal: Journal, written: Path | None = None, *, lora_scale: float = LORA_SCALE
+    ) -> Statistics:
         """Measure statistics of the adapted layers: the norm in which shapes are searched.
 
         Statistics depend on the adapter that is active meanwhile.
@@ -307,14 +292,17 @@ class Evaluator:
         journal : Journal
             Statistics that an earlier run finished here are read, not measured again.
         written : path, optional
-            A written variant to be active; absent, the LoRA at the scale of `NormCalibration`.
+            A written variant to be active; absent, the LoRA.
+        lora_scale : float
+            Factor of the LoRA's ΔW, if the LoRA is active.
         """
         # 1. Read what an earlier run finished.
         predicts_tokens = self.source.head in TOKEN_HEADS
-        limit = self.norm.max_token_samples if predicts_tokens else self.norm.max_samples
+        limit = MAX_TEXTS_OF_TOKENS if predicts_tokens else MAX_TEXTS
         texts = self.calibration_texts[:limit]
         adapter = self.source.adapter_sha256 if written is None else sha256(written / WEIGHTS)
-        out = journal.directory(f"statistics-{content_key(self.key, adapter, len(texts))}")
+        key = content_key(self.key, adapter, lora_scale, len(texts))
+        out = journal.directory(f"statistics-{key}")
         if (out / METADATA).exists():
             return read_statistics(out)
         # 2. Activate the adapter.
@@ -322,7 +310,7 @@ class Evaluator:
         if written is None:
             stage = "calibrating"
             base = self.source
-            scaled = rescale_adapter_scale(base.model, self.norm.lora_scale)
+            scaled = rescale_adapter_scale(base.model, lora_scale)
         else:
             stage = "calibrating with the compressed adapter"
             # A variant may lack layers of the LoRA; they are measured too.
@@ -333,7 +321,7 @@ class Evaluator:
             self.announce(stage, step.done, step.total, step.unit)
 
         # 3. Measure.
-        mixed = mixed_precision(base.model, min_parameters=self.norm.min_mixed_parameters)
+        mixed = mixed_precision(base.model)
         with scaled, mixed:
             return calibrate(
                 base,
@@ -361,7 +349,7 @@ class Evaluator:
         if self.monitors_by_selection:
             batches = self._training_batches(self.calibration_texts, steps, micro)
             return DistillationData(self.source, batches, self.selection_reference)
-        n_validation = self.distillation.validation_batches * size
+        n_validation = VALIDATION_BATCHES * size
         validation_texts = self.calibration_texts[:n_validation]
         texts = self.calibration_texts[n_validation:]
         if len(texts) < size:  # too few are left for a batch: set every fourth aside
@@ -376,8 +364,7 @@ class Evaluator:
     ) -> list[list[Batch]]:
         """Return the batches of a training, with texts of similar length in each."""
         size = self.batch_size
-        share = self.distillation.teacher_share
-        n_batches = max(self.distillation.min_batches, round(share * steps))
+        n_batches = max(MIN_BATCHES, round(TEACHER_SHARE * steps))
         by_length = sorted(texts[: n_batches * size], key=n_characters)
         starts = range(0, len(by_length), size)
         return [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from lsrdecomp.calibration.dataset import (
@@ -23,32 +22,27 @@ Texts = Sequence[str | Item]
 """Texts as a caller may give them; a plain string is a text of its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextSplit:
-    """Numbers of texts that are held out, and that variants are selected by; all by hand."""
+# Numbers of texts that are held out; all by hand.
 
-    held_out: int = 128
-    """Maximum texts held out, unless the settings say otherwise; never more than a quarter."""
-    held_out_prompts: int = 64
-    """The same for prompts with completions, each of which gives many predictions."""
-    min_texts: int = 32
-    """Different texts that are needed: eight to measure on, the others to learn from."""
-    min_held_out: int = 8
-    """Minimum texts held out."""
-    min_to_select: int = 60
-    """Held-out texts from which on others are set aside to select variants by. Fewer texts than 30
-    would select by luck."""
-    selection_share: float = 0.5
-    """Texts that variants are selected by, as a share of the held-out ones."""
-    trained_selection_share: float = 0.75
-    """The same where variants are trained. The same texts then say when a training ends, so that
-    there are more of them, but no others for that."""
+HELD_OUT = 128
+"""Maximum texts held out, unless the settings say otherwise; never more than a quarter."""
+HELD_OUT_PROMPTS = 64
+"""The same for prompts with completions, each of which gives many predictions."""
+MIN_TEXTS = 32
+"""Different texts that are needed: eight to measure on, the others to learn from."""
+MIN_HELD_OUT = 8
+"""Minimum texts held out."""
 
-    def n_selection(self, held_out: int, *, trains: bool) -> int:
-        """Return the number of texts to select variants by, beside so many that are held out."""
-        if held_out < self.min_to_select:
-            return 0
-        return round(held_out * (self.trained_selection_share if trains else self.selection_share))
+
+def n_selection_texts(held_out: int, *, trains: bool) -> int:
+    """Return the number of texts to select variants by, beside so many that are held out.
+
+    Fewer than 30 would select by luck, so that none are. Where variants are trained there are more:
+    the same texts then say when a training ends, and no others are set aside for that.
+    """
+    if held_out < 60:
+        return 0
+    return round(held_out * (0.75 if trains else 0.5))
 
 
 def read_data(data: str | Path | Texts) -> list[Item]:
@@ -103,7 +97,7 @@ def data_name(data: str | Path | Texts) -> str:
 
 
 def split_texts(
-    texts: Sequence[Item], max_held_out: int, seed: int, rule: TextSplit | None = None
+    texts: Sequence[Item], max_held_out: int, seed: int
 ) -> tuple[list[Item], list[Item]]:
     """Hold out texts, at most a quarter of all.
 
@@ -119,19 +113,18 @@ def split_texts(
     LsrError
         If the texts are too few.
     """
-    rule = rule or TextSplit()
     # 1. Group texts that begin alike. A group is held out as a whole: a variant trained on the
     #    prompt of a held-out text would look better than it is.
     groups: dict[str, list[Item]] = {}
     for text in texts:
         groups.setdefault(_beginning(text), []).append(text)
-    if len(groups) < rule.min_texts:
+    if len(groups) < MIN_TEXTS:
         raise LsrError(
-            f"{len(groups)} different texts are too few: {rule.min_texts} are needed, a few "
+            f"{len(groups)} different texts are too few: {MIN_TEXTS} are needed, a few "
             "hundred are better"
         )
     # 2. Go through the groups in random order, and hold out each that still fits.
-    limit = max(rule.min_held_out, min(max_held_out, len(texts) // 4))
+    limit = max(MIN_HELD_OUT, min(max_held_out, len(texts) // 4))
     beginnings = list(groups)
     random.Random(seed).shuffle(beginnings)
     held_out: list[Item] = []

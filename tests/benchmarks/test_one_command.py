@@ -15,7 +15,7 @@ from tiny_bases import write_directories
 
 import lsrdecomp as lsr
 from benchmarks.cost import one_command
-from lsrdecomp.compression import MeasuredSettings
+from lsrdecomp.compression.measured_settings import MeasuredSettings
 
 
 @pytest.fixture
@@ -69,13 +69,9 @@ def test_a_row_is_made_anew_unless_it_is_to_stay(run):
 def test_what_a_row_reads_is_what_compress_writes(tmp_path):
     folder = write_directories(tmp_path, "SEQ_CLS", layers=1)
     texts = [f"w{i % 30} w{i % 7} w{i % 11}" for i in range(48)]
+    settings = MeasuredSettings(max_length=16)
     result = lsr.compress(
-        folder / "lora",
-        base=folder / "base",
-        data=texts,
-        ratio=4,
-        distil=4,
-        settings=MeasuredSettings(max_length=16),
+        folder / "lora", base=folder / "base", data=texts, ratio=4, distil=4, settings=settings
     )
     row = one_command.written(result.save(tmp_path / "out"))
     assert row["kept"] == result.fidelity.kept

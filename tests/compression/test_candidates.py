@@ -9,17 +9,21 @@ import pytest
 from oracles import weight_of, weighted_truncation
 
 from benchmarks.lab.structures.fit import Fit, fit_layers, lsr_candidates
+from lsrdecomp.compression import candidates as candidates_module
+from lsrdecomp.compression import search_table
+from lsrdecomp.compression import shapes as shapes_module
 from lsrdecomp.compression.caches import SpillCache
 from lsrdecomp.compression.candidates import (
     LsrCandidate,
     drop,
+    equal_bits_candidates,
     keep,
     low_rank_candidates,
     materialize,
     predicted_as,
     priced_as,
+    water_filled_candidates,
 )
-from lsrdecomp.compression.effort import SearchEffort, ShapeGrid
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.search import search_layers
@@ -137,22 +141,35 @@ def test_another_width_is_predicted_from_the_one_beside_it(rng: np.random.Genera
         assert 1 / 3 < ratio < 3  # 0.46 to 1.90 of thirty drawn layers
 
 
-def table_with_widths(rng: np.random.Generator, margin: float) -> tuple[SearchTable, Budget]:
-    """A table of candidates in all widths of codes, at this `SearchEffort.width_margin`."""
+def test_the_sizes_of_low_rank_in_integers_are_as_many_as_asked(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = Layer.of("q", LowRank(rng.standard_normal((24, 12)), rng.standard_normal((12, 36))))
+    assert len(water_filled_candidates(layer, n_sizes=5)) == 5
+    monkeypatch.setattr(candidates_module, "MAX_CODE_SIZES", 5)
+    monkeypatch.setattr(candidates_module, "CONSECUTIVE_RANKS", 3)
+    ranks = [candidate.rank for candidate in equal_bits_candidates(layer, 4)]
+    assert ranks[:3] == [1, 2, 3]
+    assert ranks[-1] == 12
+    assert len(ranks) <= 5
+
+
+def table_with_widths(rng: np.random.Generator) -> tuple[SearchTable, Budget]:
+    """A table of candidates in all widths of codes."""
     budget = Budget(bytes=150.0)
     table = search_layers(
         layers(rng, True),
         [budget],
-        search=Search(effort=SearchEffort(width_margin=margin)),
         storages=("float16", "int8", "int6", "int5", "int4", "int3", "int2"),
     )
     return table, budget
 
 
-def test_codes_are_made_in_other_widths_only_near_the_hull(rng: np.random.Generator) -> None:
+def test_codes_are_made_in_other_widths_only_near_the_hull(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for margin in (1.0, 1e9):
-        table, budget = table_with_widths(np.random.default_rng(1), margin)
+        monkeypatch.setattr(search_table, "WIDTH_MARGIN", margin)
+        table, budget = table_with_widths(np.random.default_rng(1))
         found[margin] = []
         for i in range(len(table.layers)):
             options = [candidate for _, candidate in table.candidates(i, budget, "solved")]
@@ -167,10 +184,12 @@ def test_codes_are_made_in_other_widths_only_near_the_hull(rng: np.random.Genera
             assert one.squared_error == measured[one.shape, one.ranks, one.storage]
 
 
-def test_of_a_tall_shape_the_small_factors_have_the_inner_rank() -> None:
+def test_of_a_tall_shape_the_small_factors_have_the_inner_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else it is low rank of the large ones, which costs as much as the matrix."""
-    grid = ShapeGrid(even_inner=(), tall=((6, (4, 1)), (12, (1, 2)), (12, (2, 1))))
-    requests = fine_grid((192, 240), 8, (2,), 8, math.inf, grid)
+    monkeypatch.setattr(shapes_module, "EVEN_INNER", ())
+    requests = fine_grid((192, 240), 8, (2,), 8, math.inf)
     shapes = {request.shape for request in requests}
     assert len(shapes) == 3
     for shape in shapes:

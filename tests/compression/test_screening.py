@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lsrdecomp.compression.compress import search_adapter
-from lsrdecomp.compression.effort import Screening, SearchEffort, ShapeGrid
+from lsrdecomp.compression.effort import Screening
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.screening import Spectrum, estimated_advantage, worth_solving
 from lsrdecomp.compression.search import fit_budget, search_layers
@@ -18,9 +18,8 @@ from lsrdecomp.compression.settings import Budget, CompressionPlan, Search
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import Identity, LowRankPlusIdentity, NormWeights
 
-GRID = ShapeGrid()
 NO_FILLING = Screening(min_filling_gain=math.inf)
-QUICK = Search(orders=(2,), rounds=0, effort=SearchEffort(screening=NO_FILLING))
+QUICK = Search(orders=(2,), rounds=0, screening=NO_FILLING)
 
 
 def noise_layer(name: str, seed: int, rank: int = 4, side: int = 1024) -> Layer:
@@ -47,7 +46,7 @@ def spectrum(sigma: list[float], advantage: float = 0.5, cost: int = 100) -> Spe
 
 
 def test_the_advantage_of_a_kronecker_product_is_that_of_its_fewer_parameters():
-    advantage = estimated_advantage(kronecker_layer("planted"), (2,), GRID)
+    advantage = estimated_advantage(kronecker_layer("planted"), (2,))
     assert advantage == pytest.approx((1024 + 1024) / 128, rel=1e-3)
 
 
@@ -58,18 +57,18 @@ def test_the_advantage_of_three_factors_is_found_too():
         factors = [rng.standard_normal(8) for _ in range(3)]
         sides.append(np.kron(np.kron(factors[0], factors[1]), factors[2]))
     layer = Layer.of("cube", LowRank(sides[0][:, None], sides[1][None, :]))
-    assert estimated_advantage(layer, (3,), GRID) == pytest.approx(1024 / 48)
-    assert estimated_advantage(layer, (2,), GRID) < 1024 / 48
+    assert estimated_advantage(layer, (3,)) == pytest.approx(1024 / 48)
+    assert estimated_advantage(layer, (2,)) < 1024 / 48
 
 
 def test_noise_has_no_advantage():
-    assert estimated_advantage(noise_layer("noise", 0), (2, 3), GRID) < Screening().min_advantage
+    assert estimated_advantage(noise_layer("noise", 0), (2, 3)) < Screening().min_advantage
 
 
 def test_a_layer_of_zeros_or_of_one_row_has_none():
     zeros = Layer.of("zeros", LowRank(np.zeros((4, 2)), np.zeros((2, 4))))
     row = Layer.of("row", LowRank(np.ones((1, 1)), np.ones((1, 8))))
-    assert [estimated_advantage(layer, (2,), GRID) for layer in (zeros, row)] == [0.0, 0.0]
+    assert [estimated_advantage(layer, (2,)) for layer in (zeros, row)] == [0.0, 0.0]
 
 
 def test_only_layers_in_which_a_product_may_win_are_solved():
@@ -95,7 +94,7 @@ def test_where_none_may_win_the_result_is_truncated_svd_and_says_so(small_lora):
 
 def test_a_result_says_in_how_many_layers_products_were_solved(small_lora):
     plan = CompressionPlan(ratio=8)
-    all_solved = replace(QUICK, effort=SearchEffort(screening=Screening(min_advantage=0.0)))
+    all_solved = replace(QUICK, screening=Screening(min_advantage=0.0))
     result = search_adapter(small_lora, [plan], search=all_solved).compress(plan)
     assert result.solved_layers == len(result.layers)
     assert "were solved for" not in " ".join(result.sentences())
@@ -141,7 +140,7 @@ def test_a_bound_on_the_rank_is_never_beaten_by_products(monkeypatch):
     noisy = Layer.of("noisy", pair)
     budget = Budget(parameters=12 * 2048.0)
     narrow = replace(QUICK, inner_rank=2)
-    advantage = estimated_advantage(noisy, (2,), GRID)
+    advantage = estimated_advantage(noisy, (2,))
     spectra = [Spectrum.of(noisy, advantage)]
     solve_all = Screening(min_advantage=0.0, min_filling_gain=math.inf)
     assert worth_solving(spectra, budget, 2, ["float32"], solve_all) == set()

@@ -14,9 +14,10 @@ import pytest
 
 from lsrdecomp.checkpoints import Journal, open_checkpoint, write_lora
 from lsrdecomp.checkpoints.progress import ProgressUpdate
-from lsrdecomp.compression import solve
+from lsrdecomp.compression import search as search_module
+from lsrdecomp.compression import search_steps, solve
 from lsrdecomp.compression.candidates import LsrCandidate
-from lsrdecomp.compression.effort import ResourceLimits, SearchEffort
+from lsrdecomp.compression.effort import ResourceLimits
 from lsrdecomp.compression.layers import Layer, open_layers
 from lsrdecomp.compression.search import (
     FittedLayers,
@@ -217,25 +218,26 @@ def test_refining_goes_on_with_the_layers_that_still_gain(
 
     def counted(task: solve.SolveTask) -> list[solve.SolvedShape]:
         if task.starts is not None:
-            refined.append((task.effort.sweeps, task.indices))
+            refined.append((task.sweeps.limit, task.indices))
         return solved(task)
 
     solved = solve.solve
     monkeypatch.setattr(solve, "solve", counted)
+    monkeypatch.setattr(search_module, "MAX_REFINEMENTS", 1)
+    monkeypatch.setattr(search_steps, "REFINE_TOLERANCE", 1e-9)
     budget = smaller(layers, 8.0)
     for min_gain, goes_on in ((1e-9, True), (1e9, False)):
-        effort = SearchEffort(max_refinements=1, refine_tolerance=1e-9, min_relative_gain=min_gain)
+        monkeypatch.setattr(search_steps, "MIN_RELATIVE_GAIN", min_gain)
         refined.clear()
-        search = replace(LONG, effort=effort)
-        fitted = fit_budget(search_layers(layers, [budget], search=search), budget)
+        fitted = fit_budget(search_layers(layers, [budget], search=LONG), budget)
         count = sum(isinstance(one.candidate, LsrCandidate) for one in fitted.chosen)
         assert count > 0
         assert any(len(places) > 1 for _, places in refined)
         together = next(places for _, places in refined if len(places) > 1)
         taken = [[sweeps for sweeps, places in refined if i in places] for i in together]
-        assert all(sweeps[0] == effort.sweeps_per_round for sweeps in taken)
+        assert all(sweeps[0] == search_steps.SWEEPS_PER_ROUND for sweeps in taken)
         assert (max(map(len, taken)) > 1) == goes_on
-        assert max(map(sum, taken)) == (20 if goes_on else effort.sweeps_per_round)
+        assert max(map(sum, taken)) == (20 if goes_on else search_steps.SWEEPS_PER_ROUND)
 
 
 def test_terms_that_vanished_are_not_counted(rng: np.random.Generator) -> None:
@@ -334,7 +336,6 @@ def test_the_fine_grid_is_solved_at_the_sizes_that_a_budget_chose(layers: list[L
     ]
     assert {max(one.shape.inner) for one in entries} == {1}
     fitted = fit_budget(searched, smaller(layers, 6.0))
-    effort = QUICK.effort
     entries = [
         entry.exact
         for row in searched.rows
@@ -343,7 +344,7 @@ def test_the_fine_grid_is_solved_at_the_sizes_that_a_budget_chose(layers: list[L
     ]
     assert max(max(one.shape.inner) for one in entries) > 1
     largest = max(one.parameters for one in entries if max(one.shape.inner) > 1)
-    assert largest <= effort.size_step ** (2 * effort.max_grid_passes) * max(
+    assert largest <= search_steps.SIZE_STEP ** (2 * search_module.MAX_GRID_PASSES) * max(
         one.candidate.parameters for one in fitted.chosen
     )
 

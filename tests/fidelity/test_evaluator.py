@@ -13,11 +13,8 @@ from tiny_bases import write_directories  # noqa: E402
 from lsrdecomp.checkpoints import Journal  # noqa: E402
 from lsrdecomp.checkpoints.progress import ProgressUpdate  # noqa: E402
 from lsrdecomp.compression.measured_settings import EvaluatorSettings  # noqa: E402
-from lsrdecomp.fidelity.evaluate import (  # noqa: E402
-    DistillationTexts,
-    Evaluator,
-    NormCalibration,
-)
+from lsrdecomp.fidelity import evaluate  # noqa: E402
+from lsrdecomp.fidelity.evaluate import Evaluator  # noqa: E402
 
 WORDS = random.Random(0)
 TEXTS = [(" ".join(f"w{WORDS.randrange(30)}" for _ in range(3 + i % 6)), None) for i in range(96)]
@@ -28,9 +25,9 @@ def folder(tmp_path_factory):
     return write_directories(tmp_path_factory.mktemp("classifier"), "SEQ_CLS", layers=1)
 
 
-def evaluator(folder, **choices):
+def evaluator(folder):
     settings = EvaluatorSettings(batch=8, max_length=16)
-    return Evaluator(folder / "base", folder / "lora", TEXTS, settings, **choices)
+    return Evaluator(folder / "base", folder / "lora", TEXTS, settings)
 
 
 def rows(batches):
@@ -43,9 +40,10 @@ def rows(batches):
 
 
 @pytest.mark.parametrize("micro", [None, 3])
-def test_every_text_that_is_left_is_trained_on_once_in_a_round(folder, micro):
+def test_every_text_that_is_left_is_trained_on_once_in_a_round(folder, monkeypatch, micro):
     """And none by which training is validated, or by which the result is measured."""
-    measured = evaluator(folder, distillation=DistillationTexts(validation_batches=1))
+    monkeypatch.setattr(evaluate, "VALIDATION_BATCHES", 1)
+    measured = evaluator(folder)
     data = measured.distillation_data(1000, micro)
     trained = rows(batch for step in data.batches for batch in step)
     assert sorted(trained) == sorted(rows(measured.batches(measured.calibration_texts[8:])))
@@ -53,10 +51,12 @@ def test_every_text_that_is_left_is_trained_on_once_in_a_round(folder, micro):
     assert all(len(batch["input_ids"]) <= (micro or 8) for step in data.batches for batch in step)
 
 
-def test_few_steps_are_taught_by_few_texts(folder):
+def test_few_steps_are_taught_by_few_texts(folder, monkeypatch):
     """The LoRA answers each once, so no more than a share of the steps, and a least number."""
-    few = DistillationTexts(validation_batches=1, min_batches=2, teacher_share=0.5)
-    measured = evaluator(folder, distillation=few)
+    monkeypatch.setattr(evaluate, "VALIDATION_BATCHES", 1)
+    monkeypatch.setattr(evaluate, "MIN_BATCHES", 2)
+    monkeypatch.setattr(evaluate, "TEACHER_SHARE", 0.5)
+    measured = evaluator(folder)
     assert [len(measured.distillation_data(steps, None).batches) for steps in (1, 4, 6, 8)] == [
         2,
         2,
@@ -66,9 +66,10 @@ def test_few_steps_are_taught_by_few_texts(folder):
     assert sum(len(step) for step in measured.distillation_data(6, None).batches) == 3
 
 
-def test_where_too_few_are_left_for_a_batch_every_fourth_text_validates(folder):
-    few = DistillationTexts(validation_batches=100, min_batches=100)
-    measured = evaluator(folder, distillation=few)
+def test_where_too_few_are_left_for_a_batch_every_fourth_text_validates(folder, monkeypatch):
+    monkeypatch.setattr(evaluate, "VALIDATION_BATCHES", 100)
+    monkeypatch.setattr(evaluate, "MIN_BATCHES", 100)
+    measured = evaluator(folder)
     texts = measured.calibration_texts
     data = measured.distillation_data(1000)
     trained = rows(batch for step in data.batches for batch in step)
@@ -95,8 +96,11 @@ def test_no_more_answers_are_compared_than_asked_for(folder):
 
 
 @pytest.mark.parametrize(("limit", "used"), [(5, 5), (9, 9), (1000, None)])
-def test_the_norm_is_measured_on_no_more_texts_than_it_may_be(folder, tmp_path, limit, used):
-    measured = evaluator(folder, norm=NormCalibration(max_samples=limit))
+def test_the_norm_is_measured_on_no_more_texts_than_it_may_be(
+    folder, tmp_path, monkeypatch, limit, used
+):
+    monkeypatch.setattr(evaluate, "MAX_TEXTS", limit)
+    measured = evaluator(folder)
     with Journal(tmp_path / "journal") as journal:
         statistics = measured.statistics(journal)
         assert statistics.metadata["examples"] == (used or len(measured.calibration_texts))

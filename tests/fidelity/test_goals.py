@@ -13,13 +13,13 @@ pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
 from lsrdecomp.calibration.behaviour import Behaviour
+from lsrdecomp.fidelity import goals
 from lsrdecomp.fidelity.compress import _held_out_choice
 from lsrdecomp.fidelity.goals import ShareGoal
-from lsrdecomp.fidelity.size_search import TrainedSizeSearch
+from lsrdecomp.fidelity.prunings import MAX_PRUNINGS
 from lsrdecomp.fidelity.variants import CompressedVariant
 
 FULL_SIZE = 100_000
-STANDARD = TrainedSizeSearch()
 
 
 def variant_of(size, loss, std_error=None, **fields):
@@ -67,18 +67,18 @@ def loss_of_size(size):
     return min(1.0, 5.0 / size**0.5)
 
 
-def goal_of(variants, training=STANDARD):
+def goal_of(variants):
     searched = SimpleNamespace(
         expected_error=lambda plan: loss_of_size(plan.parameters),
         compress=lambda plan, fill: plan.parameters,
     )
     options = {"storage": "float32", "max_rank": None}
-    return ShareGoal(variants, lambda *_, **__: searched, 0.95, options, training=training)
+    return ShareGoal(variants, lambda *_, **__: searched, 0.95, options)
 
 
-def result_of(residuals, slope, training=STANDARD, std_error=None):
+def result_of(residuals, slope, std_error=None):
     variants = Variants(residuals, slope, std_error)
-    return goal_of(variants, training).trained(), variants
+    return goal_of(variants).trained(), variants
 
 
 @pytest.mark.parametrize("slope", [4.0, 8.0, 20.0])
@@ -86,7 +86,7 @@ def result_of(residuals, slope, training=STANDARD, std_error=None):
 def test_the_result_keeps_hardly_more_than_was_asked(residual, slope):
     result, variants = result_of([residual, 0.6], slope)
     assert result.behaviour.kept >= 0.95
-    pruned_to_the_end = variants.prunings >= 2 * STANDARD.max_prunings
+    pruned_to_the_end = variants.prunings >= 2 * MAX_PRUNINGS
     assert result.behaviour.kept < 0.96 or pruned_to_the_end
 
 
@@ -105,7 +105,7 @@ def test_a_variant_that_keeps_enough_by_chance_is_taken_only_where_no_other_does
     # With an error of 0.006 a share of 0.953 may be chance; the second training ends with 0.96.
     variants = Variants([0.20, 1.2], 8.0, std_error=0.006)
     small, large = (variant_of(size, loss, 0.006) for size, loss in ((900, 0.047), (1000, 0.04)))
-    goal = goal_of(variants, TrainedSizeSearch(max_trained=2))
+    goal = goal_of(variants)
     for trained, expected in (([small], small), ([large, small], large)):
         outcomes = iter([*trained, *trained])
         goal._train = lambda *_, outcomes=outcomes: next(outcomes)
@@ -139,7 +139,9 @@ def test_prunings_of_a_variant_are_remembered_when_it_is_pruned_again():
 
 
 @pytest.mark.parametrize("slope", [6.0, 8.0, 12.0])
-def test_a_pruning_is_closed_in_on_by_its_own_error_which_grows_with_the_loss(slope):
+def test_a_pruning_is_closed_in_on_by_its_own_error_which_grows_with_the_loss(slope, monkeypatch):
+    monkeypatch.setattr(goals, "MAX_TRAINED", 1)
+
     class WithErrors(Variants):
         def train(self, *given, **named):
             return with_error(super().train(*given, **named))
@@ -151,14 +153,15 @@ def test_a_pruning_is_closed_in_on_by_its_own_error_which_grows_with_the_loss(sl
         std_error = 0.15 * (1.0 - variant.behaviour.kept)
         return replace(variant, behaviour=replace(variant.behaviour, standard_error=std_error))
 
-    result = goal_of(WithErrors([0.12, 1.2], slope), TrainedSizeSearch(max_trained=1)).trained()
+    result = goal_of(WithErrors([0.12, 1.2], slope)).trained()
     assert result.origin is not None
     assert 0.95 <= result.behaviour.kept - result.behaviour.standard_error < 0.956
 
 
-def test_an_untrained_variant_is_not_pruned():
+def test_an_untrained_variant_is_not_pruned(monkeypatch):
+    monkeypatch.setattr(goals, "MAX_TRAINED", 1)
     # Training does nothing here, so a variant is searched that keeps enough without.
-    result, variants = result_of([1.0, 1.0], 0.0, TrainedSizeSearch(max_trained=1))
+    result, variants = result_of([1.0, 1.0], 0.0)
     assert variants.prunings == 0
     assert result.behaviour.kept >= 0.95
 
@@ -227,6 +230,6 @@ def test_variants_are_replaced_while_the_held_out_texts_show_too_little(shares, 
     )
     following = dict(zip(map(id, variants), variants[1:], strict=False))
     goal = SimpleNamespace(replacement=lambda variant, _: following.get(id(variant)))
-    best, behaviour, count = _held_out_choice(variants[0], goal, evaluator, 0.95, 2)
+    best, behaviour, count = _held_out_choice(variants[0], goal, evaluator, 0.95)
     assert (best.path, count) == (str(chosen), n_measured)
     assert behaviour.kept == pytest.approx(shares[chosen])

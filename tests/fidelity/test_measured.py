@@ -32,13 +32,11 @@ from lsrdecomp.compression.measured_settings import (  # noqa: E402
     EvaluatorSettings,
     MeasuredSettings,
 )
-from lsrdecomp.compression.request import Request  # noqa: E402
 from lsrdecomp.fidelity import compress as compress_module  # noqa: E402
-from lsrdecomp.fidelity import evaluate, variants  # noqa: E402
-from lsrdecomp.fidelity.compress import compress_request  # noqa: E402
+from lsrdecomp.fidelity import evaluate, goals, variants  # noqa: E402
 from lsrdecomp.fidelity.evaluate import Evaluator  # noqa: E402
 from lsrdecomp.fidelity.fidelity import Fidelity  # noqa: E402
-from lsrdecomp.fidelity.size_search import SizeSearch, TrainedSizeSearch  # noqa: E402
+from lsrdecomp.fidelity.size_search import MAX_MEASURED  # noqa: E402
 from lsrdecomp.fidelity.variants import DistilledVariant  # noqa: E402
 from lsrdecomp.markup import size_text  # noqa: E402
 
@@ -84,7 +82,7 @@ def test_the_variant_found_keeps_what_was_asked_as_written(folder, untrained, tm
     lora, result = lsr.open_checkpoint(folder / "lora"), untrained
     assert result.fidelity.kept >= 0.9
     assert result.fidelity.requested == 0.9
-    assert result.fidelity.measurements <= SizeSearch().max_measured
+    assert result.fidelity.measurements <= MAX_MEASURED
     assert result.totals.parameters <= lora.adapter_parameters
     result.save(tmp_path / "out")
     again = Evaluator(folder / "base", folder / "lora", TEXTS, EVALUATED).measure(tmp_path / "out")
@@ -213,8 +211,8 @@ def test_few_sizes_are_trained_and_none_is_as_large_as_without(
     }
     done = pretend_to_distil(monkeypatch, 0.2)
     # Of so few texts a standard error is larger than what may be lost.
-    training = TrainedSizeSearch(std_errors=0.0)
-    result = compress_searching(folder / "lora", training=training, **settings, distil=40)
+    monkeypatch.setattr(goals, "STD_ERRORS", 0.0)
+    result = lsr.compress(folder / "lora", **settings, distil=40)
     assert 1 <= len(done) <= 3
     assert len(set(done)) == len(done)
     assert result.fidelity.kept >= 0.9
@@ -240,7 +238,7 @@ def test_where_no_training_brings_enough_the_variant_is_an_untrained_one(folder,
     }
     done = pretend_to_distil(monkeypatch, 1.1)  # does harm
     result = lsr.compress(folder / "lora", **settings, distil=40)
-    assert 1 <= len(done) <= TrainedSizeSearch().max_trained
+    assert 1 <= len(done) <= goals.MAX_TRAINED
     assert result.fidelity.distilled == 0
     assert result.fidelity.kept >= 0.9
 
@@ -253,22 +251,16 @@ def kill(*given, **named):
     raise Killed
 
 
-def compress_searching(lora, *, training, on_step=None, settings, **given):
-    """`lsr.compress`, with the choices that steer the search for sizes."""
-    request = Request.parse(given, settings=settings)
-    return compress_request(lsr.open_checkpoint(lora), request, on_step, training=training)
-
-
 def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monkeypatch):
     out, trainings, saved = tmp_path / "out", [], []
     plain, end = variants.distil_variant, Evaluator.fidelity
+    monkeypatch.setattr(goals, "EARLY_STOP_MARGIN", 100.0)  # no training ends early
     settings = {
         "base": folder / "base",
         "data": TEXTS,
         "keep": 0.9,
         "distil": 24,
         "storage": "float32",
-        "training": TrainedSizeSearch(early_stop_margin=100.0),  # no training ends early
         **SETTINGS,
     }
     monkeypatch.setattr(
@@ -281,7 +273,7 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
         TrainingState, "save", lambda state, *given: (save(state, *given), saved.append(state.step))
     )
     told = []
-    whole = compress_searching(folder / "lora", **settings, on_step=told.append)
+    whole = lsr.compress(folder / "lora", **settings, on_step=told.append)
     # Calibration, search, training.
     assert {step.unit for step in told} >= {
         "examples",
@@ -300,11 +292,11 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
     assert numbers == sorted(numbers)
     assert numbers[-1][0] == numbers[-1][1]
     count = len(trainings)
-    assert 1 <= count <= TrainedSizeSearch().max_trained
+    assert 1 <= count <= goals.MAX_TRAINED
 
     saved.clear()
     with pytest.raises(Killed), Journal.beside(out) as journal:  # in the first training
-        compress_searching(
+        lsr.compress(
             folder / "lora",
             **settings,
             journal=journal,
@@ -313,14 +305,14 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
     steps, first_saved = [], saved[0]
     monkeypatch.setattr(Evaluator, "fidelity", kill)
     with pytest.raises(Killed), Journal.beside(out) as journal:  # when all of them are done
-        compress_searching(folder / "lora", **settings, journal=journal, on_step=steps.append)
+        lsr.compress(folder / "lora", **settings, journal=journal, on_step=steps.append)
     # Not from its beginning.
     assert next(step.done for step in steps if step.unit == "steps") == first_saved + 1
     trainings.clear()
     monkeypatch.setattr(Evaluator, "measure", kill)  # nothing is measured again either
     monkeypatch.setattr(Evaluator, "fidelity", end)
     with Journal.beside(out) as journal:
-        result = compress_searching(folder / "lora", **settings, journal=journal)
+        result = lsr.compress(folder / "lora", **settings, journal=journal)
     assert not trainings
     assert len([one for one in result.tried if one.steps]) == count
     assert [one.parameters for one in result.tried] == [one.parameters for one in whole.tried]
@@ -503,7 +495,7 @@ def test_the_norm_is_measured_with_the_lora_at_less_than_its_strength(
     assert whole == scales(evaluator.source.model) != []
     for strong, weak in zip(whole, less, strict=True):
         assert weak == {
-            name: pytest.approx(evaluator.norm.lora_scale * value) for name, value in strong.items()
+            name: pytest.approx(evaluate.LORA_SCALE * value) for name, value in strong.items()
         }
 
 

@@ -9,14 +9,13 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from test_measured import SETTINGS, TEXTS, compress_searching
+from test_measured import SETTINGS, TEXTS
 from tiny_bases import write_directories
 
 import lsrdecomp as lsr
 from lsrdecomp.compression import verify
-from lsrdecomp.fidelity import variants
+from lsrdecomp.fidelity import goals, variants
 from lsrdecomp.fidelity.prune import prune, pruned
-from lsrdecomp.fidelity.size_search import TrainedSizeSearch
 from lsrdecomp.fidelity.variants import DistilledVariant
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -139,11 +138,12 @@ def distil_to(monkeypatch, shares):
     return trained
 
 
-def kept_of_nine_tenths(folder):
-    return compress_searching(
+def kept_of_nine_tenths(folder, monkeypatch):
+    monkeypatch.setattr(goals, "MAX_TRAINED", 1)
+    # Of so few texts a standard error is larger than what is left to spend.
+    monkeypatch.setattr(goals, "STD_ERRORS", 0.0)
+    return lsr.compress(
         folder / "lora",
-        # Of so few texts a standard error is larger than what is left to spend.
-        training=TrainedSizeSearch(max_trained=1, std_errors=0.0),
         base=folder / "base",
         data=TEXTS,
         keep=0.9,
@@ -156,7 +156,7 @@ def kept_of_nine_tenths(folder):
 @pytest.mark.parametrize("keeps", [True, False])
 def test_what_keeps_more_than_was_asked_is_pruned_and_trained_a_little(folder, monkeypatch, keeps):
     trained = distil_to(monkeypatch, [0.975, 0.903 if keeps else 0.89])
-    result = kept_of_nine_tenths(folder)
+    result = kept_of_nine_tenths(folder, monkeypatch)
     assert trained == [(40, None), (12, 0.05)]
     first, second = (one for one in result.tried if one.steps)
     assert second.parameters < first.parameters
@@ -172,5 +172,5 @@ def test_what_keeps_more_than_was_asked_is_pruned_and_trained_a_little(folder, m
 
 def test_what_keeps_hardly_more_is_not_trained_again(folder, monkeypatch):
     trained = distil_to(monkeypatch, [0.904, 0.9])
-    assert kept_of_nine_tenths(folder).fidelity.distilled == 40
+    assert kept_of_nine_tenths(folder, monkeypatch).fidelity.distilled == 40
     assert trained == [(40, None)]

@@ -11,11 +11,16 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from lsrdecomp.calibration.behaviour import Behaviour
-from lsrdecomp.fidelity.prunings import PruningSearch, share_at_loss
-from lsrdecomp.fidelity.size_search import TrainedSizeSearch, loss_of
+from lsrdecomp.fidelity.prunings import (
+    MAX_PRUNED_SAVING,
+    MAX_PRUNINGS,
+    PRUNED_CURVATURE,
+    PRUNED_TOLERANCE,
+    PruningSearch,
+    share_at_loss,
+)
+from lsrdecomp.fidelity.size_search import loss_of
 from lsrdecomp.fidelity.variants import CompressedVariant
-
-STANDARD = TrainedSizeSearch()
 
 
 def losing(loss):
@@ -24,11 +29,9 @@ def losing(loss):
     return CompressedVariant(SimpleNamespace(), None, behaviour)
 
 
-def search_with(loss_of_share, training=STANDARD):
+def search_with(loss_of_share):
     """The search of a variant whose prunings lose what a formula says."""
-    return PruningSearch(
-        losing(loss_of_share(0.0)), lambda _, share: losing(loss_of_share(share)), training
-    )
+    return PruningSearch(losing(loss_of_share(0.0)), lambda _, share: losing(loss_of_share(share)))
 
 
 @pytest.mark.parametrize("power", [1.5, 2.0, 3.0])
@@ -36,13 +39,13 @@ def search_with(loss_of_share, training=STANDARD):
 def test_tries_end_just_below_the_loss_that_is_allowed(curvature, power):
     search = search_with(lambda share: 0.03 * np.exp(curvature * share**power))
     search.close_in(lambda _: 0.047)
-    assert len(search.pruned) <= STANDARD.max_prunings
+    assert len(search.pruned) <= MAX_PRUNINGS
     nearest = max(loss_of(each) for each in search.pruned if loss_of(each) <= 0.047)
-    assert nearest >= (1.0 - STANDARD.pruned_tolerance) * 0.047
+    assert nearest >= (1.0 - PRUNED_TOLERANCE) * 0.047
 
 
 def test_where_the_law_holds_the_first_try_is_the_last():
-    search = search_with(lambda share: 0.03 * np.exp(STANDARD.pruned_curvature * share**2))
+    search = search_with(lambda share: 0.03 * np.exp(PRUNED_CURVATURE * share**2))
     search.close_in(lambda _: 0.047)
     assert [loss_of(each) for each in search.pruned] == [pytest.approx(0.95 * 0.047, rel=1e-3)]
 
@@ -64,9 +67,9 @@ def test_nothing_is_pruned_of_a_variant_that_has_nothing_to_spend():
 def test_no_more_is_pruned_than_may_be_and_not_twice_the_same():
     search = search_with(lambda _: 0.001)
     search.close_in(lambda _: 0.047)
-    limit = 1.0 - 1.0 / STANDARD.max_pruned_saving
+    limit = 1.0 - 1.0 / MAX_PRUNED_SAVING
     assert max(search.tried) <= limit
-    assert len(search.tried) == len(set(search.tried)) <= 1 + STANDARD.max_prunings
+    assert len(search.tried) == len(set(search.tried)) <= 1 + MAX_PRUNINGS
 
 
 def test_between_tries_the_logarithm_is_linear_in_the_square_of_the_share():

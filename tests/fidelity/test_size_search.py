@@ -16,7 +16,11 @@ from lsrdecomp.calibration.distil import Distillation  # noqa: E402
 from lsrdecomp.errors import BudgetError  # noqa: E402
 from lsrdecomp.fidelity import goals  # noqa: E402
 from lsrdecomp.fidelity.goals import ShareGoal  # noqa: E402
-from lsrdecomp.fidelity.size_search import MeasuredSizes, SizeSearch  # noqa: E402
+from lsrdecomp.fidelity.size_search import (  # noqa: E402
+    BRACKET_RATIO,
+    MAX_MEASURED,
+    MeasuredSizes,
+)
 from lsrdecomp.fidelity.variants import CompressedVariant, DistilledVariant  # noqa: E402
 
 WHOLE = 1e6
@@ -48,7 +52,7 @@ def test_the_variant_found_keeps_enough_and_little_smaller_ones_do_not(factor, p
     seen = {}
     variant = MeasuredSizes(WHOLE, expected, measure, seen).smallest(keep)
     size = min(each for each, variant in seen.items() if variant.behaviour.kept >= keep)
-    assert len(seen) <= SizeSearch().max_measured
+    assert len(seen) <= MAX_MEASURED
     assert variant is seen[size]
     assert size <= 1.4 * max(least, WHOLE / SMALL)
 
@@ -59,7 +63,7 @@ def test_a_known_factor_needs_few_measurements():
     variant = MeasuredSizes(WHOLE, expected, measure, seen).smallest(0.9)
     least = (WHOLE / SMALL) * 0.1**-2
     assert len(seen) <= 4
-    assert size_of(seen, variant) <= SizeSearch().bracket_ratio ** 2 * least
+    assert size_of(seen, variant) <= BRACKET_RATIO**2 * least
 
 
 def test_what_was_measured_before_is_where_the_search_goes_on():

@@ -11,9 +11,10 @@ from lsrdecomp.calibration.dataset import DataError, PromptExample
 from lsrdecomp.checkpoints.progress import PlannedSteps, ProgressUpdate
 from lsrdecomp.compression.measured_settings import MeasuredSettings
 from lsrdecomp.errors import LsrError
-from lsrdecomp.fidelity.compress import _step_weights
+from lsrdecomp.fidelity import texts as texts_module
+from lsrdecomp.fidelity.compress import _step_times
 from lsrdecomp.fidelity.fidelity import Fidelity
-from lsrdecomp.fidelity.texts import Item, TextSplit, data_name, read_data, split_texts
+from lsrdecomp.fidelity.texts import Item, data_name, read_data, split_texts
 
 
 @pytest.mark.parametrize(
@@ -86,11 +87,12 @@ def test_at_most_a_quarter_is_held_out(n_texts: int, max_held_out: int, n_held_o
     assert held_out != split_texts(texts, max_held_out, seed=4)[0]
 
 
-def test_texts_are_counted_by_what_differs_between_them() -> None:
+def test_texts_are_counted_by_what_differs_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[Item] = [(f"text {i % 31}", f"answer {i}") for i in range(186)]
     with pytest.raises(LsrError, match="31 different texts are too few: 32 are needed"):
         split_texts(texts, 8, seed=0)
-    assert len(split_texts(texts, 8, seed=0, rule=TextSplit(min_texts=31))[0]) == 6
+    monkeypatch.setattr(texts_module, "MIN_TEXTS", 31)
+    assert len(split_texts(texts, 8, seed=0)[0]) == 6
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_texts_are_counted_by_what_differs_between_them() -> None:
 )
 def test_steps_are_numbered_of_so_many(settings: dict[str, int], total: int) -> None:
     told: list[ProgressUpdate] = []
-    steps = PlannedSteps(told.append, _step_weights(MeasuredSettings(keep=0.9, **settings)))
+    steps = PlannedSteps(told.append, _step_times(MeasuredSettings(keep=0.9, **settings)))
     steps.begin("opening the base")
     steps(ProgressUpdate("reading", 2, 7, "layers"))
     for _ in range(total):

@@ -36,6 +36,10 @@ DAMPING = 64.0
 """Proximal term, in units of size × unit roundoff × mean diagonal of the normal matrix: harmless to
 convergence, and the step stays a descent step however singular that matrix is. By hand."""
 
+CG_STEPS = 8
+"""Conjugate gradient steps of a block update in a weighted norm whose normal matrix is not formed:
+by hand."""
+
 
 @dataclass(frozen=True, slots=True)
 class Side:

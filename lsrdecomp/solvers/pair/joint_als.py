@@ -18,6 +18,7 @@ from lsrdecomp.solvers.base import (
     validate_pair_request,
 )
 from lsrdecomp.solvers.batched_terms import safe_ratio
+from lsrdecomp.solvers.pair.block_update import CG_STEPS
 from lsrdecomp.solvers.pair.descent import steps
 from lsrdecomp.solvers.pair.problem import PairProblem, PairState
 from lsrdecomp.solvers.pair.stacking import Pair, WeightedTargets, start_pair
@@ -77,7 +78,7 @@ class JointALS:
     """
 
     sweeps: int = 30
-    cg_steps: int = 8
+    cg_steps: int = CG_STEPS
     tolerance: float = 1e-5
     initializations: int = 4
     trials: int = 2

@@ -9,7 +9,7 @@ from lsrdecomp.arrays import Array, as_double, dtype_name, namespace
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.batched_terms import safe_ratio, scaled, select, term_norms, to_matrices
-from lsrdecomp.solvers.pair.block_update import Side
+from lsrdecomp.solvers.pair.block_update import CG_STEPS, Side
 from lsrdecomp.solvers.pair.initialization import (
     as_factors,
     first_factor_fastest,
@@ -80,7 +80,9 @@ class PairProblem:
     sides: tuple[Side, Side]  # the output side's part and the input side's
 
     @classmethod
-    def of(cls, targets: WeightedTargets, shape: ProductShape, cg_steps: int) -> PairProblem:
+    def of(
+        cls, targets: WeightedTargets, shape: ProductShape, cg_steps: int = CG_STEPS
+    ) -> PairProblem:
         """Prepare the problem at a shape: partial traces and eigenpairs of its weights."""
         norms = targets.norms
         sides = []

@@ -75,7 +75,7 @@ def quantize_sequentially(
     batch = WeightedTargets.of([target], None if weights is None else [weights])
     start = start_pair([product], shape, product.separation_ranks, 1)
     batch, start = to_device((batch, start), None)  # codes are NumPy's
-    problem = PairProblem.of(batch, shape, cg_steps=8)
+    problem = PairProblem.of(batch, shape)
     coding = _Coding(problem, problem.state(start).pair, bits)
     # Codes 1: round and fix the largest free block, solve the others again, until all are codes.
     for block in coding.blocks:
